@@ -1,8 +1,8 @@
 """Python interface of the commands train, simulate and plan, with their results as objects.
 
 Each function raises ValueError with the lines that the command would print.  `options` maps keys
-of the input file to values, for example {"train.steps": 3, "mesh.x": 2}.  `source` is an input
-file, or the name of one shipped with hpc3d.
+of the input file to values, for example {"train.steps": 3, "mesh.x": 2}.  `source` is the path of
+an input file, or the name of an input shipped with hpc3d.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.library.step_prediction import StepPrediction
     from hpc3d.pipeline.ideal_run import Seconds
 
-_TOP = 10  # layouts
+_TOP = 10  # default number of layouts
 
 _Options = Mapping[str, Any]
 
@@ -69,7 +69,7 @@ def run_training(
     ranks
         Number of ranks.
     out
-        Parent of the new run folder.
+        Parent folder of the new run folder.
     resume
         Run, or its folder, to resume from its last checkpoint, with the same or another layout.
 
@@ -106,7 +106,7 @@ def predict_step(
     source
         Input file, or the name of an input that comes with hpc3d (None: the default model).
     options
-        Values of its keys, such as {"train.steps": 3, "mesh.x": 2}.
+        Values of keys of the input, such as {"train.steps": 3, "mesh.x": 2}.
     ranks
         Number of ranks (None: the product of the sizes in [mesh]).
     machine
@@ -143,7 +143,7 @@ def find_layouts(
     source, options
         Input file or its name, and values of its keys.
     ranks, machine, memory
-        Number of ranks, machine file or its name, and memory per rank in B (None: machine's).
+        Number of ranks, machine file or its name, memory per rank in B (None: of the machine).
     top
         Maximum number of layouts.
 

@@ -70,7 +70,7 @@ def _sections(command: str, parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _usage(program: str, given: Sequence[argparse.Action]) -> str:
-    """Return the usage: required options, then positional arguments."""
+    """Return the usage line: required options, then positional arguments."""
     needed = [
         _spelled(each, short=True) for each in given if each.option_strings and each.required
     ]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.tensor.layout import Layout
 
-_MOST = 512  # threads
+_MOST = 512  # maximum number of threads
 
 
 class Received(NamedTuple):
@@ -208,7 +208,7 @@ class Cube:
 
 
 def _split(scheme: str | Split) -> Split:
-    """Return the Split of a scheme."""
+    """Return the Split for a scheme, given its name or as a Split."""
     if not isinstance(scheme, str):
         return scheme
     if scheme not in SCHEMES:

@@ -1,4 +1,4 @@
-"""Planned layouts for a notebook."""
+"""Planned layouts, for use in a notebook."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class FoundLayouts(list[dict[str, Any]]):
     Attributes
     ----------
     technique : str or None
-        Setting of all layouts, such as "train.optimizer=adafactor", if no layout fits without it.
+        Memory-saving setting of all layouts, such as "train.optimizer=adafactor", if no layout
+        fits in memory without it.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class FoundLayouts(list[dict[str, Any]]):
         super().__init__(map(as_plain, self._rows))
 
     def frame(self) -> pd.DataFrame:
-        """Return the layouts as a table.
+        """Return the layouts as a DataFrame.
 
         Returns
         -------

@@ -16,8 +16,8 @@ from hpc3d.console.exit_codes import BAD_INPUT, STOPPED
 from hpc3d.console.sanitize import Problems
 from hpc3d.training.run_folder import FOLDER_FILE
 
-_MOST_SAID = 2000  # characters of launcher output in an error
-_LEAVE = 10  # s granted to the ranks after a signal
+_MOST_SAID = 2000  # maximum characters of launcher output in an error
+_LEAVE = 10  # seconds for the ranks to exit after a signal
 # Same settings as in the Makefile: allow oversubscription, and allow root to run mpirun.
 _SETTINGS = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -31,9 +31,9 @@ _SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
 def launched(ranks: int, words: list[str]) -> Path:
     """Run `train` with command-line arguments `words` on `ranks` processes; return the run folder.
 
-    A run that stopped early on request counts as finished.  Raises ValueError with the lines of
-    the command if it rejects the input, and RuntimeError with its output and exit code if a rank
-    or a check fails.
+    A run that stopped early on request counts as finished.  Raises ValueError with the messages of
+    the command if it rejects the input, and RuntimeError with the output and the exit code of the
+    command if a rank or a check fails.
     """
     command = [*_launcher(ranks), sys.executable, "-m", "hpc3d.train", *words]
     with TemporaryDirectory(prefix="hpc3d-") as scratch:
@@ -52,7 +52,7 @@ def launched(ranks: int, words: list[str]) -> Path:
 def _launcher(ranks: int) -> list[str]:
     """Return the command that launches `ranks` ranks, or an empty list for one rank.
 
-    An mpirun on PATH, such as a cluster's, precedes the one installed next to this Python.
+    An mpirun on PATH, such as a cluster's, takes precedence over the mpirun next to this Python.
     """
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks = {ranks!r}: must be a positive integer")
@@ -68,9 +68,9 @@ def _launcher(ranks: int) -> list[str]:
 
 
 def _ended(command: list[str], settings: dict[str, str]) -> tuple[int, str]:
-    """Run a command with additional environment variables; end it on an interrupt.
+    """Run a command with additional environment variables; terminate it on an interrupt.
 
-    Returns its exit code and its standard error.
+    Returns the exit code and the standard error of the command.
     """
     defaults = _SETTINGS | (_CONSENT if os.geteuid() == 0 else {})
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Simulated pipeline schedule for a notebook."""
+"""Simulated pipeline schedule, for use in a notebook."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class StageTimeline:
     bubble : float
         Idle fraction of the worst stage, as defined in arXiv:2401.10241, section 5.3.
     in_flight : list of int
-        Peak number of microbatches (of a chunk) with saved activations, per stage.
+        For each stage, the peak number of (microbatch, chunk) pairs with saved activations.
     weight_inputs : list of int
-        Peak number of microbatches whose W pass is still pending, per stage.
+        For each stage, the peak number of (microbatch, chunk) pairs whose W pass is pending.
     """
 
     def __init__(self, ideal: IdealRun) -> None:

@@ -1,4 +1,4 @@
-"""Predicted cost of a training step for a notebook."""
+"""Predicted cost of a training step, for use in a notebook."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class StepPrediction(dict[str, Any]):
     """Predicted step: a dict with the values of `python -m hpc3d.simulate --json`.
 
-    `step_time_s` [s]; `tokens_per_s`; `bubble`, the fraction of the time that the busiest stage
-    waits for messages; `communication`, the fraction of the step that it waits for other calls;
-    `flop` of all ranks; `mfu` and `hfu` (arXiv:2205.05198), fractions of the machine's peak;
-    `memory` [B]: the peaks of the `stages`, of the `worst` stage and in `total`, and `fits`, true
-    if the model fits; `bytes` received by a rank of stage 0, by axis and operation.  `config` is
-    the resolved configuration.
+    The keys are: `step_time_s` [s]; `tokens_per_s`; `bubble`, the fraction of the step time that
+    the busiest stage waits for messages; `communication`, the fraction of the step time that it
+    waits for other calls; `flop`, summed over all ranks; `mfu` and `hfu` (arXiv:2205.05198), as
+    fractions of the machine's peak; `memory` [B], with the peaks of the `stages`, of the `worst`
+    stage and in `total`, and with `fits`, which is true if the model fits in memory; and `bytes`,
+    received by a rank of stage 0, by axis and operation.  `config` is the resolved configuration.
     """
 
     def __init__(self, step: PredictedStep) -> None:
@@ -57,7 +57,7 @@ class StepPrediction(dict[str, Any]):
         )
 
     def keep(self, folder: Path | str) -> OpenedRun:
-        """Write the step of all ranks as a trace, and open it as a run.
+        """Write the predicted step of all ranks as a trace, and open the trace as a run.
 
         Parameters
         ----------
@@ -80,7 +80,7 @@ class StepPrediction(dict[str, Any]):
         return OpenedRun(self._step.keep(folder).parent)
 
     def timeline(self) -> Drawing:
-        """Draw the step.
+        """Draw the timeline of the predicted step.
 
         Returns
         -------

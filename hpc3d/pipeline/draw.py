@@ -30,9 +30,9 @@ def draw(rows: Sequence[Row], columns: int = 99, unit: float = 0.0) -> str:
     """Return a diagram with one line per stage and one cell per `unit` seconds.
 
     If `unit` is 0, a cell is as long as the shortest pass.  A pass is drawn as its letter
-    (lowercase for chunk 1) and its microbatch, followed by a line up to its end.  A bar marks a
-    Step, and blank space is idle time.  A diagram wider than `columns` characters is truncated,
-    and a final line reports this.
+    (lowercase for chunk 1) and its microbatch, followed by dashes until its end.  A vertical bar
+    marks a Step, and blank space is idle time.  A diagram wider than `columns` characters is
+    truncated, and a final line reports the truncation.
     """
     spans = [span for row in rows for span in row]
     heads = [f"{stage:>{len(str(len(rows) - 1))}} |" for stage in range(len(rows))]
@@ -48,7 +48,7 @@ def draw(rows: Sequence[Row], columns: int = 99, unit: float = 0.0) -> str:
 def _scale(spans, columns, unit):
     """Return a scale whose cells are as wide as the longest label.
 
-    Cells also have a gap if the diagram still fits into `columns` or needs the gap to show a Step.
+    Cells also have a gap if the diagram has a Step, or if it fits in `columns` with the gap.
     """
     label = max(len(_label(instruction)) for *_, instruction in spans)
     cells = Scale(unit, 0, 0, 0).cell(max(end for _, end, _ in spans))
@@ -73,7 +73,7 @@ def _line(row, scale):
 def _label(instruction):
     """Return the label of an instruction, or "" if it has no microbatch.
 
-    The labels of an F of microbatch 3 on chunks 0, 1 and 2 are F3, f3 and 2F3.
+    A forward pass of microbatch 3 is labeled F3 on chunk 0, f3 on chunk 1, and 2F3 on chunk 2.
     """
     op, mb, chunk = instruction
     letter = op[0].lower() if chunk == 1 else op[0]

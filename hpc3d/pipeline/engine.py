@@ -2,8 +2,8 @@
 
 A receive is posted at its position in the stream, and the engine waits for the block just before
 its first use.  A send is completed before the next send to the same peer in the same direction.
-`passes.check` assumes that every group waits for all of its messages, so the engine never waits
-longer than the check assumes.
+`passes.check` makes the stricter assumption that each group waits for all of its messages, so a
+program that passes this check cannot deadlock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PHASE = {
     "Reduce": "optimizer",
     "Step": "optimizer",
 }
-EVALUATION = dict.fromkeys(PHASE, "evaluation")  # phases in an evaluation
+EVALUATION = dict.fromkeys(PHASE, "evaluation")  # operation -> phase
 
 
 class DeferredWeightGrads:
@@ -65,9 +65,9 @@ class Engine:
     """Pipeline engine of this rank, which runs one `PipelineStage` per chunk.
 
     The engine calls `update()` at every `Step`.  `losses` maps a training step to this rank's
-    share of the summed loss.  In an evaluation, it holds the sums that the last model chunk
-    returns.  `seconds` maps an operation to its total time in the last call of `run`, measured
-    with `clock`.  `peak` is the largest number of forward passes in flight, over all chunks.
+    share of the summed loss.  In an evaluation, `losses` has the sums returned by the last model
+    chunk.  `seconds` maps an operation to its total time in the last call of `run`, measured with
+    `clock`.  `peak` is the maximum number of forward passes in flight, summed over all chunks.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Engine:
         self.stage = mesh.coord("p")
         self.micros: Mapping[int, Microbatch] = {}
         self.phases: Mapping[str, str] = PHASE
-        # `saved` and `deferred` have (microbatch, chunk) as keys, `inbox` and `outbox` (kind,
-        # microbatch, chunk), and `sent` (peer, kind).
+        # Keys of `saved` and `deferred`: (microbatch, chunk).  Keys of `inbox` and `outbox`:
+        # (kind, microbatch, chunk).  Keys of `sent`: (peer, kind).
         self.saved: dict[tuple[int, int], Any] = {}
         self.deferred: dict[tuple[int, int], DeferredWeightGrads] = {}
         self.inbox: dict[tuple[str, int, int], Pending] = {}
@@ -154,7 +154,7 @@ class Engine:
             self._deliver("F", key, y)
 
     def backward(self, instruction: Instruction, defer: Callable[..., None] = immediately) -> None:
-        """Run the backward pass of a chunk; `defer` is called with each weight gradient."""
+        """Run the backward pass of a chunk; `defer` receives each weight-gradient computation."""
         mb, chunk = key = instruction[1:]
         last = self.placement.last(self.stage, chunk)
         dy = None if last else self.inbox.pop(("B", *key)).wait()

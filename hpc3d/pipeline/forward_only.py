@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def forward_only(placement: Placement, micros: int) -> list[list[Instruction]]:
     """Return the forward passes of each stage, in a greedy order.
 
-    In every round, a stage runs the last of its model chunks (in model order) that has an input.
-    No stage is idle while it has work, microbatches close to the head finish first, and few
-    microbatches are queued between two chunks.
+    In every round, each stage runs the last of its model chunks (in model order) for which an
+    input is available.  No stage is idle while it has work, microbatches close to the head finish
+    first, and few microbatches are queued between two chunks.
     """
     waiting: list[deque[int]] = [deque() for _ in range(placement.parts)]
     waiting[0].extend(range(micros))

@@ -31,10 +31,10 @@ class Compression(Protocol):
 
 
 class Buckets:
-    """Reduce gradients over the axes where they are partial, and all-gather values for ZeRO.
+    """Buckets that reduce partial gradients and, with ZeRO, all-gather the updated values.
 
     Call `finished(unit)` when the gradient of a unit of the model is complete.  The reduction of a
-    bucket starts when all of its units are finished.  Gradients that `compression` reduces have
+    bucket starts when all of its units are finished.  Gradients reduced by `compression` are in
     separate buckets.
     """
 
@@ -116,7 +116,7 @@ class Buckets:
         mine += self.mesh.pool.bring(theirs)
 
     def gather(self) -> None:
-        """All-gather the updated values, with the next bucket in flight while one is written.
+        """All-gather the updated values; the next bucket is in flight while one is stored.
 
         At most two buckets are in memory at a time.
         """
@@ -131,8 +131,8 @@ class Buckets:
 class Bucket:
     """Adjacent parameters that are communicated together.
 
-    If they are sharded, the communicated block has one row per replica, and the row holds the
-    replica's shard of each parameter, in the columns `columns`.
+    If they are sharded, the communicated block has one row per replica.  A row contains the
+    replica's shard of each parameter, in the column ranges `columns`.
     """
 
     pending: Any  # the collective in flight, or None
@@ -153,11 +153,12 @@ class Bucket:
 
 
 class GradientBucket(Bucket):
-    """Bucket of gradients, reduced over the axes where they are partial, the data axes last.
+    """Bucket of gradients, reduced over the axes along which they are partial sums.
 
-    `post` starts the reduction over the first axis.  Only vectors have further axes, and `wait`
-    runs those reductions.  If the first axis is a tensor axis, the bucket is `posted_last`: an
-    earlier reduction would delay messages on the critical path of this pass and of other stages.
+    `post` starts the reduction over the first axis.  `wait` also reduces over the other axes, with
+    the data axes last; only vectors have several axes.  If the first axis is a tensor axis, the
+    bucket is `posted_last`, because an earlier reduction would delay messages on the critical path
+    of this pass and of other stages.
     """
 
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
@@ -185,7 +186,7 @@ class GradientBucket(Bucket):
         return comm.all_reduce(self._carried(axis))
 
     def _carried(self, axis: str) -> Array:
-        """Return the gradient in the dtype that the reduction over `axis` uses."""
+        """Return the gradient in the dtype used for the reduction over `axis`."""
         grad, dtype = self.parameters.grad[self.span], self.parameters.reduced
         if dtype == grad.dtype or axis not in {self.replicas, *self.items[0].replicas}:
             return grad

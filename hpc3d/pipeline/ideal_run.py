@@ -13,7 +13,7 @@ from hpc3d.pipeline.timeline import Cost, Row, bubble, makespan, timeline
 
 TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "comm": 0.0}  # default times in s
 MOST_SIMULATED = 1_000_000  # maximum number of forward passes in a simulation
-_SHORTEST, _LONGEST = 1e-12, 1e9  # bounds in seconds, so that sums and ratios stay finite
+_SHORTEST, _LONGEST = 1e-12, 1e9  # bounds in s, so that sums and ratios stay finite
 
 Seconds = float | list[float] | tuple[float, ...]
 
@@ -21,9 +21,10 @@ Seconds = float | list[float] | tuple[float, ...]
 class IdealRun(NamedTuple):
     """Simulated schedule with its sizes, times and timeline.
 
-    `chunks` is the number per stage, `microbatches` the number per step, and `times` is as in
-    `ideal_run`.  `passes` lists the passes of each stage, `placement` maps model chunks to stages,
-    and `rows` lists (start, end, instruction) for each stage, with times in seconds.
+    `chunks` is the number of model chunks per stage, `microbatches` the number of microbatches per
+    step, and `times` the argument of `ideal_run`.  `passes` lists the passes of each stage,
+    `placement` maps model chunks to stages, and `rows` lists (start, end, instruction) for each
+    stage, with times in seconds.
     """
 
     name: str
@@ -49,8 +50,8 @@ class IdealRun(NamedTuple):
         """Return the results as a dict of plain values.
 
         The dict has the simulated sizes and times, the makespan in seconds, the bubble as defined
-        in arXiv:2401.10241, and two peaks per stage: the number of microbatches in flight, and of
-        microbatches that wait for W.
+        in arXiv:2401.10241, and two peaks per stage: the number of microbatches in flight, and the
+        number of microbatches whose W is pending.
         """
         from hpc3d.pipeline.step_model import in_flight  # --help must not import NumPy
 
@@ -74,13 +75,13 @@ def ideal_run(
     steps: int = 1,
     times: Mapping[str, Seconds] | None = None,
 ) -> IdealRun:
-    """Simulate a schedule.
+    """Simulate a pipeline schedule.
 
-    `times` overrides entries of TIMES, in seconds.  The time of a pass is one value per microbatch
-    and stage, for all chunks together, or a list with one value per model chunk.  The time of a
-    message is one value, or a list with one value per boundary between model chunks.  `chunks`
-    defaults to the number that the schedule requires, or to 2.  Raises ValueError if the schedule
-    does not support the sizes, a time is invalid, or the simulation would have more than
+    `times` overrides entries of TIMES, in seconds.  The time of a pass is one number (the time per
+    microbatch on a stage, summed over its chunks) or a list with one value per model chunk.  The
+    time of a message is one number, or a list with one value per boundary between model chunks.
+    `chunks` defaults to the number required by the schedule, or to 2.  Raises ValueError if the
+    schedule does not support the sizes, a time is invalid, or the simulation would have more than
     MOST_SIMULATED forward passes.
     """
     chunks = chunks if chunks is not None else find(name).chunks or 2

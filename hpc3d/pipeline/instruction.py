@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 COMPUTE = ("F", "B", "W", "BW")
-# Maps a message to (the peer's matching operation, offset of the peer's model chunk).
+# Message operation -> (matching operation of the peer, offset of the peer's model chunk).
 MESSAGES = {
     "SendF": ("RecvF", +1),
     "RecvF": ("SendF", -1),
@@ -38,7 +38,7 @@ class Instruction(NamedTuple):
 
 
 def parse(text: str) -> Instruction:
-    """Return the instruction that `text` describes; raise ValueError if it is invalid."""
+    """Parse the text form of an instruction; raise ValueError if it is invalid."""
     written = _WRITTEN.fullmatch(text)
     chunk, op, mb = written.groups() if written else ("", "", "")
     numbered = op not in ("Reduce", "Step")
@@ -75,13 +75,13 @@ def whole(stream: Iterable[Instruction]) -> Iterator[Instruction]:
 class Placement(NamedTuple):
     """Mapping between model chunks in model order and the (stage, chunk) that runs them.
 
-    `part` is the index of a model chunk in model order: chunk 0 has the embedding, and the last
-    one has the head.  By default, the model chunks are assigned to the stages round-robin:
+    `part` is the index of a model chunk in model order: the first model chunk has the embedding,
+    and the last one has the head.  By default, model chunks are assigned to stages round-robin:
 
         stage 0: 0 4    1: 1 5    2: 2 6    3: 3 7        (stages=4, chunks=2)
 
-    With `v_shaped` and two chunks, they are assigned from the first stage to the last and back, so
-    that stage 0 has both the embedding and the head:
+    With `v_shaped` and two chunks per stage, model chunks are assigned from the first stage to the
+    last and back, so that stage 0 has both the embedding and the head:
 
         stage 0: 0 7    1: 1 6    2: 2 5    3: 3 4
     """
@@ -125,8 +125,8 @@ class Placement(NamedTuple):
     def other(self, stage: int, instruction: Instruction) -> tuple[int, Instruction]:
         """Return the peer stage of a message and the matching instruction on that stage.
 
-        Raises ValueError if there is no peer: before the first model chunk, after the last one, or
-        if both model chunks are on the same stage.
+        Raises ValueError if the message has no peer, because there is no such model chunk, or
+        because both model chunks are on the same stage.
         """
         op, further = MESSAGES[instruction.op]
         place = self.neighbor(stage, instruction.chunk, further)
@@ -140,7 +140,7 @@ class Placement(NamedTuple):
         """Return the (stage, pass) pairs whose results a pass needs.
 
         F needs the F of the previous model chunk.  B and BW need the B of the next model chunk and
-        the F of their own.  W needs the B of its own.  A BW counts as a B.
+        the F of the same model chunk.  W needs the B of the same model chunk.  BW counts as B.
         """
         op, mb, chunk = instruction
         if op == "W":

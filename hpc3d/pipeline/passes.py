@@ -8,9 +8,10 @@
                    pass
 
 Contract of a lowered schedule: the messages of a group are posted together, and the group is
-complete when all of its messages are.  A message is complete when both the sender and the receiver
-have posted it, so a valid order must not rely on buffering.  A stage runs its groups in order, and
-stages are synchronized only by messages.  `check` verifies a schedule against this contract.
+complete when all of its messages are complete.  A message is complete when both the sender and the
+receiver have posted it, so a valid order must not rely on buffering.  A stage runs its groups in
+order, and stages are synchronized only by messages.  `check` verifies a schedule against this
+contract.
 """
 
 from collections import defaultdict
@@ -26,7 +27,7 @@ Group = tuple[Instruction, ...]
 def lower(
     streams: Iterable[Iterable[Instruction]], placement: Placement, overlap: bool = True
 ) -> list[list[Group]]:
-    """Lower the instruction streams and return the groups of each stage.
+    """Lower instruction streams, and return the instruction groups of each stage.
 
     Raises ValueError if the streams deadlock; the message names the instructions as written in the
     input.
@@ -46,13 +47,13 @@ def _add_steps(stream: Iterable[Instruction]) -> list[Instruction]:
 def _add_messages(
     streams: Iterable[Iterable[Instruction]], placement: Placement
 ) -> list[list[Instruction]]:
-    """Return the streams with all messages that their passes need between stages.
+    """Return the streams with the required messages between stages added.
 
     The time of a message is the end time of the pass that produces it in an ideal simulation, in
-    which F, B and W take 1 and messages take no time.  Sender and receiver post it before their
-    first pass that starts at or after this time: the sender right after the pass that produces it,
-    the receiver at the latest right before the pass that needs it.  Messages with equal times are
-    ordered by sender and content, which both stages know.
+    which F, B and W take one time unit and messages take none.  Sender and receiver post it before
+    their first pass that starts at or after this time: the sender right after the pass that
+    produces it, the receiver no later than right before the pass that needs it.  Messages with
+    equal times are ordered by sending stage and instruction, which both stages know.
 
     This defines a global order of all messages.  Each stage posts its messages in this order, so
     no schedule can deadlock.  Proof: Suppose that no stage can proceed.  Each unfinished stage is
@@ -90,7 +91,7 @@ def _goes_on(placement, stage, op, chunk):
 def _merged(row, posts):
     """Merge messages into a row of passes.
 
-    Each pass follows all messages with times up to its start time.
+    Messages with times up to the start time of a pass are placed before this pass.
     """
     posts = iter([*posts, (float("inf"), None)])
     time, message = next(posts)
@@ -237,7 +238,7 @@ def _check_pairs(streams, placement):
 
 
 def _check_pair(sender, receiver, sent, received):
-    # Every send has a receive: otherwise, `_check_passes` reports a pass before its input.
+    # A send without a receive is already reported by `_check_passes`, as a pass without its input.
     for send, receive in sorted(set(received) - set(sent)):
         raise ValueError(f"stage {receiver}: {receive} has no matching {send} on stage {sender}")
     for (send, due), (_, receive) in zip(sent, received):

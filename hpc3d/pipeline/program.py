@@ -21,11 +21,11 @@ STEP = (Instruction("Step"),)
 class Program(NamedTuple):
     """Instruction groups of every stage, and the placement of the model chunks.
 
-    `stages` has the groups of one training step for a synchronous schedule, and of all steps for
-    an asynchronous one.  In the latter, microbatches of up to `ahead` later steps are in flight
-    before a step ends.  A training step has `updates` optimizer updates; an evaluation has none.
-    If `alone` is true, each microbatch is a minibatch with a separate update.  `weights` is the
-    class that manages weight versions.
+    `stages` has the groups of one training step for a synchronous schedule, and the groups of all
+    steps for an asynchronous schedule.  With an asynchronous schedule, microbatches of up to
+    `ahead` later steps are in flight before a step ends.  A training step has `updates` optimizer
+    updates; an evaluation has none.  If `alone` is true, each microbatch is a minibatch with a
+    separate update.  `weights` is the class that manages weight versions.
     """
 
     stages: list | dict
@@ -37,7 +37,7 @@ class Program(NamedTuple):
     weights: type
 
     def of(self, stage: int) -> Program:
-        """Return a program that only has the groups of `stage`."""
+        """Return a copy of this program with only the groups of `stage`."""
         return self._replace(stages={stage: self.stages[stage]})
 
     @property

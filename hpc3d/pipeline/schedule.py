@@ -1,11 +1,11 @@
 """Pipeline schedules: the order of passes on each stage, as a stream of instructions.
 
 A schedule has no messages, reductions or optimizer updates: `hpc3d.pipeline.passes` adds them.  A
-B without a W in the stream is the full backward pass.  docs/schedules.md draws all schedules.  In
-the docstrings, p is the number of stages, i the index of a stage from 0, m the number of
-microbatches per step, v the number of chunks per stage, and t_f and t_b are the times of a forward
-and a full backward pass on a stage.  "Bubble" is the idle time of a stage per step if messages
-take no time.
+B without a W in the stream is the full backward pass.  docs/schedules.md has diagrams of all
+schedules.  In the docstrings, p is the number of stages, i the zero-based stage index, m the
+number of microbatches per step, v the number of chunks per stage, and t_f and t_b are the times of
+a forward and a full backward pass on a stage.  "Bubble" is the idle time of a stage per step if
+messages take no time.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _updated(stream: Iterable[Instruction], every: int) -> Iterator[Instruction]
 
 
 def _anything(name, stages, micros):
-    """Rule of schedules that support all sizes; returns None."""
+    """Return None: this is the rule of schedules that support all sizes."""
 
 
 def _one_stage(name, stages, micros):
@@ -144,8 +144,8 @@ class Schedule(NamedTuple):
     If `splits_backward` is true, the streams contain W.  `weights` is the class that manages
     weight versions.  If `update_per_microbatch` is true, every microbatch is a minibatch.  If
     `keeps_all` is true, all forward passes come first, so the activations of all microbatches of a
-    step are in flight at once.  A stage defers `late_weights` W for each stage before it.  A
-    partitioner considers an `on_request` schedule only if the user asks for it.
+    step are in flight at once.  A stage defers `late_weights` W for each preceding stage.  A
+    partitioner considers an `on_request` schedule only if the user requests it.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Schedule(NamedTuple):
 
     @property
     def search_chunks(self) -> tuple[int, ...]:
-        """Numbers of chunks per stage that a search tries."""
+        """Numbers of chunks per stage that a layout search tries."""
         return (self.chunks,) if self.chunks else _CHUNKS
 
     @property
@@ -224,7 +224,7 @@ FOR_PARTITIONS = sorted(_OF_PARTITIONS, key=lambda each: each.name != DEFAULT)
 
 
 def usual(stages: int) -> str:
-    """Return the default schedule for a number of stages."""
+    """Return the name of the default schedule for a number of stages."""
     return ONE_STAGE if stages == 1 else DEFAULT
 
 
@@ -275,8 +275,8 @@ def instruction_streams(
 ) -> tuple[list[list[Instruction]], Placement]:
     """Return the instruction stream of each stage, and the placement of the model chunks.
 
-    The streams of a synchronous schedule cover one step, which a run repeats.  Those of an
-    asynchronous schedule cover `steps` steps with consecutive microbatch numbers.  Raises
+    The streams of a synchronous schedule cover one step, which a run repeats.  The streams of an
+    asynchronous schedule cover `steps` steps, with consecutive microbatch numbers.  Raises
     ValueError for unsupported sizes.
     """
     schedule = find(name)

@@ -1,4 +1,4 @@
-"""Text of docs/schedules.md: python -m hpc3d.pipeline.schedules_page > docs/schedules.md."""
+"""Generator of docs/schedules.md: python -m hpc3d.pipeline.schedules_page > docs/schedules.md."""
 
 from inspect import getdoc
 
@@ -90,7 +90,7 @@ def _section(schedule: Schedule) -> str:
 
 
 def _sizes(schedule):
-    """Return the numbers of stages, microbatches per step and steps; 8 microbatches in total."""
+    """Return the numbers of stages, microbatches per step, and steps (8 microbatches in total)."""
     if schedule.forbids(4, 8, schedule.chunks or 2):
         return 1, 8, 1
     generations = schedule.asynchronous and not schedule.update_per_microbatch

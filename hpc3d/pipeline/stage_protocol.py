@@ -35,8 +35,8 @@ class PipelineStage(Protocol):
     def incoming(self, kind: str, micro: Any) -> Sequence[tuple[tuple[int, ...], Any]]:
         """Return the shape and dtype of each array in a received block of a microbatch.
 
-        If `kind` is F, the block is the activation from the previous model chunk; if it is B, the
-        gradient from the next one.
+        If `kind` is F, the block is the activation from the previous model chunk.  If `kind` is B,
+        the block is the gradient from the next model chunk.
         """
 
     def forward(self, x: Any, micro: Any) -> tuple[Any, Any]:
@@ -62,7 +62,7 @@ class PipelineStage(Protocol):
         The result is the gradient with respect to x, or None for the first model chunk.  dy is the
         gradient with respect to Y, or None for the last one.  `saved` comes from the forward pass
         of this microbatch.  It is used once, and only deferred calls may keep references to it.
-        Each call `defer(function, *args)` accumulates a weight gradient, either immediately or
-        later, in order, at W.  After the calls of each unit in `units`, the stage calls
-        `defer(finished, unit)`.
+        The stage accumulates weight gradients with calls `defer(function, *args)`, which run
+        either immediately or later, in order, at W.  After the calls for each unit in `units`, the
+        stage calls `defer(finished, unit)`.
         """

@@ -2,7 +2,7 @@
 
 Planners use this module to predict the time of a step's passes and gradient reductions, and the
 memory of each stage.  The order of the passes depends only on the schedule and its sizes, so it is
-computed once and reused for thousands of costs.  hpc3d.pipeline.timeline is the reference
+computed once and reused for thousands of sets of costs.  hpc3d.pipeline.timeline is the reference
 implementation.
 """
 
@@ -24,17 +24,19 @@ from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
 _KINDS = ("F", "B", "W", "BW")
 _NOWHERE, _START = -2, -1  # sentinel indices: no remote input; start of a stage
-# Microbatches per stage to reach the steady state of a schedule, and to measure its period.
+# Numbers of microbatches per stage to reach the steady state of a schedule and to measure its
+# period.
 _FILL, _ROUNDS = 4, 4
-# Changes by a pass: microbatches with saved activations, microbatches with saved inputs of W.
+# Pass -> change in the numbers of microbatches with saved activations and with saved inputs of W.
 _KEPT = {"F": (1, 0), "B": (-1, 1), "W": (0, -1), "BW": (-1, 0)}
 
 
 class InFlight(NamedTuple):
-    """Peak numbers of saved microbatches on a stage; each (microbatch, chunk) pair counts as one.
+    """Peak numbers of (microbatch, chunk) pairs for which a stage has saved data.
 
-    `activations` are saved from F to the end of B or BW.  `weight_inputs` (the inputs and output
-    gradients of the products that W computes) are saved from the end of B to the end of W.
+    `activations` counts the pairs with saved activations, from F to the end of B or BW.
+    `weight_inputs` counts the pairs with saved inputs and output gradients of the products in W,
+    from the end of B to the end of W.
     """
 
     activations: int
@@ -42,15 +44,15 @@ class InFlight(NamedTuple):
 
 
 def in_flight(stream: Iterable[Instruction]) -> InFlight:
-    """Return the peak numbers of microbatches that a stream of passes saves."""
+    """Return the peak numbers of microbatches with saved data in a stream of passes."""
     return InFlight(*_kept([*whole(stream)], 1).max((0, 2)).tolist())
 
 
 def _kept(passes: Sequence[Instruction], chunks: int) -> np.ndarray:
-    """Count the microbatches that a stage saves before each pass and after the last one.
+    """Count the microbatches with saved data on a stage, before each pass and after the last one.
 
-    Returns an array of shape [1 + passes, 2, chunks], with activations and inputs of W on the
-    second axis.  If `chunks` is 1, all chunks count together.
+    Returns an array of shape [1 + passes, 2, chunks].  The second axis distinguishes activations
+    and inputs of W.  If `chunks` is 1, the counts are summed over all chunks.
     """
     changes = np.zeros((1 + len(passes), 2, chunks), int)
     for number, (op, _, chunk) in enumerate(passes, 1):
@@ -59,13 +61,13 @@ def _kept(passes: Sequence[Instruction], chunks: int) -> np.ndarray:
 
 
 def _fullest(states: np.ndarray) -> np.ndarray:
-    """Return the distinct rows that no other row equals or exceeds in every column."""
+    """Return the distinct rows for which no other row is at least as large in every column."""
     states = np.unique(states, axis=0)
     return states[[np.all(states >= row, axis=1).sum() == 1 for row in states]]
 
 
 class StageTimes(NamedTuple):
-    """Pass times of a microbatch on each stage, for all chunks together, and message time.
+    """Pass times per microbatch on each stage, summed over its chunks, and the message time.
 
     All times are in seconds.  `weight` is 0 if the backward pass is not split.
     """
@@ -86,7 +88,7 @@ class StageTimes(NamedTuple):
 
 
 class StepModel:
-    """Model of a step of a schedule, for given numbers of stages, microbatches and chunks."""
+    """Performance model of a schedule for given numbers of stages, microbatches and chunks."""
 
     def __init__(self, name: str, stages: int, micros: int, chunks: int) -> None:
         self.schedule = find(name)
@@ -106,7 +108,7 @@ class StepModel:
 
     @cached_property
     def most_in_flight(self) -> list[int]:
-        """Peak number of microbatches in flight on each stage, over all chunks together."""
+        """Peak number of microbatches in flight on each stage, summed over its chunks."""
         return [int(_kept(passes, 1).sum(1).max()) for passes in self._streams]
 
     def held(
@@ -116,13 +118,13 @@ class StepModel:
         weight_inputs: Sequence[float],
         gradient: float = 0.0,
     ) -> list[tuple[tuple[str, int], float]]:
-        """Return the bytes of saved microbatches on a stage at the start of its passes.
+        """Return the bytes of saved data on a stage at the starts of its passes.
 
         Parameters
         ----------
         saved, weight_inputs : sequence of float
-            Bytes of a microbatch for each chunk, saved from F to the end of B or BW, and from the
-            end of B to the end of W.
+            Bytes per microbatch for each chunk, saved from F to the end of B or BW, and from the
+            end of B to the end of W, respectively.
         gradient : float
             Bytes of an input gradient, which may still be in flight to the previous stage after
             the first backward pass.
@@ -140,12 +142,12 @@ class StepModel:
         return [*zip(kinds, nbytes.tolist(), strict=True)]
 
     def _fullest_moments(self, stage):
-        """Return the passes, as (op, chunk), whose start may have the highest memory use.
+        """Return the passes, as (op, chunk), at whose start memory use may be highest.
 
-        Also returns the counts of saved blocks at these starts, which `held` multiplies by their
-        sizes in bytes.
+        Also returns the numbers of saved blocks at these starts, which `held` multiplies by the
+        block sizes in bytes.
         """
-        # Unless all forward passes come first, the peak does not grow beyond 4 * stages.
+        # Unless all forward passes come first, 4 * stages microbatches suffice to reach the peak.
         most = self.micros if self.schedule.keeps_all else min(self.micros, 4 * self.stages)
         passes = [*whole(self.schedule.stream(stage, self.placement, most, 1))]
         states = _kept(passes, self.chunks).reshape(1 + len(passes), -1)
@@ -167,8 +169,9 @@ class StepModel:
     def _order(self):
         """All passes in dependency order, and the index of the last pass of every stage.
 
-        A pass is a tuple of four indices: the previous pass on its stage, the pass that it needs
-        from another stage, the boundary between these model chunks, and its model chunk and kind.
+        A pass is a tuple of four indices: the previous pass on the same stage, the pass on another
+        stage whose result it needs, the boundary between the two model chunks, and a combined
+        index of model chunk and kind of pass.
         """
         streams = [deque(passes) for passes in self._streams]
         numbers: dict[tuple[int, Instruction], int] = {}
@@ -225,10 +228,11 @@ class StepModel:
         return self.micros if self.schedule.rule(self.schedule.name, self.stages, few) else few
 
     def steady_ends(self, costs: Sequence[Cost]) -> list[float]:
-        """Return the end times that `ends` returns, extrapolated from a few microbatches.
+        """Return the same end times as `ends`, extrapolated from a few simulated microbatches.
 
         In the steady state, every round of microbatches takes the same time.  The result is exact
-        if one stage is always busy, and within 2 % if loops of messages limit the throughput.
+        if one stage is always busy.  If round trips of messages between stages limit the
+        throughput, the error is at most 2 %.
         """
         few, rounds = self.simulated_microbatches, _ROUNDS * self.stages
         ends = self._of(few).ends(costs)
@@ -243,9 +247,9 @@ class StepModel:
     def seconds(self, times: StageTimes) -> float:
         """Return the time from the start of the first pass of a step to the end of the last one.
 
-        The time is in seconds.  A closed form is used if the schedule has one: planning 175 B
-        parameters on 1,024 ranks takes 42 s of CPU time with closed forms, and 50 s with
-        simulations only.
+        The time is in seconds.  A closed form is used if the schedule has one: planning a model
+        with 175 B parameters on 1,024 ranks takes 42 s of CPU time with closed forms, and 50 s
+        with simulations only.
         """
         if self.stages == 1:
             return self.micros * sum(times.work())
@@ -293,7 +297,7 @@ def _busy_and_fill(model, times):
 
 
 def _all_forward_first(model, times):
-    """GPipe: stages wait for the longest forward pass, then for the longest backward pass."""
+    """GPipe: the longest forward pass and the longest backward pass limit the throughput."""
     _, fill = _busy_and_fill(model, times)
     paces = max(times.forward) + max(times.backward)
     return model.micros * paces + fill + 2 * (model.stages - 1) * times.message
@@ -302,8 +306,8 @@ def _all_forward_first(model, times):
 def _alternating(model, times):
     """1F1B: the period of the slowest stage or message loop, plus fill and exposed messages.
 
-    The last k stages form a loop, in which k microbatches are in flight: to the last stage and
-    back.  k is at most the number of microbatches of a step.
+    The last k stages form a loop, from the first of them to the last stage and back, in which k
+    microbatches are in flight.  k is at most the number of microbatches per step.
     """
     micros, message = model.micros, times.message
     _, fill = _busy_and_fill(model, times)
@@ -322,7 +326,7 @@ def _interleaved(model, times):
 
 
 def _late_weights(model, times):
-    """ZB-H1 and ZB-H2: a stage defers W in proportion to its index, and these W fill the drain."""
+    """ZB-H1 and ZB-H2: a stage defers W passes in proportion to its index to fill the drain."""
     late, micros, count = model.schedule.late_weights, model.micros, model.stages
     busy, _ = _busy_and_fill(model, times)
     ahead, back, slack = _ways(model, times)

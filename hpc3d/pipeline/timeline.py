@@ -11,10 +11,10 @@ Row = list[tuple[float, float, Instruction]]
 
 
 class Cost(NamedTuple):
-    """Pass times of a microbatch on a stage, for all chunks together, and message time, in s.
+    """Pass times per microbatch on a stage, summed over its chunks, and message time, in s.
 
-    In a list with one Cost per model chunk, the times apply to that model chunk and to a message
-    from it to the next one.
+    In a list with one Cost per model chunk, the pass times are those of the model chunk, and the
+    message time is for messages to the next model chunk.
     """
 
     forward: float
@@ -65,7 +65,7 @@ def bubble(rows: Iterable[Row]) -> float:
 
 
 def refuse_deadlock(stuck: dict[int, str]) -> None:
-    """Raise ValueError unless `stuck` is empty; it maps a stage to the instruction that blocks."""
+    """Raise ValueError unless `stuck`, a dict from stage to blocked instruction, is empty."""
     if stuck:
         where = ", ".join(f"stage {stage} at {text}" for stage, text in sorted(stuck.items()))
         raise ValueError(f"deadlock: {where}; each stage waits for another; change the order")

@@ -22,17 +22,17 @@ class InPlace:
         self.parameters = parameters
 
     def before_forward(self, generation: int) -> None:
-        """Select the weights for a microbatch of batch number `generation`, counted from 0."""
+        """Select the weights for a microbatch of the batch with zero-based index `generation`."""
 
     def before_update(self) -> None:
-        """Prepare new memory for the next version, if the class needs it."""
+        """Make the next update write to new memory, if old weight versions must be kept."""
 
 
 class Stashed(InPlace):
     """Weight stashing of PipeDream (arXiv:1806.03377): forward uses the stage's newest weights.
 
-    Stage i of p updates its weights after every backward pass, so microbatch k uses weights after
-    k - (p - 1 - i) updates.
+    Stage i of p updates its weights after every backward pass, so microbatch k uses the weights
+    after k - (p - 1 - i) updates.
     """
 
     def before_update(self) -> None:
@@ -42,7 +42,7 @@ class Stashed(InPlace):
 class DoubleBuffered(InPlace):
     """PipeDream-2BW (arXiv:2006.09503): W(t+1) = W(t) - nu grad f(W(t-1)), with two versions.
 
-    Microbatches of generation t use W(t-1) on every stage, or W(0) for t = 0.
+    Microbatches of batch t use W(t-1) on every stage, or W(0) for t = 0.
     """
 
     def __init__(self, parameters: Parameters) -> None:

@@ -2,8 +2,8 @@
 
 The previous stage waits for the gradient of a stage's input (B), but the gradient of the weights
 (W) can be deferred: see Zero Bubble, arXiv:2401.10241.  In the docstrings, p is the number of
-stages, m the number of microbatches, i a stage counted from 0, and T_F, T_B and T_W are the times
-of the passes.
+stages, m the number of microbatches, i the zero-based stage index, and T_F, T_B and T_W are the
+times of the passes.
 """
 
 from collections.abc import Iterator
@@ -53,8 +53,8 @@ def zb_v(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
 
 def _late_weights(warmup: int, lag: int, micros: int) -> Iterator[Instruction]:
-    """Return a stream of `warmup` F followed by repeated F B W, with W `lag` microbatches behind
-    B."""
+    """Return a stream of `warmup` F followed by repeated F B W, in which W lags B by `lag`
+    microbatches."""
     warmup = min(warmup, micros)
     pattern = "F" * warmup
     for done in range(micros):

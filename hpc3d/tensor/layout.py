@@ -1,4 +1,4 @@
-"""Tensor layouts: the mesh axes that shard each tensor dim."""
+"""Tensor layouts: the mesh axes that shard each tensor dimension."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Layout(tuple):
     """Mesh axes that shard each dimension of a tensor.
 
-    Layout("x y", "z") is A[i_xy, j_z].  Along an axis that the layout does not name, every rank
-    stores the same block.
+    Layout("x y", "z") describes A[i_xy, j_z].  Along a mesh axis that is not in the layout, every
+    rank stores the same block.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Layout(tuple):
         return Layout(rows, axes, columns, owned=" ".join(self.owned))
 
     def dim_of(self, axis: str) -> int | None:
-        """Return the dimension that an axis shards.
+        """Return the dimension sharded by a mesh axis.
 
         Parameters
         ----------
@@ -77,7 +77,7 @@ class Layout(tuple):
         return next((dim for dim, axes in enumerate(self) if axis in axes), None)
 
     def owner(self, axis: str, mesh: Mesh) -> int:
-        """Return the coordinate on `axis` of the rank that owns this block: the diagonal.
+        """Return the coordinate along `axis` of the rank that owns this block, on the diagonal.
 
         The owner depends only on the block's rows, so all column blocks of a row have the same
         owner.  The context axis is excluded, so that all tokens of a sequence, which attend to
@@ -86,7 +86,7 @@ class Layout(tuple):
         return mesh.index(other for other in self[0] if other != CONTEXT) % mesh.size(axis)
 
     def _holds_rows(self, mesh: Mesh) -> bool:
-        """Return True if this rank stores its block, as its owner or because it is not owned."""
+        """Return True if this rank stores its block: it is the owner, or blocks have no owner."""
         return all(mesh.coord(axis) == self.owner(axis, mesh) for axis in self.owned)
 
     def slices(self, shape: Sequence[int], mesh: Mesh) -> tuple[slice, ...]:

@@ -1,8 +1,9 @@
-"""Y[m, n] = X[m, k] W[k, n] on a mesh of ranks.
+"""Sharded matrix product Y[m, n] = X[m, k] W[k, n] on a mesh of ranks.
 
-Each mesh axis shards one loop of the product: m, n or k.  Each matrix lacks one of the three
-loops.  The axes on that loop are *foreign* to it, because the ranks along them work on the same
-block.  Along it, blocks are stored in one of three ways, each with a pair of adjoint collectives:
+Each mesh axis shards one loop dimension of the product: m, n or k.  Each matrix lacks one of these
+dimensions.  The axes that shard the missing dimension are *foreign* to the matrix: all ranks along
+a foreign axis work on the same block.  Along a foreign axis, blocks are stored in one of three
+ways, each with a pair of adjoint collectives:
 
                  gather                            reduce
                  stored block -> working block     partial block -> stored block
@@ -10,7 +11,8 @@ block.  Along it, blocks are stored in one of three ways, each with a pair of ad
     replicate    nothing                           all-reduce
     own          broadcast from the owner          reduce to the owner
 
-Every published scheme is a choice of loops and storage (hpc3d.tensor.split.SCHEMES):
+Each published scheme is a choice of axes for m, n and k, and of storage
+(hpc3d.tensor.split.SCHEMES):
 
     1-D (Megatron)    Split(n="x", replicate="x")     2.5-D   Split(m="z x", n="y", replicate="z")
     1-D + sequence    Split(n="x")                    3-D     Split(m="x", n="y", k="z")
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Matmul", "Saved", "Split", "Summa", "sharded_matmul"]
 
-_NONE = ""  # placeholder for an axis that no mesh has; its size is 1
+_NONE = ""  # placeholder for a missing axis; its size is 1
 
 
 class Saved(NamedTuple):
@@ -64,7 +66,7 @@ class SavedForWeight(NamedTuple):
 
 
 class Matmul:
-    """Sharded product of gathered operands, for splits without panels; see `sharded_matmul`."""
+    """Sharded product that gathers its operands, for splits without panels (`sharded_matmul`)."""
 
     def __init__(
         self,
@@ -195,7 +197,7 @@ class Matmul:
             accumulate_product(grad, a, b, bias_grad)
 
     def multiply(self, a: Array, b: Array, foreign: Sequence[str], **epilogue: Any) -> Array:
-        """Compute the product a b in the send buffer of the first reduction over `foreign`."""
+        """Compute the product a b into the send buffer of the first reduction over `foreign`."""
         axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), _NONE)
         out = self.mesh.comm(axis).buffer((*a.shape[:-1], b.shape[-1]), a.dtype)
         with self._span(a, b):
@@ -205,7 +207,7 @@ class Matmul:
 
     @property
     def moves_w(self) -> bool:
-        """True if this rank receives blocks from other ranks to gather W."""
+        """True if gathering W requires communication."""
         layout = self.w_layout
         stored = {axis for dim in layout for axis in dim} | {*layout.owned}
         return any(self.mesh.size(axis) > 1 and axis in stored for axis in self.axes["m"])
@@ -222,13 +224,13 @@ class Matmul:
         return block.T if self.transposed else block
 
     def _factors_of_dw(self, rest: SavedForWeight) -> tuple[Array, Array]:
-        """Return X' and dY, or dY' and X if W is transposed."""
+        """Return the factors of dW: X' and dY, or dY' and X if W is stored transposed."""
         x = self.rounded.x(rest.x if "x" in rest.kept else self._gather_x(rest.x).wait())
         left, right = (rest.dy, x) if self.transposed else (x, rest.dy)
         return left.T, right
 
     def _complete(self, letter: str) -> bool:
-        """Return True if the axes of a loop need no reduction before the end of the step."""
+        """Return True if no axis on a loop dimension needs a reduction before the step ends."""
         return all(
             self.mesh.size(axis) == 1 or axis in self.deferred for axis in self.axes[letter]
         )
@@ -261,7 +263,7 @@ def _in_order(axes: str, layout: Layout) -> list[str]:
 
 
 class Summa(Matmul):
-    """SUMMA on X[m_x, k_y], W[k_x, n_y], Y[m_x, n_y], panel by panel of k; Y is stationary.
+    """SUMMA for X[m_x, k_y], W[k_x, n_y], Y[m_x, n_y], one panel of k at a time, Y stationary.
 
     Each panel of X is owned by one rank along y, and each panel of W by one rank along x.  Owners
     broadcast panels in the forward pass; gradients are reduced to the owners in the backward pass
@@ -346,12 +348,12 @@ def sharded_matmul(
     Parameters
     ----------
     mesh, split
-        Mesh of this rank, and its axes on the loops m, n and k, such as `hpc3d.SCHEMES["3d"]`.
+        Mesh of this rank, and the axes that shard m, n and k, such as `hpc3d.SCHEMES["3d"]`.
     keep
-        Operands whose working blocks are saved for the backward pass.  On a q^3 cube, "xw" saves
-        1/q^2 of X and W (six collectives), "" 1/q^3 (eight).  Splits with panels save none.
+        Operands saved as working blocks.  On a q^3 cube, "xw" saves 1/q^2 of X and W per rank (six
+        collectives), and "" saves 1/q^3 (eight collectives).  Splits with panels save none.
     transposed, stacked
-        True if W is stored as [n, k]; if experts are a middle dimension: X[m, e, k] W[k, e, n].
+        True if W is stored as [n, k]; True if experts are a middle dim, X[m, e, k] W[k, e, n].
     scales
         Scales of operands rounded to float8: "block" or "tensor"; None does not round.
 

@@ -6,8 +6,9 @@ Each tile of the full matrix has one scale.  Several ranks may share a tile:
     block       1 x 128                 128 x 128       DeepSeek-V3, arXiv:2412.19437, section 3.3
     tensor      all                     all             Micikevicius et al., arXiv:2209.05433
 
-X and W are float8_e4m3fn; dY, which has a wider range, is float8_e5m2.  Ranks whose blocks share a
-tile all-reduce its maximum.  The full X and dY contain the rows of one microbatch on all replicas.
+X and W are rounded to float8_e4m3fn; dY, which has a wider range, to float8_e5m2.  Ranks whose
+blocks share a tile all-reduce its maximum.  The full matrices X and dY have the rows of one
+microbatch on all replicas.
 The product dW = X' dY reuses the scales of X and dY from the other products.  DeepSeek-V3 uses
 tiles of 128 tokens in this product, but such tiles would depend on how the batch is split.
 """
@@ -101,7 +102,7 @@ class _Dim(NamedTuple):
     def tiles(self) -> slice:
         """Slice of this block's tiles in an all-reduce message.
 
-        The message holds all tiles of the dimension if ranks share tiles, else this block's tiles.
+        The message has all tiles of the dimension if ranks share tiles, else this block's tiles.
         """
         return slice(self.first, self.last) if self.shared else slice(self.last - self.first)
 
@@ -120,7 +121,7 @@ class Rounding:
         self.cuts = [[axis for axis in axes if mesh.size(axis) > 1] for axes in cuts]
 
     def __call__(self, block: Array) -> Array:
-        """Return a rounded copy of a block [m, n] or of a stack [m, e, n] with scales per e."""
+        """Return a rounded copy of a block [m, n], or of a stack [m, e, n] with scales per e."""
         stack = block if block.ndim == 3 else block.reshape(len(block), 1, -1)
         rows, columns = map(self._dim, (len(stack), stack.shape[2]), self.tiles, self.cuts)
         tiles = Tiles(rows.extent, columns.extent, rows.offset, columns.offset)
@@ -131,7 +132,7 @@ class Rounding:
             return self.rounded(stack, maxima, tiles, block.shape)
 
     def rounded(self, stack: Array, maxima: Array, tiles: Tiles, shape: Sequence[int]) -> Any:
-        """Return the copy of `stack`, rounded to float8 and reshaped to `shape`."""
+        """Round `stack` to float8, and return the copy reshaped to `shape`."""
         out = self.mesh.empty(stack.shape, stack.dtype, "workspace")
         return round_tiles(stack, maxima, tiles, self.dtype, out).reshape(shape)
 

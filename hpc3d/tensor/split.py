@@ -1,4 +1,4 @@
-"""Splits of a product, which assign mesh axes to the loops m, n and k, and published schemes."""
+"""Splits, which assign mesh axes to the dimensions m, n, k of a product, and published schemes."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from hpc3d.console.sanitize import Problems
 from hpc3d.tensor.layout import Layout
 
 LOOPS = "m", "n", "k"
-STORAGE = "replicate", "own", "panels"  # a foreign axis in none of these shards the block
+STORAGE = "replicate", "own", "panels"  # a foreign axis in none of these fields shards the block
 
 
 @dataclass(frozen=True)
 class Split:
-    """Mesh axes on each loop of Y[m, n] = X[m, k] W[k, n].
+    """Mesh axes that shard each loop dimension of Y[m, n] = X[m, k] W[k, n].
 
-    The axes on the loop that a matrix lacks are foreign to it.  A foreign axis shards the rows of
-    the block, unless it is in `replicate` or `own`.  `defer` and `scatter` apply to axes whose
-    ranks process different rows of X, such as the data axis (see `over`).
+    The axes that shard the dimension missing from a matrix are foreign to the matrix.  A foreign
+    axis shards the rows of each block, unless the axis is in `replicate` or `own`.  `defer` and
+    `scatter` apply to axes whose ranks process different rows of X, such as the data axis (see
+    `over`).
 
     Parameters
     ----------
     m, n, k
-        Axes that split the loop, separated by spaces, outermost first.
+        Axes that shard the dimension, separated by spaces, outermost first.
     replicate
         Foreign axes along which every rank stores the block.
     own
         Foreign axes along which only the rank on the diagonal stores the block.
     panels
-        An axis of n that shards the columns of X instead.  The product runs panel by panel of k
-        (SUMMA).
+        An axis of n that shards the columns of X instead.  The product is computed one panel of k
+        at a time (SUMMA).
     defer
         Axes over which weight gradients are reduced at the end of the step.
     scatter
