@@ -1,4 +1,4 @@
-"""Abstract arrays, which have no data: with them, the program counts its operations at any size.
+"""Abstract arrays without data, which let the program count its operations for any model size.
 
 An `AbstractArray` has the shape, dtype and lifetime of an array, but no data.  NumPy functions
 accept and return abstract arrays (NEP 13 and NEP 18).  A view keeps the memory of its base alive,

@@ -22,7 +22,7 @@ from typing import Any
 # A rule takes the arguments of its primitive.  A CUDA rule takes a `Gpu` (hpc3d.cuda.gpu) as an
 # additional first argument.
 _Rule = Callable[..., Any]
-BACKENDS: dict[type, Callable[[Primitive], _Rule | None]] = {}  # by array type
+BACKENDS: dict[type, Callable[[Primitive], _Rule | None]] = {}  # rules by array type
 PRIMITIVES: list[Primitive] = []
 
 

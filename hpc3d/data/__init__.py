@@ -1,1 +1,1 @@
-"""Text, tokenizers, tokens and batches."""
+"""Training data: texts, tokenizers, token files and batches."""

@@ -42,7 +42,7 @@ class Batches:
         return windows[:, : self._sequence].copy(), windows[:, self.AHEAD :].copy()
 
     def go_on(self, step: int, sequences: int) -> None:
-        """Resume at `step` after `sequences` sequences, whatever the earlier batch sizes were."""
+        """Resume at `step` after `sequences` sequences, regardless of earlier batch sizes."""
         self._skipped = sequences - step * self._batch
 
     def position(self, step: int) -> dict[str, int]:

@@ -79,7 +79,7 @@ class Tokens(contextlib.AbstractContextManager):
         raise NotImplementedError
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids at positions [start, stop), int32; ValueError if the file is damaged."""
+        """Return ids [start, stop) as int32; raise ValueError if the file is damaged."""
         raise NotImplementedError
 
     def close(self) -> None:

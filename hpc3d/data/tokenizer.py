@@ -31,7 +31,7 @@ PIECE = 1 << 20  # number of characters or tokens held in memory at a time
 
 @contextlib.contextmanager
 def reading(path: Path, fault: str, remedy: str) -> Iterator[Path]:
-    """Convert the exceptions raised while reading `path`, which have many types, to BadData."""
+    """Convert the various exceptions raised while reading a file to BadData."""
     try:
         yield path
     except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:
@@ -114,7 +114,7 @@ class BpeTokenizer:
     def __init__(self, text: str, end_name: str | None = None) -> None:
         """Load a tokenizer from its JSON text.
 
-        Raises ValueError if it is invalid or has no token `end_name`.
+        Raises ValueError if the text is invalid, or the tokenizer has no token `end_name`.
         """
         self._tokenizer = _loaded(text)
         # encode "<|end|>" inside a text as ordinary text
@@ -180,7 +180,7 @@ def _loaded(text: str) -> Any:
         loaded = bpe.Tokenizer.from_str(text)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # no specific type; the library may panic
+    except BaseException as error:  # the library has no specific type, and may panic
         raise ValueError(f"not the JSON text of a BPE tokenizer: {error}") from error
     loaded.no_padding()
     loaded.no_truncation()
@@ -204,7 +204,7 @@ _KINDS = {"BPE": "bpe", "WordPiece": "wordpiece", "Unigram": "unigram", "WordLev
 
 
 def kind_of(name: str, rules: str) -> str:
-    """Return the kind of a tokenizer, given its name and JSON text from a token file."""
+    """Return the kind of a tokenizer, such as "wordpiece", given its name and JSON text."""
     found = json_of(rules) if rules else {}
     kind = _KINDS.get(found.get("model", {}).get("type"), name)
     splits = found.get("pre_tokenizer") or {}

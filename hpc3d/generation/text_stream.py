@@ -28,7 +28,7 @@ class TextStream:
         return "" if piece.endswith(_UNKNOWN) else self._out(piece)
 
     def end(self) -> str:
-        """Return the remaining text."""
+        """Return the remaining text, at the end of the token sequence."""
         return self._out(self._piece())
 
     def _piece(self) -> str:

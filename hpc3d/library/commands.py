@@ -151,7 +151,7 @@ def find_layouts(
     -------
     FoundLayouts
         The layouts, fastest first.  If no layout fits in memory, all of them use the first
-        memory-saving technique with which one fits.
+        memory-saving technique with which a layout fits.
 
     Raises
     ------

@@ -19,7 +19,7 @@ from hpc3d.config.reference import choices_of
 
 SHELLS = "bash", "zsh", "fish"
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-_OF_INPUTS = "train", "plan", "simulate", "partition", "generate"  # accept input keys
+_OF_INPUTS = "train", "plan", "simulate", "partition", "generate"  # commands with input keys
 
 _BASH = """\
 _hpc3d() {{

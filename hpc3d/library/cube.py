@@ -185,7 +185,7 @@ class Cube:
         Raises
         ------
         ValueError
-            As for `matmul`.
+            If a dimension cannot be split evenly, or the scheme does not use an axis of the cube.
         """
         return self._run(scheme, x, w, dy)
 

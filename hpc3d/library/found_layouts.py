@@ -58,7 +58,7 @@ class FoundLayouts(list[dict[str, Any]]):
         -------
         pandas.DataFrame
             One row per `reason`: the `count` of its layouts, and the columns of `frame` for the
-            fastest one that fits in memory (or else the smallest one).
+            fastest layout that fits in memory (or else for the smallest layout).
         """
         losers = self._planned.ranking.losers(self._rows[0])
         return _frame(
@@ -82,19 +82,19 @@ class FoundLayouts(list[dict[str, Any]]):
         return self._rows[place].config
 
     def write(self, path: Path | str, place: int = 0) -> Path:
-        """Write an input file with a layout.
+        """Write an input file that selects a layout.
 
         Parameters
         ----------
         path
-            The file.
+            Path of the new file.
         place
             Index of the layout.
 
         Returns
         -------
         Path
-            The file.
+            Path of the file.
 
         Raises
         ------

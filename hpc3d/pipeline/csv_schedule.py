@@ -48,7 +48,7 @@ def to_csv(path: str, streams: Iterable[Iterable[Instruction]], placement: Place
 
 
 def _rows(content):
-    """Return a list of (row, [(column, text), ...]) without blank rows and cells."""
+    """Parse CSV content to a list of (row, [(column, text), ...]) without blank rows and cells."""
     try:
         reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""))
         rows = [(reader.line_num, list(enumerate(map(str.strip, row), 1))) for row in reader]

@@ -155,10 +155,10 @@ class Bucket:
 class GradientBucket(Bucket):
     """Bucket of gradients, reduced over the axes along which they are partial sums.
 
-    `post` starts the reduction over the first axis.  `wait` also reduces over the other axes, with
-    the data axes last; only vectors have several axes.  If the first axis is a tensor axis, the
-    bucket is `posted_last`, because an earlier reduction would delay messages on the critical path
-    of this pass and of other stages.
+    `post` starts the reduction over the first axis, and `wait` reduces over the remaining axes,
+    with the data axes last.  Only the gradients of vectors have remaining axes.  If the first axis
+    is a tensor axis, the bucket is `posted_last`, because an earlier reduction would delay
+    messages on the critical path of this pass and of other stages.
     """
 
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:

@@ -42,7 +42,7 @@ class Program(NamedTuple):
 
     @property
     def training(self) -> bool:
-        """True if there are backward passes."""
+        """True if the program has backward passes."""
         return self.updates > 0
 
     def steps(self, stage: int) -> Iterator[Sequence[Group]]:

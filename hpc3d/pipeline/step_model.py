@@ -319,7 +319,7 @@ def _alternating(model, times):
 
 
 def _interleaved(model, times):
-    """Interleaved 1F1B: the fill is divided by the number of chunks."""
+    """Interleaved 1F1B: the fill time is divided by the number of chunks per stage."""
     busy, fill = _busy_and_fill(model, times)
     messages = 2 * (model.chunks * model.stages - 1)
     return busy + fill / model.chunks + messages * times.message

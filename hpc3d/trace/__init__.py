@@ -1,8 +1,8 @@
-"""Traces of runs: time and bytes of every event in one HDF5 schema, measured or simulated."""
+"""Traces of measured or simulated runs: time and bytes of every event, in one HDF5 schema."""
 
 
 def __getattr__(name):
-    """Import `hpc3d.trace.open` on access, so that ranks that only record do not load it."""
+    """Import `open` on first access, so that ranks that only record do not load the reader."""
     if name != "open":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hpc3d.trace.reader import open

@@ -169,11 +169,11 @@ def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
 
 
 def _telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
-    """Return a model through the informative knots, which are selected greedily.
+    """Return the clock model through a greedily selected subset of the knots.
 
-    The knot with the narrowest interval is first. While the model is outside the interval of any
-    knot, the narrowest of these knots is added. Wide intervals, measured on a busy machine, would
-    only add error.
+    The knot with the narrowest interval is selected first. While the model is outside the interval
+    of any knot, the narrowest of these knots is added. Other knots with wide intervals, measured
+    on a busy machine, would only add error.
     """
     kept = [int(width.argmin())]
     while True:

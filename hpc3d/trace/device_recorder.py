@@ -149,12 +149,12 @@ class DeviceRecorder(Recorder):
         self.put(before, after - before, name, _HOST, OP_NUMBER["none"], self.context)
 
     def end_step(self, *results: Any) -> None:
-        """Close a step after the device has finished it."""
+        """End a step, after waiting for the device to finish the step."""
         self.device.compare()
         super().end_step(*results)
 
     def end_evaluation(self, *results: Any) -> None:
-        """Close an evaluation after the device has finished it."""
+        """End an evaluation, after waiting for the device to finish the evaluation."""
         self.device.compare()
         super().end_evaluation(*results)
 

@@ -34,7 +34,7 @@ _SHRINKS = 1100  # upper bound on the compression ratio; deflate reaches 1032 fo
 # written by a single process under a temporary name.
 _WITHOUT_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS
 _LONGEST, _MOST_TEXT = 4096, 1 << 26  # maximum characters of a string, and of a column
-_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # maximum sizes of an attribute and a chunk
+_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # maximum bytes of an attribute and a chunk
 REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 
 

@@ -21,7 +21,7 @@ from hpc3d.trace.segment import TABLES, count_segments, read_segment, segment_pa
 from hpc3d.trace.trace_config import configured
 
 log = logging.getLogger(__name__)
-_WHERE = {"samples": "clock/samples"}  # tables with another name in the file than in a segment
+_WHERE = {"samples": "clock/samples"}  # segment table -> path in the file, if different
 _SAME = ("run_id", "world_size", "axes", "axis_sizes")  # equal in the headers of all ranks
 _OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
 RUN = (*_SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
@@ -108,7 +108,10 @@ class _Merge:
                 yield part
 
     def _describe(self, rank, header, last):
-        """Store a rank's header; sum its dropped events over the `last` segments of attempts."""
+        """Store the header fields of a rank.
+
+        Dropped events are summed over `last`, the last segment of each attempt.
+        """
         whole = _OPTIONAL | header
         self.headers[rank] = {key: whole[key] for key in (*RUN, *_OWN, *_OPTIONAL)}
         self.headers[rank]["dropped"] = sum(part.header["dropped"] for part in last)
@@ -136,7 +139,10 @@ class _Merge:
             part.events["t_global"] = clock.to_global(part.events["t_start"])
 
     def _renumber(self, parts):
-        """Convert name and group indices to those of the file, and parents to rows of the rank."""
+        """Convert the indices in segments of a rank.
+
+        Name and group indices become indices in the file, and parents become rows of the rank.
+        """
         rows = 0
         for part in parts:
             groups = [(group["axis"], tuple(group["members"])) for group in part.header["groups"]]
@@ -230,7 +236,7 @@ def _node(header):
 
 
 def _numbers(table, keys):
-    """Return the number that the dict `table` assigns to each key, plus a final -1.
+    """Return the number assigned to each key by the dict `table`, followed by -1.
 
     New keys are added to `table`. The final element maps index -1 to -1.
     """
@@ -252,7 +258,7 @@ def _nested(events, first_row):
 
 
 def _named(steps):
-    """Format ascending step numbers as text: steps 0 to 3, 7."""
+    """Format ascending step numbers as text, such as "steps 0 to 3, 7"."""
     runs = np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1)
     parts = [f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
     return f"step{'s'[: len(steps) > 1]} {', '.join(parts)}"

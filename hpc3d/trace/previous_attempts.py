@@ -48,7 +48,7 @@ _SMALL = {
 def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothing]:
     """Yield the section of an earlier trace that the current attempt of a run continues.
 
-    The current attempt has `count[rank]` segments. Yields a `Nothing` if it continues no trace.
+    The current attempt has `count[rank]` segments. Yields `Nothing` if no section exists.
     """
     with ExitStack() as stack:
         began: Any = _begin(run_dir, count) if aside(run_dir) else None
@@ -86,7 +86,7 @@ def aside(run_dir: Path) -> list[Path]:
 
 
 class _Begin(NamedTuple):
-    """Start of an attempt: first step, dict from rank to raw start time in ns, one header."""
+    """Start of an attempt: its first step, raw start times in ns by rank, and one header."""
 
     step: int
     times: dict
@@ -123,7 +123,7 @@ def _first_segment(run_dir: Path, rank: int, count: int) -> Segment | None:
 
 
 def _shared(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the settings that two attempts must share, from trace attributes or a header."""
+    """Return the settings in trace attributes or a segment header that attempts must share."""
     axes = attrs["axes"]
     mesh = axes.split() if isinstance(axes, str) else axes
     return attrs["world_size"], mesh, attrs["axis_sizes"], work(attrs["config"])

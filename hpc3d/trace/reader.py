@@ -70,7 +70,7 @@ class Trace:
     Attributes
     ----------
     attrs : dict
-        Attributes of the root of the file.
+        Attributes of the root group of the file.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -183,7 +183,7 @@ class Trace:
 
     @cached_property
     def strings(self) -> list[str]:
-        """Names of events and hosts."""
+        """Names of events and hosts, to which other tables refer by row index."""
         names = self._strings["name"].tolist()
         self._require(len({*names}) == len(names), "/strings contains a name twice")
         return names

@@ -201,7 +201,7 @@ class Recorder:
         return more > 0
 
     def wrap(self, comm: Communicator, axis: str) -> Traced:
-        """Return `comm` with every call recorded as communication along `axis`."""
+        """Return a communicator that records the calls of `comm` as communication along `axis`."""
         self.header["groups"].append({"axis": axis, "members": list(comm.members)})
         return Traced(comm, self, len(self.header["groups"]) - 1)
 

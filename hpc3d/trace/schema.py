@@ -1,8 +1,8 @@
-"""Schema of a trace, shared by the recorder, the file, its reader and docs/trace.md.
+"""Schema of trace files, shared by the recorder, the writer, the reader and docs/trace.md.
 
-A table is a tuple of columns and a NumPy record type.  Enumerations are tuples of names: the
-stored value is the index of the name.  `LAYOUT` maps the path of each table in the file to its
-columns.
+A table is defined by a tuple of columns, which determines its NumPy record type.  Enumerations are
+tuples of names: the stored value is the index of the name.  `LAYOUT` maps the path of each table
+in the file to its columns.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ RANK_PTR = Column("rank_ptr", "i8", "index", "rank r owns rows rank_ptr[r] to ra
 
 
 class TableSchema(NamedTuple):
-    """Group in a trace file: its description and its datasets."""
+    """HDF5 group of a trace file: its description and its datasets."""
 
     description: str
     columns: tuple = ()

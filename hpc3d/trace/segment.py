@@ -96,7 +96,7 @@ def read_segment(path: Path, rank: int) -> Segment:
             header = json.loads(arrays["header"].tobytes())
             segment = Segment(header, **{name: arrays[name] for name in TABLES if name in arrays})
         _check(segment, rank)
-    except Exception as error:  # zipfile, NumPy and json raise many types on damaged bytes
+    except Exception as error:  # damaged files raise many types of exceptions
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{Path(path).name} cannot be read ({reason})") from error
     return segment

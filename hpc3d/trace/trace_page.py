@@ -230,7 +230,7 @@ def _attributes():
 
 
 def _section(path):
-    """Return the heading, description and columns of a table or a group of tables."""
+    """Return the Markdown section of a table or group: heading, description and columns."""
     table = LAYOUT[path]
     rows = [(f"`{c.name}`", _type(c), _unit(c), c.description) for c in table.columns]
     columns = ["", _table(("column", "type", "unit", "meaning"), rows)] if rows else [""]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
 
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
-AT_ONCE = 20_000  # minimum time in ns between a call and its wait for separate rows
+AT_ONCE = 20_000  # ns; a longer gap between a call and its wait gives the call a separate row
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
 
 
@@ -66,7 +66,7 @@ class Traced:
         return self.call("recv", block, peer, partial(self.comm.recv, shape, dtype, peer))
 
     def number(self, op: str, peer: int) -> int:
-        """Return the next sequence number of the group's collectives or of this message pair."""
+        """Return the next sequence number: per group for collectives, per peer for messages."""
         key = (op, peer) if op in MESSAGES else "collective"
         self.sequence[key] += 1
         return self.sequence[key] - 1
