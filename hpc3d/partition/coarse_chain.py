@@ -22,8 +22,7 @@ def positions_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
     """
     chain = costs.chain(costs.rows(1, 2 * ranks))
     seconds = chain.forward + chain.backward
-    wire = border_of(costs, ranks)
-    border = 2 * np.array([wire.seconds(nbytes) for nbytes in chain.crossing]) / seconds[-1]
+    border = 2 * border_of(costs, ranks).seconds(chain.crossing) / seconds[-1]
     fixed = np.array([float(chain.fixed(0, end)) for end in range(chain.count)])
     shares = np.stack([seconds / seconds[-1], fixed / max(1.0, fixed[-1])])
     positions = np.arange(chain.count)

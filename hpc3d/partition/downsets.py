@@ -100,13 +100,9 @@ class Downsets(_Stages):
 
     def moved(self, before: int, after: np.ndarray) -> np.ndarray:
         """Return the bytes of the values that enter or leave a stage between two downsets."""
+        entering = self.made[before] & (self.read[after] > self.read[before])
         leaving = self.open[after] & ~self.made[before]
-        return self.entering(before, after) + leaving @ self.nbytes
-
-    def entering(self, before: int, after: np.ndarray) -> np.ndarray:
-        """Return the bytes of the values that a stage between two downsets reads from other
-        stages."""
-        return (self.made[before] & (self.read[after] > self.read[before])) @ self.nbytes
+        return entering @ self.nbytes + leaving @ self.nbytes
 
     def stage(self, before: int, after: int) -> int:
         """Return the set of atoms between two downsets."""
@@ -167,7 +163,9 @@ class Chain(_Stages):
             kept = self._kept(after)
             alone = kept[1:] + (self.alone + self._waiting(after))[:after]
             fullest = np.maximum.accumulate(alone[::-1])[::-1] - kept[-1]
-            self._peaks[after] = fullest + self.crossing[after] + self._handed_on(after)
+            open_ = (self.source < after) & (self.last >= after)
+            passed = np.bincount(self.source[open_] + 1, self.size[open_], after + 1).cumsum()
+            self._peaks[after] = fullest + self.crossing[after] + passed[:after]
         return self._peaks[after][before]
 
     def kept(self, before: int | np.ndarray, after: int) -> float | np.ndarray:
@@ -185,12 +183,6 @@ class Chain(_Stages):
             later = np.bincount(self.source[open_], self.later[open_], after)
             self._sums[after] = self.saved[: after + 1] - _running(later)
         return self._sums[after]
-
-    def _handed_on(self, after):
-        """Return the bytes of the values that pass through a stage that ends at `after`, as an
-        array indexed by the start of the stage."""
-        open_ = (self.source < after) & (self.last >= after)
-        return np.cumsum(np.bincount(self.source[open_] + 1, self.size[open_], after + 1))[:after]
 
     def _waiting(self, after):
         """Return the bytes of partially accumulated gradients in the backward pass of each atom.
@@ -211,12 +203,10 @@ class Chain(_Stages):
         return np.arange(before + 1, after)
 
     def moved(self, before: int, after: np.ndarray) -> np.ndarray:
-        return self.entering(before, after) + self._leaving(before)[after]
-
-    def entering(self, before: int, after: np.ndarray) -> np.ndarray:
         first = (self.earlier < before) & (self.reader >= before)  # first reader in the stage
         ends, weights = self.reader[first].astype(int) + 1, self.nbytes[first]
-        return np.cumsum(np.bincount(ends, weights, self.count + 1))[after]
+        entering = np.cumsum(np.bincount(ends, weights, self.count + 1))
+        return entering[after] + self._leaving(before)[after]
 
     def stage(self, before: int, after: int) -> int:
         return (1 << int(after)) - (1 << int(before))

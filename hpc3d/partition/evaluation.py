@@ -21,17 +21,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from hpc3d.comm.stage_mesh import ranks_of
 from hpc3d.console.sanitize import counted
 from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.downsets import Chain
 from hpc3d.pipeline.schedule import DEFAULT, ONE_STAGE
-from hpc3d.pipeline.step_model import StepModel, reduced, step_model
+from hpc3d.pipeline.step_model import reduced, step_model
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.machine.machine import Machine
 
@@ -44,7 +45,8 @@ class Wire(NamedTuple):
     latency: float
     bandwidth: float
 
-    def seconds(self, nbytes: float) -> float:
+    def seconds(self, nbytes: Any) -> Any:
+        """Return the time in seconds of a transfer, or of each transfer in an array of sizes."""
         return self.latency * (nbytes > 0) + nbytes / self.bandwidth
 
 
@@ -70,8 +72,8 @@ class Limits(NamedTuple):
     sums: Wire | None = None
     keeps_received: bool = False
 
-    def seconds(self, nbytes: float) -> float:
-        """Return the time of a transfer in seconds."""
+    def seconds(self, nbytes: Any) -> Any:
+        """Return the time in seconds of a transfer, or of each transfer in an array of sizes."""
         return Wire(self.latency, self.bandwidth or inf).seconds(nbytes)
 
 
@@ -139,6 +141,12 @@ class PipelineChoice(NamedTuple):
         """Number of ranks used."""
         return sum(self.replicas)
 
+    def changed(self, part: int, **fields: Any) -> PipelineChoice:
+        """Return the arrangement with other values of some fields of one model chunk."""
+        stages = [*self.stages]
+        stages[part] = stages[part]._replace(**fields)
+        return self._replace(stages=tuple(stages))
+
 
 class RunCosts(NamedTuple):
     """Overhead of a rank in seconds, in addition to operations and communication.
@@ -198,8 +206,8 @@ class ModelCosts:
     """Costs of a model on a machine for steps of `batch` samples.
 
     Costs depend on the number of rows, which are the samples of a microbatch on one rank:
-    `graph_of(rows)` returns the graph, whose atoms are the same for any number of rows. `run` is
-    the overhead of each rank (None: no overhead).
+    `graph_of(rows)` returns the graph, whose atoms are the same for any number of rows, and
+    `chain(rows)` its cuts. `run` is the overhead of each rank (None: no overhead).
 
     Each stage has contiguous ranks, which follow the ranks of the previous stage. If two adjacent
     stages span several nodes, messages between them are as slow as on a link between nodes.
@@ -214,7 +222,7 @@ class ModelCosts:
     ) -> None:
         self.graph, self.machine, self.batch = cache(graph_of), machine, batch
         self.run = run or RunCosts()
-        self._chains: dict[int, Chain] = {}
+        self.chain = cache(lambda rows: Chain(self.graph(rows)))
         self._parts: dict[tuple[int, int, int], PartNumbers] = {}
 
     @property
@@ -234,12 +242,6 @@ class ModelCosts:
         """Return the largest number of samples of a microbatch on any rank."""
         microbatch = -(-self.batch // microbatches)
         return -(-microbatch // replicas)
-
-    def chain(self, rows: int) -> Chain:
-        """Return the cached chain of atoms for a number of rows."""
-        if rows not in self._chains:
-            self._chains[rows] = Chain(self.graph(rows))
-        return self._chains[rows]
 
     def part(self, rows: int, before: int, after: int) -> PartNumbers:
         """Return the costs of the model chunk between two cuts of the chain."""
@@ -304,7 +306,7 @@ def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = 
     """
     _refuse(costs, choice)
     model = _model_of(choice)
-    parts = [*_parts(costs, choice)]
+    parts = [*parts_of(costs, choice)]
     again = [stage.recompute * part.forward for stage, part in zip(choice.stages, parts)]
     sent, messages = _borders(costs, choice)
     ends = model.ends(
@@ -330,7 +332,8 @@ def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = 
 
 def bytes_held(costs: ModelCosts, choice: PipelineChoice) -> tuple[float, ...]:
     """Return the peak memory in bytes of a rank of each pipeline stage."""
-    parts, owned, model = [*_parts(costs, choice)], [*_owners(costs, choice)], _model_of(choice)
+    parts, owned = [*parts_of(costs, choice)], [*_owners(costs, choice)]
+    model = _model_of(choice)
     found = []
     for stage, replicas in enumerate(choice.replicas):
         fixed, trained, fed = (
@@ -339,33 +342,26 @@ def bytes_held(costs: ModelCosts, choice: PipelineChoice) -> tuple[float, ...]:
         shared = MOMENTS * trained * (1 - 1 / replicas) if choice.zero else 0.0
         inputs = fed * choice.microbatches * costs.rows(choice.microbatches, replicas)
         mine = [(choice.stages[n], parts[n]) for n in range(stage, len(parts), choice.width)]
-        found.append(fixed - shared + inputs + _working_bytes(model, stage, mine))
+        saved = [part.received + (not chunk.recompute) * part.saved for chunk, part in mine]
+        gradient = max(part.received for _, part in mine)
+        most = max(nbytes for _, nbytes in model.held(stage, saved, saved, gradient))
+        again = max(chunk.recompute * (part.saved + part.sent) for chunk, part in mine)
+        working = most + again + max(part.working for _, part in mine)
+        found.append(fixed - shared + inputs + working)
     return tuple(found)
-
-
-def _working_bytes(
-    model: StepModel, stage: int, mine: list[tuple[StageChoice, PartNumbers]]
-) -> float:
-    """Return the memory in bytes of activations and gradients on a rank of a stage."""
-    saved = [part.received + (not choice.recompute) * part.saved for choice, part in mine]
-    gradient = max(part.received for _, part in mine)
-    most = max(nbytes for _, nbytes in model.held(stage, saved, saved, gradient))
-    again = max(choice.recompute * (part.saved + part.sent) for choice, part in mine)
-    return most + again + max(part.working for _, part in mine)
 
 
 def busiest(costs: ModelCosts, choice: PipelineChoice) -> float:
     """Return the compute time of the busiest stage, a lower bound on the step time."""
     work = [
         part.backward + (1 + stage.recompute) * part.forward
-        for stage, part in zip(choice.stages, _parts(costs, choice))
+        for stage, part in zip(choice.stages, parts_of(costs, choice))
     ]
     width = choice.width
     return choice.microbatches * max(sum(work[stage::width]) for stage in range(width))
 
 
 def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
-    """Raise ValueError for an arrangement that cannot run."""
     stages, micros, width = choice.stages, choice.microbatches, choice.width
     ends = [0, *(stage.end for stage in stages)]
     if any(after <= before for before, after in pairwise(ends)) or ends[-1] != costs.count:
@@ -396,21 +392,17 @@ def _model_of(choice):
     return step_model(name, choice.width, choice.microbatches, choice.chunks)
 
 
-def _parts(costs, choice):
+def parts_of(costs: ModelCosts, choice: PipelineChoice) -> Iterator[PartNumbers]:
+    """Yield the costs of each model chunk of an arrangement."""
     starts = (0, *(stage.end for stage in choice.stages))
     for before, stage in zip(starts, choice.stages):
         rows = costs.rows(choice.microbatches, stage.replicas)
         yield costs.part(rows, before, stage.end)
 
 
-def _stage_ranks(replicas: tuple[int, ...]) -> list[range]:
-    """Return the ranks of each stage. Ranks are numbered stage by stage."""
-    return [range(last - count, last) for last, count in zip(accumulate(replicas), replicas)]
-
-
 def _borders(costs, choice):
     """Return the bytes and the seconds per microbatch at each boundary between chunks."""
-    stage_ranks, sent, seconds = _stage_ranks(choice.replicas), [], []
+    stage_ranks, sent, seconds = ranks_of(choice.replicas), [], []
     for part, stage in enumerate(choice.stages[:-1]):
         here, there = (stage_ranks[number % choice.width] for number in (part, part + 1))
         rows = costs.rows(choice.microbatches, min(len(here), len(there)))
@@ -426,12 +418,13 @@ def _with_sums(costs, choice, parts, ends):
     the last of these stages finishes. The update follows all reductions, because gradient
     clipping needs the global gradient norm.
     """
-    stage_ranks, owned = _stage_ranks(choice.replicas), [*_owners(costs, choice)]
+    stage_ranks, owned = ranks_of(choice.replicas), [*_owners(costs, choice)]
     tied = [(sorted(owners), shared.parameters) for shared, owners in owned if len(owners) > 1]
-    sums = []
+    sums, updated = [], []
     for stage, ranks in enumerate(stage_ranks):
-        alone = _stage_sum("trained", choice, parts, owned, stage)
-        alone -= sum(nbytes for owners, nbytes in tied if stage in owners)
+        trained = _stage_sum("trained", choice, parts, owned, stage)
+        updated.append(trained / len(ranks) if choice.zero else trained)
+        alone = trained - sum(nbytes for owners, nbytes in tied if stage in owners)
         sums.append(costs.summed(alone, ranks))
     shared = []
     for owners, nbytes in tied:
@@ -441,15 +434,8 @@ def _with_sums(costs, choice, parts, ends):
     for owners, seconds in shared:
         for owner in owners:
             sums[owner] += seconds
-    update = max(costs.run.update * nbytes for nbytes in _updated(costs, choice, parts, owned))
+    update = max(costs.run.update * nbytes for nbytes in updated)
     return float(end) + update + costs.run.step, tuple(sums)
-
-
-def _updated(costs, choice, parts, owned):
-    """Yield, for each stage, the bytes of the parameters that one rank updates."""
-    for stage, replicas in enumerate(choice.replicas):
-        trained = _stage_sum("trained", choice, parts, owned, stage)
-        yield trained / replicas if choice.zero else trained
 
 
 def _owners(costs, choice):

@@ -40,7 +40,7 @@ def improved(
     moves of a boundary may end at any atom, long moves only at `positions`.
     """
     for _ in range(2):
-        choice, _ = _climbed(costs, choice, allowed, positions)
+        choice = _climbed(costs, choice, allowed, positions)
         choice, step = _refined(costs, choice, allowed)
     return choice, step
 
@@ -51,7 +51,8 @@ def _climbed(costs, choice, allowed, positions):
     left, better = _CLIMB_BUDGET, True
     while better and left > 0:
         better = False
-        for kind in range(_kinds(choice)):
+        # Each change affects a boundary, the recomputation of a chunk, or the replicas of a stage.
+        for kind in range(2 * len(choice.stages) - 1 + choice.width):
             for other in _changed(costs, choice, kind, allowed, positions):
                 if left <= 0 or busiest(costs, other) >= best.seconds:
                     continue
@@ -61,7 +62,7 @@ def _climbed(costs, choice, allowed, positions):
                 found = evaluated(costs, other, allowed.memory)
                 if found.seconds < (1 - 1e-9) * best.seconds:
                     choice, best, better = other, found, True
-    return choice, best
+    return choice
 
 
 def _refined(costs, choice, allowed):
@@ -85,31 +86,20 @@ def _refined(costs, choice, allowed):
     return min(steps, key=lambda each: each[1].seconds)
 
 
-def _kinds(choice):
-    """Return the number of properties that a single change can affect.
-
-    The properties are each boundary, the recomputation of each chunk, and the replicas of each
-    stage.
-    """
-    return 2 * len(choice.stages) - 1 + choice.width
-
-
 def _changed(costs, choice, kind, allowed, positions):
     parts = len(choice.stages)
     if kind < parts - 1:
-        yield from moved(costs, choice, kind, positions)
+        yield from moved(choice, kind, positions)
     elif kind < 2 * parts - 1:
         part = kind - parts + 1
         again = not choice.stages[part].recompute
         if again in allowed.recompute:
-            yield _with(choice, part, recompute=again)
+            yield choice.changed(part, recompute=again)
     elif allowed.replicas is None:
         yield from _shifted(costs, choice, kind - 2 * parts + 1, allowed.ranks)
 
 
-def moved(
-    costs: ModelCosts, choice: PipelineChoice, border: int, positions: np.ndarray
-) -> Iterator[PipelineChoice]:
+def moved(choice: PipelineChoice, border: int, positions: np.ndarray) -> Iterator[PipelineChoice]:
     """Yield arrangements in which one boundary is moved to a nearby atom or to a nearby entry of
     `positions`."""
     ends = (0, *(stage.end for stage in choice.stages))
@@ -122,7 +112,7 @@ def moved(
     }
     for position in sorted(near - {here}, key=lambda position: abs(position - here)):
         if before < position < after:
-            yield _with(choice, border, end=position)
+            yield choice.changed(border, end=position)
 
 
 def _shifted(costs, choice, stage, ranks):
@@ -150,12 +140,6 @@ def _with_replicas(choice, replicas):
     return choice._replace(stages=tuple(stages))
 
 
-def _with(choice, part, **what):
-    stages = [*choice.stages]
-    stages[part] = stages[part]._replace(**what)
-    return choice._replace(stages=tuple(stages))
-
-
 def next_best(
     costs: ModelCosts, choice: PipelineChoice, step: Evaluated, border: int, memory: float
 ) -> tuple[PipelineChoice | None, float | None, bool]:
@@ -165,7 +149,7 @@ def next_best(
     if no nearby location fits in memory. The third result is True if a nearby location with a
     shorter step does not fit in memory.
     """
-    others = moved(costs, choice, border, np.arange(0))
+    others = moved(choice, border, np.arange(0))
     found = [(other, evaluated(costs, other, memory)) for other in others]
     shorter = any(not each.fits and each.seconds < step.seconds for _, each in found)
     fitting = [(other, each.seconds) for other, each in found if each.fits]
@@ -190,8 +174,7 @@ def cuts_moved(
 
 def settled(cuts: Downsets | Chain, limits: Limits, found: Timed) -> Timed:
     """Move one boundary at a time until no move shortens the step or the budget is used up."""
-    left, borders, still = _BORDER_BUDGET, len(found.ends) - 1, 0
-    number = 0
+    left, borders, still, number = _BORDER_BUDGET, len(found.ends) - 1, 0, 0
     while borders and still < borders and left > 0:
         best = min(
             cuts_moved(cuts, limits, found, number), key=lambda each: each.seconds, default=found

@@ -37,6 +37,7 @@ exact.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
@@ -166,7 +167,7 @@ class JointSearch:
             positions_of(costs, allowed.ranks, blocks) if positions is None else positions
         )
         self.border = border_of(costs, allowed.ranks)
-        self.ranges: dict[int, Ranges] = {}
+        self.ranges = cache(lambda rows: Ranges(costs, rows, self.positions))
         self.balance: dict[int, dict[int, _StageKind]] = {}
         self.best = inf
 
@@ -275,17 +276,10 @@ class JointSearch:
 
     def _with_room(self, choice):
         """Enable recomputation for one chunk after another until every stage fits in memory."""
-        for part, stage in enumerate(choice.stages):
+        for part in range(len(choice.stages)):
             if bytes_held(self.costs, choice)[part % choice.width] > self.allowed.memory:
-                stages = [*choice.stages]
-                stages[part] = stage._replace(recompute=True)
-                choice = choice._replace(stages=tuple(stages))
+                choice = choice.changed(part, recompute=True)
         return choice
-
-    def of(self, rows: int) -> Ranges:
-        if rows not in self.ranges:
-            self.ranges[rows] = Ranges(self.costs, rows, self.positions)
-        return self.ranges[rows]
 
 
 def _balanced(loads):
@@ -366,10 +360,9 @@ class _OfWay:
     def _stages(self, replicas):
         costs, micros = self.search.costs, self.micros
         rows = costs.rows(micros, replicas)
-        part = self.search.of(rows)
-        border = np.array([self.search.border.seconds(nbytes) for nbytes in part.crossing])
-        sums = sums_of(costs, replicas)
-        sums = (part.trained > 0) * sums.latency + part.trained / sums.bandwidth
+        part = self.search.ranges(rows)
+        border = self.search.border.seconds(part.crossing)
+        sums = sums_of(costs, replicas).seconds(part.trained)
         sums += costs.run.update * part.trained / (replicas if self.allowed.zero else 1)
         work = part.forward + part.backward + sums / micros
         messages = border[:, None] + border[None]
@@ -516,6 +509,7 @@ class _DownsetSearch:
         self.micros = limits.microbatches
         self.model = StepModel(name, stages, self.micros, 1)
         self.in_flight = self.model.most_in_flight
+        self.room = inf if limits.memory is None else limits.memory
         self.rest, self.left, self.best = None, 0, None
 
     def run(self, following, rest, passes):
@@ -558,10 +552,6 @@ class _DownsetSearch:
         bound[self.held(before, after, here) > self.room] = np.inf
         return bound
 
-    @property
-    def room(self):
-        return np.inf if self.limits.memory is None else self.limits.memory
-
     def held(self, before, after, stage):
         """Return the memory in bytes of the stage between two downsets."""
         saved = self.cuts.saved[after] - self.cuts.saved[before]
@@ -570,7 +560,6 @@ class _DownsetSearch:
         return self.cuts.fixed(before, after) + self.in_flight[stage] * saved
 
     def fits(self, ends):
-        """Return True if every stage fits in memory."""
         cuts = enumerate(zip((0, *ends[:-1]), ends, strict=True))
         return all(self.held(*cut, stage) <= self.room for stage, cut in cuts)
 
@@ -584,25 +573,20 @@ class _DownsetSearch:
             self.best = found
 
     def step(self, ends):
-        """Simulate the step of a partition."""
-        done = self.model.ends(_stage_costs(self.cuts, ends, self.limits))
+        """Simulate the step of a partition.
+
+        A message to the next stage also contains the values that only later stages need.
+        """
+        cuts, costs = self.cuts, []
+        for before, after in zip((0, *ends[:-1]), ends):
+            forward = cuts.forward[after] - cuts.forward[before]
+            backward = cuts.backward[after] - cuts.backward[before]
+            costs.append(Cost(forward, backward, 0.0, self.limits.seconds(cuts.crossing[after])))
+        done = self.model.ends(costs)
         if self.limits.sums:
-            parameters = map(self.cuts.trained, (0, *ends[:-1]), ends)
+            parameters = map(cuts.trained, (0, *ends[:-1]), ends)
             done = reduced(done, [*map(self.limits.sums.seconds, parameters)])
         return Timed(float(max(done)), self.name, ends, tuple(self.in_flight))
-
-
-def _stage_costs(cuts: Downsets | Chain, ends: tuple[int, ...], limits: Limits) -> list[Cost]:
-    """Return the costs of the stages for the schedule simulator.
-
-    A message to the next stage also contains the values that only later stages need.
-    """
-    found = []
-    for before, after in zip((0, *ends[:-1]), ends):
-        forward = cuts.forward[after] - cuts.forward[before]
-        backward = cuts.backward[after] - cuts.backward[before]
-        found.append(Cost(forward, backward, 0.0, limits.seconds(cuts.crossing[after])))
-    return found
 
 
 def lightest(cuts: Downsets | Chain, limits: Limits) -> list[int] | None:

@@ -55,7 +55,8 @@ def asynchronous(
     """
     seconds = np.concatenate([[0.0], np.cumsum(costs.seconds)])
     parameters = np.concatenate([[0.0], np.cumsum(costs.parameters)])
-    alone = _ranges(seconds)
+    alone = seconds[None, :] - seconds[:, None]  # [i, j]
+    alone[np.tril_indices(len(seconds))] = np.inf
     found = []
     for level in levels:
         found.append(_Level(alone, parameters, costs.crossing, level))
@@ -63,13 +64,6 @@ def asynchronous(
     count = len(costs.seconds)
     stages = _unfolded(found, len(found) - 1, 0, count, levels[-1].workers)
     return float(alone[0, count]), [*stages]
-
-
-def _ranges(sums):
-    """Return the sums over units i to j as an array indexed [i, j], with inf unless i < j."""
-    found = sums[None, :] - sums[:, None]
-    found[np.tril_indices(len(sums))] = np.inf
-    return found
 
 
 class _Level:

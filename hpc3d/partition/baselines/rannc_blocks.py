@@ -82,7 +82,9 @@ class _Groups:
             free.discard(group)
             if best is not None:
                 free.discard(best)
-                self._join(group, best)
+                self.seconds[group] += self.seconds.pop(best)
+                self._regroup(self.atoms.pop(best), group)
+                del self.after[best]
 
     def _merged(self, group, other, most, measured):
         """Return the gain from merging two groups in seconds; None if they must not be merged."""
@@ -126,11 +128,6 @@ class _Groups:
         values = {id(v): v for a in atoms for v in (*self.made[a], *self.read[a])}
         return sum(v.nbytes for v in values.values() if not {v.source, *v.targets} <= inside)
 
-    def _join(self, group, other):
-        self.seconds[group] += self.seconds.pop(other)
-        self._regroup(self.atoms.pop(other), group)
-        del self.after[other]
-
     def _regroup(self, moving, group):
         self.atoms[group] |= moving
         self.of |= dict.fromkeys(moving, group)
@@ -145,13 +142,13 @@ class _Groups:
             if len(self.atoms[here]) == len(unit):
                 continue
             crossing = self._crossing(unit, here)
-            for there in self._sides(unit, here):
+            for there in self._sides(unit):
                 spared = crossing - self._crossing(unit, there)
                 if spared > 0 and self._fits(self.atoms[there] | unit):
                     self._move(unit, here, there)
                     break
 
-    def _sides(self, unit, here):
+    def _sides(self, unit):
         """Return the groups to which a unit may move.
 
         They are the group that contains all readers of the unit's values, and the group that

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from math import gcd
 
 import numpy as np
@@ -22,6 +22,7 @@ from hpc3d.partition.evaluation import (
     PipelineChoice,
     StageChoice,
     evaluated,
+    parts_of,
 )
 from hpc3d.pipeline.schedule import GPIPE
 
@@ -52,18 +53,15 @@ def rannc(task: Task) -> Contender:
 
 def _offloaded(costs, choice, memory) -> Evaluated:
     """Evaluate a step whose stages offload all but two received microbatches to host memory."""
-    step = evaluated(costs, choice, memory)
-    starts, held = (0, *(stage.end for stage in choice.stages)), []
-    for start, stage, nbytes in zip(starts, choice.stages, step.held):
-        part = costs.part(costs.rows(choice.microbatches, stage.replicas), start, stage.end)
-        held.append(nbytes - max(0, choice.microbatches - 2) * part.received)
+    step, offloaded = evaluated(costs, choice, memory), max(0, choice.microbatches - 2)
+    parts = zip(step.held, parts_of(costs, choice), strict=True)
+    held = [nbytes - offloaded * part.received for nbytes, part in parts]
     return step._replace(held=tuple(held), fits=max(held) <= memory)
 
 
 def _of_blocks(graph, groups):
     """Return a chain in which each group of atoms is merged into one atom."""
-    ordered, end, together = graph.ordered([*chain.from_iterable(groups)]), 0, []
-    for group in groups:
-        together.append(range(end, end + len(group)))
-        end += len(group)
+    ordered = graph.ordered([*chain.from_iterable(groups)])
+    ends = pairwise(accumulate(map(len, groups), initial=0))
+    together = [range(first, end) for first, end in ends]
     return Chain(contracted(ordered.atoms, ordered.values, together, ordered.shared))

@@ -19,7 +19,7 @@ bandwidths: P = 20 GiB/s (point-to-point) and A = 10 GiB/s (all-reduce).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -85,11 +85,8 @@ def lock_step(forward: Sequence[float], backward: Sequence[float], microbatches:
     return seconds
 
 
-def _powers(most) -> Iterator[int]:
-    count = 1
-    while count <= most:
-        yield count
-        count *= 2
+def _powers(most):
+    return [2**power for power in range(most.bit_length())]
 
 
 class _Costs(NamedTuple):
@@ -105,7 +102,6 @@ class _Costs(NamedTuple):
 
 
 def _costs(chain: Chain, memory: float, recompute: bool) -> _Costs:
-    """Return the costs of all possible stages of a chain."""
     found = _Costs(*(np.full((chain.count, chain.count), inf) for _ in _Costs._fields))
     for before in range(chain.count - 1):
         after = chain.after(before)

@@ -37,8 +37,9 @@ class TensorCosts(ModelCosts):
 
     def message(self, nbytes: float, senders: range, receivers: range) -> float:
         """Return the time of a message in seconds; replica r starts at rank `ways` * r."""
-        senders, receivers = (self._apart(each) for each in (senders, receivers))
-        return super().message(nbytes, senders, receivers)
+        ways = self.ways
+        apart = [range(ways * each[0], ways * each[-1] + 1, ways) for each in (senders, receivers)]
+        return super().message(nbytes, apart[0], apart[1])
 
     def summed(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
         """Return the time in seconds of the all-reduce over the first ranks of all replicas.
@@ -46,9 +47,6 @@ class TensorCosts(ModelCosts):
         The other ranks of the replicas reduce their shards at the same time.
         """
         return super().summed(nbytes, tuple(self.ways * rank for rank in ranks))
-
-    def _apart(self, ranks):
-        return range(self.ways * ranks[0], self.ways * ranks[-1] + 1, self.ways)
 
 
 def megatron(task: Task) -> Contender:

@@ -16,6 +16,7 @@ counted as if it were sharded, like the result of the layer.
 
 from __future__ import annotations
 
+import operator
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -76,14 +77,6 @@ def split_roles(captured: Captured, ways: int) -> SplitRoles:
         barred |= found.wrong
 
 
-def _packet(node):
-    return getattr(node.target, "overloadpacket", node.target)
-
-
-def _is_getitem(node):
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
 class _Flow:
     """Propagation of column shards through a program.
 
@@ -108,7 +101,7 @@ class _Flow:
         return SplitRoles(*map(frozenset, sets))
 
     def _take(self, node):
-        name = _packet(node)
+        name = getattr(node.target, "overloadpacket", node.target)
         split = [each for each in node.all_input_nodes if each in self.origins]
         if name is _aten.linear:
             self._linear(node, split)
@@ -128,12 +121,11 @@ class _Flow:
             self.rows.add(node)
             if weight is None or weight.shape[1] % self.ways:
                 self._refuse(node)
-        elif weight is not None and node not in self.barred and self._divides(weight.shape[0]):
-            self.columns.add(node)
-            self.origins[node] = {node}
-
-    def _divides(self, count):
-        return count % self.ways == 0 or count >= _PADDED * self.ways
+        elif weight is not None and node not in self.barred:
+            count = weight.shape[0]
+            if count % self.ways == 0 or count >= _PADDED * self.ways:
+                self.columns.add(node)
+                self.origins[node] = {node}
 
     def _weight(self, node, index):
         """Return the weight at operand `index`; None if the operand is a computed value."""
@@ -151,7 +143,7 @@ class _Flow:
             return False
         if name is _aten.scaled_dot_product_attention:
             return node.args[0].meta["val"].shape[1] % self.ways == 0
-        return name in _LOCAL or _is_getitem(node)
+        return name in _LOCAL or name is operator.getitem
 
     def _refuse(self, node):
         for each in node.all_input_nodes:
@@ -175,8 +167,14 @@ class SplitOperations(Operations):
         roles, ways = self.roles, self.ways
         if not any(node in group for group in roles):
             return operation
-        own = {"forward": _shared(operation.forward, node in roles.rows, ways)}
-        own["backward"] = _shared_back(operation, node in roles.rows, ways)
+        # Forward product (batch, m, n, k): n is divided, or k if the layer is row parallel.
+        # Backward products (batch, m, k, n) of the input gradient, which is absent if the input
+        # does not require a gradient, and (batch, k, n, m) of the weight gradient.
+        forward, backward = ((3,), (2, 1)) if node in roles.rows else ((2,), (3, 2))
+        own = {
+            "forward": _divided(operation.forward, forward, ways),
+            "backward": _divided(operation.backward, backward, ways),
+        }
         if node not in roles.rows | roles.tables:  # these operations return the full result
             kept = ("saved", "later", "working") + ("nbytes",) * (node not in roles.losses)
             own |= {name: getattr(operation, name) / ways for name in kept}
@@ -196,45 +194,22 @@ class SplitOperations(Operations):
             cost, logits = found[node], node.args[0].meta["val"]
             tokens = found[node.args[0]].nbytes * self.ways / logits.shape[-1]
             found[node] = cost._replace(forward=cost.forward + _LOSS_SUMS * summed(tokens))
-        for node in self._readers_of_whole():
+        # One column-parallel layer for each value that column-parallel layers read.
+        readers = {node.args[0]: node for node in self.roles.columns}
+        for node in (node for value, node in readers.items() if value in self.kinds):
             cost, read = found[node], found[node.args[0]]
             found[node] = cost._replace(backward=cost.backward + summed(read.nbytes))
         return found
 
-    def _readers_of_whole(self):
-        """Return one column-parallel layer for each value that column-parallel layers read."""
-        read = {node.args[0]: node for node in self.roles.columns}
-        return [node for value, node in read.items() if value in self.kinds]
 
+def _divided(work, indices, ways):
+    """Divide work by `ways`; `indices` has the index of the divided size of each product.
 
-def _shared(work, by_rows, ways):
-    """Divide forward work over `ways` ranks.
-
-    In the products (batch, m, n, k), n is divided, or k if the layer is row parallel (`by_rows`).
-    """
-    index = 3 if by_rows else 2
-    return _with_products(work, [(sizes, index) for sizes in work.products], ways)
-
-
-def _shared_back(operation, by_rows, ways):
-    """Divide backward work over `ways` ranks.
-
-    The products are (batch, m, k, n) for the input gradient and (batch, k, n, m) for the weight
-    gradient. The first one is absent if the input does not require a gradient.
-    """
-    indices = (2, 1) if by_rows else (3, 2)
-    products = operation.backward.products
-    return _with_products(operation.backward, [*zip(products[::-1], indices[::-1])][::-1], ways)
-
-
-def _with_products(work, indices, ways):
-    """Divide work by `ways`.
-
-    `indices` lists pairs of a product's sizes and the index of the size that is divided.
+    If there are fewer products than indices, the first indices are ignored.
     """
     products = tuple(
         tuple(size / ways if at == index else size for at, size in enumerate(sizes))
-        for sizes, index in indices
+        for sizes, index in zip(work.products, indices[len(indices) - len(work.products) :])
     )
     return Work(products, work.flop / ways, work.nbytes / ways)
 
