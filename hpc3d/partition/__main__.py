@@ -50,7 +50,6 @@ _OF_GRAPHS = [each.name for each in FOR_PARTITIONS if each.undivided]
 _COMMANDS = {
     "compare": "hpc3d.partition.baselines.__main__",
     "profile": "hpc3d.partition.profiles.__main__",
-    "run": "hpc3d.partition.execution.__main__",
 }
 _TORCHRUN = "hpc3d.partition.execution.torchrun_file"
 
@@ -65,94 +64,67 @@ step)"""
 def main(argv: list[str] | None = None) -> int:
     """Run the subcommand or plan; return exit code 2 if the request cannot be planned."""
     words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["run"]:
+        from hpc3d.runtime import launch
+
+        return launch.run("partition", lambda job: _run(job, [*words[1:]]))
     if words and words[0] in _COMMANDS:
         return import_module(_COMMANDS[words[0]]).main(words[1:])
     options = parser().parse_args(words)
     return run("partition", lambda: _plan(options))
 
 
+def _run(job, words):
+    job.from_root(lambda: need("partition run", "torch"))
+    from hpc3d.partition.execution.module_run import run
+
+    run(job, words)
+
+
 def parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser("partition", __doc__)
     add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        metavar="MODULE:FACTORY",
-        help="function that returns a module and its inputs",
-    )
+    text = "function that returns a module and its inputs"
+    add("model", nargs="?", metavar="MODULE:FACTORY", help=text)
     add("--graph", type=Path, metavar="COSTS.json", help="graph with costs")
-    add(
-        "--ranks",
-        type=number_of_ranks,
-        required=True,
-        metavar="N",
-        help="number of ranks (stages times replicas)",
-    )
-    add(
-        "--machine",
-        metavar="NAME|FILE",
-        help=f"module: machine in inputs/machines, or a machine file (default: {DEFAULT_MACHINE})",
-    )
-    profile = (
+    ranks = {"type": number_of_ranks, "required": True, "metavar": "N"}
+    add("--ranks", **ranks, help="number of ranks (stages times replicas)")
+    text = f"module: machine in inputs/machines, or a machine file (default: {DEFAULT_MACHINE})"
+    add("--machine", metavar="NAME|FILE", help=text)
+    text = (
         "module: measured costs, which replace those of the machine, and without --machine also "
         "those of messages"
     )
-    add("--profile", type=Path, metavar="PROFILE.json", help=profile)
-    add(
-        "--batch",
-        type=integer(1, INT32),
-        metavar="B",
-        help="samples per step (default: batch of the example inputs)",
-    )
-    memory = "memory of a rank (default: that of the machine; unlimited for a graph)"
-    add("--memory", type=size, metavar="32GB", help=memory)
-    bandwidth = "graph: bytes per second between stages (default: unlimited)"
-    add("--bandwidth", type=rate, metavar="10GB", help=bandwidth)
-    micros = integer(1, MOST_PASSES)
-    add(
-        "--microbatches",
-        type=micros,
-        metavar="M",
-        help="microbatches per step (default: searched; 1 for a graph)",
-    )
-    replicas = "module: replicas of all stages, or of each stage: 16,8,8 (default: searched)"
-    add("--replicas", type=_counts, metavar="R", help=replicas)
+    add("--profile", type=Path, metavar="PROFILE.json", help=text)
+    text = "samples per step (default: batch of the example inputs)"
+    add("--batch", type=integer(1, INT32), metavar="B", help=text)
+    text = "memory of a rank (default: that of the machine; unlimited for a graph)"
+    add("--memory", type=size, metavar="32GB", help=text)
+    text = "graph: bytes per second between stages (default: unlimited)"
+    add("--bandwidth", type=rate, metavar="10GB", help=text)
+    text = "microbatches per step (default: searched; 1 for a graph)"
+    add("--microbatches", type=integer(1, MOST_PASSES), metavar="M", help=text)
+    text = "module: replicas of all stages, or of each stage: 16,8,8 (default: searched)"
+    add("--replicas", type=_counts, metavar="R", help=text)
     asked = ", ".join(each.name for each in FOR_PARTITIONS if each.on_request)
-    schedule = (
+    text = (
         f"pipeline schedule (default: the fastest one, without {asked}; for a graph "
         f"{' or '.join(_OF_GRAPHS)})"
     )
-    add("--schedule", choices=_SCHEDULES, help=schedule)
-    again = "stages with activation checkpointing (stage: searched for each stage)"
-    add("--recompute", choices=("none", "full", "stage"), help=again)
-    add(
-        "--margin",
-        type=_part,
-        metavar="X",
-        help="module: fraction of the memory that stays free (default: 0.1)",
-    )
-    zero = "module: ZeRO stage; 1 shards the optimizer state over replicas (default: 0)"
-    add("--zero", type=int, choices=(0, 1), help=zero)
-    add(
-        "--objective",
-        choices=("time", "load"),
-        default="time",
-        help="objective to minimize (default: time)",
-    )
-    add(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="PLAN.json|PLAN.py",
-        help="module: write the plan for `partition run`, or as a Python file for torchrun",
-    )
-    add(
-        "--draw",
-        type=Path,
-        metavar="FILE.svg",
-        help="module: draw the graph and the stage boundaries",
-    )
+    add("--schedule", choices=_SCHEDULES, help=text)
+    text = "stages with activation checkpointing (stage: searched for each stage)"
+    add("--recompute", choices=("none", "full", "stage"), help=text)
+    text = "module: fraction of the memory that stays free (default: 0.1)"
+    add("--margin", type=_part, metavar="X", help=text)
+    text = "module: ZeRO stage; 1 shards the optimizer state over replicas (default: 0)"
+    add("--zero", type=int, choices=(0, 1), help=text)
+    text = "objective to minimize (default: time)"
+    add("--objective", choices=("time", "load"), default="time", help=text)
+    text = "module: write the plan for `partition run`, or as a Python file for torchrun"
+    add("-o", "--output", type=Path, metavar="PLAN.json|PLAN.py", help=text)
+    text = "module: draw the graph and the stage boundaries"
+    add("--draw", type=Path, metavar="FILE.svg", help=text)
     add("--json", action="store_true", help=JSON)
     return parser
 
@@ -237,7 +209,8 @@ def _of_module(options):
     if options.output:
         from hpc3d.partition.plan_file import saved
 
-        found = saved(plan, captured, options.model, _machine_of(options))
+        names = [str(each) for each in (options.profile, options.machine) if each]
+        found = saved(plan, captured, options.model, " ".join(names) or DEFAULT_MACHINE)
         _write(options.output, found, captured)
     return _module_as_json(plan)
 
@@ -255,7 +228,6 @@ def _write(path, plan, captured):
 
 
 def _costs(captured, options):
-    """Return the costs of a model from a machine description or a measured profile."""
     from hpc3d.partition.model_graph import costs_of
     from hpc3d.predict.machine import machine_file
 
@@ -268,12 +240,6 @@ def _costs(captured, options):
     named = options.machine
     machine = machine_file.load(named) if named else profile.machine(options.ranks)
     return profile.costs(captured, machine, options.batch)
-
-
-def _machine_of(options):
-    """Return the names of the profile and the machine for which the plan was made."""
-    names = [str(each) for each in (options.profile, options.machine) if each]
-    return " ".join(names) or DEFAULT_MACHINE
 
 
 def _show_whole(modules):
@@ -292,10 +258,15 @@ def _show_whole(modules):
 
 
 def _show(plan, limits):
-    _show_head(len(plan.stages), limits.microbatches, plan)
-    _show_idle(limits.ranks - len(plan.stages), limits.ranks)
+    stages = len(plan.stages)
+    _show_head(plan.schedule, stages, limits.microbatches, stages, limits.ranks)
     _show_sums(plan.time, plan.load, plan.memory)
-    print(f"{_how(plan)}\n")
+    if plan.all_cuts:
+        proof = "optimal" if plan.proven else "stopped at its limit, perhaps not optimal"
+        searched = f"all {plan.cuts} downsets of the graph; {proof}"
+    else:
+        searched = f"one topological order of {plan.cuts - 1} nodes; perhaps not optimal"
+    print(f"searched        {searched}\n")
     print("stage   forward [s]  backward [s]     in [MB]    out [MB] memory [MB]  nodes")
     for number, stage in enumerate(plan.stages):
         times = f"{stage.forward:12.6g}  {stage.backward:12.6g}"
@@ -306,14 +277,11 @@ def _show(plan, limits):
     _show_borders(plan.borders, plan.time)
 
 
-def _show_head(stages, microbatches, plan):
+def _show_head(schedule, stages, microbatches, used, ranks):
     micros = _counted(microbatches, "microbatch", "microbatches")
-    print(f"{_counted(stages, 'stage', 'stages')}, {micros}, schedule {plan.schedule}")
-
-
-def _show_idle(idle, ranks):
-    if idle:
-        left = f"{_counted(idle, 'rank', 'ranks')} of {ranks} left idle"
+    print(f"{_counted(stages, 'stage', 'stages')}, {micros}, schedule {schedule}")
+    if used < ranks:
+        left = f"{_counted(ranks - used, 'rank', 'ranks')} of {ranks} left idle"
         print(f"{left}, because the step is shorter without them")
 
 
@@ -334,8 +302,7 @@ def _show_borders(borders, seconds):
 
 def _show_module(plan, ranks):
     choice, step = plan.choice, plan.step
-    _show_head(choice.width, choice.microbatches, choice)
-    _show_idle(ranks - choice.ranks, ranks)
+    _show_head(choice.schedule, choice.width, choice.microbatches, choice.ranks, ranks)
     _show_sums(step.seconds, plan.load, max(step.held))
     print(f"memory limit    {plan.memory / 1e6:.6g} MB per rank, without the margin")
     print(f"searched        one topological order of {plan.costs.count} nodes, simulated steps\n")
@@ -362,13 +329,6 @@ def _explained(border, seconds):
 
 def _counted(count, one, many):
     return f"{count} {one if count == 1 else many}"
-
-
-def _how(plan):
-    if plan.all_cuts:
-        proof = "optimal" if plan.proven else "stopped at its limit, perhaps not optimal"
-        return f"searched        all {plan.cuts} downsets of the graph; {proof}"
-    return f"searched        one topological order of {plan.cuts - 1} nodes; perhaps not optimal"
 
 
 def _some(ids):
