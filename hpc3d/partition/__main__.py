@@ -229,11 +229,12 @@ def _write(path, plan, captured):
 
 def _costs(captured, options):
     from hpc3d.partition.model_graph import costs_of
+    from hpc3d.partition.operation_costs import Operations
     from hpc3d.predict.machine import machine_file
 
     if not options.profile:
         machine = machine_file.load(options.machine or default_machine())
-        return costs_of(captured, machine, options.batch)
+        return costs_of(Operations(captured), machine, options.batch)
     from hpc3d.partition import measured_profile
 
     profile = measured_profile.load(options.profile)

@@ -8,7 +8,7 @@ depend on the profile.
 from __future__ import annotations
 
 import json
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from hpc3d.config.limits import INT32, MOST_RANKS
 from hpc3d.console import small_files
 from hpc3d.partition.capture import Captured
 from hpc3d.partition.evaluation import ModelCosts, RunCosts
-from hpc3d.partition.model_graph import graph_of
+from hpc3d.partition.model_graph import costs_of
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.partition.plan_file import digest_of, name_of
 from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
@@ -108,8 +108,8 @@ class ModuleProfile(NamedTuple):
             raise ValueError(
                 "the profile and its model differ in pieces; run partition profile again"
             )
-        graphs = partial(graph_of, MeasuredOperations(captured, self), machine)
-        return ModelCosts(graphs, machine, batch or captured.batch, RunCosts(**self.run))
+        operations = MeasuredOperations(captured, self)
+        return costs_of(operations, machine, batch, RunCosts(**self.run))
 
 
 _CALL = ("op", "members", "bytes", "seconds")

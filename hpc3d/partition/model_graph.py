@@ -13,19 +13,25 @@ from math import prod
 import torch
 
 from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value, contracted
-from hpc3d.partition.capture import Captured, carries_batch, loss_of, size_of
-from hpc3d.partition.evaluation import MOMENTS, ModelCosts
+from hpc3d.partition.capture import carries_batch, loss_of, size_of
+from hpc3d.partition.evaluation import MOMENTS, ModelCosts, RunCosts
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.predict.machine.machine import Machine
 
 
-def costs_of(captured: Captured, machine: Machine, batch: int | None = None) -> ModelCosts:
-    """Return the costs of a captured module on a machine.
+def costs_of(
+    operations: Operations,
+    machine: Machine,
+    batch: int | None = None,
+    run: RunCosts | None = None,
+) -> ModelCosts:
+    """Return the costs of the operations of a captured module on a machine.
 
-    `batch` is the number of samples per step (None: the batch of the example inputs).
+    `batch` is the number of samples per step (None: the batch of the example inputs), and `run`
+    the overhead of each rank (None: no overhead).
     """
-    graphs = partial(graph_of, Operations(captured), machine)
-    return ModelCosts(graphs, machine, batch or captured.batch)
+    graphs = partial(graph_of, operations, machine)
+    return ModelCosts(graphs, machine, batch or operations.captured.batch, run)
 
 
 def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:

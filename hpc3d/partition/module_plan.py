@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from hpc3d.console.sanitize import counted
 from hpc3d.partition.atom_graph import bits
-from hpc3d.partition.capture import Captured
 from hpc3d.partition.coarse_chain import border_of, sums_of
 from hpc3d.partition.downsets import Downsets, cuts_of
 from hpc3d.partition.evaluation import (
@@ -32,9 +31,7 @@ from hpc3d.partition.evaluation import (
 )
 from hpc3d.partition.improvement import improved, next_best
 from hpc3d.partition.joint_search import Allowed, JointSearch, lightest, quickest
-from hpc3d.partition.model_graph import costs_of
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
-from hpc3d.predict.machine.machine import Machine
 
 _MOST_MICROBATCHES = 128  # maximum number tried
 _LOOKED_AT = 250  # number of simulated arrangements with one chunk per stage
@@ -51,16 +48,14 @@ class Wanted(NamedTuple):
     """Request for a plan.
 
     `ranks` is the number of ranks. `memory` is the memory of a rank in bytes (None: from the
-    machine description); the fraction `margin` is left free. `batch` is the number of samples per
-    step (None: the batch of the example inputs). `replicas` contains one number for all stages or
-    one per stage. `replicas`, `microbatches` and `schedule` are searched if they are `None`;
-    candidate schedules are in `schedules`. `recompute` is "none", "full", or "stage" (searched for
-    each stage). With `zero` = 1, replicas shard the optimizer moments.
+    machine description); the fraction `margin` is left free. `replicas` contains one number for
+    all stages or one per stage. `replicas`, `microbatches` and `schedule` are searched if they are
+    `None`; candidate schedules are in `schedules`. `recompute` is "none", "full", or "stage"
+    (searched for each stage). With `zero` = 1, replicas shard the optimizer moments.
     """
 
     ranks: int
     memory: float | None = None
-    batch: int | None = None
     replicas: tuple[int, ...] | None = None
     microbatches: int | None = None
     schedule: str | None = None
@@ -133,11 +128,6 @@ class ModulePlan(NamedTuple):
         ]
 
 
-def planned_module(captured: Captured, machine: Machine, wanted: Wanted) -> ModulePlan:
-    """Return the fastest ModulePlan of a captured module on a machine."""
-    return best_plan(costs_of(captured, machine, wanted.batch), wanted)
-
-
 def best_plan(costs: ModelCosts, wanted: Wanted) -> ModulePlan:
     """Return the plan with the shortest step that the search finds.
 
@@ -147,7 +137,6 @@ def best_plan(costs: ModelCosts, wanted: Wanted) -> ModulePlan:
     if not costs.count:
         raise ValueError("the model computes nothing from its inputs")
     memory = (1 - wanted.margin) * (wanted.memory or costs.machine.memory_gb * 1e9)
-    _refuse_long(costs, wanted)
     allowed = _allowed(costs, wanted, memory)
     _refuse_few(costs, wanted, allowed)
     if wanted.objective == "load":
@@ -162,6 +151,12 @@ def best_plan(costs: ModelCosts, wanted: Wanted) -> ModulePlan:
 
 
 def _allowed(costs, wanted, memory):
+    stages = min(wanted.ranks, costs.count)
+    if wanted.microbatches and stages * wanted.microbatches > _MOST_LAID_OUT:
+        raise ValueError(
+            f"--microbatches {wanted.microbatches}: must be at most {_MOST_LAID_OUT // stages} "
+            f"with up to {counted(stages, 'stage')}; use fewer microbatches or ranks"
+        )
     rows = max(wanted.replicas or (1,))
     counts = [2**power for power in range(_MOST_MICROBATCHES.bit_length())]
     counts = [wanted.microbatches] if wanted.microbatches else counts
@@ -184,16 +179,6 @@ def _allowed(costs, wanted, memory):
         _RECOMPUTE[wanted.recompute],
         wanted.zero,
     )
-
-
-def _refuse_long(costs, wanted):
-    """Raise ValueError if a schedule has too many passes to simulate every candidate."""
-    stages = min(wanted.ranks, costs.count)
-    if wanted.microbatches and stages * wanted.microbatches > _MOST_LAID_OUT:
-        raise ValueError(
-            f"--microbatches {wanted.microbatches}: must be at most {_MOST_LAID_OUT // stages} "
-            f"with up to {counted(stages, 'stage')}; use fewer microbatches or ranks"
-        )
 
 
 def _refuse_few(costs, wanted, allowed):
@@ -269,7 +254,6 @@ def _over_downsets(costs, allowed, choices) -> Iterator[tuple[ModelCosts, Pipeli
 
 
 def _limits(costs, allowed, replicas, micros):
-    """Return the Limits for stages with `replicas` replicas each."""
     border = border_of(costs, allowed.ranks)
     return Limits(
         allowed.ranks // replicas,

@@ -11,8 +11,8 @@ pytest.importorskip("networkx")
 
 from hpc3d.config.package_data import shipped
 from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, evaluated
-from hpc3d.partition.model_graph import graph_of
-from hpc3d.partition.module_plan import Wanted, best_plan, planned_module
+from hpc3d.partition.model_graph import costs_of, graph_of
+from hpc3d.partition.module_plan import Wanted, best_plan
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.predict.machine import machine_file
 from tests.partition.arrangements import quickest_arrangement, random_costs
@@ -192,11 +192,12 @@ def test_memory_named_in_a_rejection_is_sufficient(how):
 
 
 def test_module_is_planned_for_the_batch_of_its_inputs():
-    found = planned_module(small("mlp"), MACHINE, Wanted(1))
+    found = best_plan(costs_of(Operations(small("mlp")), MACHINE), Wanted(1))
     assert found.costs.batch == small("mlp").batch
     assert found.step == planned("mlp", 1).step
 
 
 def test_batch_in_another_dimension_prevents_cuts():
+    operations = Operations(captured(f"{HERE}:time_first"))
     with pytest.raises(ValueError, match="the batch in dimension 0"):
-        planned_module(captured(f"{HERE}:time_first"), MACHINE, Wanted(4, replicas=(1,)))
+        best_plan(costs_of(operations, MACHINE), Wanted(4, replicas=(1,)))

@@ -53,12 +53,8 @@ def parser() -> Parser:
     ranks = {"type": number_of_ranks, "required": True, "metavar": "N"}
     add("--ranks", **ranks, help="number of ranks of each planner")
     add("--machine", metavar="NAME|FILE", help=f"machine (default: {DEFAULT_MACHINE})")
-    add(
-        "--memory",
-        type=size,
-        metavar="32GB",
-        help="memory of a rank, 10 %% of which stay free (default: machine)",
-    )
+    memory = "memory of a rank, 10 %% of which stay free (default: machine)"
+    add("--memory", type=size, metavar="32GB", help=memory)
     batch = "samples per step (default: batch of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=batch)
     add("--json", action="store_true", help=_JSON)
@@ -69,7 +65,7 @@ def _compare(options: Namespace) -> None:
     need("partition", "networkx")
     need(options.model, "torch")
     from hpc3d.partition.baselines.contenders import Task
-    from hpc3d.partition.baselines.side_by_side import HEAD, everyone, shown
+    from hpc3d.partition.baselines.side_by_side import EVERYONE, HEAD, shown
     from hpc3d.partition.capture import captured_of
     from hpc3d.partition.operation_costs import Operations
     from hpc3d.predict.machine import machine_file
@@ -81,7 +77,7 @@ def _compare(options: Namespace) -> None:
     task = Task.of(Operations(captured), machine, batch, options.ranks, memory)
     ranks = f"{counted(options.ranks, 'rank')} of {machine.name} with {memory / 1e9:.6g} GB each"
     print(f"{counted(batch, 'sample')} per step on {ranks}\n\n{HEAD}")
-    rows = [*shown(task, everyone(captured))]
+    rows = [*shown(task, EVERYONE)]
     if not any(row["fits"] for row in rows):
         raise ValueError(rows[0]["note"])
     print(*[f"\n{row['name']}: {sanitized(row['note'])}" for row in rows if row["note"]], sep="")

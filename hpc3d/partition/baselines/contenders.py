@@ -24,7 +24,7 @@ from hpc3d.partition.evaluation import (
     StageChoice,
     evaluated,
 )
-from hpc3d.partition.model_graph import graph_of
+from hpc3d.partition.model_graph import costs_of
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.pipeline.schedule import DEFAULT, GPIPE
 from hpc3d.predict.machine.machine import Machine
@@ -63,8 +63,7 @@ class Task(NamedTuple):
         cls, operations: Operations, machine: Machine, batch: int, ranks: int, memory: float
     ) -> Task:
         """Return the planning task for a model on a machine."""
-        costs = ModelCosts(partial(graph_of, operations, machine), machine, batch)
-        return cls(operations, costs, ranks, memory)
+        return cls(operations, costs_of(operations, machine, batch), ranks, memory)
 
 
 def data_parallel(task: Task) -> Contender:

@@ -9,8 +9,7 @@ from hpc3d.partition.baselines import contenders
 from hpc3d.partition.baselines.contenders import Contender, Task
 from hpc3d.partition.baselines.rannc_plan import rannc
 from hpc3d.partition.baselines.tensor_pipeline import megatron, megatron_pipeline
-from hpc3d.partition.capture import Captured
-from hpc3d.partition.module_plan import Wanted, planned_module
+from hpc3d.partition.module_plan import Wanted, best_plan
 from hpc3d.pipeline.schedule import ONE_STAGE
 
 HEAD = (
@@ -19,30 +18,28 @@ HEAD = (
 )
 
 
-def everyone(captured: Captured) -> list[Callable[[Task], Contender]]:
-    """Return all planners in the order of the table, starting with hpc3d's."""
-    return [
-        lambda task: ours(captured, task),
-        contenders.data_parallel,
-        contenders.gpipe,
-        contenders.torchgpipe,
-        contenders.gpipe_hybrid,
-        contenders.by_parameters,
-        megatron,
-        megatron_pipeline,
-        contenders.pipedream,
-        rannc,
-    ]
-
-
-def ours(captured: Captured, task: Task) -> Contender:
+def ours(task: Task) -> Contender:
     """Return hpc3d's own plan, or a contender whose `note` explains why no plan exists."""
-    wanted = Wanted(task.ranks, task.memory, task.costs.batch, margin=0.0)
     try:
-        found = planned_module(captured, task.costs.machine, wanted)
+        found = best_plan(task.costs, Wanted(task.ranks, task.memory, margin=0.0))
     except ValueError as error:
         return Contender("ours", None, None, str(error))
     return Contender("ours", found.choice, found.step)
+
+
+# Planners in the order of the table.
+EVERYONE: tuple[Callable[[Task], Contender], ...] = (
+    ours,
+    contenders.data_parallel,
+    contenders.gpipe,
+    contenders.torchgpipe,
+    contenders.gpipe_hybrid,
+    contenders.by_parameters,
+    megatron,
+    megatron_pipeline,
+    contenders.pipedream,
+    rannc,
+)
 
 
 def shown(task: Task, planners: Iterable[Callable[[Task], Contender]]) -> Iterator[dict]:

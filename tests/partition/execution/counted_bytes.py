@@ -16,6 +16,7 @@ from hpc3d.partition.factory import made_with_data
 from hpc3d.partition.measured_profile import UNIT
 from hpc3d.partition.model_graph import costs_of
 from hpc3d.partition.module_plan import Wanted, best_plan
+from hpc3d.partition.operation_costs import Operations
 from hpc3d.pipeline.program import program_of
 from tests.partition.execution.modules import config_of
 
@@ -59,7 +60,7 @@ def peaks(name, replicas, micros, schedule, recompute):
     captured, ranks = capture(module, inputs), sum(replicas)
     how = {"replicas": replicas, "microbatches": micros, "recompute": recompute}
     how["schedule"] = "1f1b" if schedule == "none" else schedule
-    plan = best_plan(costs_of(captured, UNIT), Wanted(ranks, 1e12, **how))
+    plan = best_plan(costs_of(Operations(captured), UNIT), Wanted(ranks, 1e12, **how))
     assert plan.choice.replicas == replicas
     again = [stage.recompute for stage in plan.choice.stages]
     model = staged_model(captured, plan.pieces, replicas, again)
