@@ -21,13 +21,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from networkx.utils import UnionFind
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.utils._pytree import tree_map
 
 from hpc3d.partition.capturing.flat_export import flat_export, where
-from hpc3d.partition.capturing.user_code import described, undisturbed, without_data
+from hpc3d.partition.capturing.user_code import described, emptied, undisturbed, without_data
 from hpc3d.partition.capturing.whole_modules import (
     WholeModule,
     WholeModules,
@@ -103,7 +105,6 @@ def capture(
             except ValueError as refused:
                 raise ValueError(f"this model cannot be captured: {refused}") from error
     _refuse(program)
-    _refuse_trained(program)
     kept = place_whole(program)
     return _pieces(program, batch, _first_names(model))._replace(whole=kept)
 
@@ -115,11 +116,12 @@ def captured_of(name: str) -> Captured:
 
 def _program(model, like, batch):
     rows = Dim("batch", min=2)
-    shapes = _mapped(like, lambda leaf: {0: rows} if _carries(leaf, batch) else None)
+    shapes = tree_map(lambda leaf: {0: rows} if _carries(leaf, batch) else None, like)
     program = flat_export(model, like, shapes)
     for node in program.graph.nodes:
         for size in (size for tensor in tensors(node.meta.get("val")) for size in tensor.shape):
-            if isinstance(size, torch.SymInt) and any(map(_is_unknown, _symbols(size))):
+            symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
+            if any(str(symbol).startswith("u") for symbol in symbols):
                 raise _SizedByData(node)
     return program
 
@@ -131,10 +133,6 @@ class _SizedByData(ValueError):
         what = "the size of a tensor depends on the values of another tensor"
         super().__init__(f"{what}: {node.name}{where(node)}")
         self.path = _module(node)
-
-
-def _is_unknown(symbol):
-    return str(symbol).startswith("u")
 
 
 def _example(module, inputs, with_data):
@@ -153,7 +151,7 @@ def _example(module, inputs, with_data):
 
     def run(samples):
         rows = torch.arange(samples) % batch
-        given = _mapped(inputs, lambda leaf: leaf[rows] if _carries(leaf, batch) else leaf)
+        given = tree_map(lambda leaf: leaf[rows] if _carries(leaf, batch) else leaf, inputs)
         return module(**given) if isinstance(given, dict) else module(*given)
 
     return module, run
@@ -185,28 +183,21 @@ def _explained(error):
 
 
 def _refuse(program):
-    """Raise ValueError for tensors that depend on the batch in two dimensions."""
-    for node in program.graph.nodes:
+    """Raise ValueError for tensors that depend on the batch in two dimensions, and for operations
+    that write to a parameter."""
+    nodes = program.graph.nodes
+    for node in nodes:
         for tensor in tensors(node.meta.get("val")):
             if sum(isinstance(size, torch.SymInt) for size in tensor.shape) > 1:
                 what = "a tensor has the batch in two dimensions, so samples depend on each other"
                 raise ValueError(f"{what}: {node.name}{where(node)}")
-
-
-def _refuse_trained(program):
-    """Raise ValueError for operations that write to a parameter."""
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
-    nodes = program.graph.nodes
     parameters = [node for node in nodes if kinds.get(node.name) is InputKind.PARAMETER]
     memory = {number for node in parameters for number in _memory(node)}
     for node in nodes:
         if any(memory & _memory(target) for target in written_by(node)):
             what = "the model writes to one of its parameters; make it a buffer"
             raise ValueError(f"{what}: {node.name}{where(node)}")
-
-
-def _symbols(size):
-    return size.node.expr.free_symbols
 
 
 def _batch_of(inputs):
@@ -225,35 +216,9 @@ def _carries(leaf, batch):
 def _emptied(module, inputs):
     """Return copies of a module and its inputs in which all tensors are fake."""
     with without_data():
-        known = {id(each): _empty(each) for part in module.modules() for each in _held(part)}
-        return copy.deepcopy(module, known), _mapped(inputs, _empty)
-
-
-def _held(part):
-    """Return a module's own tensors: parameters, buffers and plain attributes."""
-    return tensors([*part._parameters.values(), *part._buffers.values(), *vars(part).values()])
-
-
-def _empty(tensor):
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    like = torch.empty(tensor.shape, dtype=tensor.dtype)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(like, requires_grad=tensor.requires_grad)
-    return like
-
-
-def _mapped(values, function):
-    """Apply `function` to every leaf of tuples, lists and dicts."""
-    if isinstance(values, dict):
-        return {key: _mapped(value, function) for key, value in values.items()}
-    if isinstance(values, tuple | list):
-        found = [_mapped(value, function) for value in values]
-        named = hasattr(values, "_fields")
-        return (
-            type(values)(*found) if named else found if isinstance(values, list) else tuple(found)
-        )
-    return function(values)
+        held = [each for part in module.modules() for each in tensors(vars(part))]
+        known = {id(each): emptied(each) for each in held}
+        return copy.deepcopy(module, known), tree_map(emptied, inputs)
 
 
 def _first_names(module):
@@ -284,16 +249,17 @@ def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> C
     }
     inputs = tuple(node for node in placeholders if node not in weights)
     follows = _followers(nodes, inputs) | {n for n in nodes if weights.keys() & {*written_by(n)}}
-    joined = _Joined(node for node in nodes if node in follows)
-    for node in joined.members:
+    members = dict.fromkeys(node for node in nodes if node in follows)
+    joined = UnionFind(members)
+    for node in members:
         if not carries_batch(node):
-            for reader in node.users:
-                if reader in joined.members:
-                    joined.join(node, reader)
-    for group in _sharing(program, nodes, weights, joined.members):
-        for other in group[1:]:
-            joined.join(group[0], other)
-    return _ordered(program, batch, nodes, weights, inputs, joined)
+            joined.union(node, *(reader for reader in node.users if reader in members))
+    for group in _sharing(nodes, weights, members):
+        joined.union(*group)
+    groups = defaultdict(list)
+    for node in members:
+        groups[joined[node]].append(node)
+    return _ordered(program, batch, weights, inputs, [*groups.values()])
 
 
 def _followers(nodes, inputs):
@@ -302,6 +268,7 @@ def _followers(nodes, inputs):
     They include operations whose results share memory to which such an operation writes.
     """
     follows, memory, before = set(inputs), set(), None
+    of_inputs = {number for each in inputs for number in _memory(each)}
     while before != len(follows):
         before = len(follows)
         for node in nodes:
@@ -309,7 +276,9 @@ def _followers(nodes, inputs):
             if _memory(node) and (reads or memory & _memory(node)):
                 follows.add(node)
                 for target in written_by(node):
-                    _refuse_written(target, node, inputs)
+                    if of_inputs & _memory(target):
+                        what = "the model writes to one of its inputs; let it write to a copy"
+                        raise ValueError(f"{what}: {node.name}{where(node)}")
                     memory |= _memory(target)
     return follows
 
@@ -319,14 +288,8 @@ def _memory(node):
     return {each.untyped_storage()._cdata for each in tensors(node.meta.get("val"))}
 
 
-def _refuse_written(target, node, inputs):
-    shared = {number for each in inputs for number in _memory(each)}
-    if shared & _memory(target):
-        what = "the model writes to one of its inputs; let it write to a copy"
-        raise ValueError(f"{what}: {node.name}{where(node)}")
-
-
-def _is_size(node):
+def is_size(node: fx.Node) -> bool:
+    """Return True if the value of a node is a size, not a tensor."""
     return isinstance(node.meta.get("val"), (torch.SymInt, int))
 
 
@@ -344,8 +307,8 @@ def tensors(values: Any) -> list[torch.Tensor]:
 
 def outputs_of(captured: Captured) -> list[fx.Node]:
     """Return the distinct outputs of the model that depend on its inputs."""
-    (output,) = (node for node in captured.program.graph.nodes if node.op == "output")
-    return [node for node in dict.fromkeys(output.all_input_nodes) if node in captured.piece_of]
+    read = captured.program.graph.output_node().all_input_nodes
+    return [node for node in dict.fromkeys(read) if node in captured.piece_of]
 
 
 def loss_of(captured: Captured) -> fx.Node | None:
@@ -365,6 +328,36 @@ def size_of(size: torch.SymInt | int, batch: int) -> int:
     return int(expression.subs(dict.fromkeys(expression.free_symbols, batch)))
 
 
+def shape_of(like: torch.Tensor, samples: int) -> list[int]:
+    """Return the shape of a captured tensor for a batch of `samples` samples."""
+    return [size_of(size, samples) for size in like.shape]
+
+
+def without_values(value: Any, samples: int) -> Any:
+    """Return an empty tensor like a captured one for a batch of `samples` samples.
+
+    Other values are returned unchanged.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, trained = shape_of(value, samples), is_trained(value)
+    return torch.empty(shape, dtype=value.dtype, requires_grad=trained)
+
+
+def state_of(captured: Captured) -> dict[str, torch.Tensor]:
+    """Return the parameters, buffers and constants read by a model, by name and without data."""
+    program = captured.program
+    return {
+        name: program.state_dict.get(name, program.constants.get(name))
+        for name in captured.weights.values()
+    }
+
+
+def is_trained(like: torch.Tensor) -> bool:
+    """Return True for a parameter that requires a gradient."""
+    return isinstance(like, torch.nn.Parameter) and like.requires_grad
+
+
 def carries_batch(node: fx.Node) -> bool:
     """Return True if dimension 0 of a node's value is the batch or a multiple of it."""
     value = node.meta.get("val")
@@ -378,7 +371,7 @@ def carries_batch(node: fx.Node) -> bool:
     return symbol is not None and not others and (size / symbol).is_integer is True
 
 
-def _sharing(program, nodes, weights, members):
+def _sharing(nodes, weights, members):
     """Yield groups of operations that must stay together because one of them writes to memory.
 
     A group contains the operations whose results share the memory, and the readers of these
@@ -387,18 +380,16 @@ def _sharing(program, nodes, weights, members):
     """
     memory, written = defaultdict(list), set()
     for node in nodes:
-        for value in tensors(node.meta.get("val")):
-            memory[value.untyped_storage()._cdata].append(node)
-        for target in written_by(node):
-            written.add(target)
+        for number in _memory(node):
+            memory[number].append(node)
+        written |= {*written_by(node)}
     for target in written:
-        value = target.meta.get("val")
         if target in weights:
             owner = weights[target].rpartition(".")[0]
             used = {node for node in members if target in node.all_input_nodes}
             group = [node for node in members if node in used or _module(node) == owner]
         else:
-            group = [n for n in memory[value.untyped_storage()._cdata] if n in members]
+            group = [n for number in _memory(target) for n in memory[number] if n in members]
             group += [reader for node in group for reader in node.users if reader in members]
         if group:
             yield group
@@ -436,34 +427,15 @@ def _module(node):
     return path.removeprefix("L['self'].").removeprefix("L['self']")
 
 
-class _Joined:
-    """Disjoint sets of nodes."""
-
-    def __init__(self, nodes):
-        self.members = {node: node for node in nodes}
-
-    def find(self, node):
-        while self.members[node] is not node:
-            self.members[node] = node = self.members[self.members[node]]
-        return node
-
-    def join(self, one, other):
-        self.members[self.find(one)] = self.find(other)
-
-
-def _ordered(program, batch, nodes, weights, inputs, joined):
-    """Return the captured module with one piece per set in `joined`, in program order."""
-    groups = defaultdict(list)
-    for node in nodes:
-        if node in joined.members:
-            groups[joined.find(node)].append(node)
+def _ordered(program, batch, weights, inputs, groups):
+    """Return the captured module with one piece per group of operations."""
     order = {node: number for number, node in enumerate(program.graph.nodes)}
-    groups = sorted(groups.values(), key=lambda group: order[group[0]])
     piece_of = {node: piece for piece, group in enumerate(groups) for node in group}
     writers = defaultdict(list)
-    for node in nodes:
-        for number in {each for target in written_by(node) for each in _memory(target)}:
-            writers[number] += [node] if node not in piece_of else []
+    for node in order:
+        if node.op == "call_function" and node not in piece_of:
+            for number in {each for target in written_by(node) for each in _memory(target)}:
+                writers[number].append(node)
     pieces = [_piece(group, piece_of, weights, writers, order) for group in groups]
     readers = defaultdict(set)
     for node, piece in piece_of.items():
@@ -489,6 +461,6 @@ def _piece(group, piece_of, weights, writers, order):
                 names[weights[source]] = None
             elif source not in piece_of and source not in copies and source.op == "call_function":
                 copies.add(source)
-                todo += [] if _is_size(source) else [source]
+                todo += [] if is_size(source) else [source]
     copies = tuple(sorted(copies, key=order.get))
     return Piece(tuple(group), copies, tuple(sorted(names)), _module(group[0]))

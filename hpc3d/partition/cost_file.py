@@ -57,7 +57,12 @@ class _CostFile:
 
 def load(path: Path) -> Graph:
     """Read the graph from a file; raise ValueError with one line per problem."""
-    found = _parsed(path)
+    text = small_files.read(path, small_files.MOST_JSON)
+    try:
+        found = TypeAdapter(_CostFile).validate_json(text, strict=True)
+    except ValidationError as errors:
+        lines = dict.fromkeys(map(_explained, errors.errors()))
+        raise Problems([f"{path}: {line}" for line in [*lines][:_MOST_LINES]]) from None
     problems = [*_wrong(found)]
     if problems:
         raise Problems([f"{path}: {line}" for line in problems[:_MOST_LINES]])
@@ -70,15 +75,6 @@ def load(path: Path) -> Graph:
     return contracted(
         atoms, values, [[index_of[name] for name in group] for group in found.together]
     )
-
-
-def _parsed(path):
-    text = small_files.read(path, small_files.MOST_JSON)
-    try:
-        return TypeAdapter(_CostFile).validate_json(text, strict=True)
-    except ValidationError as errors:
-        lines = dict.fromkeys(map(_explained, errors.errors()))
-        raise Problems([f"{path}: {line}" for line in [*lines][:_MOST_LINES]]) from None
 
 
 def _explained(error):

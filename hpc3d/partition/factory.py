@@ -53,7 +53,18 @@ def function_at(name: str) -> Callable[..., Any]:
         raise ValueError(f"{name}: must name a module and a function: package.module:factory")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    function = _found(name, module_name, factory.strip())
+    factory = factory.strip()
+    try:
+        with undisturbed():
+            function: Any = importlib.import_module(module_name)
+        for part in factory.split("."):
+            function = getattr(function, part)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{name}: there is no module {error.name}") from None
+    except AttributeError:
+        raise ValueError(f"{name}: {module_name} has no {factory}") from None
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{name}: importing {module_name} raised {described(error)}") from error
     if not given:
         return function
     arguments, named = _literals(name, factory, call)
@@ -61,7 +72,6 @@ def function_at(name: str) -> Callable[..., Any]:
 
 
 def _as_pair(name, result):
-    """Return the result of a factory as a module and its inputs."""
     match result:
         case torch.nn.Module() as module, (tuple() | dict()) as inputs:
             return module, inputs
@@ -74,7 +84,7 @@ def _literals(name, factory, call):
     """Return the positional and keyword arguments of `factory(1024, layers=24)`."""
     try:
         found = ast.parse(call.strip(), mode="eval").body
-        if ast.unparse(found.func) != factory.strip():
+        if ast.unparse(found.func) != factory:
             raise ValueError
         named = {each.arg: ast.literal_eval(each.value) for each in found.keywords}
         return [ast.literal_eval(each) for each in found.args], named
@@ -106,18 +116,3 @@ def _asks_for_data(error):
     frames = traceback.extract_tb(error.__traceback__)
     inside = any(f"{os.sep}_subclasses{os.sep}" in frame.filename for frame in frames)
     return inside or any(text in str(error) for text in ("tensor subclasses", "Couldn't swap"))
-
-
-def _found(name: str, module_name: str, factory: str) -> Callable[..., Any]:
-    try:
-        with undisturbed():
-            make = importlib.import_module(module_name)
-        for part in factory.split("."):
-            make = getattr(make, part)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{name}: there is no module {error.name}") from None
-    except AttributeError:
-        raise ValueError(f"{name}: {module_name} has no {factory}") from None
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{name}: importing {module_name} raised {described(error)}") from error
-    return make

@@ -7,7 +7,6 @@ depend on the profile.
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from math import inf, isfinite
 from pathlib import Path
@@ -16,15 +15,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpc3d.config.limits import INT32, MOST_RANKS
-from hpc3d.console import small_files
 from hpc3d.partition.capture import Captured
 from hpc3d.partition.evaluation import ModelCosts, RunCosts
 from hpc3d.partition.model_graph import costs_of
 from hpc3d.partition.operation_costs import OperationCost, Operations
-from hpc3d.partition.plan_file import digest_of, name_of
+from hpc3d.partition.plan_file import (
+    digest_of,
+    fields_of,
+    list_of,
+    names_of,
+    text_of,
+    whole,
+)
 from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 
-_FORMAT, _VERSION = "hpc3d-profile", 1
 _REMEDY = "use a file written by python -m hpc3d.partition profile"
 _ONE_NODE = 4096  # ranks per node: more than any profile has, so all are on one node
 
@@ -64,7 +68,7 @@ class ModuleProfile(NamedTuple):
 
     def text(self) -> str:
         """Return the content of the profile file."""
-        return json.dumps({"format": _FORMAT, "version": _VERSION, **self._asdict()}) + "\n"
+        return text_of("profile", self._asdict())
 
     def machine(self, ranks: int) -> Machine:
         """Return a machine description with the measured times, for plans with `ranks` ranks.
@@ -77,7 +81,14 @@ class ModuleProfile(NamedTuple):
                 "mpirun -np 2, or add --machine"
             )
         tables = [
-            CallTable(groups="alone", stride=0, **{key: _frozen(each[key]) for key in _CALL})
+            CallTable(
+                op=each["op"],
+                members=each["members"],
+                groups="alone",
+                stride=0,
+                bytes=tuple(each["bytes"]),
+                seconds=tuple(each["seconds"]),
+            )
             for each in self.calls
         ]
         return Machine(
@@ -103,20 +114,12 @@ class ModuleProfile(NamedTuple):
                 f"{self.model} or the version of torch has changed since the measurement; run "
                 "partition profile again"
             )
-        names = {name_of(captured, number) for number in range(len(captured.pieces))}
-        if names != {*self.pieces}:
+        if {*names_of(captured)} != {*self.pieces}:
             raise ValueError(
                 "the profile and its model differ in pieces; run partition profile again"
             )
         operations = MeasuredOperations(captured, self)
         return costs_of(operations, machine, batch, RunCosts(**self.run))
-
-
-_CALL = ("op", "members", "bytes", "seconds")
-
-
-def _frozen(value):
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _link_of(tables):
@@ -134,8 +137,8 @@ class MeasuredOperations(Operations):
     def __init__(self, captured: Captured, profile: ModuleProfile) -> None:
         super().__init__(captured)
         self.rows = np.array(profile.rows)
-        names = [name_of(captured, number) for number in range(len(captured.pieces))]
-        self.seconds = np.array([profile.pieces[name] for name in names])  # [piece, pass, rows]
+        seconds = [profile.pieces[name] for name in names_of(captured)]
+        self.seconds = np.array(seconds)  # [piece, pass, rows]
 
     @cached_property
     def weight(self) -> list[float]:
@@ -176,18 +179,7 @@ def _weight(costs):
 
 def load(path: Path | str) -> ModuleProfile:
     """Read a profile; raise ValueError with a one-line message if the file is invalid."""
-    content = small_files.read(path, small_files.MOST_JSON, _REMEDY)
-    try:
-        tree = json.loads(content)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path}: not valid JSON; {_REMEDY}") from None
-    known = isinstance(tree, dict) and (tree.get("format"), tree.get("version"))
-    if known != (_FORMAT, _VERSION):
-        raise ValueError(f"{path} is not a profile of this version of hpc3d; {_REMEDY}")
-    for field, sound in _SOUND.items():
-        if not sound(tree.get(field)):
-            raise ValueError(f"{path}: {field} is missing or invalid; {_REMEDY}")
-    profile = ModuleProfile(**{field: tree[field] for field in ModuleProfile._fields})
+    profile = ModuleProfile(**fields_of(path, "profile", _SOUND, _REMEDY))
     size = len(profile.rows)
     if any(len(times) != size for each in profile.pieces.values() for times in each):
         raise ValueError(f"{path}: every piece must have one time per entry of rows; {_REMEDY}")
@@ -202,33 +194,18 @@ def _positive(value):
     return _seconds(value) and value > 0
 
 
-def _whole(most):
-    return lambda value: type(value) is int and 0 < value <= most
-
-
 def _text(value):
     return isinstance(value, str)
 
 
 def _ascending(sound):
-    def every(value):
-        return (
-            isinstance(value, list)
-            and bool(value)
-            and all(map(sound, value))
-            and value == sorted({*value})
-        )
-
-    return every
-
-
-def _times(value):
-    return isinstance(value, list) and all(map(_seconds, value))
+    return lambda value: list_of(sound)(value) and value == sorted({*value})
 
 
 def _pieces(value):
     return isinstance(value, dict) and all(
-        isinstance(each, list) and len(each) == 2 and all(map(_times, each))
+        list_of(lambda times: isinstance(times, list) and all(map(_seconds, times)))(each)
+        and len(each) == 2
         for each in value.values()
     )
 
@@ -237,7 +214,7 @@ def _call(value):
     return (
         isinstance(value, dict)
         and _text(value.get("op"))
-        and _whole(MOST_RANKS)(value.get("members"))
+        and whole(1, MOST_RANKS)(value.get("members"))
         and _ascending(_positive)(value.get("bytes"))
         and isinstance(value.get("seconds"), list)
         and all(map(_positive, value["seconds"]))
@@ -249,10 +226,10 @@ _SOUND = {
     "model": _text,
     "graph": _text,
     "host": _text,
-    "ranks": _whole(MOST_RANKS),
-    "cores": _whole(MOST_RANKS),
+    "ranks": whole(1, MOST_RANKS),
+    "cores": whole(1, MOST_RANKS),
     "memory": _positive,
-    "rows": lambda value: _ascending(_whole(INT32))(value) and value[0] == 1,
+    "rows": lambda value: _ascending(whole(1, INT32))(value) and value[0] == 1,
     "pieces": _pieces,
     "run": lambda value: (
         isinstance(value, dict)

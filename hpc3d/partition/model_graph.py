@@ -10,10 +10,14 @@ from collections import defaultdict
 from functools import partial
 from math import prod
 
-import torch
-
 from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value, contracted
-from hpc3d.partition.capture import carries_batch, loss_of, size_of
+from hpc3d.partition.capture import (
+    carries_batch,
+    is_trained,
+    loss_of,
+    shape_of,
+    state_of,
+)
 from hpc3d.partition.evaluation import MOMENTS, ModelCosts, RunCosts
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.predict.machine.machine import Machine
@@ -35,10 +39,7 @@ def costs_of(
 
 
 def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
-    """Return the graph of a module for microbatches of `batch` samples.
-
-    The id of an atom consists of its module and its first operation.
-    """
+    """Return the graph of a module for microbatches of `batch` samples."""
     captured, found = operations.captured, operations.costs(machine, batch)
     weights, reads = _weights(captured), [*_read_inputs(captured)]
     atoms = [
@@ -53,7 +54,9 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
         for node, readers in captured.readers.items()
     ]
     values += [*_saved_later(operations, found), *_before_loss(captured)]
-    return contracted(atoms, values, shared=[*_shared(captured, weights), *_shared_inputs(reads)])
+    shared = _shared(captured, weights)
+    shared += [Shared((*pieces,), 0.0, 0.0, nbytes) for pieces, nbytes in reads if len(pieces) > 1]
+    return contracted(atoms, values, shared=shared)
 
 
 def _saved_later(operations, found):
@@ -76,12 +79,10 @@ def _before_loss(captured):
 
 def _weights(captured):
     """Return a dict from weight name to two sizes in bytes: stored on a stage, and trainable."""
-    state, found = {**captured.program.state_dict, **captured.program.constants}, {}
-    for name in {name for piece in captured.pieces for name in piece.weights}:
-        tensor = state[name]
+    found = {}
+    for name, tensor in state_of(captured).items():
         nbytes = tensor.numel() * tensor.element_size()
-        trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-        found[name] = ((2 + MOMENTS) * nbytes, nbytes) if trained else (nbytes, 0)
+        found[name] = ((2 + MOMENTS) * nbytes, nbytes) if is_trained(tensor) else (nbytes, 0)
     return found
 
 
@@ -103,18 +104,15 @@ def _read_inputs(captured):
     for node in captured.inputs:
         tensor, readers = node.meta["val"], {captured.piece_of.get(user) for user in node.users}
         if carries_batch(node):
-            size = prod(size_of(size, 1) for size in tensor.shape) * tensor.element_size()
-            yield sorted(readers - {None}), size
-
-
-def _shared_inputs(reads):
-    return [Shared(tuple(pieces), 0.0, 0.0, nbytes) for pieces, nbytes in reads if len(pieces) > 1]
+            yield sorted(readers - {None}), prod(shape_of(tensor, 1)) * tensor.element_size()
 
 
 def _atom(number, piece, found, weights):
+    """Return a piece as an atom, named by its module and its first operation on the batch."""
     parts = [found.get(node, OperationCost()) for node in (*piece.copies, *piece.nodes)]
+    first = next(filter(carries_batch, piece.nodes), piece.nodes[0]).name
     return Atom(
-        ids=(_name_of(piece),),
+        ids=(f"{piece.module}/{first}" if piece.module else first,),
         forward=sum(part.forward for part in parts),
         backward=sum(part.backward for part in parts),
         memory=sum(memory for memory, _ in weights),
@@ -124,9 +122,3 @@ def _atom(number, piece, found, weights):
         working=max(part.working for part in parts),
         pieces=(number,),
     )
-
-
-def _name_of(piece):
-    """Return a name composed of a piece's module and its first operation on the batch."""
-    first = next(filter(carries_batch, piece.nodes), piece.nodes[0]).name
-    return f"{piece.module}/{first}" if piece.module else first

@@ -25,11 +25,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpc3d.partition.capture import Captured, tensors
+from hpc3d.partition.capture import Captured, state_of, tensors, without_values
 from hpc3d.partition.capturing.whole_modules import WholeModule
 from hpc3d.predict.machine.machine import Machine
 
 _aten = torch.ops.aten
+CONVOLUTIONS = (
+    *(_aten.conv1d, _aten.conv2d, _aten.conv3d),
+    *(_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d),
+)
 
 
 class OperationCost(NamedTuple):
@@ -149,30 +153,16 @@ class _Meter(fx.Interpreter):
         }
 
     def _given(self):
-        """Yield the weights and inputs of the program."""
-        program, weights = self.captured.program, self.captured.weights
-        state = {**program.state_dict, **program.constants}
-        for node in (node for node in program.graph.nodes if node.op == "placeholder"):
-            value = self._empty(state[weights[node]] if node in weights else node.meta["val"])
+        weights, state = self.captured.weights, state_of(self.captured)
+        for node in self.captured.program.graph.find_nodes(op="placeholder"):
+            value = state[weights[node]] if node in weights else node.meta["val"]
+            value = without_values(value, self.batch)
             for tensor in tensors(value):
                 self.known.add(tensor.untyped_storage()._cdata)
                 self.kept.append(tensor)
                 if node in weights:
                     self.weights.add(tensor.untyped_storage()._cdata)
             yield value
-
-    def _empty(self, value):
-        """Return an empty tensor with the shape for this batch size; return other values
-        unchanged."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        shape = [size if isinstance(size, int) else self._size(size) for size in value.shape]
-        like = torch.empty(shape, dtype=value.dtype)
-        return like.requires_grad_(isinstance(value, torch.nn.Parameter) and value.requires_grad)
-
-    def _size(self, size):
-        expression = size.node.expr
-        return int(expression.subs(dict.fromkeys(expression.free_symbols, self.batch)))
 
     def _saved(self, value):
         storage = value.untyped_storage()
@@ -219,14 +209,15 @@ class _Meter(fx.Interpreter):
             self.savings[node] += saved
 
     def _works(self, node, operands, result, saved, flop):
-        """Return the forward and backward Work of an operation."""
+        moved = _nbytes([*operands, result])
         if isinstance(node.target, WholeModule):
-            moved = _nbytes([*operands, *tensors(result)]) + saved
+            moved += saved
             forward, backward = (each * self.batch for each in node.target.call.flop)
-            return Work(flop=forward, nbytes=moved), Work(flop=backward, nbytes=2 * moved)
-        if flop:
-            return _contraction(flop, operands, result)
-        return _work(node, operands, result, saved)
+        elif flop:
+            forward, backward = flop, flop * sum(each.requires_grad for each in operands)
+        else:
+            return _work(node, operands, result, saved)
+        return Work(flop=forward, nbytes=moved), Work(flop=backward, nbytes=2 * moved)
 
     def _share_of_weights(self, node, operands, products):
         """Return the fraction of the backward matrix products that compute weight gradients."""
@@ -274,12 +265,6 @@ _VIEWS = re.compile("(T|View|UnsafeView|Transpose|Permute|Unsqueeze|Squeeze|Alia
 
 def _gradients(node):
     return sum(prod(each.shape) * each.dtype.itemsize for each in node._input_metadata)
-
-
-def _contraction(flop, operands, result):
-    moved = _nbytes([*operands, result])
-    back = flop * sum(each.requires_grad for each in operands)
-    return Work(flop=flop, nbytes=moved), Work(flop=back, nbytes=2 * moved)
 
 
 _NOTHING = Work()
@@ -373,27 +358,13 @@ def _recurrent(operands, result):
 
 _PRODUCTS = {
     _aten.linear: _linear,
-    _aten.matmul: _matmul,
-    _aten.mm: _matmul,
-    _aten.bmm: _matmul,
-    _aten.addmm: _matmul,
-    _aten.baddbmm: _matmul,
-    _aten.conv1d: _convolution,
-    _aten.conv2d: _convolution,
-    _aten.conv3d: _convolution,
-    _aten.conv_transpose1d: _convolution,
-    _aten.conv_transpose2d: _convolution,
-    _aten.conv_transpose3d: _convolution,
+    **dict.fromkeys((_aten.matmul, _aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm), _matmul),
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
     _aten.scaled_dot_product_attention: _attention,
-    _aten.lstm: _recurrent,
-    _aten.gru: _recurrent,
-    _aten.rnn_tanh: _recurrent,
-    _aten.rnn_relu: _recurrent,
+    **dict.fromkeys((_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu), _recurrent),
 }
 _LATE_WEIGHTS = {
-    **dict.fromkeys((_aten.linear, _aten.matmul, _aten.mm), 1),
-    **dict.fromkeys((_aten.conv1d, _aten.conv2d, _aten.conv3d), 1),
-    **dict.fromkeys((_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d), 1),
+    **dict.fromkeys((_aten.linear, _aten.matmul, _aten.mm, *CONVOLUTIONS), 1),
     _aten.addmm: 2,
 }  # index of the weight operand, for operations whose backward can be split
 _COMPOSED = {_aten.einsum, _aten.tensordot, _aten.inner, _aten.bilinear, _aten.mv, _aten.dot}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from hpc3d.partition.capture import Captured
 from hpc3d.partition.module_plan import ModulePlan
 from hpc3d.pipeline.schedule import ONE_STAGE
 
-_FORMAT, _VERSION = "hpc3d-plan", 1
+_VERSION = 1
 _REMEDY = "use a file written by python -m hpc3d.partition -o"
 
 
@@ -51,7 +52,7 @@ class SavedPlan(NamedTuple):
 
     def text(self) -> str:
         """Return the content of the plan file."""
-        return json.dumps({"format": _FORMAT, "version": _VERSION, **self._asdict()}) + "\n"
+        return text_of("plan", self._asdict())
 
     def pieces(self, captured: Captured) -> list[list[int]]:
         """Return the indices of the pieces of each chunk; raise ValueError for another model."""
@@ -60,7 +61,7 @@ class SavedPlan(NamedTuple):
                 f"{self.model} or the version of torch has changed since the plan was made; make "
                 "a new plan"
             )
-        numbers = {name_of(captured, number): number for number in range(len(captured.pieces))}
+        numbers = {name: number for number, name in enumerate(names_of(captured))}
         if sorted(name for part in self.parts for name in part) != sorted(numbers):
             raise ValueError("the plan and its model differ in pieces; make a new plan")
         return [[numbers[name] for name in part] for part in self.parts]
@@ -68,7 +69,7 @@ class SavedPlan(NamedTuple):
 
 def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> SavedPlan:
     """Return a plan in its saved form; `model` and `machine` are names."""
-    choice, step = plan.choice, plan.step
+    choice, step, names = plan.choice, plan.step, names_of(captured)
     return SavedPlan(
         model=model,
         graph=digest_of(captured),
@@ -79,7 +80,7 @@ def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> Sav
         zero=choice.zero,
         replicas=[*choice.replicas],
         recompute=[stage.recompute for stage in choice.stages],
-        parts=[[name_of(captured, piece) for piece in part] for part in plan.pieces],
+        parts=[[names[piece] for piece in part] for part in plan.pieces],
         predicted={
             "machine": machine,
             "memory": plan.memory,
@@ -93,9 +94,9 @@ def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> Sav
     )
 
 
-def name_of(captured: Captured, piece: int) -> str:
-    """Return the name of a piece in plan files: the name of its first operation."""
-    return captured.pieces[piece].nodes[0].name
+def names_of(captured: Captured) -> list[str]:
+    """Return the names of the pieces in plan files: the names of their first operations."""
+    return [piece.nodes[0].name for piece in captured.pieces]
 
 
 def digest_of(captured: Captured) -> str:
@@ -133,26 +134,41 @@ def _described(value):
 
 def load(path: Path | str) -> SavedPlan:
     """Read a plan; raise ValueError with a one-line message if the file is invalid."""
-    content = small_files.read(path, small_files.MOST_JSON, _REMEDY)
-    try:
-        tree = json.loads(content)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path}: not valid JSON; {_REMEDY}") from None
-    if not isinstance(tree, dict) or (tree.get("format"), tree.get("version")) != (
-        _FORMAT,
-        _VERSION,
-    ):
-        raise ValueError(f"{path} is not a plan of this version of hpc3d; {_REMEDY}")
-    for field, sound in _SOUND.items():
-        if not sound(tree.get(field)):
-            raise ValueError(f"{path}: {field} is missing or invalid; {_REMEDY}")
-    plan = SavedPlan(**{field: tree[field] for field in SavedPlan._fields})
+    plan = SavedPlan(**fields_of(path, "plan", _SOUND, _REMEDY))
     if {len(plan.parts), len(plan.recompute)} != {len(plan.replicas) * plan.chunks}:
         raise ValueError(f"{path}: chunks, replicas, recompute and parts disagree; {_REMEDY}")
     return plan
 
 
-def _whole(least, most):
+def text_of(kind: str, fields: Mapping[str, Any]) -> str:
+    """Return the content of a file that `fields_of` reads."""
+    return json.dumps({"format": f"hpc3d-{kind}", "version": _VERSION, **fields}) + "\n"
+
+
+def fields_of(
+    path: Path | str, kind: str, rules: Mapping[str, Callable[[Any], bool]], remedy: str
+) -> dict[str, Any]:
+    """Read the fields of a JSON file; `kind` is "plan" or "profile".
+
+    Raises ValueError with a one-line message, which ends with the `remedy`, if the file is invalid
+    or one of the `rules` returns False for its field.
+    """
+    content = small_files.read(path, small_files.MOST_JSON, remedy)
+    try:
+        tree = json.loads(content)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path}: not valid JSON; {remedy}") from None
+    known = isinstance(tree, dict) and (tree.get("format"), tree.get("version"))
+    if known != (f"hpc3d-{kind}", _VERSION):
+        raise ValueError(f"{path} is not a {kind} of this version of hpc3d; {remedy}")
+    for field, sound in rules.items():
+        if not sound(tree.get(field)):
+            raise ValueError(f"{path}: {field} is missing or invalid; {remedy}")
+    return {field: tree[field] for field in rules}
+
+
+def whole(least: int, most: int) -> Callable[[Any], bool]:
+    """Return the rule for an integer from `least` to `most`."""
     return lambda value: type(value) is int and least <= value <= most
 
 
@@ -160,7 +176,8 @@ def _text(value):
     return isinstance(value, str) and 0 < len(value) < _LONGEST and "\0" not in value
 
 
-def _list_of(sound):
+def list_of(sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return the rule for a non-empty list whose items follow a rule."""
     return lambda value: isinstance(value, list) and bool(value) and all(map(sound, value))
 
 
@@ -168,13 +185,13 @@ _LONGEST = 10_000  # maximum number of characters in a name
 _SOUND = {
     "model": _text,
     "graph": _text,
-    "batch": _whole(1, INT32),
-    "microbatches": _whole(1, MOST_PASSES),
+    "batch": whole(1, INT32),
+    "microbatches": whole(1, MOST_PASSES),
     "schedule": _text,
-    "chunks": _whole(1, MOST_RANKS),
-    "zero": _whole(0, 1),
-    "replicas": _list_of(_whole(1, MOST_RANKS)),
-    "recompute": _list_of(lambda value: isinstance(value, bool)),
-    "parts": _list_of(_list_of(_text)),
+    "chunks": whole(1, MOST_RANKS),
+    "zero": whole(0, 1),
+    "replicas": list_of(whole(1, MOST_RANKS)),
+    "recompute": list_of(lambda value: isinstance(value, bool)),
+    "parts": list_of(list_of(_text)),
     "predicted": lambda value: isinstance(value, dict),
 }

@@ -13,7 +13,7 @@ from hpc3d.partition.measured_profile import ModuleProfile
 from hpc3d.partition.model_graph import graph_of
 from hpc3d.partition.module_plan import Wanted, best_plan
 from hpc3d.partition.operation_costs import Operations
-from hpc3d.partition.plan_file import digest_of, name_of
+from hpc3d.partition.plan_file import digest_of, names_of
 from tests.partition.sample_models import small
 from tests.partition.test_operation_costs import FLOP
 
@@ -31,7 +31,7 @@ def profile(name="mlp", **how):
     rows, pieces = [1, 2, 4], {}
     for number in range(len(captured.pieces)):
         forward = [1 + number + (number + 1) * count / 4 for count in rows]
-        pieces[name_of(captured, number)] = [forward, [2 * each for each in forward]]
+        pieces[names_of(captured)[number]] = [forward, [2 * each for each in forward]]
     made = ModuleProfile(name, digest_of(captured), "here", 2, 2, 1e9, rows, pieces, RUN, CALLS)
     return made._replace(**how)
 

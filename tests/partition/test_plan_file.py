@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 from hpc3d.partition import plan_file
 from hpc3d.partition.capture import capture
-from hpc3d.partition.plan_file import SavedPlan, digest_of, name_of
+from hpc3d.partition.plan_file import SavedPlan, digest_of, names_of
 from tests.partition.execution.modules import HERE, even_parts, prepared
 from tests.partition.sample_models import Function
 
@@ -30,7 +30,7 @@ def plan_of(model, replicas, micros, schedule, chunks=1, zero=0, recompute=False
         replicas=[*replicas],
         recompute=[recompute] * count,
         parts=[
-            [name_of(captured, piece) for piece in part] for part in even_parts(captured, count)
+            [names_of(captured)[piece] for piece in part] for part in even_parts(captured, count)
         ],
         predicted={},
     )

@@ -41,7 +41,8 @@ def flat_export(model: torch.nn.Module, inputs: tuple | dict, shapes: Any) -> Ex
     passes = replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
     with ExitStack() as replaced:
         for name, module in zip(blocks, passes, strict=True):
-            replaced.enter_context(_replaced(module, name, _unchanged))
+            unchanged = _replaced(module, name, lambda graph, signature: (graph, signature))
+            replaced.enter_context(unchanged)
         apply = classmethod(_checked_apply)
         replaced.enter_context(_replaced(torch.autograd.Function, "apply", apply))
         program = export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -57,10 +58,6 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-def _unchanged(graph_module, signature):
-    return graph_module, signature
 
 
 _apply = vars(torch.autograd.Function)["apply"]
@@ -107,10 +104,9 @@ class _Modes:
                 node.replace_input_with(source, self.written[source])
         if node.target is operator.getitem:
             self.without |= {node} if node.args[0] in self.without else set()
-        elif node.op == "call_function" and not self.enabled:
-            self._without_gradient(node)
-
-    def _without_gradient(self, node):
+            return
+        if node.op != "call_function" or self.enabled:
+            return
         before = node.args[0] if node.args else None
         for source in node.all_input_nodes:
             if source not in self.without and _has_numbers(source):

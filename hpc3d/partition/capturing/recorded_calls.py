@@ -6,14 +6,15 @@ on the number of samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
+
+from hpc3d.partition.capturing.user_code import emptied
 
 
 class CannotStayWhole(ValueError):
@@ -34,84 +35,57 @@ class Like(NamedTuple):
         return [a * samples + b if a else b for a, b in self.sizes]
 
 
+class NestedValues(NamedTuple):
+    """Nested tuples, lists and dicts, as the arguments or the result of a call.
+
+    In `leaves`, tensors are represented by a Like, other leaves by their value.
+    """
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+
+    @property
+    def likes(self) -> list[Like]:
+        """Shapes and dtypes of the tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Like)]
+
+    def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """Return the values with these tensors filled in."""
+        left = iter(tensors)
+        leaves = [next(left) if isinstance(leaf, Like) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.spec)
+
+    def tensors_in(self, values: Any) -> list[torch.Tensor] | None:
+        """Return the tensors in the values of another call.
+
+        Returns None if they differ from the recorded ones in structure or constants.
+        """
+        found, spec = tree_flatten(values)
+        if spec != self.spec:
+            return None
+        alike = all(
+            isinstance(one, torch.Tensor)
+            if isinstance(other, Like)
+            else type(one) is type(other) and one == other
+            for one, other in zip(found, self.leaves, strict=True)
+        )
+        return _tensors_in(found) if alike else None
+
+
 class RecordedCall(NamedTuple):
     """Recorded call of a module.
 
-    Arguments (`taken`) and results (`returned`) are stored as the leaves of nested tuples, lists
-    and dicts. Tensors are represented by a Like, other leaves by their value. `written` contains
-    the names of the buffers to which the call writes. `flop` (forward, backward) and `saved`, the
-    bytes saved for backward, are per sample.
+    `taken` contains the positional and keyword arguments, `returned` the result, and `written` the
+    names of the buffers to which the call writes. `flop` (forward, backward) and `saved`, the
+    bytes saved for backward, are per sample. In a call that was recorded in only one run, tensors
+    are represented by meta tensors, and `flop` and `saved` are sums over the samples.
     """
 
-    taken: TreeSpec
-    taken_leaves: tuple[Any, ...]
-    returned: TreeSpec
-    returned_leaves: tuple[Any, ...]
+    taken: NestedValues
+    returned: NestedValues
     written: frozenset[str]
     flop: tuple[float, float]
     saved: float
-
-    def arguments(self, values: Iterable[torch.Tensor]) -> tuple[tuple, dict]:
-        """Return the positional and keyword arguments with these tensors filled in."""
-        return _filled(values, self.taken_leaves, self.taken)
-
-    def result(self, values: Iterable[torch.Tensor]) -> Any:
-        """Return the result with these tensors filled in."""
-        return _filled(values, self.returned_leaves, self.returned)
-
-    def tensors_taken(self, *arguments: tuple | dict) -> list[torch.Tensor] | None:
-        """Return the tensors in the arguments of a call.
-
-        Returns None if the arguments differ from the recorded ones in structure or constants.
-        """
-        return _matching(arguments, self.taken_leaves, self.taken)
-
-    def tensors_returned(self, result: Any) -> list[torch.Tensor] | None:
-        """Return the tensors in a result.
-
-        Returns None if the result differs from the recorded one in structure or constants.
-        """
-        return _matching(result, self.returned_leaves, self.returned)
-
-    @property
-    def values(self) -> list[Like]:
-        """Shapes and dtypes of the tensor arguments."""
-        return [leaf for leaf in self.taken_leaves if isinstance(leaf, Like)]
-
-    @property
-    def results(self) -> list[Like]:
-        """Shapes and dtypes of the tensors in the result."""
-        return [leaf for leaf in self.returned_leaves if isinstance(leaf, Like)]
-
-
-def _filled(values, leaves, spec):
-    left = iter(values)
-    return tree_unflatten([next(left) if isinstance(x, Like) else x for x in leaves], spec)
-
-
-def _matching(tree, leaves, spec):
-    found, given = tree_flatten(tree)
-    if given != spec:
-        return None
-    alike = all(
-        isinstance(one, torch.Tensor)
-        if isinstance(other, Like)
-        else type(one) is type(other) and one == other
-        for one, other in zip(found, leaves, strict=True)
-    )
-    return _tensors_in(found) if alike else None
-
-
-class _Seen(NamedTuple):
-    """Call recorded in one run. `flop` and `saved` are summed over the samples of the run."""
-
-    taken: TreeSpec
-    taken_leaves: tuple[Any, ...]
-    returned: TreeSpec
-    returned_leaves: tuple[Any, ...]
-    written: frozenset[str]
-    flop: tuple[int, int]
-    saved: int
 
 
 def recorded_calls(
@@ -130,48 +104,42 @@ def recorded_calls(
 
 
 def _seen(model, run, count, paths):
-    calls: dict[str, list[_Seen]] = {path: [] for path in paths}
-    with _watched(model, calls), torch.enable_grad():
-        run(count)
-    return calls
-
-
-@contextmanager
-def _watched(model: torch.nn.Module, calls: Mapping[str, list[_Seen]]) -> Iterator[None]:
+    calls: dict[str, list[RecordedCall]] = {path: [] for path in paths}
     parts = {path: model.get_submodule(path) for path in calls}
     own = {path: vars(part).get("forward") for path, part in parts.items()}
     for path, part in parts.items():
         part.forward = _Watch(path, part, calls[path])
     try:
-        yield
+        with torch.enable_grad():
+            run(count)
     finally:
         for path, part in parts.items():
             del part.forward
             if own[path] is not None:
                 part.forward = own[path]
+    return calls
 
 
 def _combined(path, low, high, samples):
     if len(low) != len(high):
         raise CannotStayWhole(path, "the number of its calls depends on the number of samples")
     for few, many in zip(low, high, strict=True):
-        if (few.taken, few.returned) != (many.taken, many.returned):
+        if (few.taken.spec, few.returned.spec) != (many.taken.spec, many.returned.spec):
             why = "the structure of its arguments or results depends on the number of samples"
             raise CannotStayWhole(path, why)
         forward, backward = (count / (2 * samples) for count in many.flop)
         yield RecordedCall(
-            many.taken,
-            _combined_leaves(path, few.taken_leaves, many.taken_leaves, samples),
-            many.returned,
-            _combined_leaves(path, few.returned_leaves, many.returned_leaves, samples),
+            _combined_values(path, few.taken, many.taken, samples),
+            _combined_values(path, few.returned, many.returned, samples),
             few.written | many.written,
             (forward, backward),
             many.saved / (2 * samples),
         )
 
 
-def _combined_leaves(path, few, many, samples):
-    return tuple(_combined_leaf(path, *each, samples) for each in zip(few, many, strict=True))
+def _combined_values(path, few, many, samples):
+    leaves = zip(few.leaves, many.leaves, strict=True)
+    return many._replace(leaves=tuple(_combined_leaf(path, *each, samples) for each in leaves))
 
 
 def _combined_leaf(path, few, many, samples):
@@ -204,28 +172,31 @@ class _Watch:
         self.path, self.part, self.calls, self.forward = path, part, calls, part.forward
 
     def __call__(self, *args, **kwargs):
-        leaves, taken = tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
         self._check(leaves, _CONSTANTS, "takes")
         leaves = [_cut_off(leaf) for leaf in leaves]
         before, kept = _ModuleState(self.part, leaves), {}
-        args, kwargs = tree_unflatten(leaves, taken)
-        keep = saved_tensors_hooks(lambda value: _kept(kept, value), lambda value: value)
-        with FlopCounterMode(display=False) as counter, keep:
+        args, kwargs = tree_unflatten(leaves, spec)
+
+        def keep(value):
+            kept[storage_of(value)] = value
+            return value
+
+        hooks = saved_tensors_hooks(keep, lambda value: value)
+        with FlopCounterMode(display=False) as counter, hooks:
             result = self.forward(*args, **kwargs)
-        found, returned = tree_flatten(result)
+        found, found_spec = tree_flatten(result)
         self._check(found, type(None), "returns")
         written = self._written(before, _ModuleState(self.part, leaves))
         own = _tensors_in(leaves) + [tensor for tensor, _ in before.held.values()]
         self._check_origins(_tensors_in(found), own)
         for each in own:
-            kept.pop(_storage(each), None)
+            kept.pop(storage_of(each), None)
         saved = sum(each.untyped_storage().nbytes() for each in kept.values())
         flop = counter.get_total_flops(), _backward(_tensors_in(found), own)
-        shapes = (tuple(map(_shape_of, each)) for each in (leaves, found))
-        taken_leaves, returned_leaves = shapes
-        self.calls.append(
-            _Seen(taken, taken_leaves, returned, returned_leaves, written, flop, saved)
-        )
+        taken = NestedValues(spec, tuple(emptied(leaf, "meta") for leaf in leaves))
+        returned = NestedValues(found_spec, tuple(emptied(leaf, "meta") for leaf in found))
+        self.calls.append(RecordedCall(taken, returned, written, flop, saved))
         return result
 
     def _check(self, leaves, constants, how):
@@ -315,20 +286,9 @@ def _cut_off(leaf):
     return leaf.detach().requires_grad_(leaf.requires_grad).clone()
 
 
-def _shape_of(leaf):
-    """Return a meta tensor with the same shape and dtype; return other leaves unchanged."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-
-
-def _storage(tensor):
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number that identifies the memory of a tensor."""
     return tensor.untyped_storage()._cdata
-
-
-def _kept(kept, value):
-    kept[_storage(value)] = value
-    return value
 
 
 def _backward(found, own):

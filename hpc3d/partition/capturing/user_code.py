@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
+from typing import Any
 from warnings import catch_warnings
 
 import torch
@@ -35,6 +36,18 @@ def undisturbed() -> Iterator[None]:
 def without_data() -> FakeTensorMode:
     """Return a context in which new tensors have no data."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def emptied(value: Any, device: str | None = None) -> Any:
+    """Return a tensor or parameter with the same shape and type, and without its data.
+
+    Other values are returned unchanged.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    like = torch.empty(value.shape, dtype=value.dtype, device=device)
+    is_parameter = isinstance(value, torch.nn.Parameter)
+    return torch.nn.Parameter(like, value.requires_grad) if is_parameter else like
 
 
 def described(error: Exception) -> str:

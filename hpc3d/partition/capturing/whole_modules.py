@@ -26,8 +26,9 @@ from hpc3d.partition.capturing.recorded_calls import (
     CannotStayWhole,
     RecordedCall,
     recorded_calls,
+    storage_of,
 )
-from hpc3d.partition.capturing.user_code import described, undisturbed
+from hpc3d.partition.capturing.user_code import described, emptied, undisturbed
 
 _MOST_TRIES = 16  # maximum number of failed traces that are resolved
 _MOST_SAMPLES = 8
@@ -77,13 +78,15 @@ class WholeModule:
     def like(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return empty tensors with the shapes of the results."""
         samples = self._samples(values)
-        return [torch.empty(each.shape(samples), dtype=each.dtype) for each in self.call.results]
+        return [
+            torch.empty(each.shape(samples), dtype=each.dtype) for each in self.call.returned.likes
+        ]
 
     def _samples(self, values):
         """Derive the number of samples from a tensor size that depends on it."""
         sizes = [
             (a, size - b if b else size)
-            for like, value in zip(self.call.values, values, strict=True)
+            for like, value in zip(self.call.taken.likes, values, strict=True)
             for (a, b), size in zip(like.sizes, value.shape, strict=True)
             if a
         ]
@@ -93,22 +96,22 @@ class WholeModule:
     def _run(self, values, weights):
         module = self._bound(weights)
         before = torch.get_rng_state(), [each._version for each in values]
-        args, kwargs = self.call.arguments(values)
+        args, kwargs = self.call.taken.filled(values)
         try:
             result = module.forward(*args, **kwargs)
         except Exception as error:
             raise BadData(f"{self.path} raised {described(error)}") from error
-        found = self.call.tensors_returned(result)
+        found = self.call.returned.tensors_in(result)
         if not torch.equal(before[0], torch.get_rng_state()):
             raise BadData(f"{self.path} cannot be traced, so it must not draw random numbers")
         if before[1] != [each._version for each in values]:
             raise BadData(f"{self.path} cannot be traced, so it must not write to its inputs")
         samples = self._samples(values)
-        expected = [(like.shape(samples), like.dtype) for like in self.call.results]
+        expected = [(like.shape(samples), like.dtype) for like in self.call.returned.likes]
         if found is None or expected != [([*each.shape], each.dtype) for each in found]:
             raise BadData(f"{self.path} cannot be traced, so it must return {expected} as planned")
-        theirs = {_storage(each) for each in (*values, *weights)}
-        return [each.clone() if _storage(each) in theirs else each for each in found]
+        theirs = {storage_of(each) for each in (*values, *weights)}
+        return [each.clone() if storage_of(each) in theirs else each for each in found]
 
     def _bound(self, weights):
         """Return this thread's copy of the module with the given tensors as its weights.
@@ -134,10 +137,6 @@ def _graded(value):
     return value.detach().requires_grad_().clone()
 
 
-def _storage(tensor):
-    return tensor.untyped_storage()._cdata
-
-
 def _held(module, **how):
     return [*module.named_parameters(**how), *module.named_buffers(**how)]
 
@@ -148,23 +147,16 @@ def _without_data(path, module):
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor):
                 raise CannotStayWhole(path, f"its tensor {name} is not registered as a buffer")
-    known = {id(tensor): _meta(tensor) for _, tensor in _held(module)}
+    known = {id(tensor): emptied(tensor, "meta") for _, tensor in _held(module)}
     found = copy.deepcopy(module, known)
     found._forward_hooks.clear()
     found._forward_pre_hooks.clear()
     return found
 
 
-def _meta(tensor):
-    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(like, tensor.requires_grad)
-    return like
-
-
 def _digest(module, call):
     """Return the SHA-256 of a call and of a module's source, settings and weight shapes."""
-    lines = [repr((*call[:4], sorted(call.written)))]
+    lines = [repr((*call.taken, *call.returned, sorted(call.written)))]
     for path, part in module.named_modules():
         kind = type(part)
         try:
@@ -203,12 +195,13 @@ class _StandIn:
 
     def __call__(self, *args, **kwargs):
         whole = next(self.calls, None)
-        values = whole and whole.call.tensors_taken(args, kwargs)
+        values = whole and whole.call.taken.tensors_in((args, kwargs))
         if values is None:
             raise ValueError(f"the calls of {self.path} differ from those in a run with data")
         held = dict(_held(self.part))
         weights = [held[name] for name in whole.weights]
-        return whole.call.result(torch.ops.hpc3d.whole_module(values, weights, whole.number))
+        results = torch.ops.hpc3d.whole_module(values, weights, whole.number)
+        return whole.call.returned.filled(results)
 
 
 class WholeModules:
@@ -241,8 +234,9 @@ class WholeModules:
             path = path.rpartition(".")[0]
         while path and self.tries <= _MOST_TRIES:
             reasons = {**dict.fromkeys(_alike(model, path), reason), **self.reasons}
+            outermost = [each for each in reasons if not {*_around(each)[1:]} & {*reasons}]
             try:
-                calls = self._recorded(_outermost(reasons), reasons)
+                calls = self._recorded(outermost, reasons)
                 if any(calls.get(each) for each in _around(path)):
                     self.calls, self.reasons = calls, reasons
                     return
@@ -280,10 +274,6 @@ def _alike(model, path):
     return [other for other, part in model.named_modules() if other and type(part) is kind]
 
 
-def _outermost(paths):
-    return [path for path in paths if not {*_around(path)[1:]} & {*paths}]
-
-
 def _around(path):
     """Return a path followed by the paths of the enclosing modules."""
     parts = path.split(".")
@@ -315,16 +305,11 @@ def place_whole(program: ExportedProgram) -> tuple[WholeModule, ...]:
             with graph.inserting_before(node):
                 new = graph.create_node("call_function", found[-1], (values, weights), {}, name)
             new.meta = dict(node.meta)
-            _replace(graph, node, new)
+            if len(found[-1].call.returned.likes) == 1:  # a tensor instead of a list
+                (new.meta["val"],) = node.meta["val"]
+                for reader in [*node.users]:
+                    reader.replace_all_uses_with(new)
+                    graph.erase_node(reader)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
     return tuple(found)
-
-
-def _replace(graph, node, new):
-    """Replace a node by `new`, which returns a tensor instead of a list if there is one result."""
-    if len(new.target.call.results) == 1:
-        (new.meta["val"],) = node.meta["val"]
-        for reader in [*node.users]:
-            reader.replace_all_uses_with(new)
-            graph.erase_node(reader)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)

@@ -15,6 +15,7 @@ model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -43,7 +44,7 @@ from hpc3d.config.rules import refuse
 from hpc3d.console.exit_codes import BadData
 from hpc3d.console.sanitize import counted
 from hpc3d.partition import plan_file
-from hpc3d.partition.capture import Captured, captured_of, size_of
+from hpc3d.partition.capture import Captured, captured_of, shape_of
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.predicted_traffic import (
     border_traffic,
@@ -124,7 +125,7 @@ def asked_for(words: list[str]) -> RunRequest:
     if not given and not resumed:
         raise ValueError(f"the plan file is missing; {_USAGE}")
     path = words.pop(0) if given else resumed / "plan.json"
-    words = [_spelled_out(word) for word in words]
+    words = [re.sub("^--steps", "--train.steps", word) for word in words]
     for option, _ in load.options(words):
         key = option.removeprefix("--")
         if not key.startswith(_OF_RUN) or key in _OF_PLAN:
@@ -133,11 +134,6 @@ def asked_for(words: list[str]) -> RunRequest:
                 f"{', '.join(_OF_RUN)}"
             )
     return RunRequest(plan_file.load(path), words, resumed)
-
-
-def _spelled_out(word):
-    """Expand the short option --steps."""
-    return "--train.steps" + word.removeprefix("--steps") if word.startswith("--steps") else word
 
 
 def _model(plan):
@@ -275,9 +271,7 @@ class StepInputs:
             raise BadData(f"step {step}: {error}") from None
         for node, value in zip(self.captured.inputs, flat, strict=True):
             if isinstance(like := node.meta["val"], torch.Tensor):
-                wanted = _described(
-                    like.dtype, [size_of(size, self.samples) for size in like.shape]
-                )
+                wanted = _described(like.dtype, shape_of(like, self.samples))
                 is_tensor = isinstance(value, torch.Tensor)
                 found = _described(value.dtype, [*value.shape]) if is_tensor else f"{value!s:.80}"
                 if found != wanted:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from hpc3d.comm.mesh import DATA
-from hpc3d.comm.stage_mesh import Line
+from hpc3d.comm.stage_mesh import Line, ranks_of
+from hpc3d.partition.capture import state_of
 from hpc3d.partition.execution.sample_batches import SampleLoader, rows_of, shared_by_root
-from hpc3d.partition.execution.staged_model import StagedModel
-from hpc3d.partition.execution.tied_weights import TiedBuckets, lines_of_owners
+from hpc3d.partition.execution.staged_model import Owners, StagedModel
 from hpc3d.partition.execution.torch_stage import TorchStage
-from hpc3d.partition.execution.torch_weights import TorchWeights, state_of, stored_tensors
+from hpc3d.partition.execution.torch_weights import TorchWeights, stored_tensors
+from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.training.trainer import Trainer
 
 if TYPE_CHECKING:
+    from hpc3d.comm.communicator import Communicator
     from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import Config
-    from hpc3d.pipeline.gradient_buckets import Buckets
+    from hpc3d.model.parameters import Parameter, Parameters
     from hpc3d.pipeline.instruction import Placement
     from hpc3d.pipeline.program import Program
 
@@ -52,7 +54,10 @@ class ModuleTrainer(Trainer):
         )
         here = model.programs[stage :: len(model.replicas)]
         read = {node for program in here for node in program.inputs}
-        feed = partial(_loader, captured=model.captured, rows=rows, read=read)
+
+        def feed(mesh, config, batches, program):
+            return SampleLoader(mesh, model.captured, batches, rows, config.train.batch, read)
+
         super().__init__(mesh, config, 0, batches, program, clock, feed)
         self.tokens = config.train.batch
         self.torch_weights.bind()
@@ -110,5 +115,43 @@ class ModuleTrainer(Trainer):
         super().update()
 
 
-def _loader(mesh, config, batches, program, captured, rows, read):
-    return SampleLoader(mesh, captured, batches, rows, config.train.batch, read)
+def lines_of_owners(
+    owners: Owners, replicas: Sequence[int], stage: int, line: Line
+) -> dict[tuple[int, ...], Communicator]:
+    """Create a communicator for each group of stages that shares weights.
+
+    The communicator contains all ranks of these stages. Only groups that contain `stage` are
+    included.
+    """
+    ranks = ranks_of(replicas)
+    groups = sorted({stages for stages in owners.values() if len(stages) > 1 and stage in stages})
+    return {
+        stages: line([rank for number in stages for rank in ranks[number]]) for stages in groups
+    }
+
+
+class TiedBuckets(Buckets):
+    """Gradient buckets that also all-reduce the gradients of shared weights.
+
+    They are reduced over all ranks that hold the weights, and counted once in the gradient
+    norm. No other reduction includes them, because the `partial` field of these parameters names
+    no axis.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        size: int,
+        shared: Sequence[tuple[Communicator, Sequence[Parameter]]],
+    ) -> None:
+        super().__init__(parameters, size)
+        self.shared = shared
+
+    def wait(self) -> None:
+        super().wait()
+        for line, items in self.shared:
+            mine = np.concatenate([item.grad.reshape(-1) for item in items])
+            total, start = line.all_reduce(mine).wait(), 0
+            for item in items:
+                item.grad.reshape(-1)[...] = total[start : start + item.grad.size]
+                start += item.grad.size

@@ -13,12 +13,9 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
-import torch
-
 from hpc3d.comm.stage_mesh import ranks_of, shares
-from hpc3d.partition.capture import size_of
+from hpc3d.partition.capture import is_trained, shape_of, state_of
 from hpc3d.partition.execution.staged_model import StagedModel
-from hpc3d.partition.execution.torch_weights import is_trained, state_of
 
 
 class BorderTraffic(NamedTuple):
@@ -44,7 +41,8 @@ def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterato
             continue
         senders, receivers = (model.replicas[part % width] for part in (number, number + 1))
         pairs = _pairs(senders, receivers, batch // microbatches)
-        sizes = [_nbytes(node.meta["val"], batch) for node in program.sent]
+        values = [node.meta["val"] for node in program.sent]
+        sizes = [prod(shape_of(each, batch)) * each.dtype.itemsize for each in values]
         graded = [node in model.graded for node in program.sent]
         back = sum(size for size, has_gradient in zip(sizes, graded) if has_gradient)
         count = (len(sizes) + sum(graded)) * pairs * microbatches
@@ -60,11 +58,6 @@ def _pairs(one, other, rows):
         for a in shares(rows, one)
         for b in shares(rows, other)
     )
-
-
-def _nbytes(value, samples):
-    shape = [size_of(size, samples) for size in value.shape]
-    return prod(shape) * torch.empty(0, dtype=value.dtype).element_size()
 
 
 def sum_traffic(model: StagedModel) -> Iterator[SumTraffic]:

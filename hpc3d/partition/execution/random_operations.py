@@ -45,8 +45,10 @@ def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
             f"{original.name}: the numbers that {packet} draws would depend on the partition; use "
             "dropout"
         )
+    sizes = enumerate(original.meta["val"].shape)
+    batch_dim = next((dim for dim, size in sizes if isinstance(size, torch.SymInt)), None)
     node.target, node.kwargs = _RULES[packet], given
-    node.args = original.name, draw, _batch_dim(original)
+    node.args = original.name, draw, batch_dim
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -54,12 +56,6 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     schema = node.target._schema.arguments
     given = {each.name: each.default_value for each in schema if each.has_default_value()}
     return given | {each.name: value for each, value in zip(schema, node.args)} | node.kwargs
-
-
-def _batch_dim(node):
-    """Return the result dimension whose size depends on the batch, or None."""
-    sizes = node.meta["val"].shape
-    return next((dim for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt)), None)
 
 
 def _factors(name, draw, dim, rate, shape, dtype):
@@ -118,8 +114,5 @@ _RULES = {
 _RATES = {
     **dict.fromkeys(_RULES, "p"),
     _aten.scaled_dot_product_attention: "dropout_p",
-    _aten.lstm: "dropout",
-    _aten.gru: "dropout",
-    _aten.rnn_tanh: "dropout",
-    _aten.rnn_relu: "dropout",
+    **dict.fromkeys((_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu), "dropout"),
 }

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
-from hpc3d.partition.capture import Captured, carries_batch, size_of
+from hpc3d.partition.capture import Captured, carries_batch, shape_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -55,19 +56,10 @@ def flat_inputs(captured: Captured, inputs: tuple | dict) -> list[Any]:
                 f"{wanted}"
             )
         inputs = tuple(inputs[name] for name in names)
-    flat = [*_leaves(inputs)]
+    flat = tree_leaves(inputs)
     if len(flat) != len(captured.inputs):
         raise ValueError(f"the inputs are {len(flat)} values, but the model takes {wanted}")
     return flat
-
-
-def _leaves(values):
-    inner = values.values() if isinstance(values, dict) else values
-    if not isinstance(inner, tuple | list | type({}.values())):
-        yield values
-        return
-    for each in inner:
-        yield from _leaves(each)
 
 
 class SampleLoader:
@@ -117,8 +109,7 @@ class SampleLoader:
         like = node.meta["val"]
         if not isinstance(like, torch.Tensor):
             return like
-        shape = [size_of(size, self.samples) for size in like.shape]
-        return shared_by_root(self.mesh.world, value, shape, like.dtype)
+        return shared_by_root(self.mesh.world, value, shape_of(like, self.samples), like.dtype)
 
 
 def shared_by_root(

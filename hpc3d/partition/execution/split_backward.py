@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from hpc3d.partition.execution.random_operations import arguments_of
+from hpc3d.partition.operation_costs import CONVOLUTIONS
 
 _aten = torch.ops.aten
 
@@ -240,10 +241,5 @@ _RULES = {
     _aten.matmul: _Rule(("self", "other", ""), _of_matrices, _matrices, _is_matrix),
     _aten.mm: _Rule(("self", "mat2", ""), _of_matrices, _matrices, _is_matrix),
     _aten.addmm: _Rule(("mat1", "mat2", "self"), _of_matrices, _matrices, _is_matrix),
-    _aten.conv1d: _CONVOLUTION,
-    _aten.conv2d: _CONVOLUTION,
-    _aten.conv3d: _CONVOLUTION,
-    _aten.conv_transpose1d: _CONVOLUTION,
-    _aten.conv_transpose2d: _CONVOLUTION,
-    _aten.conv_transpose3d: _CONVOLUTION,
+    **dict.fromkeys(CONVOLUTIONS, _CONVOLUTION),
 }

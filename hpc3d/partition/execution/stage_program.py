@@ -15,7 +15,15 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hpc3d.model.layers import immediately
-from hpc3d.partition.capture import Captured, outputs_of, size_of, written_by
+from hpc3d.partition.capture import (
+    Captured,
+    is_size,
+    outputs_of,
+    size_of,
+    state_of,
+    without_values,
+    written_by,
+)
 from hpc3d.partition.execution.random_operations import Draw, make_reproducible
 from hpc3d.partition.execution.split_backward import split_backward
 
@@ -74,8 +82,10 @@ def stage_programs(
     """
     part_of = {piece: number for number, part in enumerate(parts) for piece in part}
     crossing = dict(_crossing(captured, part_of))
-    emitters = (_emitter(captured, part, crossing, number) for number, part in enumerate(parts))
-    return [emitter.emitted(redraw, split) for emitter in emitters]
+    return [
+        _program(captured, part, number, crossing, redraw, split)
+        for number, part in enumerate(parts)
+    ]
 
 
 def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
@@ -93,78 +103,54 @@ def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
                 yield node, (first, max(readers))
 
 
-def _emitter(captured, part, crossing, number):
-    """Return the builder of the program of model chunk `number`."""
+def _program(captured, part, number, crossing, redraw, split):
+    """Return the program of model chunk `number`.
+
+    Its operations are copied into a new graph with placeholders for external operands.
+    """
+    wanted = {
+        node
+        for piece in (captured.pieces[index] for index in part)
+        for node in (*piece.nodes, *piece.copies)
+    }
+    order = [node for node in captured.program.graph.nodes if node in wanted]
+    sizes = [node for node in order if is_size(node)]
     received = [node for node, (first, last) in crossing.items() if first < number <= last]
     sent = [node for node, (first, last) in crossing.items() if first <= number < last]
-    wanted = set()
-    for piece in (captured.pieces[number] for number in part):
-        wanted |= {*piece.nodes, *piece.copies}
-    order = [node for node in captured.program.graph.nodes if node in wanted]
     outputs = [node for node in outputs_of(captured) if node in wanted]
-    return _Emitter(captured, order, received, sent, outputs)
-
-
-class _Emitter:
-    """Builder that copies operations into a new graph with placeholders for external operands."""
-
-    def __init__(self, captured, order, received, sent, outputs):
-        self.order, self.captured, self.sent, self.outputs = order, captured, sent, outputs
-        self.sizes = [node for node in order if _is_size(node)]
-        needed = dict.fromkeys(source for node in order for source in node.all_input_nodes)
-        self.inputs = [node for node in captured.inputs if node in needed]
-        self.weights = [node for node in captured.weights if node in needed]
-        self.names = [captured.weights[node] for node in self.weights]
-        self.received = received
-        self.graph, self.copies = fx.Graph(), {}
-
-    def emitted(self, redraw, split):
-        draw = self.graph.placeholder("draw")
-        later = self.graph.placeholder("later") if split else None
-        for node in (*self.sizes, *self.received, *self.inputs, *self.weights):
-            self.copies[node] = self.graph.placeholder(node.name)
-        for node in self.order:
-            if node not in self.copies:
-                self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
-                if redraw:
-                    make_reproducible(self.copies[node], node, draw)
-                if split:
-                    split_backward(self.copies[node], later)
-        self.graph.output(tuple(self.copies[node] for node in (*self.sent, *self.outputs)))
-        module = fx.GraphModule(torch.nn.Module(), self.graph)
-        sizes = tuple(node.meta["val"] for node in self.sizes)
-        targets = {each for node in self.order for each in written_by(node)}
-        written = [self.captured.weights[node] for node in self.weights if node in targets]
-        ends = self.received, self.inputs, self.names, self.sent, self.outputs, written
-        return StageProgram(module, sizes, *map(tuple, ends), split)
-
-
-def _is_size(node):
-    return isinstance(node.meta.get("val"), (torch.SymInt, int))
+    needed = {source for node in order for source in node.all_input_nodes}
+    inputs = [node for node in captured.inputs if node in needed]
+    weights = {node: name for node, name in captured.weights.items() if node in needed}
+    graph = fx.Graph()
+    draw = graph.placeholder("draw")
+    later = graph.placeholder("later") if split else None
+    given = (*sizes, *received, *inputs, *weights)
+    copies = {node: graph.placeholder(node.name) for node in given}
+    for node in order:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if redraw:
+                make_reproducible(copies[node], node, draw)
+            if split:
+                split_backward(copies[node], later)
+    graph.output(tuple(copies[node] for node in (*sent, *outputs)))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    targets = {each for node in order for each in written_by(node)}
+    written = [name for node, name in weights.items() if node in targets]
+    values = tuple(node.meta["val"] for node in sizes)
+    ends = received, inputs, weights.values(), sent, outputs, written
+    return StageProgram(module, values, *map(tuple, ends), split)
 
 
 def graded(captured: Captured, programs: Sequence[StageProgram]) -> set[fx.Node]:
     """Return the values with a gradient, among values sent between chunks and model outputs."""
-    found = {}
-    state = {**captured.program.state_dict, **captured.program.constants}
-    with FakeTensorMode() as fake:
-        weights = {name: _like(fake, state[name]) for name in captured.weights.values()}
-        inputs = {node: _like(fake, node.meta["val"]) for node in captured.inputs}
+    found, rows = {}, 2
+    with FakeTensorMode():
+        weights = {name: without_values(each, rows) for name, each in state_of(captured).items()}
+        inputs = {node: without_values(node.meta["val"], rows) for node in captured.inputs}
         for program in programs:
             received = [found[node] for node in program.received]
-            sent, put_out = program.run(Draw(0, 0, 0, _ROWS), received, inputs, weights)
+            sent, put_out = program.run(Draw(0, 0, 0, rows), received, inputs, weights)
             found.update(zip(program.sent, sent, strict=True))
             found.update(zip(program.outputs, put_out, strict=True))
     return {node for node, value in found.items() if value.requires_grad}
-
-
-_ROWS = 2
-
-
-def _like(fake, value):
-    """Return a fake copy of a tensor for `_ROWS` samples; return other values unchanged."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    shape = [size_of(size, _ROWS) for size in value.shape]
-    like = torch.empty(shape, dtype=value.dtype)
-    return like.requires_grad_(isinstance(value, torch.nn.Parameter) and value.requires_grad)

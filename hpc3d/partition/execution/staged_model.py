@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import fx
 
-from hpc3d.partition.capture import Captured, loss_of
+from hpc3d.partition.capture import Captured, loss_of, state_of
 from hpc3d.partition.execution.stage_program import (
     StageProgram,
     graded,
     stage_programs,
 )
-from hpc3d.partition.execution.tied_weights import Owners, owners_of
-from hpc3d.partition.execution.torch_weights import state_of
+
+Owners = dict[str, tuple[int, ...]]  # weight name -> stages that hold a copy
 
 
 class StagedModel(NamedTuple):
@@ -33,10 +34,6 @@ class StagedModel(NamedTuple):
     graded: frozenset[fx.Node]
     loss: fx.Node
     owners: Owners
-
-    @property
-    def chunks(self) -> int:
-        return len(self.programs) // len(self.replicas)
 
     @property
     def dtype(self) -> str:
@@ -94,3 +91,12 @@ def _types(captured):
         for tensor in state_of(captured).values()
         if tensor.requires_grad
     }
+
+
+def owners_of(names: Iterable[Iterable[str]]) -> Owners:
+    """Return the stages that hold each weight, given the weight names of each stage."""
+    found = defaultdict(list)
+    for stage, here in enumerate(names):
+        for name in dict.fromkeys(here):
+            found[name].append(stage)
+    return {name: tuple(stages) for name, stages in found.items()}

@@ -10,10 +10,10 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpc3d.comm.mesh import NullRecorder
-from hpc3d.partition.capture import size_of
+from hpc3d.partition.capture import is_trained, shape_of
 from hpc3d.partition.execution.random_operations import Draw
 from hpc3d.partition.execution.stage_program import StageProgram
-from hpc3d.partition.execution.torch_weights import TorchWeights, is_trained
+from hpc3d.partition.execution.torch_weights import TorchWeights
 
 if TYPE_CHECKING:
     from torch import fx
@@ -71,10 +71,10 @@ class TorchStage:
     ) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
         ends = (self.program.received, self.program.sent)[kind == "B"]
         graded = [True] * len(ends) if kind == "F" else self.graded_out
+        values = [node.meta["val"] for node, wanted in zip(ends, graded, strict=True) if wanted]
         return [
-            spec_of(node.meta["val"], micro.samples)
-            for node, wanted in zip(ends, graded, strict=True)
-            if wanted
+            (tuple(shape_of(like, micro.samples)), torch.empty(0, dtype=like.dtype).numpy().dtype)
+            for like in values
         ]
 
     def forward(self, x: Any, micro: SampleRows) -> tuple[Any, _Kept]:
@@ -131,12 +131,6 @@ class TorchStage:
             return None
         leaves = [leaf for leaf in saved.received if leaf.requires_grad]
         return tuple(_gradient(leaf).numpy() for leaf in leaves)
-
-
-def spec_of(like: torch.Tensor, samples: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the array shape and dtype of a captured value for `samples` samples."""
-    shape = tuple(size_of(size, samples) for size in like.shape)
-    return shape, torch.empty(0, dtype=like.dtype).numpy().dtype
 
 
 def _edges(made):

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from hpc3d.checkpoints.block_slices import stored_shape
 from hpc3d.model.layers import immediately
-from hpc3d.partition.capture import Captured
+from hpc3d.partition.capture import Captured, is_trained, state_of
 from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
@@ -41,15 +41,6 @@ def stored_tensors(captured: Captured) -> dict[str, Any]:
     }
 
 
-def state_of(captured: Captured) -> dict[str, torch.Tensor]:
-    """Return the parameters, buffers and constants read by a model, by name and without data."""
-    program = captured.program
-    return {
-        name: program.state_dict.get(name, program.constants.get(name))
-        for name in captured.weights.values()
-    }
-
-
 def values_in(module: torch.nn.Module, captured: Captured) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of `state_of` by name, with the data of the captured module."""
     held = dict(module.named_parameters(remove_duplicate=False))
@@ -58,15 +49,11 @@ def values_in(module: torch.nn.Module, captured: Captured) -> Iterator[tuple[str
         if name in held:
             yield name, held[name].detach()
         else:
-            constant = captured.program.constants[name]
-            yield name, _attribute(module, name, constant).detach()
-
-
-def _attribute(module, path, otherwise):
-    """Return the tensor at an attribute path; return `otherwise` if no tensor is there."""
-    for part in path.split("."):
-        module = getattr(module, part, otherwise)
-    return module
+            # A constant is the value of an attribute of the module, or was created in a call.
+            found: Any = module
+            for part in name.split("."):
+                found = getattr(found, part, captured.program.constants[name])
+            yield name, found.detach()
 
 
 class TorchWeights:
@@ -89,7 +76,7 @@ class TorchWeights:
         self.like = state_of(captured)
         self.items: dict[str, Parameter] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        self.completed: Callable[[str], object] = _nobody
+        self.completed: Callable[[str], object] = lambda name: None  # no backward pass runs yet
         self.defer: Callable[..., None] = immediately
         self._accumulators: list[Node] = []  # autograd holds no strong reference to them
         self.dtype = torch.from_numpy(np.empty(0, parameters.dtype)).dtype
@@ -162,11 +149,3 @@ class TorchWeights:
         for name, item in self.items.items():
             if item.frozen and self.tensors[name].dtype != torch.from_numpy(item.value).dtype:
                 yield name, item
-
-
-def is_trained(like: torch.Tensor) -> bool:
-    return isinstance(like, torch.nn.Parameter) and like.requires_grad
-
-
-def _nobody(name: str) -> None:
-    """Ignore completed gradients; used if this rank runs no backward pass."""

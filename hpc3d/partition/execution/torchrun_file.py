@@ -24,11 +24,10 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils._sympy.printers import PythonPrinter
 
 from hpc3d.config.rules import refuse
-from hpc3d.partition.capture import Captured, carries_batch
+from hpc3d.partition.capture import Captured, carries_batch, state_of
 from hpc3d.partition.execution import torchrun_loop
 from hpc3d.partition.execution.stage_program import StageProgram
 from hpc3d.partition.execution.staged_model import StagedModel, staged_model
-from hpc3d.partition.execution.torch_weights import state_of
 from hpc3d.partition.plan_file import SavedPlan
 
 SCHEDULES = {
@@ -47,25 +46,25 @@ def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
     Raises ValueError for features that torch.distributed.pipelining does not support: stages with
     different numbers of replicas, sharded moments, unequal microbatches, and other schedules.
     """
-    refuse([*_whole(captured), *_wrong(plan)])
+    refuse([*_wrong(plan, captured)])
     pieces = plan.pieces(captured)
     model = staged_model(captured, pieces, plan.replicas, plan.recompute, redraw=False)
     own = [*_parts(plan, model), *_borders(model), _make(plan.model), _named(model)]
     own += [_cut(plan, model), 'if __name__ == "__main__":\n    main(CUT)']
     numbers = {*re.findall(r"\b(?:inf|nan)\b", "\n".join(own))}
     imports = [f"from math import {', '.join(sorted(numbers))}"] if numbers else []
-    texts = [_head(plan), _loop(), *imports, *own]
+    source = inspect.getsource(torchrun_loop)
+    docstring = ast.parse(source).body[0]
+    loop = "".join(source.splitlines(keepends=True)[docstring.end_lineno :])
+    texts = [_head(plan), loop, *imports, *own]
     return "\n\n\n".join(text.strip("\n") for text in texts) + "\n"
 
 
-def _whole(captured: Captured) -> Iterator[str]:
-    """Yield one error message for each module that is an opaque operation without source code."""
+def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
+    """Yield one error message for each opaque module, which has no source code, and for each
+    property of a plan that cannot be exported."""
     for path in dict.fromkeys(each.path for each in captured.whole):
         yield f"{path}: cannot be traced, so its source cannot be written; write PLAN.json"
-
-
-def _wrong(plan: SavedPlan) -> Iterator[str]:
-    """Yield one error message for each property of a plan that cannot be exported."""
     stages, micros, replicas = len(plan.replicas), plan.microbatches, plan.replicas[0]
     here = "torch.distributed.pipelining"
     if plan.schedule not in SCHEDULES:
@@ -107,13 +106,6 @@ and the inputs: every process creates the full model once.  Dropout uses torch's
 """'''
 
 
-def _loop():
-    """Return the source of torchrun_loop without its module docstring."""
-    source = inspect.getsource(torchrun_loop)
-    docstring = ast.parse(source).body[0]
-    return "".join(source.splitlines(keepends=True)[docstring.end_lineno :])
-
-
 def _parts(plan: SavedPlan, model: StagedModel) -> Iterator[str]:
     """Yield the source code of the class of each model chunk."""
     last = len(model.programs) - 1
@@ -148,12 +140,12 @@ class _PartSource:
 
     def __init__(self, program: StageProgram, loss: fx.Node | None) -> None:
         self.program, self.loss, self.graph = program, loss, program.module.graph
-        given = [node for node in self.graph.nodes if node.op == "placeholder"]
-        _, *given = given
-        counts = len(program.sizes), len(program.received), len(program.inputs)
-        ends = [sum(counts[: number + 1]) for number in range(3)]
-        self.sizes, self.received = given[: ends[0]], given[ends[0] : ends[1]]
-        self.inputs, self.weights = given[ends[1] : ends[2]], given[ends[2] :]
+        _, *given = [node for node in self.graph.nodes if node.op == "placeholder"]
+        left = iter(given)
+        self.sizes = [next(left) for _ in program.sizes]
+        self.received = [next(left) for _ in program.received]
+        self.inputs = [next(left) for _ in program.inputs]
+        self.weights = [*left]
         self.graph.owning_module = None
 
     def text(self) -> str:
@@ -161,7 +153,9 @@ class _PartSource:
         rows, where, inputs = map(self._named, ("rows", "device", "inputs"))
         self._place_weights()
         self._place_device(where)
-        sizes, tensor = [*self._sizes_found(rows)], None
+        counts = zip(self.sizes, self.program.sizes, strict=True)
+        sizes = [f"{node} = {_size(size, rows.name)}" for node, size in counts if node.users]
+        tensor = None
         if sizes or where.users:
             tensor, times = self._with_batch()
         arguments = ", ".join(["self", *(node.name for node in self.received), f"{inputs}=None"])
@@ -192,13 +186,12 @@ class _PartSource:
                     node.replace_all_uses_with(self.graph.get_attr(name))
 
     def _place_device(self, where):
+        def placed(each):
+            return where if isinstance(each, torch.device) else each
+
         for node in self.graph.nodes:
-            node.args, node.kwargs = (
-                fx.node.map_aggregate(
-                    given, lambda each: where if isinstance(each, torch.device) else each
-                )
-                for given in (node.args, node.kwargs)
-            )
+            node.args = fx.node.map_aggregate(node.args, placed)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
 
     def _inputs_read(self, inputs, also):
         """Yield the lines that read the inputs in use, including the input `also`."""
@@ -206,12 +199,6 @@ class _PartSource:
             if node.users or node is also:
                 row = "" if carries_batch(original) else "[0]"
                 yield f'{node} = {inputs}["{original.name}"]{row}'
-
-    def _sizes_found(self, rows):
-        """Yield the lines that compute the sizes in use."""
-        for node, size in zip(self.sizes, self.program.sizes, strict=True):
-            if node.users:
-                yield f"{node} = {_size(size, rows.name)}"
 
     def _with_batch(self):
         """Return a tensor with the batch in dimension 0, and its number of rows per sample."""
@@ -224,8 +211,7 @@ class _PartSource:
         raise ValueError(f"a part reads no tensor with a batch dimension: {self.program.weights}")
 
     def _result(self):
-        (output,) = (node for node in self.graph.nodes if node.op == "output")
-        made = output.args[0]
+        made = self.graph.output_node().args[0]
         if self.loss is None:
             sent = [f"{node}.contiguous()" for node in made[: len(self.program.sent)]]
             return f"return ({', '.join(sent)}{',' if len(sent) == 1 else ''})"
@@ -259,22 +245,17 @@ def _size(size: torch.SymInt | int, rows: str) -> str:
 def _borders(model: StagedModel) -> Iterator[str]:
     """Yield, for each chunk boundary, the source code of a function that returns its tensors."""
     for number, program in enumerate(model.programs[1:], 1):
-        lines = "".join(
-            f"        crossing({_like(node.meta['val'])}, graded={node in model.graded}),\n"
-            for node in program.received
-        )
+        lines = ""
+        for node in program.received:
+            value, graded = node.meta["val"], node in model.graded
+            shape = ", ".join(_size(size, "rows") for size in value.shape)
+            lines += f"        crossing([{shape}], {value.dtype}, graded={graded}),\n"
         names = ", ".join(node.name for node in program.received)
         yield (
             f"def border_{number}(rows):\n"
             f'    """Return {names} of part {number}, without data."""\n'
             f"    return [\n{lines}    ]"
         )
-
-
-def _like(value):
-    """Return the shape and dtype of a tensor as source code of two arguments."""
-    shape = ", ".join(_size(size, "rows") for size in value.shape)
-    return f"[{shape}], {value.dtype}"
 
 
 def _make(model):
@@ -317,6 +298,8 @@ def _cut(plan: SavedPlan, model: StagedModel) -> str:
     needed = {node: None for program in model.programs for node in program.inputs}
     undivided = [node.name for node in needed if not carries_batch(node)]
     parts = range(len(model.programs))
+    # With one microbatch and one chunk per stage, all schedules are the same.
+    schedule = "gpipe" if plan.chunks == plan.microbatches == 1 else plan.schedule
     return f"""\
 CUT = CutModel(
     make=make,
@@ -329,16 +312,8 @@ CUT = CutModel(
     stages={len(plan.replicas)},
     replicas={plan.replicas[0]},
     microbatches={plan.microbatches},
-    schedule=dist.pipelining.{_schedule(plan)},
+    schedule=dist.pipelining.{SCHEDULES[schedule]},
 )"""
-
-
-def _schedule(plan):
-    """Return the name of torch's schedule class.
-
-    With one microbatch and one chunk per stage, all schedules are the same.
-    """
-    return SCHEDULES["gpipe" if plan.chunks == plan.microbatches == 1 else plan.schedule]
 
 
 def _constants(model: StagedModel) -> Iterator[str]:

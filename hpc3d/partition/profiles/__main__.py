@@ -29,7 +29,6 @@ from hpc3d.runtime.optional_packages import need
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from hpc3d.partition.capture import Captured
     from hpc3d.partition.measured_profile import ModuleProfile
     from hpc3d.partition.profiles.one_rank_run import OneRankRun
     from hpc3d.runtime.job import Job
@@ -68,7 +67,6 @@ def _profile(job: Job, options: Namespace) -> None:
 
 
 def _made(options):
-    """Set up a run on one rank of the module named on the command line."""
     from hpc3d.partition.capture import captured_of
     from hpc3d.partition.factory import made_with_data
     from hpc3d.partition.profiles.measurement import CLOCK
@@ -82,9 +80,13 @@ def _made(options):
 def _measured(job: Job, run: OneRankRun, options: Namespace) -> ModuleProfile:
     from hpc3d.comm.cartesian import build_stages
     from hpc3d.partition.measured_profile import ModuleProfile
-    from hpc3d.partition.plan_file import digest_of
-    from hpc3d.partition.profiles.measurement import measured_pieces, measured_run, sizes
-    from hpc3d.partition.profiles.message_timer import timed_calls
+    from hpc3d.partition.plan_file import digest_of, names_of
+    from hpc3d.partition.profiles.measurement import (
+        measured_pieces,
+        measured_run,
+        sizes,
+        timed_calls,
+    )
 
     rows, found = sizes(run.batch), []
     _say(job, "   rows   forward [s]  backward [s]     samples/s")
@@ -95,6 +97,7 @@ def _measured(job: Job, run: OneRankRun, options: Namespace) -> ModuleProfile:
     constants = job.gather(measured_run(run, options.repeats))
     constants = {name: float(np.mean([each[name] for each in constants])) for name in constants[0]}
     _show(job, constants)
+    by_piece = np.transpose(found, (2, 1, 0))  # [piece, pass, rows]
     mesh, _ = build_stages([1] * job.size, 1)
     return ModuleProfile(
         model=options.model,
@@ -104,7 +107,7 @@ def _measured(job: Job, run: OneRankRun, options: Namespace) -> ModuleProfile:
         cores=len(os.sched_getaffinity(0)),
         memory=host_memory.total() / len(os.sched_getaffinity(0)),
         rows=rows,
-        pieces=_by_name(run.captured, np.array(found)),
+        pieces=dict(zip(names_of(run.captured), by_piece.tolist(), strict=True)),
         run=constants,
         calls=timed_calls(job, mesh.world, options.repeats),
     )
@@ -120,16 +123,6 @@ def _show(job, constants):
     _say(job, f"overhead of a pipeline part, forward and backward: {part}")
     step = f"{constants['step'] * 1e3:.3g} ms"
     _say(job, f"overhead of a step: {step}; update: {constants['update'] * 1e9:.3g} ns per byte")
-
-
-def _by_name(captured: Captured, seconds: np.ndarray) -> dict[str, list[list[float]]]:
-    """Convert times in seconds [rows, pass, piece] to a dict from piece name to nested lists."""
-    from hpc3d.partition.plan_file import name_of
-
-    return {
-        name_of(captured, number): seconds[:, :, number].T.tolist()
-        for number in range(len(captured.pieces))
-    }
 
 
 def _write(profile, path):

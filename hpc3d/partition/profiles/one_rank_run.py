@@ -54,8 +54,9 @@ class OneRankRun:
         parallel = ParallelConfig(schedule=ONE_STAGE, chunks=1)
         config = Config(mesh=MeshConfig(x=1, y=1, z=1), parallel=parallel, train=train)
         mesh = stage_mesh((1,), batch, Self(Pool()), lambda members: Self(Pool()))
+        flat = [*self.inputs.values()]
         self.trainer = ModuleTrainer(
-            mesh, config, self.model, Self, self._inputs_of, program_of(config), clock
+            mesh, config, self.model, Self, lambda step: flat, program_of(config), clock
         )
         self.trainer.fill(dict(values_in(module, captured)))
         self.weights: Mapping[str, torch.Tensor] = self.trainer.torch_weights.tensors
@@ -66,9 +67,6 @@ class OneRankRun:
         """Size in bytes of the parameters that a step updates."""
         trained = [each for each in self.weights.values() if each.requires_grad]
         return sum(each.numel() * each.element_size() for each in trained)
-
-    def _inputs_of(self, step):
-        return [*self.inputs.values()]
 
     def micro(self, rows: int) -> SampleRows:
         """Return the first `rows` samples of the batch as a microbatch."""
@@ -102,7 +100,8 @@ class OneRankRun:
         times.append(self.clock())
         block = None
         for stage in reversed(stages):
-            block = stage.backward(block, kept.pop(), micro, immediately, _nothing)
+            # A single rank does not reduce completed gradients.
+            block = stage.backward(block, kept.pop(), micro, immediately, lambda unit: None)
         times.append(self.clock())
         return times[1] - times[0], times[2] - times[1]
 
@@ -115,10 +114,6 @@ class OneRankRun:
         spent = self.trainer.engine.seconds
         passes, update = spent["F"] + spent["BW"], spent["Step"]
         return StepSeconds(passes, update, whole - passes - update)
-
-
-def _nothing(unit):
-    """Ignore completed gradients, because a single rank does not need to reduce them."""
 
 
 def _repeated(captured: Captured, inputs: tuple | dict, batch: int) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hpc3d.partition.capture import Captured, loss_of, tensors
+from hpc3d.partition.capture import Captured, is_size, loss_of, tensors
 from hpc3d.partition.execution.random_operations import Draw
 from hpc3d.partition.execution.stage_program import stage_programs
 
@@ -59,15 +59,13 @@ class PieceTimer:
                 self.owners[node] = piece
                 todo += [source for source, _ in node.next_functions]
 
-    def timed(
-        self, micro: SampleRows, weights: Mapping[str, torch.Tensor], seed: int = 0
-    ) -> np.ndarray:
+    def timed(self, micro: SampleRows, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
         """Return the times of a microbatch in seconds, indexed [pass, piece].
 
         The passes are forward and backward. Gradients are accumulated in the weights' gradients.
         """
         self.seconds[...], self.last = 0.0, self.clock()
-        draw = Draw(seed, micro.step, micro.first, micro.samples)
+        draw = Draw(0, micro.step, micro.first, micro.samples)
         _, outputs = self.program.run(draw, (), micro.inputs, weights)
         loss = outputs[self.loss]
         self._own(loss.grad_fn, self.pieces - 1)
@@ -100,5 +98,5 @@ def _pieces_of(captured: Captured) -> list[int]:
     return [
         piece_of[node]
         for node in captured.program.graph.nodes
-        if node in piece_of and not isinstance(node.meta.get("val"), (torch.SymInt, int))
+        if node in piece_of and not is_size(node)
     ]

@@ -42,16 +42,16 @@ def recorded(module, *given):
 
 def test_recorded_call_scales_with_the_number_of_samples():
     (call,) = recorded(Experts())
-    assert [each.shape(7) for each in call.values] == [[7, 4]]
-    assert [(each.shape(7), each.dtype) for each in call.results] == [
+    assert [each.shape(7) for each in call.taken.likes] == [[7, 4]]
+    assert [(each.shape(7), each.dtype) for each in call.returned.likes] == [
         ([7, 4], torch.float32),
         ([7], torch.int64),
     ]
     y, chosen = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
-    assert call.tensors_returned({"y": y, "chosen": [chosen, None]}) == [y, chosen]
-    assert call.tensors_returned({"y": y, "chosen": [chosen, 3]}) is None
-    assert call.tensors_returned([y, chosen]) is None
-    found = call.result([y, chosen])
+    assert call.returned.tensors_in({"y": y, "chosen": [chosen, None]}) == [y, chosen]
+    assert call.returned.tensors_in({"y": y, "chosen": [chosen, 3]}) is None
+    assert call.returned.tensors_in([y, chosen]) is None
+    found = call.returned.filled([y, chosen])
     assert found["y"] is y and found["chosen"] == [chosen, None]
 
 
@@ -66,9 +66,9 @@ def test_flops_of_a_call_are_counted_forward_and_backward():
 def test_non_tensor_arguments_belong_to_the_recorded_call():
     (call,) = recorded(Choosy(), lambda x: (x,))
     x = torch.ones(2, 4)
-    assert call.arguments([x]) == ((x,), {})
-    assert call.tensors_taken((x,), {}) == [x]
-    assert call.tensors_taken((x,), {"scale": 2.0}) is None
+    assert call.taken.filled([x]) == ((x,), {})
+    assert call.taken.tensors_in(((x,), {})) == [x]
+    assert call.taken.tensors_in(((x,), {"scale": 2.0})) is None
 
 
 def test_written_buffers_are_recorded():

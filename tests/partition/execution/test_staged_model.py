@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 import torch
 
 from hpc3d.partition.capture import capture
-from hpc3d.partition.execution.staged_model import staged_model
+from hpc3d.partition.execution.staged_model import owners_of, staged_model
 from tests.partition.execution.modules import HERE, even_parts, prepared
 from tests.partition.sample_models import Function
 
@@ -22,7 +22,7 @@ def test_weights_belong_to_the_stages_of_their_chunks():
     """In two chunks: parts 0 and 2 are on the first stage, 1 and 3 on the second."""
     _, _, captured = prepared(f"{HERE}:chain")
     model = staged(captured, (1, 2), chunks=2)
-    assert (model.chunks, model.dtype) == (2, "float64")
+    assert (len(model.programs), model.dtype) == (4, "float64")
     for name, stages in model.owners.items():
         parts = [part for part, each in enumerate(model.programs) if name in each.weights]
         assert stages == tuple(sorted({part % 2 for part in parts}))
@@ -62,3 +62,8 @@ def test_loss_must_be_on_the_last_stage():
     order.remove(loss)
     with pytest.raises(ValueError, match="the loss, sum_1, must be computed by the last stage"):
         staged(captured, (1, 1), parts=[[order[0], loss], order[1:]])
+
+
+def test_owners_are_the_stages_with_a_weight():
+    found = owners_of([["a", "b", "a"], ["c"], ["b", "c", "d"]])
+    assert found == {"a": (0,), "b": (0, 2), "c": (1, 2), "d": (2,)}

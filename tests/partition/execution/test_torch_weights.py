@@ -11,12 +11,8 @@ from hpc3d.checkpoints.block_slices import stored_shape
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.model.parameters import Parameters
-from hpc3d.partition.execution.torch_weights import (
-    TorchWeights,
-    state_of,
-    stored_tensors,
-    values_in,
-)
+from hpc3d.partition.capture import state_of
+from hpc3d.partition.execution.torch_weights import TorchWeights, stored_tensors, values_in
 from tests.partition.execution.modules import HERE, prepared
 from tests.partition.sample_models import HERE as SAMPLES
 

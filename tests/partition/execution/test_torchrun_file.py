@@ -19,7 +19,7 @@ from torch import nn
 from hpc3d.partition.__main__ import main
 from hpc3d.partition.capture import capture
 from hpc3d.partition.execution.torchrun_file import torchrun_file
-from hpc3d.partition.plan_file import SavedPlan, digest_of, name_of
+from hpc3d.partition.plan_file import SavedPlan, digest_of, names_of
 from tests.partition.execution.modules import (
     HERE,
     STEPS,
@@ -41,7 +41,7 @@ RATE = 1e-2
 def plan_of(captured, model, replicas, micros, schedule, chunks=1, recompute=False):
     """A SavedPlan of equal parts."""
     count = len(replicas) * chunks
-    parts = [[name_of(captured, piece) for piece in part] for part in even_parts(captured, count)]
+    parts = [[names_of(captured)[piece] for piece in part] for part in even_parts(captured, count)]
     return SavedPlan(
         model=model,
         graph=digest_of(captured),

@@ -1,12 +1,20 @@
 """What is made of measurements, on clocks that say what they shall."""
 
+import threading
+
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
+from hpc3d.comm import threads
 from hpc3d.partition.execution.torch_stage import TorchStage
-from hpc3d.partition.profiles.measurement import measured_pieces, measured_run, sizes
+from hpc3d.partition.profiles.measurement import (
+    measured_pieces,
+    measured_run,
+    sizes,
+    timed_calls,
+)
 from tests.partition.profiles.test_piece_timer import run_of
 
 
@@ -54,3 +62,52 @@ def test_step_overhead_and_update_time_are_measured(monkeypatch):
     step = run.step()
     assert found["step"] == step.rest > 0
     assert found["update"] == step.update / 640 > 0
+
+
+class FewRanks:
+    """A job on threads, as rank `rank` sees it: what is asked of one."""
+
+    def __init__(self, size, rank=0, barrier=None, values=None):
+        self.size, self.rank, self.comm = size, rank, self
+        self.barrier = barrier or threading.Barrier(size)
+        self.values = values or [None] * size
+
+    def of(self, rank):
+        return FewRanks(self.size, rank, self.barrier, self.values)
+
+    def Barrier(self):
+        self.barrier.wait()
+
+    def gather(self, value):
+        self.values[self.rank] = value
+        self.barrier.wait()
+        found = [*self.values]
+        self.barrier.wait()
+        return found
+
+
+@pytest.fixture(scope="module")
+def tables():
+    job = FewRanks(3)
+    everyone = threads.run({"x": 3}, lambda mesh: timed_calls(job.of(mesh.rank), mesh.world, 1))
+    assert everyone[0] == everyone[1] == everyone[2]
+    return everyone[0]
+
+
+def test_send_and_all_reduce_are_timed_at_several_sizes(tables):
+    send, total = tables
+    assert (send["op"], send["members"]) == ("send", 2)
+    assert (total["op"], total["members"]) == ("all_reduce", 3)
+    for table in tables:
+        assert len(table["bytes"]) == len(table["seconds"]) > 3 and min(table["seconds"]) > 0
+    assert send["seconds"][-1] > send["seconds"][0]
+
+
+def test_timed_bytes_are_the_received_ones(tables):
+    """Of a sum of three, two thirds come twice."""
+    send, total = tables
+    assert total["bytes"] == pytest.approx([4 / 3 * each for each in send["bytes"]])
+
+
+def test_single_rank_times_no_calls():
+    assert timed_calls(FewRanks(1), None, 1) == []
