@@ -51,6 +51,7 @@ _COMMANDS = {
     "compare": "hpc3d.partition.baselines.__main__",
     "profile": "hpc3d.partition.profiles.__main__",
 }
+_RUN = "hpc3d.partition.execution.module_run"
 _TORCHRUN = "hpc3d.partition.execution.torchrun_file"
 
 JSON = """\
@@ -76,9 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(job, words):
     job.from_root(lambda: need("partition run", "torch"))
-    from hpc3d.partition.execution.module_run import run
-
-    run(job, words)
+    import_module(_RUN).run(job, words)
 
 
 def parser() -> Parser:
