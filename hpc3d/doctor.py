@@ -206,7 +206,7 @@ def hdf5(folder: Path) -> Iterator[Finding]:
     try:
         with there as name:
             path = Path(name, "trace.h5")
-            with create(path) as file:
+            with create(path) as (file, _):
                 write_table(file, "clock/samples", CLOCK_SAMPLES, rows)
             with open_file(path) as file:
                 right = np.array_equal(file["clock/samples/t_local"], rows["t_local"])

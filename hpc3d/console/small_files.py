@@ -1,4 +1,4 @@
-"""Bounded reading of small files and TOML from untrusted sources, and atomic writing.
+"""Bounded reading of small files and TOML from untrusted sources, and writing on full disks.
 
 Reading is bounded because a device or a pipe may never end, and a large file takes long to parse.
 
@@ -9,6 +9,7 @@ killed process leaves the temporary file behind, and the next writer of NAME rem
 from __future__ import annotations
 
 import glob
+import io
 import os
 import platform
 import re
@@ -127,3 +128,48 @@ def naming(path: Path | str) -> Iterator[None]:
         if error.errno and not error.filename:
             error.filename, error.strerror = str(path), os.strerror(error.errno)
         raise
+
+
+class Hdf5Output(io.FileIO):
+    """Output file of HDF5, which crashes if a write fails or if it cannot read what it wrote.
+
+    Therefore, every write appears to succeed.  From the first failure on, writes go to memory
+    instead.  `check` and the end of a `with` statement raise the error.
+    """
+
+    def __init__(self, path: Path, mode: str) -> None:
+        super().__init__(path, mode)
+        self.failure: OSError | None = None
+        self.unwritten: list[tuple[int, bytes]] = []  # offset and data
+
+    def write(self, data: bytes) -> int:
+        offset, rest = self.tell(), memoryview(data)
+        while rest and not self.failure:
+            try:
+                rest = rest[super().write(rest) :]
+            except OSError as error:
+                self.failure = error
+        if self.failure:
+            self.unwritten.append((offset, bytes(data)))
+        return len(data)
+
+    def readinto(self, buffer: memoryview) -> int:
+        offset, view = self.tell(), memoryview(buffer)
+        super().readinto(buffer)
+        for start, data in self.unwritten:
+            first, last = max(start, offset), min(start + len(data), offset + len(view))
+            if first < last:
+                view[first - offset : last - offset] = data[first - start : last - start]
+        return len(view)
+
+    def truncate(self, size: int) -> int:
+        return size if self.failure else super().truncate(size)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of the first failed write."""
+        if self.failure:
+            raise self.failure

@@ -7,7 +7,6 @@ is complete.  Error messages refer to `data.path`, the key with which the user s
 
 import contextlib
 import hashlib
-import io
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpc3d.console.small_files import replacing
+from hpc3d.console.small_files import Hdf5Output, replacing
 from hpc3d.data.sources import BIN, JSONL, PARQUET, Source
 from hpc3d.data.tokenizer import (
     END,
@@ -253,19 +252,21 @@ def write_tokens(
     layout = {"chunks": (_CHUNK,), "maxshape": (None,), "fletcher32": True}
     digest = hashlib.sha256()
     sources = [Source(text, tokenizer, field) for text in texts]
-    with replacing(path) as temporary, _Disk(temporary, "w+") as disk:
-        with h5py.File(disk, "w", libver=_SELF_CHECKING, locking=False) as file:
-            dataset = file.create_dataset("tokens", (0,), dtype, **layout)
-            for ids, size in chain.from_iterable(sources):
-                part = ids.astype(dtype)
-                _append(dataset, part)
-                digest.update(part)
-                disk.check()
-                report(size)
-            file.attrs.update(_described(texts, tokenizer))
-            file.attrs.update(documents=sum(source.documents for source in sources))
-            file.attrs.update(length=len(dataset), sha256=_fixed(digest.hexdigest()))
-        disk.check()
+    with (
+        replacing(path) as temporary,
+        Hdf5Output(temporary, "w+") as disk,
+        h5py.File(disk, "w", libver=_SELF_CHECKING, locking=False) as file,
+    ):
+        dataset = file.create_dataset("tokens", (0,), dtype, **layout)
+        for ids, size in chain.from_iterable(sources):
+            part = ids.astype(dtype)
+            _append(dataset, part)
+            digest.update(part)
+            disk.check()
+            report(size)
+        file.attrs.update(_described(texts, tokenizer))
+        file.attrs.update(documents=sum(source.documents for source in sources))
+        file.attrs.update(length=len(dataset), sha256=_fixed(digest.hexdigest()))
 
 
 def _append(dataset: "h5py.Dataset", part: np.ndarray) -> None:
@@ -294,29 +295,3 @@ def _fixed(text: str | list[str]) -> np.ndarray:
 
     encoded = np.char.encode(text, "utf-8", "replace")
     return encoded.astype(h5py.string_dtype("utf-8", encoded.itemsize))
-
-
-class _Disk(io.FileIO):
-    """Output file for HDF5 that defers write errors, because HDF5 crashes if a write fails.
-
-    After the first failure, data is discarded without an error; `check` raises the error.
-    """
-
-    failure: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        rest = memoryview(data)
-        while rest and not self.failure:
-            try:
-                rest = rest[super().write(rest) :]
-            except OSError as error:
-                self.failure = error
-        return len(data)
-
-    def truncate(self, size: int) -> int:
-        return size if self.failure else super().truncate(size)
-
-    def check(self) -> None:
-        """Raise the OSError of the first failed write, if any."""
-        if self.failure:
-            raise OSError(self.failure.errno, self.failure.strerror, self.name)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.console.small_files import replacing
+from hpc3d.console.small_files import Hdf5Output, replacing
 from hpc3d.runtime import host_memory
 from hpc3d.trace.heaps import check_heaps
 from hpc3d.trace.schema import COORDS, ENUMS, LAYOUT, TEXT
@@ -41,16 +41,20 @@ REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 # Write
 
 
-def create(path: Path) -> File:
-    """Create a trace file; use it as a context manager.
+@contextmanager
+def create(path: Path) -> Iterator[tuple[File, Hdf5Output]]:
+    """Create a trace file without a chunk cache, because only full chunks are written.
 
-    The chunk cache is disabled, because only full chunks are written.
+    Yields the file, and the output of HDF5, whose `check` raises the error of a failed write.
     """
     import h5py
 
-    file = h5py.File(path, "w", rdcc_nbytes=0, locking=False)
-    file.attrs["description"] = LAYOUT["/"].description
-    return file
+    with (
+        Hdf5Output(path, "w+") as disk,
+        h5py.File(disk, "w", rdcc_nbytes=0, locking=False) as file,
+    ):
+        file.attrs["description"] = LAYOUT["/"].description
+        yield file, disk
 
 
 def write_table(file: Group, path: str, columns: Sequence[Column], data: Any = None) -> Group:
@@ -154,8 +158,11 @@ def changing(path: Path) -> Iterator[File]:
 
     with replacing(path) as temporary:
         shutil.copyfile(path, temporary)
-        opened = h5py.File(temporary, "r+", locking=False)
-        with opened as file, explained(path, "nothing was written"):
+        with (
+            Hdf5Output(temporary, "r+") as disk,
+            h5py.File(disk, "r+", locking=False) as file,
+            explained(path, "nothing was written"),
+        ):
             yield file
 
 

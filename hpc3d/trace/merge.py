@@ -43,12 +43,13 @@ def merge(run_dir: Path | str) -> Path:
     with (
         earlier(run_dir, count) as before,
         replacing(path) as temporary,
-        create(temporary) as file,
+        create(temporary) as (file, disk),
     ):
         merged = _Merge(file, before)
         for rank in sorted({*count, *before.ranks}):
             log.info("merging the segments of rank %d of %d", rank, len(count))
             merged.add(rank, [segment_path(run_dir, rank, n) for n in range(count.get(rank, 0))])
+            disk.check()
         merged.finish()
         file.attrs["segments"] = sum(count.values())
         add_supplements(file, *supplements(path, merged.run_id))

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import hpc3d
-from hpc3d.console.sanitize import reason_of
+from hpc3d.console.sanitize import file_and_reason, reason_of
 from hpc3d.console.small_files import naming, replacing
 
 if TYPE_CHECKING:
@@ -76,7 +76,9 @@ def reopen(folder: Path, text: str) -> Path:
         write_text(folder / "config.toml", text)
         note_command(folder)
     except OSError as error:
-        raise ValueError(f"--resume {folder}: cannot write there ({reason_of(error)})") from None
+        raise ValueError(
+            f"--resume {folder}: {file_and_reason(error)}; fix that, then resume again"
+        ) from None
     return folder
 
 

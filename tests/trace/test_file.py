@@ -1,9 +1,11 @@
 """A file that is not trusted: whatever is wrong with it, it is refused in one line."""
 
 import errno
+import resource
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
@@ -17,6 +19,7 @@ from hpc3d.trace.annotations import Calibration, write_calibration, write_predic
 from hpc3d.trace.file import changing
 from hpc3d.trace.merge import merge
 from tests.trace.small import write_all
+from tests.trace.test_annotations import PREDICTED
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,39 @@ def test_trace_is_written_on_a_file_system_without_locks(number, tmp_path, monke
     (tmp_path / "a.txt").write_text("a text")
     write_tokens(tmp_path / "a.h5", [tmp_path / "a.txt"], ByteTokenizer())
     assert len(open_tokens(tmp_path / "a.h5")) > 6
+
+
+@contextmanager
+def limit(size):
+    """No file can grow beyond `size` bytes: what is written there fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_merge_on_a_full_disk_names_the_trace_and_leaves_nothing(tmp_path):
+    path = merge(write_all(tmp_path))
+    size = path.stat().st_size
+    path.unlink()
+    for room in (0, size // 2, size - 1):
+        with limit(room), pytest.raises(OSError, match="File too large") as failed:
+            merge(tmp_path)
+        assert failed.value.filename == str(path), room
+        assert [each.name for each in tmp_path.iterdir()] == ["trace"]
+    merge(tmp_path)
+
+
+def test_prediction_on_a_full_disk_leaves_the_trace_as_it_was(tmp_path):
+    path = merge(write_all(tmp_path))
+    before = path.read_bytes()
+    for room in (0, len(before) + 500):
+        with limit(room), pytest.raises(OSError, match="File too large") as failed:
+            write_prediction(path, PREDICTED)
+        assert failed.value.filename == str(path), room
+        assert path.read_bytes() == before and len([*tmp_path.iterdir()]) == 2
 
 
 def newer(file, _):

@@ -80,7 +80,7 @@ def test_unwritable_folder_is_rejected(run, tmp_path, monkeypatch):
         raise OSError(28, os.strerror(28), str(copy))
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(ValueError, match=r"--resume .*copy: .*\(No space left"):
+    with pytest.raises(ValueError, match=r"--resume .*copy: .*: No space left .* resume"):
         reopen(copy)
 
 
