@@ -9,12 +9,14 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from importlib.resources import as_file, files
 from pathlib import Path
 
 from hpc3d.config.package_data import MEASURED
 from hpc3d.console.command_line import Parser, run
 from hpc3d.console.sanitize import reason_of, sanitized
+from hpc3d.console.small_files import new_folder
 
 _TEXT = """\
 Create FOLDER with inputs/ (one TOML file per experiment, machine files, models and a text) and
@@ -47,18 +49,30 @@ def _init(options: Namespace) -> None:
                     f"{target} already exists, so nothing was written; name a new folder"
                 )
         try:
-            for source, target in copies:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, target)
-            (folder / "results").mkdir(
-                exist_ok=True
-            )  # Slurm does not create a folder for its logs
+            _copy(copies, folder / "results")
         except OSError as error:
-            raise ValueError(f"{folder}: cannot write there ({reason_of(error)})") from None
+            raise ValueError(
+                f"{folder}: cannot write there ({reason_of(error)}), so nothing was written"
+            ) from None
     print(sanitized(f"{len(copies)} files written to {folder}. Next steps:"))
     print(sanitized(f"    cd {folder}"))
     print("    mpirun -np 8 python -m hpc3d.train inputs/gpt-3d-8.toml")
     print("    sbatch jobs/train.sbatch          # set up for a cluster: jobs/README.md")
+
+
+def _copy(copies: Sequence[tuple[Path, Path]], results: Path) -> None:
+    """Copy the files and create the folder of results; remove all of them if that fails."""
+    with ExitStack() as created:
+        for folder in (*(target.parent for _, target in copies), results):  # of Slurm's logs
+            if not folder.exists():
+                created.enter_context(new_folder(folder))
+        try:
+            for source, target in copies:
+                shutil.copyfile(source, target)
+        except BaseException:
+            for _, target in copies:
+                target.unlink(missing_ok=True)
+            raise
 
 
 def _copies(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:

@@ -1,5 +1,7 @@
 """A folder with inputs and job scripts of one's own."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,22 @@ def test_destination_that_is_no_folder_is_rejected(place, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert init.main([str(tmp_path / place)]) == 2
     assert "cannot write there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("existing", [".", "new", "new/jobs"])
+def test_failure_leaves_the_destination_as_it_was(existing, tmp_path, monkeypatch, capsys):
+    def full(source, target):
+        copy(source, target)
+        if target.name == "train.sbatch":
+            raise OSError(28, os.strerror(28), str(target))
+
+    copy = shutil.copyfile
+    (tmp_path / existing).mkdir(parents=True, exist_ok=True)
+    before = [*tmp_path.rglob("*")]
+    monkeypatch.setattr(shutil, "copyfile", full)
+    assert init.main([str(tmp_path / "new")]) == 2
+    assert [*tmp_path.rglob("*")] == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        "new: cannot write there (No space left on device), so nothing was written"
+    )

@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,21 @@ def replacing(path: Path, crowded: bool = False) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # the disk became read-only
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Create a folder and its missing parents; remove them if the block fails."""
+    made: list[Path] = []
+    try:
+        for path in reversed([folder, *takewhile(lambda path: not path.exists(), folder.parents)]):
+            path.mkdir()
+            made.append(path)
+        yield
+    except BaseException:
+        if made:
+            shutil.rmtree(made[0], ignore_errors=True)
+        raise
 
 
 def temporary_of(path: Path) -> Path:

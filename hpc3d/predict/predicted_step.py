@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.console.small_files import new_folder
 from hpc3d.predict.assumptions import of_mixture
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.evaluated_batch import seconds_of_batch
@@ -32,9 +33,12 @@ class PredictedStep(NamedTuple):
     summary: dict[str, Any]
 
     def keep(self, folder: Path) -> Path:
-        """Create `folder`, write a simulated trace to it, and return the path of the trace."""
-        folder.mkdir(parents=True)
-        return write_trace(folder, self.runs, self.config, self.machine)
+        """Create `folder`, write a simulated trace to it, and return the path of the trace.
+
+        If that fails, the folder is removed.
+        """
+        with new_folder(folder):
+            return write_trace(folder, self.runs, self.config, self.machine)
 
 
 def predicted_step(

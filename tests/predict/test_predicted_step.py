@@ -1,6 +1,9 @@
 """A predicted step and what its summary has beside the numbers of every step."""
 
+import pytest
+
 from hpc3d.predict.predicted_step import predicted_step
+from hpc3d.predict.simulation import write_trace
 
 TINY = ["--model.layers=2", "--model.hidden=32", "--model.heads=4", "--train.batch=4"]
 EVALUATED = ["--train.eval_every=2", "--data.validation=0.1"]
@@ -19,3 +22,13 @@ def step(*words):
 def test_prediction_is_saved_in_a_new_folder(tmp_path):
     path = step().keep(tmp_path / "above" / "kept")
     assert path == tmp_path / "above" / "kept" / "trace.h5" and path.is_file()
+
+
+def test_failure_removes_the_folders_of_the_prediction(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write_trace, "merge", full)
+    with pytest.raises(OSError, match="No space left"):
+        step().keep(tmp_path / "above" / "kept")
+    assert not [*tmp_path.iterdir()]
