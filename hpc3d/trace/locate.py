@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hpc3d.console.small_files import read
 from hpc3d.trace.merge import merge
-from hpc3d.trace.previous_attempts import aside
+from hpc3d.trace.previous_attempts import latest_with_steps
 from hpc3d.trace.reader import Trace
 from hpc3d.trace.segment import count_segments
 from hpc3d.trace.trace_config import configured
@@ -41,8 +41,8 @@ def _absent(run_dir):
         return f"{run_dir}: not a run folder; give one, such as results/NAME-STAMP"
     if configured(read(settings).decode(errors="replace"), "trace", "enabled") is False:
         return f"{run_dir}: no trace; set enabled = true in [trace] and run again"
-    if before := aside(run_dir):
-        return f"{run_dir}: no trace of this attempt yet; the previous one is in {before[0]}"
+    if before := latest_with_steps(run_dir):
+        return f"{run_dir}: no trace of this attempt yet; the previous one is in {before}"
     return (
         f"{run_dir}: no trace yet; segments are written after 30 s and one step, or at the end of "
         "the run. Wait if the run continues. If it was killed, run again"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,7 +51,7 @@ def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothi
     The current attempt has `count[rank]` segments. Yields `Nothing` if no section exists.
     """
     with ExitStack() as stack:
-        began: Any = _begin(run_dir, count) if aside(run_dir) else None
+        began: Any = _begin(run_dir, count) if _aside(run_dir) else None
         try:
             found = began and _before(stack, run_dir, began)
         except ValueError as error:
@@ -65,7 +65,7 @@ def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing
     Raises ValueError if a segment of the earlier trace cannot be read.  Leaving `stack` closes the
     trace file.
     """
-    for path in aside(run_dir):
+    for path in _aside(run_dir):
         trace = stack.enter_context(Trace(path))
         if not (trace.steps["step"] < began.step).any():
             continue
@@ -78,11 +78,20 @@ def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing
     return None
 
 
-def aside(run_dir: Path) -> list[Path]:
+def _aside(run_dir: Path) -> list[Path]:
     """Return the paths of the traces of earlier attempts, latest attempt first."""
     found = {path: _ASIDE.fullmatch(path.name) for path in run_dir.glob("trace-*.h5")}
     numbers = {path: int(match[1]) for path, match in found.items() if match}
     return sorted(numbers, key=lambda path: numbers[path], reverse=True)
+
+
+def latest_with_steps(run_dir: Path) -> Path | None:
+    """Return the trace of the latest earlier attempt that completed a step, if any."""
+    for path in _aside(run_dir):
+        with suppress(ValueError), Trace(path) as trace:
+            if len(trace.steps):
+                return path
+    return None
 
 
 class _Begin(NamedTuple):

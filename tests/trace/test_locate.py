@@ -2,6 +2,8 @@
 
 import pytest
 
+import hpc3d.trace
+from hpc3d.analyze.metrics.columns import require_steps
 from hpc3d.trace.locate import trace_of
 from hpc3d.training.run_folder import set_aside
 from tests.trace.test_previous_attempts import attempt
@@ -12,6 +14,16 @@ def test_a_run_without_a_trace_is_named_whatever_its_settings(tmp_path, settings
     (tmp_path / "config.toml").write_bytes(settings)
     with pytest.raises(ValueError, match=f"{tmp_path}: no trace yet"):
         trace_of(tmp_path)
+
+
+def test_trace_without_steps_names_the_attempt_that_has_them(tmp_path):
+    """A resumed run that failed before its first step, twice."""
+    attempt(tmp_path, 0, 2)
+    for _ in range(2):
+        attempt(tmp_path, 2, 2)
+    with hpc3d.trace.open(tmp_path) as trace, pytest.raises(ValueError, match="no step") as wrong:
+        require_steps(trace)
+    assert str(wrong.value).endswith(f"steps of an earlier attempt are in {tmp_path}/trace-1.h5")
 
 
 def test_previous_trace_is_named_if_the_attempt_has_none(tmp_path):

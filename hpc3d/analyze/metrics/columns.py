@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.analyze.metrics.intervals import before, merged
+from hpc3d.trace.previous_attempts import latest_with_steps
 from hpc3d.trace.schema import STREAM
 
 if TYPE_CHECKING:
@@ -37,13 +38,21 @@ def recorded_steps(trace: Trace) -> str:
     return f"the trace has steps {numbers.min()} to {numbers.max()}"
 
 
+def require_steps(trace: Trace) -> None:
+    """Raise ValueError if no step was completed; it names an earlier attempt that has steps."""
+    if len(trace.steps):
+        return
+    before = latest_with_steps(trace.path.parent)
+    remedy = f"steps of an earlier attempt are in {before}" if before else "train for more steps"
+    raise ValueError(f"{trace.path}: no step was completed; {remedy}")
+
+
 def cells(trace: Trace) -> np.ndarray:
     """Return the index of the row of /steps to which each event belongs, or -1.
 
     The index is -1 for events outside of completed steps and on communication streams.
     """
-    if not len(trace.steps):
-        raise ValueError(f"{trace.path}: no step was completed; train for more steps")
+    require_steps(trace)
     steps, events = (
         (table["rank"].astype("i8") << 32) + table["step"] for table in (trace.steps, trace.events)
     )

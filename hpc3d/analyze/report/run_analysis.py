@@ -17,6 +17,7 @@ from hpc3d.analyze.metrics.breakdown import (
 )
 from hpc3d.analyze.metrics.bubble import bubble_rows
 from hpc3d.analyze.metrics.collectives import bandwidth_rows, communication_matrix
+from hpc3d.analyze.metrics.columns import require_steps
 from hpc3d.analyze.metrics.compare import (
     difference_rows,
     gain_rows,
@@ -176,8 +177,7 @@ def analyze_run(
     at most `events` events of step `step`; the default is a step with the median time. The
     timelines of the other steps have about `others` events in total; 0 omits these timelines.
     """
-    if not len(trace.steps):
-        raise ValueError(f"{trace.path}: no step was completed; train for more steps")
+    require_steps(trace)
     wrong = violations(trace)  # before calls_of, to reduce the memory peak
     steady = Steady(trace)
     step, calls = median_step(steady) if step is None else step, calls_of(steady)
