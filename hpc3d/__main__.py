@@ -28,10 +28,17 @@ def main(argv: list[str] | None = None) -> int:
 
     if environment.number_in(environment.OWN_RANK, default=0):
         return 0  # on a failure the launcher would end rank 0 before it has printed
-    from hpc3d.console.sanitize import sanitized_streams
+    from hpc3d.console.exit_codes import BAD_INPUT
+    from hpc3d.console.sanitize import OutputError, file_and_reason, sanitized_streams
 
     with sanitized_streams():
-        return complete(words) if command == "--completion" else answer(command)
+        try:
+            code = complete(words) if command == "--completion" else answer(command)
+            sys.stdout.flush()
+        except OutputError as error:
+            print(f"hpc3d: {file_and_reason(error)}", file=sys.stderr)
+            return BAD_INPUT
+        return code
 
 
 def complete(words: list[str]) -> int:

@@ -48,7 +48,8 @@ def calls(job: Job, options: Namespace) -> None:
             rows.append((op, job.size, size, *pair, bound))
             _say(job, [1e3 * cell if isinstance(cell, float) else cell for cell in rows[-1]])
     if options.json and job.rank == 0:
-        print(json.dumps({"calls": [dict(zip(_KEYS, row, strict=True)) for row in rows]}))
+        found = [dict(zip(_KEYS, row, strict=True)) for row in rows]
+        print(json.dumps({"calls": found}), flush=True)
 
 
 def _say(job: Job, row: Sequence[object]) -> None:

@@ -12,7 +12,13 @@ from typing import Any, NoReturn
 
 from hpc3d.console.exit_codes import BAD_INPUT, INTERRUPTED, REFUSED
 from hpc3d.console.progress import progress
-from hpc3d.console.sanitize import lines_of, sanitized, sanitized_streams
+from hpc3d.console.sanitize import (
+    OutputError,
+    file_and_reason,
+    lines_of,
+    sanitized,
+    sanitized_streams,
+)
 
 _EXITS = "exit codes: 0 success, 2 invalid input (explained on standard error)"
 
@@ -49,10 +55,17 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, *words: Any, **how: Any) -> Any:
         """Parse a command line, also for `parse_args`; the output tolerates a closed pipe."""
         with sanitized_streams():
-            parsed = super().parse_known_args(*words, **how)
+            try:
+                parsed = super().parse_known_args(*words, **how)
+            except OutputError as error:
+                self.refuse([file_and_reason(error)])
             if self._problems:
                 self.error(self._problems.pop())
             return parsed
+
+    def print_help(self, file: Any = None) -> None:
+        super().print_help(file)
+        sys.stdout.flush()
 
     def _get_values(self, action: argparse.Action, words: list[str]) -> Any:
         """Convert the values of an option; `error` reports all options with wrong values."""

@@ -24,6 +24,10 @@ _NO_READER = (errno.EPIPE, errno.EIO)  # from a closed pipe, from a closed termi
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
+class OutputError(OSError):
+    """Exception for standard output that cannot be written, such as a file on a full disk."""
+
+
 class Problems(ValueError):
     """Exception for several errors, with one line each."""
 
@@ -140,7 +144,9 @@ class SanitizedStream:
             yield
         except OSError as error:
             if self.needed and error.errno not in _NO_READER:
-                raise
+                reason = os.strerror(error.errno) if error.errno else str(error)
+                text = f"cannot be written ({reason})"
+                raise OutputError(error.errno, text, "standard output") from None
             self.unread = True
             _discard(self.stream)
 

@@ -26,7 +26,14 @@ from hpc3d.console.exit_codes import (
     BadData,
     JobExit,
 )
-from hpc3d.console.sanitize import lines_of, reason_of, sanitized, sanitized_streams
+from hpc3d.console.sanitize import (
+    OutputError,
+    file_and_reason,
+    lines_of,
+    reason_of,
+    sanitized,
+    sanitized_streams,
+)
 from hpc3d.runtime.environment import (
     LOCAL_RANK,
     OWN_RANK,
@@ -157,7 +164,8 @@ def _explain_single(meant: int) -> list[str]:
 def _die(job: Job, error: BaseException) -> None:
     """Report the error of this rank once per host, call the exit hooks, and abort the job."""
     if job.first_to_fail():
-        job.complain(f"rank {job.rank} {what_happened(error, job.name)}")
+        failed = f"rank {job.rank} {what_happened(error, job.name)}"
+        job.complain(file_and_reason(error) if isinstance(error, OutputError) else failed)
     finish(job)
     job.abort(_exit_code(error))
 
@@ -183,6 +191,8 @@ def what_happened(error: BaseException, command: str = "train") -> str:
 
 
 def _exit_code(error: BaseException) -> int:
+    if isinstance(error, OutputError):
+        return BAD_INPUT
     code = getattr(error, "code", None)
     return code if isinstance(error, SystemExit) and isinstance(code, int) else FAILED
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import h5py
 import pytest
 
+import hpc3d.__main__
 from hpc3d import bench, checkpoint, doctor, plan, prepare, report, simulate, train
 from hpc3d.config.load import literal
 from hpc3d.console.command_line import run
@@ -48,6 +49,7 @@ HOSTILE = {
     "tag": "a\U000e0041b",
 }
 BYTES = "a\udcff\udc9bb"  # of a word that is not UTF-8
+UNWRITTEN = "standard output: cannot be written (No space left on device)"
 EVIL = "".join(HOSTILE.values())
 WORD = pytest.mark.parametrize("evil", [*HOSTILE.values(), BYTES], ids=[*HOSTILE, "bytes"])
 TEXT = pytest.mark.parametrize("evil", HOSTILE.values(), ids=HOSTILE)
@@ -259,7 +261,17 @@ def test_full_disk_on_stdout_is_reported_once(monkeypatch, capsys):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert run("test", lambda: print("a")) == 2
-    assert capsys.readouterr().err == "hpc3d.test: No space left on device\n"
+    assert capsys.readouterr().err == f"hpc3d.test: {UNWRITTEN}\n"
+
+
+@pytest.mark.parametrize(
+    ("main", "name"), [(plan.main, "hpc3d.plan"), (hpc3d.__main__.main, "hpc3d")]
+)
+def test_help_on_a_full_disk_is_reported_once(main, name, monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert ended(main, "--help") == 2
+    assert capsys.readouterr().err == f"{name}: {UNWRITTEN}\n"
 
 
 def test_missing_standard_streams_are_the_null_device(monkeypatch):

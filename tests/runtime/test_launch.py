@@ -5,10 +5,13 @@ import re
 import signal
 import subprocess
 import sys
-from types import ModuleType
+import threading
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from hpc3d.console.exit_codes import BAD_INPUT
+from hpc3d.console.sanitize import sanitized_streams
 from hpc3d.runtime import launch
 from hpc3d.runtime.environment import WORLD_RANKS
 from tests.mpi import ROOT, mpirun, surroundings
@@ -196,3 +199,20 @@ def test_error_during_cleanup_is_reported_and_the_rest_runs(tmp_path):
     (line,) = said(done)
     assert re.fullmatch("hpc3d.test: rank [01]: .*: no space left", line)
     assert (done.returncode, ended) == (0, [0, 1])
+
+
+def test_full_disk_on_stdout_ends_the_job_like_other_commands(monkeypatch):
+    """As text that rank 0 generates, between two collective calls."""
+    told = []
+    job = SimpleNamespace(
+        first_to_fail=lambda: True, ending=threading.Lock(), exit_hooks=[], name="generate", rank=0
+    )
+    job.complain = job.abort = told.append
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with sanitized_streams():
+            try:
+                print("a", flush=True)
+            except OSError as error:
+                launch._die(job, error)
+    assert told == ["standard output: cannot be written (No space left on device)", BAD_INPUT]

@@ -101,7 +101,7 @@ class _Source(NamedTuple):
 def run(job: Job, words: list[str]) -> None:
     """Parse the command line and train on this rank until the last step."""
     if {"-h", "--help"} & {*words}:
-        job.from_root(lambda: print(__doc__))
+        job.from_root(lambda: print(__doc__, flush=True))
         return
     asked = job.from_root(lambda: asked_for(words))
     if job.size != asked.plan.ranks:
