@@ -87,7 +87,7 @@ def parser() -> Parser:
         "--memory",
         type=size,
         metavar="80GB",
-        help="memory of a rank (default: that of the machine)",
+        help="memory of a rank, in GB if it has no unit (default: that of the machine)",
     )
     add("--top", type=positive, metavar="K", help="number of layouts to show (default: 10)")
     add("--apply", metavar="FILE", help="write the input file with the best layout")

@@ -259,6 +259,9 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     found = repr(first["input"])
     found = found if len(found) < 100 else f"{found[:100]} ..."
     said = [error["msg"].replace("valid array", "list") for error in errors]
+    if first["type"] == "dataclass_type":
+        yield f"{key}: must be a table, not {found}; write its keys below a line [{key}]"
+        return
     reasons = [each[0].lower() + each[1:] for each in said]
     also = [reason.removeprefix("input should be ") for reason in reasons[1:]]
     remedy = "correct the value"

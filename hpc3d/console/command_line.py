@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +46,9 @@ class Parser(argparse.ArgumentParser):
         self._problems: list[str] = []
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            option = re.split("[ /]", message.partition(":")[0])[-1]
+            message += f"; write {option}=VALUE if the value begins with -"
         self.refuse([f"{each}; see --help" for each in (*self._problems, message)])
 
     def refuse(self, problems: Sequence[str]) -> NoReturn:

@@ -97,7 +97,13 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
     """
     if Path(path).suffix in (*JSONL, *PARQUET, *BIN):
         raise ValueError(f"data.path: {path} is not a text; {_PREPARE} {path} -o tokens{SUFFIX}")
-    tokens = TokenFile(Path(path)) if Path(path).suffix == SUFFIX else TextTokens(text_files(path))
+    if Path(path).suffix == SUFFIX:
+        tokens: Tokens = TokenFile(Path(path))
+    else:
+        texts = text_files(path)
+        if not any(text.stat().st_size for text in texts):
+            raise ValueError(f"data.path: {path} is empty; name another text")
+        tokens = TextTokens(texts)
     if tokenizer not in (None, tokens.tokenizer):
         tokens.close()
         raise ValueError(
@@ -170,7 +176,8 @@ class TokenFile(Tokens):
         import h5py
 
         if not path.is_file():
-            raise ValueError(f"data.path: {path} does not exist; {_PREPARE}")
+            what = "is not a regular file" if path.exists() else "does not exist"
+            raise ValueError(f"data.path: {path} {what}; {_PREPARE}")
         self._path = path
         with contextlib.ExitStack() as opened, _reading_tokens(path):
             # no locking: a token file never changes, and some parallel file systems lack locks

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpc3d.console.exit_codes import BadData
+from hpc3d.console.sanitize import file_and_reason
 from hpc3d.runtime.optional_packages import need
 
 END = 0  # the NUL byte, which no text file contains
@@ -58,10 +59,13 @@ def text_files(path: str | Path) -> list[Path]:
                 raise ValueError(f"data.path: {path!s:.200} is compressed; unpack it first")
         return [Path(path)]
     if not os.path.isdir(path):
-        raise ValueError(
-            f"data.path: {path!s:.200} does not exist; name a text, a folder or a .h5 file"
-        )
-    texts = sorted(text for text in Path(path).glob("*.txt") if text.is_file())
+        what = "is not a regular file" if os.path.exists(path) else "does not exist"
+        raise ValueError(f"data.path: {path!s:.200} {what}; name a text, a folder or a .h5 file")
+    try:
+        found = (text for text in Path(path).iterdir() if text.name.endswith(".txt"))
+        texts = sorted(text for text in found if text.is_file())
+    except OSError as error:
+        raise ValueError(f"data.path: {file_and_reason(error)}; make it readable") from None
     if not texts:
         raise ValueError(f"data.path: the folder {path} has no *.txt; put UTF-8 texts there")
     return texts

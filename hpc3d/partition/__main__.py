@@ -98,7 +98,10 @@ def parser() -> Parser:
     add("--profile", type=Path, metavar="PROFILE.json", help=text)
     text = "samples per step (default: batch of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=text)
-    text = "memory of a rank (default: that of the machine; unlimited for a graph)"
+    text = (
+        "memory of a rank, in GB if it has no unit (default: that of the machine; unlimited for a "
+        "graph)"
+    )
     add("--memory", type=size, metavar="32GB", help=text)
     text = "graph: bytes per second between stages (default: unlimited)"
     add("--bandwidth", type=rate, metavar="10GB", help=text)

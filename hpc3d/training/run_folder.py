@@ -118,7 +118,7 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
     try:
         file, end = (folder / "lock").open("a+", errors="replace"), time.monotonic() + patience
     except OSError as error:
-        raise ValueError(f"{folder}: cannot write there ({reason_of(error)})") from None
+        raise ValueError(f"{file_and_reason(error)}; a run needs to write this file") from None
     while not _locked(file):
         if time.monotonic() > end:
             with file:

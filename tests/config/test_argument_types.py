@@ -39,3 +39,11 @@ def test_other_words_are_refused_in_a_line(words, capsys):
     line = capsys.readouterr().err
     assert ended.value.code == BAD_INPUT
     assert line.startswith("hpc3d.test: ") and line.count("\n") == 1
+
+
+def test_value_that_begins_with_a_dash_is_explained(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--count", "-5GB")
+    assert "expected one argument; write --count=VALUE if the value begins with -; " in (
+        capsys.readouterr().err
+    )

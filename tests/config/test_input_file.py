@@ -24,7 +24,7 @@ SHIPPED = Path(__file__).parents[2] / "inputs" / "gpt-3d-64.toml"
         ("train.clip", "[1]", "train.clip: ... [1];"),
         ("model.tied", "1", "model.tied: ... 1;"),
         ("data.path", "5", "data.path: ... 5;"),
-        ("mesh", "8", "mesh: ... 8;"),
+        ("mesh", "8", "mesh: must be a table, not 8; ... [mesh]"),
         ("seed", "2025-01-02", "seed: ... '2025-01-02';"),
     ],
 )

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import os
 import tracemalloc
 
 import h5py
 import numpy as np
 import pytest
 
-from hpc3d.data.token_file import write_tokens
+from hpc3d.data.token_file import open_tokens, write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
 from tests.data.prepared import TEXT, call, row
 
@@ -57,3 +58,24 @@ def test_verify_of_a_damaged_file_exits_with_3(capsys, text, output):
     assert error.startswith(f"hpc3d.prepare: {output} ") and "SHA-256" in error
     output.write_bytes(output.read_bytes()[:5000])
     assert call(capsys, "--verify", output)[0] == 3
+
+
+@pytest.mark.parametrize("name", ["pipe", "pipe.h5", "/dev/null", "empty", "empty.txt"])
+def test_text_that_is_not_a_regular_file_or_is_empty_is_rejected(name, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").touch()
+    (tmp_path / "empty.txt").touch()
+    for pipe in ("pipe", "pipe.h5"):
+        os.mkfifo(tmp_path / pipe)
+    what = "is empty" if "empty" in name else "is not a regular file"
+    with pytest.raises(ValueError, match=f"^data.path: {tmp_path / name} {what}; "):
+        open_tokens(tmp_path / name)
+
+
+def test_unreadable_folder_of_texts_is_named(tmp_path, monkeypatch):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "listdir", denied)
+    with pytest.raises(ValueError, match=f"^data.path: {tmp_path}: Permission denied; "):
+        open_tokens(tmp_path)

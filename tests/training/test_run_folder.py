@@ -100,6 +100,12 @@ def test_unwritable_lock_is_named(tmp_path):
     assert full.value.filename == str(tmp_path / "lock")
 
 
+def test_folder_in_place_of_the_lock_is_named(tmp_path):
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/lock: Is a directory; "):
+        run_folder.claim(tmp_path)
+
+
 def test_only_one_run_may_use_a_folder(tmp_path):
     held = run_folder.claim(tmp_path)
     with pytest.raises(ValueError, match=rf"process {os.getpid()} on "):

@@ -29,7 +29,10 @@ def load(path: Path | str) -> Machine:
 
     Raises ValueError with one line per error, which names the key and the fix.
     """
-    return _validate(read(find(path, MACHINE)))
+    found = find(path, MACHINE)
+    if not (tree := read(found)):
+        raise ValueError(f"{found}: empty; name another machine file")
+    return _validate(tree)
 
 
 def dumps(machine: Machine) -> str:
@@ -83,7 +86,8 @@ def _explain(error: Mapping[str, Any]) -> str:
         return f"{key}: missing; add it"
     if error["type"] == "unexpected_keyword_argument":
         return f"{key}: unknown key; {_hint(*error['loc'])}"
-    return f"{key}: {error['msg'].lower()}, not {error['input']!r}; correct the value"
+    reason = error["msg"].lower().replace("an object", "a table")
+    return f"{key}: {reason}, not {error['input']!r}; correct the value"
 
 
 def _hint(*key: str) -> str:
