@@ -168,7 +168,7 @@ def size_class(nbytes: int) -> int:
 
 
 def lease_of(array: object) -> Lease | None:
-    """Return the lease that owns the memory of an array or view, or None if there is none."""
+    """Return the lease that owns the memory of an array or view, or `None`."""
     while isinstance(array, np.ndarray):
         array = array.base
     return array if isinstance(array, Lease) else None

@@ -32,7 +32,7 @@ from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
 def resolve(config: Config, ranks: int | None, default: bool = False) -> Config:
     """Resolve the mesh of `config` for `ranks`; a `default` model may be enlarged to fit them.
 
-    If `ranks` is None, it is the product of the sizes in [mesh]. Raises ValueError with one line
+    Without `ranks`, it is the product of the sizes in [mesh]. Raises ValueError with one line
     for every violated rule, each with the key and the fix.
     """
     config, problems = _resolved(config, ranks, default)

@@ -16,7 +16,7 @@ the number of ranks available to them:
 The limit is lowered until no arrangement satisfies it. The search uses few candidate cuts of the
 chain of atoms; hpc3d.partition.improvement refines them.
 
-If each stage has one rank, `quickest` searches the downsets of a graph exactly and simulates the
+If each stage has one rank, `fastest` searches the downsets of a graph exactly and simulates the
 steps. It is a branch-and-bound search over chains of downsets, from the first stage to the last.
 Let M be the number of microbatches, f_s and b_s the forward and backward times of stage s, and n_s
 its number of microbatches in flight. Lower bounds on the step time are
@@ -473,7 +473,7 @@ def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]
     return search.step(tuple(ends)) if search.fits(ends) else None
 
 
-def quickest(
+def fastest(
     cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...], passes: int | None = None
 ) -> Timed | None:
     """Return the shortest step over all numbers of stages and schedules, or None if nothing fits.

@@ -30,7 +30,7 @@ from hpc3d.partition.evaluation import (
     evaluated,
 )
 from hpc3d.partition.improvement import improved, next_best
-from hpc3d.partition.joint_search import Allowed, JointSearch, lightest, quickest
+from hpc3d.partition.joint_search import Allowed, JointSearch, fastest, lightest
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 
 _MOST_MICROBATCHES = 128  # maximum number tried
@@ -244,7 +244,7 @@ def _over_downsets(costs, allowed, choices) -> Iterator[tuple[ModelCosts, Pipeli
     micros, replicas = alike[0].microbatches, alike[0].replicas[0]
     cuts = Downsets(costs.graph(costs.rows(micros, replicas)), downsets)
     limits = _limits(costs, allowed, replicas, micros)
-    found = quickest(cuts, limits, tuple(names), _FEW_PASSES)
+    found = fastest(cuts, limits, tuple(names), _FEW_PASSES)
     if found:
         name = found.schedule if len(found.ends) > 1 else DEFAULT
         chain, stages = _along(costs, cuts, found.ends, replicas)

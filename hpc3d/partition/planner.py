@@ -11,7 +11,7 @@ from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.downsets import Chain, Downsets, cuts_of
 from hpc3d.partition.evaluation import Limits, as_size, held, load
 from hpc3d.partition.improvement import cuts_moved, settled
-from hpc3d.partition.joint_search import lightest, quickest, timed
+from hpc3d.partition.joint_search import fastest, lightest, timed
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if each.undivided)
@@ -92,7 +92,7 @@ def planned(
         found = ends and timed(cuts, limits, schedule or DEFAULT, ends)
         proven = cuts.exact
     else:
-        found = quickest(cuts, limits, (schedule,) if schedule else _SCHEDULES)
+        found = fastest(cuts, limits, (schedule,) if schedule else _SCHEDULES)
         proven = bool(found) and found.proven
         found = found if proven or not found else settled(cuts, limits, found)
     if not found:

@@ -163,7 +163,7 @@ def inside(trace: Trace) -> Iterator[Violation]:
 
 
 def _cells(trace):
-    """Return, for each event, the row index of its step in /steps, -1 if there is none."""
+    """Return, for each event, the row index of its step in /steps, -1 outside of steps."""
     events, steps = (
         (table["rank"].astype("i8") << 32) + table["step"] for table in (trace.events, trace.steps)
     )

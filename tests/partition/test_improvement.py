@@ -18,7 +18,7 @@ from hpc3d.partition.evaluation import (
     evaluated,
 )
 from hpc3d.partition.improvement import cuts_moved, improved, moved, next_best, settled
-from hpc3d.partition.joint_search import Allowed, quickest, timed
+from hpc3d.partition.joint_search import Allowed, fastest, timed
 from tests.partition.arrangements import MACHINE, line
 from tests.partition.graphs import chain
 
@@ -94,7 +94,7 @@ def test_improvement_ends_where_no_single_border_move_helps():
     cuts = Chain(chain([chance.uniform(1, 9) for _ in range(20)]))
     limits = Limits(4, microbatches=6)
     poor = timed(cuts, limits, "1f1b", [3, 8, 12, 20])
-    good, best = settled(cuts, limits, poor), quickest(cuts, limits, ("1f1b",))
+    good, best = settled(cuts, limits, poor), fastest(cuts, limits, ("1f1b",))
     assert best.seconds <= good.seconds <= 1.05 * best.seconds < 0.9 * poor.seconds
     for number in range(3):
         assert all(each.seconds >= good.seconds for each in cuts_moved(cuts, limits, good, number))

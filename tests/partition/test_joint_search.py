@@ -8,7 +8,7 @@ from hpc3d.partition import downsets, joint_search
 from hpc3d.partition.atom_graph import Atom, Graph, Value
 from hpc3d.partition.downsets import cuts_of
 from hpc3d.partition.evaluation import Limits, ModelCosts, RunCosts, bytes_held, evaluated, load
-from hpc3d.partition.joint_search import Allowed, JointSearch, lightest, quickest, timed
+from hpc3d.partition.joint_search import Allowed, JointSearch, fastest, lightest, timed
 from hpc3d.pipeline.step_model import StepModel
 from tests.partition.arrangements import MACHINE, line, random_costs
 from tests.partition.graphs import (
@@ -129,7 +129,7 @@ def test_quickest_is_the_optimum_of_all_partitions(schedule, seed):
     graph = random_graph(seed, most=7)
     limits = random_limits(seed, 2 + seed % 3)
     found, expected = (
-        quickest(cuts_of(graph), limits, (schedule,)),
+        fastest(cuts_of(graph), limits, (schedule,)),
         quickest_of_all(graph, limits, schedule),
     )
     if expected is None:
@@ -142,7 +142,7 @@ def test_quickest_is_the_optimum_of_all_partitions(schedule, seed):
 def test_quickest_partition_of_uneven_loads(schedule, expected):
     """Loads whose lightest heaviest stage takes 600 under 1F1B."""
     limits = Limits(4, microbatches=8)
-    found = quickest(cuts_of(chain()), limits, (schedule,))
+    found = fastest(cuts_of(chain()), limits, (schedule,))
     assert (found.seconds, found.schedule, found.proven) == (expected, schedule, True)
 
 
@@ -162,12 +162,12 @@ def test_received_inputs_count_for_every_microbatch_in_flight():
     kept = limits._replace(keeps_received=True)
     assert timed(cuts, kept, "gpipe", [1, 2, 3]) and timed(cuts, limits, "gpipe", [1, 2, 3])
     assert not timed(cuts, kept._replace(memory=19.0), "gpipe", [1, 2, 3])
-    assert quickest(cuts, kept._replace(memory=19.0), ("gpipe",)).ends == (3,)
+    assert fastest(cuts, kept._replace(memory=19.0), ("gpipe",)).ends == (3,)
 
 
 def test_truncated_search_proves_nothing(monkeypatch):
     monkeypatch.setattr(joint_search, "SEARCH_BUDGET", 64)
-    found = quickest(cuts_of(random_graph(4)), Limits(4, microbatches=4), ("1f1b",))
+    found = fastest(cuts_of(random_graph(4)), Limits(4, microbatches=4), ("1f1b",))
     assert found and not found.proven
 
 
@@ -181,7 +181,7 @@ def test_searches_share_one_budget(monkeypatch):
 
     monkeypatch.setattr(joint_search, "SEARCH_BUDGET", 5_000)
     monkeypatch.setattr(StepModel, "ends", counted)
-    found = quickest(cuts_of(chain(range(1, 21))), Limits(20, microbatches=16), ("1f1b", "gpipe"))
+    found = fastest(cuts_of(chain(range(1, 21))), Limits(20, microbatches=16), ("1f1b", "gpipe"))
     assert found and not found.proven
     assert 5_000 <= sum(passes) <= 5_000 + 2 * 20 * 16
 

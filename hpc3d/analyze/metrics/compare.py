@@ -143,7 +143,7 @@ def _received(time):
 
 
 def run_row(trace: Steady) -> dict[str, Any]:
-    """Return the input row of a run for `scaling_rows` and `gain_rows`; unknown values are None.
+    """Return the input row of a run for `scaling_rows` and `gain_rows`; `None` for unknown values.
 
     step_s is the median step time of the slowest rank. forward_s and backward_s are medians
     over steps of the mean over ranks. average_step_s = (forward_s + backward_s) / batch is the

@@ -82,7 +82,7 @@ def _kind(config, sharded, wide):
 
 
 def _family(config, sharded, wide):
-    """Return the dimensionality of the tensor parallelism, such as "2d", or None if there is none.
+    """Return the dimensionality of the tensor parallelism, such as "2d"; `None` without it.
 
     The dimensionality is the number of sharded loop dimensions. Sharding only m is data
     parallelism, not tensor parallelism.

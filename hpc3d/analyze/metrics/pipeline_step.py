@@ -308,7 +308,7 @@ def _stage_rows(
 
 
 def _seconds(row, op):
-    """Return the total seconds of the passes of kind `op`, or None if there are none."""
+    """Return the total seconds of the passes of kind `op`, or `None` without passes."""
     times = [end - start for start, end, what in row if what.op == op]
     return sum(times) if times else None
 

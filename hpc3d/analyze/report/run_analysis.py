@@ -219,7 +219,7 @@ def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
 
 
 def _dropped(trace):
-    """Yield a line that lists the ranks with dropped events, or nothing if there are none."""
+    """Yield a line that lists the ranks with dropped events, if any."""
     if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
         yield _DROPPED.format(ranks=_ranks(dropped))
 

@@ -139,12 +139,12 @@ class Ranking:
         If no layout fits, the smallest remaining layout is simulated last.
         """
         offers = [offer for each in self.found.timed if each.fits for offer in each.offers]
-        quickest = inf
-        while offer := self.promising(offers, quickest):
+        shortest = inf
+        while offer := self.promising(offers, shortest):
             offers.remove(offer)
             row = self.run(offer)
-            quickest = min(quickest, row.seconds if self.fits(row) else inf)
-        if quickest == inf and offers:
+            shortest = min(shortest, row.seconds if self.fits(row) else inf)
+        if shortest == inf and offers:
             self.run(min(offers, key=self.peak))
 
     def try_buckets(self) -> None:
@@ -155,8 +155,8 @@ class Ranking:
         kept, self.left = self.left, _SIZED * self.most
         for seconds, other, each in sorted(self._resized(), key=lambda one: one[0]):
             row, cost = self.row(each), _simulation_cost(other.config)
-            quickest = min(self._fitting_seconds(), default=inf)
-            if cost <= self.left and _KIN * seconds < min(quickest, row.seconds):
+            shortest = min(self._fitting_seconds(), default=inf)
+            if cost <= self.left and _KIN * seconds < min(shortest, row.seconds):
                 found = self.run(other)
                 if self.fits(found) and gains(found.seconds, row.seconds):
                     each.offers.append(other)
@@ -179,15 +179,15 @@ class Ranking:
         """Return the step times in seconds of the simulated layouts that fit."""
         return [row.seconds for row in self.known.values() if self.fits(row)]
 
-    def promising(self, offers: Sequence[Estimate], quickest: float) -> Estimate | None:
+    def promising(self, offers: Sequence[Estimate], shortest: float) -> Estimate | None:
         """Return the most promising of the `offers`, or None if none justifies a simulation.
 
-        `quickest` is the shortest step time in seconds of a simulated layout that fits.
+        `shortest` is the shortest step time in seconds of a simulated layout that fits.
         """
         near = (offer for offer in offers if self.peak(offer) <= self.room(offer))
         offer = min(near, key=self.least, default=None)
-        enough = quickest < inf and self.left < _SHOWN * self.most
-        return None if enough or not offer or self.least(offer) > quickest else offer
+        enough = shortest < inf and self.left < _SHOWN * self.most
+        return None if enough or not offer or self.least(offer) > shortest else offer
 
     def least(self, estimate: Estimate) -> float:
         """Return a lower bound on the step time, in seconds, that a simulation would give."""
@@ -233,8 +233,8 @@ class Ranking:
         fitting = filter(self.fits, known)
         new = (one for one in each.offers if one.config not in self.known)
         likely = (one for one in new if self.peak(one) <= self.search.candidates.memory)
-        quickest = min(fitting, key=lambda row: row.seconds, default=None)
-        return quickest or next(map(self._corrected, likely), None)
+        shortest = min(fitting, key=lambda row: row.seconds, default=None)
+        return shortest or next(map(self._corrected, likely), None)
 
     def looked_at(self, each: TimedCandidate) -> RankedLayout:
         """Return the best RankedLayout of a candidate, from simulations if the budget allows."""

@@ -8,7 +8,7 @@ from hpc3d.predict.machine.machine import Link
 from hpc3d.predict.planning import contexts, layouts
 from hpc3d.predict.planning.search import Search
 from hpc3d.predict.simulation.count import predict
-from tests.predict.planning.test_search import CLUSTER, GB, config_of, quickest, settled, step
+from tests.predict.planning.test_search import CLUSTER, GB, config_of, fastest, settled, step
 
 # Two heads and one sequence: tensor axes take 4 ranks at most, and replicas none.
 LONG = """
@@ -37,7 +37,7 @@ def test_context_parallelism_is_used_if_nothing_else_fits(whole):
     searched = Search(config_of(LONG), 4, 256, CLUSTER, memory)
     found = searched.run(3, 400)
     best = min(
-        filter(None, (quickest(searched, each) for each in found.timed if each.fits)),
+        filter(None, (fastest(searched, each) for each in found.timed if each.fits)),
         key=lambda each: each.seconds,
     )
     assert best.config.mesh.c > 1

@@ -63,7 +63,7 @@ def search(line=SMALL, ranks=8, machine=CLUSTER, memory=16 * GB, most=400, top=1
     return found, found.run(top, most)
 
 
-def quickest(searched, timed):
+def fastest(searched, timed):
     """The fastest offer of a place that fits by its estimate, or None."""
     return next(filter(searched.candidates.fits, timed.offers), None)
 
@@ -155,7 +155,7 @@ def test_step_time_grows_as_memory_shrinks():
     steps = []
     for memory in (1, 0.05, 0.03, 0.02):
         searched, found = search(memory=memory * GB)
-        fitting = (quickest(searched, each) for each in found.timed if each.fits)
+        fitting = (fastest(searched, each) for each in found.timed if each.fits)
         best = min(filter(None, fitting), key=lambda each: each.seconds)
         assert step(best.config)[1] <= 1.1 * memory * GB
         steps.append(best.seconds)
@@ -191,7 +191,7 @@ def test_zero_3_is_preferred_to_full_recomputation_on_fast_links():
         [*searched.candidates.options(replicas.config, 1, (zero,), selective)] for zero in (2, 3)
     )
     searched.candidates.memory = (two.peak + three.peak) / 2
-    found = quickest(searched, searched.timed(replicas)).config.parallel
+    found = fastest(searched, searched.timed(replicas)).config.parallel
     assert (found.zero, found.recompute) == (3, "selective")
 
 
