@@ -1,4 +1,4 @@
-"""Boxes of a tensor: the slices that ranks hold and files store."""
+"""Boxes (slices) of a tensor, as held by ranks and stored in checkpoint files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BlockSlices(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape [rows, experts, columns] of an array with the elements of the box."""
+        """Shape [rows, experts, columns] of the box."""
         rows, experts = self.bottom - self.top, self.back - self.front
         return max(0, rows), max(0, experts), max(0, self.right - self.left)
 
@@ -33,11 +33,11 @@ class BlockSlices(NamedTuple):
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Edges as a manifest stores them: four for a matrix."""
+        """Edges of the box as stored in a manifest: four for a matrix, six with experts."""
         return self if self[4:] != (0, 1) else self[:4]
 
     def intersection(self, other: BlockSlices) -> BlockSlices:
-        """Return the intersection of two boxes."""
+        """Return the intersection of this box and another one."""
         return BlockSlices(
             max(self.top, other.top),
             min(self.bottom, other.bottom),
@@ -48,13 +48,16 @@ class BlockSlices(NamedTuple):
         )
 
     def index_in(self, outer: BlockSlices) -> tuple[slice, slice, slice]:
-        """Return the index of this box in an array [rows, experts, columns] of the box `outer`."""
+        """Return the index of this box in an array that holds the box `outer`.
+
+        The array has the shape [rows, experts, columns].
+        """
         rows = slice(self.top - outer.top, self.bottom - outer.top)
         experts = slice(self.front - outer.front, self.back - outer.front)
         return rows, experts, slice(self.left - outer.left, self.right - outer.left)
 
     def rectangles(self, columns: int) -> Iterator[BlockSlices]:
-        """Yield the rectangles of this box in the matrix [rows, experts x columns].
+        """Yield the rectangles covered by this box in the matrix [rows, experts x columns].
 
         `columns` is the number of columns per expert.
         """
@@ -66,7 +69,7 @@ class BlockSlices(NamedTuple):
 
 
 def stored_shape(dims: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a tensor in files: a vector, or [first dimension, all others]."""
+    """Return the shape in which files store a tensor: a vector, or [dim 0, all other dims]."""
     return (prod(dims),) if len(dims) < 2 else (dims[0], prod(dims[1:]))
 
 
@@ -76,7 +79,7 @@ def whole_of(shape: Sequence[int]) -> BlockSlices:
 
 
 def box_of(slices: Sequence[slice]) -> BlockSlices:
-    """Return the box of slices of [columns], [rows, columns] or [rows, experts, columns]."""
+    """Convert slices [columns], [rows, columns] or [rows, experts, columns] to a box."""
     *others, columns = slices
     rows = others[0] if others else slice(0, 1)
     experts = others[1] if len(others) > 1 else slice(0, 1)
@@ -86,10 +89,10 @@ def box_of(slices: Sequence[slice]) -> BlockSlices:
 
 
 def boxes(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
-    """Cover elements `start` to `stop` of a block, in row-major order, with few boxes.
+    """Return a few boxes that cover elements `start` to `stop` of a block, in row-major order.
 
-    The boxes are the end of a row, full rows, and the beginning of a row. With several experts, an
-    incomplete row is split likewise at the boundaries of experts.
+    The boxes cover the end of a row, complete rows, and the beginning of a row. With several
+    experts, an incomplete row is split in the same way at expert boundaries.
     """
     _, experts, columns = block.shape
     stop = min(stop, block.size)
@@ -98,9 +101,10 @@ def boxes(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
 
 
 def _stretches(start: int, stop: int, widths: Sequence[int]) -> list[tuple[int, int]]:
-    """Split `start` to `stop` into ranges, each aligned to a width or inside one unit of it.
+    """Split the range from `start` to `stop` at multiples of decreasing `widths`.
 
-    A range inside a unit of one width is split by the next, finer width.
+    Complete units of the first width form one range. Incomplete units at both ends are split at
+    multiples of the next width.
     """
     if start >= stop:
         return []
@@ -132,7 +136,7 @@ def _box(block, start, stop):
 
 
 def coverage_error(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | None:
-    """Return the reason why boxes do not cover a tensor exactly once, or None if they do."""
+    """Return the reason why boxes do not cover a tensor exactly once, or `None` if they do."""
     if any(part.intersection(whole) != part for part in parts):
         rows, experts, columns = whole.shape
         sizes = [rows, experts, columns] if experts > 1 else [rows, columns]
@@ -145,10 +149,10 @@ def coverage_error(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | No
 
 
 def overlap(parts: Sequence[BlockSlices]) -> BlockSlices | None:
-    """Return the intersection of two overlapping rectangles of a matrix; None if all are disjoint.
+    """Return the intersection of two overlapping rectangles, or `None` if all are disjoint.
 
-    A sweep line goes down the rows; `across` holds the rectangles that it crosses, from left to
-    right.
+    A sweep line moves down the rows. `across` holds the rectangles that intersect the line, from
+    left to right.
     """
     starts = [(part.top, True, part) for part in parts]
     ends = [(part.bottom, False, part) for part in parts]

@@ -1,4 +1,4 @@
-"""Forecast of the disk space and time of checkpoints, reported before the first step."""
+"""Estimate of the disk space and write time of checkpoints, reported before the first step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.training.trainer import Trainer
 
-_LARGEST = 4 << 20  # bytes written to measure the disk
-_FILES = 2  # files that a rank writes per checkpoint
+_LARGEST = 4 << 20  # maximum size in bytes of the file written to measure the disk
+_FILES = 2  # number of files written by each rank per checkpoint
 
 
 class Probe(NamedTuple):
-    """Measured times in seconds: per small file, per written byte, and per hashed byte."""
+    """Measured times in seconds per small file, per byte written, and per byte hashed."""
 
     file: float
     write: float
@@ -35,9 +35,10 @@ class Probe(NamedTuple):
 
 
 def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
-    """Return log lines about the checkpoints of a run in `folder`; collective over all ranks.
+    """Return log lines with the size and time of a run's checkpoints; collective over all ranks.
 
-    One rank of each node writes a few megabytes. If it cannot, the job stops with an error.
+    One rank of each node writes a few megabytes to `folder`. If a write fails, the job stops with
+    an error.
     """
     share = shares(trainer.parameters, trainer.optimizer)
     host, size = socket.gethostname(), sum(elements.nbytes for *_, elements in share)
@@ -61,7 +62,7 @@ def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
 
 
 def probe(folder: Path, host: str, size: int) -> Probe:
-    """Measure the time to write a small and a large file to a folder and flush them to disk."""
+    """Measure the time to write files to a folder, flush them to disk, and hash their data."""
     path, block = folder / f"probe-{host}", np.random.default_rng(0).bytes(size)
     small, large = timed(partial(_written, path, block[:1])), timed(partial(_written, path, block))
     digest = timed(partial(hashlib.sha256, block))
@@ -83,8 +84,9 @@ def timed(function: Callable[[], object]) -> float:
 def seconds(ranks: Sequence[tuple[str, int]], probes: Sequence[Probe]) -> float:
     """Return the estimated time of a checkpoint in seconds.
 
-    All nodes write their shards concurrently, then rank 0 reads all of them. `ranks` has (host,
-    bytes) per rank, and `probes` has one probe per node; the slowest values are used.
+    All nodes write their shards concurrently, then rank 0 reads all of them. `ranks` lists (host,
+    bytes) for each rank and `probes` one probe for each node. The estimate uses the slowest probe
+    values.
     """
     slowest = Probe(*map(max, zip(*probes, strict=True)))
     count, held = Counter(host for host, _ in ranks), Counter()
@@ -96,7 +98,7 @@ def seconds(ranks: Sequence[tuple[str, int]], probes: Sequence[Probe]) -> float:
 
 
 def shortage(folder: Path, size: int, keep: int) -> str | None:
-    """Return a warning if the disk cannot hold the kept checkpoints and one more, else None."""
+    """Return a warning if the disk cannot hold the kept checkpoints and one more, or `None`."""
     present = steps_of(folder / "checkpoints")
     has = sum(path.stat().st_size for step in present for path in step.iterdir())
     free, wanted = shutil.disk_usage(folder).free + has, (keep + 1) * size

@@ -1,6 +1,7 @@
 """Export of weights in the format of Hugging Face `transformers` (see hf_families).
 
-A model folder has config.json and model.safetensors, or several weight files with an index.
+A model folder contains config.json and either model.safetensors or several weight files with an
+index.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def _written_by(target: Path) -> list[Path]:
-    """Return the files that `export` writes, weights first.
+    """Return the paths of the files written by `export`, starting with the weights.
 
-    Raises ValueError if `target` is an existing file with another suffix.
+    Raises ValueError if `target` is an existing file with a suffix other than .safetensors.
     """
     if target.suffix == ".safetensors":
         return [target]
@@ -40,7 +41,7 @@ def _written_by(target: Path) -> list[Path]:
 
 
 def refuse_to_replace(target: Path) -> None:
-    """Raise ValueError if `export` would overwrite a file."""
+    """Raise ValueError if an export to `target` would overwrite a file."""
     written = _written_by(target)
     with_it = [target / name for name in TOKENIZER_FILES] if len(written) > 1 else []
     for path in (*written, *with_it):
@@ -53,8 +54,8 @@ def refuse_to_replace(target: Path) -> None:
 def earlier_files(target: Path) -> list[Path]:
     """Return the files of an earlier export in a folder.
 
-    The list is empty if there is no model.safetensors, because the files are then not from an
-    export.
+    The list is empty if the folder has no model.safetensors, because its files then do not come
+    from an export.
     """
     if not (target / WEIGHTS).is_file():
         return []
@@ -65,11 +66,11 @@ def earlier_files(target: Path) -> list[Path]:
 def export(
     opened: Checkpoint, target: Path, special: Mapping[str, int | None] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Write the parameters of a checkpoint to a folder that `from_pretrained` loads.
+    """Export the parameters of a checkpoint to a folder that `from_pretrained` can load.
 
     If `target` ends in .safetensors, only that file is written. For a torch module, only the
-    weights are written, under the names of the module. `special` maps keys of config.json to the
-    token ids of a tokenizer. Returns a dict from array name to shape.
+    weights are written, under the module's parameter names. `special` maps keys of config.json to
+    the token ids of a tokenizer. Returns a dict from array name to shape.
     """
     weights, *settings = _written_by(target)
     if config_of(opened).torch.factory:
@@ -106,7 +107,7 @@ def notes(opened: Checkpoint) -> list[str]:
 def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ...]]:
     """Export the state_dict of a torch module for `load_state_dict`.
 
-    A tensor with several names is stored under each of them.
+    A tensor with several names is stored once under each name.
     """
     module, arrays = opened.header["module"], {}
     for name, stored in shapes_in(opened).items():
@@ -128,7 +129,7 @@ def _value_of(opened: Checkpoint, name: str, shape: Sequence[int], dtype: np.dty
 
 
 def _settings_of(family: PublishedFamily, model: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
-    """Return the config.json of a model whose tokenizer is unknown."""
+    """Return the content of a model's config.json, without special token ids."""
     return {
         "model_type": family.types[0],
         "architectures": [family.architecture],

@@ -1,11 +1,11 @@
-"""Names of model families and their arrays in Hugging Face `transformers`.
+"""Names of model families and of their parameters in Hugging Face `transformers`.
 
     hpc3d                      GPT2LMHeadModel, transformer.*   LlamaForCausalLM, model.*
     embedding.token            wte.weight                       embed_tokens.weight
     embedding.position         wpe.weight                       none
     layers.N.norm1             h.N.ln_1                         layers.N.input_layernorm
     layers.N.qkv               h.N.attn.c_attn                  layers.N.self_attn.q_proj, k_, v_
-    layers.N.q, k, v           none                             same, if queries share keys (GQA)
+    layers.N.q, k, v           none                             same, for grouped-query attention
     layers.N.proj              h.N.attn.c_proj                  layers.N.self_attn.o_proj
     layers.N.norm2             h.N.ln_2                         layers.N.post_attention_layernorm
     layers.N.up                h.N.mlp.c_fc                     layers.N.mlp.gate_proj, up_proj
@@ -13,7 +13,7 @@
     head.norm                  ln_f                             norm
     head.table                 lm_head.weight; none if head and embedding are tied
 
-Qwen2 has Llama's names, with biases of q_proj, k_proj and v_proj.
+Qwen2 uses Llama's names and adds biases to q_proj, k_proj and v_proj.
 
     hpc3d                      MixtralForCausalLM, model.*; otherwise as Llama
     layers.N.router            layers.N.block_sparse_moe.gate
@@ -32,10 +32,10 @@ Qwen2 has Llama's names, with biases of q_proj, k_proj and v_proj.
     head.table                 cls.predictions.decoder.weight; none if it is tied
 
 In hpc3d, the columns of qkv are [q | k | v] for each head; with grouped-query attention q, k and v
-are separate arrays.  The columns of a gated up are [gate | up] for each unit.  GPT-2 stores all of
-q, all of k and all of v side by side, with weights [in, out] as in hpc3d.  Llama has a separate
-array for each of them, with weights [out, in].  hpc3d stores the weights of all experts of a layer
-in one array [in, experts, out]; Mixtral stores each expert separately.
+are separate arrays. The columns of a gated `up` matrix are [gate | up] for each MLP unit. GPT-2
+stores all of q, all of k and all of v side by side, with weights [in, out] as in hpc3d. Llama has
+a separate array for each of them, with weights [out, in]. hpc3d stores the weights of all experts
+of a layer in one array [in, experts, out]; Mixtral stores each expert separately.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ _PARTS = {"gamma": "weight", "beta": "bias"}
 class PublishedFamily(NamedTuple):
     """Description of a family in `transformers`.
 
-    types         model_type values; the first one is exported
-    architecture  the class of the model
+    types         model_type values; the first one is used for export
+    architecture  class of the model in `transformers`
     prefix        prefix of all names except those that begin with `bare`
     block         prefix of the layer number
     ends          dict from hpc3d parameters of embedding and head to their names
-    layers        {hpc3d layer: names of the arrays with its columns}, {} is the expert number
+    layers        dict from hpc3d layer to the arrays with its columns; {} is the expert index
     transposed    True if the weights of layers are [out, in]
-    measured      {key of [model]: (name, dimension)}, the arrays that determine a size
-    copies        {name: the name it copies, if head and embedding are untied}
+    measured      dict from key of [model] to (array, dimension); the array has this size
+    copies        dict from duplicate array to its original, if head and embedding are untied
     tied          True if head and embedding are tied unless config.json says otherwise
-    settings      its config.json
+    settings      conversion of the family's config.json
     """
 
     family: Family
@@ -88,7 +88,7 @@ class PublishedFamily(NamedTuple):
     def names_of(self, ours: str, expert: int = 0) -> tuple[str, ...]:
         """Return the names, without prefix, of the arrays that store an hpc3d parameter.
 
-        For a stack of experts, these are the arrays of one `expert`.
+        For stacked experts, only the arrays of expert number `expert` are returned.
         """
         if ours in self.ends:
             return (self.ends[ours],)
@@ -98,13 +98,13 @@ class PublishedFamily(NamedTuple):
         return tuple(f"{self.block}.{number}.{name.format(expert)}.{part}" for name in names)
 
     def full_name_of(self, name: str) -> str:
-        """Return a name with the prefix, unless it begins with `bare`."""
+        """Prepend the family's prefix to an array name, unless the name begins with `bare`."""
         return name if name.startswith(self.bare) else self.prefix + name
 
     def shapes_of(
         self, ours: str, shape: Sequence[int], model: ModelConfig
     ) -> dict[str, tuple[int, ...]]:
-        """Return the shapes, by name, of the arrays that store an hpc3d parameter of `shape`."""
+        """Return a dict from name to shape of the arrays that store a parameter of `shape`."""
         if len(shape) < 3:
             return self._shapes_of(self.names_of(ours), ours, shape, model)
         return {
@@ -129,7 +129,7 @@ class PublishedFamily(NamedTuple):
         }
 
     def given(self, ours: str, value: np.ndarray, model: ModelConfig) -> dict[str, np.ndarray]:
-        """Return the arrays, by name, that store an hpc3d parameter."""
+        """Convert an hpc3d parameter to a dict from name to array in `transformers` format."""
         if value.ndim < 3:
             return self._given(self.names_of(ours), ours, value, model)
         return {
@@ -157,7 +157,7 @@ class PublishedFamily(NamedTuple):
     def taken(
         self, ours: str, read: Callable[[str], np.ndarray], model: ModelConfig
     ) -> np.ndarray:
-        """Assemble an hpc3d parameter from the arrays that `read` returns by name."""
+        """Assemble an hpc3d parameter from the `transformers` arrays returned by `read(name)`."""
 
         def matrix(expert=0):
             arrays = [read(name) for name in self.names_of(ours, expert)]
@@ -178,9 +178,10 @@ class PublishedFamily(NamedTuple):
         return np.concatenate(parts, -1).reshape(whole.shape)
 
     def _widths(self, ours: str, columns: int, model: ModelConfig) -> tuple[int, ...]:
-        """Return the number of columns of each component of an interleaved unit.
+        """Return the number of adjacent columns of each component of a matrix.
 
-        The unit is a head (components q, k and v), a unit of the MLP, or all columns.
+        The components of qkv are interleaved per head, and gate and up per MLP unit. Any other
+        matrix has a single component with all columns.
         """
         layer = ours.split(".")[-2]
         if layer == "qkv":
@@ -340,9 +341,9 @@ PUBLISHED = {
 
 
 def published(model: ModelConfig) -> PublishedFamily:
-    """Return the `transformers` family of a section [model].
+    """Return the `transformers` family for a `[model]` section.
 
-    Raises ValueError for a mixture of experts that `transformers` lacks.
+    Raises ValueError for a mixture of experts that `transformers` does not support.
     """
     if not model.experts:
         return PUBLISHED[model.kind]

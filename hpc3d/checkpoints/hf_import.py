@@ -1,6 +1,6 @@
-"""Import of a model from files of `transformers` (see hf_families).
+"""Import of a model from Hugging Face `transformers` files (see hf_families).
 
-The files are not trusted: sizes come from the stored arrays, not from config.json.
+The files are untrusted: model sizes are taken from the stored arrays, not from config.json.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, ModelConfig
 
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
-# Buffers of older versions, and BERT's layers for tasks that are not supported here.
+# Buffers stored by older versions, and BERT layers for tasks that hpc3d does not support.
 _IGNORED = re.compile(
     r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     r"|embeddings\.position_ids|pooler\.dense\.\w+|cls\.seq_relationship\.\w+"
 )
 _OF_TRAINING = "dropout", "capacity", "balance_loss", "z_loss"  # keys that only affect training
 _FUSED = ".experts.gate_up_proj"
-# TensorFlow's names of LayerNorm parameters, in the original files of BERT.
+# TensorFlow names of LayerNorm parameters, as in the original BERT checkpoints.
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 class Pretrained:
     """Pretrained model in a folder or a weights file.
 
-    `model` has the known keys of the section [model], `undecided` maps each key that the user must
-    set to the reason, and `settings` is the content of config.json. Raises a one-line ValueError
-    if hpc3d cannot train the model. NaN and infinite weights are an error unless `allow_nonfinite`
-    is true.
+    `model` holds the known keys of the `[model]` section, `undecided` maps each key that the user
+    must set to the reason, and `settings` is the content of config.json. Raises a one-line
+    ValueError if hpc3d cannot train the model. NaN and infinite weights are an error unless
+    `allow_nonfinite` is true.
     """
 
     def __init__(self, path: Path, allow_nonfinite: bool = False) -> None:
@@ -72,7 +72,7 @@ class Pretrained:
 
     @property
     def dtype(self) -> str:
-        """float64 if any array has that type, else float32: narrower types are widened."""
+        """Data type of the model: float64 if any stored array is float64, otherwise float32."""
         stored = {entry.dtype for entry in self.entries.values()}
         return "float64" if "F64" in stored else "float32"
 
@@ -88,7 +88,7 @@ class Pretrained:
         return value
 
     def tied(self, settings: Mapping[str, Any]) -> bool:
-        """Return True if the head is tied to the token embedding, and drop copies of it."""
+        """Return True if the head is tied to the token embedding; discard redundant arrays."""
         head, table = (self.family.ends[name] for name in ("head.table", "embedding.token"))
         same = head not in self.locations or np.array_equal(
             self.read(head), self.read(table), equal_nan=True
@@ -103,14 +103,14 @@ class Pretrained:
             self.locations.pop(head, None)
         for copy, name in self.family.copies.items():
             location = self.locations.pop(copy, None)
-            if location and not tied:  # the copy that the model uses
+            if location and not tied:  # untied models use the copy
                 self.locations[name] = location
         return tied
 
     def parameter(self, ours: str, config: Config) -> np.ndarray:
-        """Return a parameter by its hpc3d name, in the shape that the model of a run needs.
+        """Return a parameter by its hpc3d name; truncate position embeddings for the run.
 
-        Raises ValueError if a value exceeds the range of the run's type.
+        Raises ValueError if a value exceeds the range of the run's data type.
         """
 
         def read(name):
@@ -124,7 +124,7 @@ class Pretrained:
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError unless the arrays have the names and shapes of `model`.
 
-        The sequence length is the full one of the pretrained model.
+        The check uses the sequence length of the pretrained model.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         model = replace(model, sequence=self.model["sequence"])
@@ -142,7 +142,7 @@ class Pretrained:
                 raise ValueError(f"{self.path}: {name} is {found}, but should be {wanted}")
 
     def _undecided(self, settings: Mapping[str, Any]) -> dict[str, str]:
-        """Return the keys of [model] that the user must set, each with the reason."""
+        """Return a dict from each key of [model] that the user must set to the reason."""
         reasons = {}
         if "heads" not in self.model:
             theirs = {ours: key for key, ours in self.family.settings.sizes.items()}
@@ -175,7 +175,7 @@ def _weight_files(path: Path) -> list[Weights]:
 
 
 def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> PublishedFamily:
-    """Return the family named in config.json, or else the one whose token embedding is present."""
+    """Return the family named in config.json, or identify it by its token embedding's name."""
     known = {each: family for family in PUBLISHED.values() for each in family.types}
     if (kind := settings.get("model_type")) is not None:
         if str(kind) not in known:
@@ -214,7 +214,7 @@ def _locations(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights
 
 
 def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str, int]:
-    """Return the sizes of a model, from the shapes of its arrays."""
+    """Determine the sizes of a model from the shapes of its stored arrays."""
     for name, _ in family.measured.values():
         if name not in entries or len(entries[name].shape) != 2:
             raise ValueError(f"the matrix {name} is missing, so this is no {family.architecture}")
@@ -234,10 +234,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
-    """Return the configuration of a run of this model, with command-line options applied.
+    """Return the configuration for training a pretrained model, with command-line options applied.
 
     The options may set undecided keys, keys that only affect training, and a shorter sequence.
-    Other keys of the model cannot change.
+    Other model keys cannot be changed.
     """
     tree = {"model": {**pretrained.model}, "train": {"dtype": pretrained.dtype}}
     deprecated_keys.warn(override(tree, words))

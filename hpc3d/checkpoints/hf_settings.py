@@ -1,4 +1,4 @@
-"""Conversion between config.json of Hugging Face `transformers` and the section [model].
+"""Conversion between config.json of Hugging Face `transformers` and the `[model]` section.
 
 An unknown key is an error, because it may change the output of the model.
 """
@@ -25,20 +25,20 @@ _ACTIVATIONS = {
     "gelu_fast": "tanh",
     "gelu_python": "exact",
 }
-_LLAMA3 = {  # key of rope_scaling: hpc3d name
+_LLAMA3 = {  # key of rope_scaling -> hpc3d name
     "factor": "factor",
     "low_freq_factor": "low",
     "high_freq_factor": "high",
     "original_max_position_embeddings": "original",
 }
-_OF_MIXTRAL = {  # key of [model]: the only supported value, and its meaning
+_OF_MIXTRAL = {  # key of [model] -> (only supported value, description)
     "shared_experts": (0, "no shared experts"),
     "moe_every": (1, "experts in every block"),
     "balance_bias": (0.0, "no router bias"),
 }
 _BALANCE = "router_aux_loss_coef"
 _LARGEST = 1e6  # upper bound of the loss coefficient
-# Keys about text, files and training, which do not affect the output of any model.
+# Keys that concern tokenization, files or training and do not affect a model's output.
 _HARMLESS = """
     _name_or_path architectures bos_token_id dtype eos_token_id gradient_checkpointing id2label
     initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id
@@ -50,7 +50,7 @@ _HARMLESS = """
 """
 
 
-# Keys of BERT: its activation, and tasks unrelated to masked language modeling.
+# BERT keys: the activation function, and settings of tasks other than masked language modeling.
 _OF_BERT = """
     chunk_size_feed_forward classifier_dropout directionality hidden_act pooler_fc_size
     pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
@@ -64,8 +64,8 @@ class Settings(NamedTuple):
     fixed     dict from key to its only supported value
     dropouts  keys of the dropout rates; hpc3d has a single rate
     others    further keys, written by `written` and read by `told`
-    written   function of the model that returns the further keys of config.json
-    told      function of config.json and the known keys of [model]; returns further ones
+    written   function that converts a ModelConfig to the further keys of config.json
+    told      function of config.json and the known keys of [model]; returns further keys
     """
 
     sizes: Mapping[str, str]
@@ -76,7 +76,7 @@ class Settings(NamedTuple):
     told: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
 
     def of(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json of a model, except its type."""
+        """Convert a model configuration to the family's keys of config.json."""
         return {
             **self.fixed,
             **{theirs: getattr(model, ours) for theirs, ours in self.sizes.items()},
@@ -85,7 +85,7 @@ class Settings(NamedTuple):
         }
 
     def model(self, settings: Mapping[str, Any], measured: Mapping[str, int]) -> dict[str, Any]:
-        """Return the keys of [model] from the `measured` sizes and a config.json.
+        """Derive the keys of [model] from a config.json and the `measured` array sizes.
 
         Raises ValueError for contradicting sizes and for unsupported settings.
         """
@@ -104,7 +104,7 @@ class Settings(NamedTuple):
         return model | self.told(told, model)
 
     def rates(self, settings: Mapping[str, Any]) -> list[Any]:
-        """Return the dropout rates that are set."""
+        """Return the dropout rates that are set in a config.json."""
         return [settings[key] for key in self.dropouts if key in settings]
 
     def _refuse(self, settings: Mapping[str, Any]) -> None:
@@ -134,7 +134,7 @@ def _bert_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[st
 
 
 def _gelu_of(settings: Mapping[str, Any], key: str, usual: str) -> str:
-    """Return the hpc3d name of the activation function given by a key."""
+    """Return the hpc3d name of the activation function `settings[key]`; `usual` is the default."""
     name = str(settings.get(key, usual))
     if name not in _ACTIVATIONS:
         raise ValueError(
@@ -184,7 +184,7 @@ def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
 
 
 def no_mixtral(model: ModelConfig) -> str | None:
-    """Return a message about a setting that Mixtral does not support, or None."""
+    """Return an error message for a setting that Mixtral does not support, or `None`."""
     for key, (only, what) in _OF_MIXTRAL.items():
         if (value := getattr(model, key)) != only:
             return f"model.{key} = {value}: a Mixtral has {what} ({only})"
@@ -201,10 +201,11 @@ def _mixtral_written(model: ModelConfig) -> dict[str, Any]:
 
 
 def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a Mixtral's settings.
+    """Convert the config.json of a Mixtral to keys of [model].
 
-    The load balancing loss of `transformers` uses the fractions of tokens of all layers together,
-    which add up to top_k. hpc3d adds one loss per layer, each with fractions that add up to 1.
+    `transformers` computes one load-balancing loss from the token fractions of all layers
+    together, which sum to top_k. hpc3d adds one loss per layer, computed from fractions that sum
+    to 1.
     """
     top_k, coefficient = model.get("top_k", 2), settings.get(_BALANCE, 0.001)
     if type(top_k) is not int or not 2 <= top_k <= model["experts"]:
@@ -234,7 +235,7 @@ def _qwen2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
 
 
 def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read rope_theta and rope_scaling; transformers 5 has both in one table, rope_parameters."""
+    """Read rope_theta and rope_scaling, or rope_parameters, their form in transformers 5."""
     name = "rope_parameters" if "rope_parameters" in settings else "rope_scaling"
     table = settings.get(name, {})
     if not isinstance(table, dict):

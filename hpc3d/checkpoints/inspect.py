@@ -1,4 +1,4 @@
-"""Contents of a checkpoint, and checks that it is complete."""
+"""Contents of a checkpoint, and checks that the checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ log = logging.getLogger(__name__)
 
 
 class Tensor(NamedTuple):
-    """Parameter of global `shape` in a checkpoint.
+    """Parameter stored in a checkpoint, with its unsharded `shape`.
 
-    `kinds` names its arrays, the value and the optimizer states. `bytes` is their total size.
+    `kinds` lists the kinds of its arrays (the value and the optimizer states), and `bytes` is
+    their total size.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Tensor(NamedTuple):
 def checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint folders at a path, newest first.
 
-    The path is a checkpoint or the folder of a run. Raises ValueError if there is no checkpoint.
+    The path may be a checkpoint or a run folder. Raises ValueError if it has no checkpoint.
     """
     path = Path(path)
     if (path / "manifest.json").exists() or path in steps_of(path.parent):
@@ -65,7 +66,7 @@ def checkpoints(path: Path) -> list[Path]:
 
 
 def latest(parent: Path) -> str:
-    """Return the name of the checkpoint that was completed last; empty if not recorded."""
+    """Return the name of the most recently completed checkpoint, or '' if it is not recorded."""
     try:
         return (parent / "latest").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -73,7 +74,7 @@ def latest(parent: Path) -> str:
 
 
 def best_of(folders: Sequence[Path]) -> str:
-    """Return the name of the checkpoint with the best evaluation of a run, or '' if unknown.
+    """Return the name of a run's checkpoint with the best evaluation, or '' if it is unknown.
 
     The name is stored in the newest readable checkpoint of `folders`.
     """
@@ -101,17 +102,17 @@ def config_of(opened: Checkpoint) -> Config:
 
 
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return a dict from the names of a model's parameters to global shapes, in forward order."""
+    """Return a dict from parameter name to unsharded shape, in the order of the forward pass."""
     return {item.name: item.shape for item in _parameters_of(model)}
 
 
 def stateless_of(model: ModelConfig) -> frozenset[str]:
-    """Return the names of the parameters without optimizer states."""
+    """Return the names of a model's parameters that have no optimizer states."""
     return frozenset(item.name for item in _parameters_of(model) if item.sign_rate)
 
 
 def _parameters_of(model: ModelConfig) -> Parameters:
-    """Return the parameters of a model, without arrays."""
+    """Return the parameters of an unsharded model without allocating their arrays."""
     mesh = Mesh({}, {}, {}, Self())
     found = Parameters(mesh, "float32")
     whole = LayerRange(range(model.layers), True, True)
@@ -123,7 +124,7 @@ def _parameters_of(model: ModelConfig) -> Parameters:
 
 
 def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Return a dict from the names of a checkpoint's parameters to their global shapes.
+    """Return a dict from the names of a checkpoint's parameters to their unsharded shapes.
 
     Raises ValueError if the number of layers differs from the stored configuration.
     """
@@ -140,14 +141,14 @@ def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def _stateless_in(opened: Checkpoint) -> Collection[str]:
-    """Return the names of the parameters without optimizer states."""
+    """Return the names of a checkpoint's parameters that have no optimizer states."""
     if module := opened.header.get("module"):
         return module["frozen"]
     return stateless_of(config_of(opened).model)
 
 
 def tensors(opened: Checkpoint) -> Iterator[Tensor]:
-    """Yield the tensors of a checkpoint."""
+    """Yield a `Tensor` for each parameter in a checkpoint."""
     stateless, specs = _stateless_in(opened), _specs_in(opened)
     for name, shape in shapes_in(opened).items():
         held = _arrays_of(name, shape, () if name in stateless else specs)
@@ -171,21 +172,21 @@ def _specs_in(opened: Checkpoint) -> list[StateSpec]:
 def _arrays_of(
     name: str, shape: tuple[int, ...], specs: Sequence[StateSpec]
 ) -> dict[str, tuple[int, ...]]:
-    """Return a dict from kind to shape, for the value and the states of a parameter."""
+    """Return a dict from array kind to shape for a parameter's value and optimizer states."""
     states = {spec.name: spec.shape(shape) for spec in specs if spec.of(name, shape)}
     return {"value": shape} | states
 
 
 def kinds_of(opened: Checkpoint) -> tuple[str, ...]:
-    """Return the kinds of arrays in a checkpoint; the value is always the first."""
+    """Return the kinds of arrays in a checkpoint, starting with the parameter value."""
     found = {kind for _, kind in opened.sources}
     return ("value", *(kind for kind in state_kinds() if kind in found))
 
 
 def about(opened: Checkpoint) -> dict[str, Any]:
-    """Return a description of a checkpoint as plain values, for `show`.
+    """Return a JSON-serializable description of a checkpoint, for the `show` command.
 
-    For a mixture of experts, `active` is the number of parameters that process a token.
+    For a mixture of experts, `active` is the number of parameters used for each token.
     """
     config, held = config_of(opened), [*tensors(opened)]
     parallel, written = config.parallel, (opened.folder / "manifest.json").stat().st_mtime
@@ -211,7 +212,7 @@ def about(opened: Checkpoint) -> dict[str, Any]:
 
 
 def problems(folder: Path) -> list[str]:
-    """Read a full checkpoint and return one line per problem."""
+    """Read all files of a checkpoint and return one line per problem."""
     try:
         opened = Checkpoint(folder)
         shapes = shapes_in(opened)
@@ -227,9 +228,9 @@ def problems(folder: Path) -> list[str]:
 
 
 def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
-    """Return the first intact checkpoint of `folders`, and the problems of the preceding ones.
+    """Return the first intact checkpoint in `folders`, and the problems of all earlier entries.
 
-    Raises ValueError with all problems if none is intact.
+    Raises ValueError with all problems if no checkpoint is intact.
     """
     wrong = []
     for folder in folders:
@@ -245,9 +246,9 @@ def inconsistencies(
 ) -> Iterator[str]:
     """Yield the inconsistencies between a manifest and a model with these `shapes`.
 
-    These are a step other than the folder's, tensors that the model lacks, and tensors without
-    exactly one copy of every element. Rank-local states are not checked. `stateless` parameters
-    only have a value.
+    An inconsistency is a step number that differs from the folder name, a tensor that the model
+    does not have, or a tensor whose elements are not all stored exactly once. Rank-local states
+    are not checked. `stateless` parameters have no optimizer states.
     """
     step = opened.header["step"]
     if opened.folder.name.startswith("step-") and opened.folder.name != named(step):

@@ -20,18 +20,18 @@ from hpc3d.training.gradient_compression import OWN_STATES
 from hpc3d.training.optimizers.catalog import state_kinds
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
-_BFLOAT16 = "bfloat16"  # NumPy has no type code for it
-_TYPES = {"|u1": 1, "<f2": 2, _BFLOAT16: 2, "<f4": 4, "<f8": 8}  # element type: bytes
+_BFLOAT16 = "bfloat16"  # NumPy has no type code for bfloat16
+_TYPES = {"|u1": 1, "<f2": 2, _BFLOAT16: 2, "<f4": 4, "<f8": 8}  # element type -> size in bytes
 _SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # name of a tensor
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # tensor name
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_LARGEST = 1 << 30  # bytes of a manifest: some ten million boxes
-_MOST = 1 << 62  # upper bound of any number
-_MOST_DIMS = 64  # dimensions of a tensor
+_LARGEST = 1 << 30  # maximum size of a manifest in bytes, enough for about ten million boxes
+_MOST = 1 << 62  # upper bound on all numbers
+_MOST_DIMS = 64  # maximum number of dimensions of a tensor
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header and file list of a manifest; raise OSError or ValueError if invalid."""
+    """Return the header and file list of a manifest; OSError or ValueError if it is invalid."""
     path = folder / "manifest.json"
     size = path.stat().st_size
     _require(path.is_file(), "its manifest is not a file")
@@ -53,7 +53,7 @@ def name_of(dtype: np.dtype) -> str:
 
 
 def type_of(name: str) -> np.dtype:
-    """Return the dtype for a name in a manifest; raise ValueError if ml_dtypes is missing."""
+    """Return the dtype with a given name in a manifest; ValueError if ml_dtypes is missing."""
     if name == _BFLOAT16:
         try:
             import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
@@ -63,9 +63,9 @@ def type_of(name: str) -> np.dtype:
 
 
 def narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the values in `dtype`, or unchanged if they can be cast to it safely.
+    """Cast the values to `dtype`, or return them unchanged if the cast loses no precision.
 
-    Raises ValueError if a finite value exceeds the range of that type and would become infinite.
+    Raises ValueError if a finite value exceeds the range of `dtype` and would become infinite.
     """
     if np.can_cast(values.dtype, dtype):
         return values
@@ -156,7 +156,7 @@ def _check_files(files: Any) -> None:
 
 
 def _check_file(file: Any) -> None:
-    """Check that the entry of a file has a size and a digest, and pieces within that size."""
+    """Check that a file's entry has a size, a digest, and only pieces that lie within the file."""
     name, digest, pieces = file["file"], file.get("sha256"), file.get("pieces")
     _require(_number(file.get("bytes")), f"{name} has no size")
     _require(isinstance(digest, str) and _DIGEST.fullmatch(digest), f"{name} has no SHA-256")

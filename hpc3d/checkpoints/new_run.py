@@ -1,4 +1,4 @@
-"""Folder of a run that starts from given weights, with a checkpoint before the first step."""
+"""Creation of a run folder that starts from given weights, stored as a checkpoint of step 0."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def initial_state(
     read: Callable[[str], np.ndarray],
     specs: Sequence[StateSpec],
 ) -> InitialState:
-    """Return the state with the values `read(name)` and zero optimizer states `specs`."""
+    """Return an initial state with the values `read(name)` and zero-filled optimizer states."""
 
     def states_of(name, shape):
-        """Yield (kind, shape, type) of each state of a parameter."""
+        """Yield (kind, shape, dtype) for each optimizer state of a parameter."""
         for spec in specs:
             if spec.of(name, shape):
                 yield spec.name, spec.shape(shape), np.dtype(spec.dtype or dtype)
@@ -59,12 +59,13 @@ def initial_state(
 def begin(
     run: Path, config: Config, read: Callable[[str, Config], np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
-    """Create the folder of a run for `train --resume`; return its parameters' shapes by name.
+    """Create a run folder for `train --resume`; return a dict from parameter name to shape.
 
-    `read(name, config)` returns the value of a parameter.
+    `read(name, config)` returns the initial value of a parameter.
 
-    The folder gets its final name once all of it is on disk.  Raises ValueError if it exists and
-    is not empty.  A run in 16 bits starts from float32 values, which become its master copies.
+    The folder gets its final name after all files are on disk. Raises ValueError if the folder
+    exists and is not empty. A 16-bit run starts from float32 values, which become the master
+    copies.
     """
     if run.exists() and not (run.is_dir() and not any(run.iterdir())):
         raise ValueError(
@@ -92,7 +93,7 @@ def _write(path: Path, text: str) -> None:
 
 @contextmanager
 def _atomic_folder(folder: Path) -> Iterator[Path]:
-    """Create a folder with a temporary name; rename it if the block succeeds, else remove it."""
+    """Create a folder with a temporary name; rename it on success, remove it on failure."""
     temporary = temporary_of(folder)
     temporary.mkdir(parents=True)
     try:

@@ -1,4 +1,4 @@
-"""Resuming a run: its folder, changed settings, and its newest intact checkpoint."""
+"""Resumption of a run: its folder, its changed settings, and its newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 _Differs = Callable[[Checkpoint], str | None]
 
-_MAY_CHANGE = "dropout", "capacity", "balance_loss", "z_loss"  # no parameter depends on them
-# Keys of [parallel] that determine the blocks of a rank and its gradient compression states.
+_MAY_CHANGE = "dropout", "capacity", "balance_loss", "z_loss"  # no parameter depends on these keys
+# Keys of [parallel] that determine a rank's parameter blocks and gradient compression states.
 _OF_LAYOUT = "scheme", "split", "schedule", "chunks", "layers_per_stage", "compression"
 _OF_LAYOUT += ("compression_rank", "compression_share")
 _OF_ANOTHER = "it belongs to another model or optimizer"
@@ -55,7 +55,7 @@ _NOTHING = "{}: no checkpoint to resume from; start a new run"
 
 
 def run_to_resume(words: list[str]) -> Path | None:
-    """Return the folder given by --resume, or None, and remove the option from `words`."""
+    """Remove --resume from the arguments `words` and return its folder, or `None` if absent."""
     for index, word in enumerate(words):
         if word.startswith("--resume="):
             words[index : index + 1] = word.split("=", 1)
@@ -76,15 +76,15 @@ def run_to_resume(words: list[str]) -> Path | None:
 
 
 def config_of_run(run: Path, words: Sequence[str]) -> Config:
-    """Return the settings of a run with `--section.key value` options applied.
+    """Return the configuration of a run, with `--section.key value` options applied.
 
-    They come from its config.toml, or from its newest checkpoint if that file is gone.
+    The configuration is read from config.toml or, if this file is missing, from the newest
+    checkpoint.
 
     Raises
     ------
     ValueError
-        If config.toml is unreadable, truncated, or lacks keys that the checkpoint was written
-        with.
+        If config.toml is unreadable, truncated, or lacks keys that are stored in the checkpoint.
     """
     path = run / "config.toml"
     opened = _newest_readable(run)
@@ -100,22 +100,22 @@ def config_of_run(run: Path, words: Sequence[str]) -> Config:
 
 
 def checkpointed_config(run: Path) -> Config:
-    """Return the settings of the newest readable checkpoint of a run, else of its config.toml."""
+    """Return the configuration in a run's newest readable checkpoint, or else in config.toml."""
     opened = _newest_readable(run)
     return config_of(opened) if opened else config_of_run(run, [])
 
 
 def checkpointed_texts(run: Path) -> dict[str, Any]:
-    """Return the text descriptions in the newest readable checkpoint of a run.
+    """Return the descriptions of a run's data files from its newest readable checkpoint.
 
-    The result is empty for checkpoints of earlier versions, which have no descriptions.
+    The result is empty for checkpoints of earlier versions, which contain no descriptions.
     """
     opened = _newest_readable(run)
     return (opened and opened.header.get("texts")) or {}
 
 
 def _refuse_truncated(path: Path, opened: Checkpoint) -> None:
-    """Raise ValueError if a config.toml lacks keys that a checkpoint of its run has."""
+    """Raise ValueError if config.toml lacks keys that are stored in a checkpoint of the run."""
     remedy = f"remove it to resume with the settings of {opened.folder.name}"
     try:
         present = _keys_of(read(path))
@@ -139,7 +139,7 @@ def _keys_of(tree: dict[str, Any]) -> set[str]:
 
 
 def _newest_readable(run: Path) -> Checkpoint | None:
-    """Return the newest checkpoint of a run whose manifest and settings can be read, if any."""
+    """Return a run's newest checkpoint with a readable manifest and configuration, or `None`."""
     for folder in steps_of(run / "checkpoints"):
         with suppress(ValueError):
             opened = Checkpoint(folder)
@@ -149,7 +149,7 @@ def _newest_readable(run: Path) -> Checkpoint | None:
 
 
 def with_free_mesh(config: Config, ranks: int) -> Config:
-    """Reset the mesh of a stored configuration if it has another number of ranks."""
+    """Reset the mesh of a stored configuration if its number of ranks differs from `ranks`."""
     refuse([*unknown_values(config)])
     mesh = config.mesh
     if mesh.grid().size == ranks or None in (mesh.x, mesh.y, mesh.z):
@@ -165,8 +165,8 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
 def with_free_schedule(config: Config, stored: Config) -> Config:
     """Reset schedule, chunks and layers per stage of `config` if they no longer apply.
 
-    A value is reset if the user did not change it and it depends on a number of stages or a
-    schedule that differs from the `stored` one.
+    A setting is reset if the user did not change it, but changed the number of stages or the
+    schedule on which it depends.
     """
     now, before = config.parallel, stored.parallel
     free: dict[str, Any] = {}
@@ -187,10 +187,10 @@ def continued(
     differs: _Differs | None = None,
     texts: Mapping[str, Any] | None = None,
 ) -> tuple[Config, list[str]]:
-    """Return the configuration of the resumed run, and a log line per noteworthy difference.
+    """Return the configuration of a resumed run, and a log line for each relevant change.
 
-    `differs(checkpoint)` returns the reason why a checkpoint does not fit the model, or None; by
-    default, it is `mismatch`. `texts` describes the texts that the resumed run reads. Raises
+    `differs(checkpoint)` returns the reason why a checkpoint does not fit the model, or None; the
+    default is `mismatch`. `texts` describes the data files that the resumed run reads. Raises
     ValueError, before anything is changed, if the run cannot be resumed.
     """
     opened = _check(run, config, differs or partial(mismatch, config))
@@ -226,7 +226,7 @@ def _written(value: Any) -> Any:
 
 
 def _other_share(before: float | str | None, now: float | str | None) -> Iterator[str]:
-    """Report an error if a resumed run would hold out a different fraction of its text."""
+    """Report an error if a resumed run would hold out another fraction of its training text."""
     if before != now and float in (type(before), type(now)):
         was = f"it was {before}" if before else "nothing was held out"
         keep = f"leave it at {before}" if isinstance(before, float) else "name another text"
@@ -239,8 +239,8 @@ def _other_share(before: float | str | None, now: float | str | None) -> Iterato
 def _check(run: Path, config: Config, differs: _Differs) -> Checkpoint:
     """Return the newest checkpoint that appears intact.
 
-    Its files are not read in full. Raises ValueError, before anything is changed, if there is no
-    such checkpoint or if no steps are left.
+    Data files are not read in full. Raises ValueError, before anything is changed, if no such
+    checkpoint exists or if all steps are already done.
     """
     wrong = []
     for folder in steps_of(run / "checkpoints"):
@@ -258,7 +258,7 @@ def _check(run: Path, config: Config, differs: _Differs) -> Checkpoint:
 
 
 def _other_optimizer(stored: Config, config: Config) -> Iterator[str]:
-    """Report an error if the optimizer has states that the `stored` optimizer lacks."""
+    """Report an error if the optimizer needs states that the `stored` optimizer does not have."""
     before, now = stored.train.optimizer, config.train.optimizer
     kept, wanted = (optimizer_of(each).STATES for each in (stored, config))
     if {*wanted} - {*kept}:
@@ -271,9 +271,9 @@ def _other_optimizer(stored: Config, config: Config) -> Iterator[str]:
 def with_decay_steps(config: Config, begun: TrainConfig | None = None) -> Config:
     """Resolve `train.decay_steps` of `config`.
 
-    If unset, it is taken from `begun`, the section [train] that the run started with, so that
+    An unset value is taken from `begun`, the `[train]` section with which the run started, so that
     extending a run does not raise the learning rate again. Raises ValueError if the warm-up is
-    longer.
+    longer than the decay.
     """
     steps = config.train.decay_steps or (begun or config.train).decaying()
     config = replace(config, train=replace(config.train, decay_steps=steps))
@@ -282,9 +282,10 @@ def with_decay_steps(config: Config, begun: TrainConfig | None = None) -> Config
 
 
 def rate_notes(begun: TrainConfig, train: TrainConfig, done: int) -> Iterator[str]:
-    """Yield a line for each deviation of the learning rate from its original decay.
+    """Yield a line for each deviation of the learning rate from the original schedule.
 
-    `begun` is the section [train] that the run started with, and `done` its number of steps.
+    `begun` is the `[train]` section with which the run started, and `done` is the number of
+    completed steps.
     """
     if train.curve() != begun.curve():
         rates = ", ".join(
@@ -313,8 +314,9 @@ def resume(
 ) -> int:
     """Restore the newest intact checkpoint of a run, and return the number of the next step.
 
-    `say(line)` logs the checkpoint and the problems of newer ones; `differs` is as in `continued`.
-    The best evaluation so far is restored in `evaluator` if it used the same `texts`.
+    `say(line)` logs the restored checkpoint and the problems of newer checkpoints. `differs`
+    returns the reason why a checkpoint does not fit the model. `evaluator` gets the best
+    evaluation so far if the run still uses the same `texts`.
     """
     opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
     owned = bool(trainer.parameters.own_states) and _same_layout(opened, trainer.config)
@@ -339,7 +341,7 @@ def resume(
 
 
 def _take(opened: Checkpoint, trainer: Trainer, owned: bool) -> None:
-    """Load a checkpoint into a trainer, including the rank-local states if they are `owned`."""
+    """Load a checkpoint into a trainer, including the rank-local states if `owned` is true."""
     restore(opened, trainer.parameters, trainer.optimizer)
     if owned:
         restore_own(opened, trainer.parameters)
@@ -356,9 +358,10 @@ def _same_layout(opened: Checkpoint, config: Config) -> bool:
 
 
 def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
-    """Set the data of rank 0 to the position in a manifest.
+    """Move rank 0's `batches` to the data position that is stored in a manifest.
 
-    Without a position, it follows from the number of steps and the current batch size.
+    Without a stored position, the number of steps and the current batch size determine the
+    position.
     """
     match header.get("position"):
         case {"sequences": int(sequences)} if batches is not None and sequences >= 0:
@@ -366,16 +369,16 @@ def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
 
 
 def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest intact checkpoint of this model, and the problems of newer ones.
+    """Return the newest intact checkpoint of this model, and the problems of newer checkpoints.
 
-    All ranks return the same checkpoint.  If none is intact, the job stops with an error.
+    All ranks return the same checkpoint. If no checkpoint is intact, the job stops with an error.
     """
     wrong = []
     for folder in job.from_root(lambda: steps_of(run / "checkpoints")):
         opened = None
 
         def look(folder=folder):
-            """Read this rank's share of the files; rank 0 also checks the model."""
+            """Verify this rank's share of the files; rank 0 also compares the model."""
             nonlocal opened
             opened = Checkpoint(folder)
             damage = opened.damage(job.rank, job.size)
@@ -389,7 +392,7 @@ def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, 
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
-    """Call `function` and return its result, or its OSError or ValueError as one line."""
+    """Call `function` and return its result, or the text of an OSError or ValueError."""
     try:
         return function()
     except (OSError, ValueError) as error:
@@ -397,7 +400,7 @@ def _attempt(function: Callable[[], Any]) -> Any:
 
 
 def _problems_of_all(job: Job, problem: str | None) -> list[str]:
-    """Return the distinct problems of all ranks."""
+    """Return the problems of all ranks without duplicates."""
     return [*dict.fromkeys(line for line in job.gather(problem) if line)]
 
 
@@ -409,7 +412,7 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     model, may_change = config.model, {*_MAY_CHANGE}
     shorter = not opened.header["step"] and model.sequence < before.model.sequence
     if shorter and "embedding.position" not in shapes_of(model):
-        may_change.add("sequence")  # no step has used it, and no parameter depends on it
+        may_change.add("sequence")  # not used by any step yet, and no parameter depends on it
     for key in stored:
         if stored[key] != asked[key] and key not in may_change:
             return (

@@ -1,7 +1,7 @@
-"""Locations of a run's texts, and the check that a resumed run reads the same ones.
+"""Paths of a run's data files, and a check that a resumed run reads the same data.
 
-The manifest of a checkpoint has {path, from_run, tokens, sha256} for each text; `from_run` is the
-path relative to the folder of the run, in case the project has moved.
+A checkpoint manifest stores {path, from_run, tokens, sha256} for each data file. `from_run` is the
+path relative to the run folder, so that the file is still found after the project has moved.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _Texts = Mapping[str, Mapping[str, Any]]
 
 
 def described(tokens: Tokens, held: Tokens | None) -> dict[str, dict[str, Any]]:
-    """Return the length and hash of the training text, and of a separate validation text."""
+    """Return the length and hash of the training text and of any separate validation text."""
     texts = {PATH: tokens} | ({} if held is None else {VALIDATION: held})
     return {key: {"tokens": len(each), "sha256": each.sha256} for key, each in texts.items()}
 
 
 def recorded(texts: _Texts, config: Config, run: Path) -> dict[str, dict[str, Any]]:
-    """Add the paths to the described `texts` of a run, for the manifest of its checkpoints."""
+    """Add paths to the descriptions `texts` of a run's data files, for checkpoint manifests."""
     paths = {PATH: config.data.path, VALIDATION: str(config.data.validation)}
     return {
         key: {**text, "path": paths[key], "from_run": os.path.relpath(paths[key], run)}
@@ -38,10 +38,10 @@ def recorded(texts: _Texts, config: Config, run: Path) -> dict[str, dict[str, An
 
 
 def located(config: Config, run: Path | None = None, texts: _Texts | None = None) -> Config:
-    """Return `config` with absolute paths of its texts, so that a run finds them from any folder.
+    """Return `config` with absolute data paths, which are valid in any working directory.
 
-    If the path that is recorded in `texts` of a `run` no longer exists, the text is looked for
-    relative to the folder of the run.  A path that does not exist stays as it is.
+    If a path recorded in the `texts` of a `run` no longer exists, the path relative to the run
+    folder is tried. Paths of files that are not found remain unchanged.
     """
 
     def found(key: str, path: str) -> str:
@@ -58,13 +58,13 @@ def located(config: Config, run: Path | None = None, texts: _Texts | None = None
 
 
 def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
-    """Yield a line for each text of a resumed run that has changed since the checkpoint.
+    """Yield a line for each data file of a resumed run that has changed since the checkpoint.
 
     Raises
     ------
     ValueError
-        If the training text has changed and a fraction of it is held out. This fraction may have
-        been trained on, and text that was held out would be trained on.
+        If the training text has changed and a fraction of it is held out for validation. The run
+        may already have been trained on this fraction, and would train on text held out before.
     """
     for key in (key for key in now if key in before):
         if before[key]["sha256"] == now[key]["sha256"]:
@@ -91,7 +91,7 @@ def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
 
 
 def trained_on(tokens: Tokens, held: Tokens | None, config: Config) -> Iterator[str]:
-    """Yield a line if a text or document of the validation text is also trained on."""
+    """Yield a warning if validation documents are also part of the training text."""
     if held is not None and held.digests & tokens.digests:
         whole = "" if held.sha256 == tokens.sha256 else "partly "
         yield (

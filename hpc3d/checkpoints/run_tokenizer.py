@@ -1,7 +1,7 @@
-"""Tokenizer of a run, in Hugging Face files next to its config.toml.
+"""Tokenizer of a run, stored as Hugging Face files next to config.toml.
 
-Generation and export therefore need no text, and an imported model keeps its tokenizer.  A run on
-bytes has no such files; its config.toml names the tokenizer.
+Generation and export therefore do not need the training text, and an imported model keeps its
+tokenizer. A byte-level run has no such files; its config.toml names the tokenizer.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from hpc3d.training.run_folder import write_text
 if TYPE_CHECKING:
     from hpc3d.data.token_file import Tokens
 
-_SPECIAL = "special_ids.json"  # in a run's folder: ids from the config.json of the import
+_SPECIAL = "special_ids.json"  # in a run folder: special token ids of the imported config.json
 _SPECIAL_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 
 
 def _home_of(path: Path) -> Path:
-    """Return the folder with the tokenizer of a run, a checkpoint, or published weights."""
+    """Return the folder with the tokenizer of a run, a checkpoint or published weights."""
     if path.parent.name == "checkpoints" and (path.parent.parent / "config.toml").exists():
         return path.parent.parent
     return path if path.is_dir() else path.parent
 
 
 def kept_tokenizer(path: Path) -> BpeTokenizer | None:
-    """Return the tokenizer of a run, a checkpoint or published weights; None if it has none."""
+    """Return the tokenizer of a run, a checkpoint or published weights, or `None` if absent."""
     home = _home_of(path)
     return tokenizer_from(str(home)) if (home / RULES).is_file() else None
 
@@ -54,7 +54,7 @@ def keep(folder: Path, tokens: Tokens) -> None:
 
 
 def _write(folder: Path, rules: str, end_name: str | None) -> None:
-    """Write a tokenizer in the format of AutoTokenizer of `transformers`."""
+    """Write a tokenizer in the file format of `transformers.AutoTokenizer`."""
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings["clean_up_tokenization_spaces"] = False
     if end_name:
@@ -66,8 +66,8 @@ def _write(folder: Path, rules: str, end_name: str | None) -> None:
 def refuse_unfit(source: Path, vocabulary: int) -> None:
     """Raise ValueError if the tokenizer of published weights is unusable.
 
-    It is unusable if it is invalid, has more tokens than the model, or has settings that are not
-    JSON.
+    A tokenizer is unusable if it is invalid, has more tokens than the model's vocabulary, or has
+    settings that are not valid JSON.
     """
     home = _home_of(source)
     for name in (SETTINGS, GENERATION):
@@ -88,7 +88,7 @@ def refuse_unfit(source: Path, vocabulary: int) -> None:
 def take_along(source: Path, run: Path) -> bool:
     """Copy the tokenizer and special token ids of published weights to a run.
 
-    Returns True if there is a tokenizer.
+    Returns True if a tokenizer was found.
     """
     home = _home_of(source)
     told = object_in(home / CONFIG)
@@ -97,7 +97,7 @@ def take_along(source: Path, run: Path) -> bool:
     if RULES in [*_copied(home, run)]:
         return True
     try:
-        older = tokenizer_from(str(home))  # GPT-2's two files
+        older = tokenizer_from(str(home))  # vocabulary and merges in two files, as for GPT-2
     except ValueError:
         return False
     _write(run, older.json, older.end_name)
@@ -118,9 +118,9 @@ def _copied(home: Path, target: Path) -> Iterator[str]:
 
 
 def export(path: Path, target: Path) -> list[str]:
-    """Export the tokenizer of a run or checkpoint, and the generation_config.json of its import.
+    """Export the tokenizer and the generation_config.json of a run or checkpoint.
 
-    Returns the names of the files.
+    Returns the names of the exported files.
     """
     home = _home_of(path)
     copied = [*_copied(home, target)]
@@ -133,8 +133,8 @@ def export(path: Path, target: Path) -> list[str]:
 def special_ids(path: Path) -> dict[str, Any]:
     """Return the special token ids for the config.json of an exported model.
 
-    The ids of the imported model are used if the tokenizer has them, otherwise the tokenizer's own
-    ids.
+    An id of the imported model takes precedence over the tokenizer's own id if the tokenizer has a
+    token with this id.
     """
     home = _home_of(path)
     imported = object_in(home / _SPECIAL)
@@ -148,7 +148,7 @@ def special_ids(path: Path) -> dict[str, Any]:
 
 
 def end_ids(path: Path) -> frozenset[int]:
-    """Return the ids of end-of-text tokens, given published weights or a run started from them."""
+    """Return the end-of-text token ids of published weights or of a run started from them."""
     home = _home_of(path)
     found: set[int] = set()
     for name in (CONFIG, _SPECIAL, GENERATION):
@@ -158,7 +158,7 @@ def end_ids(path: Path) -> frozenset[int]:
 
 
 def _of_bytes(run: Path) -> bool:
-    """Return True if a run was trained on bytes."""
+    """Return True if a run uses the byte tokenizer."""
     return _name_in(run) == ByteTokenizer.name
 
 
@@ -169,7 +169,7 @@ def _name_in(run: Path) -> str | None:
 
 
 def refuse_another(run: Path, tokens: Tokens) -> None:
-    """Raise ValueError if a resumed run would read tokens of another tokenizer."""
+    """Raise ValueError if the `tokens` for a resumed run were made with another tokenizer."""
     rules = rules_of_bytes() if tokens.tokenizer == ByteTokenizer.name else tokens.json
     if (run / RULES).is_file():
         where = str(run / RULES)

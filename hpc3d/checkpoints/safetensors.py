@@ -1,4 +1,4 @@
-"""Reading and writing of safetensors files, which contain no code."""
+"""Reading and writing of safetensors files, which cannot contain executable code."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _WIDE = {"F64": np.float64, "F32": np.float32, "F16": np.float32, "BF16": np.flo
 
 
 class Entry(NamedTuple):
-    """Array in a file; `dtype` is the name of its type in the safetensors format."""
+    """Array in a weights file; `dtype` is the name of its data type in the safetensors format."""
 
     dtype: str
     shape: tuple
 
 
 class Weights:
-    """Weights file opened for reading; `entries` maps array names to entries.
+    """Weights file opened for reading; `entries` maps each array name to an `Entry`.
 
     Raises a one-line ValueError if the file is damaged or has another format.
     """
@@ -43,7 +43,7 @@ class Weights:
             raise ValueError(f"{path} is not a complete safetensors file: {what}") from None
 
     def read(self, name: str) -> np.ndarray:
-        """Return an array by name: float64 if stored as such, else float32."""
+        """Read an array by name, in float64 if it is stored in float64, otherwise in float32."""
         dtype = self.entries[name].dtype
         if dtype not in _WIDE:
             raise ValueError(
@@ -54,7 +54,7 @@ class Weights:
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name; the file gets its final name once all of it is on disk."""
+    """Write a dict of arrays; the file gets its final name after all data is on disk."""
     package = _library()
     from safetensors.numpy import save_file
 
@@ -69,7 +69,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _library() -> ModuleType:
-    """Return the package; raise ValueError with the fix if it is not installed."""
+    """Return the safetensors package; raise ValueError with a fix if it is not installed."""
     need("exchanging weights", "safetensors")
     import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
     import safetensors

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Saves the state of a trainer periodically, as set by `how`.
+    """Periodic saver of a trainer's state, configured by `how`.
 
     The state is saved every `every` steps and after the last step (0: never), and the newest
     `keep` checkpoints are kept. With `keep_best`, the state is also saved after the best
     evaluation so far, and that checkpoint is kept too.
 
-    Training continues as soon as the rank's shard is copied. A thread writes it, and the thread of
-    rank 0 completes the checkpoint. `header(done)` returns plain data for the manifest, and
-    `say(line)` logs each checkpoint on rank 0.
+    Training continues as soon as the rank's shard is copied. A thread writes the copy to disk, and
+    rank 0's thread completes the checkpoint. `header(done)` returns plain data for the manifest,
+    and `say(line)` logs each checkpoint on rank 0.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Saver:
         self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
         self.how, self.say, self.thread, self.saved = how, say, None, 0
         self.report = ""  # set by the thread after writing
-        self.exposed = 0.0  # seconds in which training was blocked
+        self.exposed = 0.0  # time in seconds for which training was blocked
 
     def after(self, number: int, best: bool = False) -> None:
-        """Save after step `number` if due; `best` is True if its evaluation is the best so far."""
+        """Save the state after step `number` if due; `best`: this step has the best evaluation."""
         if self.thread and not self.thread.is_alive():
             self.wait()
         done, last = number + 1, self.trainer.config.train.steps
@@ -56,9 +56,10 @@ class Saver:
             self.save(done)
 
     def stop(self, number: int) -> bool:
-        """Save after step `number` unless done; return False if there is nothing to save.
+        """Save the state after step `number` if not yet saved; return False if that is impossible.
 
-        An asynchronous schedule has passes in flight that no checkpoint holds.
+        With an asynchronous schedule, the state includes passes in flight, which are not part of a
+        checkpoint.
         """
         if self.trainer.feed.asynchronous:
             return False
@@ -124,7 +125,7 @@ def saver_of(
     log: Log,
     evaluator: Evaluator | None = None,
 ) -> Saver:
-    """Return the saver of a run; log the cost of its checkpoints first if it saves any."""
+    """Return the saver of a run; if it saves checkpoints, log their estimated cost first."""
     how = plan.config.checkpoint
     if how.every or how.keep_best:
         from hpc3d.checkpoints.cost import forecast

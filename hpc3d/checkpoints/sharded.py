@@ -3,11 +3,11 @@
     checkpoints/step-00000123/  manifest.json, rank-00000.bin, ...      checkpoints/latest
 
 Each rank writes one file with the slices of parameters and optimizer states that it owns; each
-element is written once.  A slice of a tensor is a few boxes.  Rank-local states
-(Parameters.own_states) are stored as vectors by the name of the rank, for runs with the same
-layout.  The manifest, written last, lists the boxes and the SHA-256 of all files, so a reader
-loads only the elements of its own blocks.  A folder gets its final name once all of it is on disk:
-a checkpoint is complete or does not exist.
+element is written once. A slice of a tensor consists of a few boxes. Rank-local states
+(Parameters.own_states) are stored as vectors under the name of the rank, and only a run with the
+same layout loads them. The manifest is written last. It lists the boxes and the SHA-256 hashes of
+all files, so that each reader loads only the elements of its own blocks. A folder gets its final
+name after all files are on disk, so a checkpoint is either complete or absent.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 class OwnElements(NamedTuple):
-    """Flat elements of a parameter's array on this rank.
+    """This rank's elements of one array of a parameter, flattened.
 
-    They are the consecutive elements of the box `block`, starting with element `first`. `counts`
-    is True if this replica is the one to save.
+    The elements are consecutive in the box `block`, starting at index `first`. `counts` is True if
+    checkpoints store this replica.
     """
 
     kind: str
@@ -57,9 +57,9 @@ class OwnElements(NamedTuple):
 
 
 def _block_of(item: Parameter, layout: Layout, shape: Sequence[int], mesh: Mesh) -> BlockSlices:
-    """Return the box of this rank's block of an array with this layout and shape.
+    """Return the box of an array with the given layout and shape that this rank holds.
 
-    The padding rows of an embedding, or of a vector with one element per row, are excluded.
+    Padding rows are excluded, in an embedding and in a vector with one element per row.
     """
     first, *others = layout.slices(shape, mesh)
     if item.rows:
@@ -68,7 +68,7 @@ def _block_of(item: Parameter, layout: Layout, shape: Sequence[int], mesh: Mesh)
 
 
 class StoredPiece(NamedTuple):
-    """Consecutive elements of one array of a tensor in a rank's file, at `offset` bytes."""
+    """Contiguous elements of one array in a rank's file, starting at byte `offset`."""
 
     name: str
     kind: str
@@ -78,9 +78,9 @@ class StoredPiece(NamedTuple):
 
 
 class Snapshot:
-    """Host copy of this rank's shard of the state.
+    """Copy of this rank's shard of the training state in host memory.
 
-    `pieces` describes the arrays, and `arrays` has their bytes.
+    `pieces` describes the arrays, and `arrays` contains their bytes.
     """
 
     def __init__(self, parameters: Parameters, optimizer: Optimizer) -> None:
@@ -99,7 +99,7 @@ class Snapshot:
 def shares(
     parameters: Parameters, optimizer: Optimizer
 ) -> Iterator[tuple[str, str, list[BlockSlices], Array]]:
-    """Yield (name, kind, boxes, elements) of all arrays that this rank saves."""
+    """Yield (name, kind, boxes, elements) for each array that this rank saves."""
     for item in parameters:
         for own in _own_elements(item, parameters, optimizer):
             if own.counts:
@@ -148,10 +148,10 @@ class InitialState(NamedTuple):
 
 
 def write_shard(folder: Path, rank: int, snapshot: Snapshot | InitialState) -> None:
-    """Write rank-00000.bin and, once it is on disk, rank-00000.json with its pieces and SHA-256.
+    """Write rank-NNNNN.bin, then rank-NNNNN.json with the list of pieces and the SHA-256 hash.
 
-    The second file signals rank 0, which may rename the folder as soon as the file exists. This
-    function therefore does not access the folder afterwards.
+    The JSON file, written after the data is on disk, signals rank 0, which may then rename the
+    folder. This function therefore does not access the folder afterwards.
     """
     path, digest = folder / f"rank-{rank:05d}.bin", hashlib.sha256()
     with replacing(path, crowded=True) as temporary, temporary.open("wb") as file:
@@ -172,10 +172,11 @@ def complete(
     """Complete a checkpoint on rank 0, verify it, and remove older ones.
 
     Rank 0 waits for the files of all ranks, writes the manifest, renames the folder, records it as
-    the latest, and reads it back.  Of the older checkpoints, `keep` - 1 and the one named `spared`
-    remain.  If the new checkpoint is damaged, the problem is returned and none is removed.
+    the latest, and reads it back. The newest `keep` - 1 older checkpoints and the one named
+    `spared` are kept. If the new checkpoint is damaged, the problem is returned and no checkpoint
+    is removed.
 
-    Checkpoints of later steps, left by an attempt that was not resumed from them, are kept.
+    Checkpoints of later steps, which remain from an earlier attempt, are also kept.
     """
     paths = [folder / f"rank-{rank:05d}.json" for rank in range(ranks)]
     while not all(path.exists() for path in paths):
@@ -187,7 +188,7 @@ def complete(
     for path in paths:
         path.unlink()
     final = folder.with_suffix("")
-    if final.exists():  # incomplete, or superseded by another attempt
+    if final.exists():  # an incomplete checkpoint, or one of an earlier attempt
         _discard(final)
     os.replace(folder, final)
     sync(final.parent)
@@ -203,9 +204,9 @@ def complete(
 
 
 def _discard(folder: Path) -> None:
-    """Remove a checkpoint, starting with its manifest, so that no partial checkpoint is valid.
+    """Remove a checkpoint, manifest first, so that a partly deleted checkpoint is never valid.
 
-    Subfolders that a user created remain, and so do files that NFS keeps because they are open.
+    Subfolders created by a user remain, and so do open files, which NFS does not delete.
     """
     for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):
         if not path.is_dir():
@@ -215,7 +216,7 @@ def _discard(folder: Path) -> None:
 
 
 def _describe_error(error: Any) -> Any:
-    """Describe an error, with the name of its file."""
+    """Return the text of an error, with the name of the affected file."""
     name = getattr(error, "filename", None)
     return f"{Path(name).name}: {reason_of(error)}" if name else error
 
@@ -226,7 +227,7 @@ def named(step: int) -> str:
 
 
 def steps_of(parent: Path) -> list[Path]:
-    """Return the checkpoints of a run, newest first."""
+    """Return the checkpoint folders of a run, newest first."""
     found = [path for path in Path(parent).glob("step-????????") if path.is_dir()]
     return sorted(found, reverse=True)
 
@@ -235,9 +236,9 @@ def steps_of(parent: Path) -> list[Path]:
 
 
 class Checkpoint:
-    """Checkpoint opened for reading; `header` is its manifest without the files.
+    """Checkpoint opened for reading; `header` is its manifest without the list of files.
 
-    Raises ValueError, which names the problem, if the manifest or the size of a file is wrong.
+    Raises ValueError with the problem if the manifest is invalid or a file has the wrong size.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -275,13 +276,13 @@ class Checkpoint:
         return sources
 
     def exact(self, name: str) -> str:
-        """Return the kind with a tensor's full-precision values: the master copy, if it exists."""
+        """Return the kind of a tensor's most precise array: its master copy, or else its value."""
         return MASTER.name if (name, MASTER.name) in self.sources else "value"
 
     def damage(self, number: int = 0, of: int = 1) -> str | None:
         """Check the SHA-256 of every `of`-th file, starting with file `number`.
 
-        Returns the problem of the first bad file, or None if all are intact.
+        Returns a message about the first damaged file, or `None` if all checked files are intact.
         """
         for file in self.files[number::of]:
             with (self.folder / file["file"]).open("rb") as opened:
@@ -313,8 +314,8 @@ class Checkpoint:
 def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer | None) -> None:
     """Load a rank's parameters and its optimizer, if any, from a checkpoint.
 
-    The checkpoint may have another layout and number type. Values and master copies are both read
-    from the stored full-precision copy.
+    The checkpoint may have a different layout and data type. Values and master copies are both
+    read from the stored full-precision array.
     """
     for item, slices in parameters.slices.items():
         exact = checkpoint.exact(item.name)
@@ -333,7 +334,7 @@ def restore_own(checkpoint: Checkpoint, parameters: Parameters) -> None:
 
 
 def _fill_flat(checkpoint: Checkpoint, name: str, kind: str, own: OwnElements) -> None:
-    """Load elements from the stored arrays of a `kind`; padding is left unchanged."""
+    """Load elements from the stored arrays of kind `kind`; padding elements are left unchanged."""
     flat = own.elements
     host, done = on_host(flat), 0
     for part in own.boxes:
