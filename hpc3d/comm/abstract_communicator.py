@@ -1,4 +1,4 @@
-"""Communicators for abstract arrays: they move no data and return blocks of the right shape."""
+"""Communicators for abstract arrays, which move no data and return blocks of the right shape."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class AbstractCommunicator(Communicator):
     """Communicator that moves no data but allocates the same memory as a real one.
 
-    Arrays with real data are returned unchanged, resized if needed.  Gathered blocks are allocated
-    in full.  On a node (hpc3d.comm.shared_memory), a block to be reduced is also copied unless it
-    is in a `buffer`, and the ranks share a single result of a large all-reduce.  Devices
-    (hpc3d.comm.nccl) do neither.
+    Arrays with real data are returned unchanged, resized if needed. Gathered blocks are allocated
+    in full. On a node (hpc3d.comm.shared_memory), a block to be reduced is also copied unless it
+    is in a `buffer`, and the ranks share a single result of a large all-reduce. Neither applies to
+    devices (hpc3d.comm.nccl).
     """
 
     @property
@@ -43,7 +43,7 @@ class AbstractCommunicator(Communicator):
         return self.like(block, block.shape) if self._of_node and not ours else block
 
     def like(self, block: Any, shape: Sequence[int], kind: str = "communication") -> Any:
-        """Return a received block of the given shape and of the type of `block`."""
+        """Return a received block with the given shape and the dtype of `block`."""
         if isinstance(block, AbstractArray):
             return self.pool.empty(shape, block.dtype, kind)
         return np.resize(block, shape)

@@ -1,9 +1,9 @@
-"""Collectives by messages between all pairs of members, for long blocks and 16-bit sums.
+"""Collectives built from messages between all pairs, for long blocks and 16-bit sums.
 
-MPI uses a rendezvous for long messages, and over TCP the reply waits behind the data that the peer
-sends.  Members that receive before they send, as in collectives of Open MPI, therefore use one
-direction of the network at a time in about half of all calls.  Here, all messages are sent first.
-Each member sends each peer no more data than the standard algorithms do:
+MPI uses the rendezvous protocol for long messages, and over TCP the reply waits behind the data
+that the peer sends. In collectives of Open MPI, members receive before they send, so about half of
+all calls use only one direction of the network at a time. Here, all sends are posted first. Each
+member sends each peer no more data than the standard algorithms do:
 
     reduce_scatter        each member sends chunk j to member j, and sums the received chunks
     all_gather            each member sends its block to all other members (at most 8 members)
@@ -37,9 +37,9 @@ _MOST = {"all_gather": 8, "all_reduce": 3}
 
 
 class AllPairs(MpiCommunicator):
-    """MPI communicator that uses its own collectives for blocks of `long` bytes and more.
+    """MPI communicator with its own collectives for blocks of at least `long` bytes.
 
-    MPI messages of this size need a rendezvous.
+    MPI sends messages of this size with the rendezvous protocol.
     """
 
     long: float = 1 << 16
@@ -105,9 +105,9 @@ class AllPairs(MpiCommunicator):
     def summed(
         self, operation: Callable[..., object], parts: Sequence[Any], out: np.ndarray, tag: int
     ) -> Pending:
-        """Return the pending sum, in `out`, of the blocks that all members have for this one.
+        """Reduce the blocks that all members send to this member; return `out` as a `Pending`.
 
-        parts[j] is this rank's block for member j.  Blocks are added in the order of the members.
+        parts[j] is this rank's block for member j. Blocks are reduced in the order of the members.
         """
         first = 0 if self.rank else 1
         others = iter(self.empty((self.size - 2, *out.shape), out.dtype))
@@ -122,7 +122,7 @@ class AllPairs(MpiCommunicator):
         return self.swapped(parts, blocks, tag).then(add)
 
     def swapped(self, sent: Sequence[Any], received: Sequence[Any], tag: int) -> Pending:
-        """Send sent[j] to each peer j, and receive received[j]; return the pending `received`."""
+        """Exchange sent[j] for received[j] with each peer j; return `received` as a `Pending`."""
         peers = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
         requests = [self.comm.Isend(integers(sent[peer]), peer, tag) for peer in peers]
         requests += [

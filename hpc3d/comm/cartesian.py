@@ -28,13 +28,13 @@ def build(
     transport: str = "auto",
     device: Cuda | None = None,
 ) -> Mesh:
-    """Return the mesh of `sizes` (axis -> number of ranks, the last varies fastest) on `comm`.
+    """Return the mesh of shape `sizes` on `comm`; the last axis in `sizes` varies fastest.
 
-    Groups of ranks on one node use shared memory.  Groups with the same number of ranks, at least
-    two, on each of several hosts use shared memory and MPI (two-level).  All others use MPI, and
-    with `transport="mpi"` every group does.  With a `device` (hpc3d.cuda.device), blocks are in
-    device memory, and `transport` is one of hpc3d.comm.transport; blocks of the world communicator
-    are in host memory.  The call is collective over `comm`.
+    Groups of ranks on one node use shared memory. Groups with the same number of ranks, at least
+    two, on each of several hosts use shared memory and MPI (two-level). All other groups use MPI,
+    and so does every group with `transport="mpi"`. With a `device` (hpc3d.cuda.device), blocks are
+    in device memory, and `transport` is one of hpc3d.comm.transport; blocks of the world
+    communicator are in host memory. The call is collective over `comm`.
     """
     grid, pool = Grid(sizes), Pool()
     cart = comm.Create_cart(list(sizes.values()), reorder=False)
@@ -42,7 +42,7 @@ def build(
     nodes = [None] * cart.size if transport == "mpi" else node_of_rank(cart)
 
     def talk(line, members):
-        """Return the communicator of `line`; `members` are its ranks in the mesh."""
+        """Return the communicator for the MPI communicator `line` of the mesh ranks `members`."""
         if line.size == 1:
             return Self(pool, cart.rank)
         return _communicator_of(line, members, pool, [nodes[rank] for rank in members])
@@ -77,7 +77,7 @@ def _line(
 def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") -> tuple[Mesh, Line]:
     """Return the stage mesh (hpc3d.comm.stage_mesh) of an MPI job, and a factory of communicators.
 
-    Transports are chosen as in `build`.  The factory returns the communicator of a list of ranks.
+    Transports are chosen as in `build`. The factory creates the communicator for a list of ranks.
     """
     comm, pool = MPI.COMM_WORLD.Dup(), Pool()
     nodes = [None] * comm.size if transport == "mpi" else node_of_rank(comm)
@@ -95,7 +95,7 @@ def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") ->
 def _communicator_of(
     line: MPI.Intracomm, members: Sequence[int], pool: Pool, hosts: Sequence[int | None]
 ) -> Communicator:
-    """Return the communicator of the ranks of `line`, with member j on host `hosts[j]`."""
+    """Return the communicator for the members of `line`, with member j on host `hosts[j]`."""
     numbers = set(Counter(hosts).values())
     if None in hosts or len(numbers) > 1 or numbers == {1}:
         return AllPairs(line, members, pool)
@@ -107,7 +107,7 @@ def _communicator_of(
 
 
 def node_of_rank(comm: MPI.Intracomm) -> list[int | None]:
-    """Return the first rank of each rank's node, or None for a node without shared memory."""
+    """Return, for each rank, the first rank on its node, or `None` without shared memory."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     can_share = node.allreduce(usable(node.size), MPI.LAND)
     first = node.bcast(comm.rank)

@@ -1,10 +1,10 @@
 """CUDA streams for computation and communication, and their synchronization.
 
-A call on a communication stream starts after all previously posted computation.  Computation
-posted after its wait starts when the call is complete.  The host waits for neither.  An array that
-a call reads or writes is kept alive until later computation is ordered after the call, even if
-Python drops it earlier: freed memory is reused for the next computation, which must not run
-concurrently with a call that still reads it.
+A call on a communication stream starts after all previously posted computation. Computation posted
+after the `wait()` of the call starts when the call is complete. The host blocks in neither case.
+An array that a call reads or writes is kept alive until later computation is ordered after the
+call, even if Python drops it earlier: freed memory is reused for the next computation, which must
+not run concurrently with a call that still reads it.
 
     computation     x = ...  |record a             |wait b   y + ...
     communication            |wait a   all-gather  |record b
@@ -77,10 +77,10 @@ class CommStream:
         self.end(flight)
 
     def finish(self, flight: AsyncCall) -> None:
-        """Make all later computation wait for a flight.
+        """Make all later computation wait for an asynchronous call.
 
-        The device arrays of the flight are released, because their memory is reused only by later
-        computation.  The host buffers are not.
+        The device arrays of the call are released, because their memory is reused only by later
+        computation. The host buffers are not released.
         """
         self.compute.wait_event(flight.done)
         flight.arrays.clear()
@@ -102,10 +102,10 @@ class CommStream:
         return flight
 
     def end(self, flight: AsyncCall) -> None:
-        """Record the event at the end of a flight.
+        """Record the event that marks the completion of an asynchronous call.
 
-        Events must not be queried while a CUDA graph is being captured, so the flight is not
-        tracked then.  The caller must wait for every captured call.
+        Events must not be queried while a CUDA graph is being captured, so the call is not tracked
+        during capture. The caller must wait for every captured call.
         """
         flight.done = self.sending.record()
         if self.sending.is_capturing():

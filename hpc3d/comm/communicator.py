@@ -41,7 +41,7 @@ EXCHANGES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce"
 
 
 def received_bytes(op: str, nbytes: Any, size: Any, member: Any = None, root: Any = 0) -> Any:
-    """Return the bytes that a member must receive in a call; any argument may be an array.
+    """Return the number of bytes that a member must receive in a call; arguments may be arrays.
 
     Parameters
     ----------
@@ -95,8 +95,8 @@ def all_of(pending: Sequence[Pending]) -> Pending:
 class Communicator:
     """Communicator of `size` members along one axis; this member has index `rank`.
 
-    `members` are their ranks in the mesh.  A subclass moves contiguous blocks along dim 0 in
-    `_all_gather`, `_reduce_scatter`, `_all_reduce`, `_broadcast`, `_reduce`, `_all_to_all`,
+    `members` lists the mesh ranks of the members. A subclass moves contiguous blocks along dim 0
+    in `_all_gather`, `_reduce_scatter`, `_all_reduce`, `_broadcast`, `_reduce`, `_all_to_all`,
     `_send` and `_recv`.
 
     For the watchdog, `calls` and `done` count the calls started and completed, and `waiting` is

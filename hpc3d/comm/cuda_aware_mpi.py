@@ -1,12 +1,12 @@
 """CUDA-aware MPI communicators on device memory (hpc3d.comm.cuda_aware_probe tests the support).
 
-MPI does not know CUDA streams, so before each call the host waits until all computation is done.
-The input is then complete, and the output buffer is no longer in use.  After the wait, the block
-is available to all later computation.
+MPI is not aware of CUDA streams, so the host waits for all computation before each call. The input
+is then complete, and the output buffer is no longer in use. After the wait, the block is available
+to all later computation.
 
-Blocks of 16 bits are moved as integers, which every MPI supports, and summed in float32.
-Reductions are blocking, because a CUDA-aware MPI may not support non-blocking ones (Open MPI 5.0
-with CUDA and UCX).
+Blocks of 16-bit floats are transferred as integers, which every MPI supports, and summed in
+float32. Reductions are blocking, because a CUDA-aware MPI may not support non-blocking ones (Open
+MPI 5.0 with CUDA and UCX).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class CudaAwareMpi(MpiCommunicator):
-    """Communicator on the MPI communicator `comm`, with blocks on `device`."""
+    """Communicator based on the MPI communicator `comm`, with blocks on `device`."""
 
     def __init__(
         self, comm: MPI.Intracomm, device: Cuda, members: Sequence[int], pool: Pool
@@ -89,7 +89,8 @@ class CudaAwareMpi(MpiCommunicator):
 class CudaAwareMessages(HostStaged):
     """Communicator with CUDA-aware sends and receives, and host-staged collectives.
 
-    It is used if MPI supports device memory only in messages, which `direct` sends and receives.
+    This class is used if MPI supports device memory only in point-to-point messages. The
+    communicator `direct` sends and receives these messages.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """CUDA devices found by CuPy, and a test of MPI's support for device memory.
 
-A device pointer is passed only to an MPI that reports CUDA support, because others crash the
-process.  The reported support is tested in a separate process: `python -m
+A device pointer is passed only to an MPI that reports CUDA support, because other MPI libraries
+crash the process. The reported support is tested in a separate process: `python -m
 hpc3d.comm.cuda_aware_probe`.
 """
 
@@ -30,7 +30,7 @@ TAKEN, STAGED, WRONG = "taken", "staged", "wrong"
 # Prefixes of environment variables set by MPI launchers.  Users' own MPI settings (_KEPT) have the
 # same prefixes.
 _LAUNCHED = ("OMPI_", "PMI", "PRTE_LAUNCHED", "SLURM_")
-_SIZES = 2, 1 << 18  # rows of the test blocks
+_SIZES = 2, 1 << 18  # number of rows of the test blocks
 _KEPT = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_PREFIX", "PMIX_MCA_")
 
 
@@ -68,7 +68,7 @@ def present() -> bool:
 
 
 def _versions(runtime: Any) -> Iterator[Finding]:
-    """Yield a finding on CUDA: the driver must not be a major version older than the runtime."""
+    """Yield a finding on the CUDA driver, whose major version must not be below the runtime's."""
     driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     text = f"driver for {_dotted(driver)}, runtime {_dotted(needed)}"
     if driver // 1000 < needed // 1000:
@@ -92,7 +92,7 @@ def _described(number: int, properties: Mapping[str, Any]) -> Finding:
 
 
 def nccl_version() -> int:
-    """Return NCCL's version number, or 0 if NCCL is missing, without CuPy's five-line warning."""
+    """Return NCCL's version number, or 0 if NCCL is missing; suppress CuPy's warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -142,7 +142,7 @@ def device_map(job: Job) -> Iterator[Finding]:
 def missing(asked: str, dtype: str) -> str | None:
     """Return an unmet requirement of train.backend = cupy, with a fix, or None if all are met.
 
-    `asked` is mesh.transport, `dtype` train.dtype.
+    `asked` is the value of mesh.transport, and `dtype` is the value of train.dtype.
     """
     what, remedy = next(_lacks(asked, dtype), (None, None))
     return what and f"train.backend = cupy: {what}; {remedy}, or use train.backend = numpy"
@@ -157,7 +157,7 @@ def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
 
     try:
         cupy = imported()
-    except Exception as error:  # an ImportError, or an error of a CUDA library
+    except Exception as error:  # ImportError, or an error raised by a CUDA library
         yield (
             f"CuPy cannot be imported ({f'{error}'.strip().partition(chr(10))[0]})",
             f"run {EXTRAS}",
@@ -187,7 +187,7 @@ def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
 
 
 def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding on CUDA-aware MPI: MPI's claim, which two ranks test if it is positive."""
+    """Yield a finding on CUDA-aware MPI; two ranks verify the support that MPI reports."""
     answer, problem = tried(mpirun, seconds, environment)
     if answer == STAGED:
         yield Finding(OK, "CUDA-aware MPI", "no: messages go through host memory")
@@ -219,7 +219,7 @@ def _told_by_launcher(name: str) -> bool:
 
 
 def surroundings() -> dict[str, str]:
-    """Return variables that let MPI start the two test ranks as root and on one core."""
+    """Return environment variables that let MPI start two ranks as root and on one core."""
     return dict.fromkeys((*library.CONSENT, library.CROWD_4), "1") | {
         library.CROWD_5: "slot:oversubscribe"
     }
@@ -232,7 +232,7 @@ def says_yes(path: str | None) -> bool:
 
 
 def _attempt() -> str:
-    """Test all calls of CudaAwareMpi on this rank, one of two; return TAKEN, STAGED or WRONG."""
+    """Test all calls of CudaAwareMpi between two ranks; return TAKEN, STAGED or WRONG."""
     from mpi4py import MPI
 
     if not says_yes(library.library_file()):
@@ -246,7 +246,7 @@ def _attempt() -> str:
 
 
 def _right(comm: CudaAwareMpi) -> bool:
-    """Return True if results are correct for small and large float32 and float16 blocks."""
+    """Return True if small and large float32 and float16 blocks give correct results."""
     return all(
         _right_blocks(comm, rows, dtype) for rows in _SIZES for dtype in ("float32", "float16")
     )

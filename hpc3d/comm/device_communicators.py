@@ -27,7 +27,7 @@ Lines = Mapping[str, tuple[MPI.Intracomm, Sequence[int]]]
 def communicators(
     transport: str, cart: MPI.Cartcomm, lines: Lines, pool: DevicePool
 ) -> dict[str, Communicator]:
-    """Return a dict from axis to communicator, with blocks in `pool` on a device.
+    """Return a dict from axis to communicator; `pool` provides the device memory for blocks.
 
     `lines` are sub-communicators of `cart`.  The call is collective over `cart`: all ranks pass
     the same axes in the same order.
@@ -71,7 +71,7 @@ def _by_messages(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str
 
 
 def _through_hosts(lines: Lines, pool: DevicePool) -> dict[str, dict[str, Any]]:
-    """Return a dict from axis to the arguments of HostStaged; hosts use pinned memory."""
+    """Return a dict from axis to the arguments of HostStaged, with pinned host memory."""
     pinned, traffic = pool.device.pinned, _comm_streams(pool.device, nullcontext)
     return {
         axis: {

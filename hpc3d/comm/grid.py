@@ -67,12 +67,12 @@ class Grid:
         Returns
         -------
         int
-            Difference of the two ranks.
+            Difference between the ranks of two neighbors.
         """
         return self._strides[axis]
 
     def rank(self, coords: Mapping[str, int]) -> int:
-        """Return the rank at some coordinates.
+        """Return the rank at the given coordinates.
 
         Parameters
         ----------
@@ -127,9 +127,9 @@ class Grid:
         Parameters
         ----------
         axis
-            Direction of the line.
+            Axis along which the coordinate varies.
         coords
-            Coordinates of one of its ranks; an omitted coordinate is 0.
+            Coordinates of any of these ranks; an omitted coordinate is 0.
 
         Returns
         -------
@@ -141,14 +141,14 @@ class Grid:
         return range(first, first + self.sizes[axis] * stride, stride)
 
     def ranks_over(self, axes: Iterable[str], coords: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the ranks of the subgrid that several axes span.
+        """Return the ranks of the subgrid spanned by several axes.
 
         Parameters
         ----------
         axes
             Axes of the subgrid; an axis that is not in the grid has size 1.
         coords
-            Coordinates of one of its ranks; an omitted coordinate is 0.
+            Coordinates of any rank of the subgrid; an omitted coordinate is 0.
 
         Returns
         -------

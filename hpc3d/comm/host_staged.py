@@ -6,7 +6,8 @@ its device.
     device    |0 out|1 out|2 out|         |0 in|1 in|2 in|
     hosts           |  0  |  1  |  2  |
 
-Blocks of 16 bits are moved as integers, which every MPI supports, and summed in float32.
+Blocks of 16-bit floats are transferred as integers, which every MPI supports, and summed in
+float32.
 """
 
 from __future__ import annotations
@@ -97,7 +98,11 @@ class HostStaged(Communicator):
     def summed(
         self, call: Callable[..., Pending], block: Array, result: Array, given: int, taken: int
     ) -> Pending:
-        """Return the pending result of a reduction on the host, with the arguments of `moved`."""
+        """Return the pending result of a reduction on the host.
+
+        The block contains the shards of `given` members, and the result the shards of `taken`
+        members.
+        """
         wide = widened(block)
         total = result if wide is block else self.buffer(result.shape, wide.dtype)
         pending = self.staged(call, wide, total, given, taken, total)

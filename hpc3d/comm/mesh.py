@@ -26,13 +26,13 @@ WORLD = "world"  # axis name of the group of all ranks
 def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the axes along which ranks process different tokens with the same weights.
 
-    Gradients are reduced over them.  Several such axes span a plane.
+    Gradients are reduced over these axes. Several data axes span a plane.
     """
     return *expert_data_axes(sizes), *([EXPERTS] if sizes.get(EXPERTS, 1) > 1 else [])
 
 
 def expert_data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the data axes of expert weights, which are sharded along e."""
+    """Return the data axes of expert weights; axis e is not one of them, as it shards experts."""
     return (CONTEXT, DATA) if sizes.get(CONTEXT, 1) > 1 else (DATA,)
 
 
@@ -55,7 +55,7 @@ def groups_of(grid: Grid, coords: Mapping[str, int]) -> dict[str, Sequence[int]]
 
 
 def queue_of(axis: str) -> str:
-    """Return the queue of the calls along an axis.
+    """Return the name of the queue for communication calls along an axis.
 
     Each queue runs its calls in program order, concurrently with the other queue.  The long
     gradient reductions at the end of a step have their own queue, so that no communication of a
@@ -65,7 +65,7 @@ def queue_of(axis: str) -> str:
 
 
 def along(axis: str) -> str:
-    """Return a phrase for the ranks of a call: over all ranks, or along an axis."""
+    """Return a phrase that describes the ranks of a call: over all ranks, or along an axis."""
     return "over all ranks" if axis == WORLD else f"along {axis}"
 
 
@@ -243,15 +243,15 @@ class Mesh:
         return self.comms.get(axis, self.alone)
 
     def count(self, axes: Iterable[str]) -> int:
-        """Return the number of ranks in the plane that `axes` span."""
+        """Return the number of ranks in the plane spanned by `axes`."""
         return self._plane(axes)[0]
 
     def index(self, axes: Iterable[str]) -> int:
-        """Return this rank's index in the plane that `axes` span, with the last axis fastest."""
+        """Return this rank's index in the plane spanned by `axes`, with the last axis fastest."""
         return self._plane(axes)[1]
 
     def _plane(self, axes: Iterable[str]) -> tuple[int, int]:
-        """Return the number of ranks and this rank's index in the plane that `axes` span."""
+        """Return the number of ranks and this rank's index in the plane spanned by `axes`."""
         axes = tuple(axes)
         if axes not in self.planes:
             grid = Grid({axis: self.size(axis) for axis in axes})
@@ -266,15 +266,15 @@ class Mesh:
         return self.pool.zeros(shape, dtype, kind)
 
     def traced(self, recorder: Any) -> Mesh:
-        """Return this mesh with every collective and every span written to `recorder`."""
+        """Return a copy of this mesh that writes every collective and every span to `recorder`."""
         return self._wrapped(recorder, recorder, self.guard)
 
     def guarded(self, ledger: Any) -> Mesh:
-        """Return this mesh with every product and every call checked by `ledger`."""
+        """Return a copy of this mesh in which `ledger` checks every product and every call."""
         return self._wrapped(ledger, self.trace, ledger)
 
     def _wrapped(self, wrapper: Wrapper, trace: MeshRecorder, guard: _MeshGuard) -> Mesh:
-        """Return this mesh with its communicators wrapped by `wrapper`."""
+        """Return a copy of this mesh with all communicators wrapped by `wrapper`."""
         comms = {axis: comm.wrapped(wrapper, axis) for axis, comm in self.comms.items()}
         world = wrapper.wrap(self.world, WORLD) if self.ranks > 1 else self.world
         found = Mesh(self.sizes, self.coords, comms, world, trace, guard, self.pool)
@@ -282,8 +282,7 @@ class Mesh:
         return found
 
     def wrapped(self, comm: Communicator, axis: str) -> Communicator:
-        """Return `comm`, another communicator of this rank, with the same wrappers as the
-        mesh's own."""
+        """Apply the wrappers of this mesh to `comm`, another communicator of this rank."""
         for wrapper in self.wrappers:
             comm = comm.wrapped(wrapper, axis)
         return comm

@@ -1,7 +1,7 @@
-"""MPI communicator: MPI's own non-blocking collectives on host buffers, between any hosts.
+"""MPI communicator, which uses MPI's non-blocking collectives on host buffers.
 
-MPI has no 16-bit floats: they are moved as integers.  A reduction of 16-bit floats needs AllPairs
-(hpc3d.comm.all_pairs).
+MPI has no 16-bit floating-point types, so 16-bit floats are transferred as integers. Reductions of
+16-bit floats need AllPairs (hpc3d.comm.all_pairs).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
 MESSAGE = 0  # tag of point-to-point messages; AllPairs uses higher tags
 # A waiting rank yields its core, and sometimes sleeps, so that waiting ranks do not evict the
-# caches of working ones: with 64 ranks on 2 cores and other programs running, a step takes 3 s,
-# but 10 s with yields only.  Sleeps grow with the wait, up to tenfold, because pipeline stages
-# wait for a long time.
+# caches of working ranks. With 64 ranks on 2 cores and other programs running, a step takes 3 s,
+# compared with 10 s with yields only. Sleeps grow up to tenfold during a wait, because pipeline
+# stages may wait for a long time.
 _YIELDS, _NAP = 8, 200e-6
 
 
@@ -49,7 +49,7 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 class MpiCommunicator(Communicator):
-    """Communicator on one MPI communicator; members wait for collectives in the same order."""
+    """Communicator based on MPI; all members wait for collectives in the same order."""
 
     def __init__(self, comm: MPI.Comm, members: Sequence[int], pool: Pool) -> None:
         super().__init__(comm.rank, comm.size, members, pool)
@@ -72,7 +72,7 @@ class MpiCommunicator(Communicator):
         return self.sum_into(block, total, op).then(lambda _: total)
 
     def sum_into(self, block: Array, total: Array, op: str) -> Pending:
-        """Return the pending sum (or maximum) of all blocks, in the memory of `total`."""
+        """Start an all-reduce (sum or maximum) into `total`, and return `total` as a `Pending`."""
         return arriving(self.comm.Iallreduce(block, total, OPERATIONS[op]).Test, total, block)
 
     def _broadcast(self, block, root):

@@ -1,8 +1,8 @@
-"""NCCL communicator: arrays on devices, calls on separate streams (CommStream).
+"""NCCL communicator for device arrays, with calls on separate streams (CommStream).
 
-The host posts a call and continues; `wait()` makes the device wait, not the host.  Calls of two
+The host posts a call and continues; `wait()` makes the device wait, not the host. Calls of two
 communicators on two streams may deadlock if ranks start them in different orders (NVIDIA/nccl
-issues 195 and 592).  Since release 2.26, NCCL starts them in host order
+issues 195 and 592). Since release 2.26, NCCL starts calls in host order
 (NCCL_LAUNCH_ORDER_IMPLICIT), which is the same on all ranks.
 """
 
@@ -79,10 +79,10 @@ def grouped(library: ModuleType) -> Callable[[], AbstractContextManager]:
 
 
 class Nccl(Communicator):
-    """Communicator on one NCCL communicator `nccl`; all members have devices.
+    """Communicator based on the NCCL communicator `nccl`; all members have devices.
 
-    `host` is the MPI communicator of the same members.  It broadcasts the number of rows of a
-    block, which only the root knows.
+    `host` is the MPI communicator of the same members. This MPI communicator broadcasts the number
+    of rows of a block, which only the root knows.
     """
 
     def __init__(

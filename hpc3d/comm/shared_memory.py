@@ -4,11 +4,11 @@ A gathered block exists once per group, not once per rank: each member writes it
 flag and reads the full block.  A partial product is written directly to shared memory, and each
 member sums its own slice of all partial products.  Nothing is copied through a message queue.
 
-Contract.  All members make the same calls in the same order and drop the arrays obtained here at
-the same points of the program, which reference counting guarantees.  The members' allocators
-therefore agree without communication.  Memory dropped after post t may be reused by a member that
-has seen post t+1 of all members.  Each post records its region, so that members whose calls differ
-raise an error.
+Contract: all members make the same calls in the same order, and release the arrays returned here
+at the same points of the program, which reference counting guarantees. The members' allocators
+therefore agree without communication. A member may reuse memory that was released after post t
+once it has seen post t+1 of all members. Each post records its region, so that members raise an
+error if their calls differ.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 SHARED = "/dev/shm"
 _SEGMENT = 1 << 20
-# Row of a member in the flag page, in 8-byte words: the number of its last post, then the regions
-# of its last _RING posts, then one value for each of them.
+# Row of a member in the flag page, in 8-byte words: the number of the member's last post, then the
+# regions of its last _RING posts, then one value for each of these posts.
 _RING = 63
 _LINE = 1 + 2 * _RING
 
@@ -68,9 +68,9 @@ class Region:
 
 
 class SharedLease(Lease):
-    """Lease on memory of a region.
+    """Lease on the memory of a region.
 
-    If the memory is this member's own slot, `slot_of` is its communicator, otherwise None.
+    `slot_of` is the communicator if the memory is this member's own slot, otherwise `None`.
     """
 
     __slots__ = ("region", "slot_of")
@@ -88,7 +88,7 @@ class SharedLease(Lease):
 
 
 class SharedMemory(MpiCommunicator):
-    """Communicator on one MPI communicator whose members are all on this node."""
+    """Communicator based on an MPI communicator whose members are all on this node."""
 
     def __init__(self, comm: MPI.Comm, members: Sequence[int], pool: Pool) -> None:
         super().__init__(comm, members, pool)
@@ -116,7 +116,7 @@ class SharedMemory(MpiCommunicator):
         return memory
 
     def region(self, nbytes: int) -> Region:
-        """Return a region with slots of at least `nbytes`, the same one on all members."""
+        """Return the same region on all members, with slots of at least `nbytes` bytes."""
         size = self.size * size_class(nbytes)
         stock = self.free[size]
         if stock and stock[0].freed_at < self.seen:
@@ -228,7 +228,7 @@ class SharedMemory(MpiCommunicator):
         return self.after(self.publish(region), finish)
 
     def _sum_by_slices(self, block: np.ndarray, op: str) -> Pending:
-        """Sum one slice of all blocks on each member, into a total in memory that all share."""
+        """Reduce a block: each member reduces one slice of all blocks into a shared total."""
         block, region = self.placed(block)
         result = self.region(-(-block.nbytes // self.size))
         total = self.lend(result, result.memory[: block.nbytes], block.shape, block.dtype)

@@ -15,12 +15,13 @@ from typing import Any
 from hpc3d.comm.communicator import Communicator, Pending
 from hpc3d.comm.mesh import DATA, Mesh
 
-# Factory of the communicator of a list of ranks that includes this one; collective over them.
+# Factory that creates the communicator for a list of ranks, including this rank; all listed ranks
+# call it.
 Line = Callable[[Sequence[int]], Communicator]
 
 
 def ranks_of(replicas: Sequence[int]) -> list[range]:
-    """Return the ranks of every stage."""
+    """Return the range of ranks of each stage."""
     return [range(first, stop) for first, stop in pairwise(accumulate(replicas, initial=0))]
 
 
@@ -47,7 +48,7 @@ def stage_mesh(
     world: Communicator,
     line: Line,
 ) -> Mesh:
-    """Return the mesh with the axes p and d, for microbatches of `rows` samples."""
+    """Return the mesh of this rank, with axes p and d, for microbatches of `rows` samples."""
     stages, (stage, replica) = ranks_of(replicas), stage_and_replica(replicas, world.rank)
     comms: dict[str, Communicator] = {}
     if len(stages) > 1 and len({*replicas}) == 1:
@@ -61,7 +62,7 @@ def stage_mesh(
 
 
 class SplitRows(Communicator):
-    """Messages between stages with different numbers of replicas.
+    """Communicator for messages between stages with different numbers of replicas.
 
     A block has the same number of rows for each of this rank's samples.  Rows are exchanged with
     each rank of the peer stage that has some of the same samples.

@@ -102,7 +102,7 @@ def _sum_of(blocks: Sequence[np.ndarray], op: str = "sum") -> np.ndarray:
 def meshes(
     shape: Mapping[str, int], pool_of: Callable[[], Pool] = Pool
 ) -> tuple[list[Mesh], list[ThreadGroup]]:
-    """Return one `Mesh` per rank of `shape`, in rank order, and the groups that they use."""
+    """Return one `Mesh` per rank of `shape`, in rank order, and all thread groups."""
     grid = Grid(shape)
     world = ThreadGroup(range(grid.size))
     groups: dict[tuple[str, Sequence[int]], ThreadGroup] = {}

@@ -6,7 +6,8 @@
     host-staged     MPI through host memory (HostStaged)
     none            a single rank without communication
 
-The choice runs no code that might abort the job (hpc3d.comm.cuda_aware_probe).
+The transport is chosen without running code that might abort the job (see
+hpc3d.comm.cuda_aware_probe).
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:
 
 
 def explained(job: Job) -> Iterator[Finding]:
-    """Yield a finding on the default transport, for `doctor`, if all ranks have devices."""
+    """Yield a finding on the default transport for `doctor`, if all ranks have devices."""
     if all(job.gather(cuda_aware_probe.present())):
         _, devices = _rank_devices(job)
         way, why = job.from_root(
@@ -92,7 +93,7 @@ def refuse(job: Job, problems: Sequence[str | None]) -> None:
 
 
 def _rank_device(host: str, device: Cuda) -> RankDevice:
-    """Return the RankDevice of a rank on its `device`."""
+    """Describe the device and the libraries of a rank as a RankDevice."""
     there = f"{device.bus} {device.uuid}"  # MIG instances share a bus ID
     several = os.environ.get(_SEVERAL) == "1"
     aware = cuda_aware_probe.says_yes(library_file())
@@ -162,8 +163,8 @@ def sharing(devices: Sequence[RankDevice]) -> list[str]:
 def cuda_aware_support(devices: Sequence[RankDevice]) -> tuple[str, str]:
     """Return MPI's support for device memory, and the evidence for it.
 
-    The evidence is the user's setting, or MPI's own claim, tested by two ranks in separate
-    processes.  Only rank 0 calls this function.
+    The evidence is the user's setting, or the support reported by MPI and verified by two ranks in
+    separate processes. Only rank 0 calls this function.
     """
     said = os.environ.get(OVERRIDE)
     if said is not None and said not in _WAYS:

@@ -1,15 +1,15 @@
-"""Two-level communicator: shared memory inside each host, MPI between hosts with equally many
-ranks.
+"""Two-level communicator, which uses shared memory inside each host and MPI between hosts.
 
-A lane consists of one member of each host.  Data crosses the network once per host, and each lane
-transfers one slice of it.  All members of a host read the result in shared memory.
+All hosts have the same number of members. A lane consists of one member of each host. Data crosses
+the network once per host, and each lane transfers one slice of it. All members of a host read the
+result in shared memory.
 
                     inside a host                      on the network, by lanes
     all_gather                                         blocks, into shared memory
-    reduce_scatter  sum the chunks of this lane    ->  reduce_scatter of them
-    all_reduce      sum this lane's slice          ->  all_reduce of it, into shared memory
+    reduce_scatter  sum the chunks of this lane    ->  reduce_scatter of the sums
+    all_reduce      sum this lane's slice          ->  all_reduce of the sum, into shared memory
     broadcast       the root's block is shared     ->  broadcast of this lane's slice
-    reduce          sum this lane's slice          ->  reduce of it, to the root's host
+    reduce          sum this lane's slice          ->  reduce of the sum, to the root's host
 
 Short blocks, messages and all_to_all do not use shared memory.  Sums of 16-bit floats are rounded
 once inside a host and once between hosts.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class TwoLevel(AllPairs):
-    """Communicator on one MPI communicator, with member j on host `hosts[j]`."""
+    """Two-level communicator on an MPI communicator, with member j on host `hosts[j]`."""
 
     def __init__(
         self, comm: MPI.Comm, members: Sequence[int], pool: Pool, hosts: Sequence[int | None]

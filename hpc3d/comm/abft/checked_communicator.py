@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Pending
     from hpc3d.comm.mesh import MeshRecorder
 
-_ROWS = 64  # initial rows of the table of checksums
+_ROWS = 64  # initial number of rows in the table of checksums
 
 
 class CallRecord(NamedTuple):
-    """Record of a call: its name, element count and type, and its location in the program."""
+    """Record of a call: operation, number of elements, dtype, and location in the program."""
 
     op: str
     size: int
@@ -34,7 +34,7 @@ class CallRecord(NamedTuple):
 
 
 def position(where: MeshRecorder | CallRecord) -> str:
-    """Return the step, layer and phase of a trace or a record as text."""
+    """Format the step, layer and phase of a recorder or a call record as text."""
     layer = f"layer {where.layer}, " if where.layer >= 0 else ""
     return f"step {where.step}, {layer}{where.phase}"
 
@@ -42,8 +42,8 @@ def position(where: MeshRecorder | CallRecord) -> str:
 class CheckedCommunicator(Communicator):
     """Communicator that records its calls in a ledger while the ledger is active.
 
-    Each row of `rows` describes a call: the checksums of the blocks given to each member, then the
-    checksums of the blocks received from each member.  A reduction has only one received checksum,
+    Each row of `rows` describes a call: the checksums of the blocks sent to each member, then the
+    checksums of the blocks received from each member. A reduction has a single received checksum,
     followed by the norm of the signed row sums of this rank's block.
     """
 
@@ -92,7 +92,7 @@ class CheckedCommunicator(Communicator):
         return pending.then(lambda total: self.same(row, total))
 
     def open(self, op: str, block: np.ndarray) -> int:
-        """Add a row for a call and return its number."""
+        """Add a row for a call to the table of checksums and return the row index."""
         if len(self.notes) == len(self.rows):
             self.rows, self.came = (
                 np.concatenate([table, np.zeros_like(table)]) for table in (self.rows, self.came)
@@ -107,7 +107,7 @@ class CheckedCommunicator(Communicator):
     def _moving(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, givers: list[int]
     ) -> Pending:
-        """Record a call that sends `parts` chunks and receives one from each of `givers`."""
+        """Record a call that sends `parts` chunks and receives one chunk from each of `givers`."""
         if not self.ledger.active:
             return pending
         row = self.open(op, block)
@@ -124,9 +124,9 @@ class CheckedCommunicator(Communicator):
         return pending.then(check)
 
     def watched(self, whole: np.ndarray, givers: list[int]) -> list[int]:
-        """Return the givers whose chunks this member checks.
+        """Return the members in `givers` whose chunks are checked by this member.
 
-        If several members read the same memory, each of them checks different chunks.
+        If several members read the same shared memory, each of them checks different chunks.
         """
         if whole.flags.writeable:
             return givers
@@ -140,7 +140,7 @@ class CheckedCommunicator(Communicator):
     def adding(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, gets: bool = True
     ) -> Pending:
-        """Record a reduction of `parts` chunks over the members; `gets`: this member gets one."""
+        """Record a reduction of `parts` chunks; `gets`: this member receives a result."""
         if not self.ledger.active:
             return pending
         row, signs = self.open(op, block), self.ledger.signs
@@ -177,10 +177,9 @@ class CheckedCommunicator(Communicator):
 
         return pending.then(check)
 
-    @quiet  # also covers the generators that it runs
+    @quiet  # also applies to the generators called by `compare`
     def compare(self) -> list[str]:
-        """Exchange the records with all members; return one line per error in this rank's
-        results."""
+        """Compare all members' records; return one line per error in this rank's results."""
         count = len(self.notes)
         mine = np.zeros((1, count + 1, 2 * self.size), np.uint64)
         mine[0, :count], mine[0, count, 0] = (
@@ -207,7 +206,7 @@ class CheckedCommunicator(Communicator):
             )
 
     def totals(self, everyone: np.ndarray) -> Iterator[str]:
-        """Yield a line for each wrong sum, except for sums that may overflow."""
+        """Yield a line for each wrong sum on this rank, except for sums that may overflow."""
         for row, (share, size) in self.sums.items():
             given, note = everyone[:, row].view(np.float64), self.notes[row]
             off = abs(given[self.rank, self.size] - given[:, self.rank].sum())
@@ -259,7 +258,7 @@ class CheckedCommunicator(Communicator):
         self.sent = {key: letter for key, letter in self.sent.items() if key not in seen}
 
     def forget(self) -> None:
-        """Drop messages that only the sender or only the receiver has recorded."""
+        """Discard records of messages that only the sender or only the receiver has recorded."""
         self.sent, self.arrived = {}, {}
 
     def line(self, note: CallRecord, what: str) -> str:

@@ -3,16 +3,16 @@
 Checksums are recorded during the step and compared before the update:
 
     product                        C s = A (B s) up to rounding, at once (hpc3d.comm.abft.checksum)
-    all_gather, broadcast,         checksum of the bits that a member gave = checksum of the bits
+    all_gather, broadcast,         checksum of the bits that a member sent = checksum of the bits
     all_to_all, send and recv      that were received from it, exactly
     reduce_scatter, all_reduce,    the signed sums of all members' contributions to a chunk add up
     reduce                         to the signed sum of the result, up to rounding
     all_reduce of the maximum      all members receive the same bits
 
-The records are exchanged later.  When the gradients of the step are complete, the members of each
-axis exchange their records, one row per call, in one all-gather.  Later calls, such as ZeRO's
-all-gather of values after the update, are compared in the next checked step.  Products inside
-attention and elementwise operations are not checked.
+When the gradients of a step are complete, the members of each axis exchange their records in one
+all-gather, with one row per call. Later calls, such as ZeRO's all-gather of values after the
+update, are compared in the next checked step. Products inside attention and elementwise operations
+are not checked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AbftChecker:
-    """Recorder and checker of a rank's checksums in every `every`-th step.
+    """Recorder and checker of a rank's checksums, which is active in every `every`-th step.
 
     `found` lists the errors on this rank.
     """
@@ -48,7 +48,7 @@ class AbftChecker:
         self.latest: tuple[Callable[[], Any], Any] = (lambda: None, None)
 
     def wrap(self, comm: Communicator, axis: str) -> CheckedCommunicator:
-        """Return `comm` with every call recorded."""
+        """Return a wrapper of `comm` that records every call."""
         self.comms.append(CheckedCommunicator(comm, self, axis))
         return self.comms[-1]
 
@@ -65,8 +65,7 @@ class AbftChecker:
 
     @quiet
     def product(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
-        """Check that C = A B; for stacks [rows, experts, columns], check the product of each
-        expert."""
+        """Check that C = A B; for arrays [rows, experts, columns], check each expert's product."""
         if not self.active or not c.size:
             return
         if c.ndim == 2:
@@ -75,11 +74,11 @@ class AbftChecker:
             stacks = zip(*(block.swapaxes(0, 1) for block in (a, b, c)), strict=True)
             each = [self._sums(a, b, c, f", expert {n}") for n, (a, b, c) in enumerate(stacks)]
             sums = np.stack(each, 1)
-        if c.shape[-1] <= WIDE:  # else `signs.rows` has shorter rows
+        if c.shape[-1] <= WIDE:  # otherwise, `signs.rows` splits the rows
             self.latest = weakref.ref(c), sums
 
     def _sums(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, which: str = "") -> np.ndarray:
-        """Return the signed sums of the rows of C after checking them against A B."""
+        """Return the signed row sums of C after comparing them with those of A B."""
         signs = self.signs(c.shape[1], c.dtype)
         sums, difference = c @ signs, a @ (b @ signs)
         difference -= sums
@@ -91,8 +90,7 @@ class AbftChecker:
     def _product_line(
         self, a: np.ndarray, b: np.ndarray, c: np.ndarray, row: int, which: str
     ) -> str:
-        """Return the message for a wrong row of a product, with the column of the largest
-        error."""
+        """Format the error message for a wrong row of a product and its worst column."""
         again = a[row] @ b
         off = np.nan_to_num(np.abs(again - c[row]), nan=np.inf)
         column = int(off.argmax())
@@ -103,13 +101,12 @@ class AbftChecker:
         )
 
     def rows(self, block: np.ndarray, parts: int = 1) -> np.ndarray:
-        """Return the signed sums of the rows of a block, reused if `product` has computed them."""
+        """Return the signed row sums of a block, or reuse the sums that `product` has computed."""
         product, sums = self.latest
         return sums.reshape(parts, -1) if product() is block else self.signs.rows(block, parts)
 
     def compare(self) -> int:
-        """Compare the records of all members of every axis; return the number of errors on this
-        rank.
+        """Compare the records of all members of each axis; return this rank's number of errors.
 
         Collective: all ranks call it at the same point of a step.
         """

@@ -12,16 +12,18 @@ small matrices and on difficult ones (all positive, of rank one, canceling), is 
 bound.  Computing norms reads A and B a second time, so a difference that is small relative to C s,
 or to a row of average norm, is accepted without computing the norm of every row.
 
-A sum over ranks P = sum_q C_q is checked by numbers r' C_q s and r' P s.  They differ by at most
+A sum over ranks P = sum_q C_q is checked by comparing sum_q r' C_q s with r' P s, where r is
+another vector of random signs. The difference is at most
 
     4 u (sqrt n + sqrt g) (sum_q |C_q s| + |P|)
 
-where |C s| approximates |C|.  It is far below |C| only if the rows of C are almost parallel and
+where |C s| approximates |C|. |C s| is far below |C| only if the rows of C are almost parallel and
 orthogonal to s, and then P would also have to cancel for the bound to fall below rounding errors.
 
-A flip of bit b of the mantissa changes an element by 2^-b of its value, so it is detected if that
-exceeds the bound.  The table lists the fraction of flips that are detected, for 4,000 elements of
-a product of random matrices in float32 (in float64, the same fractions 29 bits lower):
+Flipping bit b of the mantissa changes an element by 2^-b of its value. The flip is detected if
+this change exceeds the bound. The table lists the fraction of detected flips for 4,000 elements of
+a product of random matrices in float32 (in float64, the same fractions apply to bits 29 places
+lower):
 
     A            B             sign, exponent    mantissa 1     3     5     7     9    11
     [192, 96]    [96, 48]               1.00           1.00  1.00  0.99  0.96  0.83  0.41
@@ -35,7 +37,7 @@ from math import sqrt
 
 import numpy as np
 
-WIDE = 4096  # longest row that is summed in the type of its block
+WIDE = 4096  # maximum length of a row that is summed in the dtype of its block
 _BOUND = 4.0
 quiet = np.errstate(over="ignore", invalid="ignore")  # bit flips may produce any number
 _ROUNDOFF = {char: float(np.finfo(char).eps) / 2 for char in "efd"}
@@ -43,7 +45,7 @@ _WORD = np.dtype(np.uint64)
 
 
 class Signs:
-    """Fixed sequence of random signs, as vectors of any length and type."""
+    """Fixed sequence of random signs, provided as vectors of any length and dtype."""
 
     def __init__(self) -> None:
         self.tables: dict[np.dtype, np.ndarray] = {}
@@ -56,7 +58,7 @@ class Signs:
 
     @quiet
     def rows(self, block: np.ndarray, parts: int = 1) -> np.ndarray:
-        """Return the signed sums of the rows of `block`, [parts, rows per part].
+        """Return the signed row sums of `block`, with the shape [parts, rows per part].
 
         Vectors, and matrices with more than WIDE columns, are split into rows of WIDE elements.
         """
@@ -70,7 +72,7 @@ class Signs:
 
     @quiet
     def total(self, rows: np.ndarray) -> np.ndarray:
-        """Return the signed total of row sums in float64, one number per chunk."""
+        """Return one number per chunk: the signed sum of its row sums, in float64."""
         return rows @ self(rows.shape[1], np.dtype(np.float64))
 
 
@@ -83,9 +85,9 @@ def _drawn(count: int) -> np.ndarray:
 
 
 def words(block: np.ndarray, parts: int = 1) -> np.ndarray:
-    """Return the sum modulo 2^64 of the 8-byte words of each chunk of a contiguous block.
+    """Return the checksum of each chunk of a contiguous block: its sum of 8-byte words mod 2^64.
 
-    One flipped bit always changes it.
+    A single flipped bit always changes the checksum.
     """
     size = block.nbytes // parts
     if size % _WORD.itemsize == 0:
@@ -96,13 +98,13 @@ def words(block: np.ndarray, parts: int = 1) -> np.ndarray:
 
 
 def terms(block: np.ndarray) -> int:
-    """Return the number of elements per sum that is accumulated in the type of the block."""
+    """Return the number of elements in each sum that is accumulated in the dtype of the block."""
     return min(WIDE, block.shape[-1] if block.ndim > 1 else block.size)
 
 
 @quiet
 def norm(block: np.ndarray) -> float:
-    """Return the Frobenius norm, without overflow or underflow."""
+    """Return the Frobenius norm of a block, computed without overflow or underflow."""
     flat = (block if block.flags.c_contiguous else block.T).reshape(-1)
     total = float(np.dot(flat, flat))
     if 1e-30 < total < np.inf or not flat.size:
@@ -115,13 +117,12 @@ def norm(block: np.ndarray) -> float:
 
 
 def largest(dtype: np.dtype) -> float:
-    """Return the norm above which sums of blocks may overflow; infinite for integers (exact
-    sums)."""
+    """Return the norm above which sums of blocks may overflow, or inf for integers."""
     return float(np.finfo(dtype).max) / 1000 if dtype.char in _ROUNDOFF else np.inf
 
 
 def slack(dtype: np.dtype, *counts: int) -> float:
-    """Return a bound on the rounding error of sums of `counts` terms, relative to a norm.
+    """Return a bound on the rounding errors of sums of `counts` terms, relative to a norm.
 
     The bound is 0 for integers.
     """
@@ -146,6 +147,6 @@ def wrong_row(
         return None
     wide = np.promote_types(a.dtype, np.float64)
     norms = np.sqrt(np.square(a, dtype=wide).sum(1) * np.square(b, dtype=wide).sum())
-    vanished = a.shape[1] * b.size * float(np.finfo(a.dtype).tiny)  # products that underflow
+    vanished = a.shape[1] * b.size * float(np.finfo(a.dtype).tiny)  # products may underflow
     within = (difference <= limit * norms + vanished) | ~(norms < largest(a.dtype))
     return None if within.all() else int(np.argmin(within))
