@@ -1,4 +1,4 @@
-"""Sizes of a mixture of experts, and the assumptions of a prediction about it."""
+"""Sizes of a mixture-of-experts model, and the assumptions behind its predictions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 def of_mixture(config: Config) -> dict[str, Any]:
     """Return the sizes of a mixture of experts as plain values, or {} for a dense model.
 
-    The vocabulary of `config` must be resolved. `parameters` is the total number of parameters and
-    `active` the number that a token uses. `blocks` is the number of blocks with a mixture. `slots`
-    is the number of slots per expert and sequence: `capacity` times the even share top_k s / E for
-    s tokens and E experts.
+    The vocabulary of `config` must be resolved. `parameters` is the total number of parameters,
+    and `active` is the number used for a token. `blocks` is the number of blocks with experts.
+    `slots` is the maximum number of tokens per expert and sequence: `capacity` times the even
+    share top_k s / E for s tokens and E experts.
     """
     model = config.model
     experts = family_of(model).sizes(model, model.vocabulary).experts
@@ -34,7 +34,7 @@ def of_mixture(config: Config) -> dict[str, Any]:
 
 
 def lines(config: Config) -> list[str]:
-    """Return the sizes and assumptions of a mixture as lines to print, or [] for a dense model.
+    """Format the sizes and assumptions of a mixture of experts as lines; [] for a dense model.
 
     Predictions do not depend on the routing of tokens to experts.
     """

@@ -46,7 +46,7 @@ def taken(words: list[str], option: str) -> str | None:
 def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
     """Yield the lines of a dry run of a resolved `config`.
 
-    `machine` is the name of a machine; by default, it is this machine, if it has been measured.
+    `machine` is the name of a machine; the default is the local machine if it has been measured.
     `windows` is the number of training sequences in the text. Raises ValueError if the machine
     does not exist.
     """
@@ -84,9 +84,9 @@ def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
 
 
 def _stand_in() -> Machine:
-    """Return a machine with product rates for every dtype.
+    """Return the default machine, with GEMM rates for every dtype.
 
-    It is good enough for memory and communication volume, which do not depend on the machine.
+    Memory and communication volume do not depend on the machine, so any machine is sufficient.
     """
     machine = load(DEFAULT_MACHINE)
     return replace(machine, gemm={"float64": machine.gemm["float32"]} | machine.gemm)
@@ -124,8 +124,7 @@ def _text(config: Config, windows: int) -> str:
 
 
 def _memory(config: Config, found: dict, machine: Machine | None) -> str:
-    """Format the peak memory of the fullest rank and of all ranks, compared with the available
-    memory."""
+    """Format the peak memory of the fullest rank and of all ranks, and whether it is available."""
     peak = found["worst"]["all"]
     line = (
         f"memory: peak of {_size(peak)} on the fullest rank, {_size(found['total'])} on all ranks"
@@ -142,8 +141,7 @@ def _memory(config: Config, found: dict, machine: Machine | None) -> str:
 
 
 def _parts(found: dict) -> Iterator[str]:
-    """Yield lines with the peak of each kind of memory on the fullest rank, and with the peak of
-    each stage."""
+    """Yield lines with the fullest rank's peak of each kind of memory, and each stage's peak."""
     kinds = [kind for kind in MEMORY_KIND if kind != "all" and found["worst"][kind]]
     held = ", ".join(f"{kind} {_size(found['worst'][kind])}" for kind in kinds)
     yield f"peak of each kind on the fullest rank: {held}"

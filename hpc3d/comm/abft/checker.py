@@ -78,7 +78,7 @@ class AbftChecker:
             self.latest = weakref.ref(c), sums
 
     def _sums(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, which: str = "") -> np.ndarray:
-        """Return the signed row sums of C after comparing them with those of A B."""
+        """Check C against A B; return the signed row sums of C."""
         signs = self.signs(c.shape[1], c.dtype)
         sums, difference = c @ signs, a @ (b @ signs)
         difference -= sums

@@ -1,9 +1,10 @@
-"""Alignment of a measured trace with the products, kernels and calls of the program.
+"""Alignment of a measured trace with the matrix products, kernels and calls of the program.
 
 A simulated rank on abstract arrays (hpc3d.arrays.abstract) records the same trace rows as a real
-rank, in the same order. It also logs the products and kernels between and within them. The length
-of this log is the clock of its recorder, so the timestamps of a row are indices into the log. Rows
-of the categories copy and io are excluded, because they depend on timing and data.
+rank, in the same order. It also logs the products and kernels that run between and within these
+rows. The recorder uses the length of this log as its clock, so the timestamps of a row are indices
+into the log. Rows of the categories copy and io are excluded, because they depend on timing and
+data.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Call(NamedTuple):
 class TimedWork(NamedTuple):
     """Work of a rank between the ends of two consecutive trace rows, and its duration in seconds.
 
-    `computed` lists the Products and TimedKernels. `call` is the communication call that the
-    second row records, or None if it records something else.
+    `computed` lists the Products and TimedKernels. `call` is the communication call recorded in
+    the second row, or `None` if the row is not a call.
     """
 
     computed: tuple
@@ -119,11 +120,11 @@ def _expected_rows(config: Config, coords: Mapping[str, int], program: Program) 
 
 
 def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
-    """Return the work of all ranks of an open trace in a step, as a list of TimedWork.
+    """Return the work of a step on all ranks of an open trace, as a list of TimedWork.
 
     Durations are medians over the steps after the first `skip`. Raises ValueError if a different
-    version of the program wrote the trace, or if its clock is not CPU time: wall-clock time
-    includes waiting and, on shared cores, the work of other ranks.
+    version of the program wrote the trace, or if its clock does not measure CPU time: wall-clock
+    time includes waiting and, on shared cores, the work of other ranks.
     """
     config = configuration(trace)
     program, grid, found = program_of(config), config.mesh.grid(), []
@@ -178,7 +179,7 @@ def _rows_of(trace: Trace, rank: int) -> np.recarray:
 def _aligned(
     rows: np.recarray, expected: _ExpectedRows, step: int, begin: int, end: int
 ) -> np.ndarray | None:
-    """Return the seconds before and within each expected row, or None if the rows differ.
+    """Return the times in seconds before and within each expected row; `None` if rows differ.
 
     The result has the shape [2, rows + 1]: the end of the step counts as a row of zero length. The
     time before a row starts at the end of the preceding row. If the wait for a call starts later

@@ -38,7 +38,7 @@ MOST_S = 3e-4
 def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
     """Fit a Machine to the measured `works` of ranks on one node.
 
-    `facts` has the other fields: name, source, ranks_per_node, cores and memory_gb.
+    `facts` contains the remaining fields: name, source, ranks_per_node, cores and memory_gb.
     """
     rates = _rates_of(works)
     launch, kernels, bandwidth = _kernels_of(works, rates)
@@ -94,8 +94,8 @@ def _kernels_of(
     """Fit the launch time and the rates of kernels.
 
     Returns the launch time in seconds, a dict from kernel to its rate in bytes/s, and the mean
-    rate of all kernels in bytes/s. They are a weighted least-squares fit to all work that is not a
-    call:
+    rate of all kernels in bytes/s. They result from a weighted least-squares fit to all work that
+    is not a call:
 
     seconds - products = sum over kernels of launch + bytes / rate
 
@@ -130,7 +130,8 @@ def _in_products(work: TimedWork, rates: Mapping[str, Rates]) -> float:
 def _positive(matrix: np.ndarray, values: np.ndarray) -> list[float]:
     """Solve a least-squares problem with nonnegative coefficients.
 
-    Columns with negative coefficients are dropped until none is left; their coefficients are 0.
+    Columns with negative coefficients are removed, and their coefficients are set to 0, until no
+    coefficient is negative.
     """
     found, used = np.zeros(matrix.shape[1]), np.arange(matrix.shape[1])
     while True:
@@ -142,7 +143,7 @@ def _positive(matrix: np.ndarray, values: np.ndarray) -> list[float]:
 
 
 def _tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable, ...]:
-    """Return a CallTable for every operation and group size."""
+    """Return a CallTable for each operation and group size."""
     found = defaultdict(list)
     for work in works:
         if work.call and work.call.bytes:
@@ -157,7 +158,7 @@ def _tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable,
 def _table(found: tuple, bandwidth: float) -> tuple:
     """Return the (bytes, seconds) columns of a table with at least two knots.
 
-    A single knot is complemented by one with twice the bytes, extrapolated at the memory
+    If there is only one knot, a second knot with twice the bytes is extrapolated at the memory
     bandwidth.
     """
     (bytes_, *more), (seconds, *_) = found
@@ -169,7 +170,7 @@ def _table(found: tuple, bandwidth: float) -> tuple:
 def with_wakeup(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Machine:
     """Return `machine` with the wake-up time that explains the measured step times.
 
-    `timed` has pairs (config, step time in seconds) of runs in which each rank had its own core.
+    `timed` lists (config, step time in seconds) of runs in which each rank had a dedicated core.
     `wakeup_s` is the median over these runs, limited to MOST_S, because longer delays are caused
     by other programs.
     """

@@ -1,6 +1,6 @@
 """Runs that calibrate a machine (CALIBRATE) and independent runs that check it (CHECK).
 
-A line sets mesh sizes (1 by default) and other keys of the input file, without section names.
+Each line sets mesh sizes (1 by default) and other input file keys, without section names.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ p=2 x=2 y=2 hidden=256 layers=4 batch=32 microbatches=4
 
 
 def settings(line: str, **more: str) -> tuple[int, list[str]]:
-    """Return the number of ranks and the command-line options of the run that a line describes.
+    """Return the number of ranks and the command-line options of the run described by a line.
 
     `more` overrides keys of the line.
     """
@@ -69,6 +69,6 @@ def settings(line: str, **more: str) -> tuple[int, list[str]]:
 
 
 def config_of(line: str, **more: str) -> Config:
-    """Return the Config of the run that a line describes; `more` overrides keys."""
+    """Return the Config of the run described by a line; `more` overrides keys of the line."""
     ranks, words = settings(line, **more)
     return load_resolved(None, words, ranks)

@@ -15,7 +15,7 @@ from hpc3d.comm.communicator import received_share
 from hpc3d.predict.machine.collective_costs import best
 from hpc3d.trace.schema import MESSAGES
 
-# Calls within the hosts, for each call of a group on several hosts.
+# Calls within each host that are part of a call of a group on several hosts.
 _INSIDE = {
     "all_gather": ("all_gather",),
     "reduce_scatter": ("reduce_scatter",),
@@ -54,14 +54,14 @@ def crossing(machine: Any, members: Sequence[int]) -> Crossing | None:
     if len(hosts) == 1:
         return None
     local, link = tuple(max(hosts, key=len)), machine.link(members)
-    # If pipeline stages are adjacent on a host, only those next to another host use the NIC.
+    # If pipeline stages are adjacent on a host, only stages next to another host use the NIC.
     apart = max(members) - min(members) if len(members) == 2 else machine.ranks_per_node
     beta = link.beta(len(local), min(apart, machine.ranks_per_node))
     return Crossing(len(members), len(hosts), local, link.alpha_s, beta)
 
 
 def carried(op: str, nbytes: float, there: Crossing) -> float:
-    """Return the bytes that the NIC of a host receives for a call of a group.
+    """Return the number of bytes received by the NIC of a host during a call of a group.
 
     `nbytes` is the number of bytes that one member receives.
     """

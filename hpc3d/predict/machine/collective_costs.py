@@ -1,10 +1,10 @@
 """Cost models of collective algorithms with `alpha` s per message and `beta` s per byte.
 
-Every cost function takes (alpha, beta, g, nbytes) and returns seconds.  g is the number of members
-of the group.  `nbytes` is the number of bytes that a trace counts, which is the minimum that one
-member receives: a fraction 1 - 1/g of the full array for all_gather, reduce_scatter and
-all_to_all, twice that for all_reduce, and the block for other operations.  The time of additions
-is not separate, because a measured beta includes it.
+Every cost function takes (alpha, beta, g, nbytes) and returns seconds. g is the number of members
+of the group. `nbytes` is the number of bytes counted in a trace, which is the minimum number that
+one member receives: a fraction 1 - 1/g of the full array for all_gather, reduce_scatter and
+all_to_all, twice that for all_reduce, and the block for other operations. The time of reduction
+arithmetic is not modeled separately, because a measured beta includes it.
 
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH"
 (IJHPCA 19(1), 2005) describes all algorithms except the chain; MPICH implements them in
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from hpc3d.trace.schema import MESSAGES
 
-_SHORT = 512 * 1024  # bytes up to which MPICH uses recursive doubling and halving
+_SHORT = 512 * 1024  # maximum size in bytes for recursive doubling and halving in MPICH
 
 
 def message(alpha: float, beta: float, g: int, nbytes: float) -> float:
@@ -155,7 +155,7 @@ def best(
 
 
 class Level(NamedTuple):
-    """Level of a network hierarchy: its members, seconds per message and seconds per byte."""
+    """Level of a network hierarchy: number of members, seconds per message, seconds per byte."""
 
     members: int
     alpha: float
@@ -166,8 +166,8 @@ def hierarchical_all_reduce(nbytes: float, inside: Level, across: Level) -> floa
     """Return the time of a hierarchical all-reduce in seconds.
 
     It consists of a reduce-scatter within the nodes, an all-reduce across the nodes, and an
-    all-gather within the nodes. `inside` is the Level of the members on a node, and `across` the
-    Level of the nodes.
+    all-gather within the nodes. `inside` is the Level within a node, and `across` is the Level
+    between nodes.
     """
     (members, alpha, beta), (nodes, far_alpha, far_beta) = inside, across
     block = _summed(members * nodes, nbytes)

@@ -24,7 +24,7 @@ from hpc3d.predict.machine.collective_costs import Level, best, hierarchical_all
 if TYPE_CHECKING:
     from hpc3d.predict.machine.between_hosts import Crossing
 
-TYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")  # dtypes of products
+TYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")  # dtypes of GEMMs
 
 
 class Curve:
@@ -80,10 +80,10 @@ class Link:
     pair_bandwidth: float = 0.0
 
     def beta(self, senders: int, ranks_per_node: int, peers: float = inf) -> float:
-        """Return the time per byte of a group that has `senders` ranks on a node, in s.
+        """Return the time per byte, in seconds, for a group with `senders` ranks on a node.
 
-        Each of them sends to `peers` other ranks over the link, while the other ranks of the node
-        do the same in their own groups.
+        Each sender has `peers` destination ranks on the link, while the other ranks of the node
+        send in the same way within their own groups.
         """
         common = (self.node_bandwidth or inf) * min(1, senders / ranks_per_node)
         return 1 / min(senders * self.bandwidth, common, peers * (self.pair_bandwidth or inf))
@@ -152,10 +152,10 @@ def _over_nodes(
 ) -> Route:
     """Return the Route of a group with several members on each of several nodes.
 
-    A ring leaves each node once, through as many NICs as the group has members there, and takes
-    `leaving` seconds per byte from node to node. The steps of a ring overlap, so their latency is
-    the mean latency of a hop, as in NCCL (src/graph/tuning.cc). The latency of a tree is the mean
-    over its steps within and across nodes.
+    A ring leaves each node once, over as many NICs as the group has members on the node, at
+    `leaving` seconds per byte. The steps of a ring overlap, so their latency is the mean latency
+    of a hop, as in NCCL (src/graph/tuning.cc). The latency of a tree is the mean over its steps
+    within and across nodes.
     """
     near, far = ceil(log2(inside.members)), ceil(log2(across.members))
     alpha = (near * inside.alpha + far * across.alpha) / (near + far)
@@ -176,13 +176,13 @@ def _over_nodes(
 class Machine:
     """Model of a machine's ranks and links; `source` is the origin of the numbers.
 
-    A node has `ranks_per_node` ranks. If `cores` is less, ranks share the cores; if it is 0, each
-    rank has a device. `memory_gb` is per rank. A kernel takes `launch_s` seconds plus the time to
-    move its bytes at `memory_bandwidth`, or at its own rate in `kernels`, in bytes/s. `links` are
-    ordered from the innermost to the outermost. Without devices, communication uses the cores, and
-    a rank that waited resumes after `wakeup_s` seconds. Fused attention on a device supports heads
-    up to the size `max_fused_head_dim` (0: no fused attention). Copies between a device and its
-    host run at `host_bandwidth` bytes/s (25e9: PCIe 4 x16).
+    A node has `ranks_per_node` ranks. If `cores` is smaller, ranks share cores; if `cores` is 0,
+    each rank has a device. `memory_gb` is per rank. A kernel takes `launch_s` seconds plus the
+    time to move its bytes at `memory_bandwidth`, or at its own rate in `kernels`, in bytes/s.
+    `links` are ordered from the innermost to the outermost. Without devices, communication uses
+    the cores, and a rank that waited resumes after `wakeup_s` seconds. Fused attention on a device
+    supports heads up to the size `max_fused_head_dim` (0: no fused attention). Copies between a
+    device and its host run at `host_bandwidth` bytes/s (25e9: PCIe 4 x16).
     """
 
     __pydantic_config__ = STRICT
@@ -205,9 +205,9 @@ class Machine:
         """Return the time in seconds of `batch` products of shapes [m, k] and [k, n].
 
         A product takes at least the launch time. On a device, it also takes at least the time to
-        move the operands through memory (S. Williams et al., "Roofline", CACM 52(4), 2009); cores
-        are assumed to find them in their caches. Raises ValueError if the machine has no rates for
-        the dtype.
+        move the operands through memory (S. Williams et al., "Roofline", CACM 52(4), 2009); on CPU
+        cores, the operands are assumed to be in cache. Raises ValueError if the machine has no
+        rates for the dtype.
         """
         moved = 0 if self.cores else batch * (m * k + k * n + m * n) * itemsize(dtype)
         return self.fused(2.0 * m * n * k * batch, moved, dtype)
@@ -231,9 +231,9 @@ class Machine:
         """Return the time in seconds of a call that all groups along an axis make concurrently.
 
         `members` are the ranks of one group (a tuple or a range), and `nbytes` is the number of
-        bytes that a trace counts. The time is the sum of a launch and the messages
+        bytes counted in a trace. The time is the sum of a launch and the messages
         (collective_costs.best); a measured table includes both. For calls between hosts without
-        devices, it is the sum of CPU and network time (hpc3d.predict.machine.between_hosts).
+        devices, the time is the sum of CPU and network time (hpc3d.predict.machine.between_hosts).
         """
         if len(members) == 1:
             return 0.0
@@ -279,7 +279,7 @@ class Machine:
         return {}
 
     def route(self, members: tuple[int, ...]) -> Route:
-        """Return the Route of a group of at least two ranks, with equal numbers on each node."""
+        """Return the Route of a group with at least two ranks, the same number on each node."""
         on_node, ranks = self.by_node(members), self.ranks_per_node
         here = max(on_node, key=len)
         near, far = self.link(here), self.link(members)
@@ -293,7 +293,7 @@ class Machine:
         return _over_nodes(len(members), inside, across, far.beta(len(here), ranks), tables)
 
     def by_node(self, members: Sequence[int]) -> Collection[list[int]]:
-        """Return lists of the members on each node."""
+        """Group the members by node, and return one list of ranks per node."""
         nodes = defaultdict(list)
         for rank in members:
             nodes[rank // self.ranks_per_node].append(rank)

@@ -20,14 +20,14 @@ from hpc3d.predict.machine.collective_costs import ALGORITHMS
 from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 
 _RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # maps old keys to new keys
-_LONGEST, _SLOWEST = 10.0, 1.0  # maximum of any time in seconds, minimum of any rate per second
+_LONGEST, _SLOWEST = 10.0, 1.0  # maximum time in s, minimum rate in 1/s
 _PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
 
 
 def load(path: Path | str) -> Machine:
     """Read a Machine from a TOML file, or by name from hpc3d.config.package_data.
 
-    Raises ValueError with one line per error, which names the key and the fix.
+    Raises ValueError with one line per error that states the key and the fix.
     """
     found = find(path, MACHINE)
     if not (tree := read(found)):
@@ -59,7 +59,7 @@ def _key(name: str) -> str:
 def _validate(tree: dict[str, Any]) -> Machine:
     """Convert nested TOML tables to a Machine, and warn about each deprecated key.
 
-    Raises ValueError with one line per error, which names the key and the fix.
+    Raises ValueError with one line per error that states the key and the fix.
     """
     import json
 
@@ -143,7 +143,7 @@ def _wrong_rates(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_links(machine: Machine) -> Iterator[str]:
-    """Yield an error for missing or invalid links, and if links are not ordered outwards."""
+    """Yield an error for each missing or invalid link, and for links in the wrong order."""
     if not machine.links:
         yield "links: missing; add [[links]] with ranks = 0, which connects all ranks"
     for place, link in enumerate(machine.links):
@@ -194,7 +194,8 @@ def _wrong_tables(machine: Machine) -> Iterator[str]:
 def _wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterator[str]:
     """Yield an error unless two columns are valid knots of a curve.
 
-    They must have the same length of at least `least` and be positive, and the first must ascend.
+    The columns must have the same length, at least `least`, and positive values. The first column
+    must be in ascending order.
     """
     (first, x), (second, y) = columns.items()
     if len(x) != len(y) or len(x) < least:

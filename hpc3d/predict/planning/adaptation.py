@@ -1,8 +1,9 @@
-"""Uneven numbers of layers per stage and other bucket sizes for the best layouts of a search.
+"""Variants of the best layouts of a search: uneven layers per stage and other bucket sizes.
 
-They are tried last and only for the best layouts, because they gain little on a good layout.
-layer_counts.py evaluates layers per stage with the schedule simulator, also for layouts that do
-not fit in memory with even layers. The bucket sizes are the gradient sizes of 1, 2, 4, ... layers.
+The variants are tried last and only for the best layouts, because they improve a good layout only
+slightly. layer_counts.py evaluates layers per stage with the schedule simulator, also for layouts
+that do not fit in memory with even layers. The bucket sizes correspond to the gradients of 1, 2,
+4, ... layers.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Offer(NamedTuple):
 def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
     """Yield estimates of layouts with uneven layers that are faster or fit in memory.
 
-    Each is preceded by an estimate with even layers from the same simulator, for comparison.
+    For comparison, each estimate is preceded by an estimate with even layers from the same
+    simulator.
     """
     estimator = candidates.estimator
     limit = min((each.best.seconds for each in timed if each.fits), default=inf)
@@ -65,7 +67,7 @@ def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
         left -= share - max(0, search.left)
         if counts:
             candidates.count += 1
-            # Estimate both with the schedule simulator, so that they are comparable.
+            # The schedule simulator estimates both partitions, so that the times are comparable.
             clocked = estimator.estimate(_with_layers(config, even))._replace(config=config)
             other = estimator.estimate(_with_layers(config, counts))
             yield offer._replace(estimate=clocked)
@@ -74,7 +76,7 @@ def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
 
 
 def gains(seconds: float, usual: float) -> bool:
-    """Return True if `seconds` is enough below `usual` to justify non-default keys."""
+    """Return True if `seconds` is far enough below `usual` to justify non-default keys."""
     return seconds < (1 - _WORTH) * usual
 
 
@@ -83,10 +85,10 @@ def _with_layers(config: Config, counts: Sequence[int]) -> Config:
 
 
 def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
-    """Yield layouts with even layers that uneven layers may improve.
+    """Yield layouts with even layers that may become faster with uneven layers.
 
-    These are the fastest few schedules of each candidate with a pipeline, and the fastest layouts
-    with memory options that save too little memory for even layers.
+    The layouts are the fastest few schedules of each candidate with a pipeline, and the fastest
+    layouts whose memory options save too little memory with even layers.
     """
     for number, each in enumerate(timed):
         if each.best.config.mesh.p == 1:
@@ -103,7 +105,7 @@ def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
 def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
     """Yield the fastest estimates that save less memory than `best`.
 
-    They recompute or re-gather less, or have a lower ZeRO stage.
+    The layouts recompute or re-gather less, or have a lower ZeRO stage.
     """
     config, parallel = best.config, best.config.parallel
     ways = candidates.ways(config)
@@ -177,7 +179,7 @@ def _held_of(costs: CostTable, config: Config) -> Callable[[int, tuple[int, ...]
 
 
 def _mixtures(config: Config, layers: int) -> float:
-    """Return the mean number of mixtures of experts in `layers` layers.
+    """Return the mean number of mixture-of-experts layers among `layers` layers.
 
     The result is 0 if all layers of the model are identical.
     """
@@ -195,7 +197,7 @@ def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]
 
 
 def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
-    """Return the bucket sizes to try in MB: gradients of 1, 2, 4, ... layers up to a full stage.
+    """Return the bucket sizes to try, in MB: gradients of 1, 2, 4, ... layers up to a full stage.
 
     The configured size is excluded.
     """

@@ -39,10 +39,10 @@ _BOUND_MARGIN = 0.7
 
 
 class Candidate(NamedTuple):
-    """Layout of which the schedule and the memory options are not chosen yet.
+    """Layout whose schedule and memory options have not been chosen yet.
 
     `moves` maps an axis to its communication time per step, in seconds. `work` is the CPU time of
-    all communication, and `hidden` the communication time that may overlap with compute.
+    all communication, and `hidden` is the communication time that may overlap with compute.
     """
 
     config: Config
@@ -89,14 +89,13 @@ def _product_type(config: Config, machine: Machine) -> str:
 
 
 class Bounds:
-    """Lower bounds on the step time of layouts, from compute, pipeline bubble and
-    communication."""
+    """Lower bounds on the step times of layouts, from compute, bubble and communication."""
 
     def __init__(self, config: Config, ranks: int, vocabulary: int, machine: Machine) -> None:
         self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
         model, rows = config.model, config.train.batch * config.model.sequence
         computed = sum(count * each.computed for count, each in block_products(model))
-        columns = int(computed) // (model.layers * model.hidden)  # combines all products
+        columns = int(computed) // (model.layers * model.hidden)  # one product with all FLOPs
         whole = machine.product(rows, columns, model.hidden, _product_type(config, machine))
         self.ranks_per_core = ranks_per_core(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
@@ -109,8 +108,8 @@ class Bounds:
     def candidate(self, config: Config) -> Candidate:
         """Return the Candidate of a layout.
 
-        If it is faster, the axes are reordered so that those with the most communication are
-        innermost.
+        The axes are reordered so that axes with more communication are further inside, if the
+        reordered layout is faster.
         """
         volume = volumes(config)
         candidate = self.moves(config, volume)
@@ -136,7 +135,7 @@ class Bounds:
 
         It is the time of compute and bubble at the best number of microbatches, plus the
         communication time that cannot be hidden. If ranks share a core, the bound is at least the
-        CPU time of all of them.
+        CPU time of all ranks on the core.
         """
         stages, micros, found = candidate.config.mesh.p, 1, []
         chunks = max(1, self.layers // stages)
@@ -152,7 +151,7 @@ class Bounds:
         )
 
     def shown_context(self, candidate: Candidate) -> float:
-        """Return the approximate exposed communication time along c in seconds.
+        """Return the approximate exposed communication time along axis c, in seconds.
 
         The communication overlaps with attention, which is assumed to run at peak rate.
         """
@@ -178,8 +177,7 @@ class Bounds:
 
 
 def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
-    """Return the operation, the number of calls per step and the ranks of a group along an
-    axis."""
+    """Return the operation, the calls per step and the ranks of a group along an axis."""
     grid, layers = config.mesh.grid(), config.model.layers / config.mesh.p
     members = grid.ranks_over(axis.split(), {})
     if axis == "p":
@@ -205,7 +203,7 @@ def _seconds(sample: LayerSample, sequences: int) -> float:
 
 
 def _smallest(config: Config) -> Config:
-    """Return a one-layer model on one rank that is so small that launches dominate its time."""
+    """Return a one-layer, single-rank configuration whose time is dominated by launches."""
     model = replace(config.model, layers=1, hidden=1, heads=1, kv_heads=None, ffn=None, sequence=1)
     mesh = MeshConfig(x=1, y=1, z=1)
     return replace(config, model=model, mesh=mesh, train=replace(config.train, batch=1))
@@ -250,11 +248,11 @@ def summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
 
 
 def _slot_words(config: Config) -> float:
-    """Return the elements that a rank receives per step along e: 4 (1 - 1/e) E C S h per mixture.
+    """Return the number of elements received by a rank per step along axis e.
 
-    E is the number of experts, C the slots per expert and sequence, S the number of sequences and
-    h the hidden size, divided over the other axes. With context parallelism, C is at most the
-    number of a rank's own tokens.
+    The number per mixture-of-experts layer is 4 (1 - 1/e) E C S h, divided over the other axes. E
+    is the number of experts, C the capacity per expert and sequence, S the number of sequences and
+    h the hidden size. With context parallelism, C is at most the number of tokens per rank.
     """
     model, mesh = config.model, config.mesh
     experts = family_of(model).sizes(model, model.vocabulary).experts

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 NEAR = 0.1  # a layout whose estimated peak exceeds the memory by up to this fraction may fit
 SURE = 0.95  # a layout with an estimated peak up to this fraction of the memory certainly fits
 _LONG = 1024  # minimum sequence length for which chunked attention is tried
-RECOMPUTE = ("none", "selective", "full")  # by increasing recomputation
+RECOMPUTE = ("none", "selective", "full")  # in order of increasing recomputation
 
 
 class TimedCandidate(NamedTuple):
     """Candidate with its estimates.
 
-    `fits` is True if any estimate may fit in memory. `offers` has all estimates that may, fastest
-    first; otherwise, it has only the one with the lowest peak. `sure` is the step time in seconds
-    of the fastest estimate that certainly fits, or inf.
+    `fits` is True if any estimate may fit in memory. `offers` lists all estimates that may fit,
+    fastest first. If there are none, it contains only the estimate with the lowest peak. `sure` is
+    the step time in seconds of the fastest estimate that certainly fits, or inf.
     """
 
     candidate: Candidate
@@ -73,7 +73,7 @@ class Candidates:
         ]
 
     def promising(self, config: Config) -> list[Estimate]:
-        """Return the estimates that are needed to compare the mesh of `config` with others.
+        """Return the estimates that are needed to compare the mesh of `config` with other meshes.
 
         Recomputation costs time, so layouts recompute only as much as the memory limit requires.
         ZeRO 2 and 3 are tried only if layouts would need full recomputation otherwise.
@@ -98,8 +98,8 @@ class Candidates:
     def every(self, best: Estimate, limit: Callable[[], float]) -> Iterator[list[Estimate]]:
         """Yield lists of estimates on the mesh of `best` that may be faster than `limit()`.
 
-        `limit()` returns seconds. Numbers of microbatches similar to the one of `best` come first.
-        Layouts recompute only as much as the memory limit requires.
+        `limit()` returns seconds. Numbers of microbatches close to the number in `best` come
+        first. Layouts recompute only as much as the memory limit requires.
         """
         config, start = best.config, best.config.parallel.microbatches
         counts = layouts.microbatches(config, self.ranks)
@@ -137,8 +137,8 @@ class Candidates:
     ) -> MemoryOption | None:
         """Return the first memory option in `ways` that fits with `micros` microbatches, or None.
 
-        `ways` are ordered by increasing savings. All estimates made in the search are added to
-        `found`.
+        `ways` is ordered by increasing memory savings. All estimates made in the search are added
+        to `found`.
         """
         low, high = 0, len(ways)
         while low < high:
@@ -155,7 +155,8 @@ class Candidates:
     ) -> Iterator[Estimate]:
         """Yield estimates for increasing numbers of microbatches.
 
-        Stops if layouts that fit become slower, or after the first that fits without a pipeline.
+        The generator stops when layouts that fit become slower or, without a pipeline, after the
+        first layout that fits.
         """
         best = inf
         for micros in counts:
@@ -167,7 +168,7 @@ class Candidates:
             best = seconds
 
     def split(self, best: Estimate) -> Iterator[Estimate]:
-        """Yield estimates like `best`, but with schedules that split the backward pass."""
+        """Yield estimates of the layout in `best` with schedules that split the backward pass."""
         config, parallel = best.config, best.config.parallel
         way = MemoryOption(parallel.keep_gathered, parallel.recompute, parallel.attention)
         yield from self.options(config, parallel.microbatches, (parallel.zero,), way, True)
@@ -204,7 +205,7 @@ def seconds_of(estimate: Estimate) -> float:
 def _floor(estimate: Estimate) -> float:
     """Return a lower bound on the step time, in seconds, with any schedule and ZeRO stage.
 
-    It excludes the bubble and the gradient reductions.
+    The bound excludes the bubble and the gradient reductions.
     """
     sums = replicas_of(estimate.config, estimate.waits)
     return estimate.seconds - estimate.bubble - sums.total()
@@ -220,8 +221,8 @@ def _keeps_more(way: MemoryOption, other: MemoryOption) -> bool:
 def _chunks_save(config: Config, widest: int) -> bool:
     """Return True if chunked attention is not the default but would save memory.
 
-    It saves nothing if the device has fused attention, for heads of size up to `widest`, because
-    this stores no probabilities either.
+    Chunked attention saves no memory if the device supports fused attention (for heads of size up
+    to `widest`), which does not store the probabilities either.
     """
     model, train = config.model, config.train
     if config.chunked() or model.sequence < _LONG:

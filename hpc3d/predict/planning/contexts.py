@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 _FULL = 0.5  # fraction of memory that saved activations may use without context parallelism
 _SPARE = 4  # maximum ratio of the context-parallel size to the size that memory requires
-# The bubble is large below _FEW microbatches per stage and small from _ENOUGH on.
+# The bubble is large with fewer than _FEW microbatches per stage, and small with at least _ENOUGH.
 _FEW, _ENOUGH = 2, 4
 
-_FORWARD_AND_BACKWARD = 3.5  # FLOPs of forward and backward relative to forward: 14 / 4
+_FORWARD_AND_BACKWARD = 3.5  # FLOPs of both passes relative to the forward pass: 14 / 4
 
 
 def contexts(c: int) -> Iterator[tuple[str, int]]:
@@ -68,8 +68,8 @@ def _kept(config: Config) -> float:
 def ring_words(config: Config) -> float:
     """Return the number of elements that a rank receives per step in ring attention.
 
-    It covers keys, values and their gradients, in units of `train.dtype`. Gradients have at least
-    32 bits per element.
+    The number includes keys, values and their gradients, in units of `train.dtype`. Gradients have
+    at least 32 bits per element.
     """
     itemsize = np.dtype(config.train.dtype).itemsize
     wide = max(4, itemsize) / itemsize
@@ -78,8 +78,7 @@ def ring_words(config: Config) -> float:
 
 
 def exchange_words(config: Config) -> float:
-    """Return the number of elements that a rank receives per step in all-to-all (Ulysses)
-    calls."""
+    """Return the number of elements received by a rank per step in Ulysses all-to-all calls."""
     share = 1 - 1 / config.context().heads
     elements = _elements(config, keys=True) + _elements(config, keys=False)
     return 4 * share * elements
@@ -88,8 +87,8 @@ def exchange_words(config: Config) -> float:
 def attention_flops(config: Config) -> float:
     """Return the FLOPs of chunked attention per rank and step.
 
-    They include the recomputation of the scores in the backward pass. With a causal mask, half of
-    the scores are skipped.
+    The number includes the recomputation of the scores in the backward pass. With a causal mask,
+    half of the scores are skipped.
     """
     model, mesh, family = config.model, config.mesh, family_of(config.model)
     square = family.attention(family.sizes(model, model.vocabulary))

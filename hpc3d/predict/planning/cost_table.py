@@ -1,7 +1,7 @@
 """Cache of the costs of passes, gradient reductions, updates and messages of layouts.
 
-Many layouts of a search share costs.  The cache key, `CostKey`, has all values that a cost depends
-on.
+Many layouts of a search share costs. The cache key, `CostKey`, contains all values on which a cost
+depends.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ _MESSAGE_COSTS = ("message", "handled")  # costs computed without running the pr
 
 
 class CostKey(NamedTuple):
-    """Values that a cost depends on.
+    """Values on which a cost depends, used as a cache key.
 
     All costs depend on the fields without a default; the others are `None` unless the cost depends
-    on them. `tensor` has (axis, size, stride) of x, y, z and e, and `data` and `pipeline` have it
-    for d and p. `context` has it for c, followed by the keys for context parallelism and
-    attention. `keep` is parallel.keep_gathered. `halves` is True if the backward pass is split,
-    and `together` is True if the embedding and the head are on the same stage. `times` is the
-    number of layers in an update, in units of the sample's layers.
+    on them. `tensor` lists (axis, size, stride) for x, y, z and e. `data` and `pipeline` are
+    (axis, size, stride) for d and p, respectively. `context` contains this tuple for c, followed
+    by the keys for context parallelism and attention. `keep` is parallel.keep_gathered. `halves`
+    is True if the backward pass is split, and `together` is True if the embedding and the head are
+    on the same stage. `times` is the number of layers in an update, in units of the sample's
+    layers.
     """
 
     cost: str
@@ -115,8 +116,7 @@ class CostTable:
     def sample(
         self, config: Config, zero: int, keep: bool = True, recompute: str = "none"
     ) -> LayerSample:
-        """Return the LayerSample of a layout with these values of ZeRO stage, keep_gathered and
-        recompute."""
+        """Return the LayerSample of a layout for a ZeRO stage, keep_gathered and recompute."""
         mesh, parallel = config.mesh, config.parallel
         both = mesh.p == 1 or find(parallel.schedule).v_shaped
         ends = ((FIRST, LAST),) if both else ((FIRST,), (LAST,))
@@ -174,8 +174,7 @@ class CostTable:
         return self._once(key, measure)
 
     def held(self, config: Config, stage: StageContent) -> Counter:
-        """Return a dict from kind to the bytes of a stage's parameters, gradients and optimizer
-        state."""
+        """Return a dict with the bytes of a stage's parameters, gradients and optimizer state."""
         return self._held_by(self.sample(config, config.parallel.zero), stage)
 
     def layer_gradient(self, config: Config) -> int:
@@ -198,8 +197,7 @@ class CostTable:
         return self._once(key, measure)
 
     def message(self, config: Config, nbytes: float) -> float:
-        """Return the transfer time of a message to the next stage in seconds, averaged over
-        stages."""
+        """Return the mean transfer time of a message to the next stage, in seconds."""
 
         def seconds(pair):
             if not self.machine.cores:
@@ -246,7 +244,7 @@ class CostTable:
     def world(self, config: Config) -> Pass:
         """Return the cost of the calls that involve all ranks in a step.
 
-        They are the broadcast of the batch and three all-reduces of one element.
+        These calls are the broadcast of the batch and three all-reduces of one element.
         """
         ranks = range(config.mesh.grid().size)
         if len(ranks) == 1:
@@ -269,8 +267,7 @@ class CostTable:
 
 
 def _held_by(sample: LayerSample, stage: StageContent) -> Counter:
-    """Return a dict from kind to the bytes of a stage's parameters, gradients and optimizer
-    state."""
+    """Return a dict with the bytes of a stage's parameters, gradients and optimizer state."""
     held = sample.held
     ends = tuple(part for part, here in ((FIRST, stage.first), (LAST, stage.last)) if here)
     parts, counts = (sample.layers,), (stage.layers,)

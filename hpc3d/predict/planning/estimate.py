@@ -132,8 +132,7 @@ class Estimator:
         return [Cost(*(_slowed(each, slowdown) for each in work), message) for work in works]
 
     def _with_messages(self, config, parts, contents, messages):
-        """Return the work of each StageContent, including the CPU time to send and receive its
-        messages."""
+        """Return the work of each StageContent, including the CPU time of its messages."""
         split = find(config.parallel.schedule).splits_backward
         works = [work_of(parts, content, split) for content in contents]
         if not self.machine.cores:
@@ -162,8 +161,7 @@ class Estimator:
         late: int,
         slowdown: float,
     ) -> float:
-        """Return the time in seconds from the start of a step to the last pass of stage
-        `late`."""
+        """Return the time in seconds from the start of a step to stage `late`'s last pass."""
         if not even(config):
             return self._ends(config, parts, slowdown)[late]
         seconds = [[_slowed(each, slowdown) for each in work] for work in works]
@@ -200,11 +198,11 @@ class Estimator:
         busy: float,
         idle: float,
     ) -> float:
-        """Return the factor by which core sharing lengthens a step, apart from its idle time.
+        """Return the factor by which core sharing lengthens a step, excluding its idle time.
 
-        If each rank has its own core, the step takes `alone` seconds, of which a core is `busy`
-        and `idle` for the given times in seconds. `passes(factor)` returns the time of the passes
-        if cores are slower by `factor`, and `after` is the work after the passes.
+        With a dedicated core per rank, the step takes `alone` seconds, during which the core is
+        busy for `busy` seconds and idle for `idle` seconds. `passes(factor)` returns the time of
+        the passes if cores are slower by `factor`, and `after` is the work after the passes.
         """
         sharing, chain = core_sharing(config, self.machine), 0.0
         if sharing.ranks == 1:
@@ -216,7 +214,7 @@ class Estimator:
 
 
 def _slowed(done: Pass, slowdown: float) -> float:
-    """Return the time of a Pass in seconds if its CPU times are multiplied by `slowdown`."""
+    """Return the time of a Pass in seconds, with its CPU times multiplied by `slowdown`."""
     if slowdown == 1:
         return done.seconds
     idle = done.idle.total()

@@ -1,4 +1,4 @@
-"""Search for the numbers of layers per model chunk with the shortest step that fits in memory.
+"""Search for the layers per model chunk that give the shortest step and fit in memory.
 
 The embedding and the head take time and memory on the first and the last model chunk, so an even
 partition is not optimal. All layers are assumed to be identical. A greedy algorithm assigns one
@@ -24,8 +24,8 @@ from typing import NamedTuple
 from hpc3d.pipeline.step_model import StepModel, reduced
 from hpc3d.pipeline.timeline import Cost
 
-# Costs in units of a simulated pass: building the simulator, per pass; and checking the bound of a
-# partition, per model chunk.
+# Costs relative to one simulated pass: building the simulator (per pass), and checking the lower
+# bound of a partition (per model chunk).
 _BUILT = 150
 _LOOK = 3
 _GAIN = 1e-9  # minimum relative improvement of the step time, above rounding errors
@@ -67,7 +67,7 @@ class LayerCounts:
     def best(self, even: Sequence[int]) -> tuple[int, ...] | None:
         """Return the number of layers of each model chunk in the fastest partition found.
 
-        Returns None if that is the `even` partition, if it does not fit in memory, or if the
+        Returns `None` if this partition is the `even` one or does not fit in memory, or if the
         budget is too small.
         """
         if self.left <= 0:
@@ -96,9 +96,9 @@ class LayerCounts:
     def level_with(self, counts: list[int], part: int) -> tuple[float, float, float]:
         """Return the sort key for adding a layer to model chunk `part`.
 
-        With the added layer, the key consists of the bytes by which its stage exceeds the memory,
-        the time of the stage in a step, and the time of the model chunk for a microbatch, both in
-        seconds.
+        With the added layer, the key consists of the bytes by which the stage exceeds the memory
+        limit, the time of the stage in a step, and the time of the model chunk for a microbatch,
+        both in seconds.
         """
         stage = self.stage_of[part]
         counts[part] += 1
@@ -133,15 +133,14 @@ class LayerCounts:
         return more > excess or (more == excess and self.least(counts) >= seconds)
 
     def key(self, counts: Sequence[int]) -> tuple[float, float]:
-        """Return the key of a partition: bytes above the memory, step time in seconds.
+        """Return the sort key of a partition: bytes above the memory limit, step time in seconds.
 
         Smaller keys are better.
         """
         return self.excess(counts), self.seconds(counts)
 
     def seconds(self, counts: Sequence[int]) -> float:
-        """Return the simulated time in seconds from the first pass to the last gradient
-        reduction."""
+        """Simulate the time in seconds from the first pass to the last gradient reduction."""
         pipeline, layer = self.pipeline, self.pipeline.layer
         self.left -= self.passes
         costs = [
@@ -174,11 +173,11 @@ class LayerCounts:
         return self.bare[part] + counts[part] * self.layer
 
     def excess(self, counts: Sequence[int]) -> float:
-        """Return the bytes by which stages exceed the memory, summed over all stages."""
+        """Return the number of bytes above the memory limit, summed over all stages."""
         return sum(self.over(counts, stage) for stage in range(self.model.stages))
 
     def over(self, counts: Sequence[int], stage: int) -> float:
-        """Return the bytes by which a stage exceeds the memory, or 0."""
+        """Return the number of bytes by which a stage exceeds the memory limit, or 0."""
         return max(0.0, self.held(stage, self.chunks_of(counts, stage)) - self.pipeline.memory)
 
     def sums(self, counts: Sequence[int], stage: int) -> float:

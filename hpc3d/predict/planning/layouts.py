@@ -102,8 +102,7 @@ def with_mesh(config: Config, p: int, d: int, scheme: str, x: int, y: int, z: in
 
 
 def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]]:
-    """Yield a list of valid layouts for each mesh; they differ in their kind of context
-    parallelism."""
+    """Yield, for each mesh, the valid layouts with different kinds of context parallelism."""
     layers, batch = base.model.layers, base.train.batch
     for c, e in product(divisors(ranks), divisors(gcd(base.model.experts or 1, ranks))):
         if ranks % (c * e):
@@ -136,7 +135,7 @@ def problems(config: Config, ranks: int) -> list[str]:
 
 @cache
 def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], ...]:
-    """Return (name, chunks) of all schedules for these numbers of stages and microbatches.
+    """Return (name, chunks) of all schedules that support these stages and microbatches.
 
     They are sorted by name, with schedules that split the backward pass last.
     """
@@ -155,7 +154,7 @@ def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], .
 
 
 def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the valid ZeRO stages of a layout, grouped by identical passes."""
+    """Return the valid ZeRO stages of a layout; stages with identical passes form a group."""
     if config.mesh.replicas() == 1:
         return ((0,),)
     allowed = [group for group in _ZEROS if not [*wrong_compression(_with_zero(config, group[0]))]]

@@ -65,7 +65,7 @@ class Pass(NamedTuple):
     idle: Counter
 
     def __add__(self, other: Pass) -> Pass:
-        """Return two passes in sequence.
+        """Combine two passes that run in sequence.
 
         The peak of the second pass adds to the bytes that the first one leaves allocated.
         """
@@ -122,7 +122,8 @@ class _WaitClock(Clock):
 
     The time of kernels and the bytes of calls are multiplied by `times`, and calls are split so
     that each has at most `most` bytes. The time of products is multiplied by `products`. `waited`
-    has the times of calls, and `idle` the times without the rank's own work for the calls.
+    maps an axis to the time of its calls, and `idle` to the part of this time in which the rank
+    does not work on the calls.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -161,7 +162,7 @@ class _WaitClock(Clock):
             self._again(self.times, begin, busy)
 
     def cut(self, nbytes: int) -> tuple[int, float]:
-        """Return the number of calls and the bytes of each call."""
+        """Return the number of calls into which a call is split, and the bytes of each."""
         calls = ceil(self.times * nbytes / self.most) or 1
         return calls, self.times * nbytes / calls
 
@@ -310,7 +311,7 @@ class LayerSample:
         return PassSeconds(forward, whole, backward, weight)
 
     def layer_passes(self, sequences: int, halves: bool) -> PassSeconds:
-        """Return the mean costs of the passes of a layer, over the layers of the sample."""
+        """Return the costs of a layer's passes, averaged over the layers of the sample."""
         passes, count = self.passes(self.layers, sequences, halves), len(self.layers.layers)
         return passes if count == 1 else passes * (1 / count)
 
@@ -362,8 +363,8 @@ class LayerSample:
     def update(self, times: float, most: float, layers: int) -> tuple[Pass, Pass]:
         """Return the cost of the gradient reductions and the cost of the update.
 
-        Both apply to `times` copies of the sample's layers, with buckets of at most `most` bytes.
-        The update has the matrix products of `layers` layers.
+        Both costs apply to `times` copies of the sample's layers, with buckets of at most `most`
+        bytes. The update includes the matrix products of `layers` layers.
         """
         first, _, compression = self.layer
         with self.clock.repeated(times, most, times):

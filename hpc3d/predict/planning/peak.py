@@ -1,8 +1,8 @@
 """Peak memory of the fullest rank, from the costs of the passes of a step.
 
 When a pass begins, a stage holds the saved activations of all microbatches and chunks that wait
-for their backward pass, and the tensors that are saved between B and W. The peak of the pass is
-added to these.
+for their backward pass, and the tensors that are saved between the two halves of a split backward
+pass. The peak memory of the pass is added to them.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def fullest(
 ) -> tuple[int, dict[str, int]]:
     """Return the index of the stage with the highest peak memory, and a dict from kind to bytes.
 
-    `chunks` has the content of each stage; `sums` and `rest` are as for `stage_bytes`.
+    `chunks` lists the content of each stage. `sums` and `rest` are the peaks in bytes of the
+    gradient reductions and of the update of a layer.
     """
     last = len(chunks) - 1
     numbers = {0, min(1, last), max(0, last - 1), last} if even(config) else range(last + 1)

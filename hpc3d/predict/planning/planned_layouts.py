@@ -1,4 +1,4 @@
-"""Plan for an input file: the best layouts.
+"""Plan for an input file: the fastest layouts that fit in memory.
 
 If no layout fits in memory, the search is repeated with a memory-saving technique.
 """
@@ -36,10 +36,10 @@ class PlannedLayouts(NamedTuple):
 
 
 class ResortedLayouts(NamedTuple):
-    """Plan with a memory-saving technique, for an input of which no layout fits without one.
+    """Plan with a memory-saving technique, for an input that does not fit in memory otherwise.
 
     `planned` is the plan with the technique, and `fit` describes the technique. `nearest` is the
-    smallest layout without it. `others` lists other techniques with which a layout fits.
+    smallest layout without the technique. `others` lists other techniques that make a layout fit.
     """
 
     planned: PlannedLayouts

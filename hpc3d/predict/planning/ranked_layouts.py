@@ -57,8 +57,10 @@ def ranked(
 
 
 def searched(found: Found, ranking: Ranking) -> dict[str, int]:
-    """Return the statistics of a search: the numbers of layouts, of mesh candidates that were
-    timed, pruned or left, of estimates and of simulations."""
+    """Return the numbers of layouts, mesh candidates, estimates and simulations of a search.
+
+    Mesh candidates are counted by outcome: timed, pruned, or left when the budget was spent.
+    """
     return {
         "layouts": found.considered,
         "timed": len(found.timed),
@@ -91,5 +93,5 @@ def _most_costs(ranks: int) -> int:
 
 
 def _most_effort(ranks: int) -> int:
-    """Return the simulation budget in ms, in terms of the costs that the Ranking estimates."""
+    """Return the budget for simulations in ms, to which the Ranking compares estimated costs."""
     return 3000 if ranks <= _FEW else min(6000, 500 + 5 * ranks)

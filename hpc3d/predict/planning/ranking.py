@@ -1,4 +1,4 @@
-"""Ranking of layouts: simulations of the best, the best per scheme, and why others are slower."""
+"""Ranking of layouts: the best by simulation, the best per scheme, and why others are slower."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.estimate import Estimate
     from hpc3d.predict.planning.search import Found, Search
 
-_CUBOIDS = ("1d-sequence", "2d", "3d")  # 3-D cuboids, including those with axes of size 1
+_CUBOIDS = ("1d-sequence", "2d", "3d")  # 3-D cuboids, including cuboids with axes of size 1
 _NAMED = {
     "1-D": lambda config: kind(config) == "1-D",
     "2-D": lambda config: kind(config) == "2-D",
@@ -34,8 +34,8 @@ _EACH = 2  # number of candidates to time for each name
 _SHOWN = 0.25  # fraction of the budget reserved for layouts that rank below the fastest
 _RESIZED, _SIZES = 6, 3  # number of layouts to try with other bucket sizes, and sizes per layout
 _SIZED = 0.25  # extra budget for bucket sizes, as a fraction of the budget
-# Lower bounds on the simulated step time relative to an estimate: if no layout of its family has
-# been simulated, and otherwise after scaling by the family's smallest ratio.
+# Lower bounds on the simulated step time, relative to the estimate if no layout of its family has
+# been simulated, and otherwise relative to the estimate times the family's smallest ratio.
 _NEW, _KIN = 0.9, 0.97
 
 
@@ -114,8 +114,7 @@ def _simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayou
 
 
 def _simulation_cost(config: Config) -> float:
-    """Return the approximate time in ms to simulate a layout, from its layers, stages and
-    passes."""
+    """Return the approximate time in ms that a simulation of the layout takes."""
     stages, parallel = config.mesh.p, config.parallel
     passes = stages * parallel.microbatches * parallel.chunks
     return 8 * config.model.layers + 10 * stages + passes
@@ -134,7 +133,7 @@ class Ranking:
         self.known, self.ratios, self.peaks = {}, {}, {}
 
     def simulate(self) -> None:
-        """Simulate layouts as long as one may be faster than the fastest that fits in memory.
+        """Simulate layouts until no other layout can be faster than the fastest one that fits.
 
         If no layout fits, the smallest remaining layout is simulated last.
         """
@@ -163,8 +162,10 @@ class Ranking:
         self.left = kept
 
     def _resized(self) -> Iterator[tuple[float, Estimate, TimedCandidate]]:
-        """Yield (likely step time in s, estimate, candidate) for other bucket sizes of the best
-        layouts."""
+        """Yield (likely step time in s, estimate, candidate) for other bucket sizes.
+
+        The bucket sizes are tried on the best layouts that fit.
+        """
         fitting = (
             each for each in self.found.timed if each.fits and each.best.config.mesh.replicas() > 1
         )
@@ -218,8 +219,10 @@ class Ranking:
         return row
 
     def _corrected(self, estimate: Estimate) -> RankedLayout:
-        """Convert an estimate to a RankedLayout, with the step time corrected by the mean ratio
-        of simulations to estimates."""
+        """Convert an estimate to a RankedLayout with a corrected step time.
+
+        The step time is multiplied by the mean ratio of simulated to estimated times.
+        """
         ratios = [*chain(*self.ratios.values())]
         seconds = estimate.seconds * (fmean(ratios) if ratios else 1)
         return estimated(estimate)._replace(seconds=seconds)
@@ -227,7 +230,8 @@ class Ranking:
     def row(self, each: TimedCandidate) -> RankedLayout:
         """Return the best RankedLayout of a candidate, or None if none of its layouts fits.
 
-        It is the fastest simulated layout that fits or otherwise an estimate.
+        The result is the fastest simulated layout that fits or, without such a layout, an
+        estimate.
         """
         known = [self.known[one.config] for one in each.offers if one.config in self.known]
         fitting = filter(self.fits, known)
@@ -260,7 +264,7 @@ class Ranking:
         return row.peak <= self.search.candidates.memory
 
     def widen(self, mesh: MeshConfig | None = None) -> None:
-        """Also time the most promising candidates of every name in `_NAMED`.
+        """Also time the most promising candidates of each class of layouts in `_NAMED`.
 
         If `mesh` is given, only candidates with the same p, d, c and e are considered.
         """
@@ -271,9 +275,9 @@ class Ranking:
     def _named_candidates(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> Iterator[Candidate]:
-        """Yield the candidates for which `is_it` is true.
+        """Yield the candidates whose layout satisfies `is_it`.
 
-        If `mesh` is given, they have the same p, d, c and e.
+        If `mesh` is given, only candidates with the same p, d, c and e are yielded.
         """
         found = self.found
         for candidate in [*(each.candidate for each in found.timed), *found.left, *found.cut]:
@@ -281,7 +285,7 @@ class Ranking:
                 yield candidate
 
     def named(self, mesh: MeshConfig | None = None) -> dict[str, RankedLayout | None]:
-        """Return a dict from each name in `_NAMED` to its best RankedLayout, or to None.
+        """Return a dict from each class in `_NAMED` to its best RankedLayout, or to `None`.
 
         If `mesh` is given, only layouts with the same p, d, c and e are considered.
         """
@@ -290,9 +294,9 @@ class Ranking:
     def _called(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> RankedLayout | None:
-        """Return the best RankedLayout for which `is_it` is true, or None.
+        """Return the best RankedLayout whose configuration satisfies `is_it`, or `None`.
 
-        If none fits in memory, the smallest one is returned.
+        If no such layout fits in memory, the smallest one is returned.
         """
         chosen = {id(candidate) for candidate in self._named_candidates(is_it, mesh)}
         timed = [each for each in self.found.timed if id(each.candidate) in chosen]
@@ -319,8 +323,7 @@ class Ranking:
         return next(offer for offer in offers if offer.config == config)
 
     def nearest(self, group: Sequence[Estimate]) -> Estimate:
-        """Return the fastest estimate that fits or, if none does, the one with the lowest
-        peak."""
+        """Return the fastest estimate that fits, or the estimate with the lowest peak memory."""
         fitting = [each for each in group if self.fits(each)]
         smallest = min(group, key=lambda each: each.peak)
         return min(fitting, key=lambda each: each.seconds, default=smallest)

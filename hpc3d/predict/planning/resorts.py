@@ -1,8 +1,8 @@
-"""Memory-saving fallbacks of a plan for inputs of which no layout fits.
+"""Memory-saving fallbacks that the planner tries if no layout fits in memory.
 
-They are tried in order. Fallbacks that leave all results unchanged come first, followed by those
-that change results more and more. Each fallback is checked on the layouts with the lowest peak
-memory, and the first one that helps is used in a new search.
+Fallbacks that leave all results unchanged are tried first, followed by fallbacks with an
+increasing effect on the results. Each fallback is checked on the layouts with the lowest peak
+memory, and the first fallback that makes a layout fit is used in a new search.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NEAREST = 8  # number of layouts for which each fallback is checked
 
 
 class Resort(NamedTuple):
-    """Fallback: changes of keys in an input file.
+    """Fallback, defined by changes of keys in an input file.
 
-    `exact` is True if they leave all results of a run unchanged.
+    `exact` is True if the changes leave all results of a run unchanged.
     """
 
     changes: tuple[tuple[str, str], ...]
@@ -86,7 +86,7 @@ class Fit(NamedTuple):
 def fits(
     source: Path | str, overrides: Sequence[str], search: Search, found: Found
 ) -> Iterator[Fit]:
-    """Yield a Fit for each fallback with which one of the smallest layouts fits."""
+    """Yield a Fit for each fallback that makes at least one of the smallest layouts fit."""
     nearest = sorted(
         (min(each.offers, key=lambda offer: offer.peak) for each in found.timed),
         key=lambda offer: offer.peak,

@@ -89,7 +89,7 @@ class Search:
         self.allowed = 0  # number of valid candidates
 
     def run(self, top: int, most: int) -> Found:
-        """Search all layouts for the best `top`, measuring about `most` costs at most.
+        """Search for the best `top` layouts with a budget of about `most` measured costs.
 
         Candidates are timed in the order of their expected step times, with similar candidates
         last. Then the best are refined. Raises ValueError with a one-line remedy if no layout is
@@ -123,8 +123,7 @@ class Search:
         found.sort()
 
     def _refine(self, found: Found, most: int) -> None:
-        """Add estimates to the candidates that may become the fastest, round-robin, within the
-        budget."""
+        """Refine the most promising candidates, round-robin, until the budget is spent."""
 
         def limit():
             return _REACH * self.limit(found.timed, 1)
@@ -155,8 +154,7 @@ class Search:
             found.timed.append(self.timed(candidate))
 
     def calibrate(self, candidates: Sequence[Candidate]) -> None:
-        """Calibrate the bounds with the measured costs of the candidate that has the least
-        communication."""
+        """Calibrate the bounds with the costs of the candidate with the least communication."""
         config = min(candidates, key=lambda candidate: sum(candidate.moves.values())).config
         fixed = self.estimator.costs.world(config).seconds
         self.bounds.calibrate(config, self.estimator.costs.parts(config), fixed)
@@ -194,7 +192,7 @@ class Search:
         return ways * len(self.candidates.ways(config)) * zeros * orders
 
     def timed(self, candidate: Candidate) -> TimedCandidate:
-        """Return a candidate with the estimates that are needed to compare it with others."""
+        """Return a candidate with the estimates needed for a comparison with other candidates."""
         return self._offered(candidate, self.candidates.promising(candidate.config))
 
     def _offered(self, candidate: Candidate, found: Sequence[Estimate]) -> TimedCandidate:

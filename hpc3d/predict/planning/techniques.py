@@ -82,7 +82,7 @@ class Effect(NamedTuple):
 def effects(
     source: Path | str, overrides: Sequence[str], ranks: int, machine: Machine
 ) -> Iterator[Effect]:
-    """Yield the Effect of the unchanged input and of each technique that it does not use yet."""
+    """Yield the Effect of the unchanged input and of each technique that is not in use yet."""
     config = load_resolved(source, overrides, ranks)
     yield _effect("as it is", config, machine)
     techniques = TECHNIQUES + (_OF_MUON if config.train.optimizer == "muon" else ())

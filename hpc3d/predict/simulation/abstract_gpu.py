@@ -1,6 +1,6 @@
 """CUDA backend on abstract arrays, which reports kernels, products and workspaces to a meter.
 
-The real GPU code selects the kernels and their arrays, so it does not have to be modeled.
+The real GPU code selects the kernels and their arrays, so this selection is not modeled.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AbstractGpu(Gpu):
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
         """Yield one of the `pieces` for each kind.
 
-        The meter counts the work on it once per piece of that kind.
+        The meter multiplies the work on the yielded piece by the number of pieces of its kind.
         """
         first, counts = {}, Counter()
         for piece in pieces:
@@ -147,7 +147,7 @@ class _AbstractAttention:
         return dqkv
 
     def have(self, size: int) -> None:
-        """Ensure a workspace of at least `size` bytes; earlier, smaller ones stay allocated."""
+        """Ensure a workspace of at least `size` bytes; smaller workspaces remain allocated."""
         if size > self.workspaces[-1].nbytes:
             self.workspaces.append(self.pool.empty((size,), np.uint8, "workspace"))
 
@@ -158,8 +158,7 @@ class _AbstractAttention:
 
 
 def _on_pool(primitive: Primitive) -> Callable[..., Any]:
-    """Return the CUDA implementation of a primitive, run on the abstract GPU of the first array's
-    pool."""
+    """Return a primitive's CUDA implementation, run on the abstract GPU of its first array."""
     rule = primitive.cuda_rule
     if rule is None:
         return counted(primitive)

@@ -1,8 +1,8 @@
 """Communication, FLOPs and memory of a training step, counted by running the program.
 
 One rank at a time runs the trainer on abstract arrays (arrays/abstract.py), which takes
-milliseconds for any model size. It uses the same recorder as real runs, so the predicted bytes,
-messages and memory are exactly equal to the values in a trace.
+milliseconds for any model size. The simulation uses the same recorder as real runs, so the
+predicted bytes, messages and memory are exactly equal to the values in a trace.
 """
 
 from __future__ import annotations

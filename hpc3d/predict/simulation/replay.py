@@ -1,8 +1,8 @@
 """Recording and replay of passes, so that a simulation runs only a few of them.
 
 On abstract arrays, all microbatches are identical: a pass takes the same time, makes the same
-calls and leaves the same memory allocated. Only the first pass of each kind is run, and the passes
-that overlap with gradient reductions.
+calls and leaves the same memory allocated. Only the first pass of each kind and the passes that
+overlap with gradient reductions are run.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 class RecordedPass(NamedTuple):
     """Recorded effects of a pass.
 
-    `start`, `length`, `busy` (CPU time) and `wired` (wait for the network) are in ns. `rows` has
-    the trace rows of the pass. `first` and `calls` map a call sequence to the number of its first
-    call and to the number of calls. `live` and `peak` map a kind of memory to the change of its
-    bytes from the start to the end and to the peak of the pass. `brought` maps names to
+    `start`, `length`, `busy` (CPU time) and `wired` (wait for the network) are in ns. `rows`
+    contains the trace rows of the pass. `first` and `calls` map a call sequence to the number of
+    its first call and to the number of calls. `live` and `peak` map a kind of memory to the change
+    of its bytes from the start to the end and to the peak of the pass. `brought` maps names to
     placeholders of the arrays that the pass copied to the device.
     """
 
@@ -287,8 +287,8 @@ def _leases(saved: Any) -> set[AbstractLease]:
 def microbatches_to_run(groups: Iterable[Group], sizes: Sequence[int]) -> dict[int, set[int]]:
     """Return a dict from chunk to the microbatches whose passes must be run.
 
-    They include the first forward and backward pass for each microbatch size in `sizes`, and the
-    passes that overlap with gradient reductions.
+    Passes must be run if they overlap with gradient reductions, or if they are the first forward
+    or backward pass with a microbatch size in `sizes`.
     """
     found, run = set(), {}
     for group in groups:

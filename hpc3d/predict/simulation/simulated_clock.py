@@ -1,9 +1,9 @@
-"""Simulated clock of a rank, which its array operations and communication calls advance.
+"""Simulated clock of a rank, advanced by its array operations and communication calls.
 
 The model, the optimizer and the engine run unchanged, and the recorder reads this clock. All ranks
 along a tensor, data or context axis do the same work at the same time, so one rank represents
-them. In a ring, a message from its predecessor arrives when its own message to the successor does.
-Pipeline stages exchange the times at which messages have been sent.
+them. In a ring, the message from a rank's predecessor arrives at the same time as its own message
+at the successor. Pipeline stages exchange the times at which messages have been sent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Clock(CostMeter):
 
     `busy` is the total compute time of the rank. `ends` maps a queue to the end time of its last
     collective. The collectives in a queue run sequentially, concurrently with computation and with
-    the other queue. All CPU times are multiplied by `slowdown`, if ranks share cores.
+    the other queue. If ranks share cores, all CPU times are multiplied by `slowdown`.
     """
 
     wired = 0
@@ -105,7 +105,7 @@ class Clock(CostMeter):
     def post(self, op: str, nbytes: float, members: Sequence[int], axis: str) -> int:
         """Post a collective along an axis; return its end time in ns.
 
-        It begins now, or when the earlier collectives in its queue have ended.
+        The collective begins now, or when the earlier collectives in its queue have ended.
         """
         queue = queue_of(axis)
         self.ends[queue] = max(self.now, self.ends[queue]) + self.call(op, nbytes, members)
@@ -114,7 +114,8 @@ class Clock(CostMeter):
     def send_done(self, nbytes: float, members: Sequence[int], last: int) -> int:
         """Return the time in ns at which a message has been sent.
 
-        Its transfer begins now, or at `last`, when the preceding message has been sent.
+        The transfer begins now or at `last`, the time at which the preceding message has been
+        sent.
         """
         return max(self.now, last) + self.call("send", nbytes, members)
 
@@ -165,7 +166,7 @@ class HostDrivenClock(Clock):
         self.wired = self.since = self.done = 0
 
     def copied(self, nbytes: float) -> int:
-        """Copy with the core; return the end time in ns.  Disk time is not modeled."""
+        """Simulate a copy by the CPU core; return its end time in ns. Disk time is not modeled."""
         self.kernel("offload", 2 * nbytes)
         return self.now
 
@@ -261,8 +262,8 @@ class TimedCommunicator(AbstractCommunicator):
 class ContextTimed(TimedCommunicator):
     """Communicator of the first rank along the context axis.
 
-    `context` defines the peers of all members. They send at the same time, so a message arrives
-    when the slowest message has been sent. Messages that are posted together are sent
+    `context` defines the peers of all members. All members send at the same time, so a message
+    arrives when the slowest message has been sent. Messages that are posted together are sent
     sequentially.
     """
 
@@ -290,7 +291,7 @@ class ContextTimed(TimedCommunicator):
 
 
 class PipelineTimed(TimedCommunicator):
-    """Communicator with members on several stages.
+    """Communicator whose calls advance the simulated clock, with members on several stages.
 
     `stages` maps a member to its simulated stage. `peers` is the communicator of the stage
     threads, which exchange times through it. The transfer of a message begins when the message is

@@ -212,8 +212,8 @@ class CoreSharing(NamedTuple):
     """Number of ranks that share a core of a node.
 
     `ranks` is the number of ranks per core, and `stage` is the number per core that belong to the
-    same pipeline stage. `lanes` is the number of distinct groups between hosts to which the latter
-    belong.
+    same pipeline stage. `lanes` is the number of distinct groups between hosts to which these
+    ranks of a stage belong.
     """
 
     ranks: float
@@ -223,7 +223,7 @@ class CoreSharing(NamedTuple):
     def seconds(self, alone: float, chain: float, busy: float, wired: float) -> float:
         """Return the step time on shared cores.
 
-        All times have the same unit. `alone` is the step time if each rank has its own core. The
+        All times have the same unit. `alone` is the step time with a dedicated core per rank. The
         ranks of a stage synchronize in every layer, so their CPU time on the critical path,
         `chain`, is multiplied by `stage`; the wait for the network, `wired`, is not. If lanes run
         alternately, a lane sends its blocks as soon as its rank is done. On average, this is

@@ -24,13 +24,14 @@ COMM, _COPY = CATEGORY.index("comm"), CATEGORY.index("copy")
 def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[str, Any]:
     """Return a dict of plain values for `--json`, in seconds, bytes and FLOPs per step.
 
-    `memory` has the peak memory by kind of a rank on each stage and on the `worst` stage.
+    `memory` contains the peak memory of a rank by kind, for each stage and for the `worst` stage.
     Activations in flight count as kind activation; gathered blocks and buffers count as kind
     communication. These include `tables`, the values of the token tables, and the `logits` of a
-    microbatch. `total` is the sum of the peaks of all ranks. `bytes` has the bytes received by a
-    rank of stage 0, by axis and operation. `mfu` is the ratio of the model FLOPs, including the
-    masked half of attention, to the peak of the machine. `hfu` is the ratio of the executed FLOPs;
-    chunked attention skips most of the masked half. `communication` is a fraction of the step.
+    microbatch. `total` is the sum of the peaks of all ranks. `bytes` contains the bytes received
+    by a rank of stage 0, by axis and operation. `mfu` is the ratio of the model FLOPs, including
+    the masked half of attention, to the peak of the machine. `hfu` is the same ratio for the
+    executed FLOPs; chunked attention skips most of the masked half. `communication` is a fraction
+    of the step.
     """
     ranks = config.mesh.grid().size
     here = ranks // len(runs)  # ranks per stage

@@ -1,4 +1,4 @@
-"""Export of a simulated step as a trace file, which `hpc3d.report` reads like a measured one."""
+"""Export of a simulated step as a trace file that `hpc3d.report` can read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-_MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # events of all ranks
+_MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # limits of a trace: ranks, and events of all ranks
 _ITEM_SIZES = item_sizes(dict(enumerate(DTYPE)))
 
 
@@ -44,7 +44,7 @@ def write_trace(
 ) -> Path:
     """Write FOLDER/trace.h5 with the events of every rank, and return its path.
 
-    The events of a rank are derived from those of the simulated rank of its stage. Raises
+    The events of a rank are derived from the events of the simulated rank of its stage. Raises
     ValueError if there would be too many ranks or events, or if the schedule is asynchronous,
     because its steps overlap.
     """
@@ -135,8 +135,8 @@ def _turn_peers(
 ) -> None:
     """Set the peers of messages for member `number` along the context axis, in place.
 
-    Before, each peer has the same offset from this rank as the peer of the simulated rank, which
-    is the first member, has from that rank.
+    On entry, each peer is the peer of the simulated rank (the first member), shifted by the
+    difference between the two ranks.
     """
     messages = np.isin(events["op"], MESSAGE_CODES) & (events["peer"] >= 0)
     rows = np.flatnonzero((events["group"] == group) & messages)
