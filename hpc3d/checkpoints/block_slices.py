@@ -69,7 +69,8 @@ class BlockSlices(NamedTuple):
 
 
 def stored_shape(dims: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape in which files store a tensor: a vector, or [dim 0, all other dims]."""
+    """Return a tensor's shape in checkpoint files: 1-D, or 2-D with all dims after dim 0
+    merged."""
     return (prod(dims),) if len(dims) < 2 else (dims[0], prod(dims[1:]))
 
 
@@ -79,7 +80,7 @@ def whole_of(shape: Sequence[int]) -> BlockSlices:
 
 
 def box_of(slices: Sequence[slice]) -> BlockSlices:
-    """Convert slices [columns], [rows, columns] or [rows, experts, columns] to a box."""
+    """Convert slices of [columns], [rows, columns] or [rows, experts, columns] to a box."""
     *others, columns = slices
     rows = others[0] if others else slice(0, 1)
     experts = others[1] if len(others) > 1 else slice(0, 1)

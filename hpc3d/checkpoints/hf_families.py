@@ -65,7 +65,7 @@ class PublishedFamily(NamedTuple):
     ends          dict from hpc3d parameters of embedding and head to their names
     layers        dict from hpc3d layer to the arrays with its columns; {} is the expert index
     transposed    True if the weights of layers are [out, in]
-    measured      dict from key of [model] to (array, dimension); the array has this size
+    measured      dict from key of [model] to the (array, dimension) that determines it
     copies        dict from duplicate array to its original, if head and embedding are untied
     tied          True if head and embedding are tied unless config.json says otherwise
     settings      conversion of the family's config.json
@@ -180,8 +180,8 @@ class PublishedFamily(NamedTuple):
     def _widths(self, ours: str, columns: int, model: ModelConfig) -> tuple[int, ...]:
         """Return the number of adjacent columns of each component of a matrix.
 
-        The components of qkv are interleaved per head, and gate and up per MLP unit. Any other
-        matrix has a single component with all columns.
+        The q, k and v columns of qkv are interleaved by head, and the gate and up columns of a
+        gated MLP by unit. Any other matrix has a single component with all columns.
         """
         layer = ours.split(".")[-2]
         if layer == "qkv":

@@ -108,7 +108,7 @@ class Pretrained:
         return tied
 
     def parameter(self, ours: str, config: Config) -> np.ndarray:
-        """Return a parameter by its hpc3d name; truncate position embeddings for the run.
+        """Return a parameter by its hpc3d name, with position embeddings cut to the run's length.
 
         Raises ValueError if a value exceeds the range of the run's data type.
         """

@@ -37,7 +37,7 @@ _OF_MIXTRAL = {  # key of [model] -> (only supported value, description)
     "balance_bias": (0.0, "no router bias"),
 }
 _BALANCE = "router_aux_loss_coef"
-_LARGEST = 1e6  # upper bound of the loss coefficient
+_LARGEST = 1e6  # upper bound on the loss coefficient
 # Keys that concern tokenization, files or training and do not affect a model's output.
 _HARMLESS = """
     _name_or_path architectures bos_token_id dtype eos_token_id gradient_checkpointing id2label
@@ -235,7 +235,7 @@ def _qwen2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
 
 
 def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read rope_theta and rope_scaling, or rope_parameters, their form in transformers 5."""
+    """Read rope_theta and rope_scaling (merged into rope_parameters in transformers 5)."""
     name = "rope_parameters" if "rope_parameters" in settings else "rope_scaling"
     table = settings.get(name, {})
     if not isinstance(table, dict):

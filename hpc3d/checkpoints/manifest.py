@@ -31,7 +31,10 @@ _MOST_DIMS = 64  # maximum number of dimensions of a tensor
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header and file list of a manifest; OSError or ValueError if it is invalid."""
+    """Return the header and the file list of a manifest.
+
+    Raises OSError or ValueError if the manifest is unreadable or invalid.
+    """
     path = folder / "manifest.json"
     size = path.stat().st_size
     _require(path.is_file(), "its manifest is not a file")
@@ -53,7 +56,10 @@ def name_of(dtype: np.dtype) -> str:
 
 
 def type_of(name: str) -> np.dtype:
-    """Return the dtype with a given name in a manifest; ValueError if ml_dtypes is missing."""
+    """Return the dtype with the given name in a manifest.
+
+    Raises ValueError for bfloat16 if ml_dtypes is not installed.
+    """
     if name == _BFLOAT16:
         try:
             import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
@@ -114,13 +120,13 @@ def _check_header(header: Any) -> None:
 
 
 def _sound_best(best: Any) -> bool:
-    """Return True if `best` has exactly the `step` and `loss` of an evaluation."""
+    """Return True if `best` has exactly the keys `step` and `loss`, with valid values."""
     sound = isinstance(best, dict) and {*best} == {"step", "loss"}
     return sound and _number(best["step"], MOST_COUNT) and type(best["loss"]) is float
 
 
 def _sound_text(text: Any) -> bool:
-    """Return True if `text` has exactly `path`, `from_run`, `sha256` and `tokens`."""
+    """Return True if `text` has exactly the keys `path`, `from_run`, `sha256` and `tokens`."""
     if not isinstance(text, dict) or {*text} != {"path", "from_run", "sha256", "tokens"}:
         return False
     return _number(text["tokens"]) and all(
@@ -129,7 +135,7 @@ def _sound_text(text: Any) -> bool:
 
 
 def _sound_module(module: Any) -> bool:
-    """Return True if `module` has exactly `shapes`, names of `frozen` tensors, and `aliases`."""
+    """Return True if `module` has exactly the keys `shapes`, `frozen` and `aliases`, all valid."""
     if not isinstance(module, dict) or {*module} != {"shapes", "frozen", "aliases"}:
         return False
     shapes, frozen, aliases = (module[key] for key in ("shapes", "frozen", "aliases"))

@@ -1,4 +1,4 @@
-"""Creation of a run folder that starts from given weights, stored as a checkpoint of step 0."""
+"""Creation of a run folder whose checkpoint of step 0 contains given weights."""
 
 from __future__ import annotations
 

@@ -378,7 +378,7 @@ def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, 
         opened = None
 
         def look(folder=folder):
-            """Verify this rank's share of the files; rank 0 also compares the model."""
+            """Verify this rank's share of the files; rank 0 also checks that the model matches."""
             nonlocal opened
             opened = Checkpoint(folder)
             damage = opened.damage(job.rank, job.size)
@@ -412,7 +412,7 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     model, may_change = config.model, {*_MAY_CHANGE}
     shorter = not opened.header["step"] and model.sequence < before.model.sequence
     if shorter and "embedding.position" not in shapes_of(model):
-        may_change.add("sequence")  # not used by any step yet, and no parameter depends on it
+        may_change.add("sequence")  # unused before the first step, and no parameter depends on it
     for key in stored:
         if stored[key] != asked[key] and key not in may_change:
             return (

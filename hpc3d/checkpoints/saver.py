@@ -47,7 +47,10 @@ class Saver:
         self.exposed = 0.0  # time in seconds for which training was blocked
 
     def after(self, number: int, best: bool = False) -> None:
-        """Save the state after step `number` if due; `best`: this step has the best evaluation."""
+        """Save the state after step `number` if a checkpoint is due.
+
+        `best` is True if the evaluation after this step is the best so far.
+        """
         if self.thread and not self.thread.is_alive():
             self.wait()
         done, last = number + 1, self.trainer.config.train.steps

@@ -57,9 +57,10 @@ class OwnElements(NamedTuple):
 
 
 def _block_of(item: Parameter, layout: Layout, shape: Sequence[int], mesh: Mesh) -> BlockSlices:
-    """Return the box of an array with the given layout and shape that this rank holds.
+    """Return the box that this rank holds of an array with the given layout and shape.
 
-    Padding rows are excluded, in an embedding and in a vector with one element per row.
+    Padding rows of an embedding are excluded, and so are padding elements of a vector with one
+    element per row.
     """
     first, *others = layout.slices(shape, mesh)
     if item.rows:

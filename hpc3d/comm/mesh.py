@@ -32,7 +32,7 @@ def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def expert_data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the data axes of expert weights; axis e is not one of them, as it shards experts."""
+    """Return the data axes of expert weights, which exclude axis e because it shards experts."""
     return (CONTEXT, DATA) if sizes.get(CONTEXT, 1) > 1 else (DATA,)
 
 

@@ -181,7 +181,7 @@ class SharedMemory(MpiCommunicator):
         return array
 
     def placed(self, block: np.ndarray) -> tuple[np.ndarray, Region]:
-        """Return `block`, copied unless it is in a `buffer` of this object, and its region."""
+        """Return `block` or a copy of it in a `buffer` of this object, and its region."""
         lease: Any = lease_of(block)
         ours = isinstance(lease, SharedLease) and lease.slot_of is self
         if ours and block.ctypes.data == lease.memory.ctypes.data:

@@ -130,7 +130,7 @@ def run(
     shape
         Size of each mesh axis, such as {"x": 2, "y": 2}; the last one varies fastest.
     function
-        Function of the mesh of a rank.
+        Function that is called with the mesh of a rank.
     pool_of
         Function that returns the memory pool of a rank.
 

@@ -140,7 +140,10 @@ class CheckedCommunicator(Communicator):
     def adding(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, gets: bool = True
     ) -> Pending:
-        """Record a reduction of `parts` chunks; `gets`: this member receives a result."""
+        """Record a reduction of `parts` chunks.
+
+        `gets` is True if this member receives a result.
+        """
         if not self.ledger.active:
             return pending
         row, signs = self.open(op, block), self.ledger.signs

@@ -1,1 +1,1 @@
-"""Calibration of a machine from traces of runs on it."""
+"""Calibration of a machine model from traces of runs on the machine."""

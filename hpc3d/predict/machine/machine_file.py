@@ -128,7 +128,7 @@ def _wrong_numbers(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_rates(machine: Machine) -> Iterator[str]:
-    """Yield an error for missing product rates, invalid knots, and rates above the peak."""
+    """Yield an error for missing GEMM rates, invalid knots, and rates above the peak."""
     if not machine.gemm:
         yield "gemm: missing; add [gemm.float32], or the table of another type"
     for dtype, rates in machine.gemm.items():
@@ -157,7 +157,7 @@ def _wrong_links(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_link(key: str, link: Link, last: bool) -> Iterator[str]:
-    """Yield the errors of one link."""
+    """Yield an error for each invalid value of a link."""
     if last and link.ranks:
         yield f"{key}.ranks = {link.ranks}: must be 0, because the last link connects all ranks"
     if not last and link.ranks < 2:

@@ -108,8 +108,8 @@ class Bounds:
     def candidate(self, config: Config) -> Candidate:
         """Return the Candidate of a layout.
 
-        The axes are reordered so that axes with more communication are further inside, if the
-        reordered layout is faster.
+        If this is faster, the axes are reordered by communication volume, with the largest volume
+        innermost.
         """
         volume = volumes(config)
         candidate = self.moves(config, volume)

@@ -93,5 +93,5 @@ def _most_costs(ranks: int) -> int:
 
 
 def _most_effort(ranks: int) -> int:
-    """Return the budget for simulations in ms, to which the Ranking compares estimated costs."""
+    """Return the simulation budget in ms, which limits the sum of estimated simulation times."""
     return 3000 if ranks <= _FEW else min(6000, 500 + 5 * ranks)

@@ -30,7 +30,7 @@ _NAMED = {
     "cube": lambda config: kind(config) == "3-D" and _is_cube(config.mesh),
     "best cuboid": lambda config: kind(config) != "none" and config.parallel.scheme in _CUBOIDS,
 }
-_EACH = 2  # number of candidates to time for each name
+_EACH = 2  # number of candidates to time for each class in _NAMED
 _SHOWN = 0.25  # fraction of the budget reserved for layouts that rank below the fastest
 _RESIZED, _SIZES = 6, 3  # number of layouts to try with other bucket sizes, and sizes per layout
 _SIZED = 0.25  # extra budget for bucket sizes, as a fraction of the budget

@@ -155,7 +155,7 @@ def _differences(new: Mapping[Any, int], old: Mapping[Any, int]) -> dict[Any, in
 
 
 def _placeholder(array: Any) -> np.ndarray:
-    """Return a host array of the same shape and dtype that only stores one element."""
+    """Return a host array with the same shape and dtype that stores only one element."""
     return np.broadcast_to(np.zeros((), getattr(array, "dtype", np.float32)), np.shape(array))
 
 

@@ -2,8 +2,9 @@
 
 The model, the optimizer and the engine run unchanged, and the recorder reads this clock. All ranks
 along a tensor, data or context axis do the same work at the same time, so one rank represents
-them. In a ring, the message from a rank's predecessor arrives at the same time as its own message
-at the successor. Pipeline stages exchange the times at which messages have been sent.
+them. In a ring, a rank receives its predecessor's message at the same time as its successor
+receives the rank's own message. Pipeline stages exchange the times at which messages have been
+sent.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ class HostDrivenClock(Clock):
 
     The NIC of the host transfers data to other hosts, one call at a time, concurrently with the
     rank. `wired` is the time in ns during which the rank waits for the NIC. Other ranks may use
-    its core during this time, so core sharing does not lengthen it. A block is available as soon
-    as the last member has posted it, but waiting ranks need time to wake up.
+    its core during this time, so core sharing does not lengthen the wait. A block is available as
+    soon as the last member has posted it, but waiting ranks need time to wake up.
     """
 
     def __init__(self, machine: Machine, slowdown: float = 1.0) -> None:
@@ -295,8 +296,8 @@ class PipelineTimed(TimedCommunicator):
 
     `stages` maps a member to its simulated stage. `peers` is the communicator of the stage
     threads, which exchange times through it. The transfer of a message begins when the message is
-    posted and the earlier ones have been sent. A collective begins when the last stage has posted
-    it.
+    posted and all earlier messages have been sent. A collective begins when the last stage has
+    posted it.
     """
 
     def __init__(

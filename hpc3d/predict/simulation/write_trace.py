@@ -112,8 +112,8 @@ def _tables_of(
 ) -> tuple[np.ndarray, ...]:
     """Return the tables of events, steps, memory and clock samples of a rank.
 
-    They are derived from `run`, the simulated rank of the same stage. `here` and `there` list the
-    members of the groups of this rank and of the simulated rank.
+    The tables are derived from `run`, the simulated rank of the same stage. `here` and `there`
+    list the members of the groups of this rank and of the simulated rank.
     """
     events = run.rows.copy()
     events["rank"], events["step"] = rank, np.where(run.rows["step"] == run.step[1], 0, -1)
