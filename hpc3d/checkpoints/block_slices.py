@@ -69,8 +69,7 @@ class BlockSlices(NamedTuple):
 
 
 def stored_shape(dims: Sequence[int]) -> tuple[int, ...]:
-    """Return a tensor's shape in checkpoint files: 1-D, or 2-D with all dims after dim 0
-    merged."""
+    """Return a tensor's shape in checkpoint files: 1-D, or 2-D with all but dim 0 merged."""
     return (prod(dims),) if len(dims) < 2 else (dims[0], prod(dims[1:]))
 
 
