@@ -102,12 +102,11 @@ def _step(options, overrides):
             f"{folder} is a run, whose settings are fixed; leave "
             f"{' '.join(overrides) or '--ranks'} out, or simulate its config.toml"
         )
-    for name in ("config.toml", "trace.h5") if folder else ():
-        if not (folder / name).is_file():
-            raise ValueError(
-                f"{folder}: a folder without {name}; name an input file, or the folder of a run "
-                "that has a trace"
-            )
+    if folder and not (folder / "config.toml").is_file():
+        raise ValueError(
+            f"{folder}: a folder without config.toml; name an input file, or the folder of a run "
+            "that has a trace"
+        )
     if options.out and options.out.exists():
         problems.append(f"--out {options.out} already exists; name a new folder")
     if problems:

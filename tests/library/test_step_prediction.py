@@ -38,7 +38,7 @@ def test_prediction_repr_names_the_model_ranks_and_machine(step):
 def test_prediction_is_saved_as_a_run(step, tmp_path):
     run = step.keep(str(tmp_path / "kept"))
     assert run.name == "kept" and run.table("step")["ranks"][0] == 4
-    with pytest.raises(ValueError, match="kept exists"):
+    with pytest.raises(ValueError, match="kept already exists"):
         step.keep(tmp_path / "kept")
 
 
