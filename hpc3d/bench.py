@@ -99,7 +99,7 @@ class Names(argparse.Action):
     """Argparse action for benchmark names; `calls`, which needs mpirun, excludes the others."""
 
     def __call__(self, parser, options, names, option=None):
-        if "calls" in names and len(names) > 1:
+        if "calls" in (names or ()) and len(names) > 1:
             parser.error("calls runs on the ranks of mpirun; run it without other names")
         options.names = names
 

@@ -53,8 +53,9 @@ def _resolved(config: Config, ranks: int | None, default: bool) -> tuple[Config,
 
     A rule is skipped if it needs a value that another problem is about.
     """
-    names = not_there_yet(config), _unknown_schedule(config)
-    problems = [*unknown_values(config), *reported(*names)]
+    problems = [*unknown_values(config)]
+    config = mark_wrong(config, problems)
+    problems += reported(not_there_yet(config), _unknown_schedule(config))
     config = _with_schedule(mark_wrong(config, problems))
     sizes = wrong_context(config), wrong_experts(config), wrong_parts(config)
     others = wrong_pipeline(config), wrong_compression(config), wrong_offload(config)

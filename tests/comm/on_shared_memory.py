@@ -116,7 +116,7 @@ def body(job):
     try:
         said = mode(comm)
     except RuntimeError as error:
-        assert str(error).startswith(f"members {comm.members} ")
+        assert str(error).startswith(f"ranks {comm.members} ")
         said = "refused"
     print(said, flush=True)
     job.barrier()

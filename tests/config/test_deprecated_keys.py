@@ -138,9 +138,16 @@ def test_option_with_either_name_overrides_the_file(file, capsys):
     assert warnings(capsys) == [NOTICE["guard.spike"]] * 2
 
 
-@pytest.mark.parametrize("text", ["guard = 5", "trace.clock = 5", 'trace.clock = ["processor"]'])
-def test_wrong_types_are_rejected_despite_renamed_keys(text, file):
-    with pytest.raises(ValueError, match=r"input should be .* correct the value"):
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("guard = 5", "guard: must be a table, not 5; "),
+        ("trace.clock = 5", "trace.clock: input should be .* not 5; correct the value"),
+        ('trace.clock = ["processor"]', "trace.clock: input should be .* correct the value"),
+    ],
+)
+def test_wrong_types_are_rejected_despite_renamed_keys(text, line, file):
+    with pytest.raises(ValueError, match=line):
         load(file(text), [])
 
 

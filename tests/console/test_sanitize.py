@@ -311,7 +311,7 @@ def test_invalid_lock_text_is_escaped(tmp_path, terminal):
         (tmp_path / "lock").write_bytes(b"\x1b[31m\xff\x9b\nbad")
         assert run("train", lambda: folders.claim(tmp_path, patience=0)) == 2
     _, (line,) = terminal.lines()
-    assert "\\u001b[31m" in line and "\\nbad " in line
+    assert "\\u001b[31m" in line and "\\nbad;" in line
 
 
 @pytest.fixture(scope="module")
