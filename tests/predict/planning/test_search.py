@@ -85,6 +85,13 @@ def test_tensor_ranks_divide_the_kv_heads():
     assert over(Search(config_of(f"{line} model.kv_heads=6"), 8, 256, CLUSTER, 16 * GB)) == {1, 2}
 
 
+def test_every_estimate_is_counted():
+    searched = Search(config_of(SMALL), 8, 256, CLUSTER, 16 * GB)
+    candidates, config = searched.candidates, next(iter(searched.allowed_candidates())).config
+    found = [*candidates.options(config, config.mesh.p, (0,), candidates.ways(config)[0])]
+    assert candidates.count == len(found) > 0
+
+
 def over(searched):
     """Over how many ranks the candidates of a search cut heads."""
     configs = [candidate.config for candidate in searched.allowed_candidates()]
