@@ -1,6 +1,6 @@
-"""Matrix products on a GPU with fused epilogues, by cuBLASLt.
+"""GPU matrix products (GEMMs) with fused epilogues, computed by cuBLASLt.
 
-Every call specifies the stream and the workspace, so a product can be captured in a CUDA graph.
+Every call specifies its stream and workspace, so that it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from hpc3d.cuda.cublaslt_library import (
 )
 from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
 
-# Allowed reduction schemes for split-K GEMMs: any, or only in the compute type.
+# Masks of the reduction schemes allowed for split-K GEMMs: all, or only those in the compute type.
 _ANY_REDUCTION, _COMPUTE_TYPE_REDUCTION = 7, 2
 
 
 class Lt:
-    """cuBLASLt on one stream of the current device.
+    """cuBLASLt handle for one stream of the current device.
 
-    `workspace` is (address, size in bytes) of memory that nothing else uses; the address is a
-    multiple of 256. With `tf32`, the operands of float32 products are rounded to TF32; sums never
-    are.
+    `workspace` is the (address, size in bytes) of a dedicated buffer; the address is a multiple of
+    256. If `tf32` is True, the operands of float32 products are rounded to TF32, but the
+    accumulators remain float32.
     """
 
     def __init__(
@@ -59,16 +59,17 @@ class Lt:
 
         Arrays have CuPy's `data.ptr`, `shape`, `strides` and `dtype`. a and b have the same type:
         float32, float16 or bfloat16. out has this type or float32, and all other arrays have the
-        type of out. `add` may be out itself. In a and b, either stride may be one element, so
-        transposed views are allowed. All matrices may be batches, [g, m, k], which share the bias.
+        type of out. `add` may be out itself. a and b may be transposed views: one of their two
+        strides must be one element. All matrices may be batched, [g, m, k]; the bias is the same
+        for the entire batch.
 
-        `bias_grad[n]` receives the sum of the rows of b. If the product is a weight gradient X'
-        dY, this sum is the bias gradient. `gelu_input[m, n]` receives the result before
-        activation, and out its tanh-GELU. With `gelu_at[m, n]`, out is the result multiplied by
-        the derivative of tanh-GELU at `gelu_at`.
+        `bias_grad[n]` receives the sum over the rows of b. If the product is a weight gradient X'
+        dY, this sum is the bias gradient. `gelu_input[m, n]` receives the result before the
+        activation, and out receives the tanh-GELU of this result. With `gelu_at[m, n]`, out is the
+        result multiplied by the derivative of tanh-GELU at `gelu_at`.
 
-        The host does not wait. If k is 0, array operations write out on the current stream, which
-        must then be the stream of this object.
+        The call is asynchronous. If k is 0, array operations on the current stream write out; this
+        stream must then be the stream of this object.
 
         Raises Unsupported, before anything is written, if no kernel supports the combination.
         """
@@ -86,12 +87,12 @@ class Lt:
         self.run(plan, a, b, out, add, scale)
 
     def coded_product(self, a: Any, b: Any, out: Any) -> None:
-        """Compute out[m, n] = a[m, k] b[k, n] of float8 matrices (hpc3d.ops.float8.Coded).
+        """Compute out[m, n] = a[m, k] b[k, n] for float8 matrices (hpc3d.ops.float8.Coded).
 
-        Sums are accumulated in float32. a is stored as [m, k] and b as [n, k], the only layout
+        Products are accumulated in float32. a is stored as [m, k] and b as [n, k], the only layout
         that cuBLASLt accepts. m, k and n are multiples of 16. out is float32, float16 or bfloat16.
 
-        Raises Unsupported, before anything is written, if there is no kernel.
+        Raises Unsupported, before anything is written, if cuBLASLt has no suitable kernel.
         """
         if not (a.size and b.size):
             return _without_terms(b, out, None, None, None, None)
@@ -106,9 +107,9 @@ class Lt:
         self.run(plan, left, right, out, None, 1.0)
 
     def planned(self, key: tuple[tuple | None, ...], vector: Any, matrix: Any) -> ProductPlan:
-        """Return a new plan, with its algorithm selected.
+        """Create the plan of a product and select its algorithm.
 
-        The choice of the algorithm depends on the alignment of every address.
+        The algorithm depends on the address alignment of each array.
         """
         plan = ProductPlan(self.library, key, self.tf32)
         plan.point(vector, matrix)
@@ -123,7 +124,7 @@ class Lt:
         self.library.set("MatmulPreference", self.preference, attribute, value)
 
     def _fastest(self, plan: ProductPlan) -> Any:
-        """Return the algorithm that cuBLASLt's heuristics propose."""
+        """Return the algorithm proposed by cuBLASLt's heuristics."""
         found, count = Heuristic(), c_int()
         told = self.handle, plan.operation, *plan.layouts.values(), self.preference
         answer = 1, byref(found), byref(count)
@@ -164,7 +165,10 @@ def _without_terms(
     bias_grad: Any,
     gelu: Any,
 ) -> None:
-    """Compute a product of which a or b is empty: all its sums are empty, or the output is."""
+    """Compute a product whose operand a or b is empty.
+
+    Either k is 0, so that every sum is 0, or out has no elements.
+    """
     if bias_grad is not None and b.size:
         raise Unsupported("cuBLASLt does not support bias_grad of a product without rows")
     if gelu is not None and out.size:

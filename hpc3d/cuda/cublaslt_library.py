@@ -1,6 +1,6 @@
-"""ctypes bindings of the functions, attributes and errors of libcublasLt that GEMMs need.
+"""ctypes bindings for the libcublasLt functions, attributes and error codes used for GEMMs.
 
-Constants, types and sizes match cublasLt.h, and are identical in CUDA 12 and 13.
+The constants, types and sizes match cublasLt.h and are identical in CUDA 12 and 13.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ REFUSALS = (7, 8, 15)  # INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED: returned b
 
 
 class Unsupported(RuntimeError):
-    """Error for a product that cuBLASLt does not support here. Nothing was computed or written."""
+    """Raised if cuBLASLt does not support a product. No output has been written."""
 
 
 class Heuristic(ctypes.Structure):
-    """Result of a heuristic (cublasLtMatmulHeuristicResult_t), with an opaque algorithm."""
+    """Algorithm proposed by a heuristic (cublasLtMatmulHeuristicResult_t)."""
 
     _fields_ = (
         ("algorithm", c_uint64 * 8),
@@ -77,7 +77,7 @@ _ATTRIBUTES = {
 
 
 def load() -> ctypes.CDLL:
-    """Load cuBLASLt from NVIDIA's wheel, as found by cuda.pathfinder, or else by the linker."""
+    """Load cuBLASLt from NVIDIA's wheel if cuda.pathfinder finds it, else by library name."""
     names = NAMES
     with suppress(ImportError, RuntimeError):
         from cuda.pathfinder import load_nvidia_dynamic_lib
@@ -93,7 +93,7 @@ def load() -> ctypes.CDLL:
 
 
 class Library:
-    """Wrapper of cuBLASLt's functions that raises an exception on failure."""
+    """Wrapper for cuBLASLt's functions that raises an exception if a call fails."""
 
     def __init__(self, dll: Any) -> None:
         for name, arguments in _FUNCTIONS.items():
@@ -112,7 +112,7 @@ class Library:
             raise failure(f"{name}: {self.dll.cublasLtGetStatusName(status).decode()}")
 
     def create(self, kind: str, *arguments: Any) -> int:
-        """Create a cuBLASLt object, which lives until the process ends, and return its handle."""
+        """Create a cuBLASLt object and return its handle. The object is never destroyed."""
         made = c_void_p()
         self.call(f"cublasLt{kind}Create", byref(made), *arguments)
         return made.value

@@ -1,8 +1,8 @@
-"""Descriptor, layouts and algorithm of one kind of cuBLASLt product.
+"""Operation descriptor, matrix layouts and algorithm of a cuBLASLt product.
 
-cuBLASLt is column-major: D = alpha op(A) op(B) + beta C. A row-major matrix is its own transpose
-there, so out = a b is computed as out' = b' a': A is b, B is a, C is the added matrix, and D is
-out. A row of D is a column of out.
+cuBLASLt is column-major: D = alpha op(A) op(B) + beta C. It reads a row-major matrix as the
+transpose of that matrix, so out = a b is computed as out' = b' a': A is b, B is a, C is the added
+matrix, and D is out. A row of D is a column of out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
 _FLOAT8 = {"float8_e4m3fn": 28, "float8_e5m2": 29}
-_MULTIPLE = 16  # required divisor of the sizes of float8 matrices
+_MULTIPLE = 16  # dimensions of float8 matrices must be multiples of 16
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32 = 68, 77  # cublasComputeType_t
 
 _ROLES = ("a", "b", "out", "add", "bias", "bias_grad", "gelu_input", "gelu_at")
@@ -35,9 +35,9 @@ _EPILOGUES = {
 
 
 class Operand(NamedTuple):
-    """Properties of an array on which a plan depends.
+    """Array properties that determine a plan.
 
-    `alignment` is the alignment of its address in bytes, at most 256.
+    `alignment` is the alignment of the array's address in bytes, capped at 256.
     """
 
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Operand(NamedTuple):
 
     @property
     def batches(self) -> tuple[int, int]:
-        """Number of matrices, and the stride between them in elements."""
+        """Number of matrices in the batch, and the stride between them in elements."""
         return (self.shape[0], self.steps[0]) if len(self.shape) == 3 else (1, 0)
 
     def columns(self) -> tuple[bool, int, int, int]:
@@ -76,9 +76,9 @@ class Operand(NamedTuple):
 
 
 def operand_of(array: Any, dtype: str | None = None) -> tuple | None:
-    """Return the fields of an Operand as a tuple, or None for None.
+    """Return the fields of the array's `Operand` as a tuple, or `None` if `array` is `None`.
 
-    `dtype` overrides the dtype of an array of 8-bit codes.
+    `dtype` overrides the dtype of an array that contains 8-bit codes.
     """
     if array is None:
         return None
@@ -88,13 +88,14 @@ def operand_of(array: Any, dtype: str | None = None) -> tuple | None:
 
 
 class ProductPlan:
-    """Plan of a product: everything except the addresses.
+    """Reusable plan of a cuBLASLt product, independent of the matrices' addresses.
 
-    The plan consists of the descriptor, the layouts and, after its selection, the algorithm.
+    The plan consists of the operation descriptor, the matrix layouts and, once selected, the
+    algorithm.
     """
 
     def __init__(self, library: Library, key: Sequence[tuple | None], tf32: bool = False) -> None:
-        """For each role in _ROLES, `key` contains the fields of an Operand as a tuple, or None."""
+        """`key` has one entry per role in _ROLES: the fields of an Operand, or `None`."""
         named = zip(_ROLES, key, strict=True)
         given = {role: Operand(*operand) for role, operand in named if operand is not None}
         self.library, self.fused = library, tuple(role for role in _FUSED if role in given)
@@ -116,7 +117,7 @@ class ProductPlan:
         return f"{out.dtype} {out.shape} = {a.dtype} {a.shape} x {b.shape}{fused}"
 
     def layout(self, name: str) -> int:
-        """Create the layout of a matrix, and set its transposition in the operation descriptor."""
+        """Create the layout of a matrix and set its transpose flag in the operation descriptor."""
         operand = self.operands[name]
         transposed, rows, columns, step = operand.columns()
         if name in "AB":
@@ -175,7 +176,7 @@ def _check_types(given: Mapping[str, Operand]) -> None:
 def _check_float8(a: Operand, b: Operand) -> None:
     """Reject float8 products that cuBLASLt does not support.
 
-    It requires k to be contiguous in both operands. The caller guarantees this.
+    cuBLASLt also requires both operands to be contiguous along k, which the caller guarantees.
     """
     assert b.dtype.name in _FLOAT8 and not a.columns()[0] and b.columns()[0], (a, b)
     if a.dtype.name == b.dtype.name == "float8_e5m2":
@@ -189,7 +190,7 @@ def _check_float8(a: Operand, b: Operand) -> None:
 
 
 def _check_fused(given: Mapping[str, Operand], fused: tuple[str, ...]) -> None:
-    """Reject epilogues that cuBLASLt does not support: its heuristics do not always report them.
+    """Reject epilogues that cuBLASLt does not support, because its heuristics may accept them.
 
     NVIDIA's nvmath-python (epilog_protocol.py) shows that DGELU and BGRADA require k > 1, and that
     BGRADA does not support a transposed A. According to PyTorch (pull request 194497), some

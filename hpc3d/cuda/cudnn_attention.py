@@ -1,7 +1,7 @@
 """Attention by cuDNN's fused kernels, which do not store the softmax probabilities.
 
 The algorithm is FlashAttention-2 (Dao 2023, arXiv:2307.08691). The package nvidia-cudnn-frontend
-(module `cudnn`, 1.16 or newer) builds a graph of one operation, which is executed on device
+(module `cudnn`, 1.16 or newer) builds a graph with a single operation, which is executed on device
 pointers. Nothing is copied: q, k and v are strided views of qkv, and their gradients are strided
 views of dqkv.
 """
@@ -23,16 +23,16 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
-TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # supported dtypes, with cuDNN's names
+TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # dict from supported dtypes to cuDNN's names
 _Q, _K, _V, _OUT, _STATS, _DOUT, _DQ, _DK, _DV = range(1, 10)  # tensor identifiers in the graphs
 _LINE = 400  # maximum length of a cuDNN error message, in characters
-RUNTIMES = ("libcudart.so.12", "libcudart.so.13")  # libraries that the frontend looks for
+RUNTIMES = ("libcudart.so.12", "libcudart.so.13")  # CUDA runtimes supported by the frontend
 
 
 class Case(NamedTuple):
-    """Key of a graph: shapes, dtype and mask.
+    """Cache key of an attention graph: shapes, dtype and mask.
 
-    `queries` is the number of query heads for each of the `heads` of k and v.
+    `heads` is the number of KV heads, and `queries` the number of query heads per KV head.
     """
 
     batch: int
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, qkv: Any, sequence: int, form: tuple[int, int], causal: bool) -> Case:
-        """Return the Case of an array [B*T, heads*(g+2)*D] with the HeadForm (D, g)."""
+        """Return the `Case` of qkv [B*T, heads*(g+2)*D], whose `form` is the HeadForm (D, g)."""
         (rows, columns), (width, queries) = qkv.shape, form
         heads, name = columns // ((queries + 2) * width), np.dtype(qkv.dtype).name
         return cls(rows // sequence, heads, queries, sequence, width, name, causal)
@@ -64,8 +64,8 @@ class Case(NamedTuple):
     def addresses(self, array: Any) -> list[int]:
         """Return the addresses of q, k and v in an array with the layout of qkv.
 
-        The columns are [q | k | v] for each head or, with several query heads per key head, all of
-        q, then all of k, then all of v.
+        With one query head per KV head, the columns are [q | k | v] for each head. Otherwise, the
+        columns are all of q, then all of k, then all of v.
         """
         heads, queries, width = self.heads, self.queries, self.width
         keys = (1, 2) if queries == 1 else (queries * heads, (queries + 1) * heads)
@@ -73,9 +73,9 @@ class Case(NamedTuple):
 
     @property
     def operation(self) -> dict[str, float]:
-        """Arguments of the forward and backward operations.
+        """Keyword arguments common to the forward and backward operations.
 
-        With the causal mask, query i attends to keys up to i.
+        Under the causal mask, query i attends to keys 0 to i.
         """
         bound = {"diagonal_band_right_bound": 0} if self.causal else {}
         return {"attn_scale": 1 / sqrt(self.width), **bound}
@@ -89,15 +89,15 @@ class AttentionGraph(NamedTuple):
 
 
 class Flash:
-    """Fused attention, forward and backward, on the arrays of one device.
+    """Fused attention, forward and backward, for arrays on one device.
 
-    `empty(shape, dtype)` allocates an array (with `.data.ptr`, `.shape` and `.dtype`), and
-    `scratch` a workspace. `stream` is the pointer of the stream on which everything runs.
-    `capability` is the compute capability of the current device, as CuPy reports it ("90"). Arrays
-    are contiguous.
+    `empty(shape, dtype)` allocates an array (with `.data.ptr`, `.shape` and `.dtype`); `scratch`
+    has the same signature and allocates workspaces. `stream` is the pointer of the stream on which
+    everything runs. `capability` is the compute capability of the current device, as CuPy reports
+    it ("90"). All arrays must be contiguous.
 
-    The first call with a shape builds its graph, and must not be captured in a CUDA graph. Later
-    calls use `empty` only for the arrays that they return, and never wait for the device.
+    The first call with a given shape builds a cuDNN graph and must not be captured in a CUDA
+    graph. Later calls allocate only the arrays that they return, and never wait for the device.
 
     On Hopper, a deterministic backward pass needs a workspace of 2 bytes per element of the score
     matrices, [B, heads, T, T]. A nondeterministic pass sums the gradient of q in an order that
@@ -119,7 +119,7 @@ class Flash:
         with self.told("be started"):
             self.handle = self.cudnn.create_handle()
             self.cudnn.set_stream(handle=self.handle, stream=stream)
-        # The bindings of cuDNN report every object that still exists at interpreter exit.
+        # cuDNN's bindings report every object that still exists at interpreter exit as a leak.
         atexit.register(self.plans.clear)
 
     @staticmethod
@@ -135,15 +135,15 @@ class Flash:
         return None if sum(map(loads, RUNTIMES)) == 1 else "one-libcudart"
 
     def suits(self, dtype: DTypeLike, width: int, drop: object = None) -> bool:
-        """Return True if cuDNN supports `dtype` and heads of `width`. Dropout is not supported."""
+        """Return True if cuDNN supports this dtype and head width and there is no dropout mask."""
         return takes(dtype, width, drop, self.widest)
 
     @staticmethod
     def replays(sequence: int) -> bool:
         """Return True if calls with this sequence length can be replayed from a CUDA graph.
 
-        For other lengths, some versions of cuDNN copy the lengths from host memory that has been
-        freed by the time of the replay.
+        For other lengths, some versions of cuDNN copy the sequence lengths from host memory, which
+        is freed before the graph is replayed.
         """
         return sequence % 128 == 0
 
@@ -203,9 +203,9 @@ class Flash:
         return graph.tensor(dim=shape, stride=strides, data_type=kind, uid=tensor)
 
     def outputs(self, case: Case, tensors: Sequence[int], made: Sequence[Any]) -> None:
-        """Set the layout of the outputs of an operation.
+        """Mark the results of an operation as graph outputs and set their layouts.
 
-        Without it, they would stay internal to the graph.
+        By default, cuDNN treats results as internal to the graph.
         """
         for tensor, result in zip(tensors, made, strict=True):
             shape, strides = case.layout(tensor)
@@ -216,7 +216,7 @@ class Flash:
         return getattr(self.cudnn.data_type, "FLOAT" if tensor == _STATS else TYPES[case.dtype])
 
     def plan(self, describe: Callable[[Any, Case], None], case: Case) -> AttentionGraph:
-        """Return the graph of a pass, which is built at the first call."""
+        """Return the graph of the forward or backward pass, building it on first use."""
         key = describe.__name__, case
         if key not in self.plans:
             with self.told(f"build {describe.__name__} of {case}"):
@@ -243,8 +243,8 @@ class Flash:
     def memory(self, size: int) -> Any:
         """Return a workspace of at least `size` bytes.
 
-        Plans share it, because they run one after another. Older plans keep their workspace, since
-        a CUDA graph may hold its address.
+        Plans run one after another and therefore share a workspace. When a larger workspace is
+        allocated, existing plans keep the old one, because a CUDA graph may hold its address.
         """
         if self.workspace is None or self.workspace.shape[0] < size:
             self.workspace = self.scratch((max(size, 1),), np.dtype(np.uint8))
@@ -256,7 +256,7 @@ class Flash:
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:
-        """Convert cuDNN's exceptions within the block to a RuntimeError of one line."""
+        """Convert exceptions raised by cuDNN to a RuntimeError with a one-line message."""
         try:
             yield
         except (RuntimeError, ValueError, self.cudnn.cudnnGraphNotSupportedError) as error:
@@ -266,11 +266,11 @@ class Flash:
 
 
 def preload() -> None:
-    """Load CUDA libraries from pip's folders before other code searches for them elsewhere.
+    """Load the CUDA libraries installed by pip, so that later loads do not find other copies.
 
-    The frontend finds the CUDA runtime only by its bare name, and cuDNN by its bare name or in the
-    first folder of packages. cuDNN finds NVRTC, and NVRTC its builtins library, only by their bare
-    names.
+    The frontend searches for the CUDA runtime only by file name, and for cuDNN by file name or in
+    the first site-packages folder. cuDNN searches for NVRTC, and NVRTC for its builtins library,
+    only by file name.
     """
     with suppress(ImportError):
         from cuda.pathfinder import load_nvidia_dynamic_lib
@@ -283,10 +283,10 @@ def preload() -> None:
 
 
 def frontend() -> ModuleType:
-    """Import and return the module `cudnn`.
+    """Import the module `cudnn` without importing torch.
 
-    The frontend would also import torch if it is installed. This takes seconds and loads every
-    CUDA library that torch finds. The frontend needs torch only to accept its tensors.
+    By default, the frontend imports torch if it is installed, which takes seconds and loads all
+    CUDA libraries used by torch. The frontend needs torch only to accept torch tensors.
     """
     absent = sys.modules.setdefault("torch") is None
     try:
@@ -298,7 +298,7 @@ def frontend() -> ModuleType:
 
 
 def loads(name: str) -> bool:
-    """Return True if the loader finds a library by its bare name."""
+    """Return True if the dynamic loader finds a library by its file name."""
     try:
         ctypes.CDLL(name)
     except OSError:
@@ -307,7 +307,10 @@ def loads(name: str) -> bool:
 
 
 def takes(dtype: DTypeLike, width: int, drop: object, most: int) -> bool:
-    """Return True if cuDNN supports this attention for head widths up to `most`."""
+    """Return True if cuDNN supports attention with this dtype, head width and dropout mask.
+
+    `most` is the maximum head width supported by the device.
+    """
     return drop is None and np.dtype(dtype).name in TYPES and width % 8 == 0 and width <= most
 
 

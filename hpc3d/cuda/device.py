@@ -30,7 +30,7 @@ _FLOAT8 = 89  # minimum compute capability of float8 products
 
 
 def imported() -> ModuleType:
-    """Import CuPy, after ml_dtypes, which adds bfloat16."""
+    """Import CuPy. ml_dtypes is imported first, because it adds bfloat16 to NumPy."""
     with suppress(ImportError):
         import ml_dtypes  # noqa: F401
     import cupy
@@ -39,19 +39,20 @@ def imported() -> ModuleType:
 
 
 def bound(local_rank: int) -> Cuda:
-    """Return the Cuda device of a rank, given its local rank on the node.
+    """Return the CUDA device assigned to a rank, given its local rank on the node.
 
-    Each rank has its own device if there are enough. If the launcher makes only one device visible
-    to each rank, it is device 0.
+    Each rank has its own device if the node has enough devices. If the launcher makes only one
+    device visible to each rank, the rank uses device 0.
     """
     cupy = imported()
     return Cuda(local_rank % cupy.cuda.runtime.getDeviceCount(), cupy)
 
 
 def _register(device: Cuda) -> None:
-    """Register array operations in which CuPy differs from NumPy.
+    """Register the array operations for which CuPy and NumPy differ.
 
-    Reading a value waits with `device.synchronize`, which makes MPI progress, unlike CuPy's wait.
+    Reads wait in `device.synchronize`, which drives MPI progress; CuPy's own synchronization does
+    not.
     """
     cupy, kind = device.cupy, device.array_type
 
@@ -71,15 +72,16 @@ def _register(device: Cuda) -> None:
 
 
 class Cuda:
-    """Device `number` of this process, which becomes the current device.
+    """CUDA device with index `number`, which becomes the current device of this process.
 
-    Its stream `compute` becomes the current stream. Its streams do not synchronize with CUDA's
-    default stream.
+    The stream `compute` of the device becomes the current stream. None of its streams synchronizes
+    with CUDA's default stream.
 
     `queues` are the streams for communication and offloading (hpc3d.comm.comm_stream), and
     `pinned` is a pool of page-locked host memory for asynchronous copies. While the host waits, it
     calls the functions in `meanwhile`: other ranks may need MPI progress, and NCCL reports errors
-    only when polled. The functions in `aborts` abort calls that no peer will complete.
+    only when polled. The functions in `aborts` cancel communication calls whose peers may have
+    exited.
     """
 
     def __init__(self, number: int, cupy: ModuleType | None = None) -> None:
@@ -107,14 +109,14 @@ class Cuda:
         return self.cupy.empty(shape, dtype)
 
     def upload(self, host: np.ndarray) -> Any:
-        """Copy `host` to a new array on the device, without waiting.
+        """Copy `host` asynchronously to a new array on the device.
 
-        `host` may be overwritten immediately.
+        The caller may overwrite `host` as soon as the call returns.
         """
         return self.fill(self.empty(host.shape, host.dtype), host)
 
     def fill(self, array: Any, host: np.ndarray) -> Any:
-        """Copy `host` into the contiguous `array`, without waiting, as `upload` does."""
+        """Copy `host` asynchronously into the contiguous device array `array`."""
         staging = self.pinned.empty(host.shape, host.dtype, "communication")
         staging[...] = host
         array.set(staging, stream=self.compute)
@@ -124,7 +126,7 @@ class Cuda:
         return array
 
     def download(self, array: Any) -> np.ndarray:
-        """Return a copy of an array in pinned host memory, after all preceding work."""
+        """Wait for all preceding work; return a copy of a device array in pinned host memory."""
         host = self.pinned.empty(array.shape, array.dtype, "communication")
         array.get(stream=self.compute, out=host, blocking=False)
         self.synchronize()
@@ -139,9 +141,9 @@ class Cuda:
             os.sched_yield()
 
     def reached(self, event: Any) -> bool:
-        """Return True if the device has reached an event.
+        """Return True if all work before a CUDA event is complete.
 
-        Raises errors of the device, which `event.done` does not report.
+        Raises an exception if the device has failed, which `event.done` does not report.
         """
         status = self.cupy.cuda.runtime.eventQuery(event.ptr)
         if status not in (_DONE, _NOT_READY):
@@ -149,9 +151,10 @@ class Cuda:
         return status == _DONE
 
     def close(self) -> None:
-        """Abort calls that still wait for peers at the end of a job: the peers may have exited.
+        """Abort communication calls that are still pending at the end of a job.
 
-        A forked child that writes a checkpoint does nothing, because it cannot use the device.
+        Their peers may have exited. In a forked child process, which writes a checkpoint and
+        cannot use the device, the call has no effect.
         """
         until = time.monotonic() + GRACE
         for stream in self.queues.values():
@@ -161,14 +164,14 @@ class Cuda:
                 time.sleep(GRACE / 100)
 
     def abort(self) -> None:
-        """Call `aborts`, for at most GRACE seconds."""
+        """Run the functions in `aborts` in a thread; wait for at most GRACE seconds."""
         calls = threading.Thread(target=lambda: [each() for each in self.aborts], daemon=True)
         calls.start()
         calls.join(GRACE)
 
 
 class Pinned(Pool):
-    """Pool of host arrays in page-locked memory from `allocate(size)`."""
+    """Pool of host arrays in page-locked memory, allocated by `allocate(size)`."""
 
     def __init__(self, allocate: Callable[[int], Any]) -> None:
         super().__init__()
@@ -179,9 +182,10 @@ class Pinned(Pool):
 
 
 class Loan:
-    """Device memory on loan from a pool.
+    """Handle to device memory borrowed from a pool.
 
-    The arrays in this memory hold a reference to the loan. When it is destroyed, it calls `end`.
+    The arrays in this memory hold a reference to the handle, which calls `end` when it is
+    destroyed.
     """
 
     __slots__ = ("end", "memory")
@@ -194,9 +198,10 @@ class Loan:
 
 
 class DevicePool(Pool):
-    """Pool of a rank's arrays on its `device`, counted by kind.
+    """Pool of device arrays that counts the bytes allocated for each kind of array.
 
-    CuPy's own pool reuses their memory in the order of the stream `compute`.
+    The memory comes from CuPy's pool, which reuses freed memory in the order of the stream
+    `compute`.
     """
 
     on_device = True
@@ -222,7 +227,7 @@ class DevicePool(Pool):
         return self.device.fill(self.empty(values.shape, values.dtype), values)
 
     def refill(self, array: Any, values: ArrayLike) -> None:
-        """Overwrite an array that `bring` returned."""
+        """Overwrite a device array created by `bring`."""
         self.device.fill(array, np.asarray(values, array.dtype))
 
     def synchronize(self) -> None:
@@ -233,7 +238,7 @@ class DevicePool(Pool):
     def reserved(self) -> tuple[int, int]:
         """Return the device memory in use and the memory reserved by CuPy's pool, in bytes.
 
-        Memory in use includes arrays that are not counted.
+        The memory in use includes arrays not counted by this pool.
         """
         pool = self.device.cupy.get_default_memory_pool()
         return pool.used_bytes(), pool.total_bytes()

@@ -1,7 +1,8 @@
-"""Interface through which CUDA rules of primitives use a device's kernels, GEMMs and memory.
+"""Interface to a device's kernels, GEMMs and memory for the CUDA rules of primitives.
 
-All work is posted on the current stream, and nothing waits for the device. Sums, moments and
-parameter gradients are float32; losses and norms are float64 arrays of shape [1].
+A rule is the implementation of a primitive for one backend. All work is enqueued on the current
+stream, without waiting for the device. Sums, moments and parameter gradients are float32; losses
+and norms are float64 arrays of shape [1].
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from hpc3d.cuda.cudnn_attention import Flash
     from hpc3d.cuda.device import DevicePool
 
-WORKSPACE = 32 << 20  # bytes of cuBLASLt's workspace, as NVIDIA recommends for Hopper
+WORKSPACE = 32 << 20  # size of cuBLASLt's workspace in bytes, recommended for Hopper by NVIDIA
 
 
 class Gpu:
@@ -31,8 +32,8 @@ class Gpu:
 
     `launch(name, rows, columns, **arguments)` launches a kernel (kernel_loader.Kernels).
     `multiply` is Lt.product, `coded` is Lt.coded_product, and `flash` is a Flash or None.
-    `empty(shape, dtype)` allocates an array on the device, and `bring(array)` copies one from the
-    host.
+    `empty(shape, dtype)` allocates an array on the device, and `bring(array)` copies a host array
+    to the device.
     """
 
     def __init__(
@@ -49,22 +50,22 @@ class Gpu:
         self.unsupported = set()
 
     def strips(self, rows: int) -> int:
-        """Return the number of partial sums in a kernel that sums over `rows` rows."""
+        """Return the number of partial sums computed by a kernel that sums over `rows` rows."""
         return launch_table.strips(rows)
 
     def blocks(self, name: str, size: int) -> int:
-        """Return the number of thread blocks of a kernel on a flat array."""
+        """Return the number of thread blocks launched for a flat array of `size` elements."""
         return launch_table.kernels()[name].launch(None, 1, size).grid[0]
 
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-        """Yield the work items of a rule.
+        """Yield the work items of a primitive.
 
-        Items of the same `kind` have identical kernel launches.
+        Items for which `kind` returns the same value launch identical kernels.
         """
         yield from pieces
 
     def by_arrays(self, primitive: Primitive, *arrays: Array) -> None:
-        """Run a primitive that has no kernel with the array operations of its NumPy rule."""
+        """Run the NumPy rule of a primitive without a CUDA kernel on device arrays."""
         primitive.numpy(*arrays)
 
     def contiguous(self, x: Array) -> Array:
@@ -86,9 +87,9 @@ class Gpu:
     def multiply_with(
         self, a: Array, b: Array, out: Array, add: Array | None, **epilogue: Any
     ) -> bool:
-        """Compute a product with an epilogue in cuBLASLt, and return True if it is supported.
+        """Compute a product with a fused epilogue and return True, or return False if unsupported.
 
-        Unsupported cases, such as a vector at an unaligned address, are cached and not tried
+        Unsupported cases, such as a vector at an unaligned address, are remembered and not tried
         again.
         """
         (name, vector), *_ = epilogue.items()
@@ -103,12 +104,12 @@ class Gpu:
 
 
 def add_gpu(kind: type, gpu: Gpu) -> None:
-    """Register the CUDA rules of primitives, run on `gpu`, for arrays of a type."""
+    """Register the CUDA rules of all primitives for arrays of type `kind`; the rules use `gpu`."""
     add_backend(kind, lambda primitive: primitive.cuda_rule and partial(primitive.cuda_rule, gpu))
 
 
 def use(pool: DevicePool, tf32: bool = False) -> str:
-    """Register the CUDA rules for CuPy's arrays, with workspaces from `pool`.
+    """Register the CUDA rules of all primitives for CuPy arrays, with workspaces from `pool`.
 
     Returns a log line that names the attention implementation.
     """
@@ -123,6 +124,6 @@ def use(pool: DevicePool, tf32: bool = False) -> str:
     if not missing:
         flash = Flash(pool.empty, device.compute.ptr, device.capability, scratch=empty)
     gpu = Gpu(Kernels(), lt.product, flash, empty, pool.bring, lt.coded_product)
-    gpu.workspace = workspace  # lt holds only the address
+    gpu.workspace = workspace  # keep the buffer alive: lt holds only its address
     add_gpu(device.array_type, gpu)
     return f"attention by matrix products: no {missing}" if missing else "attention by cuDNN"

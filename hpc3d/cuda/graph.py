@@ -1,4 +1,4 @@
-"""CUDA graphs: work on a device, captured once and replayed by one host call."""
+"""CUDA graphs: device work that is captured once and replayed with a single host call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 
 
 class CudaGraph:
-    """CUDA graph of the work that a `device` receives between `begin` and `end`.
+    """CUDA graph of the work posted to a device between `begin` and `end`.
 
-    It captures the stream `compute`, and all streams that fork from it and join it again. Nothing
-    runs before `launch`. Its arrays are in a private memory pool, so that no other array reuses
-    this memory between two launches. External inputs must keep their addresses.
+    The graph captures the stream `compute`, and all streams that fork from this stream and join it
+    again. Captured work runs only when `launch` is called. Arrays allocated during the capture are
+    in a private memory pool, so that no other array reuses their memory between two launches.
+    External inputs must keep their addresses.
     """
 
     def __init__(self, device: Cuda) -> None:
@@ -25,8 +26,9 @@ class CudaGraph:
     def begin(self) -> None:
         """Begin the capture.
 
-        Unused memory is freed first, because the graph allocates the same amount again. Garbage is
-        collected now, because it must not be collected during the capture.
+        Unused memory of the default pool is freed first, because the graph allocates as much
+        memory in its private pool. Garbage is collected before the capture, because garbage
+        collection is not allowed during the capture.
         """
         gc.collect()
         self.device.synchronize()

@@ -1,7 +1,7 @@
 """Loader of the CUDA kernels in `kernels/*.cu`, compiled by CuPy's NVRTC.
 
-A source is compiled when one of its kernels is first launched. CuPy caches the result on disk, so
-that the ranks of a node compile only once.
+A source file is compiled when one of its kernels is first launched. CuPy caches the compiled code
+on disk, so that it is compiled only once per node.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from hpc3d.cuda import launch_table
 if TYPE_CHECKING:
     from hpc3d.cuda.launch_table import Kernel
 
-_ADDED = "--device-as-default-execution-space"  # added by CuPy; NVRTC rejects duplicates
+_ADDED = "--device-as-default-execution-space"  # CuPy adds this; NVRTC rejects duplicates
 _NULL = np.uint64(0)
 _BFLOAT16 = 80  # minimum compute capability of bfloat16
 
 
 class Kernels:
-    """Compiled kernels, called as (name, rows, columns, **parameters).
+    """Compiled CUDA kernels, launched by calling kernels(name, rows, columns, **parameters).
 
-    The arguments match launch_table.Kernel.launch and .bind.
+    launch_table.Kernel.launch documents `rows` and `columns`; launch_table.Kernel.bind documents
+    the parameters.
     """
 
     def __init__(self) -> None:
@@ -62,8 +63,8 @@ class Kernels:
 def options() -> tuple[str, ...]:
     """Return the compiler options for NVRTC.
 
-    CuPy's cache key consists of the source and the options, but not of the headers. Therefore, a
-    digest of our headers is one of the options.
+    CuPy's cache key covers the source and the options, but not the headers. One option therefore
+    contains a digest of our headers.
     """
     headers = "".join(path.read_text() for path in sorted(launch_table.FOLDER.glob("*.cuh")))
     digest = sha256(headers.encode()).hexdigest()
@@ -72,7 +73,7 @@ def options() -> tuple[str, ...]:
 
 
 def _in_register(value: Any) -> np.generic:
-    """Return a kernel argument: a scalar of the parameter's type, or an address."""
+    """Return a kernel argument as a NumPy scalar: a number, or the address of an array."""
     if isinstance(value, np.generic):
         return value
     if value is None:

@@ -1,7 +1,7 @@
 """Table of the CUDA kernels in `kernels/*.cu`: names, parameters and launch configurations.
 
-Names, parameters, the maximum number of threads per block and the mapping of the work to a grid
-are parsed from the source of the kernels. Nothing here needs a GPU.
+The kernels' names, parameters, maximum number of threads per block and mapping of work to the grid
+are parsed from their source files. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 
 FOLDER = Path(__file__).parent / "kernels"
 REALS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # dtype -> T
-# Options of NVRTC besides the architecture and the include path FOLDER. The second option is
+# NVRTC options in addition to the architecture and the include path FOLDER. The second option is
 # needed because our lambdas have no __device__ qualifier.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
-_LOAD = 16  # bytes per load of a thread
+_LOAD = 16  # bytes loaded by a thread at once (a pack)
 WARP = 32
-ROWS_PER_STRIP, STRIPS = 64, 128  # first pass of a sum: minimum rows per strip, most strips
+ROWS_PER_STRIP, STRIPS = 64, 128  # column sums: minimum rows per strip, maximum number of strips
 BLOCKS = 2048  # maximum number of blocks of a grid-stride launch
 
 _SCALARS = {
@@ -43,10 +43,10 @@ _POINTEES = {
 
 
 class Launch(NamedTuple):
-    """Blocks per grid and threads per block, each (x, y). No kernel uses dynamic shared memory.
+    """Launch configuration: blocks per grid and threads per block, each as (x, y).
 
-    With one block per row, the grid is empty if there are no rows. CUDA does not allow such a
-    launch.
+    No kernel uses dynamic shared memory. With one block per row, the grid is empty if there are no
+    rows. CUDA does not allow empty grids, so the caller must skip such a launch.
     """
 
     grid: tuple[int, int]
@@ -59,7 +59,7 @@ def whole(size: int, part: int) -> int:
 
 
 def strips(rows: int) -> int:
-    """Return the number of partial sums over `rows` rows, which sum_strips adds up."""
+    """Return the number of partial sums for `rows` rows; the kernel sum_strips adds them up."""
     return min(STRIPS, whole(rows, ROWS_PER_STRIP))
 
 
@@ -87,22 +87,22 @@ def one_block(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def tiles_of_strips(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign 32 packs of columns and one strip of rows to each block."""
+    """Assign 32 packs (16-byte loads) of columns and one strip of rows to each block."""
     return Launch((whole(columns, WARP * pack), strips(rows)), (WARP, most // WARP))
 
 
 def tiles_of_columns(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign 32 columns of a sum to each block."""
+    """Assign 32 columns of one of `rows` sums to each block."""
     return Launch((whole(columns, WARP), rows), (WARP, most // WARP))
 
 
 def row_by_tiles(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign 32 packs of columns of one row to each block."""
+    """Assign 32 packs (16-byte loads) of one row to each block."""
     return Launch((rows, whole(columns, WARP * pack)), (most, 1))
 
 
 def tiles_of_queries(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign 8 packs of columns of one of `rows` matrices to each block."""
+    """Assign 8 packs (16-byte loads) of columns in one of `rows` matrices to each block."""
     return Launch((rows, whole(columns, 8 * pack)), (8, most // 8))
 
 
@@ -148,23 +148,23 @@ class Kernel(NamedTuple):
         return [self.expression(real) for real in REALS] if self.template else [self.name]
 
     def expression(self, real: str | None) -> str:
-        """Return the C++ name for T = the dtype named `real`."""
+        """Return the C++ name of the kernel; a template is instantiated for the dtype `real`."""
         return f"{self.name}<{REALS[real]}>" if self.template else self.name
 
     def launch(self, real: str | None, rows: int, columns: int) -> Launch:
-        """Return the grid and block for work of the given size."""
+        """Return the grid and block sizes for work on `rows` x `columns` elements."""
         pack = _LOAD // (2 if real in ("float16", "bfloat16") else 4)
         return self.shape(rows, columns, pack, self.threads)
 
     def bind(
         self, dtype_of: Callable[[Any], str], given: Mapping[str, Any]
     ) -> tuple[str | None, list[Any]]:
-        """Return the dtype of T, and the arguments in the order of the parameters.
+        """Return the dtype of the template parameter T, and the arguments in parameter order.
 
-        Numbers become NumPy scalars of the parameter's type; arrays and None (null) are unchanged.
-        `dtype_of(array)` returns the name of an array's dtype. An array whose dtype differs from
-        the parameter's would be read as garbage, so it fails an assertion. A missing or unknown
-        name does, too.
+        Numbers become NumPy scalars of the parameter's type; arrays and `None` (a null pointer)
+        are unchanged. `dtype_of(array)` returns the name of an array's dtype. An assertion fails
+        if an array's dtype differs from the parameter's, because the kernel would read garbage, or
+        if a name is missing or unknown.
         """
         assert given.keys() == self.parameters.keys(), f"{self.name}: {[*given]}"
         reals = {dtype_of(given[n]) for n in self.pointers("T") if given[n] is not None}
@@ -181,7 +181,7 @@ class Kernel(NamedTuple):
         return [n for n, kind in self.parameters.items() if kind in (f"{to}*", f"const {to}*")]
 
     def pointee(self, name: str, real: str | None) -> str | None:
-        """Return the dtype that a pointer points to, or None for a scalar parameter."""
+        """Return the element dtype of a pointer parameter, or `None` for a scalar parameter."""
         kind, star, _ = self.parameters[name].removeprefix("const ").partition("*")
         return {**_POINTEES, "T": real}[kind] if star else None
 
@@ -202,7 +202,7 @@ def sources() -> list[str]:
 
 @cache
 def kernels() -> dict[str, Kernel]:
-    """Return all kernels by name, as declared in their sources."""
+    """Return a dict from kernel name to the declaration parsed from the source file."""
     found = {}
     for source in sources():
         for shape, elements, updated, template, threads, name, listed in _declared(source):
@@ -220,6 +220,6 @@ def _declared(source: str) -> list[tuple[str, ...]]:
 
 
 def parameter(declared: str) -> tuple[str, str]:
-    """Return the name and type of one parameter declared as `const T* x`."""
+    """Return the name and type of a parameter, parsed from a declaration such as `const T* x`."""
     kind, _, name = " ".join(declared.split()).rpartition(" ")
     return name, kind

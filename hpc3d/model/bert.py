@@ -1,8 +1,9 @@
-"""Embeddings and head of BERT (Devlin et al. 2019, arXiv:1810.04805): embeddings with segments
-and a norm, and the head that predicts masked tokens.
+"""Embeddings and head of BERT (Devlin et al. 2019, arXiv:1810.04805).
 
-Next-sentence prediction is omitted, so all tokens are in segment 0.  The segment table still has
-both rows, so that published weights are imported and exported completely.
+The embeddings include segment embeddings and a norm. The head predicts masked tokens.
+
+Next-sentence prediction is omitted, so all tokens are in segment 0. The segment table still has
+both rows, so that published weights can be imported and exported completely.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ SEGMENTS = 2
 
 
 class SegmentedSaved(NamedTuple):
-    """Data saved for the backward pass of the embeddings."""
+    """Data saved for the backward pass of the embeddings (lookup and norm)."""
 
     lookup: EmbeddingSaved
     norm: NormSaved
 
 
 class SegmentedEmbeddings(Embeddings):
-    """X[m, h] = norm(table[token] + positions + row of segment 0), followed by dropout."""
+    """BERT embeddings X[m, h] = dropout(norm(table[token] + position row + segment row 0))."""
 
     def __init__(
         self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, table: Parameter
@@ -83,9 +84,9 @@ class MaskedLogitsSaved(NamedTuple):
 class MaskedHead(Head):
     """Logits Y[m, v] = norm(gelu(X W + b)) table' + b', and the cross-entropy of masked tokens.
 
-    The table has the layout that the lookup requires, so its product needs an operand in the
-    layout of the blocks' output.  The product with W therefore uses `Split.alike`, whose Y has the
-    same layout as its X.
+    The lookup determines the layout of the embedding table, so the product with the table requires
+    its input to have the layout of the blocks' output. The product with W therefore uses
+    `Split.alike`, whose Y has the same layout as its X.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class MaskedHead(Head):
         )
 
     def logits(self, x: Array) -> tuple[Array, MaskedLogitsSaved]:
-        """Return Y and the data saved for `logits_grad`."""
+        """Return the logits Y and the data saved for `logits_grad`."""
         h, saved = self.dense.forward(x)
         with self.mesh.trace.span("gelu"):
             g = self.gelu(h, self.mesh.empty(h.shape, h.dtype))
@@ -114,7 +115,7 @@ class MaskedHead(Head):
     def logits_grad(
         self, dlogits: Array, saved: MaskedLogitsSaved, defer: Callable[..., None]
     ) -> Array:
-        """Return the gradient of X from the gradient of Y."""
+        """Return the gradient of the input X, given the gradient of the logits Y."""
         defer(self.bias_grad, dlogits)
         dg = super().logits_grad(dlogits, saved.rest, defer)
         with self.mesh.trace.span("gelu"):

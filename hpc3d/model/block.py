@@ -43,7 +43,7 @@ class BlockSaved(NamedTuple):
 
 
 class BlockInput(NamedTuple):
-    """Data saved with full recomputation: X, and the flat array of the weights."""
+    """Data saved by a block with full recomputation: its input X and its flat weight array."""
 
     x: SavedActivation
     weights: Array
@@ -62,10 +62,10 @@ class PreNorm:
     def add(
         self, x: Array, forward: Callable[..., Any], adds_residual: bool, micro: Microbatch
     ) -> tuple[Array, Any]:
-        """Return x + dropout(f) and the data that f saves.
+        """Return x + dropout(f) and the data saved by f.
 
-        `forward` returns the output of f and its saved data.  If `adds_residual` is True, it
-        accepts a residual and adds it to the output.
+        `forward` computes f and returns the output and the saved data. If `adds_residual` is True,
+        `forward` accepts the argument `residual` and adds this array to the output.
         """
         if adds_residual and not self.dropout.rate:
             return forward(residual=x)
@@ -75,19 +75,19 @@ class PreNorm:
             return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
 
     def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved]:
-        """Return y, computed from the sum with the residual, and the data saved by the norm."""
+        """Return y for the sum x + dropout(f), and the data saved by the norm."""
         return total, saved
 
     def total_grad(self, dy: Array, saved: NormSaved) -> Array:
-        """Return the gradient of the sum with the residual."""
+        """Return the gradient of the sum x + dropout(f), given the gradient of y."""
         return dy
 
     def branch_grad(self, dtotal: Array, micro: Microbatch) -> Array:
-        """Return the gradient of the output of f."""
+        """Return the gradient of the output of f, given the gradient of the sum x + dropout(f)."""
         return self.dropout.apply(dtotal, micro, self.hidden)
 
     def input_grad(self, dbranch: Array, saved: NormSaved, dtotal: Array) -> Array:
-        """Return the gradient of x from the gradients of the input of f and of the sum."""
+        """Return the gradient of x, given the gradients of the input of f and of the sum."""
         return self.norm.backward(dbranch, saved, residual=dtotal)
 
 
@@ -109,13 +109,13 @@ class PostNorm(PreNorm):
 
 
 class Block:
-    """Transformer block with index `number`, whose X and Y both have the layout of the split's X.
+    """Transformer block `number` (zero-based), whose input and output have the same layout.
 
     `recompute` selects activation checkpointing (arXiv:2205.05198, section 5): "selective"
     recomputes the attention probabilities from q and k; "full" recomputes the complete block from
-    X, including its communication.  A rank with n elements of X, T tokens of h features per
-    sequence and a heads saves n (16 + a T / h) elements with "none", 16 n with "selective" and n
-    with "full".
+    X, including its communication. For sequences of T tokens with h features and a heads, a rank
+    that stores n elements of X saves n (16 + a T / h) elements with "none", 16 n with "selective"
+    and n with "full".
     """
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, number: int) -> None:
@@ -162,7 +162,7 @@ class Block:
         return y, BlockInput(x, self.parameters.value) if self.recompute == "full" else saved
 
     def _recomputed(self, kept: BlockInput, micro: Microbatch) -> BlockSaved:
-        """Repeat the forward pass with its original weights and return the data saved by it."""
+        """Repeat the forward pass with the original weights and return the saved activations."""
         newest = self.parameters.value
         self.parameters.use(kept.weights)
         with self.mesh.trace.scope(phase="recompute"):

@@ -18,10 +18,11 @@ import numpy as np
 
 
 class Context(NamedTuple):
-    """Sequences of `length` tokens on `rings` x `heads` ranks of the context axis.
+    """Sharding of sequences of `length` tokens over the `rings` x `heads` ranks of axis c.
 
     A microbatch of S sequences consists of c S virtual sequences of T/c tokens, ordered by rank.
-    Axis c is the outermost axis on the rows of every layout, so each rank has its own tokens.
+    Axis c is the outermost axis that shards the rows in every layout, so each rank stores its own
+    tokens.
     """
 
     length: int
@@ -35,12 +36,12 @@ class Context(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a virtual sequence, T / c."""
+        """Number of tokens per virtual sequence, T / c."""
         return self.length // self.parts
 
     @property
     def chunk(self) -> int:
-        """Number of tokens of one of the two chunks of a ring position."""
+        """Number of tokens per chunk. Each ring position has two chunks."""
         return self.length // (2 * self.rings)
 
     @property
@@ -49,22 +50,22 @@ class Context(NamedTuple):
         return 2 if self.rings > 1 else 1
 
     def starts(self) -> np.ndarray:
-        """Return the first position of each contiguous segment of each rank, int64[c, pieces]."""
+        """Return the sequence position at which each rank's segments start, int64[c, pieces]."""
         return _order(self).reshape(self.parts, self.pieces, -1)[:, :, 0]
 
     def chunks(self, ring_rank: int) -> tuple[int, ...]:
-        """Return the first positions of the two chunks of a ring position."""
+        """Return the sequence positions at which the two chunks of a ring position start."""
         return ring_rank * self.chunk, (2 * self.rings - 1 - ring_rank) * self.chunk
 
     def positions(self, part: int) -> np.ndarray:
-        """Return the positions in the sequence of one rank's tokens, int64[T/c]."""
+        """Return the sequence positions of one rank's tokens, int64[T/c]."""
         return _order(self)[part]
 
     def peer(self, number: int, of_first: int) -> int:
         """Return the rank to which rank `number` sends if rank 0 sends to rank `of_first`.
 
-        All ranks send over the same distance, either around the ring or within the group that
-        exchanges heads.
+        All ranks send to the same relative rank, either around the ring or within the all-to-all
+        group.
         """
         if of_first % self.heads == 0:
             return (number + of_first) % self.parts
@@ -81,9 +82,9 @@ class Context(NamedTuple):
     def rows(self, here: slice, sequences: int, first: int) -> range | np.ndarray:
         """Return the indices of the rows `here` of a microbatch in the tensor of the full batch.
 
-        That tensor has one row per token, in the order of the complete sequences.  The microbatch
-        has c S = `sequences` virtual sequences, and its first sequence has index `first` in the
-        batch.
+        The tensor of the full batch has one row per token, ordered by sequence and position. The
+        microbatch has c S = `sequences` virtual sequences, and its first sequence has index
+        `first` in the batch.
         """
         if self.parts == 1:
             return range(first * self.length + here.start, first * self.length + here.stop)
@@ -97,7 +98,7 @@ WHOLE = Context(0)  # placeholder for unsharded sequences of any length
 
 @cache
 def _order(context: Context) -> np.ndarray:
-    """Return the positions in the sequence of each rank's tokens, int64[c, T/c]."""
+    """Return the sequence positions of each rank's tokens, int64[c, T/c]."""
     if context.rings == 1:
         return np.arange(context.length).reshape(context.parts, -1)
     starts = [context.chunks(ring_rank) for ring_rank in range(context.rings)]

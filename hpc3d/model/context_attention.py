@@ -1,6 +1,6 @@
-"""Context-parallel attention: ring attention, all-to-all of heads (Ulysses), and both.
+"""Context-parallel attention: ring attention, all-to-all (Ulysses), or both combined.
 
-Chunked attention on one rank is a ring of size 1.
+Chunked attention on a single rank is implemented as ring attention with a ring of size 1.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.spec import ModelSpec
 
-_CHUNK, _CHUNKS = 256, 64  # default tokens per chunk and largest number of chunks without a ring
+_CHUNK, _CHUNKS = 256, 64  # without a ring: default tokens per chunk, maximum number of chunks
 
 
 def attention_of(mesh: Mesh, name: str, spec: ModelSpec) -> Any:
-    """Return the core attention layer: plain or chunked, with or without a head all-to-all."""
+    """Return the core attention layer: plain or chunked, with or without all-to-alls."""
     core = (RingAttention if spec.chunked else CoreAttention)(mesh, name, spec)
     return HeadExchange(mesh, spec.context, core) if spec.context.heads > 1 else core
 
@@ -55,14 +55,14 @@ class RingSaved(NamedTuple):
 
 
 class RingAttention(HeadBlock):
-    """softmax(q k' / sqrt(D) + mask) v on sequences whose tokens are sharded over a ring of ranks.
+    """Ring attention: softmax(q k' / sqrt(D) + mask) v with tokens sharded over a ring of ranks.
 
     Each rank passes keys and values around the ring in one message, which overlaps with the
-    computation (Liu et al. 2023, arXiv:2310.01889).  If k has K elements on a rank, the rank
-    receives 2 (c - 1) K elements in the forward pass.  In the backward pass, it receives as many
-    again, and the gradients of keys and values in float32 or wider, which are accumulated around
-    the ring until they reach their owner.  The rank saves the output and one log-sum-exp per row,
-    and needs memory for the scores of one tile.
+    computation (Liu et al. 2023, arXiv:2310.01889). If k has K elements on a rank, the rank
+    receives 2 (c - 1) K elements in the forward pass. In the backward pass, the rank receives
+    these elements again, as well as the gradients of keys and values in float32 or wider, which
+    are accumulated around the ring until they reach their owner. The rank saves the output and one
+    log-sum-exp per row, and needs memory for the scores of one tile.
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
@@ -104,7 +104,7 @@ class RingAttention(HeadBlock):
         return self.turned(dqkv, micro, sign=-1)
 
     def _pairs(self, ring_rank: int) -> tuple[ChunkPair, ...]:
-        """Return the pairs of this rank's query chunks and visible key chunks of `ring_rank`."""
+        """Return all pairs of a local query chunk and a key chunk of `ring_rank` visible to it."""
         mine, theirs = (list(self._chunks(which)) for which in (self.ring_rank, ring_rank))
         return tuple(
             ChunkPair(queries, keys, self.causal and position == other, position, other)
@@ -114,9 +114,9 @@ class RingAttention(HeadBlock):
         )
 
     def _chunks(self, ring_rank: int) -> Iterator[tuple[slice, int]]:
-        """Yield (rows in a virtual sequence, position of the first row) for each chunk of a rank.
+        """Yield the rows and the first sequence position of each chunk of `ring_rank`.
 
-        The rank is the one at position `ring_rank` of the ring.
+        The rows are a slice of a virtual sequence.
         """
         starts: Sequence[int]
         if self.context.rings > 1:
@@ -130,7 +130,7 @@ class RingAttention(HeadBlock):
             yield slice(number * size, (number + 1) * size), start
 
     def _span(self, kv: Array, ring_rank: int, products: int) -> Any:
-        """Return the trace span of attention to the chunks of `ring_rank`.
+        """Return the trace span for attention to the key chunks at ring position `ring_rank`.
 
         `products` is the number of FLOPs per score and head feature.
         """
@@ -138,12 +138,12 @@ class RingAttention(HeadBlock):
             (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start)
             for pair in self.pairs[ring_rank]
         )
-        heads = kv.size // (2 * self.tokens)  # key heads of all samples, times D
+        heads = kv.size // (2 * self.tokens)  # samples * KV heads * D
         flops = products * scores * heads * self.form.queries
         return self.mesh.trace.span("attention", "attention", flops)
 
     def _chunks_seen(self, micro: Microbatch) -> Callable[[int], Chunks]:
-        """Return a function that returns the `Chunks` for the keys of a ring position."""
+        """Return a function that maps a ring position to the `Chunks` for its keys."""
         drop = self._drop(micro)
 
         def at(ring_rank):
@@ -154,8 +154,8 @@ class RingAttention(HeadBlock):
     def _drop(self, micro: Microbatch) -> Mask | None:
         """Return the dropout `Mask` of the probabilities, or None without dropout.
 
-        It is a mask of a matrix [samples*heads*keys, T]; `rows` holds the first row of this rank's
-        heads for each sample.
+        The mask belongs to a matrix of shape [samples*heads*keys, T]; its `rows` are the first
+        rows of this rank's heads, one per sample.
         """
         if not self.drops(micro):
             return None
@@ -169,7 +169,7 @@ class RingAttention(HeadBlock):
 
 
 class Ring:
-    """Ring of context-parallel ranks with a stride of `context.heads` ranks."""
+    """Ring that consists of every `context.heads`-th rank along the context axis."""
 
     def __init__(self, comm: Communicator, context: Context) -> None:
         self.comm, self.size = comm, context.rings
@@ -180,10 +180,11 @@ class Ring:
         )
 
     def around(self, block: Array, home_last: bool = False) -> Iterator[tuple[int, Array]]:
-        """Yield (ring position, its block) for every position, nearest predecessor first.
+        """Yield the ring position and the block of every rank in the ring.
 
-        This rank's own block comes first, or last if `home_last`.  The next block is in flight
-        while the current block is in use.
+        This rank's own block comes first, or last if `home_last` is True. The other blocks follow
+        from the nearest to the farthest predecessor. The next block is in transfer while the
+        caller uses the current block.
         """
         coming = self._next(block, 1)
         if not home_last:
@@ -199,7 +200,7 @@ class Ring:
         return self.pass_on(block) if hop < self.size else None
 
     def pass_on(self, block: Array) -> Pending:
-        """Send a block to the next rank, and return the pending block from the previous rank."""
+        """Send a block to the next rank; return a handle to the block of the previous rank."""
         with self.comm.grouped():
             sent = self.comm.send(block, self.after)
             received = self.comm.recv(block.shape, block.dtype, self.before)
@@ -213,11 +214,12 @@ class Ring:
 
 
 class HeadExchange:
-    """Attention on 1/u of the heads and u times as many tokens, between two all-to-alls.
+    """Ulysses attention: all-to-alls before and after attention exchange heads for tokens.
 
-    The u ranks are neighbors on the context axis (Jacobs et al. 2023, arXiv:2309.14509).  If q and
-    k have Q and K elements on a rank, the rank receives (1 - 1/u) (2 Q + 2 K) elements in the
-    forward pass and as many in the backward pass.
+    Between the all-to-alls, each of u ranks has 1/u of the heads and u times as many tokens. The u
+    ranks are adjacent on the context axis (Jacobs et al. 2023, arXiv:2309.14509). If q and k have
+    Q and K elements on a rank, the rank receives (1 - 1/u) (2 Q + 2 K) elements in the forward
+    pass and as many in the backward pass.
     """
 
     def __init__(self, mesh: Mesh, context: Context, core: CoreAttention | RingAttention) -> None:
@@ -241,7 +243,7 @@ class HeadExchange:
     def to_heads(self, x: Array, stretches: Sequence[slice]) -> Array:
         """Redistribute x from [B*t, heads] to [B*u*t, heads/u] with an all-to-all.
 
-        Each of the column slices `stretches` contains contiguous complete heads.
+        Each column slice in `stretches` consists of complete, contiguous heads.
         """
         rows, columns = x.shape
         u, width = self.members, columns // self.members
@@ -267,7 +269,7 @@ class HeadExchange:
     def _columns(
         self, whole: Array, parts: Array, stretches: Sequence[slice]
     ) -> Iterator[tuple[Array, Array]]:
-        """Yield a pair of views [u, rows, ...] of the same heads for each of the `stretches`.
+        """For each column slice in `stretches`, yield two views [u, rows, ...] of the same heads.
 
         The first is a view of `whole` [rows, heads], the second of `parts` [u, rows, heads/u].
         """
@@ -279,7 +281,7 @@ class HeadExchange:
             start += width
 
     def _in_one_piece(self, view: Array, shape: Sequence[int]) -> Array:
-        """Return a contiguous copy of a view as a matrix."""
+        """Copy a strided view into a new contiguous matrix of the given shape."""
         out = self.mesh.empty(shape, view.dtype)
         with self.mesh.trace.span("exchange of heads"):
             out.reshape(view.shape)[...] = view

@@ -1,4 +1,4 @@
-"""Core attention layer: the operations between the qkv and proj products."""
+"""Core attention layer: the operations between the QKV projection and the output projection."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class HeadBlock:
     """Tokens and attention heads that a rank processes between the all-to-alls.
 
     With context parallelism, a rank has complete heads and `tokens` tokens of each of its
-    sequences, namely those of its ring position.  The rotary embedding uses their positions in the
-    full sequence.  Dropout draws are indexed by sample, head and positions, so that every mesh
-    drops the same probabilities.
+    sequences: the tokens of its ring position. The rotary embedding uses token positions in the
+    full sequence. Dropout masks are generated from sample, head and position indices, so that the
+    same probabilities are dropped on every mesh.
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
@@ -72,14 +72,14 @@ class HeadBlock:
         return self.sizes.dropout > 0 and micro.training
 
     def samples(self, micro: Microbatch) -> range:
-        """Return the indices of the sequences in the microbatch of which this rank has tokens."""
+        """Return the indices, in the microbatch, of the sequences processed by this rank."""
         rows = Layout(" ".join(self.layout[0]), owned=" ".join(self.layout.owned))
         (here,) = rows.slices((micro.sequences,), self.mesh)
         first = here.start % (micro.sequences // self.context.parts)
         return range(first, first + here.stop - here.start)
 
     def padding(self, micro: Microbatch, ring_rank: int) -> Any:
-        """Return the padding mask [B, t] for the tokens of `ring_rank` in this rank's sequences.
+        """Return the padding mask [B, t] of this rank's sequences at ring position `ring_rank`.
 
         Returns None if the model has no padding token.
         """
@@ -102,16 +102,16 @@ class HeadBlock:
         return range(first, first + count)
 
     def key(self, micro: Microbatch) -> Any:
-        """Return the Philox key of the dropout draws of a step."""
+        """Return the Philox key for the dropout masks of a layer in one step."""
         return micro.cached(
             self.name, lambda micro: philox_key((self.spec.seed, self.name, micro.step))
         )
 
 
 class CoreAttention(HeadBlock):
-    """softmax(q k' / sqrt(D) + mask) v of [q|k|v] on complete sequences and complete heads.
+    """Attention softmax(q k' / sqrt(D) + mask) v on complete sequences and complete heads.
 
-    It needs no communication.  With `recompute` "selective", the backward pass recomputes the
+    No communication is needed. With `recompute` "selective", the backward pass recomputes the
     probabilities from q and k (arXiv:2205.05198, section 5).
     """
 
@@ -160,6 +160,6 @@ class CoreAttention(HeadBlock):
         return Mask(self.key(micro), self.sizes.dropout, rows, columns, width)
 
     def _flops(self, qkv: Array) -> int:
-        """Return the FLOPs of q k' and p v: 2 products of 2 T D for every row and head."""
+        """Return the FLOPs of the products q k' and p v: 2 T D each per row and head."""
         width, queries = self.form
         return 4 * self.tokens * queries * width * qkv.size // self.form.columns

@@ -1,7 +1,8 @@
-"""Decoder for text generation: logits of the next token, for sequences of equal length.
+"""Decoder for text generation: compute next-token logits for sequences of equal length.
 
-It uses the layers of training (hpc3d.model.stage), so every scheme and tensor layout works.
-Attention uses a key/value cache (hpc3d.model.key_value_cache), and nothing is saved for backward.
+The decoder reuses the training layers (hpc3d.model.stage), so it supports every sharding scheme
+and tensor layout. Attention uses a key/value cache (hpc3d.model.key_value_cache), and nothing is
+saved for a backward pass.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 def sequences_for(
     sizes: Mapping[str, int], split: Split, samples: int, mixes: bool = False
 ) -> int:
-    """Return the smallest number of sequences, at least `samples`, that can be sharded by rows.
+    """Return the smallest number of sequences >= `samples` whose rows can be sharded evenly.
 
-    It is divisible by the number of ranks that shard the rows of any product.  `sizes` maps mesh
-    axes to their sizes.  Routers are included if the model `mixes` experts.  A sequence with one
-    new token is one row.
+    The result is divisible by the number of ranks that shard the rows of each product, including
+    router products if `mixes` is True. `sizes` maps mesh axes to their sizes. Each sequence has
+    one row, its new token.
     """
     ends = split.without_panels()
     splits = split, split.next(), ends, ends.next(), *([split.by_rows()] if mixes else [])
@@ -45,8 +46,11 @@ def sequences_for(
 
 
 class Decoder:
-    """The full model of a `spec` on a mesh of tensor axes, with key/value caches for `capacity`
-    positions per sequence.  The caller fills in the parameter values."""
+    """Full model for text generation, on a mesh with tensor axes only.
+
+    The key/value caches hold `capacity` positions per sequence. The caller fills in the parameter
+    values.
+    """
 
     def __init__(self, mesh: Mesh, spec: ModelSpec, dtype: DTypeLike, capacity: int) -> None:
         self.mesh, self.parameters = mesh, Parameters(mesh, dtype)
@@ -60,13 +64,14 @@ class Decoder:
         self.parameters.allocate(seed=0)
 
     def forget(self) -> None:
-        """Clear the key/value caches, so that the next token is at the first position."""
+        """Clear the key/value caches, so that the next token starts a new sequence."""
         self.kept.length = 0
 
     def forward(self, tokens: np.ndarray) -> Array:
-        """Return the logits [sequences, vocabulary] of the token after `tokens` [sequences, t].
+        """Return the logits [sequences, vocabulary] of the token that follows `tokens`.
 
-        The tokens continue those of the previous calls.  The result is identical on all ranks.
+        `tokens` [sequences, t] continue the sequences of the previous calls. The result is
+        identical on all ranks.
         """
         count = tokens.shape[1]
         assert self.kept.length + count <= self.kept.capacity
@@ -79,11 +84,11 @@ class Decoder:
         return self._logits(contiguous(x.reshape(-1, count, x.shape[1])[:, -1]))
 
     def _brought(self, micro, name, make):
-        """Return `make(micro)`, copied to the memory of the model's arrays."""
+        """Return the result of `make(micro)`, copied to the model's memory (host or device)."""
         return self.mesh.pool.bring(make(micro))
 
     def _embedded(self, micro: Microbatch, count: int) -> Array:
-        """Return the embeddings of the tokens, at the positions after the cached ones."""
+        """Return the embeddings of the tokens, whose positions follow the cached positions."""
         first, embeddings = self.kept.length, self.stage.embeddings
         assert embeddings
         x, _ = embeddings.lookup.forward(micro)
@@ -93,14 +98,14 @@ class Decoder:
         return add_repeated(x, rows, 0, self.mesh.empty(x.shape, x.dtype))
 
     def _logits(self, x: Array) -> Array:
-        """Return the logits of the last rows X[sequences, h] on all ranks."""
+        """Return the logits for the last token of each sequence, X[sequences, h], on all ranks."""
         head = self.stage.head
         assert head
         logits, _ = head.logits(x)
         return self._gathered(logits, head.layout)[:, : self.vocabulary]
 
     def _gathered(self, block: Array, layout: Layout) -> Array:
-        """Gather the full matrix, on all ranks, from its blocks in the given `layout`."""
+        """All-gather the full matrix on every rank from its blocks in the given `layout`."""
         for axis in reversed(layout.owned):
             owner = layout.owner(axis, self.mesh)
             block = self.mesh.comm(axis).broadcast(block, owner).wait()

@@ -1,12 +1,12 @@
 """Mixture of experts that replaces the MLP of a block.
 
-Each token is routed to `top_k` experts, and all-to-alls along e send tokens to their experts.
-This is Switch (Fedus et al. 2021, arXiv:2101.03961) with one expert per token, GShard (Lepikhin et
-al. 2020, arXiv:2006.16668) with two, and Mixtral (Jiang et al. 2024, arXiv:2401.04088) without
-dropping.  The routing group is one sequence: each expert has C slots per sequence (its capacity),
-assigned in order of token position, first choices before second choices.  Tokens beyond the
-capacity are dropped.  Which tokens are dropped therefore depends neither on the mesh nor on the
-microbatch.
+Each token is routed to `top_k` experts, and all-to-alls along e send tokens to their experts. The
+layer corresponds to Switch (Fedus et al. 2021, arXiv:2101.03961) with one expert per token, to
+GShard (Lepikhin et al. 2020, arXiv:2006.16668) with two, and to Mixtral (Jiang et al. 2024,
+arXiv:2401.04088) without token dropping. The routing group is one sequence: each expert has C
+slots per sequence (its capacity), assigned in order of token position, first choices before second
+choices. Tokens beyond the capacity are dropped. The set of dropped tokens therefore depends
+neither on the mesh nor on the microbatch.
 
     X[rows, h] --route--> choices, weights
       |  dispatch        [e R, E/e, h]      R slot rows per rank of e
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 
 class StackedLinear(Linear):
-    """Y = X W + b for all experts of a rank: X[m, E/e, k], W[k, E/e, n], b[1, E/e, n]."""
+    """Linear layer of all experts of a rank: X[m, E/e, k], W[k, E/e, n], b[1, E/e, n]."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class StackedLinear(Linear):
 
 
 class ExpertMlps:
-    """MLPs of a rank's experts on X[rows, E/e, h].
+    """MLPs of the experts of one rank, applied to X[rows, E/e, h].
 
     Empty slots do not contribute to any gradient, because the gradients of their outputs are zero.
     """
@@ -171,11 +171,12 @@ class MixtureSaved(NamedTuple):
 class ExpertMixture:
     """Mixture of experts of block `name`, whose input and output have the layout of the block's X.
 
-    A rank routes its own rows: the router's product has complete rows, and the choices are
-    gathered along k.  `auxiliary_loss` is this rank's share of the router losses in the last
-    forward pass: z lse^2 of every token (Zoph et al. 2022, arXiv:2202.08906) and
-    alpha E sum_i f_i P_i of its sequence (Fedus et al. 2021, equation 4), where f_i is the
-    fraction of choices of expert i.  If several ranks route a token, only one counts its losses.
+    Each rank routes its own rows: it computes complete rows of router logits, and the selected
+    experts are all-gathered along k. `auxiliary_loss` is this rank's share of the router losses in
+    the last forward pass: z lse^2 of every token (Zoph et al. 2022, arXiv:2202.08906) and alpha E
+    sum_i f_i P_i of its sequence (Fedus et al. 2021, equation 4), where f_i is the fraction of
+    choices that select expert i. If several ranks route the same token, only one of them counts
+    the token's losses.
     """
 
     adds_residual = False
@@ -207,8 +208,9 @@ class ExpertMixture:
     def _precedes(self) -> Array:
         """Return the argument `precedes` of `before_of`, int64 [k, pieces, c, k, pieces].
 
-        An entry is 1 if the choice index of the other rank along c is lower, or if it is equal and
-        that rank's segment of the sequence is earlier.
+        An entry is 1 if the choices of another rank along c are assigned slots before this rank's
+        choices: their choice index is lower, or it is equal and their segment of the sequence is
+        earlier.
         """
         starts = self.context.starts()
         here, choice = self.mesh.coord(CONTEXT), np.arange(self.form.top_k)
@@ -219,10 +221,11 @@ class ExpertMixture:
         return self.mesh.pool.bring(found)
 
     def _balancing_bias(self, parameters, name, matmul):
-        """Add the bias b_i of arXiv:2408.15664, which affects only the selection of experts.
+        """Register the balancing bias b_i (arXiv:2408.15664), used only to select experts.
 
-        It decreases by a fixed rate if expert i had more choices than the mean, and increases if
-        it had fewer.  Its gradient is the excess over the mean times the number of experts.
+        After each step, b_i decreases by a fixed rate if expert i was selected more often than the
+        average expert, and increases if it was selected less often. The gradient is defined as
+        this excess times the number of experts.
         """
         if not self.form.balance_bias:
             return None
@@ -252,14 +255,17 @@ class ExpertMixture:
         return self._sum(out, y), MixtureSaved(saved_router, *saved)
 
     def _along_k(self, block: Array) -> Pending:
-        """Return the pending values for all rows of X, gathered from the ranks along k."""
+        """Start to gather a block along k; return a handle to the values for all rows of X."""
         matmul = self.router.matmul
         return matmul.gather(block, matmul.split.y, matmul.axes["k"])
 
     def _decide(
         self, routes: Routes, choices: Array, micro: Microbatch
     ) -> tuple[Array, RouterLoss]:
-        """Return the slots of the choices and the inputs of the losses; record the losses."""
+        """Assign slots to the routed tokens and record the router losses.
+
+        Returns the slots and the inputs of the losses.
+        """
         form, tokens, own = self.form, micro.tokens.shape[1], len(routes.lse)
         with self.mesh.trace.span("routing"):
             counts = counts_of(choices, tokens, self.context.pieces, form.count)[None]
@@ -294,7 +300,7 @@ class ExpertMixture:
         return SlotForm(tokens, count, capacity, self.parts, held)
 
     def _dispatched(self, x: Array, slots: Array, micro: Microbatch) -> Array:
-        """Return the rows of X in their slots, [e R, E/e, h]."""
+        """Copy the rows of X to their expert slots; return the slots, [e R, E/e, h]."""
         form = self._slots(len(x), micro)
         shape = form.parts * form.rows, form.count // form.parts, x.shape[1]
         out = self.mesh.empty(shape, x.dtype)
@@ -333,8 +339,7 @@ class ExpertMixture:
     ) -> Array:
         """Return the router's contribution to the gradient of X.
 
-        `dweights` is the gradient of the gate weights, of which each rank along k has a partial
-        sum.
+        `dweights` is this rank's partial sum, along k, of the gradient of the gate weights.
         """
         matmul = self.router.matmul
         own = matmul.reduce(dweights, matmul.split.y, matmul.axes["k"]).wait()
@@ -346,12 +351,12 @@ class ExpertMixture:
         return self.router.backward(dlogits, saved.router, defer)
 
     def _bias_grad(self, choices: Array) -> None:
-        """Add E times the excess of each expert's choices over the mean to the bias gradient."""
+        """Accumulate the bias gradient: E times the excess of each expert's load over the mean."""
         with self.mesh.trace.span("gradient"):
             add_excess(self.bias.grad, choices)
 
     def _sum(self, out: Array, other: Array | None) -> Array:
-        """Return out + other, in the memory of out."""
+        """Add `other`, if given, to `out` in place; return `out`."""
         if other is None:
             return out
         with self.mesh.trace.span("residual"):
@@ -359,14 +364,14 @@ class ExpertMixture:
 
 
 def _flat(rows: Array) -> Array:
-    """Return [R, E/e, h] as a matrix of slot rows."""
+    """Reshape [R, E/e, h] to a matrix with one row per slot."""
     return rows.reshape(-1, rows.shape[-1])
 
 
 def _least_rows(mesh: Mesh, split: Split) -> int:
-    """Return the required divisor of the number of slot rows per rank of e.
+    """Return the integer by which the number of slot rows per rank of e must be divisible.
 
-    The rows of the up product's Y are then divisible by the number of ranks along k.
+    With this divisor, the rows of Y of the up product can be sharded evenly along k.
     """
     gathered = mesh.size(EXPERTS) * mesh.count(
         [axis for axis in split.n.split() if axis in split.x[0]]

@@ -1,7 +1,7 @@
-"""Model families, with their sizes, embedding, head, and matrix products.
+"""Model families: sizes, embedding, head and matrix products.
 
-Rules, planner bounds, MFU and memory footprints are computed from these numbers of parameters,
-FLOPs and saved elements.  Each family is one entry of FAMILIES.
+Validation rules, planner bounds, MFU and memory footprints are computed from the numbers of
+parameters, FLOPs and saved elements that a family defines. FAMILIES has one entry per family.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _block_products(sizes, mixes, gated):
 
 
 def _mlp_products(sizes, gated, name="", wide=1, **experts):
-    """Return the products of an MLP that is `wide` times as wide as the MLP of a dense block."""
+    """Return the products of an MLP with `wide` times as many hidden features as a dense MLP."""
     ffn = wide * sizes.ffn
     return (
         WeightProduct(f"{name}up", sizes.hidden, (1 + gated) * ffn, **experts),
@@ -111,18 +111,18 @@ def _final_norm(sizes, centred):
 
 
 def _bert_vectors(sizes):
-    """Return the number of elements of BERT's segment table, norms and biases outside of blocks.
+    """Count the elements of BERT's segment table, and of the norms and biases outside blocks.
 
-    These are the norms of the embeddings and of the head, the bias of the head's dense product,
-    and the bias of the logits.
+    The embeddings and the head each have a norm; the head's dense product and the logits each have
+    a bias.
     """
     return (SEGMENTS + 2 * 2 + 1) * sizes.hidden + sizes.vocabulary
 
 
 def _full_attention(sizes):
-    """Return the FLOPs of q k' and p v per token, 2 T D per head and product.
+    """Return the attention FLOPs per token: 2 T D per head for each of q k' and p v.
 
-    Masked scores are included.
+    FLOPs for masked scores are included.
     """
     return 4 * sizes.sequence * sizes.hidden
 
@@ -130,9 +130,9 @@ def _full_attention(sizes):
 def _block_kept(sizes, recompute, chunked, mixes, gated):
     """Return the number of elements that a block saves per token, without dropout masks.
 
-    They are the inputs of norms, qkv, proj and up; q, k and v; and the inputs of activation and
-    down (Korthikanti et al. 2022, section 4).  Attention saves its probabilities or, if chunked,
-    one log-sum-exp per row and head.
+    The block saves the inputs of the norms and of the products qkv, proj and up; q, k and v; and
+    the inputs of the activation and of the product down (Korthikanti et al. 2022, section 4).
+    Attention saves its probabilities or, if chunked, one log-sum-exp per row and head.
     """
     features = (2 + gated) * sizes.ffn
     rest = 5 * sizes.hidden + sizes.qkv
@@ -147,8 +147,9 @@ def _block_kept(sizes, recompute, chunked, mixes, gated):
 def _mixture_kept(sizes, features):
     """Return the number of elements that a mixture of experts saves per token.
 
-    For every slot, even an empty one, it saves the input of up, the inputs of activation and down,
-    and the output.  Each shared expert saves as much as an MLP.  The router's data is negligible.
+    For every slot, including empty slots, the mixture saves the input of up, the inputs of the
+    activation and of down, and the output. Each shared expert saves as many elements as an MLP.
+    The data saved by the router is negligible.
     """
     form = sizes.experts
     slots = form.slots_of_token(sizes.sequence)
@@ -212,31 +213,31 @@ FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2, BERT)}
 
 
 def family_of(model: Any) -> Family:
-    """Return the `Family` that a section [model] selects."""
+    """Return the `Family` selected by the `[model]` section."""
     return FAMILIES[model.kind]
 
 
 def with_epsilon(model: Any) -> Any:
-    """Return a section [model] with `norm_epsilon` set, by default to the value of its family."""
+    """Return the `[model]` section with `norm_epsilon` set; the family provides the default."""
     return replace(model, norm_epsilon=_or_usual(model.norm_epsilon, family_of(model).epsilon))
 
 
 def least_vocabulary(model: Any, tokens: int) -> int:
-    """Return the smallest vocabulary for a tokenizer with `tokens` tokens.
+    """Return the minimum vocabulary size for a tokenizer with `tokens` tokens.
 
-    A family that masks tokens needs one additional entry, the last, for the mask token.
+    Families trained on masked tokens need one additional entry, the last, for the mask token.
     """
     return tokens if family_of(model).causal else tokens + 1
 
 
 def block_products(model: Any) -> list[tuple[int, WeightProduct]]:
-    """Return pairs (number of blocks, `WeightProduct` of each of them) for a section [model]."""
+    """Return all block products of a model as pairs (number of blocks, `WeightProduct`)."""
     family = family_of(model)
     return family.block_products(family.sizes(model, model.vocabulary))
 
 
 class Total(NamedTuple):
-    """Total number of elements, and number active per token.
+    """Total number of weight elements, and number of elements active per token.
 
     Elements of experts to which a token is not routed are inactive.
     """
@@ -246,14 +247,14 @@ class Total(NamedTuple):
 
 
 def block_weights(model: Any) -> Total:
-    """Return the number of elements of all matrices in the blocks."""
+    """Return the number of elements in the weight matrices of all blocks."""
     products = block_products(model)
     total = sum(count * each.weights for count, each in products)
     return Total(total, sum(count * each.active for count, each in products))
 
 
 def parameters(model: Any) -> Total:
-    """Return the number of parameters of the model of a section [model] with `vocabulary` set."""
+    """Return the number of parameters of a model whose `[model]` section sets `vocabulary`."""
     family = family_of(model)
     sizes = family.sizes(model, model.vocabulary)
     tables = 0 if sizes.tied else sizes.vocabulary
@@ -268,7 +269,7 @@ def parameters(model: Any) -> Total:
 
 
 def _biased(model):
-    """Return the entries of `block_products` that have a bias."""
+    """Return the entries of `block_products` whose linear layer has a bias."""
     family = family_of(model)
     return [
         (count, each)
@@ -278,18 +279,18 @@ def _biased(model):
 
 
 def _balancing(sizes):
-    """Return the number of elements of the expert-balancing biases."""
+    """Return the number of elements in the expert-balancing biases of all blocks."""
     balanced = sizes.experts and sizes.experts.balance_bias
     return sizes.blocks()[True] * sizes.experts.count if balanced else 0
 
 
 def expert_weights(model: Any) -> float:
-    """Return the number of elements of the experts' matrices, which are sharded along e."""
+    """Return the number of elements in the experts' matrices, which are sharded along e."""
     return sum(count * each.weights for count, each in block_products(model) if each.experts > 1)
 
 
 def expert_parameters(model: Any) -> float:
-    """Return the number of elements of the experts' matrices and biases."""
+    """Return the number of elements in the experts' matrices and biases."""
     biases = [
         count * each.experts * each.outputs for count, each in _biased(model) if each.experts > 1
     ]

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 def add_table(
     mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str, **how: Any
 ) -> Parameter:
-    """Add a table W[v, h] with one row per token.
+    """Register a token table W[v, h] with one row per vocabulary entry.
 
-    Its rows are padded to a multiple of the number of ranks that shard them.
+    The number of rows is padded to a multiple of the number of ranks that shard the rows.
     """
     matmul, sizes = sharded_matmul(mesh, spec.splits["dense"].without_panels().next()), spec.sizes
     count = mesh.count(matmul.dw_layout[0])
@@ -43,7 +43,7 @@ def add_table(
 
 
 class Embeddings:
-    """X[m, h] = table[token] + positions (unless rotary), followed by dropout."""
+    """Token embeddings X[m, h], plus position embeddings unless rotary, followed by dropout."""
 
     name = "embedding"
 
@@ -128,22 +128,22 @@ class Head:
         return loss if self.counts() else 0.0, HeadSaved(saved, saved_loss)
 
     def logits(self, x: Array) -> tuple[Array, Any]:
-        """Return Y and the data saved for `logits_grad`."""
+        """Return the logits Y and the data saved for `logits_grad`."""
         x, saved_norm = self.norm.forward(x)
         logits, saved_product = self.matmul.forward_saving(x, self.table.value)
         return owned(self.mesh, logits), LogitsSaved(saved_norm, saved_product)
 
     def targets(self, micro: Microbatch) -> np.ndarray:
-        """Return the targets of this rank's rows."""
+        """Return the target tokens of this rank's rows, as an int64 vector."""
         return micro.rows(micro.targets, self.layout, self.mesh).ravel().astype(np.int64)
 
     def backward(self, micro: Microbatch, saved: HeadSaved, defer: Callable[..., None]) -> Array:
-        """Return the gradient of X for the summed loss times the factor of the microbatch."""
+        """Return the gradient of X for the summed loss, scaled by the microbatch's factor."""
         dlogits = self.loss.backward(saved.loss, micro.factor())
         return self.logits_grad(dlogits, saved.logits, defer)
 
     def logits_grad(self, dlogits: Array, saved: Any, defer: Callable[..., None]) -> Array:
-        """Return the gradient of X from the gradient of Y."""
+        """Return the gradient of the input X, given the gradient of the logits Y."""
         dx, rest = self.matmul.backward_input(saved.product, dlogits)
         defer(self.weight_grad, rest)
         return self.norm.backward(dx.wait(), saved.norm, residual=None)
@@ -157,7 +157,7 @@ class Head:
     def counts(self) -> bool:
         """Return True if this rank counts the loss of its rows.
 
-        Exactly one of the ranks with the same rows does so.
+        Exactly one of the ranks with the same rows counts their loss.
         """
         split = (*row_axes(self.layout), "p")
         return all(self.mesh.coord(axis) == 0 for axis in self.mesh.sizes if axis not in split)

@@ -1,10 +1,10 @@
 """The qkv product of grouped-query attention, with separate weights for q, k and v.
 
-A rank multiplies X once, with the columns [Wq | Wk | Wv] of its heads, ordered as in
-`hpc3d.ops.attention`.  If the number of key heads is not divisible by the number of ranks along n,
-the number of ranks must be a multiple of the number of key heads.  Wk and Wv are then replicated
-along n, and ranks whose query heads share a key head use the same columns.  Example with 4 query
-heads, of which pairs share a key head:
+Each rank computes a single product of X and the columns [Wq | Wk | Wv] of its heads, ordered as in
+`hpc3d.ops.attention`. If the number of KV heads is not divisible by the number of ranks along n,
+the number of ranks must be a multiple of the number of KV heads. Wk and Wv are then replicated
+along n, and ranks whose query heads share a KV head use the same columns. Example with 4 query
+heads and 2 KV heads:
 
     over 2 ranks    q0 q1 k0 v0             q2 q3 k1 v1
     over 4 ranks    q0 k0 v0    q1 k0 v0    q2 k1 v1    q3 k1 v1
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class _Part(NamedTuple):
     """Weight and bias of q, k or v.
 
-    A rank's product uses the columns `needed` of its blocks.  They become the columns `joined` of
-    the rank's [q | k | v].
+    The rank's product uses the columns `needed` of the weight block; its results are the columns
+    `joined` of the rank's [q | k | v].
     """
 
     weight: Parameter
@@ -45,11 +45,10 @@ class _Part(NamedTuple):
 
 
 class GroupedSaved(NamedTuple):
-    """X and the gathered W, as in `Saved`.
+    """Data saved for the backward pass of the qkv product: X and the gathered W.
 
-    `w` is `None` if W is not saved, or if it is gathered without communication.  The backward pass
-    then concatenates `weights` again, because copies of W for all microbatches in flight would be
-    large.
+    `w` is `None` if W is not saved, or if it is gathered without communication. In both cases, the
+    backward pass concatenates `weights` again, to avoid a copy of W for each microbatch in flight.
     """
 
     x: SavedActivation
@@ -59,7 +58,7 @@ class GroupedSaved(NamedTuple):
 
 
 class GroupedQkv(Linear):
-    """[q | k | v] = X [Wq | Wk | Wv] + b with a sharded `matmul`."""
+    """Linear layer [q | k | v] = X [Wq | Wk | Wv] + b, computed by a sharded `matmul`."""
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class GroupedQkv(Linear):
         std: float,
         biased: bool,
     ) -> tuple[Parameter, Parameter | None]:
-        """Add a weight and bias, sharded over n's axes or replicated along them."""
+        """Register a weight and bias, sharded over the axes of n or replicated along them."""
         split, how = self.matmul.split, gradient(self.matmul)
         weight, bias, rows = split.w, Layout(" ".join(self.across)), row_axes(split.y)
         if not self._is_cut(shape[1] // self.width):
@@ -108,7 +107,7 @@ class GroupedQkv(Linear):
         return heads % self.mesh.count(self.across) == 0
 
     def _needed(self, heads: int) -> slice:
-        """Return the columns of this rank's block of `heads` heads that its product uses."""
+        """Return the columns of a weight block, with `heads` heads in total, used by this rank."""
         members = self.mesh.count(self.across)
         if self._is_cut(heads):
             return slice(0, heads // members * self.width)
@@ -128,7 +127,7 @@ class GroupedQkv(Linear):
         return y, GroupedSaved(saved.x, None, saved.kept.replace("w", ""), weights)
 
     def _joined(self, blocks: Sequence[Array]) -> Array:
-        """Concatenate the columns of the blocks that this rank's product uses."""
+        """Concatenate the columns of `blocks` that are used in this rank's product."""
         first = blocks[0]
         out = self.mesh.empty((*first.shape[:-1], self.columns), first.dtype)
         needed = (block[..., part.needed] for block, part in zip(blocks, self.parts, strict=True))
@@ -143,7 +142,7 @@ class GroupedQkv(Linear):
         return super().backward(dy, Saved(x, w, kept), defer)
 
     def weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
-        """Add the gradients of all weights and biases."""
+        """Accumulate the gradients of all weights and biases."""
         dw = self.matmul.backward_weight(rest).wait()
         with self.mesh.trace.span("gradient"):
             sums: Any = sum_rows(dy) if self.parts[0].bias else None
@@ -154,6 +153,6 @@ class GroupedQkv(Linear):
 
 
 def _uncut(layout: Layout) -> Layout:
-    """Return the layout with unsharded columns."""
+    """Return a copy of the layout in which the columns are not sharded."""
     rows = (" ".join(axes) for axes in layout[:-1])
     return Layout(*rows, "", owned=" ".join(layout.owned))

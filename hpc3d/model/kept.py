@@ -1,15 +1,15 @@
 """Reduced-precision saved activations, and offloading of saved activations and weights.
 
-The forward pass uses exact values; the backward pass uses rounded copies of the saved activations
-(Gist's delayed precision reduction, Jain et al. 2018):
+The forward pass uses unrounded values; the backward pass uses rounded copies of the saved
+activations (Gist's delayed precision reduction, Jain et al. 2018):
 
     bfloat16   2 bytes per element
     int8       1 byte per element, and a 4-byte scale per row: its largest magnitude / 127
     float8     1 byte per element (e4m3), and a 4-byte scale per row: its largest magnitude / 448
 
-Fields of the type `SavedActivation` (hpc3d.arrays.array) are rounded.  All other saved fields,
-such as weights, moments and routing choices, are not changed.  Neither is an array in memory that
-several ranks share: it is stored once for all of them, whereas rounding would create a copy on
+Fields of the type `SavedActivation` (hpc3d.arrays.array) are rounded. All other saved fields, such
+as weights, moments and routing choices, are not changed. Arrays in memory shared by several ranks
+are not rounded either: they are stored once for all ranks, whereas rounding would create a copy on
 each rank.
 
 Saved data may also be offloaded from the memory of the rank (hpc3d.arrays.host_store).  Each byte
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 
 class RoundedArray(NamedTuple):
-    """Array in reduced precision: `codes` of the same shape, and the scales of rows, if any."""
+    """Array in reduced precision: `codes` of the original shape, and row scales or `None`."""
 
     codes: Array
     scales: Array | None
 
 
 class OffloadedArray(NamedTuple):
-    """An offloaded array."""
+    """Array whose data has been offloaded to the host store."""
 
     kept: Array
 
 
 def stored_type(keep_dtype: str | None, dtype: DTypeLike) -> np.dtype:
-    """Return the element type in which activations of type `dtype` are stored until backward."""
+    """Return the dtype in which activations of type `dtype` are stored for the backward pass."""
     return np.dtype(np.uint8 if keep_dtype == "float8" else keep_dtype or dtype)
 
 
@@ -70,7 +70,8 @@ class KeptForm:
         self.keep_dtype = stored_type(keep_dtype, dtype)
 
     def put_away(self, saved: Any) -> Any:
-        """Return saved data in its stored form; an array that occurs twice is stored once."""
+        """Convert saved data to its stored form; an array that occurs twice is stored only
+        once."""
         if self.keep_dtype != self.dtype:
             with self.mesh.trace.span("round"):
                 saved = _replaced(saved, self._round, {})
@@ -113,7 +114,8 @@ class KeptForm:
         return OffloadedArray(kept)
 
     def _load(self, value):
-        """Start loading offloaded arrays, and replace each by a function that returns it."""
+        """Start loading offloaded arrays; replace each by a function that returns the loaded
+        array."""
         if isinstance(value, RoundedArray):
             return RoundedArray(*map(self._load, value))
         if not isinstance(value, OffloadedArray):
@@ -185,7 +187,7 @@ def _contains(hint: Any, marked: Any) -> bool:
 
 
 def _once(value: Any, function: Callable[[Any], Any], done: dict) -> Any:
-    """Apply `function` to an array, or to each array of a list or tuple (fused attention)."""
+    """Apply `function` once to an array, or to each array in a list or tuple (fused attention)."""
     if type(value) in (tuple, list):
         return type(value)(_once(each, function, done) for each in value)
     if id(value) not in done:
@@ -212,7 +214,7 @@ class FetchedWeights:
     def of(self, block: int, then: int) -> AbstractContextManager[None]:
         """Return a context in which the matrices of `block` are available.
 
-        Meanwhile, the matrices of block `then` are prefetched.
+        In this context, the matrices of block `then` are prefetched.
         """
         return self._at_hand(block, then) if self.items[block] else nullcontext()
 
@@ -235,14 +237,15 @@ class FetchedWeights:
         ]
 
     def without(self, saved: Any, block: int) -> Any:
-        """Return a block's saved data with parameters in place of their values."""
+        """Return a block's saved data, with weights replaced by references to their parameters."""
         if not self.items[block]:
             return saved
         names = {id(item.value): item for item in self.items[block]}
         return _replaced(saved, lambda value: names.get(id(value), value), {}, SavedWeight)
 
     def within(self, saved: Any, block: int) -> Any:
-        """Return a block's saved data with the loaded values in place of parameters."""
+        """Return a block's saved data, with references to parameters replaced by loaded
+        weights."""
         return _replaced(saved, _value_of, {}, SavedWeight) if self.items[block] else saved
 
 

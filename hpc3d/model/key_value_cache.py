@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class KeptPositions:
-    """Number of cached positions per sequence, `length`, and its maximum, `capacity`.
+    """Current (`length`) and maximum (`capacity`) number of cached positions per sequence.
 
     The caches of all layers contain the same positions.
     """
@@ -31,7 +31,7 @@ class KeptPositions:
 
 
 class CachedAttention:
-    """softmax(q k' / sqrt(D) + mask) v of new tokens, with the cached keys and values.
+    """Attention of new tokens to the cached keys and values and to each other.
 
     The first new token is at position `kept.length`.  Every rank has complete sequences and
     complete heads, so no communication is needed.  The rotary embedding is applied to q and k
@@ -45,7 +45,7 @@ class CachedAttention:
         self.cache: Any = None  # [2, B, heads, T, D], keys and values
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, None]:
-        """Return the output [B*t, heads*D]; there is no backward pass."""
+        """Return the attention output [B*t, heads*D]. A backward pass is not supported."""
         sequence, first = micro.tokens.shape[1], self.kept.length
         self._turn(qkv, sequence, first)
         if self.cache is None:
@@ -56,7 +56,7 @@ class CachedAttention:
         return out, None
 
     def _flops(self, qkv, seen):
-        """Return the FLOPs of q k' and p v: 2 products of 2 `seen` D for every row and head."""
+        """Return the FLOPs of the products q k' and p v: 2 `seen` D each per row and head."""
         width, queries = self.form
         return 4 * seen * queries * width * qkv.size // self.form.columns
 

@@ -1,8 +1,9 @@
-"""Layers: `forward(x)` returns y and the data that `backward(dy, saved, defer)` needs.
+"""Layers with hand-written `forward(x)` and `backward(dy, saved, defer)`.
 
-A layer stores parameters and its axes, but no state of a pass, so it may be used twice, in
-parallel branches, or by several microbatches in flight.  Gradients are added to `Parameter.grad`.
-Weight gradients are passed to `defer`, which computes them immediately or later.
+`forward` returns y and the data saved for `backward`. A layer stores its parameters and mesh axes,
+but no state of individual passes. It may therefore be used several times, in parallel branches, or
+by several microbatches in flight. Gradients are accumulated in `Parameter.grad`. The computation
+of weight gradients is passed to `defer`, which runs it immediately or later.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def owned(mesh: Mesh, y: Array) -> Array:
 
 
 class Linear:
-    """Y = X W + b with a sharded `matmul`, or Y = X W if not `biased`."""
+    """Linear layer Y = X W + b, or Y = X W if not `biased`, computed by a sharded `matmul`."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Linear:
 
     @property
     def adds_residual(self) -> bool:
-        """True if Y needs no reduction after the product, so that `forward` adds a residual."""
+        """True if `forward` can add a residual, because Y needs no reduction after the product."""
         return self.matmul.y_is_complete
 
     def forward(self, x: Array, residual: Array | None = None) -> tuple[Array, Saved]:
@@ -98,7 +99,7 @@ class Linear:
     def affine(
         self, x: Array, w: Array, bias: Array | None, residual: Array | None = None
     ) -> tuple[Array, Saved]:
-        """Return Y and the data saved for backward, for the given W and b."""
+        """Return Y = X W + b for the given W and b, and the data saved for backward."""
         if self.matmul.y_is_complete:
             return self.matmul.forward_saving(x, w, bias=bias, residual=residual)
         y, saved = self.matmul.forward_saving(x, w)
@@ -128,7 +129,7 @@ class Linear:
         return dx.wait()
 
     def weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
-        """Add the gradients of weight and bias."""
+        """Accumulate the weight and bias gradients."""
         if self.matmul.y_is_complete and self.matmul.dw_is_complete:
             sums = self.bias.grad if self.bias else None
             self.matmul.add_w(rest, self.weight.grad, sums)
@@ -141,9 +142,10 @@ class Linear:
 
 
 def gradient(matmul: Matmul) -> dict[str, Any]:
-    """Return the arguments of `Parameters.add` that describe the gradient of a weight.
+    """Return the keyword arguments of `Parameters.add` that describe a weight gradient.
 
-    They are its layout, and the axes over which it is reduced at the end of a step.
+    The arguments are the layout of the gradient and the axes over which the gradient is reduced at
+    the end of a step.
     """
     return {"grad_layout": matmul.dw_layout, "partial": tuple(matmul.split.defer.split())}
 
@@ -161,7 +163,7 @@ class NormSaved(NamedTuple):
 
 
 class LayerNorm:
-    """y = (x - mean) / sqrt(var + epsilon) gamma + beta over the columns of X[m, k]."""
+    """LayerNorm y = (x - mean) / sqrt(var + epsilon) gamma + beta over the columns of X[m, k]."""
 
     EPSILON = 1e-5
     centred = True
@@ -195,7 +197,7 @@ class LayerNorm:
         return y, NormSaved(n, rstd, gamma)
 
     def _moments(self, x: Array) -> tuple[Array | None, Array]:
-        """Return the mean and the sum of squared deviations of complete rows."""
+        """Return the mean and the sum of squared deviations of each complete row."""
         with self.mesh.trace.span("norm", "norm"):
             mean, squares = moments(x)
         count = x.shape[1]
@@ -227,8 +229,10 @@ class LayerNorm:
 
 
 class RMSNorm(LayerNorm):
-    """y = x / sqrt(mean(x^2) + epsilon) gamma, with one sum per row instead of two (Zhang and
-    Sennrich 2019, arXiv:1910.07467)."""
+    """RMSNorm y = x / sqrt(mean(x^2) + epsilon) gamma (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    RMSNorm needs one sum per row, whereas LayerNorm needs two.
+    """
 
     centred = False
 
@@ -243,8 +247,9 @@ class RMSNorm(LayerNorm):
 class Dropout:
     """Scale each element by 0 or 1 / (1 - rate); the backward pass regenerates the factors.
 
-    Draw e of the random stream (seed, name, step) determines whether element e of the batch's
-    tensor is dropped.  Every mesh and every split into microbatches drops the same elements.
+    Random number e of the stream (seed, name, step) determines whether element e of the full-batch
+    tensor is dropped. The dropped elements depend neither on the mesh nor on the number of
+    microbatches.
     """
 
     def __init__(self, mesh: Mesh, name: str, layout: Layout, spec: ModelSpec) -> None:
@@ -254,7 +259,7 @@ class Dropout:
     def mask(self, micro: Microbatch, columns: int) -> Mask | None:
         """Return the `Mask` of this rank's block of a tensor with one row per token.
 
-        Returns None if nothing is dropped: at rate 0, or outside of training.
+        Returns `None` if nothing is dropped: at rate 0, or outside of training.
         """
         if not self.rate or not micro.training:
             return None
@@ -266,7 +271,7 @@ class Dropout:
         return Mask(key, self.rate, rows, range(block.start, block.stop), columns)
 
     def rows(self, micro: Microbatch) -> range | np.ndarray:
-        """Return this rank's rows of a microbatch as row indices of the batch's tensor."""
+        """Return the indices of this rank's microbatch rows in the full-batch tensor."""
         tokens = Layout(" ".join(self.layout[0]), owned=" ".join(self.layout.owned))
         (here,) = tokens.slices((micro.tokens.size,), self.mesh)
         return self.context.rows(here, micro.sequences, micro.first)
@@ -275,7 +280,7 @@ class Dropout:
         return philox_key((self.seed, self.name, micro.step))
 
     def apply(self, x: Array, micro: Microbatch, columns: int) -> Array:
-        """Return x multiplied by the factors; the backward pass applies it to the gradient."""
+        """Return x times the dropout factors. The backward pass applies them to the gradient."""
         mask = self.mask(micro, columns)
         if mask is None:
             return x
@@ -284,14 +289,14 @@ class Dropout:
 
 
 class EmbeddingSaved(NamedTuple):
-    """Indices of the looked-up rows, and the shape of the table's working block."""
+    """Data saved by a lookup: the row indices, and the shape of the gathered table block."""
 
     index: Array  # type: ignore[assignment]  # shadows tuple.index
     shape: tuple
 
 
 class Embedding:
-    """Embedding lookup, which is the product of a one-hot X[m, v] with W[v, h].
+    """Embedding lookup, expressed as the product of a one-hot X[m, v] and W[v, h].
 
     The axes of k shard the vocabulary; Y has the layout of the first layer's X.
     """
@@ -301,9 +306,9 @@ class Embedding:
         self.matmul = sharded_matmul(mesh, split)
 
     def index(self, micro: Microbatch) -> np.ndarray:
-        """Return the row in this rank's working block of the table for each of its tokens.
+        """Return the row index of each token in this rank's gathered block of the table.
 
-        Rows of other ranks' blocks are out of range.
+        The index of a token is out of range if its row is in another rank's block.
         """
         tokens = micro.rows(micro.tokens, Layout(self.split.m), self.mesh)
         axes = self.split.k.split()

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is sharded over ranks."""
+"""Cross-entropy loss over a vocabulary that is sharded across ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class LossSaved(NamedTuple):
     """Data saved for `softmax_grad`.
 
-    `logits` holds the exponentials of the logits, in their memory.  If a GPU computes the gradient
-    in the forward pass, `logits` holds the gradient instead, and `rows` is `None`.
+    `logits` contains the exponentiated logits, computed in place. If a GPU computes the gradient
+    in the forward pass, `logits` contains the gradient instead, and `rows` is `None`.
     """
 
     logits: Array
@@ -35,10 +35,11 @@ class LossSaved(NamedTuple):
 
 
 class CrossEntropy:
-    """-log softmax(logits)[target], on logits Y[m, v] with the vocabulary sharded over n's axes.
+    """Cross-entropy -log softmax(Y)[target] of logits Y[m, v], sharded over the vocabulary.
 
-    Entries beyond `vocabulary` are padding with zero probability, and rows whose target is IGNORE
-    are excluded (Megatron-LM's vocabulary-parallel loss, arXiv:1909.08053, section 3).
+    The axes of n shard the vocabulary. Entries beyond `vocabulary` are padding with zero
+    probability, and rows whose target is IGNORE are excluded (Megatron-LM's vocabulary-parallel
+    loss, arXiv:1909.08053, section 3).
     """
 
     def __init__(self, mesh: Mesh, axes: Iterable[str], vocabulary: int) -> None:
@@ -57,20 +58,20 @@ class CrossEntropy:
         return negative_log(sums, valid), LossSaved(logits, LossRows(sums[0], valid, at))
 
     def score(self, logits: Array, targets: np.ndarray) -> Array:
-        """Return [the summed loss of this rank's rows, the number of correct rows] as float64.
+        """Return the summed loss and the number of correct rows of this rank, as float64[2].
 
-        It overwrites the logits and does not support a backward pass.  A row is correct if no
-        logit exceeds the target's logit (`score_rows`).  The loss needs the row maximum anyway, so
-        the score requires no additional communication.
+        The logits are overwritten, and no backward pass is possible. A row is correct if no logit
+        exceeds the target's logit (`score_rows`). The loss needs the row maximum anyway, so the
+        score requires no additional communication.
         """
         sums, _ = self._sums(logits, targets)
         with self.mesh.trace.span("loss", "loss"):
             return score_rows(sums, targets != IGNORE)
 
     def _sums(self, logits: Array, targets: np.ndarray) -> tuple[Array, Any]:
-        """Return `local_sums`, reduced over the full vocabulary, and overwrite the logits.
+        """Reduce the results of `local_sums` over the full vocabulary, overwriting the logits.
 
-        The second result is `LossRows.at`, the indices of the targets in this rank's shard.
+        Returns the sums and `LossRows.at`, the indices of the targets in this rank's shard.
         """
         first = self.mesh.index(self.shard_axes) * logits.shape[1]
         with self.mesh.trace.span("loss", "loss"):
@@ -84,6 +85,6 @@ class CrossEntropy:
         return sums, at
 
     def backward(self, saved: LossSaved, scale: float) -> Array:
-        """Return scale (softmax - onehot), or 0 for ignored rows, in the memory of the logits."""
+        """Compute the gradient scale (softmax - onehot) in place; it is 0 for ignored rows."""
         with self.mesh.trace.span("loss", "loss"):
             return softmax_grad(saved.logits, saved.rows, scale)

@@ -1,4 +1,4 @@
-"""Microbatches: the tokens of one pass, and the division of a batch into microbatches."""
+"""Microbatches: the tokens of one forward and backward pass, and the splitting of a batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Microbatch(NamedTuple):
         return self.cached("scale", lambda micro: micro.scale)
 
     def rows(self, batch: np.ndarray, layout: Layout, mesh: Mesh) -> np.ndarray:
-        """Return this rank's sequences of `batch`, for rows with the given `layout`."""
+        """Return the sequences of `batch` that `layout` assigns to this rank."""
         rows = Layout(" ".join(layout[0]), owned=" ".join(layout.owned))
         return batch[rows.slices(batch.shape[:1], mesh)]
 
@@ -68,9 +68,9 @@ def microbatches(
 ) -> Iterator[Microbatch]:
     """Yield `count` microbatches of a batch [sequences, T], with sequences sharded by `context`.
 
-    Gradients are gradients of the mean loss over the full batch, or over each microbatch if
-    `alone`.  The mean is taken over the tokens whose target is not IGNORE, so that microbatches
-    are weighted by their number of such tokens.
+    The accumulated gradients belong to the mean loss over the full batch or, if `alone` is True,
+    over each microbatch. The mean includes only tokens whose target is not IGNORE, so each
+    microbatch is weighted by its number of such tokens.
     """
     ends = [len(tokens) * number // count for number in range(count + 1)]
     whole, cut = valid_tokens(targets), context.cut if context else np.asarray

@@ -1,4 +1,4 @@
-"""The MLP of a block: down(f(up(x))), where f is GELU or SwiGLU."""
+"""MLP of a Transformer block: down(f(up(x))), where f is GELU or SwiGLU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Activation:
         self.mesh, self.gated, self.gelu = mesh, spec.family.gated, GELU[spec.sizes.gelu]
 
     def forward(self, h: Array) -> Array:
-        """Return f(h); overwrite h with the slopes that `backward` needs."""
+        """Return f(h); overwrite h with the derivatives needed by `backward`."""
         width = h.shape[-1] // (1 + self.gated)
         out = self.mesh.empty((*h.shape[:-1], width), h.dtype)
         with self.mesh.trace.span("swiglu" if self.gated else "gelu"):
@@ -33,21 +33,22 @@ class Activation:
         return out
 
     def backward(self, slopes: Array, dg: Array) -> Array:
-        """Return the gradient of h from the gradient of f(h), in the memory of the slopes."""
+        """Return the gradient of h, given the gradient of f(h). `slopes` is overwritten."""
         with self.mesh.trace.span("swiglu" if self.gated else "gelu"):
             (swiglu_grad if self.gated else gelu_grad)(_matrix(slopes), _matrix(dg))
         return slopes
 
 
 def _matrix(stack: Array) -> Array:
-    """Return a stack [rows, experts, columns] as a matrix [rows, experts*columns]."""
+    """Reshape a stack [rows, experts, columns] to a matrix [rows, experts*columns]."""
     return stack.reshape(len(stack), -1) if stack.ndim == 3 else stack
 
 
 class MlpSaved(NamedTuple):
     """Data saved for the backward pass of an MLP: the operands of its products and `slopes`.
 
-    `slopes` holds the slopes of the activation, or the input of GELU if products fuse it.
+    `slopes` contains the derivatives of the activation or, if GELU is fused into the products, the
+    input of GELU.
     """
 
     up: Saved
@@ -56,9 +57,9 @@ class MlpSaved(NamedTuple):
 
 
 class Mlp:
-    """down(f(up(x))) with `ffn` hidden features.
+    """MLP down(f(up(x))) with `ffn` hidden features.
 
-    `last` is the standard deviation of the initial weights of down.
+    `last` is the standard deviation of the initial weights in the down projection.
     """
 
     def __init__(

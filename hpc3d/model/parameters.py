@@ -1,13 +1,14 @@
 """Parameters of a rank, stored in flat arrays that the optimizer updates in one pass.
 
-A parameter has its global shape, the layouts of its value and gradient, its initialization, and
+Each parameter has a global shape, the layouts of its value and gradient, its initialization, and
 the axes along which each rank's gradient is only a partial sum at the end of a step.
 
-Ranks along the data axis d have the same parameters.  So do ranks along the context axis c, which
-process different tokens of the same sequences, and ranks along e.  The replicas of a parameter
-therefore form the plane c d e.  Experts are sharded along e, so their replicas form the plane c d.
+Ranks along the data axis d have the same parameters. So do ranks along the context axis c, which
+process different tokens of the same sequences, and ranks along e. The replicas of a parameter
+therefore form the plane c d e. Experts are sharded along e, so their replicas form the plane c d.
 With ZeRO (arXiv:1910.02054), every parameter is split into as many equal shards as it has
-replicas.  Each replica updates only its *own* shard and stores only the optimizer state of it:
+replicas. Each replica updates only its *own* shard and stores only the optimizer state of this
+shard:
 
     zero    value      gradient    at the end of a step
     0       full       full        all-reduce of gradients; every replica updates everything
@@ -15,13 +16,13 @@ replicas.  Each replica updates only its *own* shard and stores only the optimiz
     2       full       own shard   reduced in every pass; update, all-gather of values
     3       own shard  own shard   values gathered and gradients reduced in every pass; update
 
-Stages 2 and 3 apply to matrices and the token table.  Vectors and the position table are treated
-as in stage 1; the vectors are 13 of 12 h + 13 columns per layer.
+Stages 2 and 3 apply to matrices and the token table. Vectors and the position table are treated as
+in stage 1; vectors account for only 13 of 12 h + 13 columns per layer.
 
-Some optimizers need complete matrices.  The own shard is then a complete block of a matrix.  With
-stages 2 and 3, it is a block in the layout of the gradient.  Otherwise, the stored block is
-assigned to one replica, its *owner*: the gradient is reduced to the owner, which updates the value
-and broadcasts it.
+For optimizers that need complete matrices, a replica's own shard is an undivided block of a
+matrix. With stages 2 and 3, this block has the layout of the gradient. Otherwise, the stored block
+is assigned to one replica, its *owner*: the gradient is reduced to the owner, which updates the
+value and broadcasts it.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Parameter:
     mean: float = 0.0
     partial: tuple[str, ...] = ()
     decay: bool = False
-    rows: int | None = None  # rows initialized at random; the padding rows below are 0
+    rows: int | None = None  # rows initialized at random; the padding rows that follow are 0
     grad_layout: Layout | None = None
     tied_peer: int | None = None
     completed_last: bool = False
@@ -98,7 +99,7 @@ class Parameter:
 
     @property
     def updated_layout(self) -> Layout:
-        """Layout of the gradient, and of the block of a complete matrix that one rank updates."""
+        """Layout of the gradient, and of the undivided matrix block updated by one rank."""
         return self.grad_layout or self.layout
 
     def start(self, seed: int, mesh: Mesh) -> None:
@@ -140,9 +141,10 @@ class FlatSlices(NamedTuple):
 
 
 class UpdateSlice(NamedTuple):
-    """Contiguous range that the optimizer updates: the adjacent own shards of some parameters.
+    """Contiguous range updated by the optimizer: adjacent shards owned by this rank.
 
-    `value` and `grad` are its slices of the flat arrays, and `items` are the parameters.
+    `value` and `grad` are the slices of the flat arrays for this range, and `items` lists the
+    parameters in the range.
     """
 
     value: slice
@@ -155,10 +157,10 @@ class UpdateSlice(NamedTuple):
 
 
 class WholeMatrix(NamedTuple):
-    """Block of a complete matrix that the optimizer updates.
+    """Undivided block of a matrix, updated by the optimizer on this rank.
 
-    `value` and `grad` are its slices of the flat arrays, and `shape` is the shape of the block.
-    For experts, it is a block of a stack of matrices, [inputs, experts, outputs].
+    `value` and `grad` are the slices of the flat arrays that contain the block, and `shape` is its
+    shape. For experts, the block is part of a stack of matrices, [inputs, experts, outputs].
     """
 
     value: slice
@@ -172,12 +174,13 @@ class Parameters:
     """All parameters of this rank in the flat arrays `value` and `grad`.
 
     This rank updates `matrices`, the blocks of parameters for which `whole_matrices(name, shape)`
-    is true, and `pieces`, contiguous ranges of all other parameters.  `owners` maps such a matrix
-    to the replica that updates it.  `own_states` are flat arrays that only this rank stores
-    between steps, such as gradient residuals.  Gradients of 16-bit values are summed in float32
-    (arXiv:1710.03740, section 3) and reduced over the data axes in the type `reduced`.  `offload`
-    names the data that is offloaded from the memory of the ranks: with "parameters", the matrices
-    of Transformer blocks are stored in a separate flat array, `elsewhere`.
+    is true, and `pieces`, contiguous ranges of all other parameters. `owners` maps each matrix
+    assigned to a single replica to the index of this replica. `own_states` are flat arrays that
+    only this rank stores between steps, such as gradient residuals. Gradients of 16-bit values are
+    accumulated in float32 (arXiv:1710.03740, section 3) and reduced over the data axes in the type
+    `reduced`. `offload` names the data that is offloaded from the memory of the ranks: with
+    "parameters", the matrices of Transformer blocks are stored in a separate flat array,
+    `elsewhere`.
     """
 
     def __init__(
@@ -211,9 +214,9 @@ class Parameters:
         replicas: tuple[str, ...] | None = None,
         **how: Any,
     ) -> Parameter:
-        """Register a parameter, whose arrays `allocate` creates.
+        """Register a parameter; its arrays are created later by `allocate`.
 
-        By default, it is replicated along all data axes.
+        By default, the parameter is replicated along all data axes.
         """
         replicas = self.mesh.data_axes if replicas is None else replicas
         partial = self._summed_over(
@@ -225,9 +228,9 @@ class Parameters:
         return self.items[-1]
 
     def _summed_over(self, axes: Sequence[str], replicas: Sequence[str]) -> tuple[str, ...]:
-        """Return the axes or planes over which a gradient is reduced, one after the other.
+        """Return the axes or planes over which a gradient is reduced successively.
 
-        If `axes` contain all axes of the replicas, these are reduced last, as one plane.
+        If `axes` contains all axes of the replicas, these axes are reduced last, as one plane.
         """
         data = [axis for axis in replicas if self.mesh.size(axis) > 1]
         others = [axis for axis in axes if axis not in data]
@@ -292,12 +295,12 @@ class Parameters:
         return owners
 
     def updates(self, item: Parameter) -> bool:
-        """Return True if this rank updates a matrix or its own block of the matrix."""
+        """Return True if this rank updates the block of a matrix that it stores."""
         here = self.mesh.index(item.replicas)
         return self.owners.get(item, here) == here
 
     def matrix(self, item: Parameter) -> WholeMatrix:
-        """Return the `WholeMatrix` of a parameter."""
+        """Return the `WholeMatrix` that describes this rank's block of a parameter."""
         slices, layout = self.slices[item], item.updated_layout
         shape = layout.block(item.shape, self.mesh)
         return WholeMatrix(slices.own_value, slices.own_grad, item, layout, shape)
@@ -393,7 +396,7 @@ class Parameters:
         self.bind()
 
     def use(self, value: Array) -> None:
-        """Set the parameters to views of the flat array `value`."""
+        """Set the values of all parameters to views of the flat array `value`."""
         if value is not self.value:
             self.value = value
             self.bind()
@@ -404,15 +407,15 @@ class Parameters:
         return sum_of_squares(self.grad, [self.slices[item].own_grad for item in weights])
 
     def counts(self, item: Parameter) -> bool:
-        """Return True if this rank's own shard of a parameter is the copy that is counted.
+        """Return True if norms and checkpoints include this rank's own shard of a parameter.
 
-        Exactly one of several identical copies is counted in norms and checkpoints.
+        Exactly one of several identical copies is included.
         """
         parted = self.parts(item) > 1 and not item.frozen
         return self._counts(item, item.updated_layout, parted)
 
     def counts_state(self, item: Parameter, layout: Layout) -> bool:
-        """Return True if this rank's block of an optimizer state is the copy that is counted.
+        """Return True if checkpoints include this rank's block of an optimizer state.
 
         `layout` is the layout of the state.
         """
@@ -427,12 +430,12 @@ class Parameters:
 
 
 def _view(flat: Array, part: slice, shape: Sequence[int]) -> Array:
-    """Return the block of `shape` at the start of a padded slice."""
+    """Return the block at the start of a padded slice, reshaped to `shape`."""
     return flat[part][: prod(shape)].reshape(shape)
 
 
 def _merged(items: Sequence[Parameter], parameters: Parameters) -> list[UpdateSlice]:
-    """Return the update slices, in which adjacent parameters with equal decay are merged."""
+    """Return the update slices; adjacent parameters with the same weight decay are merged."""
     pieces: list[UpdateSlice] = []
     for item in items:
         slices = parameters.slices[item]

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 class Positions:
-    """Position embedding X[m, h] + W[position, h], for the position of each row in its sequence.
+    """Learned position embedding, which adds W[position, h] to each row of X[m, h].
 
-    X has the layout of the split's X.
+    The position of a row is its index in the sequence. X has the same layout as the input of the
+    blocks.
     """
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec) -> None:
@@ -37,7 +38,7 @@ class Positions:
         )
 
     def add(self, x: Array, micro: Microbatch) -> Array:
-        """Return X plus the position embeddings, in new memory."""
+        """Return X plus the position embeddings as a new array."""
         table = self.table.value
         if self.context.parts > 1:
             table = gather_rows(table, micro.cached("embedding.positions", self._here))
@@ -53,7 +54,7 @@ class Positions:
         self.table.grad += grad
 
     def _here(self, micro: Microbatch) -> np.ndarray:
-        """Return the positions of the tokens of this rank's virtual sequences."""
+        """Return the sequence positions of the tokens in this rank's virtual sequences."""
         return self.context.positions(self.mesh.coord(CONTEXT))
 
     def _order(self, micro: Microbatch) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Specification of a model: its sizes, its family and its splits."""
+"""Specification of a model: its sizes, its family, and the splits of its matrix products."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hpc3d.tensor.split import Split
 class Experts:
     """Mixture of experts that replaces the MLP in one of every `every` blocks.
 
-    It has `count` experts, of which each token is routed to `top_k`, and `shared` experts that
-    process all tokens.  `balance_loss` and `z_loss` are the coefficients of the router's
-    auxiliary losses; `balance_bias` is the update rate of the balancing bias.  If `capacity` is 0,
+    The layer has `count` experts, with each token routed to `top_k` of them, and `shared` experts
+    that process all tokens. `balance_loss` and `z_loss` are the coefficients of the router's
+    auxiliary losses; `balance_bias` is the update rate of the balancing bias. If `capacity` is 0,
     no token is dropped.
     """
 
@@ -35,9 +35,9 @@ class Experts:
     balance_bias: float = 0.0
 
     def slots(self, tokens: int) -> int:
-        """Return the number of slots of an expert for a sequence of T `tokens`.
+        """Return the number of slots per expert for a sequence of T = `tokens` tokens.
 
-        It is ceil(k T capacity / E), but at most T.
+        The number is min(T, ceil(k T capacity / E)), or T if `capacity` is 0.
         """
         if not self.capacity:
             return tokens
@@ -45,7 +45,7 @@ class Experts:
         return min(tokens, ceil(wanted))
 
     def slots_of_token(self, tokens: int) -> float:
-        """Return the number of slots of all experts per token, E C / T with T `tokens`."""
+        """Return the number of slots of all experts per token, E C / T, with T = `tokens`."""
         return self.count * self.slots(tokens) / tokens
 
 
@@ -53,9 +53,9 @@ class Experts:
 class ModelSizes:
     """Sizes of a model.
 
-    `std` is the standard deviation of the initial weights, `rotation` the parameters of the
-    rotary embedding, and `padding` the token to which no token attends.  With `fused_gelu`, a GPU
-    whose MLP is not sharded fuses GELU into the products.
+    `std` is the standard deviation of the initial weights, `rotation` the parameters of the rotary
+    embedding, and `padding` the padding token, which is masked in attention. If `fused_gelu` is
+    True, GELU is fused into the products on GPUs, unless the MLP is sharded.
 
     `kv_heads` is the number of key/value heads (0: `heads`), and `ffn` the number of hidden
     features of the MLP or of an expert (0: 4 hidden).
@@ -83,7 +83,7 @@ class ModelSizes:
         object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
 
     def mixes(self, layer: int) -> bool:
-        """Return True if a block has a mixture of experts: the last of every `experts.every`."""
+        """Return True if a block has a mixture of experts (every `experts.every`-th block)."""
         return self.experts is not None and (layer + 1) % self.experts.every == 0
 
     def blocks(self) -> dict[bool, int]:
@@ -93,13 +93,13 @@ class ModelSizes:
 
     @property
     def form(self) -> HeadForm:
-        """Width of a head and number of query heads per key head."""
+        """Head width, and number of query heads per KV head."""
         return self.form_over(1)
 
     def form_over(self, members: int) -> HeadForm:
-        """Return the head form on one of `members` ranks over which heads are sharded.
+        """Return the head form on each rank if heads are sharded over `members` ranks.
 
-        If there are more ranks than key heads, the query heads of each key head are sharded.
+        If there are more ranks than KV heads, the query heads of each KV head are sharded.
         """
         queries = self.heads // max(self.kv_heads, members)
         return HeadForm(self.hidden // self.heads, queries)
@@ -114,10 +114,10 @@ class WeightProduct(NamedTuple):
     """Product Y[m, outputs] = X[m, inputs] W with `rows` rows per token.
 
     `turned` selects `Split.next`, for the second of two consecutive products (Bian et al. 2021,
-    section 3.1.2).  `alike` selects the split whose Y has the layout of X, and `by_rows` the split
-    whose Y has complete rows.  Each of `experts` has its own W, and a token is routed to `rows` of
-    them.  The experts have `slots` rows per token, which are computed and communicated even if
-    they are empty.
+    section 3.1.2). `alike` selects the split whose Y has the layout of X, and `by_rows` the split
+    whose Y has complete rows. There are `experts` experts, each with its own W; each token is
+    routed to `rows` of them. All experts together have `slots` rows per token, which are computed
+    and communicated even if they are empty.
     """
 
     name: str
@@ -132,17 +132,17 @@ class WeightProduct(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """Number of elements of W over all experts."""
+        """Number of weight elements of all experts."""
         return self.experts * self.inputs * self.outputs
 
     @property
     def active(self) -> float:
-        """Number of elements of W times the number of rows per token."""
+        """Number of elements of W, multiplied by the number of rows per token."""
         return self.rows * self.inputs * self.outputs
 
     @property
     def computed(self) -> float:
-        """Number of elements of W times the computed rows per token, including empty slots."""
+        """Number of elements of W, multiplied by the slots per token, including empty slots."""
         return self.slots * self.inputs * self.outputs
 
     @property
@@ -207,15 +207,15 @@ class Family:
     def flops(self, sizes: ModelSizes) -> float:
         """Return the forward FLOPs per token of products and attention.
 
-        They are one third of the FLOPs of a step without recomputation.  Only experts to which a
-        token is routed are counted; empty slots are not.
+        The forward pass has one third of the FLOPs of a step without recomputation. Only the
+        experts to which a token is routed are counted; empty slots are not counted.
         """
         blocks = sum(count * product.flops for count, product in self.block_products(sizes))
         head = sum(product.flops for product in self.head(sizes))
         return blocks + sizes.layers * self.attention(sizes) + head
 
     def block_products(self, sizes: ModelSizes) -> list[tuple[int, WeightProduct]]:
-        """Return pairs (number of blocks, `WeightProduct` that each of them has)."""
+        """Return all products of the blocks as pairs (number of blocks, `WeightProduct`)."""
         return [
             (count, product)
             for mixes, count in sizes.blocks().items()
@@ -224,7 +224,7 @@ class Family:
         ]
 
     def blocks_kept(self, sizes: ModelSizes, recompute: _Recompute, chunked: bool) -> float:
-        """Return the number of elements that all blocks save per token, the sum of `kept`."""
+        """Return the number of elements saved per token by all blocks, the sum of `kept`."""
         if isinstance(recompute, str):
             counts = {(recompute, mixes): count for mixes, count in sizes.blocks().items()}
         else:

@@ -1,7 +1,7 @@
 """Model chunk of a pipeline stage: a range of blocks, with or without the embedding and the head.
 
-The forward and backward passes store no state in it, so any number of microbatches may be in
-flight.
+The forward and backward passes store no state in the model chunk, so any number of microbatches
+may be in flight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _ignore(unit: str) -> None:
-    """Do nothing when a unit is finished; the default `finished` of a backward pass."""
+    """Do nothing: the default callback `finished` of a backward pass."""
 
 
 def _as_it_is(kept: Any) -> Any:
@@ -48,14 +48,14 @@ def _collect(
 
 
 class LayerRange(NamedTuple):
-    """Range of blocks, with the embedding if `first` and the head if `last`."""
+    """Range of blocks, with the embedding if `first` is True and the head if `last` is True."""
 
     layers: range
     first: bool
     last: bool
 
 
-# Layer ranges with only the embedding, only one block, and only the head.
+# Layer ranges that consist of only the embedding, only one block, and only the head.
 FIRST = LayerRange(range(0), first=True, last=False)
 LAYER = LayerRange(range(1), first=False, last=False)
 LAST = LayerRange(range(0), first=False, last=True)
@@ -70,9 +70,9 @@ def build(
 ) -> list[Stage]:
     """Build this rank's model chunks of a `ModelSpec`, one for each layer range in `parts`.
 
-    Their parameters are added to `parameters`.  A rank with the embedding has the token table; in
-    a tied model, so does a rank with the head.  If these are different ranks, `tied_peer` is the
-    pipeline stage of the other rank.
+    The parameters of the chunks are added to `parameters`. Ranks with the embedding store the
+    token table; in a tied model, ranks with the head store it, too. If these are different ranks,
+    `tied_peer` is the pipeline stage of the other rank.
     """
     table, tied = None, spec.sizes.tied
     if any(part.first or (part.last and tied) for part in parts):
@@ -139,9 +139,9 @@ class Stage:
     ) -> Array | None:
         """Return the gradient of x.
 
-        Weight gradients are passed to `defer`, and so is a call of `finished(unit)` for each
-        completed unit of the model.  `saved` is emptied.  If the model chunk has the head, dy is
-        ignored.
+        The computation of weight gradients is passed to `defer`, as is a call of `finished(unit)`
+        for each completed unit of the model. `saved` is emptied. If the model chunk has the head,
+        dy is ignored.
         """
         if self.head:
             dy = self.head.backward(micro, self.kept.pop(saved), defer)
@@ -170,7 +170,7 @@ class Stage:
         return [*ends, *(block.name for block in self.blocks)]
 
     def incoming(self, kind: str, micro: Microbatch) -> list[tuple[tuple[int, ...], Any]]:
-        """Return the shape and dtype of a received block.
+        """Return the shape and dtype of each block received from another stage.
 
         They are the same for an activation and its gradient.
         """
