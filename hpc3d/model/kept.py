@@ -70,8 +70,7 @@ class KeptForm:
         self.keep_dtype = stored_type(keep_dtype, dtype)
 
     def put_away(self, saved: Any) -> Any:
-        """Convert saved data to its stored form; an array that occurs twice is stored only
-        once."""
+        """Convert saved data to its stored form; duplicate arrays are stored only once."""
         if self.keep_dtype != self.dtype:
             with self.mesh.trace.span("round"):
                 saved = _replaced(saved, self._round, {})
@@ -114,8 +113,7 @@ class KeptForm:
         return OffloadedArray(kept)
 
     def _load(self, value):
-        """Start loading offloaded arrays; replace each by a function that returns the loaded
-        array."""
+        """Start loading offloaded arrays; replace each by a function that returns its data."""
         if isinstance(value, RoundedArray):
             return RoundedArray(*map(self._load, value))
         if not isinstance(value, OffloadedArray):
@@ -244,8 +242,7 @@ class FetchedWeights:
         return _replaced(saved, lambda value: names.get(id(value), value), {}, SavedWeight)
 
     def within(self, saved: Any, block: int) -> Any:
-        """Return a block's saved data, with references to parameters replaced by loaded
-        weights."""
+        """Return a block's saved data, with parameter references replaced by loaded weights."""
         return _replaced(saved, _value_of, {}, SavedWeight) if self.items[block] else saved
 
 

@@ -1,9 +1,9 @@
 """Multi-head attention on complete heads and complete sequences, without communication.
 
 The rows of a block are complete sequences of T tokens; its columns are complete heads of width D.
-If each key head has one query head, the columns are [q | k | v] of each head. With grouped-query
-attention (Ainslie et al. 2023, arXiv:2305.13245), g query heads share a key head and a value head.
-The columns are then all q, all k and all v, and query heads 0 to g - 1 use key head 0.
+Without grouped-query attention, the columns are [q | k | v] for each head. With grouped-query
+attention (Ainslie et al. 2023, arXiv:2305.13245), g query heads share one KV head. The columns are
+then all of q, all of k and all of v, and query heads 0 to g - 1 use KV head 0.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
-SCORES = 1 << 18  # maximum size in bytes of the probabilities of a chunk of heads
+SCORES = 1 << 18  # maximum size in bytes of the probabilities in a chunk of heads
 
 
 class HeadForm(NamedTuple):
-    """Width D of a head, and number g of query heads per key head."""
+    """Head width D, and number g of query heads per KV head."""
 
     width: int
     queries: int = 1
 
     @property
     def columns(self) -> int:
-        """Number of columns of qkv per key head."""
+        """Number of qkv columns per KV head."""
         return (self.queries + 2) * self.width
 
     def turned(self, columns: int) -> tuple[int, int]:
-        """Return the layout of the columns for rotary embeddings as (parts, turned).
+        """Return the column layout of qkv for rotary embeddings as a tuple (parts, turned).
 
-        The columns of qkv repeat groups of `parts` vectors of width D. The first `turned` vectors
-        of a group are q and k, which are rotated.
+        The columns of qkv consist of groups of `parts` vectors of width D. The first `turned`
+        vectors in a group belong to q and k, which are rotated.
         """
         heads = 1 if self.queries == 1 else columns // self.columns
         return heads * (self.queries + 2), heads * (self.queries + 1)
@@ -52,7 +52,8 @@ class HeadForm(NamedTuple):
     def stretches(self, columns: int) -> list[slice]:
         """Return the column slices of qkv in which the heads are contiguous.
 
-        These are q, k and v, or one slice with all columns if each key head has one query head.
+        With grouped-query attention, the slices are q, k and v; otherwise, one slice contains all
+        columns.
         """
         if self.queries == 1:
             return [slice(0, columns)]
@@ -65,8 +66,8 @@ class AttentionMask(NamedTuple):
     """Attention mask: causal, padding, or both.
 
     With `causal`, a query attends only to keys up to its own position. `padding`, bool [B, T] for
-    the samples of this rank, marks keys that no query attends to. The output of a query without
-    any key is 0.
+    the samples of this rank, marks masked keys. If all keys of a query are masked, its output is
+    0.
     """
 
     causal: bool = True
@@ -102,7 +103,7 @@ def queries_of(x: Array, sequence: int, form: HeadForm) -> Array:
 def _chunks_of(
     batch: int, heads: int, form: HeadForm, sequence: int, itemsize: int
 ) -> tuple[int, int, int, int]:
-    """Return the shape [chunks, T, heads, g*T] of all probabilities.
+    """Return the shape [chunks, T, heads, g*T] of the array of attention probabilities.
 
     The number of heads per chunk is the largest divisor of `heads` for which a chunk fits in the
     cache, or 1 if none fits.
@@ -113,12 +114,12 @@ def _chunks_of(
 
 
 def _chunk_indices(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]]:
-    """Return the index (sample, heads) of every chunk."""
+    """Return the index of every chunk as a pair (sample, slice of heads)."""
     return [(b, slice(h, h + chunk)) for b in range(batch) for h in range(0, heads, chunk)]
 
 
 def _together(q: Array) -> Array:
-    """Reshape [heads, g, T, D] to [heads, g*T, D], stacking the queries that share a key head."""
+    """Reshape [heads, g, T, D] to [heads, g*T, D], stacking the queries that share a KV head."""
     heads, g, sequence, width = q.shape
     return q.reshape(heads, g * sequence, width)
 
@@ -159,19 +160,19 @@ def _softmaxes(
 
 
 def _finite(top: Array) -> Array:
-    """Return the largest score of every query, or 0 for queries that attend to no key."""
+    """Return the maximum score of every query, with 0 for queries that attend to no key."""
     return np.where(top == -np.inf, 0, top)
 
 
 def _positive(sums: Array) -> Array:
-    """Return the sums of exponentials, or 1 for queries that attend to no key."""
+    """Return the softmax denominators, with 1 for queries that attend to no key."""
     return np.where(sums == 0, 1, sums)
 
 
 def _factors_of(drop: Mask, index: tuple[int, slice], like: Array) -> np.ndarray:
     """Return the dropout factors of a chunk of probabilities [heads, key, g*query].
 
-    A row of `drop` is a sample; its columns are [head, g, key, query].
+    `drop` has one row per sample, whose columns are ordered as [head, g, key, query].
     """
     sample, heads = index
     count, keys, queries = like.shape
@@ -194,8 +195,8 @@ def attend(
 
     Returns the output [B*T, heads*g*D], and the probabilities [chunks, T, heads, g*T] for the
     backward pass. Before the product with v, the probabilities are multiplied by the factors of
-    the dropout mask `drop`. With cuDNN, the (out, stats) of `Flash.forward` are returned instead
-    of the probabilities.
+    the dropout mask `drop`. If cuDNN is used, the second result is (out, stats) from
+    `Flash.forward` instead.
     """
     q, k, v = heads_of(qkv, sequence, form)
     batch, heads, g, _, width = q.shape
@@ -295,8 +296,8 @@ def attend_grad(
 ) -> Array:
     """Compute the gradient of qkv.
 
-    ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D). The gradients of k and v
-    are summed over the query heads of each key head.
+    With the probabilities p, ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D).
+    The gradients of k and v are summed over the query heads that share a KV head.
     """
     chunk, queries = probabilities.shape[2:]
     q, k, v = heads_of(qkv, sequence, form)
@@ -371,9 +372,9 @@ def _samples(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """Yield the rows of each sample, its chunks of probabilities, and its dropout and mask.
+    """For each sample, yield its rows, its chunks of probabilities, and its masks.
 
-    Dropout and mask are keyword arguments of `attend`.
+    The dropout and attention masks are in a dict of keyword arguments for `attend`.
     """
     batch = qkv.shape[0] // sequence
     each = len(probabilities) // max(1, batch)
@@ -389,7 +390,7 @@ def _samples(
 def _scored(
     qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty
 ) -> tuple[int, AbstractArray]:
-    """Meter the product q k'; return the number of query heads of all samples, and the scores."""
+    """Record the cost of q k'; return the total number of query heads, and abstract scores."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     shape = _chunks_of(batch, heads, form, sequence, qkv.itemsize)
     count = batch * heads * form.queries
@@ -402,7 +403,7 @@ def _out_columns(qkv: Array, form: HeadForm) -> int:
 
 
 def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
-    """Meter dropout within attention as a separate kernel."""
+    """Record the cost of dropout within attention as a separate kernel."""
     if drop is not None:
         probabilities.meter.kernel(dropped.__name__, 2 * probabilities.nbytes)
 
@@ -410,7 +411,7 @@ def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
 def _by_cudnn(
     gpu: Gpu, qkv: Array, form: HeadForm, drop: Mask | None, mask: AttentionMask
 ) -> bool:
-    """Return True if cuDNN computes this attention. The cuDNN path does not support padding."""
+    """Return True if cuDNN can compute this attention, which must not have a padding mask."""
     flash = gpu.flash and mask.padding is None
     return flash and qkv.size and gpu.flash.suits(qkv.dtype, form.width, drop)
 
@@ -431,7 +432,7 @@ def _contiguous(gpu: Gpu, qkv: Array, sequence: int, form: HeadForm) -> Array:
 
 
 def _gradient_of(qkv: Array, grads: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
-    """Return dqkv from the gradients [3, B heads g, T, D] of q, k and v."""
+    """Assemble dqkv from the gradients [3, B heads g, T, D] of q, k and v."""
     dqkv = empty(qkv.shape, qkv.dtype)
     if form.queries == 1:
         kinds = _by_kind(dqkv, sequence, form)
@@ -448,7 +449,7 @@ def _gradient_of(qkv: Array, grads: Array, sequence: int, form: HeadForm, empty:
 
 
 def _by_kind(qkv: Array, sequence: int, form: HeadForm) -> Array:
-    """Return q, k and v as a view [3, B, heads, T, D] of qkv, for one query head per key head."""
+    """Return a view [3, B, heads, T, D] of q, k and v, without grouped-query attention."""
     return qkv.reshape(-1, sequence, qkv.shape[1] // form.columns, 3, form.width).transpose(
         3, 0, 2, 1, 4
     )
@@ -479,6 +480,6 @@ def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dic
 
 
 def _dropped_again(gpu: Gpu, p: Array, drop: Mask) -> Array:
-    """Apply the dropout factors to the probabilities again."""
+    """Return the probabilities multiplied by the regenerated dropout factors."""
     rows = p.reshape(len(drop.rows), len(drop.columns))
     return dropped(rows, drop, gpu.empty(rows.shape, p.dtype)).reshape(p.shape)

@@ -24,9 +24,9 @@ def attend_cached(
     """Compute softmax(q k' / sqrt(D) + mask) v for `sequence` = t new tokens per sample.
 
     Returns the output [B*t, heads*g*D] for qkv [B*t, heads*(g+2)*D]. The first new token is at
-    position `first`. `cache` [2, B, heads, T, D] holds the keys and values of the earlier
-    positions, and the new keys and values are appended to it. Nothing is saved for a backward
-    pass, because this function is only used for inference.
+    position `first`. `cache` [2, B, heads, T, D] contains the keys and values of the earlier
+    positions; the new keys and values are appended. Nothing is saved for a backward pass, because
+    this function is only used for inference.
     """
     q, k, v = heads_of(qkv, sequence, form)
     batch, heads, g, _, width = q.shape

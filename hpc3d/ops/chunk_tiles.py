@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from hpc3d.ops.attention import HeadForm
     from hpc3d.ops.random import Mask
 
-# On a GPU: maximum number of queries and of keys of a score tile, and maximum size in bytes of the
-# score tiles of one batch of heads.
+# GPU limits: maximum number of queries and of keys per score tile, and maximum size in bytes of
+# the score tiles for one batch of heads.
 _TILE, _SCORES = 1024, 1 << 26
 
 
 class ChunkPair(NamedTuple):
     """A chunk of queries and a chunk of keys, as row slices of their blocks.
 
-    `query_position` and `key_position` are the positions in the sequence of the chunks' first
-    tokens. If `masked` is True, queries do not attend to later keys.
+    `query_position` and `key_position` are the sequence positions of the first tokens in the
+    chunks. If `masked` is True, queries do not attend to later keys.
     """
 
     queries: slice
@@ -35,11 +35,11 @@ class ChunkPair(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Pairs of query and key chunks whose attention is computed, for heads of the given `form`.
+    """Pairs of query and key chunks to process, for heads of the given `form`.
 
-    `padding`, bool [B, t], marks keys that no query attends to. Before the product with v, the
-    probabilities are multiplied by the dropout mask `drop`, which is generated as a matrix of
-    shape [samples*heads*keys, T]. Its `rows` holds the first row of each of this rank's samples.
+    `padding`, bool [B, t], marks masked keys. Before the product with v, the probabilities are
+    multiplied by the dropout mask `drop`, which is generated as a matrix of shape
+    [samples*heads*keys, T]. `drop.rows` contains the first row of each sample on this rank.
     """
 
     pairs: Sequence[ChunkPair]
@@ -52,8 +52,8 @@ class Chunks(NamedTuple):
     ) -> Iterator[tuple[tuple[int, slice], ChunkPair]]:
         """Yield the index (sample, heads) and the `ChunkPair` of each tile.
 
-        A tile has at most `tokens` rows and columns. It has as many heads as fit in `nbytes` of
-        scores, but at least 1.
+        A tile has at most `tokens` rows and columns. The number of heads in a tile is limited by
+        `nbytes`, the maximum size of its scores, but is at least 1.
         """
         _, batch, heads, _, _ = kv.shape
         g = self.form.queries
@@ -65,11 +65,11 @@ class Chunks(NamedTuple):
                     yield (sample, slice(first, min(first + count, heads))), tile
 
     def meter(self, kv: Array, inward: int, outward: int, kernels: Sequence[str]) -> None:
-        """Meter the products and kernels of all pairs.
+        """Record the cost of the GEMMs and kernels for all (query chunk, key chunk) pairs.
 
-        `inward` is the number of products that yield scores, `outward` the number of products that
-        take scores as an operand. `kernels` names kernels of unchunked attention that take the
-        same time per score.
+        `inward` is the number of GEMMs that produce scores, and `outward` the number of GEMMs with
+        scores as an operand. `kernels` names the kernels of unchunked attention that take the same
+        time per score.
         """
         _, batch, heads, _, width = kv.shape
         sizes = Counter((_count(pair.queries), _count(pair.keys)) for pair in self.pairs)
@@ -113,7 +113,7 @@ class GpuTile(NamedTuple):
         return _count(self.at[1]) * self.chunks.form.queries, _count(self.tile.queries)
 
     def queries(self, q: Array) -> Array:
-        """Return the queries of the tile, or their gradients.
+        """Return the tile's rows of the queries `q`, or of their gradients.
 
         The result [heads, g*query, D] is contiguous.
         """
@@ -122,11 +122,11 @@ class GpuTile(NamedTuple):
         return self.gpu.contiguous(part).reshape(heads, g * tokens, width)
 
     def keys(self, kv: Array) -> list[Array]:
-        """Return views [heads, key, D] of keys and values of the tile, or of their gradients."""
+        """Return views [heads, key, D] of the tile's keys and values, or of their gradients."""
         return [each[self.at][:, self.tile.keys] for each in kv]
 
     def scores(self, k: Array, q: Array) -> Array:
-        """Return k q' [heads, key, g*query]."""
+        """Return the scores k q', with shape [heads, key, g*query]."""
         scores = self.gpu.empty((len(k), k.shape[1], q.shape[1]), k.dtype)
         self.gpu.multiply(k, q.swapaxes(1, 2), scores)
         return scores
@@ -158,7 +158,7 @@ class GpuTile(NamedTuple):
         return drop._replace(rows=range(row, row + _count(tile.keys)), columns=columns)
 
     def add(self, added: Array, out: Array, sequence: int, kept: Array | None = None) -> None:
-        """Set out = kept out + added [heads, g*query, D] in this tile of out [B*t, heads*g*D]."""
+        """Update this tile of out [B*t, heads*g*D] to kept out + added [heads, g*query, D]."""
         (sample, heads), (width, g) = self.at, self.chunks.form
         rows = out[sample * sequence :][self.tile.queries]
         columns = len(added) * g * width
@@ -174,6 +174,6 @@ def gpu_tiles(gpu: Gpu, chunks: Chunks, kv: Array) -> Iterator[GpuTile]:
 
 
 def _kind(piece: tuple[tuple[int, slice], ChunkPair]) -> tuple[int, ...]:
-    """Return a grouping key; tiles with equal keys have identical kernel launches."""
+    """Return a grouping key. Tiles with equal keys launch identical kernels."""
     (_, heads), tile = piece
     return _count(heads), _count(tile.queries), _count(tile.keys), tile.masked

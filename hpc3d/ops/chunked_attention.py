@@ -1,12 +1,13 @@
 """Chunked attention computes the score matrix tile by tile and never stores it in full.
 
 The contribution of a chunk of keys to the output rows of a chunk of queries is merged with the
-earlier contributions. If L is the log-sum-exp of the earlier scores and l of the new scores,
+earlier contributions. If L is the log-sum-exp of the earlier scores, and l and p are the
+log-sum-exp and the softmax of the new scores,
 
     out <- out exp(L - L') + p v exp(l - L')    L' = log(exp L + exp l)
 
-so keys may be processed in any order and may come from other ranks (Milakov and Gimelshein 2018,
-arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023, arXiv:2310.01889). The
+Keys may therefore be processed in any order and may come from other ranks (Milakov and Gimelshein
+2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023, arXiv:2310.01889). The
 backward pass recomputes the probabilities from L.
 """
 
@@ -52,7 +53,7 @@ class Merged(NamedTuple):
 
 
 class ChunkGrad(NamedTuple):
-    """Inputs of the backward pass other than q, k and v.
+    """Inputs of the attention backward pass in addition to q, k and v.
 
     `dout` is the gradient of the output [B*t, heads*g*D]. `sums` is the log-sum-exp of the scores
     of each query, and `dots` is sum(dout out) over the features of a head, both [B, heads, g, t].
@@ -98,7 +99,7 @@ begin_merging.abstract(_empty_merged)
 
 @primitive
 def merge_chunks(qkv: Array, kv: Array, merged: Merged, chunks: Chunks) -> None:
-    """Merge the attention over a block of keys and values into `merged`, pair by pair of chunks.
+    """Compute attention to a block of keys and values, and merge the result into `merged`.
 
     The queries are taken from qkv [B*t, heads*(g+2)*D]; `kv` [2, B, heads, t, D] holds the keys
     and values.
@@ -188,10 +189,10 @@ def chunks_grad(
     chunks: Chunks,
     empty: Empty,
 ) -> Array:
-    """Return the contribution of these queries to the gradients of k and v [2, B, heads, t, D].
+    """Return the contribution of a query block to the gradients of k and v, [2, B, heads, t, D].
 
-    The gradient of the queries is added to `dq` [B*t, heads*g*D]. Both are in float32 or wider.
-    With p = exp(s - L), ds = p (dp - sum(dout out)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D).
+    The query gradient is added to `dq` [B*t, heads*g*D]. All gradients are float32 or wider. With
+    p = exp(s - L), ds = p (dp - sum(dout out)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D).
     """
     sequence, form, drop = kv.shape[3], chunks.form, chunks.drop
     q, _, _ = heads_of(qkv, sequence, form)
@@ -265,9 +266,9 @@ def _(qkv, dq, dkv, form, empty):
 
 
 def _as_numpy(op: Primitive) -> None:
-    """Use the NumPy rule of a primitive also for GPUs and for 16-bit arrays.
+    """Register a primitive's NumPy rule for GPU arrays and for 16-bit arrays, too.
 
-    It must consist only of fills and copies.
+    The rule must consist only of fills and copies.
     """
     op.cuda(lambda gpu, *args: op.numpy(*args))
     op.narrow(op.numpy)
@@ -278,13 +279,13 @@ for _op in (keys_and_values, begin_merging, end_merging, join_grads):
 
 
 def _together(q: Array) -> Array:
-    """Reshape [heads, g, t, D] to [heads, g*t, D], stacking the queries that share a key head."""
+    """Reshape [heads, g, t, D] to [heads, g*t, D], stacking the queries that share a KV head."""
     heads, g, tokens, width = q.shape
     return q.reshape(heads, g * tokens, width)
 
 
 def _by_columns(k: Array, q: Array) -> Array:
-    """Return k q' [key, heads, g*query] of k [heads, key, D] and q [heads, g*query, D].
+    """Return k q', [key, heads, g*query], for k [heads, key, D] and q [heads, g*query, D].
 
     In this layout, reductions over keys run along columns, so that operations work on long rows.
     """
@@ -337,7 +338,7 @@ def _factors(
 ) -> Array:
     """Return the dropout factors of a tile [key, heads, g*query].
 
-    The random draws are indexed by [heads, g, key, query].
+    The dropout mask is generated in the order [heads, g, key, query].
     """
     sample, heads = at
     g = form.queries

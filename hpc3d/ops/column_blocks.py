@@ -1,4 +1,4 @@
-"""Concatenation of matrices by columns, and accumulation into column slices."""
+"""Column-wise concatenation of matrices, and accumulation into column slices."""
 
 from __future__ import annotations
 

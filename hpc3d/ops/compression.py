@@ -1,6 +1,6 @@
-"""Local operations of gradient compression: orthonormal bases and largest elements.
+"""Local operations for gradient compression: orthonormalization and top-k selection.
 
-On GPUs, they use the same array operations as with NumPy.
+GPUs run the same sequence of array operations as NumPy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hpc3d.arrays.primitive import composite, primitive
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
-_PASSES = 3  # Gram-Schmidt passes; a column that the last pass halves was only rounding errors
+_PASSES = 3  # Gram-Schmidt passes; a column halved by the last pass consists of rounding errors
 
 
 @composite
@@ -47,7 +47,7 @@ def _(gpu, p):
 
 @composite
 def replace_columns(q: Array, total: Array) -> None:
-    """Replace the columns of q by the nonzero columns of `total`."""
+    """Replace each column of q by the same column of `total`, unless that column is zero."""
     q *= np.abs(total).max(0) == 0
     q += total
 
@@ -61,9 +61,9 @@ def _(gpu, q, total):
 def take_largest(flat: Array, values: Array, indices: Array) -> None:
     """Move the elements of largest magnitude from a flat array to `values`.
 
-    The moved elements are set to 0 in the array. Their number is the size of `values`. `indices`
-    receives their indices as int32, in ascending order. Ties go to the lower index. NaN counts as
-    the largest magnitude, so that it is not lost.
+    The number of elements to move is the size of `values`. The moved elements are set to 0 in the
+    array, and `indices` receives their indices as int32, in ascending order. Ties go to the lower
+    index. NaN counts as the largest magnitude, so that NaN values are not lost.
     """
     size = np.abs(flat)
     size = np.where(np.isnan(size), np.inf, size)

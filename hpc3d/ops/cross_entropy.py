@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LossRows(NamedTuple):
-    """Values saved for the backward pass for each row of logits.
+    """Per-row values saved for the backward pass of the loss.
 
     `sums` are the sums of exponentials. `valid` is True if the row has a target. `at` holds the
     indices of the target entries or, on a GPU, the arrays from which the kernel computes them.
@@ -40,7 +40,7 @@ def cross_entropy(
 
 @cross_entropy.cuda
 def _(gpu, logits, targets, vocabulary, scale):
-    """Also compute the gradient, in the same pass, and overwrite the logits with it."""
+    """Compute the loss and, in the same pass, overwrite the logits with their gradient."""
     rows, columns = logits.shape
     losses = gpu.empty((rows,), np.float32)
     given = {"targets": targets, "scale": scale, "loss": losses}
@@ -51,7 +51,7 @@ def _(gpu, logits, targets, vocabulary, scale):
 
 @primitive
 def row_max(logits: Array, columns: int) -> Array:
-    """Return the maximum of each row. Columns from `columns` on are padding and become -inf."""
+    """Return the maximum of each row. Padding, columns with index >= `columns`, is set to -inf."""
     logits[:, columns:] = -np.inf
     return logits.max(1, initial=-np.inf)
 
@@ -81,8 +81,8 @@ def _(gpu, logits, columns):
 def local_sums(logits: Array, top: Array, index: Array) -> tuple[Array, Any]:
     """Return the sum of exponentials and the target logit of each row, [2, rows].
 
-    Logits are taken relative to `top` and overwritten by their exponentials. The second result is
-    `LossRows.at`.
+    `top` is subtracted from the logits, which are then overwritten by their exponentials. The
+    second result is `LossRows.at`.
     """
     rows, columns = _targets(logits, index)
     logits -= top[:, None]
@@ -94,7 +94,7 @@ def local_sums(logits: Array, top: Array, index: Array) -> tuple[Array, Any]:
 
 
 def _targets(logits: Array, index: Array) -> tuple[Array, Array]:
-    """Return the rows whose index is a column of these logits, and these columns."""
+    """Return the rows whose target is in this shard of the logits, and their target columns."""
     rows = np.flatnonzero((index >= 0) & (index < logits.shape[1]))
     return rows, index[rows]
 
@@ -123,7 +123,7 @@ def _(gpu, logits, top, index):
 
 @primitive
 def negative_log(sums: Array, valid: Array) -> Any:
-    """Sum log(sum of exponentials) - target logit over the valid rows."""
+    """Return the summed loss, log(sum of exponentials) - target logit, of the valid rows."""
     return float(np.where(valid, np.log(sums[0]) - sums[1], 0).sum(dtype=np.float64))
 
 
@@ -141,7 +141,7 @@ def _(gpu, sums, valid):
 
 @primitive
 def score_rows(sums: Array, valid: Array) -> Array:
-    """Return [summed loss, number of correct predictions] over the valid rows, float64.
+    """Return float64[2]: summed loss and number of correct predictions of the valid rows.
 
     A prediction is correct if no logit exceeds the target's logit, so ties count as correct.
     """

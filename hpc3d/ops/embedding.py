@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @primitive
 def gather_rows(table: Array, index: Array) -> Array:
-    """Return the rows of a table at these indices, and rows of zeros for indices out of range."""
+    """Return the table rows at the given indices, and rows of zeros for indices out of range."""
     absent = (index < 0) | (index >= table.shape[0])
     rows = table[np.where(absent, 0, index)]
     rows[absent] = 0
@@ -40,9 +40,10 @@ def _(gpu, table, index):
 
 
 def order_of(index: np.ndarray) -> np.ndarray:
-    """Return the indices, int64[n], of a stable sort of an integer array.
+    """Return the indices, int64[n], that stably sort an array of integers.
 
-    NumPy's radix sort of 16-bit integers is six times as fast as its sort of wider integers.
+    If possible, the integers are sorted as 16-bit integers, for which NumPy uses a radix sort that
+    is six times as fast as its sort of wider integers.
     """
     lowest = index.min(initial=0)
     few = index.max(initial=0) - lowest <= np.iinfo(np.uint16).max
@@ -53,7 +54,7 @@ def order_of(index: np.ndarray) -> np.ndarray:
 def scatter_rows(dy: Array, index: Array, order: Array, shape: Sequence[int]) -> Array:
     """Return an array of `shape` whose row i is the sum of the rows of `dy` with index i.
 
-    Indices out of range are ignored. `order` sorts the indices.
+    Indices out of range are ignored. `order` contains the positions that sort `index`.
     """
     total = np.zeros(shape, np.promote_types(dy.dtype, np.float32))
     order = order[(index[order] >= 0) & (index[order] < shape[0])]

@@ -1,8 +1,8 @@
-"""Second moments factored by rows and columns, and the update computed from them.
+"""Second moments factored into row and column sums, and the resulting optimizer update.
 
-A block is a block of a matrix [inputs, outputs] or of a stack of matrices, [inputs, experts,
-outputs]. An array with one value per row has one column, and an array with one value per column
-has one row. A sum over a complete matrix lacks the first dimension and has one column.
+A block is part of a matrix [inputs, outputs] or of a stack of matrices [inputs, experts, outputs].
+An array with one value per row has one column, and an array with one value per column has one row.
+An array with one value per matrix lacks the first dimension and has one column.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
 _CHUNK = 1 << 14  # elements that fit in a core's cache
-_DEVICE_CHUNK = 1 << 24  # elements that a GPU processes in one operation
+_DEVICE_CHUNK = 1 << 24  # elements that are processed in one GPU operation
 
 
 def _bands(block: Array) -> Iterator[slice]:
-    """Yield the row slices of a block, each of which is processed in one operation."""
+    """Yield row slices of a block. Each slice is processed in a single operation."""
     chunk = _CHUNK if isinstance(block, np.ndarray) else _DEVICE_CHUNK
     step = max(1, chunk // max(1, prod(block.shape[1:])))
     for start in range(0, len(block), step):
@@ -81,7 +81,7 @@ def descend_scaled(
     columns: Array,
     keep: float,
 ) -> None:
-    """Update w = keep w - rows grad columns."""
+    """Update w = keep w - rows grad columns, with one factor per row and per column."""
     exact = value if master is None else master
     for band in _bands(grad):
         update = grad[band] * rows[band]

@@ -1,10 +1,11 @@
-"""Float8 rounding by tiles. Scales map the largest magnitude of a tile to the largest number.
+"""Float8 rounding with one scale per tile, which maps the tile's maximum to the largest number.
 
     float8_e4m3fn    1 sign bit, 4 exponent bits, 3 mantissa bits; up to 448, no infinities
     float8_e5m2      1 sign bit, 5 exponent bits, 2 mantissa bits; up to 57344
 
-Micikevicius et al. 2022, arXiv:2209.05433. Larger magnitudes saturate. A non-finite element of a
-tile makes all elements of the rounded tile non-finite, or at least becomes NaN itself.
+The formats are defined by Micikevicius et al. 2022, arXiv:2209.05433. Magnitudes beyond the range
+saturate. If a tile has a non-finite element, either all elements of the rounded tile are
+non-finite, or this element becomes NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-_FORM = {E4M3: (3, -6), E5M2: (2, -14)}  # bits of mantissa, minimum exponent of normal numbers
+_FORM = {E4M3: (3, -6), E5M2: (2, -14)}  # mantissa bits, minimum exponent of normal numbers
 _EXPONENT = {"float32": 0xFF << 23, "float64": 0x7FF << 52}  # bit mask of the exponent
 
 
@@ -42,7 +43,7 @@ class Tiles(NamedTuple):
         return -(-(self.top + rows) // self.height), -(-(self.left + columns) // self.width)
 
     def rows_of(self, rows: slice) -> np.ndarray:
-        """Return the tile index of each of these rows of the block."""
+        """Return the tile index of each row in the slice `rows` of the block."""
         return (self.top + np.arange(rows.start, rows.stop)) // self.height
 
     def columns_of(self, columns: int) -> np.ndarray:
@@ -58,7 +59,7 @@ def encode(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def nearest(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round x in place to the same values as `encode`.
+    """Round x in place to the nearest float8 numbers, with the same results as `encode`.
 
     Let p be the largest power of two not above |x|. Near x, numbers with d mantissa bits have a
     spacing of p 2^-d. Floats with m mantissa bits have the same spacing around 1.5 p 2^(m - d), so
@@ -101,7 +102,7 @@ def _row_blocks(x: Array) -> list[slice]:
 
 
 def _starts(numbers: np.ndarray) -> np.ndarray:
-    """Return the indices at which the value of an ascending sequence changes."""
+    """Return 0 and the indices at which the value of an ascending sequence changes."""
     return np.flatnonzero(np.diff(numbers, prepend=-1))
 
 
@@ -138,7 +139,7 @@ def _(gpu, x, tiles, maxima):
 
 @primitive
 def round_tiles(x: Array, maxima: Array, tiles: Tiles, dtype: str, out: Array) -> Array:
-    """Round tiles to float8: out = s round(x / s), s = maxima / the largest number of `dtype`."""
+    """Round tiles to float8: out = s round(x / s), where s = maxima / LARGEST[dtype]."""
     if not x.size:
         return out
     scales, across = divisors(maxima, LARGEST[dtype]), tiles.columns_of(x.shape[2])
@@ -186,7 +187,8 @@ class Coded(NamedTuple):
     """Float8 matrix for GPUs that support float8 products.
 
     `codes` holds the bits of float8 numbers of type `kind` as uint8, row-major. The matrix equals
-    these numbers times `scale` [1], transposed if `turned`. Products with it have type `dtype`.
+    these numbers times `scale` [1], transposed if `turned` is True. Products with the matrix have
+    type `dtype`.
     """
 
     codes: Array
@@ -234,7 +236,7 @@ def _(gpu, x, largest, kind, codes, scale):
 
 @primitive
 def multiply_coded(out: Array, a: Coded, b: Coded) -> Array:
-    """Compute out[m, n] = a[m, k] b[k, n] (GPU only)."""
+    """Compute the float8 product out[m, n] = a[m, k] b[k, n] (GPU only)."""
     raise NotImplementedError
 
 
@@ -246,7 +248,7 @@ def _(gpu, out, a, b):
 
 
 def _lying(gpu: Any, matrix: Coded, turned: bool) -> Coded:
-    """Return the matrix with its codes stored transposed if `turned`, else row-major."""
+    """Return the matrix with codes stored in transposed order if `turned`, else row-major."""
     if matrix.turned == turned:
         return matrix
     return matrix._replace(codes=gpu.contiguous(matrix.codes.T), turned=turned)

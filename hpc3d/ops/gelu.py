@@ -1,4 +1,7 @@
-"""GELU. The forward pass also computes the derivative for the backward pass, in place."""
+"""GELU activation.
+
+The forward pass also computes the derivative for the backward pass, in place.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ def gelu_tanh(h: Array, out: Array) -> Array:
     """Compute out = h s with s = (1 + tanh u) / 2, u = c (h + a h^3); h becomes d out / d h.
 
     d out / d h = s (1 + (1 - s) 2 h u'), h u' = 3 u - 2 c h (Hendrycks and Gimpel 2016, GPT-2's
-    form). The forward pass has all terms of the slope, so the backward pass is one multiplication.
+    form). The forward pass already computes all terms of the derivative, so the backward pass is a
+    single multiplication.
     """
     for rows in row_blocks(h):
         x, s = h[rows], out[rows]
@@ -65,7 +69,7 @@ def _(gpu, h, out):
 def gelu_exact(h: Array, out: Array) -> Array:
     """Compute out = h Phi(h), where Phi is the standard normal distribution function.
 
-    h is overwritten by the slope Phi(h) + h phi(h), where phi is the normal density.
+    h is overwritten by the derivative Phi(h) + h phi(h), where phi is the normal density.
     """
     from scipy.special import erf
 
@@ -109,7 +113,7 @@ GELU = {"tanh": gelu_tanh, "exact": gelu_exact}
 
 @composite
 def gelu_grad(slope: Array, dg: Array) -> Array:
-    """Compute dh = slope dg, in the memory of the slope."""
+    """Compute dh = slope * dg in place. The result overwrites `slope`."""
     return np.multiply(slope, dg, out=slope)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def norm(
     x: Array, gamma: Array, beta: Array | None, epsilon: float, empty: Empty
 ) -> tuple[Array, tuple[Array, Any, Array]]:
-    """Compute y = (x - mean) / sqrt(var + epsilon) gamma + beta of complete rows.
+    """Compute y = (x - mean) / sqrt(var + epsilon) gamma + beta for complete rows.
 
     Returns y and the `saved` argument of `norm_grad`.
     """
@@ -56,7 +56,7 @@ def norm_grad(
     dbeta: Array | None,
     empty: Empty,
 ) -> Array:
-    """Return dx, plus `residual` if given, from the values saved by `norm`.
+    """Return dx, plus `residual` if given, using the values saved by `norm`.
 
     The gradients of gamma and beta are added to `dgamma` and `dbeta`.
     """
@@ -267,7 +267,7 @@ def normalise_grad(
 ) -> Array:
     """Compute (residual +) rstd (dn - mean(dn) - n mean(dn n)) with dn = dy gamma.
 
-    `means` [1 or 2, rows] are the means of the row sums that `normalise_sums` returns.
+    `means` [1 or 2, rows] are the row sums of `normalise_sums`, divided by the number of features.
     """
     for rows in row_blocks(n):
         d = np.multiply(dy[rows], gamma, out=dx[rows])

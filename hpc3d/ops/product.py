@@ -1,4 +1,4 @@
-"""Local matrix products, with epilogues that GPUs fuse into them."""
+"""Local matrix products, with epilogues that are fused on GPUs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PANEL, _BLOCK = 1 << 23, 1 << 21  # size in bytes of the float32 copies of b an
 def product(a: Array, b: Array, out: Array) -> Array:
     """Compute out[m, n] = a[m, k] b[k, n].
 
-    GPUs can also add bias[n] and residual[m, n]. Stacks are multiplied separately for each expert
-    e: out[m, e, n] = a[m, e, k] b[k, e, n].
+    On GPUs, bias[n] and residual[m, n] can be added. Stacks are multiplied separately for each
+    expert e: out[m, e, n] = a[m, e, k] b[k, e, n].
     """
     a, b, total = _matrices(a, b, out)
     np.matmul(a, b, out=total)
@@ -69,7 +69,7 @@ def _matrices(*blocks: Array) -> list[Array]:
 
 @primitive
 def accumulate(grad: Array, dw: Array) -> None:
-    """Add dW to the gradient accumulated over microbatches."""
+    """Add dW to the weight gradient, which is accumulated over microbatches."""
     grad += dw
 
 

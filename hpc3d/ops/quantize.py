@@ -1,10 +1,10 @@
-"""8-bit quantization with scales: moments by block, and matrices by row.
+"""8-bit quantization of optimizer moments (one scale per block) and matrices (one per row).
 
-Moments follow Dettmers et al., arXiv:2110.02861. The scale of a block is its largest magnitude,
-and each element is rounded to the scale times one of 256 levels of dynamic quantization (section
-1.3). A level is a power of ten times a linear fraction; the smaller the power, the fewer bits
-remain for the fraction. Matrices have one scale per row, and an element is the scale times its
-code:
+Moments are quantized as in Dettmers et al., arXiv:2110.02861. The scale of a block is its largest
+magnitude, and each element is rounded to the scale times one of 256 levels of dynamic quantization
+(section 1.3). A level is a power of ten times a linear fraction; the smaller the power, the fewer
+bits remain for the fraction. Matrices have one scale per row, and an element is the scale times
+its code:
 
     codes int8     integers from -127 to 127
     codes uint8    the bits of float8_e4m3fn numbers, whose largest value is 448
@@ -34,7 +34,7 @@ _LARGEST_CODE = {"int8": 127, "uint8": LARGEST[E4M3]}
 def in_blocks(shape: Sequence[int]) -> bool:
     """Return True if a parameter of this shape has 8-bit moments.
 
-    These are the matrices whose rows have at least one block.
+    Only matrices whose rows contain at least one block have 8-bit moments.
     """
     return len(shape) > 1 and shape[0] > 1 and shape[-1] >= BLOCK
 
@@ -129,7 +129,7 @@ def _(gpu, value, master, grad, moments, constants, factors):
 def encode_rows(x: Array, codes: Array, scales: Array) -> None:
     """Set codes[m, n] = round(x[m, n] / scales[m]), scales[m] = max |x[m]| / the largest code.
 
-    A row with a non-finite element has a non-finite scale, and its decoded row is non-finite.
+    If a row has a non-finite element, its scale and all its decoded elements are non-finite.
     """
     for rows in row_blocks(x):
         part = x[rows]

@@ -1,6 +1,6 @@
 """Random numbers that depend only on (seed, name, global index), and hence not on the mesh.
 
-Element e of a tensor is computed from draw e (or e / 4) of the counter-based generator
+Element e of a tensor is computed from random number e (or e / 4) of the counter-based generator
 Philox4x64-10 (Salmon et al., SC'11), whose key is a digest of the seed and the name.
 """
 
@@ -27,14 +27,15 @@ _SHORT = 1 << 14
 
 
 def philox_key(name: object) -> np.ndarray:
-    """Return the two 64-bit words of the Philox key of the stream with this name."""
+    """Return the Philox key, two 64-bit words, for the random stream with this name."""
     return np.frombuffer(blake2b(repr(name).encode(), digest_size=16).digest(), np.uint64)
 
 
 class _Generator(local):
-    """One generator per thread, repositioned for every use.
+    """Thread-local Philox generator, repositioned for every use.
 
-    Creating one takes ten times as long as repositioning, because it requests a system seed.
+    Creating a generator takes ten times as long as repositioning one, because the constructor
+    requests a seed from the operating system.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ _generator = _Generator()
 
 
 def philox_draws(key: np.ndarray, first: int, count: int) -> np.ndarray:
-    """Return the 64-bit draws `first` to `first + count` of the stream with this key."""
+    """Return `count` 64-bit random numbers of a stream, starting at index `first`."""
     skipped = first % _DRAWS
     counter = np.array([first // _DRAWS, 0, 0, 0], np.uint64)
     stream = _generator.philox
@@ -119,10 +120,10 @@ def keep_mask(
 class Mask(NamedTuple):
     """Dropout mask of a block of a matrix with `width` columns.
 
-    Each element has a factor 0 or 1 / (1 - rate). Factors are drawn on demand, so the full mask is
-    never stored. `rows` and `columns` are the indices of the block in the matrix, and `key` is the
-    key of its random stream. Non-contiguous `rows` are an index array, which is in device memory
-    if the block is.
+    Each element has a factor 0 or 1 / (1 - rate). Factors are generated on demand, so the full
+    mask is never stored. `rows` and `columns` are the indices of the block in the matrix, and
+    `key` is the Philox key of the mask's random stream. Non-contiguous `rows` are an index array,
+    stored in device memory if the block is on a device.
     """
 
     key: np.ndarray
@@ -132,7 +133,7 @@ class Mask(NamedTuple):
     width: int
 
     def factors(self, rows: slice, columns: slice, dtype: DTypeLike) -> np.ndarray:
-        """Return the factors of slices of the block."""
+        """Return the dropout factors for the given row and column slices of the block."""
         kept = keep_mask(self.key, self.rate, self.rows[rows], self.columns[columns], self.width)
         return kept * np.dtype(dtype).type(1 / (1 - self.rate))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Rotation(NamedTuple):
-    """Rotation frequencies of the pairs of a head: base^(-2 i / width) rad/position for pair i.
+    """Rotary frequencies: base^(-2 i / width) rad/position for feature pair i of a head.
 
     Pairs with a period above `original` / `low` positions rotate `factor` times more slowly. Pairs
     with a period below `original` / `high` are unchanged, with linear interpolation in between.
@@ -38,7 +38,7 @@ class Rotation(NamedTuple):
         plain = np.exp(-log(self.base) / width * np.arange(0, width, 2))
         if self.factor == 1.0:
             return plain
-        rotations = self.original * plain / (2 * pi)  # within the original context length
+        rotations = self.original * plain / (2 * pi)  # per original context length
         kept = np.clip((rotations - self.low) / (self.high - self.low), 0.0, 1.0)
         return kept * plain + (1 - kept) * plain / self.factor
 

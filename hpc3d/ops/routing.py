@@ -55,7 +55,7 @@ class SlotForm(NamedTuple):
 class RouterLoss(NamedTuple):
     """Inputs of the router losses, in addition to the routes.
 
-    `shares` [S, E] is the fraction f of each sequence's choices that an expert receives. `first`
+    `shares` [S, E] is the fraction f of each sequence's choices that select each expert. `first`
     is the index of the block's first row among the rows of these sequences. `tokens` is the number
     of tokens per sequence, `balance` is alpha E, and `z` is the coefficient of the z-loss.
     """
@@ -71,8 +71,9 @@ class RouterLoss(NamedTuple):
 def route(logits: Array, top_k: int, bias: Array | None = None) -> Routes:
     """Select the experts with the largest p (+ bias), where p is the softmax of a token's logits.
 
-    Ties go to the lower index. If top_k = 1, the weight is p (Switch). Otherwise, it is p divided
-    by the sum over the selected experts (GShard), which equals the softmax of their logits.
+    Ties go to the lower index. If top_k = 1, the weight is p (Switch). Otherwise, the weight is p
+    divided by the sum of p over the selected experts (GShard), which equals the softmax of their
+    logits.
     """
     top = logits.max(1, initial=-np.inf)
     probs = np.exp(logits - top[:, None])
@@ -111,7 +112,7 @@ def _(gpu, logits, top_k, bias=None):
 
 @primitive
 def counts_of(choices: Array, tokens: int, pieces: int, count: int) -> Array:
-    """Count the choices of each expert; return int64[S, k, pieces, E].
+    """Count the choices that select each expert; return int64[S, k, pieces, E].
 
     The counts are separate for each sequence, choice index (first, second, ...) and segment of the
     sequence.
@@ -141,11 +142,11 @@ def _(gpu, choices, tokens, pieces, count):
 
 @primitive
 def before_of(counts: Array, precedes: Array) -> Array:
-    """Count other ranks' choices that precede this rank's; return int64[S, k, pieces, E].
+    """Count the choices on other ranks that precede local choices, int64[S, k, pieces, E].
 
     `counts` [c, S, k, pieces, E] contains the counts of all c ranks. `precedes` [k, pieces, c, k,
-    pieces] is 1 if the group with the last three indices precedes this rank's group with the first
-    two. A group is a pair of choice index and segment.
+    pieces] is 1 if the group at the last three indices precedes this rank's group at the first two
+    indices. A group is a pair of choice index and segment.
     """
     found = np.tensordot(precedes, counts, ([2, 3, 4], [0, 2, 3]))  # [k, pieces, S, E]
     return np.ascontiguousarray(found.transpose(2, 0, 1, 3))
@@ -232,7 +233,7 @@ def _(gpu, choices, form, before=None):
 
 @primitive
 def shares_of(counts: Array, tokens: int, dtype: DTypeLike) -> Array:
-    """Return the fraction of the choices of each sequence that each expert receives, [S, E].
+    """Return the fraction of each sequence's choices that select each expert, [S, E].
 
     `tokens` is the length of a sequence. `counts` [c, S, k, pieces, E] covers all c ranks.
     """
@@ -254,7 +255,7 @@ def _(gpu, counts, tokens, dtype):
 
 @primitive
 def load_of(choices: Array, slots: Array, count: int) -> tuple[Array, Array]:
-    """Return the number of each expert's choices, and of those with a slot, int64[E] each."""
+    """Return the numbers of choices and of occupied slots of each expert, int64[E] each."""
     kept = choices[slots >= 0]
     return np.bincount(choices.ravel(), minlength=count), np.bincount(kept, minlength=count)
 
@@ -274,7 +275,7 @@ def _(gpu, choices, slots, count):
 
 @primitive
 def add_excess(grad: Array, choices: Array) -> None:
-    """Add E times the excess of each expert's choices over the mean to `grad`.
+    """Add E times the excess of each expert's number of choices over the mean to `grad`.
 
     The factor E makes the excess an integer.
     """
@@ -393,7 +394,7 @@ def _(gpu, y, slots, weights, out):
 def combine_grad(
     dout: Array, y: Array, slots: Array, weights: Array, out: Array
 ) -> tuple[Array, Array]:
-    """Return the gradients of the slots, in `out`, and of the gate weights.
+    """Compute the gradients of the slots, written to `out`, and of the gate weights.
 
     The gradient of the gate weights is a partial sum over this rank's columns.
     """
@@ -429,8 +430,8 @@ def _(gpu, dout, y, slots, weights, out):
 def router_loss(probs: Array, lse: Array, loss: RouterLoss) -> tuple[Any, Any]:
     """Return the balance loss and the z-loss of these rows.
 
-    The balance loss is the sum over rows and experts of alpha E f P, with the fraction f of the
-    row's sequence. The z-loss is the sum over rows of z lse^2.
+    The balance loss is the sum over rows and experts of alpha E f P, where f is the fraction for
+    the row's sequence. The z-loss is the sum over rows of z lse^2.
     """
     balance = loss.balance * float(np.vdot(_shares(loss, len(lse)), probs))
     return balance, loss.z * float(np.dot(lse, lse))
@@ -450,7 +451,7 @@ def _(gpu, probs, lse, loss):
 
 
 def _shares(loss: RouterLoss, rows: int) -> Array:
-    """Return, for each row, the fractions f of its sequence, [n, E]."""
+    """Return the fractions f of the sequence that contains each row, [n, E]."""
     return loss.shares[(loss.first + np.arange(rows)) // loss.tokens]
 
 
@@ -460,8 +461,8 @@ def route_grad(
 ) -> Array:
     """Compute the gradient of the logits.
 
-    It is the sum of the gradient through the gate weights and the gradient of the router losses
-    times `scale`.
+    The result is the sum of the gradient through the gate weights and `scale` times the gradient
+    of the router losses.
     """
     experts, weights, probs, lse = routes
     dprobs = _shares(loss, len(lse)) * (loss.balance * scale)

@@ -44,7 +44,7 @@ def rounded(*arrays: Array) -> Iterator[tuple[slice, list[Array]]]:
 
 @composite
 def add_bias(y: Array, bias: Array, out: Array) -> Array:
-    """Compute y + b, where b is a bias vector or a block of the shape of y."""
+    """Compute y + b, where b is a bias vector or an array with the shape of y."""
     return np.add(y, bias, out=out)
 
 

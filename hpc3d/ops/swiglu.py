@@ -1,7 +1,7 @@
-"""SwiGLU (Shazeer 2020, arXiv:2002.05202), with slopes saved for the backward pass.
+"""SwiGLU (Shazeer 2020, arXiv:2002.05202), with derivatives saved for the backward pass.
 
-The columns of H [rows, 2 width] are pairs (gate, up), one per feature, so that a rank with a shard
-of the columns has both factors of its products.
+The columns of H [rows, 2 width] are pairs (gate, up), one per feature, so that a shard of the
+columns contains both factors of each product silu(gate) up.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @primitive
 def swiglu(h: Array, out: Array) -> Array:
-    """Compute out = silu(a) b of the pairs (a, b), silu(a) = a s with s = 1 / (1 + exp(-a)).
+    """Compute out = silu(a) b for pairs (a, b): silu(a) = a s with s = 1 / (1 + exp(-a)).
 
-    h is overwritten by the slopes d out / da = b s (1 + a (1 - s)) and d out / db = silu(a).
+    h is overwritten by the derivatives d out / da = b s (1 + a (1 - s)) and d out / db = silu(a).
     """
     pairs = h.reshape(*out.shape, 2)
     for rows in row_blocks(out):
@@ -57,7 +57,7 @@ def _(gpu, h, out):
 
 @primitive
 def swiglu_grad(slopes: Array, dg: Array) -> Array:
-    """Compute dh = slopes times dg, in the memory of the slopes."""
+    """Compute dh = slopes * dg in place. The result overwrites `slopes`."""
     pairs = slopes.reshape(*dg.shape, 2)
     for rows in row_blocks(dg):
         pairs[rows] *= dg[rows, :, None]

@@ -1,6 +1,7 @@
 """Optimizer kernels: gradient norms, updates of flat arrays, and orthogonalization of matrices.
 
-Orthogonalization takes Newton-Schulz steps toward the nearest matrix whose singular values are 1.
+Orthogonalization applies Newton-Schulz iterations, which approximate the nearest matrix whose
+singular values are all 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
     from hpc3d.cuda.gpu import Gpu
 
-_CHUNK = 1 << 14  # elements per chunk, which stay in the cache during an update
+_CHUNK = 1 << 14  # elements per chunk; a chunk stays in the cache during its update
 # Coefficients of x -> a x + b x^3 + c x^5, which maps singular values in (0, 1] to about 0.7 to
 # 1.2 in five steps (Jordan et al., https://kellerjordan.github.io/posts/muon).
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
@@ -60,7 +61,7 @@ def _joined_slices(parts: Iterable[slice]) -> list[slice]:
 
 @composite
 def step_by_sign(value: Array, grad: Array, rate: float) -> None:
-    """Update value -= rate sign(gradient)."""
+    """Subtract rate * sign(gradient) from each value."""
     value -= rate * np.sign(grad)
 
 
