@@ -59,9 +59,8 @@ class Lt:
 
         Arrays have CuPy's `data.ptr`, `shape`, `strides` and `dtype`. a and b have the same type:
         float32, float16 or bfloat16. out has this type or float32, and all other arrays have the
-        type of out. `add` may be out itself. a and b may be transposed views: one of their two
-        strides must be one element. All matrices may be batched, [g, m, k]; the bias is the same
-        for the entire batch.
+        type of out. `add` may be out itself. a and b may be transposed views: one of their strides
+        must be one element. All matrices may be batched, [g, m, k]; the bias is shared.
 
         `bias_grad[n]` receives the sum over the rows of b. If the product is a weight gradient X'
         dY, this sum is the bias gradient. `gelu_input[m, n]` receives the result before the

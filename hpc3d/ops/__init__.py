@@ -1,1 +1,1 @@
-"""Primitives, which are local array operations with NumPy, CUDA and abstract rules."""
+"""Primitives: local array operations with rules for NumPy, CUDA and abstract arrays."""

@@ -1,1 +1,1 @@
-"""Training: optimizers, learning rate schedules, guards, and the loop of a run."""
+"""Training: optimizers, learning rate schedules, guards, and the training loop."""

@@ -1,9 +1,9 @@
 """Evaluation of the loss on held-out text during training.
 
 An evaluation runs only forward passes, on the mesh of the run and through its pipeline, without
-dropout and without saved activations.  It does not touch gradients, buckets, the optimizer, or the
-passes that an asynchronous schedule has in flight: training continues as if there had been no
-evaluation.  Every stage uses its newest weights, so all stages have the same number of updates,
+dropout and without saved activations. Gradients, buckets, the optimizer, and passes of an
+asynchronous schedule that are in flight are not changed: training continues as if there had been
+no evaluation. Every stage uses its newest weights, so all stages have the same number of updates,
 even if a schedule keeps older weights.
 """
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class Evaluation(NamedTuple):
     """Result of an evaluation after training step `step`.
 
-    `loss` is the mean over the `tokens` that count, in nats; `accuracy` is the fraction of these
-    tokens that is predicted correctly.
+    `loss` is the mean loss in nats over all tokens with a target, of which there are `tokens`;
+    `accuracy` is the fraction of these tokens predicted correctly.
     """
 
     step: int
@@ -51,7 +51,7 @@ class Evaluation(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Lowest evaluation loss of a run, and the number of steps done at that point."""
+    """Lowest evaluation loss of a run, and the number of steps completed at that evaluation."""
 
     step: int
     loss: float
@@ -89,7 +89,7 @@ class Evaluator:
         self.best: Best | None = None
 
     def after(self, number: int) -> Evaluation | None:
-        """Evaluate after step `number` if it is due; otherwise return None."""
+        """Evaluate after step `number` if an evaluation is due; otherwise, return `None`."""
         done, train = number + 1, self.trainer.config.train
         if done % train.eval_every and done != train.steps:
             return None
@@ -112,7 +112,7 @@ class Evaluator:
     def totals(self) -> tuple[float, float, int]:
         """Return the summed loss, the number of correct predictions and the number of tokens.
 
-        Only tokens with a target are counted. The sums are over all batches and ranks.
+        Only tokens with a target are counted. The totals cover all batches and ranks.
         """
         feed = self.feed(self.mesh, self.trainer.config, self.batches, self.program)
         groups, sums, tokens = self.program.stages[self.mesh.coord("p")], np.zeros(2), 0
@@ -128,8 +128,8 @@ class Evaluator:
 def comparable(config: Config, texts: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
     """Return the settings that two runs must share for their evaluation losses to be comparable.
 
-    `texts` describes the text files, if known.  The settings include `checkpoint.keep_best`: the
-    best checkpoint must be among those kept.
+    `texts` describes the text files, if known. The settings include `checkpoint.keep_best`,
+    because the best checkpoint must have been kept.
     """
     text = config.data.validation or None
     if isinstance(text, str):
@@ -147,7 +147,7 @@ def restored(
 ) -> Best | None:
     """Return the best evaluation in the manifest of a checkpoint.
 
-    `before` is the configuration of the run that wrote the checkpoint. Returns None if the
+    `before` is the configuration of the run that wrote the checkpoint. Returns `None` if the
     evaluation is not comparable with evaluations under the configuration `now` with `texts`.
     """
     known, earlier = header.get("best"), header.get("texts")

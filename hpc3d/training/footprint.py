@@ -1,7 +1,7 @@
-"""Lower bound on the memory of a rank: a run that cannot fit is rejected before it starts.
+"""Lower bound on the memory of a rank, used to reject runs that cannot fit before they start.
 
-Notation: Psi parameters of e bytes each are sharded over p t ranks, with t = x y z.  There are L
-layers, a heads, and r = c d e ranks with different tokens, where e is the mesh axis.  The
+Notation: Psi parameters of e bytes each are sharded over p t ranks, with t = x y z. There are L
+layers, a heads, and r = c d e ranks with different tokens, where e denotes the mesh axis. The
 activations of a microbatch have n = b s h elements.
 
     parameters      (e + g + g states) Psi / (p t) bytes.  parallel.zero shards terms of this sum
@@ -16,7 +16,7 @@ activations of a microbatch have n = b s h elements.
     logits          b s V e / (p t r) bytes, on the last stage
     batch           8 b s bytes for inputs and targets of the full batch in int32, on every rank
 
-These are means over the ranks: with any partition, some rank needs at least as much.
+All values are means over the ranks. With any partition, at least one rank needs this much or more.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def refuse_what_cannot_fit(config: Config, here: int) -> None:
     """Raise ValueError if `here` ranks of a resolved `config` do not fit in this machine's memory.
 
-    It is also raised if the folder for offloaded data is not writable.
+    ValueError is also raised if the folder for offloaded data is not writable.
     """
     wanted = os.environ.get("TMPDIR")
     if config.parallel.offload and wanted and not os.access(wanted, os.W_OK | os.X_OK):
@@ -59,7 +59,7 @@ def refuse_what_cannot_fit(config: Config, here: int) -> None:
 
 
 def least(config: Config) -> float:
-    """Return the least bytes on a rank, for a resolved vocabulary."""
+    """Return a lower bound on the bytes used by a rank. The vocabulary must be resolved."""
     return (
         parameters(config) + _activations(config) + 8 * config.train.batch * config.model.sequence
     )
@@ -75,22 +75,22 @@ def parameters(config: Config) -> float:
 
 
 def _bytes_held(config: Config, copies: int) -> float:
-    """Return the bytes per parameter on each of `copies` ranks, with `config`'s ZeRO stage."""
+    """Return the bytes per parameter on each of `copies` replicas, with the given ZeRO stage."""
     e, wide, zero = itemsize(config.train.dtype), _wide(config), config.parallel.zero
     specs = optimizer_of(config).STATES
     states = sum((itemsize(spec.dtype) if spec.dtype else wide) * spec.density() for spec in specs)
     states += wide * (wide > e)
     states *= "optimizer" not in config.parallel.offload
     values = e * ("parameters" not in config.parallel.offload)
-    # Bytes of values, gradients and states, and the ZeRO stage that shards each.
+    # Bytes per value, gradient and state, each with the lowest ZeRO stage that shards it.
     shares = [(values, 3), (wide, 2), (states, 1)]
     return sum(size / (copies if zero >= stage else 1) for size, stage in shares)
 
 
 def _residual(config: Config) -> float:
-    """Return the bytes of compression residuals of dense blocks.
+    """Return the total bytes of gradient compression residuals for dense blocks.
 
-    The sum is over all ranks with the same tokens.
+    The total covers all ranks that process the same tokens.
     """
     model, copies = config.model, config.mesh.replicas()
     spec = compression_spec(config)
@@ -117,7 +117,7 @@ def _activations(config: Config) -> float:
 
 
 def _wide(config: Config) -> int:
-    """Return the bytes per element of sums."""
+    """Return the bytes per element of gradients and other accumulated sums."""
     return max(4, itemsize(config.train.dtype))
 
 

@@ -1,19 +1,20 @@
 """Compressed gradient all-reduce: low rank (PowerSGD) or the largest elements (top-k).
 
-For each matrix of a bucket, member i of the d replicas has a gradient G_i[m, n].  It adds its
-residual R_i, the error of earlier steps: M_i = G_i + R_i.  All members get the same approximation
-of the sum of M_i, and each stores the error of its own contribution as the new R_i.  No gradient
-is lost: the approximations of all steps plus the residuals equal the sum of the gradients (error
-feedback; Stich et al., arXiv:1809.07599).
+For each matrix of a bucket, member i of the d replicas has a gradient G_i[m, n]. The member adds
+its residual R_i, the error of earlier steps: M_i = G_i + R_i. All members get the same
+approximation of the sum of M_i, and each stores the error of its own contribution as the new R_i.
+No gradient is lost: the approximations of all steps plus the residuals equal the sum of the
+gradients (error feedback; Stich et al., arXiv:1809.07599).
 
     powersgd    P = orth(sum of M_i Q),  Q_i = M_i' P,  Q = sum of Q_i,  the sum is P Q'
                 R_i = M_i - P Q_i'                            (Vogels et al., arXiv:1905.13727)
     top-k       each member sends its k largest elements; R_i has the rest
                                                               (Lin et al., arXiv:1712.01887)
 
-P[m, r] and Q[n, r] have few columns.  Q comes from the previous step; initially it is random,
-keyed by seed and name.  For a matrix with more rows than columns, M is the transpose: P is then
-the shorter factor, and square if r is the full rank, so that nothing is left out.
+P[m, r] and Q[n, r] have few columns. Q is taken from the previous step; the initial Q is random,
+determined by the seed and the parameter name. For a matrix with more rows than columns, M is the
+transpose. P is then the shorter factor, and it is square if r is the full rank, so that the
+approximation is exact.
 
 Bytes received by a member, for elements of b bytes and k = share m n:
 
@@ -62,18 +63,18 @@ class CompressionSpec(NamedTuple):
     seed: int
 
     def received(self, shape: Sequence[int], members: int, itemsize: int) -> float:
-        """Return the bytes that each of `members` receives to reduce a matrix or a stack."""
+        """Return the bytes received by each member to reduce a matrix or a stack of matrices."""
         if self.kind == "top-k":
             return (members - 1) * self.kept(prod(shape)) * (itemsize + 4)
         sent = self.columns(shape) * (shape[0] + shape[-1]) * prod(shape[1:-1])
         return _whole_sum(sent, members, itemsize)
 
     def saves(self, shape: Sequence[int], members: int, itemsize: int) -> bool:
-        """Return True if compression receives fewer bytes than an all-reduce."""
+        """Return True if members receive fewer bytes than in an uncompressed all-reduce."""
         return self.received(shape, members, itemsize) < _whole_sum(prod(shape), members, itemsize)
 
     def columns(self, shape: Sequence[int]) -> int:
-        """Return the number of columns of P and Q."""
+        """Return the number of columns of P and Q for a matrix of this shape."""
         return min(self.rank, shape[0], shape[-1])
 
     def kept(self, size: int) -> int:
@@ -82,14 +83,14 @@ class CompressionSpec(NamedTuple):
 
 
 def _whole_sum(size: int, members: int, itemsize: int) -> float:
-    """Return the bytes that a member receives in an all-reduce."""
+    """Return the bytes received by each member in an uncompressed all-reduce."""
     return 2 * (1 - 1 / members) * size * itemsize
 
 
 class GradientCompression:
-    """Selects the compressed gradients of `parameters` and holds their states between steps.
+    """Select the gradients to compress, and store the compression states between steps.
 
-    The states are in `parameters.own_states`, because they differ on every rank.
+    The states are in `parameters.own_states`, because each rank has different states.
     """
 
     def __init__(self, parameters: Parameters, spec: CompressionSpec) -> None:
@@ -106,7 +107,7 @@ class GradientCompression:
         return item in self.residuals
 
     def _saves(self, item: Parameter) -> bool:
-        """Return True if compression saves bytes for a matrix reduced over replicas only."""
+        """Return True for a matrix reduced only over replicas if compression saves bytes."""
         if len(item.shape) < 2 or item.partial != (plane(item.replicas),) or item.sign_rate:
             return False
         members, itemsize = self.mesh.count(item.replicas), self.parameters.wide.itemsize
@@ -124,7 +125,7 @@ class GradientCompression:
         )
 
     def _kept(self, name: str, shapes: dict[Parameter, tuple[int, ...]]) -> dict[Parameter, Array]:
-        """Allocate a zero block for each of `shapes`, in one flat array."""
+        """Allocate a zero-filled block for each of `shapes`, as views of one flat array."""
         flat = self.mesh.zeros(
             (sum(map(prod, shapes.values())),), self.parameters.wide, "optimizer"
         )
@@ -140,13 +141,13 @@ class GradientCompression:
 
 
 def compression_of(config: Config, parameters: Parameters) -> GradientCompression | None:
-    """Return the gradient compression of a configuration, or None."""
+    """Return the gradient compression of a configuration, or `None` without compression."""
     spec = compression_spec(config)
     return spec and GradientCompression(parameters, spec)
 
 
 def compression_spec(config: Config) -> CompressionSpec | None:
-    """Return the compression settings of a configuration, or None."""
+    """Return the compression settings of a configuration, or `None` without compression."""
     parallel = config.parallel
     if parallel.compression == "none":
         return None
@@ -170,7 +171,7 @@ def _turned(x: Array) -> Array:
 
 
 class _CompressedSum(GradientBucket):
-    """Bucket of matrices with their residuals."""
+    """Gradient bucket of matrices with compression residuals."""
 
     def __init__(
         self, parameters: Parameters, items: Sequence[Parameter], kept: GradientCompression
@@ -181,13 +182,13 @@ class _CompressedSum(GradientBucket):
         self.kept = kept
 
     def _add_gradients(self) -> None:
-        """Add the gradients to the residuals, which then hold M."""
+        """Add the gradients to the residuals, which then contain M."""
         for item, residual in zip(self.items, self.residuals, strict=True):
             add_to(residual, item.grad)
 
 
 class _LowRankSum(_CompressedSum):
-    """PowerSGD: `post` starts the all-reduce of all P of a bucket; `wait` all-reduces Q."""
+    """PowerSGD bucket: `post` starts the all-reduce of all factors P; `wait` all-reduces Q."""
 
     def __init__(
         self, parameters: Parameters, items: Sequence[Parameter], kept: GradientCompression
@@ -216,7 +217,7 @@ class _LowRankSum(_CompressedSum):
             replace_columns(self.factors[number], summed)
 
     def _matrices(self) -> list[Array]:
-        """Return M of each matrix, transposed if it has more rows than columns."""
+        """Return all matrices M, each transposed if it has more rows than columns."""
         both = zip(self.residuals, self.high, strict=True)
         return [_turned(each) if high else each for each, high in both]
 
@@ -229,7 +230,7 @@ class _LowRankSum(_CompressedSum):
     def _bases(self, blocks: Sequence[Array]) -> list[Array]:
         """Return an orthonormal basis of the columns of each P.
 
-        Bases of the same size are computed in one batch, like experts.
+        Bases of the same size are computed in one batch, like a stack of experts.
         """
         alike: dict[tuple[int, int], list[int]] = {}
         for number, p in enumerate(blocks):
@@ -247,7 +248,7 @@ class _LowRankSum(_CompressedSum):
         return [found[number] for number in range(len(blocks))]
 
     def _coefficients(self, bases: Sequence[Array]) -> Array:
-        """Return this rank's Q_i of all matrices, and subtract P Q_i' from the residuals."""
+        """Compute this rank's Q_i of all matrices, and subtract P Q_i' from the residuals."""
         sent = self._buffer(self._long())
         views = _views(sent, self._long())
         for number, (m, basis, q) in enumerate(zip(self._matrices(), bases, views, strict=True)):
@@ -269,7 +270,7 @@ class _LowRankSum(_CompressedSum):
 
 
 class _LargestSum(_CompressedSum):
-    """Top-k: `post` starts the all-gather of the values and indices of all members."""
+    """Top-k bucket: `post` starts the all-gather of the members' values and indices."""
 
     def __init__(
         self, parameters: Parameters, items: Sequence[Parameter], kept: GradientCompression

@@ -1,8 +1,9 @@
 """CUDA graph of a training step: forward, backward and gradient norm in one launch.
 
-The first step of a run launches each kernel, so that all kernels are compiled and all buffers
-allocated.  The second step is captured, and later steps replay the graph.  The update is not
-captured, because all ranks check loss and norm before it, and it has only two kernels.
+The first step of a run launches each kernel individually, so that all kernels are compiled and all
+buffers allocated. The second step is captured, and later steps replay the graph. The optimizer
+update is not captured: all ranks check the loss and the gradient norm before the update, which has
+only two kernels.
 
 Inputs that change from step to step (tokens, dropout keys, the loss scale) are in arrays with
 fixed addresses (`microbatch_loader._PersistentDeviceCache`).
@@ -45,7 +46,7 @@ class GraphedStep:
     def close(self, *results: Any) -> None:
         """End the capture, if one is in progress, and launch the graph.
 
-        `results` are the arrays that the passes write.
+        `results` are the arrays that contain the results of the captured passes.
         """
         if self.recording:
             self.graph.end()
@@ -61,7 +62,7 @@ class GraphedStep:
 
 
 def replay_of(trainer: Any) -> GraphedStep | None:
-    """Return the GraphedStep of a trainer; None if its arrays are not on a device."""
+    """Return a GraphedStep for a trainer, or `None` if its arrays are not on a device."""
     if not trainer.mesh.pool.on_device:
         return None
     from hpc3d.cuda.graph import CudaGraph

@@ -1,8 +1,8 @@
-"""Guards that stop a run when a number is wrong, and the messages that explain it.
+"""Guards that stop a run when they detect wrong numbers, and their error reports.
 
-All ranks raise the same `GuardError` at the same step: before the update if numbers are not
-finite or products or messages are corrupt, and after the step if replicas differ.  Each rank's
-exception holds the findings of that rank.
+All ranks raise the same `GuardError` at the same step: before the update if numbers are not finite
+or if matrix products or messages are corrupt, and after the step if replicas differ. The exception
+on each rank contains the findings of that rank.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SHOWN = 10  # maximum number of findings in a report
 
 
 class GuardFinding(NamedTuple):
-    """Line of a report; the finding with the smallest `order` is closest to the cause."""
+    """Line of an error report. The finding with the smallest `order` is closest to the cause."""
 
     order: int
     line: str
 
 
 class GuardError(Exception):
-    """Raised on all ranks if any rank has a wrong number; `found` holds this rank's findings."""
+    """Raised on all ranks if any rank detects a wrong number; `found` has this rank's findings."""
 
     def __init__(self, found: list[GuardFinding]) -> None:
         super().__init__(f"{len(found)} findings on this rank")
@@ -64,7 +64,7 @@ def guarded(mesh: Mesh, guard: GuardConfig) -> Mesh:
 
 
 def lines(wrong: GuardError, found: Sequence[Sequence[GuardFinding]]) -> list[str]:
-    """Return the report lines for the findings of all ranks, nearest to the cause first.
+    """Return the report lines for the findings of all ranks, closest to the cause first.
 
     `found` has one list per rank.
     """
@@ -78,7 +78,7 @@ def lines(wrong: GuardError, found: Sequence[Sequence[GuardFinding]]) -> list[st
 
 
 def stop(mesh: Mesh, found: list[GuardFinding], kind: type[GuardError] = Corrupt) -> None:
-    """Mark each finding in the trace of this rank, and raise `kind`."""
+    """Mark each finding in this rank's trace, and raise an exception of type `kind`."""
     for finding in found:
         mesh.trace.mark(f"guard: {finding.line}")
     raise kind(found)
@@ -90,7 +90,7 @@ def _on_any_rank(mesh: Mesh, count: int) -> bool:
 
 
 def refuse(trainer: Any) -> None:
-    """Raise the error that explains a loss or norm that is not finite, or a failed check."""
+    """Raise the error that explains a non-finite loss or gradient norm, or a failed check."""
     mesh, corrupt = trainer.mesh, [GuardFinding(0, line) for line in trainer.mesh.guard.found]
     if _on_any_rank(mesh, len(corrupt)):
         stop(mesh, corrupt)
@@ -98,10 +98,11 @@ def refuse(trainer: Any) -> None:
 
 
 def _not_finite(trainer: Any) -> list[GuardFinding]:
-    """Return this rank's findings of numbers that are not finite.
+    """Return this rank's findings about non-finite numbers.
 
-    If parameters are not finite, only they are reported. Otherwise, the findings are this rank's
-    contribution to the loss and the gradients of the deepest layer with non-finite ones.
+    If any parameter is not finite, only parameters are reported. Otherwise, the findings are this
+    rank's contribution to the loss, if not finite, and the non-finite gradients in the deepest
+    layer that has any.
     """
     where = f"rank {trainer.mesh.rank}: step {trainer.number}, "
     values = [item for item in trainer.parameters if _count_not_finite(item.value)]
@@ -126,22 +127,22 @@ def _not_finite(trainer: Any) -> list[GuardFinding]:
     return found
 
 
-_FAR = 1 << 20  # beyond the last layer
+_FAR = 1 << 20  # larger than the index of any layer
 
 
 def _depth(item: Parameter) -> int:
-    """Return the depth of a parameter in the model: backward reaches the deepest first."""
+    """Return a parameter's depth in the model. The backward pass starts at the largest depth."""
     words = item.name.split(".")
     return int(words[1]) if words[0] == "layers" else _FAR if words[0] == "head" else -1
 
 
 def _count_not_finite(block: Array) -> int:
-    """Return the number of elements that are not finite."""
+    """Return the number of non-finite elements in a block."""
     return block.size - int(np.isfinite(on_host(block)).sum())
 
 
 def _described(item: Parameter, block: Array, kind: str) -> str:
-    """Return a line with a parameter's layer, name and count of elements that are not finite."""
+    """Return a line with a parameter's layer, name and number of non-finite elements."""
     layer, _, name = item.name.removeprefix("layers.").partition(".")
     where = f"layer {layer}, {name}" if item.name.startswith("layers.") else item.name
     count = _count_not_finite(block)
@@ -149,9 +150,10 @@ def _described(item: Parameter, block: Array, kind: str) -> str:
 
 
 class ReplicaCheck:
-    """Compares replicated blocks between ranks after every `every`-th step (0: never).
+    """Compare replicated blocks between ranks after every `every`-th step (0: never).
 
-    Parameters and optimizer states must be bitwise identical. Their 64-bit hashes are compared.
+    Replicas of parameters and optimizer states must be bitwise identical. The check compares their
+    64-bit hashes.
     """
 
     def __init__(self, trainer: Any, every: int) -> None:
@@ -208,7 +210,7 @@ class ReplicaCheck:
     def along(
         self, axis: str, number: int, copies: Mapping[tuple[str, str], tuple[set[str], int]]
     ) -> Iterator[GuardFinding]:
-        """Yield the findings about the replicas along an axis, on one rank of each group."""
+        """Yield findings for replicas that differ along an axis, on one rank of each group."""
         keys = [key for key, (axes, _) in copies.items() if axis in axes]
         if not keys:
             return
@@ -221,7 +223,7 @@ class ReplicaCheck:
     def _tied_copies(
         self, number: int, copies: Mapping[tuple[str, str], tuple[set[str], int]]
     ) -> Iterator[GuardFinding]:
-        """Yield the findings about tied embeddings, replicated on two pipeline stages."""
+        """Yield findings for tied embeddings that differ between two pipeline stages."""
         comm = self.mesh.comm("p")
         pair = [item for item in self.trainer.parameters if item.tied_peer is not None]
         mine = [copies[item.name, "value"][1] for item in pair] or [0]
@@ -233,7 +235,7 @@ class ReplicaCheck:
                 yield self._finding((item.name, "value"), number, "p", members, [here, there])
 
     def gathered(self, comm: Communicator, hashes: Sequence[int]) -> np.ndarray:
-        """Return the hashes of all members, one row each, on the host."""
+        """Return the hashes of all members as a host array with one row per member."""
         mine = self.mesh.pool.bring(np.array([hashes], np.uint64))
         return to_host(comm.all_gather(mine).wait())
 
@@ -258,7 +260,7 @@ class ReplicaCheck:
         return GuardFinding(0, f"{who}: step {number}, {what}")
 
 
-_FACTORS = 1 << 18  # integers that are hashed at once, each with its own factor: 2 MiB
+_FACTORS = 1 << 18  # number of integers hashed at once; their factors take 2 MiB
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, an odd number
 
 
@@ -268,10 +270,10 @@ def odd_numbers(count: int) -> np.ndarray:
 
 
 def hash_of(block: Array, factors: np.ndarray) -> int:
-    """Return a 64-bit hash that any bit flip changes, computed on the device of the block.
+    """Return a 64-bit hash of a block, computed on its device. Any bit flip changes the hash.
 
-    The block is read as integers of at most 32 bits. Each is multiplied by an odd number, and the
-    products are added modulo 2^64 (multilinear, arXiv:1202.4961).
+    The block is read as integers of at most 32 bits. Each integer is multiplied by an odd number,
+    and the products are added modulo 2^64 (multilinear, arXiv:1202.4961).
     """
     words, total = block.reshape(-1).view(f"u{min(4, block.itemsize)}"), 0
     for start in range(0, words.size, factors.size):
@@ -281,7 +283,7 @@ def hash_of(block: Array, factors: np.ndarray) -> int:
 
 
 class LossSpikes:
-    """Counts losses more than `limit` standard deviations (0: off) above the recent mean.
+    """Count losses more than `limit` standard deviations (0: off) above the recent mean.
 
     The mean is over the last WINDOW losses. The first LEAST losses are never counted.
     """
@@ -292,7 +294,7 @@ class LossSpikes:
         self.limit, self.count, self.seen = limit, 0, deque(maxlen=self.WINDOW)
 
     def see(self, loss: float) -> str | None:
-        """Record the loss of the next step; return a message if it is a spike, else None."""
+        """Record the loss of the next step; return a message if it is a spike, else `None`."""
         before = [*self.seen]
         self.seen.append(loss)
         if not self.limit or len(before) < self.LEAST:

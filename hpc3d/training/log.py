@@ -1,4 +1,4 @@
-"""Log of a run: the terminal, train.log and metrics.jsonl."""
+"""Log of a run, written to the terminal, train.log and metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from hpc3d.training.trainer import Step
 
 KEPT = "run kept in "  # prefix of the last line of a run, followed by its folder
-_LISTED = 8  # hosts that are listed by name
-_RECENT = 20  # steps in the median that estimates the time left
+_LISTED = 8  # maximum number of hosts listed by name
+_RECENT = 20  # number of recent steps whose median time predicts the time left
 
 
 class Log:
@@ -55,14 +55,14 @@ class Log:
                     each.close()
 
     def say(self, line: str, style: str = "") -> None:
-        """Print a line, with a style of hpc3d.runtime.colors on a terminal, and log it."""
+        """Print a line, in a style from hpc3d.runtime.colors on a terminal, and log it."""
         if self.file:
-            with suppress(OSError):  # a run needs no terminal: train.log has the line
+            with suppress(OSError):  # the terminal may be closed; train.log gets the line
                 say(sanitized(line), style)
             self.keep(line)
 
     def warn(self, line: str) -> None:
-        """Print a line to standard error, as for any reason why a job ends, and log it."""
+        """Print a line, such as the reason why the job ends, to standard error, and log it."""
         if self.file:
             say(f"hpc3d.train: {sanitized(line)}", "red", sys.stderr)
             self.keep(line)
@@ -106,7 +106,7 @@ class Log:
             self.metrics = MetricsFile(self.path.parent, start, sinks, notice)
 
     def step(self, done: Step, steps: int) -> None:
-        """Log a step of a run with `steps` steps, and write its record."""
+        """Log a completed step of a run with `steps` steps, and write a record of metrics."""
         if not self.metrics:
             return
         rate, number = done.tokens / done.seconds, done.number + 1
@@ -137,7 +137,7 @@ class Log:
         self.say(f"offload: {store.copied / steps / 1e6:.1f} MB copied per step{exposed}")
 
     def evaluation(self, done: Evaluation, best: bool) -> None:
-        """Log an evaluation and write its record; `best` marks the best one so far."""
+        """Log an evaluation and write its metrics. `best` is True for the best loss so far."""
         self.say(
             f"evaluation after step {done.step}: loss {done.loss:.4f}, perplexity "
             f"{done.perplexity:.2f}, accuracy {100 * done.accuracy:.2f} %; {done.tokens} tokens "
@@ -167,7 +167,7 @@ def differences(config: Config) -> list[str]:
 
 
 def _settled(config: Config) -> dict[str, Any]:
-    """Return the resolved values of the keys that are unset by default."""
+    """Return the resolved default values of the keys that are unset by default."""
     train, model = (
         replace(config.train, decay_steps=None),
         replace(config.model, norm_epsilon=None),
@@ -185,7 +185,7 @@ def _settled(config: Config) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    """Format a time: 8.69 ms, 41 s, 3 min 20 s, 5 h 12 min, 3 d 4 h."""
+    """Format a time in seconds: 8.69 ms, 41 s, 3 min 20 s, 5 h 12 min, 3 d 4 h."""
     if seconds < 1:
         return f"{1e3 * seconds:.3g} ms"
     units: Sequence[tuple[str, int]] = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))

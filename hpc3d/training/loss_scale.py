@@ -1,10 +1,11 @@
 """Loss scaling for float16, which would flush small gradients to zero.
 
-float16 has no numbers between 0 and 2^-24, and many gradients are in that range.  The loss is
-multiplied by a factor S before backward and the gradients by 1 / S in the update, in float32
-(Micikevicius et al., arXiv:1710.03740, section 3.2).  S is as large as the gradients allow: if one
-overflows, that update is skipped and S halved; S is doubled after PERIOD consecutive updates
-without overflow.  bfloat16 and float32 have enough range and need no loss scaling.
+float16 has no numbers between 0 and 2^-24, and many gradients are in that range. The loss is
+multiplied by a factor S before the backward pass, and the gradients are multiplied by 1 / S in the
+update, in float32 (Micikevicius et al., arXiv:1710.03740, section 3.2). S is as large as the
+gradients allow: if a gradient overflows, the update is skipped and S is halved; S is doubled after
+PERIOD consecutive updates without overflow. bfloat16 and float32 have enough range and need no
+loss scaling.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class LossScale:
     def skipped(self) -> bool:
         """Record an update that was skipped because a gradient is not finite.
 
-        Returns False if the factor is already at its minimum, so that the cause must be another
-        one.
+        Returns False if the factor is already at its minimum, so that the overflow must have
+        another cause.
         """
         if self.factor == self.least:
             return False
@@ -45,7 +46,7 @@ class LossScale:
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return the values that a checkpoint stores; empty if the scale is static."""
+        """Return the values to store in a checkpoint, as a dict; empty if the scale is static."""
         return {} if self.least == self.most else {"factor": self.factor, "row": self.row}
 
     def restore(self, stored: Mapping[str, Any] | None) -> None:

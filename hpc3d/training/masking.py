@@ -1,7 +1,8 @@
 """Masking of tokens for masked language models (Devlin et al. 2019, section 3.1).
 
-15 % of the tokens are targets: 80 % of these are replaced by [MASK], 10 % by another token, and
-10 % stay.  Without a [MASK] of the tokenizer, the last token of the vocabulary is used.
+15 % of the tokens are prediction targets. Of these, 80 % are replaced by [MASK], 10 % are replaced
+by a random token, and 10 % are unchanged. If the tokenizer has no [MASK] token, the last token of
+the vocabulary is used.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.data.token_file import Tokens
 
-# Fraction of tokens that are targets, and cumulative fractions of targets.
+# Fraction of tokens that are targets, and cumulative fractions of masked and replaced targets.
 _TARGETS, _MASKED, _REPLACED = 0.15, 0.8, 0.9
 _DRAWS = 4  # random numbers per token (three are used), from one value of the counter
 
 
 def batches_of(config: Config, tokens: Tokens) -> Batches:
-    """Return the training batches of a run whose vocabulary is resolved."""
+    """Return the training batches of a run. The vocabulary must be resolved."""
     sequence, batch = config.model.sequence, config.train.batch
     if family_of(config.model).causal:
         return Batches(tokens, sequence, batch, config.seed)
@@ -34,7 +35,7 @@ def batches_of(config: Config, tokens: Tokens) -> Batches:
 
 
 def validation_of(config: Config, tokens: Tokens) -> ValidationBatches:
-    """Return the evaluation batches of a run whose vocabulary is resolved."""
+    """Return the evaluation batches of a run. The vocabulary must be resolved."""
     sequence, train = config.model.sequence, config.train
     if family_of(config.model).causal:
         return ValidationBatches(tokens, sequence, train.batch, train.eval_batches)
@@ -49,7 +50,7 @@ def _masking_of(config: Config, tokens: Tokens) -> Masking:
 
 
 class Masking(NamedTuple):
-    """Masking rule of tokens below `vocabulary`, with the token `mask`.
+    """Masking rule for tokens 0 to `vocabulary` - 1, with the mask token `mask`.
 
     Tokens equal to `padding` are never targets.
     """
@@ -59,10 +60,10 @@ class Masking(NamedTuple):
     padding: int | None = None
 
     def masked(self, tokens: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets, int32 like `tokens` [B, T].
+        """Return masked inputs and targets, int32 arrays with the shape of `tokens`, [B, T].
 
-        Targets of tokens that are not predicted are IGNORE. Token number e uses draws 4 e to 4 e +
-        2 of `key`.
+        The target of a token that is not predicted is IGNORE. Token e uses random numbers 4 e to 4
+        e + 2 of the stream with the key `key`.
         """
         draws = philox_draws(key, 0, _DRAWS * tokens.size)
         drawn, kind, other = draws.reshape(*tokens.shape, _DRAWS).transpose(2, 0, 1)[:3]
@@ -75,7 +76,7 @@ class Masking(NamedTuple):
         return inputs.astype(np.int32), np.where(chosen, tokens, np.int32(IGNORE))
 
     def _tokens_of(self, draws: np.ndarray) -> np.ndarray:
-        """Return random tokens, neither [MASK] nor padding."""
+        """Return a random token for each draw, excluding the mask token and padding."""
         left_out = sorted({self.mask, self.padding} - {None})
         tokens = (draws % np.uint64(self.vocabulary - len(left_out))).astype(np.int32)
         for token in left_out:
@@ -86,8 +87,8 @@ class Masking(NamedTuple):
 class MaskedBatches(Batches):
     """Masked training batches.
 
-    They depend only on the key (seed, "masking", step), so they are the same on every mesh and in
-    a resumed run.
+    The masks depend only on the key (seed, "masking", step), so they are the same on every mesh
+    and in a resumed run.
     """
 
     AHEAD = 0
@@ -121,5 +122,5 @@ class MaskedValidation(ValidationBatches):
 
 
 def _below_one(draws: np.ndarray) -> np.ndarray:
-    """Return 64-bit draws as numbers in [0, 1)."""
+    """Convert 64-bit random integers to floating-point numbers in [0, 1)."""
     return (draws >> np.uint64(11)) * 2.0**-53

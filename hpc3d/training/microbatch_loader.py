@@ -31,14 +31,14 @@ class DeviceCache:
         return self.arrays[key]
 
     def begin(self, number: int, micros: Iterable[Microbatch]) -> None:
-        """Drop the arrays of steps before `number`."""
+        """Discard the cached arrays of steps before `number`."""
         self.arrays = {key: what for key, what in self.arrays.items() if key[0] >= number}
 
 
 class _PersistentDeviceCache(DeviceCache):
     """Device cache whose arrays keep their addresses from step to step, as a CUDA graph needs.
 
-    They are refilled when a step begins.
+    The arrays are refilled at the beginning of each step.
     """
 
     def __call__(self, micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
@@ -56,9 +56,9 @@ class _PersistentDeviceCache(DeviceCache):
 class MicrobatchLoader:
     """Reads batches on rank 0, broadcasts them and splits them into microbatches.
 
-    On the other ranks, `batches` is `None`. Microbatch i of a training step is number i. Under an
-    asynchronous schedule, the numbers continue from step to step, and the loader also fetches the
-    steps that `program` is ahead.
+    On the other ranks, `batches` is `None`. In each training step, microbatches are numbered from
+    0. Under an asynchronous schedule, the numbers continue from step to step, and the loader also
+    fetches the next `program.ahead` steps.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class MicrobatchLoader:
         self.micros, self.valid = {}, {}
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, Microbatch]:
-        """Return a dict from number to microbatch, for all that step `number` needs.
+        """Return a dict from number to microbatch for all microbatches needed by step `number`.
 
-        `factor` scales their loss.
+        `factor` multiplies the loss scale of the microbatches.
         """
         last = min(number + self.ahead, self.last) if self.asynchronous else number
         for old in [key for key, micro in self.micros.items() if micro.step < number]:
@@ -103,7 +103,7 @@ class MicrobatchLoader:
         self.micros.update(enumerate(here, first))
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets of a full batch, in memory that this rank owns."""
+        """Return inputs and targets of a full batch, in memory owned by this rank."""
         pair = np.empty((0, *self.shape), np.int32)
         if self.batches is not None:
             with self.mesh.trace.span("read the text", "none"):

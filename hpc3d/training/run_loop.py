@@ -1,4 +1,4 @@
-"""Training loop of a run of any model: its steps, an early stop, and its end."""
+"""Training loop for any model: the steps, an early stop, and the end of the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class RunSaver(Protocol):
-    """Saver of checkpoints (hpc3d.checkpoints.saver); `saved` is the step count of the last."""
+    """Checkpoint saver (hpc3d.checkpoints.saver). `saved` is the step count at the last one."""
 
     saved: int
 
@@ -39,7 +39,7 @@ class RunSaver(Protocol):
 
 
 class RunBatches(Protocol):
-    """Data of a run; `position` returns its position after `done` steps."""
+    """Training data of a run. `position` returns the position in the data after `done` steps."""
 
     def position(self, done: int) -> dict[str, int]: ...
 
@@ -112,7 +112,7 @@ def equipped(
 
 
 def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:
-    """Run all steps, or until a stop is requested. Raises JobExit unless all steps are done."""
+    """Run the training steps. Raises JobExit if a guard or a stop request ends the run early."""
     with closing(run.log):
         try:
             done = _steps(plan, run, stop)
@@ -193,7 +193,7 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
 
 
 def _give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoReturn:
-    """End the job on all ranks because of a wrong number, and report the findings once."""
+    """Report the findings of the guard once, and end the job on all ranks."""
     run.watchdog.stop()
     run.saver.wait()
     for line in lines(wrong, job.gather(wrong.found)):
@@ -210,7 +210,7 @@ def _give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoR
 
 
 def _save_position(plan: RunPlan, batches: RunBatches | None, done: int) -> None:
-    """Write the position in the data on rank 0, to resume the run from it."""
+    """Write position.json on rank 0, with the position in the data at which to resume."""
     if batches is not None:
         position = {"step": done, **batches.position(done)}
         write_text(plan.folder / "position.json", json.dumps(position) + "\n")

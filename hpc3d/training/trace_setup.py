@@ -26,10 +26,10 @@ CLOCKS = {
 
 
 def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, transport: str) -> Mesh:
-    """Return the mesh with a recorder if the run is traced; rank 0 describes the environment."""
+    """Return the mesh with a recorder if the run is traced; rank 0 writes environment.json."""
     location = {**job.location(), "device": str(mesh.pool.device)}
     locations = job.gather(location)
-    sizes = zip(*job.gather([*mesh.sizes.values()]), strict=True)  # d may differ by stage
+    sizes = zip(*job.gather([*mesh.sizes.values()]), strict=True)  # d may vary between stages
     if job.rank == 0:
         from hpc3d.training.run_folder import describe
 

@@ -1,4 +1,4 @@
-"""Training step, the same on every rank."""
+"""Trainer, which runs the same training step on every rank."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Step(NamedTuple):
     """Result of a step.
 
     `loss` is the mean loss per token in nats, `communication` the mean fraction of the step time
-    that ranks spend in communication, `peak` the peak bytes of arrays on the rank with the most,
-    and `stop_request` the maximum over ranks. `loss_scale` is the loss scale of the next step
-    (None: static).
+    that ranks spend in communication, `peak` the peak bytes of arrays on the rank with the highest
+    peak, and `stop_request` the maximum stop code over all ranks. `loss_scale` is the loss scale
+    of the next step, or `None` if it is static.
     """
 
     number: int
@@ -57,8 +57,8 @@ class Step(NamedTuple):
 class Trainer:
     """Model and optimizer of a run on a mesh; only rank 0 has `batches`.
 
-    `clock()` returns seconds and times each step and its passes.  To train another model, override
-    `stages` (see `hpc3d.pipeline.stage_protocol`) and `sums`.
+    `clock()` returns the time in seconds; it is used to time each step and its passes. To train
+    another model, override `stages` (see `hpc3d.pipeline.stage_protocol`) and `sums`.
     """
 
     has_tied_ends = True  # tied embedding and head may be on different pipeline stages
@@ -102,7 +102,7 @@ class Trainer:
         self.scaling, self.skipped = scale_of(train.dtype), False
 
     def _replay(self) -> GraphedStep | None:
-        """Return the CUDA graph of a step, if the mesh is on devices."""
+        """Return the `GraphedStep` of this trainer, or `None` if arrays are not on a device."""
         from hpc3d.training.graphed_step import replay_of
 
         return replay_of(self)
@@ -114,7 +114,7 @@ class Trainer:
         return build(self.mesh, self.parameters, spec, *self.parts(placement))
 
     def manifest(self) -> dict[str, Any]:
-        """Return entries of checkpoint manifests that the configuration does not determine."""
+        """Return checkpoint manifest entries that are not determined by the configuration."""
         return {}
 
     def sums(self, size: float) -> Buckets:
@@ -124,8 +124,8 @@ class Trainer:
     def parts(self, placement: Placement) -> tuple[list[LayerRange], int | None]:
         """Return this rank's layer ranges, one per chunk, and the peer stage of tied embeddings.
 
-        The peer is `None` unless this stage has the embedding or the head, and another stage has
-        the other one.
+        The peer is `None` unless the embedding and the head are on different stages and this is
+        one of them.
         """
         stage, layers = self.mesh.coord("p"), self.config.layers()
         here = placement.parts_of(stage)
@@ -177,7 +177,7 @@ class Trainer:
         self.update_by(local_loss, squares)
 
     def update_by(self, local_loss: float, squares: float) -> None:
-        """Update, given this rank's contributions to the summed loss and to the squared norm.
+        """Update the parameters, given this rank's shares of the summed loss and squared norm.
 
         If a gradient of a scaled loss overflows, all ranks skip the update.
         """

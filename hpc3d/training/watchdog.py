@@ -4,8 +4,9 @@
                                    the stacks of its threads
     RUN/watchdog/summary.txt       the line printed by one of the ranks
 
-A thread on every rank checks, several times per `run.watchdog_s`, if a call was completed, a step
-began or memory was allocated.  It reads existing counters, so it does not slow down training.
+A thread on every rank checks, several times per `run.watchdog_s` seconds, whether a call was
+completed, a step began or memory was allocated. The thread only reads existing counters, so it
+does not slow down training.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ if TYPE_CHECKING:
     from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
-_LOOKS = 20  # checks in the allowed time, but at least one per second
+_LOOKS = 20  # number of checks within the time limit, but at least one per second
 GRACE = 6  # further checks, to give the other ranks time to report
-LATER = 6  # extra checks on other nodes: rank 0's node ends the job, so that its output arrives
-TOLD = 10  # least wait in seconds after SIGTERM until a rank assumes that its peers have exited
+LATER = 6  # more checks on other nodes, so that rank 0's node ends the job and its output arrives
+TOLD = 10  # minimum time in seconds after SIGTERM before a rank assumes that its peers exited
 _SILENT = "silent: stopped or terminated"
-ANSWER = 2  # timeout in seconds for file systems: the file server may be unreachable
-_SHOWN = 6  # groups of ranks in the printed line
+ANSWER = 2  # timeout in seconds for file operations: the file server may be unreachable
+_SHOWN = 6  # maximum number of rank groups in the printed line
 
 
 class Watchdog:
     """End a job with STALLED if this rank makes no progress for `seconds`.
 
-    `mesh` is the mesh inside of the traced one, whose communicators count their calls. `homes` has
-    the nodes of the ranks. After SIGTERM, a rank that waits for other ranks in vain exits earlier,
-    by itself.
+    `mesh` is the mesh without tracing, whose communicators count their calls. `homes` contains the
+    node of each rank. After SIGTERM, a rank whose peers no longer respond exits earlier, on its
+    own.
     """
 
     def __init__(self, job: Job, mesh: Mesh, run_dir: Path, seconds: float, homes: Homes) -> None:
@@ -56,7 +57,7 @@ class Watchdog:
         self.grace = GRACE if homes.nodes[job.rank] == homes.nodes[0] else GRACE + LATER
         self.leads = homes.nodes[job.rank] == job.rank
         self.seconds, self.period = seconds, min(1.0, seconds / _LOOKS)
-        self.silence = self.longest = 0.0  # seconds without progress: now, and the longest so far
+        self.silence = self.longest = 0.0  # seconds without progress: current and longest
         self.moved: object = None
         self.looked = time.monotonic()
         self.over, self.thread = Event(), Thread(target=self.watch, daemon=True)
@@ -76,10 +77,10 @@ class Watchdog:
             self.act()
 
     def look(self) -> None:
-        """Count the seconds without progress.
+        """Update the number of seconds without progress.
 
-        Time in which this thread could not run is not counted: the whole process was stopped then,
-        or waited for a core.
+        Time during which this thread could not run is not counted, because the whole process was
+        suspended or waited for a core.
         """
         before, self.moved = self.moved, self._movement()
         gap, self.looked = time.monotonic() - self.looked, time.monotonic()
@@ -135,7 +136,7 @@ class Watchdog:
 
 
 class RankPosition:
-    """Position of a rank: its `step`, and the call for which it waits on one of `comms`."""
+    """Position of a rank: its `step`, and the call on one of `comms` that it waits for."""
 
     def __init__(self, comms: Mapping[str, Communicator]) -> None:
         self.comms, self.step = comms, -1
@@ -159,7 +160,7 @@ class RankPosition:
         return f"in {op}{other} {along(axis)} (call {number}{size}) of step {self.step}"
 
     def groups(self) -> Iterator[str]:
-        """Yield a line for each group of this rank."""
+        """Yield a line with the members and call counts of each communicator of this rank."""
         for axis, comm in self.comms.items():
             calls = f"{comm.calls} calls, {comm.done} done"
             yield f"{axis}: ranks {spans(comm.members)}: {calls}"
@@ -191,7 +192,7 @@ class Reports:
         return self._promptly(self.folder.is_dir, False)
 
     def speak(self, position: RankPosition, silence: float) -> None:
-        """Write the position of this rank, once."""
+        """Write the report of this rank, unless it has already been written."""
         if not self.spoken:
             self.spoken = True
             self._promptly(lambda: self.write(position, silence), None)
@@ -207,7 +208,7 @@ class Reports:
     def take_back(self) -> None:
         """Remove the report of this rank, because it has made progress again.
 
-        The report is kept if the job is ending, because stopped ranks are woken up then.
+        The report is kept if the job is ending, because suspended ranks are then resumed.
         """
         if self.spoken and self._promptly(lambda: not self.summary.exists(), False):
             self.spoken = False
@@ -216,7 +217,7 @@ class Reports:
                 self.folder.rmdir()
 
     def sum_up(self, seconds: float) -> bool:
-        """Print the positions of the ranks after `seconds`; return False if another rank did."""
+        """Print the positions of all ranks; return False if another rank has printed them."""
         line = f"no progress for {seconds:g} s: "
         if positions := self._promptly(self.positions, None):
             line += f"{positions}; stacks in {self.folder}"
@@ -259,5 +260,5 @@ class Reports:
 
 
 def _suspicion(where: str) -> int:
-    """Return the sort key of a position: 0 if silent, 1 outside of calls, 2 if it waits."""
+    """Return the sort key of a position: 0 if silent, 1 outside calls, 2 waiting in a call."""
     return 0 if where == _SILENT else 1 + ("(call" in where)

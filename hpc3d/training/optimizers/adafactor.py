@@ -6,10 +6,10 @@
 Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5, with the configured learning rate and
 without momentum.  The second moment of a vector is not factored.
 
-The means are over the unsharded matrix.  Row sums are all-reduced over the axes that shard the
+The means are over the unsharded matrix. Row sums are all-reduced over the axes that shard the
 columns; column sums and the sum of R over the axes that shard the rows; the sum of U^2 over both.
-Each axis takes two collective calls for all matrices together.  For a block A x B, a rank receives
-2 (1 - 1/g) (A + 1) elements if g ranks shard the columns, and 2 (1 - 1/g) (B + 2) if g ranks shard
+Two collective calls per axis reduce the sums of all matrices. For a block A x B, a rank receives 2
+(1 - 1/g) (A + 1) elements if g ranks shard the columns, and 2 (1 - 1/g) (B + 2) if g ranks shard
 the rows, for each expert of a stack.
 """
 
@@ -33,7 +33,7 @@ _Sum = tuple["Array", Iterable[str]]  # a partial sum and the axes to all-reduce
 
 
 class _Step(NamedTuple):
-    """Matrix during its update: an item of `Optimizer.matrices`, and U = rows grad columns."""
+    """Update of a matrix: an item of `Optimizer.matrices`, and U = rows grad columns."""
 
     item: Parameter
     arrays: tuple[Array, Array | None, Array]
@@ -54,7 +54,7 @@ class _Step(NamedTuple):
 
 
 class _VectorStep(NamedTuple):
-    """Vector, or this rank's slice of one, during its update; `update` is its U."""
+    """Update of a vector, or of this rank's slice of a vector; `update` is U."""
 
     item: Parameter
     arrays: tuple[Array, Array | None, Array]
@@ -87,7 +87,7 @@ class Adafactor(Optimizer):
         """Update the parameters with the gradients times `scale`."""
         self.steps += 1
         decay = learning_rate * self.weight_decay
-        # An offloaded value is written back when its batch ends.
+        # An offloaded value is written back at the end of its batch.
         for found in self.batches([self.parameters.matrices], decay):
             matrices = self._matrix_steps(found, scale)
             self._descend([*matrices, *self._vector_steps(decay, scale)], learning_rate)
@@ -104,7 +104,7 @@ class Adafactor(Optimizer):
                 step.descend(learning_rate / np.maximum(1.0, rms / self.LARGEST))
 
     def _move(self, state: Array, mean: Array) -> None:
-        """Update the moving average of a state with a mean of squares."""
+        """Update a state, a moving average of mean squared gradients, with a new mean."""
         rest = self.steps**self.EXPONENT
         state *= 1 - rest
         state += rest * (mean + self.EPSILON)
@@ -130,7 +130,7 @@ class Adafactor(Optimizer):
     def _squares_of_lines(
         self, found: Sequence[tuple], scale: float
     ) -> tuple[list[_Sum], list[_Sum]]:
-        """Return this rank's partial sums of squares of rows and of columns."""
+        """Return this rank's partial sums of squared gradients per row and per column."""
         rows, columns = [], []
         for part, (_, _, grad), states, _ in found:
             of_rows = np.empty_like(states["row_means"])
@@ -150,7 +150,7 @@ class Adafactor(Optimizer):
         total: Array,
         scale: float,
     ) -> _Step:
-        """Return the step of a matrix from its sums of squared columns and of row means."""
+        """Return the step of a matrix, given its column sums of squares and sum of row means."""
         count = _rows(part.item)
         self._move(states["column_means"], squares / count)
         scales = np.sqrt(total / count / states["row_means"]) * scale

@@ -1,4 +1,4 @@
-"""AdamW with the moments of matrices in 8 bits (Dettmers et al., arXiv:2110.02861)."""
+"""AdamW with 8-bit moments for matrices (Dettmers et al., arXiv:2110.02861)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _STORED = (
 class AdamW8bit(AdamW):
     """AdamW with 8-bit moments: 2 + 8 / 256 bytes per element of a matrix.
 
-    Each moment is stored as codes with one scale per 256 columns of a row.  Vectors, and
-    matrices with fewer columns than that, keep moments in full precision.
+    Each moment is stored as codes with one scale per 256 columns of a row. Vectors, and matrices
+    with fewer than 256 columns, have moments in full precision.
     """
 
     STATES = (*(spec._replace(of=_in_full) for spec in AdamW.STATES), *_STORED)
     WHOLE_MATRICES = is_matrix
 
     def update(self, learning_rate: float, scale: float) -> None:
-        """Apply the step of AdamW; moments are in full precision until they are stored."""
+        """Apply an AdamW step in full precision; the new moments are quantized for storage."""
         super().update(learning_rate, scale)
         factors = self.factors(learning_rate, scale)
         for part, arrays, states, keep in self.matrices(learning_rate * self.weight_decay):

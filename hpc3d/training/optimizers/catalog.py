@@ -1,4 +1,4 @@
-"""Table of the optimizers by their names in the configuration."""
+"""Table that maps optimizer names in the configuration to optimizer classes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 def optimizer_of(config: Config) -> type[Optimizer]:
-    """Return the optimizer class of a configuration."""
+    """Return the optimizer class selected by a configuration."""
     if config.train.orthogonalize == "sharded":
         return ShardedMuon
     return OPTIMIZERS[config.train.optimizer]
 
 
 def state_kinds() -> tuple[str, ...]:
-    """Return the names of all states that a checkpoint may hold, of any optimizer."""
+    """Return the names of all optimizer states that a checkpoint may contain."""
     specs = [spec for each in OPTIMIZERS.values() for spec in each.STATES]
     return (*dict.fromkeys(spec.name for spec in [MASTER, *specs]),)

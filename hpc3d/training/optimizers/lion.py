@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum (Chen et al., arXiv:2302.06675)."""
+"""Lion optimizer: updates by the sign of an interpolated momentum (arXiv:2302.06675)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from hpc3d.training.optimizers.optimizer import Optimizer, StateSpec
 
 
 class Lion(Optimizer):
-    """Lion optimizer; keeps half of AdamW's state.
+    """Lion optimizer (Chen et al., arXiv:2302.06675), with half as much state as AdamW.
 
-    Every element moves by the learning rate, so use a tenth to a third of AdamW's learning
-    rate, and a weight decay that is larger by the same factor (section 5 of the paper).
+    Every element changes by the learning rate in each step. Therefore, use a tenth to a third of
+    AdamW's learning rate, and a weight decay that is larger by the same factor (section 5 of the
+    paper).
     """
 
     STATES = (StateSpec("momentum"),)

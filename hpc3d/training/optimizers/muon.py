@@ -5,16 +5,17 @@ Jordan et al. 2024, https://kellerjordan.github.io/posts/muon:
     m = b m + (1 - b) g;  O = orthogonalized b m + (1 - b) g;
     w = (1 - lr decay) w - 0.2 sqrt(max(A, B)) lr O
 
-for the matrices A x B of the blocks.  The factor gives O the size of AdamW's updates, so that
-AdamW's learning rates and weight decays remain valid (Liu et al., arXiv:2502.16982, section 2.2).
-AdamW updates all other parameters.  Query, key and value weights count as three matrices, the gate
-and up weights of SwiGLU as two, and each expert has its own matrices.
+for the matrices A x B of the blocks. The factor 0.2 sqrt(max(A, B)) scales O to the magnitude of
+AdamW's updates, so that learning rates and weight decays for AdamW remain valid (Liu et al.,
+arXiv:2502.16982, section 2.2). AdamW updates all other parameters. Query, key and value weights
+count as three matrices, the gate and up weights of SwiGLU as two, and each expert has its own
+matrices.
 
-A sharded matrix is gathered on one rank at a time (sharded_muon.py keeps it sharded).
-Matrices sharded over the same g ranks are assigned round-robin, one per rank: an all-to-all along
-each axis gathers the blocks, and another one returns their updates.  In each, a rank receives
-(1 - 1/s) of an unsharded matrix along an axis of s ranks.  Along an axis on whose diagonal a rank
-*owns* a block, the other ranks send zeros.
+A sharded matrix is gathered on one rank at a time (sharded_muon.py keeps it sharded). Matrices
+sharded over the same g ranks are assigned round-robin, one per rank: an all-to-all along each axis
+gathers the blocks, and another one returns their updates. In each all-to-all along an axis of s
+ranks, a rank receives (1 - 1/s) of an unsharded matrix. Along an axis on which a single rank
+*owns* each block, the other ranks send zeros.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _SIZE = 0.2  # root mean square of AdamW's updates
 
 
 def is_hidden(name: str, shape: Sequence[int]) -> bool:
-    """Select matrices of Transformer blocks, and stacks of matrices, but no stacks of vectors."""
+    """Return True for matrices of Transformer blocks and for stacks of such matrices."""
     return name.startswith("layers.") and len(shape) > 1 and shape[0] > 1
 
 
@@ -47,7 +48,7 @@ def _is_other(name: str, shape: Sequence[int]) -> bool:
 class Cut(NamedTuple):
     """Mesh axis that shards the rows (dim 1) or the columns (dim 2) of a stack of blocks.
 
-    With an `owner`, only the rank with that coordinate along the axis has the blocks.
+    If there is an `owner`, only the rank with this coordinate along the axis has the blocks.
     """
 
     axis: str
@@ -61,14 +62,14 @@ def owners(mesh: Mesh, layout: Layout) -> list[Cut]:
 
 
 def cuts_of(mesh: Mesh, layout: Layout) -> list[Cut]:
-    """Return the axes that shard a matrix, and the axes along which a single rank owns it."""
+    """Return the axes along which a single rank owns a matrix, and the axes that shard it."""
     rows = [Cut(axis, 1) for axis in reversed(layout[0])]
     columns = [Cut(axis, 2) for axis in reversed(layout[-1])]
     return [*owners(mesh, layout), *rows, *columns]
 
 
 class Exchange:
-    """Gathers stacks of blocks into matrices along the axes of `cuts`, and scatters them."""
+    """Gather blocks of sharded matrices along the axes of `cuts`, and scatter the matrices."""
 
     def __init__(self, mesh: Mesh, cuts: Iterable[Cut]) -> None:
         self.mesh = mesh
@@ -77,7 +78,7 @@ class Exchange:
         self.members, self.member = mesh.count(axes), mesh.index(axes)
 
     def gathered(self, blocks: Array) -> Array:
-        """Gather blocks [g n, a, b] to the n matrices [n, A, B] assigned to this rank."""
+        """Gather blocks [g n, a, b] into the n matrices [n, A, B] assigned to this rank."""
         for cut in self.cuts:
             size = self.mesh.size(cut.axis)
             parts = self.mesh.comm(cut.axis).all_to_all(blocks).wait()
@@ -95,7 +96,7 @@ class Exchange:
         return moved.reshape(*shape)
 
     def scattered(self, whole: Array) -> Array:
-        """Scatter [n, A, B] to this rank's blocks [g n, a, b]; the reverse of `gathered`."""
+        """Scatter [n, A, B] to this rank's blocks [g n, a, b]; the inverse of `gathered`."""
         for cut in reversed(self.cuts):
             size = self.mesh.size(cut.axis)
             parts = (
@@ -116,13 +117,13 @@ class Exchange:
         return self._moved(whole.reshape(*shape), [dim, *order])
 
     def _spread(self, blocks: Array, owner: int, size: int) -> Array:
-        """Expand [n, a, b] to [s, n, a, b], zero except for the owner."""
+        """Expand [n, a, b] to [s, n, a, b], which is zero except at the index of the owner."""
         parts = self.mesh.zeros((size, *blocks.shape), blocks.dtype, "workspace")
         parts[owner] = blocks
         return parts
 
     def _moved(self, array: Array, order: Sequence[int]) -> Array:
-        """Return a transposed copy."""
+        """Return a copy with the dimensions in the given order."""
         turned = array.transpose(*order)
         out = self.mesh.empty(turned.shape, array.dtype, "workspace")
         out[...] = turned
@@ -144,7 +145,7 @@ class Muon(AdamW):
 
     @classmethod
     def at_once(cls, mesh: Mesh) -> int:
-        """Return the number of ranks that share the matrices of a layer."""
+        """Return the number of ranks over which the matrices of a layer are sharded."""
         return mesh.count(axis for axis in mesh.sizes if axis != "p")
 
     def update(self, learning_rate: float, scale: float) -> None:
@@ -162,7 +163,7 @@ class Muon(AdamW):
                 self._update(exchange, matrices, learning_rate, scale)
 
     def _groups(self) -> Iterator[tuple[Exchange, list[WholeMatrix]]]:
-        """Yield the matrices with the same layout and shape, and the exchange of their blocks."""
+        """Yield the `Exchange` and the matrices of each group with the same layout and shape."""
         groups: dict[Any, list[WholeMatrix]] = {}
         for part in self.parameters.matrices:
             key = part.layout, part.item.shape, part.item.interleaved
@@ -171,7 +172,7 @@ class Muon(AdamW):
             yield self._exchange(layout), alike
 
     def _exchange(self, layout: Layout) -> Exchange:
-        """Return the exchange that gathers the blocks before orthogonalization."""
+        """Return the `Exchange` that gathers the blocks before orthogonalization."""
         mesh = self.parameters.mesh
         return Exchange(mesh, cuts_of(mesh, layout))
 
@@ -193,7 +194,7 @@ class Muon(AdamW):
                 matrix.descend(blocks, number, rate)
 
     def _directions(self, exchange: Exchange, alike: Sequence[_Matrix], scale: float) -> Array:
-        """Return the blocks [g n, a, b] to orthogonalize, padded with zeros."""
+        """Return blocks [g n, a, b] of the matrices to orthogonalize, padded with zeros."""
         mesh, (part, *_) = self.parameters.mesh, alike[0]
         experts, (first, *_, last) = _experts(part), part.item.shape
         per_rank = ceil(len(alike) * experts / exchange.members)
@@ -210,7 +211,7 @@ class Muon(AdamW):
     def _orthogonalized(self, whole: Array, count: int, part: WholeMatrix) -> Array:
         """Orthogonalize the first `count` of the matrices [n, A, B].
 
-        If the columns of several matrices are interleaved, each of them is orthogonalized
+        If the columns of several matrices are interleaved, each matrix is orthogonalized
         separately.
         """
         mesh, (among, width) = self.parameters.mesh, part.item.interleaved
@@ -237,7 +238,7 @@ class _Matrix(NamedTuple):
     keep: float
 
     def descend(self, blocks: Array, number: int, rate: float) -> None:
-        """Compute w = keep w - rate O with the blocks of matrix `number` of O."""
+        """Update w = keep w - rate O, where O is matrix `number` in `blocks`."""
         (value, master, _), experts = self.arrays, _experts(self.part)
         if not value.size:
             return

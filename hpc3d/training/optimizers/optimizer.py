@@ -1,6 +1,6 @@
 """Optimizer base class, AdamW, SGD, and the learning rate schedule.
 
-The class of an optimizer declares its states and the matrices that it needs unsharded.
+An optimizer class declares its states and the matrices that the optimizer needs unsharded.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import TrainConfig
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
-_STRETCH = 1 << 20  # elements of offloaded arrays in memory at once
-_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # name and side of a representative large matrix
+_STRETCH = 1 << 20  # maximum number of elements loaded at once from an offloaded array
+_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # name and side of a typical large matrix
 
 
 def every(name: str, shape: Sequence[int]) -> bool:
-    """Select any parameter."""
+    """Return True for every parameter."""
     return True
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Select matrices [inputs, outputs] and stacks of them, [inputs, experts, outputs]."""
+    """Return True for matrices [inputs, outputs] and for stacks [inputs, experts, outputs]."""
     return len(shape) > 1
 
 
@@ -66,7 +66,7 @@ class StateSpec(NamedTuple):
         return self.per == (1, 1)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the global shape of the state of a parameter of global `shape`."""
+        """Return the global shape of the state for a parameter with the global shape `shape`."""
         if self.elementwise:
             return (*shape,)
         ends = [
@@ -82,9 +82,10 @@ class StateSpec(NamedTuple):
         return 1 / (rows * columns) if held else 0.0
 
     def layout(self, layout: Layout) -> Layout:
-        """Return the layout of the state of a parameter with `layout`.
+        """Return the layout of the state for a parameter with the layout `layout`.
 
-        The state is replicated along the axes that shard a dimension it reduces to one element.
+        If the state reduces a dimension to one element, the state is replicated along the axes
+        that shard this dimension of the parameter.
         """
         rows, columns = self.per
         dims = [" ".join(dim) for dim in layout]
@@ -102,7 +103,7 @@ _VALUE = "value"
 
 
 class _Update(NamedTuple):
-    """Arrays of an update.
+    """Arrays of a parameter update.
 
     `grad` is the gradient, and `arrays` maps names to the parameter values and the optimizer
     states. `item` is the first of the updated parameters.
@@ -133,10 +134,11 @@ class Optimizer:
     (Micikevicius et al., arXiv:1710.03740, section 3.1).
 
     `steps` counts the updates so far, and `constants` is the result of `TrainConfig.constants`. A
-    subclass declares its STATES. WHOLE_MATRICES selects the matrices that it needs unsharded:
+    subclass declares its STATES, and WHOLE_MATRICES selects the matrices that it needs unsharded:
     `matrices` yields them as blocks, and `pieces` yields the other parameters. `states` maps names
-    to flat arrays, and `slices` has the slice of each parameter in them. If arrays are offloaded,
-    `pieces` and `matrices` yield copies, which are valid until the next item is requested.
+    to flat arrays, and `slices` maps the same names to the slice of each parameter. If arrays are
+    offloaded, `pieces` and `matrices` yield copies, which are valid until the next item is
+    requested.
     """
 
     STATES: tuple[StateSpec, ...] = ()
@@ -161,7 +163,7 @@ class Optimizer:
         return 1
 
     def _zeros(self, spec):
-        """Allocate the array of a state and set its `slices`."""
+        """Allocate the flat array of a state, filled with zeros, and set its `slices`."""
         items = [*self.parameters]
         edges = [*accumulate((self._size(spec, item) for item in items), initial=0)]
         self.slices[spec.name] = dict(zip(items, map(slice, edges, edges[1:]), strict=False))
@@ -181,11 +183,11 @@ class Optimizer:
         return prod(self.block(spec, item)) if self.parameters.updates(item) else 0
 
     def block(self, spec: StateSpec, item: Parameter) -> tuple[int, ...]:
-        """Return the shape of a rank's block of the state of a matrix that it updates."""
+        """Return the shape of this rank's state block for a matrix that this rank updates."""
         return spec.layout(item.updated_layout).block(spec.shape(item.shape), self.parameters.mesh)
 
     def states_of(self, item: Parameter) -> Iterator[tuple[StateSpec, Array]]:
-        """Yield each state of a parameter with this rank's elements of it."""
+        """Yield the spec of each state of a parameter, with this rank's elements of the state."""
         for spec in self.specs:
             if _keeps(spec, item):
                 yield spec, self.states[spec.name][self.slices[spec.name][item]]

@@ -1,4 +1,4 @@
-"""Muon on sharded matrices: the Newton-Schulz steps are sharded products.
+"""Muon on sharded matrices: Newton-Schulz iterations consist of sharded products.
 
 Let S be the shorter side of a matrix and L the longer one; s ranks shard S and l ranks shard L.
 A step X = a X + (b G + c G G) X, with G = X X', is three products (hpc3d.tensor.matmul):
@@ -7,7 +7,7 @@ A step X = a X + (b G + c G G) X, with G = X X', is three products (hpc3d.tensor
     P[S_sl, S]    = b G + c G[S_sl, S] G[S_sl, S]  Split(m="s l")
     P X[S_s, L_l] = P[S_sl, S] X[S_s, L_l]         Split(m="s", n="l")
 
-The last one reuses the X that the first one gathered.  Each rank does 1 / (s l) of the
+The last product reuses the X gathered by the first product. Each rank performs 1 / (s l) of the
 operations, and receives
 
     (1 - 1/s) S L / l + (1 - 1/(s l)) S^2 + 2 (1 - 1/l) S^2 / s
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class ShardedMuon(Muon):
-    """Muon for `train.orthogonalize = "sharded"`.
+    """Muon with sharded orthogonalization (`train.orthogonalize = "sharded"`).
 
     Along an axis with `own` storage, matrices are still assigned to the ranks round-robin.
     """
@@ -72,10 +72,10 @@ def _cuts(part: WholeMatrix) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _apart(blocks: Array, item: Parameter) -> Array:
-    """Return a view of blocks [n, a, b] with the shorter side first and the longer one last.
+    """Return a view of blocks [n, a, b] with the shorter side first and the longer side last.
 
-    Between them are n and the matrices whose columns are interleaved.  One side has two
-    dimensions.
+    The dimensions in between are n and the number of matrices with interleaved columns. The
+    columns are split into two dimensions.
     """
     among, width = item.interleaved
     units = blocks.shape[2] // (among * width)
@@ -93,10 +93,10 @@ def _stack(apart: Array, item: Parameter) -> Array:
 
 
 class NewtonSchulz:
-    """Newton-Schulz steps of `hpc3d.ops.update.orthogonalize` on sharded stacks.
+    """Newton-Schulz iterations of `hpc3d.ops.update.orthogonalize` on sharded matrices.
 
-    The stacks are X[S_s, matrices, L_l], sharded over the axes `shorter` and `longer`; S is the
-    shorter side.
+    The matrices are stacked as X[S_s, matrices, L_l], sharded over the axes `shorter` and
+    `longer`; S is the shorter side.
     """
 
     def __init__(self, mesh: Mesh, shorter: Sequence[str], longer: Sequence[str]) -> None:
