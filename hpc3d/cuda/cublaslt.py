@@ -164,7 +164,7 @@ def _without_terms(
     bias_grad: Any,
     gelu: Any,
 ) -> None:
-    """Compute a product whose operand a or b is empty.
+    """Compute the product of a and b if one of them is empty.
 
     Either k is 0, so that every sum is 0, or out has no elements.
     """

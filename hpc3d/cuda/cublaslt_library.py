@@ -13,7 +13,9 @@ from typing import Any
 
 NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
 SUCCESS = 0
-REFUSALS = (7, 8, 15)  # INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED: returned before anything runs
+# Status codes INVALID_VALUE, ARCH_MISMATCH and NOT_SUPPORTED. No kernel has been launched if a
+# call returns one of them.
+REFUSALS = (7, 8, 15)
 
 
 class Unsupported(RuntimeError):

@@ -17,10 +17,10 @@ from hpc3d.cuda.cublaslt_library import Unsupported
 if TYPE_CHECKING:
     from hpc3d.cuda.cublaslt_library import Library
 
-_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
+_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # values of cudaDataType
 _FLOAT8 = {"float8_e4m3fn": 28, "float8_e5m2": 29}
 _MULTIPLE = 16  # dimensions of float8 matrices must be multiples of 16
-_COMPUTE_32F, _COMPUTE_32F_FAST_TF32 = 68, 77  # cublasComputeType_t
+_COMPUTE_32F, _COMPUTE_32F_FAST_TF32 = 68, 77  # values of cublasComputeType_t
 
 _ROLES = ("a", "b", "out", "add", "bias", "bias_grad", "gelu_input", "gelu_at")
 _FUSED = _ROLES[4:]

@@ -92,9 +92,9 @@ class Flash:
     """Fused attention, forward and backward, for arrays on one device.
 
     `empty(shape, dtype)` allocates an array (with `.data.ptr`, `.shape` and `.dtype`); `scratch`
-    has the same signature and allocates workspaces. `stream` is the pointer of the stream on which
-    everything runs. `capability` is the compute capability of the current device, as CuPy reports
-    it ("90"). All arrays must be contiguous.
+    has the same signature and allocates workspaces. `stream` is the pointer of the stream used for
+    all work. `capability` is the compute capability of the current device, as CuPy reports it
+    ("90"). All arrays must be contiguous.
 
     The first call with a given shape builds a cuDNN graph and must not be captured in a CUDA
     graph. Later calls allocate only the arrays that they return, and never wait for the device.
@@ -124,7 +124,7 @@ class Flash:
 
     @staticmethod
     def missing() -> str | None:
-        """Return the name of the missing package or library, or None if cuDNN can be loaded."""
+        """Return the name of the missing package or library, or `None` if cuDNN can be loaded."""
         preload()
         try:
             frontend().backend_version()
@@ -152,9 +152,9 @@ class Flash:
     ) -> tuple[Any, Any]:
         """Compute softmax(q k' / sqrt(D) + mask) v, and the statistics for the backward pass.
 
-        qkv [B*T, heads*(g+2)*D] -> out [B*T, heads*g*D], and stats [B, heads*g, T, 1] in float32:
-        the log-sum-exp of every row of scores. Raises RuntimeError if cuDNN does not support the
-        case, for example T = 1.
+        For qkv [B*T, heads*(g+2)*D], returns out [B*T, heads*g*D] and the float32 array stats [B,
+        heads*g, T, 1], the log-sum-exp of every row of scores. Raises RuntimeError if cuDNN does
+        not support the case, for example T = 1.
         """
         case = Case.of(qkv, sequence, form, causal)
         plan = self.plan(self.attention, case)
@@ -315,7 +315,7 @@ def takes(dtype: DTypeLike, width: int, drop: object, most: int) -> bool:
 
 
 def _widest(capability: int) -> int:
-    """Return the maximum head width of the backward pass on a device (cuDNN's support matrix)."""
+    """Return the maximum head width of the backward pass, from cuDNN's support matrix."""
     if capability < 80:
         return 0
     return 256 if capability == 90 else 128

@@ -23,8 +23,8 @@ from hpc3d.arrays.pool import Pool, contiguous, from_host, on_host, to_host, val
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
-_DONE, _NOT_READY = 0, 600  # results of cudaEventQuery: cudaSuccess, cudaErrorNotReady
-GRACE = 1.0  # seconds granted to pending calls when the job ends
+_DONE, _NOT_READY = 0, 600  # status codes of cudaEventQuery: cudaSuccess, cudaErrorNotReady
+GRACE = 1.0  # seconds allowed for pending calls at the end of the job
 QUEUES = ("blocks", "replicas", "offload")
 _FLOAT8 = 89  # minimum compute capability of float8 products
 
@@ -74,8 +74,8 @@ def _register(device: Cuda) -> None:
 class Cuda:
     """CUDA device with index `number`, which becomes the current device of this process.
 
-    The stream `compute` of the device becomes the current stream. None of its streams synchronizes
-    with CUDA's default stream.
+    The stream `compute` of the device becomes the current stream. None of the device's streams
+    synchronizes with CUDA's default stream.
 
     `queues` are the streams for communication and offloading (hpc3d.comm.comm_stream), and
     `pinned` is a pool of page-locked host memory for asynchronous copies. While the host waits, it

@@ -65,7 +65,7 @@ class Gpu:
         yield from pieces
 
     def by_arrays(self, primitive: Primitive, *arrays: Array) -> None:
-        """Run the NumPy rule of a primitive without a CUDA kernel on device arrays."""
+        """Run a primitive that has no CUDA kernel by applying its NumPy rule to device arrays."""
         primitive.numpy(*arrays)
 
     def contiguous(self, x: Array) -> Array:

@@ -74,7 +74,7 @@ def row_of(elements: int) -> Callable[[int, int, int, int], Launch]:
 
 
 def strided(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Cover all elements with a grid-stride loop."""
+    """Cover all elements of an array with a grid-stride loop over packs."""
     return Launch((min(BLOCKS, whole(rows * columns, pack * most)), 1), (most, 1))
 
 
@@ -114,12 +114,12 @@ SHAPES = {
     )
 }
 
-# A comment before each kernel states how the (rows, columns) of its work map to a launch: a name
-# in SHAPES, or `row_of` and a number of elements. For flat arrays, rows is 1; for sum_repeated and
-# similar kernels, the number of rows of the result; for sum_strips, the number of sums (1 or 2);
-# for attention, the number of matrices (B heads), with T columns. The comment then lists the
-# arrays that the kernel reads before it writes them. All other arrays are either only read or only
-# written.
+# A comment before each kernel names the function in SHAPES that maps the work (rows, columns) to a
+# launch, or `row_of` with a number of elements. The value of `rows` is 1 for flat arrays, the
+# number of result rows for sum_repeated and similar kernels, the number of sums (1 or 2) for
+# sum_strips, and the number of matrices (B heads), with T columns, for attention. The comment then
+# lists the arrays that the kernel reads before it writes them. All other arrays are either only
+# read or only written.
 _DECLARATION = re.compile(
     r"// Launch: (\w+)(?: (\d+))?(?:; reads and writes ([\w, ]+))?\n"
     r"(template <typename T>\s)?__global__ void __launch_bounds__\((\d+)(?:, \d+)?\)\s+"

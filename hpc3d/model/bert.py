@@ -82,11 +82,12 @@ class MaskedLogitsSaved(NamedTuple):
 
 
 class MaskedHead(Head):
-    """Logits Y[m, v] = norm(gelu(X W + b)) table' + b', and the cross-entropy of masked tokens.
+    """Head of BERT: logits Y[m, v] = norm(gelu(X W + b)) table' + b', and their cross-entropy.
 
-    The lookup determines the layout of the embedding table, so the product with the table requires
-    its input to have the layout of the blocks' output. The product with W therefore uses
-    `Split.alike`, whose Y has the same layout as its X.
+    Only masked tokens contribute to the cross-entropy. The lookup determines the layout of the
+    embedding table, so the product with the table requires its input to have the layout of the
+    blocks' output. The product with W therefore uses `Split.alike`, whose Y has the same layout as
+    its X.
     """
 
     def __init__(

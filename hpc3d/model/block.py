@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 
 
 class BlockSaved(NamedTuple):
-    """Data saved for the backward pass of a block: the inputs of its products and norms, and the
-    data saved by attention and MLP."""
+    """Data saved for the backward pass of a block.
+
+    These are the inputs of its products and norms, and the data saved by the attention layer and
+    the MLP.
+    """
 
     norm1: NormSaved
     qkv_linear: Saved | GroupedSaved
@@ -56,7 +59,7 @@ class PreNorm:
         self.mesh, self.norm, self.dropout, self.hidden = norm.mesh, norm, dropout, hidden
 
     def branch_input(self, x: Array) -> tuple[Array, Any]:
-        """Return the input of f, and the data saved by the norm (None with post-norm)."""
+        """Return the input of f, and the data saved by the norm (`None` with post-norm)."""
         return self.norm.forward(x)
 
     def add(

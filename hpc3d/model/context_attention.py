@@ -104,7 +104,7 @@ class RingAttention(HeadBlock):
         return self.turned(dqkv, micro, sign=-1)
 
     def _pairs(self, ring_rank: int) -> tuple[ChunkPair, ...]:
-        """Return all pairs of a local query chunk and a key chunk of `ring_rank` visible to it."""
+        """Return all pairs of a local query chunk and a visible key chunk of `ring_rank`."""
         mine, theirs = (list(self._chunks(which)) for which in (self.ring_rank, ring_rank))
         return tuple(
             ChunkPair(queries, keys, self.causal and position == other, position, other)
@@ -152,10 +152,10 @@ class RingAttention(HeadBlock):
         return at
 
     def _drop(self, micro: Microbatch) -> Mask | None:
-        """Return the dropout `Mask` of the probabilities, or None without dropout.
+        """Return the dropout `Mask` of the probabilities, or `None` without dropout.
 
-        The mask belongs to a matrix of shape [samples*heads*keys, T]; its `rows` are the first
-        rows of this rank's heads, one per sample.
+        The mask belongs to a matrix of shape [samples*heads*keys, T]. The `rows` of the mask
+        contain, for each sample, the first row of this rank's heads.
         """
         if not self.drops(micro):
             return None
@@ -180,7 +180,7 @@ class Ring:
         )
 
     def around(self, block: Array, home_last: bool = False) -> Iterator[tuple[int, Array]]:
-        """Yield the ring position and the block of every rank in the ring.
+        """Yield pairs of a ring position and the block of this position.
 
         This rank's own block comes first, or last if `home_last` is True. The other blocks follow
         from the nearest to the farthest predecessor. The next block is in transfer while the

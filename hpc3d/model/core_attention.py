@@ -32,7 +32,7 @@ class AttentionSaved(NamedTuple):
 
 
 class HeadBlock:
-    """Tokens and attention heads that a rank processes between the all-to-alls.
+    """Tokens and attention heads processed by a rank between the all-to-alls.
 
     With context parallelism, a rank has complete heads and `tokens` tokens of each of its
     sequences: the tokens of its ring position. The rotary embedding uses token positions in the
@@ -81,7 +81,7 @@ class HeadBlock:
     def padding(self, micro: Microbatch, ring_rank: int) -> Any:
         """Return the padding mask [B, t] of this rank's sequences at ring position `ring_rank`.
 
-        Returns None if the model has no padding token.
+        Returns `None` if the model has no padding token.
         """
         if self.sizes.padding is None:
             return None
@@ -150,7 +150,7 @@ class CoreAttention(HeadBlock):
         return {"drop": self._drop(micro), "mask": mask}
 
     def _drop(self, micro: Microbatch) -> Mask | None:
-        """Return the dropout `Mask` of this rank's probabilities [B, heads * T * T], or None."""
+        """Return the dropout `Mask` of this rank's probabilities [B, heads * T * T], or `None`."""
         if not self.drops(micro):
             return None
         square, heads = self.tokens**2, self.heads()

@@ -224,8 +224,8 @@ class ExpertMixture:
         """Register the balancing bias b_i (arXiv:2408.15664), used only to select experts.
 
         After each step, b_i decreases by a fixed rate if expert i was selected more often than the
-        average expert, and increases if it was selected less often. The gradient is defined as
-        this excess times the number of experts.
+        average expert, and increases if it was selected less often. The gradient is defined as the
+        number of selections above the average, multiplied by the number of experts.
         """
         if not self.form.balance_bias:
             return None
@@ -238,7 +238,7 @@ class ExpertMixture:
         )
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, MixtureSaved]:
-        """Return Y and the data saved for backward."""
+        """Return the output Y and the data saved for the backward pass."""
         logits, saved_router = self.router.forward(x)
         with self.mesh.trace.span("routing"):
             routes = route(logits, self.form.top_k, self.bias and self.bias.value)

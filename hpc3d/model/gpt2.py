@@ -96,7 +96,7 @@ class HeadSaved(NamedTuple):
 
 
 class Head:
-    """Logits Y[m, v] = norm(X) table' and their cross-entropy."""
+    """Head of a decoder-only model: logits Y[m, v] = norm(X) table', and their cross-entropy."""
 
     name = "head"
 

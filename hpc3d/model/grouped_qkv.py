@@ -107,7 +107,10 @@ class GroupedQkv(Linear):
         return heads % self.mesh.count(self.across) == 0
 
     def _needed(self, heads: int) -> slice:
-        """Return the columns of a weight block, with `heads` heads in total, used by this rank."""
+        """Return the slice of a weight block's columns that is used by this rank's product.
+
+        The unsharded weight has `heads` heads.
+        """
         members = self.mesh.count(self.across)
         if self._is_cut(heads):
             return slice(0, heads // members * self.width)
@@ -117,7 +120,7 @@ class GroupedQkv(Linear):
     def forward(  # type: ignore[override]
         self, x: Array
     ) -> tuple[Array, GroupedSaved]:
-        """Return [q | k | v] and the data saved for backward."""
+        """Return [q | k | v] and the data saved for the backward pass."""
         weights = [part.weight.value for part in self.parts]
         biases = [part.bias.value for part in self.parts if part.bias]
         b = self._joined(biases) if biases else None

@@ -77,7 +77,7 @@ class KeptForm:
         return _replaced(saved, self._save, {}) if self.offload else saved
 
     def ask(self, saved: list[Any]) -> None:
-        """Start loading the offloaded arrays of the last entry of `saved`, if there is one."""
+        """Start loading the offloaded arrays in the last entry of `saved`, if any."""
         if self.offload and saved:
             saved[-1] = _replaced(saved[-1], self._load, {})
 

@@ -320,7 +320,7 @@ class Embedding:
         return order_of(self.index(micro))
 
     def forward(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
-        """Return Y and the data saved for backward."""
+        """Return the embeddings Y and the data saved for the backward pass."""
         m, k = self.matmul.axes["m"], self.matmul.axes["k"]
         table = self.matmul.gather(self.table.value, self.split.w, m).wait()
         index = micro.cached("embedding.index", self.index)

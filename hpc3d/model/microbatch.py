@@ -24,11 +24,11 @@ def _without_cache(micro: Microbatch, name: str, make: Callable[[Microbatch], An
 class Microbatch(NamedTuple):
     """Tokens and targets [sequences, T] of one pass, identical on all ranks.
 
-    With context parallelism, these are virtual sequences (hpc3d.model.context).  `first` is the
-    index of the first sequence in the batch of training step `step`; the loss is scaled by `scale`
-    for the gradient.  `cache` copies host arrays to the memory of the model's arrays.  A
-    microbatch that is not for `training` has no backward pass: nothing is saved, and no dropout is
-    applied.
+    With context parallelism, these are virtual sequences (hpc3d.model.context). `first` is the
+    index of the first sequence in the batch of training step `step`; the loss is multiplied by
+    `scale` before the backward pass. `cache` copies host arrays to the memory of the model's
+    arrays. A microbatch that is not for `training` has no backward pass: nothing is saved, and no
+    dropout is applied.
     """
 
     step: int
@@ -68,9 +68,9 @@ def microbatches(
 ) -> Iterator[Microbatch]:
     """Yield `count` microbatches of a batch [sequences, T], with sequences sharded by `context`.
 
-    The accumulated gradients belong to the mean loss over the full batch or, if `alone` is True,
-    over each microbatch. The mean includes only tokens whose target is not IGNORE, so each
-    microbatch is weighted by its number of such tokens.
+    By default, the accumulated gradient is the gradient of the mean loss over the full batch. If
+    `alone` is True, each microbatch has the gradient of its own mean loss. Means include only
+    tokens whose target is not IGNORE, so each microbatch is weighted by its number of such tokens.
     """
     ends = [len(tokens) * number // count for number in range(count + 1)]
     whole, cut = valid_tokens(targets), context.cut if context else np.asarray

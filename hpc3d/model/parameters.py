@@ -3,11 +3,11 @@
 Each parameter has a global shape, the layouts of its value and gradient, its initialization, and
 the axes along which each rank's gradient is only a partial sum at the end of a step.
 
-Ranks along the data axis d have the same parameters. So do ranks along the context axis c, which
-process different tokens of the same sequences, and ranks along e. The replicas of a parameter
-therefore form the plane c d e. Experts are sharded along e, so their replicas form the plane c d.
-With ZeRO (arXiv:1910.02054), every parameter is split into as many equal shards as it has
-replicas. Each replica updates only its *own* shard and stores only the optimizer state of this
+Ranks along the data axis d have the same parameters, as do ranks along the context axis c, which
+process different tokens of the same sequences, and ranks along the expert axis e. The replicas of
+a parameter therefore form the plane c d e. Experts are sharded along e, so their replicas form the
+plane c d. With ZeRO (arXiv:1910.02054), every parameter is split into as many equal shards as it
+has replicas. Each replica updates only its *own* shard and stores only the optimizer state of this
 shard:
 
     zero    value      gradient    at the end of a step
@@ -193,7 +193,7 @@ class Parameters:
         offload: Collection[str] = (),
     ) -> None:
         self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
-        self.wide = np.promote_types(dtype, np.float32)  # type of gradients and optimizer state
+        self.wide = np.promote_types(dtype, np.float32)  # dtype of gradients and optimizer state
         self.reduced = np.dtype(reduced or self.wide)
         self.whole_matrices, self.offload = whole_matrices, offload
         self.items: list[Parameter] = []
@@ -264,7 +264,7 @@ class Parameters:
             self.slices[item] = slices
         self.value = self.mesh.zeros((values[False],), self.dtype, "parameter")
         self.grad = self.mesh.zeros((grads,), self.wide, "gradient")
-        if any(map(self.lies_elsewhere, self.items)):  # empty if other ranks own all of them
+        if any(map(self.lies_elsewhere, self.items)):  # empty if other ranks own the values
             self.elsewhere = store_of(self.mesh.pool).empty((values[True],), self.dtype)
             self.elsewhere.fill(0)
         self.bind()

@@ -411,7 +411,7 @@ def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
 def _by_cudnn(
     gpu: Gpu, qkv: Array, form: HeadForm, drop: Mask | None, mask: AttentionMask
 ) -> bool:
-    """Return True if cuDNN can compute this attention, which must not have a padding mask."""
+    """Return True if cuDNN can compute this attention. Padding masks are not supported."""
     flash = gpu.flash and mask.padding is None
     return flash and qkv.size and gpu.flash.suits(qkv.dtype, form.width, drop)
 
@@ -449,7 +449,7 @@ def _gradient_of(qkv: Array, grads: Array, sequence: int, form: HeadForm, empty:
 
 
 def _by_kind(qkv: Array, sequence: int, form: HeadForm) -> Array:
-    """Return a view [3, B, heads, T, D] of q, k and v, without grouped-query attention."""
+    """Return a view [3, B, heads, T, D] of q, k and v if g = 1 (no grouped-query attention)."""
     return qkv.reshape(-1, sequence, qkv.shape[1] // form.columns, 3, form.width).transpose(
         3, 0, 2, 1, 4
     )

@@ -42,7 +42,7 @@ _SCORES = 1 << 18  # maximum size in bytes of the score tiles of one batch of he
 
 
 class Merged(NamedTuple):
-    """Attention over the keys merged so far, in float32 or wider.
+    """Merged attention output for all keys processed so far, in float32 or wider.
 
     `out` is the output [B*t, heads*g*D], and `sums` the log-sum-exp of the scores [B, heads, g,
     t], which is -inf before the first key.

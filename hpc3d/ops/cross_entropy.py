@@ -51,7 +51,7 @@ def _(gpu, logits, targets, vocabulary, scale):
 
 @primitive
 def row_max(logits: Array, columns: int) -> Array:
-    """Return the maximum of each row. Padding, columns with index >= `columns`, is set to -inf."""
+    """Set padding columns (index >= `columns`) to -inf; return the maximum of each row."""
     logits[:, columns:] = -np.inf
     return logits.max(1, initial=-np.inf)
 
@@ -114,7 +114,7 @@ def _(logits, top, index):
 
 @local_sums.cuda
 def _(gpu, logits, top, index):
-    """Compute the sums without changing the logits."""
+    """Compute the sums of exponentials without changing the logits."""
     sums = gpu.empty((2, logits.shape[0]), np.float32)
     given = {"top": top, "index": index, "sums": sums, "columns": logits.shape[1]}
     gpu.launch("local_sums", *logits.shape, logits=logits, **given)

@@ -79,7 +79,7 @@ def adamw_8bit(
     """Apply an AdamW update with 8-bit moments to complete blocks.
 
     `moments` are the codes of the first and second moments, and the scales of both. A nonzero
-    second moment never gets code 0: otherwise, the first moment would be divided by epsilon.
+    second moment never gets code 0, because the first moment would then be divided by epsilon.
     """
     first, second, *scales = moments
     scale, rate, root, keep = factors

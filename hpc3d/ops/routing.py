@@ -29,7 +29,8 @@ class Routes(NamedTuple):
     """Routing decisions for n tokens.
 
     `experts` is int64[n, k] in descending order of probability, `weights` [n, k] are the gate
-    weights of their outputs, `probs` is [n, E], and `lse` [n] is the log-sum-exp of the logits.
+    weights of the experts' outputs, `probs` is [n, E], and `lse` [n] is the log-sum-exp of the
+    logits.
     """
 
     experts: Array

@@ -1,4 +1,4 @@
-"""Row-wise operations: bias, dropout, adding a repeated table, and their gradients.
+"""Row-wise operations: bias, dropout, addition of a repeated table, and their gradients.
 
 To run at cache speed, the NumPy rules process rows in cache-sized blocks, in place, and without
 full-size temporaries.

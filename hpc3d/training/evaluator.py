@@ -145,7 +145,7 @@ def restored(
     now: Config,
     texts: Mapping[str, Any] | None = None,
 ) -> Best | None:
-    """Return the best evaluation in the manifest of a checkpoint.
+    """Return the best evaluation recorded in a checkpoint manifest.
 
     `before` is the configuration of the run that wrote the checkpoint. Returns `None` if the
     evaluation is not comparable with evaluations under the configuration `now` with `texts`.

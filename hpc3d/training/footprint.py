@@ -82,7 +82,8 @@ def _bytes_held(config: Config, copies: int) -> float:
     states += wide * (wide > e)
     states *= "optimizer" not in config.parallel.offload
     values = e * ("parameters" not in config.parallel.offload)
-    # Bytes per value, gradient and state, each with the lowest ZeRO stage that shards it.
+    # Bytes per parameter of values, gradients and states, each with the lowest ZeRO stage that
+    # shards these arrays.
     shares = [(values, 3), (wide, 2), (states, 1)]
     return sum(size / (copies if zero >= stage else 1) for size, stage in shares)
 

@@ -2,8 +2,8 @@
 
 The first step of a run launches each kernel individually, so that all kernels are compiled and all
 buffers allocated. The second step is captured, and later steps replay the graph. The optimizer
-update is not captured: all ranks check the loss and the gradient norm before the update, which has
-only two kernels.
+update is not captured: all ranks check the loss and the gradient norm before the update, and the
+update consists of only two kernels.
 
 Inputs that change from step to step (tokens, dropout keys, the loss scale) are in arrays with
 fixed addresses (`microbatch_loader._PersistentDeviceCache`).
@@ -30,7 +30,7 @@ class GraphedStep:
         self.results, self.peak = (), Counter()
 
     def run(self, groups: Sequence[Group], micros: Mapping[int, Microbatch]) -> None:
-        """Run all passes of a step and its update."""
+        """Run all passes and the optimizer update of a step."""
         trainer = self.trainer
         if self.done:
             trainer.engine.seconds.clear()

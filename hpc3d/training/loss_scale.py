@@ -1,4 +1,4 @@
-"""Loss scaling for float16, which would flush small gradients to zero.
+"""Loss scaling for float16, in which small gradients would underflow to zero.
 
 float16 has no numbers between 0 and 2^-24, and many gradients are in that range. The loss is
 multiplied by a factor S before the backward pass, and the gradients are multiplied by 1 / S in the

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 # Fraction of tokens that are targets, and cumulative fractions of masked and replaced targets.
 _TARGETS, _MASKED, _REPLACED = 0.15, 0.8, 0.9
-_DRAWS = 4  # random numbers per token (three are used), from one value of the counter
+_DRAWS = 4  # random numbers per token, from one value of Philox's counter; three are used
 
 
 def batches_of(config: Config, tokens: Tokens) -> Batches:
-    """Return the training batches of a run. The vocabulary must be resolved."""
+    """Return the training batches of a run, whose configured vocabulary must be resolved."""
     sequence, batch = config.model.sequence, config.train.batch
     if family_of(config.model).causal:
         return Batches(tokens, sequence, batch, config.seed)
@@ -35,7 +35,7 @@ def batches_of(config: Config, tokens: Tokens) -> Batches:
 
 
 def validation_of(config: Config, tokens: Tokens) -> ValidationBatches:
-    """Return the evaluation batches of a run. The vocabulary must be resolved."""
+    """Return the evaluation batches of a run, whose configured vocabulary must be resolved."""
     sequence, train = config.model.sequence, config.train
     if family_of(config.model).causal:
         return ValidationBatches(tokens, sequence, train.batch, train.eval_batches)

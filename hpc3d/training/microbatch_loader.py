@@ -1,4 +1,4 @@
-"""Loading of microbatches, numbered as in the instructions of a schedule."""
+"""Loader of microbatches, which are numbered as in the instructions of a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DeviceCache:
 
 
 class _PersistentDeviceCache(DeviceCache):
-    """Device cache whose arrays keep their addresses from step to step, as a CUDA graph needs.
+    """Device cache whose arrays keep their addresses from step to step, for use in a CUDA graph.
 
     The arrays are refilled at the beginning of each step.
     """

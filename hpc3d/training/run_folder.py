@@ -59,9 +59,9 @@ def create(config: Config, text: str) -> Path:
 def reopen(folder: Path, text: str) -> Path:
     """Prepare the folder of a resumed run, with its configuration `text`.
 
-    Files of an earlier attempt are renamed: config-1.toml, trace-1.h5 and so on. Incomplete saves
-    and temporary files of the earlier attempt are removed. The call can be repeated if it was
-    interrupted. Raises ValueError if the folder cannot be written.
+    Files of an earlier attempt are renamed: config-1.toml, trace-1.h5 and so on. Incomplete
+    checkpoints and temporary files of the earlier attempt are removed. The call can be repeated if
+    it was interrupted. Raises ValueError if the folder cannot be written.
     """
     from hpc3d.trace.merge import merge
 
@@ -131,7 +131,7 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
             file.truncate(0)
             print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
     except OSError:
-        with suppress(OSError):  # closing flushes again
+        with suppress(OSError):  # closing the file flushes it again
             file.close()
         raise
     return file
@@ -211,7 +211,7 @@ def git_revision() -> str:
 
 
 def clear(run_dir: Path) -> None:
-    """Remove the incomplete saves and the temporary files of a killed run."""
+    """Remove the incomplete checkpoints and the temporary files of a killed run."""
     folders = Path(run_dir), Path(run_dir) / "trace", Path(run_dir) / "checkpoints"
     for save in folders[-1].glob("step-????????.tmp"):
         shutil.rmtree(save)

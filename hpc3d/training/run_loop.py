@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class RunSaver(Protocol):
-    """Checkpoint saver (hpc3d.checkpoints.saver). `saved` is the step count at the last one."""
+    """Checkpoint saver (hpc3d.checkpoints.saver); `saved` is the last checkpoint's step count."""
 
     saved: int
 
@@ -173,8 +173,8 @@ def _stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
 
 
 def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
-    """Finish a run: wait for pending saves, and merge the traces of all ranks."""
-    run.watchdog.stop()  # the last save may exceed the watchdog's limit
+    """Finish a run: wait for pending checkpoints, and merge the traces of all ranks."""
+    run.watchdog.stop()  # writing the last checkpoint may exceed the watchdog's limit
     run.saver.wait()
     run.trainer.mesh.trace.synchronize()
     _save_position(plan, run.batches, done)

@@ -98,7 +98,7 @@ class Trainer:
         self.groups = program.steps(mesh.coord("p"))
         self.replay = self._replay() if train.cuda_graph else None
         self.number, self.loss, self.norm = -1, 0.0, 0.0
-        self.local_loss = self.squares = 0.0  # contributions of this rank to loss and norm^2
+        self.local_loss = self.squares = 0.0  # this rank's contributions to the loss and to norm^2
         self.scaling, self.skipped = scale_of(train.dtype), False
 
     def _replay(self) -> GraphedStep | None:
@@ -223,7 +223,7 @@ class Trainer:
 
 
 def spec_of(config: Config, vocabulary: int) -> ModelSpec:
-    """Return the ModelSpec of a configuration."""
+    """Return the `ModelSpec` that corresponds to a configuration."""
     family = family_of(config.model)
     sizes = replace(family.sizes(config.model, vocabulary), fused_gelu=config.train.fused_gelu)
     return ModelSpec(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 _LOOKS = 20  # number of checks within the time limit, but at least one per second
-GRACE = 6  # further checks, to give the other ranks time to report
+GRACE = 6  # number of further checks, to give the other ranks time to report
 LATER = 6  # more checks on other nodes, so that rank 0's node ends the job and its output arrives
 TOLD = 10  # minimum time in seconds after SIGTERM before a rank assumes that its peers exited
 _SILENT = "silent: stopped or terminated"
@@ -117,7 +117,7 @@ class Watchdog:
         return bool(told) and self.silence > max(TOLD, 2 * self.longest)
 
     def leave(self) -> None:
-        """End only this rank."""
+        """End only the process of this rank."""
         if self.job.first_to_fail():
             what = f"asked to stop and exited: no progress for {self.silence:.0f} s"
             self.job.complain(f"rank {self.job.rank} was {what}, {self.position}")
@@ -145,7 +145,7 @@ class RankPosition:
         return self.step, *(comm.done for comm in self.comms.values())
 
     def waiting(self) -> tuple[str, tuple[str, int, int, int | None]] | None:
-        """Return the axis and the call in which this rank waits, or None."""
+        """Return the axis and the call in which this rank waits, or `None`."""
         calls = ((axis, comm.waiting) for axis, comm in self.comms.items())
         return next(((axis, call) for axis, call in calls if call), None)
 
@@ -225,7 +225,7 @@ class Reports:
             line += f"{self.folder} does not respond either"
         if not self._promptly(lambda: self.noted(line), True):
             return False
-        self.job.first_to_fail()  # the other ranks need not report that they ended
+        self.job.first_to_fail()  # the other ranks need not report that they have ended
         self.job.complain(line)
         return True
 

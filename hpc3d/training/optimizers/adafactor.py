@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.parameters import Parameter, WholeMatrix
 
-_Sum = tuple["Array", Iterable[str]]  # a partial sum and the axes to all-reduce it over
+_Sum = tuple["Array", Iterable[str]]  # a partial sum and the axes over which it is all-reduced
 
 
 class _Step(NamedTuple):
@@ -110,7 +110,7 @@ class Adafactor(Optimizer):
         state += rest * (mean + self.EPSILON)
 
     def _matrix_steps(self, found: Sequence[tuple], scale: float) -> list[_Step]:
-        """Update the states of all matrices and return their steps."""
+        """Update the states of all matrices and return the matrices' update steps."""
         mesh = self.parameters.mesh
         with mesh.trace.span("squares"):
             rows, columns = self._squares_of_lines(found, scale)
@@ -158,7 +158,7 @@ class Adafactor(Optimizer):
         return _Step(part.item, arrays, keep, scales, 1 / np.sqrt(states["column_means"]), axes)
 
     def _vector_steps(self, decay: float, scale: float) -> Iterator[_VectorStep]:
-        """Yield the steps of all vectors."""
+        """Update the second moments of all vectors and yield the vectors' update steps."""
         pieces = zip(self.parameters.pieces, self.pieces(decay), strict=True)
         for piece, ((value, master, grad), states, keep) in pieces:
             scaled, second = grad * scale, states["second"]

@@ -11,7 +11,7 @@ arXiv:2502.16982, section 2.2). AdamW updates all other parameters. Query, key a
 count as three matrices, the gate and up weights of SwiGLU as two, and each expert has its own
 matrices.
 
-A sharded matrix is gathered on one rank at a time (sharded_muon.py keeps it sharded). Matrices
+Each sharded matrix is gathered on a single rank; sharded_muon.py avoids this gathering. Matrices
 sharded over the same g ranks are assigned round-robin, one per rank: an all-to-all along each axis
 gathers the blocks, and another one returns their updates. In each all-to-all along an axis of s
 ranks, a rank receives (1 - 1/s) of an unsharded matrix. Along an axis on which a single rank
@@ -137,7 +137,7 @@ class Muon(AdamW):
         StateSpec("second", of=_is_other),
     )
     WHOLE_MATRICES = is_hidden
-    BETA1 = 0.9  # for the parameters that AdamW updates
+    BETA1 = 0.9  # beta1 for the parameters updated by AdamW
 
     def __init__(self, parameters: Parameters, weight_decay: float, **constants: float) -> None:
         self.momentum = constants["beta1"]

@@ -95,7 +95,7 @@ class StateSpec(NamedTuple):
 
 
 def _keeps(spec: StateSpec, item: Parameter) -> bool:
-    """Return True if a parameter has this state."""
+    """Return True if a parameter has the state described by `spec`."""
     return spec.of(item.name, item.shape) and not item.frozen and not item.sign_rate
 
 
@@ -195,7 +195,7 @@ class Optimizer:
     def pieces(
         self, decay: float
     ) -> Iterator[tuple[tuple[Array, Array | None, Array], dict[str, Array], float]]:
-        """Yield the flat slices to update.
+        """Yield the slices of the flat arrays to update.
 
         Each item holds (value, master or None, gradient), the slices of the states by name, and
         the weight decay factor of the values.  The trace records the time until the next item
@@ -323,7 +323,7 @@ class AdamW(Optimizer):
             adamw(*arrays, *moments, self.constants, (*factors, keep))
 
     def factors(self, learning_rate: float, scale: float) -> tuple[float, float, float]:
-        """Return the factors of the gradients, of the step, and of sqrt(second moment)."""
+        """Return the factors that multiply the gradients, the step, and sqrt(second moment)."""
         rate = learning_rate / (1 - self.constants["beta1"] ** self.steps)
         return scale, rate, 1 / sqrt(1 - self.constants["beta2"] ** self.steps)
 
