@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # dict from supported dtypes to cuDNN's names
 _Q, _K, _V, _OUT, _STATS, _DOUT, _DQ, _DK, _DV = range(1, 10)  # tensor identifiers in the graphs
 _LINE = 400  # maximum length of a cuDNN error message, in characters
-RUNTIMES = ("libcudart.so.12", "libcudart.so.13")  # CUDA runtimes supported by the frontend
+RUNTIMES = ("libcudart.so.12", "libcudart.so.13")  # CUDA runtimes that the frontend searches for
 
 
 class Case(NamedTuple):
@@ -119,7 +119,7 @@ class Flash:
         with self.told("be started"):
             self.handle = self.cudnn.create_handle()
             self.cudnn.set_stream(handle=self.handle, stream=stream)
-        # cuDNN's bindings report every object that still exists at interpreter exit as a leak.
+        # cuDNN's bindings report every object that still exists when the interpreter exits.
         atexit.register(self.plans.clear)
 
     @staticmethod
