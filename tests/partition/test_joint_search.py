@@ -32,6 +32,20 @@ def test_estimated_gpipe_step_matches_the_simulator():
     assert search.best == evaluated(costs, best).seconds == (4 + 3) * 2 * 2 * 3
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+def test_estimate_of_a_split_backward_pass_is_a_lower_bound(schedule):
+    """The weight gradients fill the bubble: their time is subtracted from it."""
+
+    def graph(rows):
+        atoms = [Atom((n,), 1.0 * rows, 2.0 * rows, weight=1.0 * rows) for n in range(8)]
+        return Graph(atoms, [Value(n, (n + 1,), 0.0) for n in range(7)])
+
+    costs = ModelCosts(graph, MACHINE, 8)
+    search = JointSearch(costs, Allowed(2, 1e9, (4,), (schedule,), (1,)))
+    (best, *_) = search.found()
+    assert 4 * 8 < search.best <= evaluated(costs, best).seconds
+
+
 def test_estimate_includes_pass_overhead_and_update():
     """Of one stage exactly: 4 microbatches take 4 times what comes with a part."""
 
