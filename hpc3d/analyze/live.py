@@ -27,11 +27,11 @@ BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
 _QUIET = 60  # minimum number of seconds without a step before a run counts as silent
 _TAIL = 2000  # number of bytes at the end of the log that are searched for the final state
 _RECENT = 20  # number of most recent steps over which the speed is computed
-# A straggler arrives last at least _LATE times as often as the average rank. At most _NAMED
-# stragglers are listed.
+# A straggler is the last rank to join a call at least _LATE times as often as the average rank. At
+# most _NAMED stragglers are listed.
 _LATE, _NAMED = 2, 3
 _SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # keys in a step record
-_FINAL_STATES = (  # (text in train.log, state of the run)
+_FINAL_STATES = (  # text in train.log -> state of the run
     ("stopped after step", "stopped"),
     (KEPT, "ended"),
     ("from the last checkpoint with --resume", "failed"),
@@ -151,7 +151,7 @@ class LiveRun:
 
 
 def _is_complete(record: dict[str, Any]) -> bool:
-    """Return true if a step record has all values that the status displays."""
+    """Return True if a step record has all values that are shown in the status."""
     return (record.get("steps") or 0) > 0 and all(record.get(key) is not None for key in _SHOWN)
 
 
@@ -179,7 +179,7 @@ def _is_alive(lock: Path) -> bool | None:
     match _tail(lock).split():
         case [_, number, _, host] if number.isdecimal() and host == platform.node():
             try:
-                os.kill(int(number), 0)  # signal 0 only tests if the process exists
+                os.kill(int(number), 0)  # signal 0 only tests whether the process exists
             except (ProcessLookupError, OverflowError):
                 return False
             except PermissionError:
@@ -209,7 +209,7 @@ def _tail(path: Path) -> str:
 def _stragglers(axes: AxisShares) -> list[str]:
     """Return phrases that list the stragglers.
 
-    A straggler arrives last at calls at least _LATE times as often as the average rank.
+    A straggler is the last rank to join a call at least _LATE times as often as the average rank.
     """
     total = axes.late.total()
     if not total:

@@ -1,4 +1,4 @@
-"""Common representation of the events of a trace for all export formats."""
+"""Common in-memory representation of trace events, used by all export formats."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Events:
     names
         Dict from code to name for each column that contains codes.
     links
-        Pairs of row indices, shape [links, 2]. A pair is a send and its receive, or the call of
-        the last rank to arrive and another call that waited for this rank.
+        Pairs of row indices, shape [links, 2]. A pair connects a send to its receive, or the last
+        call posted in a collective to another call that waited for it.
     one_time
         True if the ranks share a clock. It is false if the trace contains CPU times. In this
         case, there are no links, and `wait` is 0.
     steps
         Tuples (rank, step, start, end) with times in ns, relative to the same start as `columns`.
     rows
-        Slice of the events of each rank.
+        For each rank, the slice of rows that contains its events.
     coords
         Coordinates of each rank on `axes`.
     """

@@ -1,4 +1,4 @@
-"""Export of events in the formats of other tools. Each format produces a file or a folder."""
+"""Export of trace events to the file formats of other tools. Each export is a file or folder."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def _coords(trace, axes):
 
 
 def _links(calls, rows, size):
-    """Return the pairs of events that are connected, as indices into `rows`, shape [links, 2].
+    """Return the pairs of dependent events, as indices into `rows`, shape [links, 2].
 
-    Each pair is a send and its receive, or the call of the last rank to arrive and another call
-    that waited for this rank.
+    A pair consists of a send and its receive, or of the last call posted in a collective and
+    another call that waited for it.
     """
     ranks = calls.trace.attrs["world_size"]
     key = calls.instance.astype("i8") * ranks + calls.rank

@@ -1,12 +1,13 @@
 """Export to Open Trace Format 2, for Vampir and other tools of the Score-P ecosystem.
 
-Each stream of a rank is a location, each rank a location group, and each host a node of the system
-tree. Events are written as regions; the region name of a call includes the mesh axis. Each group
-of ranks is a communicator. A call that is followed immediately by its wait has blocking MPI
-records; any other call has a request record and a completion record. The tag of a message is its
-sequence number. A metric accumulates the bytes and FLOP of each location. The attributes of an
-event contain its step, layer, microbatch, stage, chunk and phase. MPI records are omitted if the
-trace contains CPU times, because the ranks then have no common clock.
+Each stream of a rank is an OTF2 location, each rank is a location group, and each host is a node
+of the system tree. Events are written as regions; the region name of a call includes the mesh
+axis. Each group of ranks is a communicator. A call that is followed immediately by its wait is
+written with blocking MPI records. Any other call is written as nonblocking, with a request record
+and a completion record. The tag of a message is its sequence number. A metric accumulates the
+bytes and FLOP of each location. The attributes of an event contain its step, layer, microbatch,
+stage, chunk and phase. MPI records are omitted if the trace contains CPU times, because the ranks
+then have no common clock.
 
 Python bindings: https://perftools.pages.jsc.fz-juelich.de/cicd/otf2/tags/latest/python/
 """
@@ -162,7 +163,7 @@ class _Records:
         self.total = [0, 0.0]  # accumulated bytes and FLOP
 
     def write(self, own: np.ndarray) -> None:
-        """Write the records of the events with the indices `own`."""
+        """Write the records of the events whose indices are in `own`."""
         columns = _of_location(self.definitions.events, own)
         lists = {key: values.tolist() for key, values in columns.items()}
         rows = [dict(zip(lists, values)) for values in zip(*lists.values())]
@@ -216,7 +217,7 @@ class _Records:
         return self._peer(row), communicator, row["seq"], row["bytes"]
 
     def _collective(self, row):
-        """Return the operation, communicator, root, bytes sent and bytes received."""
+        """Return a collective's operation, communicator, root, bytes sent and bytes received."""
         op = getattr(self.definitions.otf2.CollectiveOp, _COLLECTIVES[row["name_of_op"]])
         communicator = self.definitions.communicators[row["group"]]
         return op, communicator, self._peer(row), row["sent"], row["bytes"]
@@ -233,7 +234,7 @@ class _Records:
 
 
 def _of_location(events, own):
-    """Return the columns of the events with indices `own`, and columns derived from them."""
+    """Return the recorded and the derived columns of the events whose indices are in `own`."""
     columns = {key: values[own] for key, values in events.columns.items()}
     columns["number"] = own
     columns["posted"] = np.clip(columns["posted"], 0, columns["start"])

@@ -1,9 +1,9 @@
 """Export to the Trace Event Format, for ui.perfetto.dev and chrome://tracing.
 
 Each rank is a process, and each of its streams a thread. Each event is a slice whose arguments
-contain the columns of the event. Arrows lead from a send to its receive, and from the call of the
-last rank to arrive to the calls that waited for this rank. Perfetto's documentation describes the
-format under "Trace Event Format" (docs/getting-started/other-formats).
+contain the columns of the event. Arrows connect a send to its receive, and the last call posted in
+a collective to the calls that waited for it. Perfetto's documentation describes the format under
+"Trace Event Format" (docs/getting-started/other-formats).
 """
 
 from __future__ import annotations

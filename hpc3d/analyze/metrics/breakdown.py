@@ -84,8 +84,8 @@ def rank_rows(trace: Trace, calls: CallInstances) -> list[dict[str, Any]]:
 
     compute_s (including the optimizer), wait_s, transfer_s, copy_s, other_s and unrecorded_s add
     up to step_s. exposed_s = wait_s + transfer_s is the time during which the rank is blocked in
-    calls (see wait_states.py). copy_s is the time in calls with a deferred wait, except
-    broadcasts, which block.
+    calls (see wait_states.py). copy_s is the time in nonblocking calls (calls with a deferred
+    wait), except broadcasts, which block.
 
     outstanding_s is the portion of compute_s during which a call of the rank was outstanding:
     posted, but not yet waited for. It is an upper bound on the communication overlapped with
@@ -112,10 +112,10 @@ def rank_rows(trace: Trace, calls: CallInstances) -> list[dict[str, Any]]:
 
 
 def copy_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return the count, bytes, seconds and exposed seconds of offload copies by name and phase.
+    """Return the count, bytes, time and exposed time of offload copies, by name and phase.
 
-    exposed_s is the time during which the rank is blocked, because the host makes the copy or
-    waits for a copy made by the device.
+    Times are in seconds per rank and step. exposed_s is the time during which the rank is blocked,
+    because its host performs the copy or waits for the device to complete it.
     """
     events = trace.events
     local = (events["group"] < 0) & np.isin(events["step"], trace.steps["step"])
@@ -151,7 +151,8 @@ def _parts(times, early, wait):
     times
         Dict from category to seconds.
     early
-        Seconds blocked in calls whose event has category copy.
+        Seconds during which the rank is blocked in nonblocking calls before their waits (category
+        copy).
     wait
         Seconds spent in calls before the last member arrives, or None if unknown.
     """
@@ -169,7 +170,7 @@ def _steps_of_ranks(trace):
 
 
 def _in_calls(calls, time):
-    """Return the total `time` of each rank's calls in seconds per step; `time` is in ns."""
+    """Sum `time` (one value in ns per call) over each rank's calls; return seconds per step."""
     steps = _steps_of_ranks(calls.trace)
     total = np.bincount(calls.rank, time * calls.inside, len(steps))
     return (total / np.maximum(1, steps) * 1e-9).tolist()
@@ -219,7 +220,7 @@ def imbalance_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def memory_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return one row per rank with its highest peak of each kind of memory, in bytes.
+    """Return one row per rank with its peak memory of each kind, in bytes.
 
     The last row, with rank None, is the sum over ranks.
     """

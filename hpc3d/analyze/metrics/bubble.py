@@ -18,10 +18,10 @@ BACKWARD = ("B", "BW")
 def bubble_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the idle time of each stage in seconds: in total, and during three periods.
 
-    A stage is idle when it runs no pass between the start of the first pass on any stage and the
-    end of the last one. warmup_s is the idle time before the stage starts its first backward pass.
-    drain_s is the idle time after the stage has completed its last forward pass and started its
-    first backward pass. steady_s is the remaining idle time.
+    A stage is idle while it runs no pass. Idle time is counted from the start of the first pass on
+    any stage to the end of the last pass on any stage. warmup_s is the idle time before the stage
+    starts its first backward pass. drain_s is the idle time after the stage has completed its last
+    forward pass and started its first backward pass. steady_s is the remaining idle time.
 
     Parameters
     ----------

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.ndarray:
     """Return the bytes sent per step from each rank to each other rank, [sender, receiver].
 
-    The matrix shows the origin of the data received by a rank, regardless of the route chosen by
-    the library. Messages are counted at the receiver. The root is the only sender of a broadcast
-    and the only receiver of a reduction. In other collectives, a rank receives equal shares from
-    all other members.
+    The matrix attributes the data received by a rank to the rank where the data originated,
+    regardless of the route chosen by the MPI library. Messages are counted at the receiver. The
+    root is the only sender of a broadcast and the only receiver of a reduction. In other
+    collectives, a rank receives equal shares from all other members.
 
     Parameters
     ----------
@@ -110,17 +110,17 @@ def _instances_in_steps(calls):
     time
         Duration of each instance in ns.
     later
-        Share of the calls of each instance that have a deferred wait.
+        For each instance, the share of its calls that have a deferred wait (nonblocking calls).
     """
     events, row, first = calls.trace.events, calls.row, calls.first
     axis, members = event_values(calls.trace, "axis", row[first]), calls.members
-    # The operation of a message is send, because its code is lower than the code of recv.
+    # A message consists of a send and a recv. It is listed as a send, whose code is lower.
     op = np.minimum.reduceat(events["op"][row], first)
     size, size_of = np.unique(_sizes(calls, members), return_inverse=True)
     complete = np.add.reduceat(calls.inside & calls.ending, first, dtype=int) == members
     kinds, kind = combinations([each[complete] for each in (axis, op, members, size_of)])
     kinds[:, 3] = size[kinds[:, 3]]
-    # Exclude sends, because the recorded end of a send depends only on when the sender waits.
+    # Exclude sends: their recorded end time depends only on when the sender waits.
     ending = calls.ending & ~with_label(events, "op", ["send"])[row]
     time = np.maximum.reduceat(np.where(ending, calls.end, calls.posted), first) - calls.last
     later = ending & (calls.posted < calls.start)
@@ -131,8 +131,8 @@ def _instances_in_steps(calls):
 def _sizes(calls, members):
     """Return the size S of each instance in bytes.
 
-    S is the size of the largest input block. For an all-gather, S is this size multiplied by the
-    number of members.
+    For an all-gather, S is the size of the largest input block multiplied by the number of
+    members. For any other operation, S is the size of the largest input block.
     """
     events, row, first = calls.trace.events, calls.row, calls.first
     block = np.maximum.reduceat(block_bytes(events, row), first)

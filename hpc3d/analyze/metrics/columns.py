@@ -39,7 +39,7 @@ def recorded_steps(trace: Trace) -> str:
 
 
 def require_steps(trace: Trace) -> None:
-    """Raise ValueError if no step was completed; it names an earlier attempt that has steps."""
+    """Raise ValueError if no step was completed, and point to an earlier attempt with steps."""
     if len(trace.steps):
         return
     before = latest_with_steps(trace.path.parent)
@@ -63,7 +63,7 @@ def cells(trace: Trace) -> np.ndarray:
 
 
 def overlapped(trace: Trace) -> np.ndarray:
-    """Return a mask of the events that run concurrently with computation on a device."""
+    """Return a mask of the events on streams that overlap with computation on a device."""
     return trace.events["stream"] >= COMMUNICATION
 
 

@@ -29,7 +29,7 @@ T95 = (
 _MODEL = ("layers", "hidden", "heads", "sequence")
 _LOAD = ("batch", *_MODEL, "setting")
 _PEERS = ("ranks", "p", "d", *_LOAD)
-_ALL = "all"  # value of the columns axis and operation in the row of totals
+_ALL = "all"  # axis and operation in the row that contains the totals
 _Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
 # For n >= 6 steps, the median is between the extremes with probability 1 - 2^(1 - n) > 95 %.
 FEWEST = 6
@@ -42,12 +42,12 @@ CONSTANT = 0.1  # relative tolerance for equal work per rank in weak scaling
 def difference_rows(
     one: Steady, other: Steady, keys: Sequence[str] = ("category", "phase", "axis", "op")
 ) -> list[dict[str, Any]]:
-    """Compare the times of two traces by keys of `breakdown`, in seconds per rank and step.
+    """Compare the times of two traces, grouped by `breakdown` keys, in seconds per rank and step.
 
-    The first row is the complete step; the others are sorted by the absolute difference. `low`
-    and `high` are the limits of Welch's 95 % confidence interval of the difference, with the
-    degrees of freedom rounded down. Steps are treated as independent samples. The limits are
-    `None` if a run has only one step.
+    The first row is for the complete step. The other rows are sorted by absolute difference,
+    largest first. `low` and `high` are the limits of Welch's 95 % confidence interval of the
+    difference, with the degrees of freedom rounded down. Steps are treated as independent samples.
+    The limits are `None` if a run has only one step.
     """
     ours, theirs = (_by_step(trace, keys) for trace in (one, other))
     rows = [dict(key) | _difference(ours[key], theirs[key]) for key in {**ours, **theirs}]
@@ -99,10 +99,9 @@ def received_rows(times: Sequence[Sequence[dict[str, Any]]], timed: bool) -> lis
     """Compare the bytes received per rank in several runs, by axis and operation.
 
     The first row is the total; the others are sorted by decreasing size. For run n, counted from
-    1, bytes_n is the number of bytes received by a rank per step, and seconds_n is its time in
-    these calls (None unless `timed`).
-    difference_n is the change in bytes relative to the first run (None if the first run receives
-    no bytes).
+    1, bytes_n is the number of bytes received by a rank per step, and seconds_n is the rank's time
+    in these calls per step (`None` unless `timed`). difference_n is the change in bytes relative
+    to the first run (None if the first run receives no bytes).
 
     Parameters
     ----------
@@ -143,13 +142,13 @@ def _received(time):
 
 
 def run_row(trace: Steady) -> dict[str, Any]:
-    """Return the input row of a run for `scaling_rows` and `gain_rows`; `None` for unknown values.
+    """Return the properties of a run that are required by `scaling_rows` and `gain_rows`.
 
-    step_s is the median step time of the slowest rank. forward_s and backward_s are medians
-    over steps of the mean over ranks. average_step_s = (forward_s + backward_s) / batch is the
-    "average step time" of arXiv:2105.14450. Unlike step_s, it excludes messages between pipeline
-    stages, the gradient reduction over replicas and the optimizer. average_step_error and
-    step_error are the relative standard errors returned by `relative_error`.
+    step_s is the median step time of the slowest rank. forward_s and backward_s are medians over
+    steps of the mean over ranks. average_step_s = (forward_s + backward_s) / batch is the "average
+    step time" of arXiv:2105.14450. Unlike step_s, it excludes messages between pipeline stages,
+    the gradient reduction over replicas and the optimizer. average_step_error and step_error are
+    the relative standard errors returned by `relative_error`. Unknown values are `None`.
     """
     config, ranks, layout = configuration(trace), trace.attrs["world_size"], layout_of(trace)
     _, step = np.unique(trace.steps["step"], return_inverse=True)

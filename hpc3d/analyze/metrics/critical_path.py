@@ -89,7 +89,7 @@ class _Rows:
     def __init__(self, trace, calls, step):
         events, size = trace.events, len(trace.events)
         leaf, parent = np.ones(size + 1, bool), events["parent"]
-        leaf[parent] = False  # -1 (no parent) refers to the extra last entry
+        leaf[parent] = False  # -1 (no parent) indexes the extra last entry
         lasting = (events["step"] == step) & (own_time(trace) > 0) & ~overlapped(trace)
         self.row = rows = np.flatnonzero(leaf[:size] & lasting)
         if not len(rows):
@@ -156,7 +156,7 @@ class _Walk:
             rank = rows.by[index]
 
     def take(self, rank, now):
-        """Return the last unused event of a rank that starts before `now`, or None."""
+        """Return the last unvisited event of a rank that starts before `now`, or None."""
         begin = self.rows.of[rank].start
         index = begin - 1 + np.searchsorted(self.rows.start[begin : self.unused[rank]], now)
         self.unused[rank] = max(begin, index)
@@ -164,7 +164,7 @@ class _Walk:
 
 
 def _described(trace, rows):
-    """Return a dict with the keys of _HOST for each row of /events. For row -1, it is _HOST."""
+    """Return a dict with the keys of _HOST for each row of /events, or _HOST for row -1."""
     columns = []
     for key, other in _HOST.items():
         names, values = labels(trace, key), event_values(trace, key, rows).tolist()

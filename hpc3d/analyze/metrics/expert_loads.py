@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.trace.reader import Trace
 
-_BACKWARD = ("backward", "backward_input")  # phases in which combine comes before dispatch
-# The dispatch and the combine of a layer in the same pass have equal values in these columns.
+_BACKWARD = ("backward", "backward_input")  # backward phases, in which combine precedes dispatch
+# Columns that identify a layer's dispatch and combine calls that belong to the same pass.
 _PASS = ("phase", "rank", "group", "step", "microbatch", "chunk", "layer")
 
 
@@ -60,7 +60,7 @@ class ExpertLoads(NamedTuple):
         return _over(self.chosen, self.chosen.mean(2, keepdims=True))
 
     def of(self, steps: np.ndarray) -> ExpertLoads:
-        """Return the loads in the given steps only."""
+        """Return the expert loads, restricted to the given steps."""
         some = np.isin(self.steps, steps)
         by_step = (values[some] for values in self[2:6])
         return ExpertLoads(self.steps[some], self.layers, *by_step, self.slots)
@@ -166,7 +166,7 @@ def expert_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
 
 
 def exchange_rows(calls: CallInstances, timed: bool = True) -> list[dict[str, Any]]:
-    """Return the calls, bytes and times of dispatch and combine, per rank and step.
+    """Return the number of calls, bytes and times of dispatch and combine, per rank and step.
 
     There is one row per mesh axis, phase, and dispatch or combine. If `timed`, the rows include
     blocked_s = wait_s + transfer_s. The first all-to-all of a layer is the dispatch in a forward
@@ -235,7 +235,7 @@ def cost_row(
 
 
 def _capacity_use(trace, loads, chosen, kept):
-    """Return the columns that depend on the capacity. They are `None` if it is not known."""
+    """Return the columns that depend on the expert capacity, or `None` values if it is unknown."""
     if not loads.slots:
         return dict.fromkeys(("dropped_even", "empty", "empty_even", "empty_flop"))
     slots, model = loads.slots * loads.chosen.size, configuration(trace).model

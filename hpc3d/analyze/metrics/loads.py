@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 SIZES = ("train.batch", *(f"model.{key}" for key in ("layers", "hidden", "heads", "sequence")))
 _TRAIN = ("train.batch", "train.dtype", "train.optimizer")
 WORK, LAYOUT, EXECUTION = "work", "layout", "how it runs"
-_GROUPS = {  # dict from section to group; section "" contains the top-level keys
+_GROUPS = {  # configuration section -> group; "" is for the top-level keys
     **dict.fromkeys(("", "model", "data", "torch", "train"), WORK),
     **dict.fromkeys(("mesh", "parallel"), LAYOUT),
     **dict.fromkeys(("checkpoint", "guard", "trace", "run"), EXECUTION),
 }
 _EXCEPTIONS = {
-    # These keys change the training result through rounding or compression.
+    # Lower precision or compression set by these keys changes the training result.
     **dict.fromkeys(("parallel.keep_dtype", "parallel.reduce_dtype"), WORK),
     **{f"parallel.compression{end}": WORK for end in ("", "_rank", "_share")},
-    # These keys do not change the training result, except for rounding.
+    # These keys change the training result only by rounding errors.
     **dict.fromkeys(("name", "mesh.transport", "train.max_minutes"), EXECUTION),
     **dict.fromkeys(("train.backend", "train.cuda_graph", "train.fused_gelu"), EXECUTION),
 }
-_ALWAYS_NAMED = 2  # maximum number of runs with the most frequent value that are listed by name
-_OF_MACHINE = ("hosts", "MPI", "program")  # entries of a report header that are compared
+_ALWAYS_NAMED = 2  # name the runs with the most frequent value only if there are at most this many
+_OF_MACHINE = ("hosts", "MPI", "program")  # compared entries of the report header
 
 
 def group_of(key: str) -> str:
@@ -129,7 +129,7 @@ def _compared(traces, abouts):
 
 
 def _about(about, key):
-    return about.get(key, "unknown").replace(";", ",")  # ";" separates the values of runs
+    return about.get(key, "unknown").replace(";", ",")  # ";" separates runs in lists
 
 
 def _written(value):

@@ -24,8 +24,9 @@ class RunLayout(NamedTuple):
     Attributes
     ----------
     kind
-        Scheme, schedule and other techniques, such as "3d, 1f1b"; "" for a single rank. If the
-        mesh shards fewer loops than the scheme, they follow it: "3d (shards only m), 1f1b".
+        Scheme, schedule and other techniques, such as "3d, 1f1b"; "" for a single rank. If some
+        loop dimensions are not sharded on this mesh, the sharded ones are listed: "3d (shards only
+        m), 1f1b".
     family
         Dimensionality of the tensor parallelism (1d, 2d, 2.5d or 3d, determined by the sharded
         loop dimensions), or None if there is no tensor parallelism.
@@ -82,7 +83,7 @@ def _kind(config, sharded, wide):
 
 
 def _family(config, sharded, wide):
-    """Return the dimensionality of the tensor parallelism, such as "2d"; `None` without it.
+    """Return the dimensionality of the tensor parallelism, such as "2d", or `None` without TP.
 
     The dimensionality is the number of sharded loop dimensions. Sharding only m is data
     parallelism, not tensor parallelism.

@@ -66,7 +66,7 @@ def configuration(trace: Trace) -> Config | None:
         return None
     try:
         config = stored(text)
-        _ = config.splits  # raises an error for invalid loop dimensions
+        _ = config.splits  # this property raises an error if the loop dimensions are invalid
     except (ValueError, TypeError):
         return None
     return config
@@ -238,14 +238,14 @@ class Ideal(NamedTuple):
 def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
     """Simulate the schedule of a step with instantaneous messages and identical stages.
 
-    The time of each kind of pass is its measured median on each stage and chunk, averaged over
+    The time of each kind of pass is the measured median per stage and chunk, averaged over all
     stages and chunks. Effects that are not modeled, such as unbalanced stages, show as differences
     between the measured and the simulated rows. An asynchronous schedule is simulated from the
     first training step on. The result is `None` if the schedule (for example, a CSV file) has been
     removed or changed since the run.
     """
     parallel, stages = config.parallel, config.mesh.p
-    # The first stage is p-1 microbatches, and thus less than p steps, ahead of the last stage.
+    # The first stage runs p-1 microbatches, and thus less than p steps, ahead of the last stage.
     steps = min(config.train.steps, step + 1 + stages) if is_asynchronous(config) else 1
     try:
         passes, placement = instruction_streams(
@@ -262,7 +262,7 @@ def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
 
 
 def _mean_cost(rows, chunks):
-    """Return the mean times of the passes of one microbatch through all chunks of a stage.
+    """Return a stage's mean time per microbatch, over all chunks, for each kind of pass.
 
     In the resulting `Cost`, `backward` is the time of B, or of BW if the schedule does not split
     the backward pass.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _KEYS = ("category", "phase", "axis", "op")
-_ROUNDING = 1e-5  # relative loss difference due to the order of float32 reductions
+_ROUNDING = 1e-5  # tolerance for relative loss differences due to float32 reduction order
 
 
 def time_rows(trace: Trace) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ def median_step(trace: Trace | Steady) -> int:
 
 
 def peak_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return the highest peak of each kind of memory in bytes, and the rank that reached it."""
+    """For each kind of memory, return the highest peak in bytes and the rank that reached it."""
     memory = {name: trace.memory[name] for name in ("kind", "rank", "peak")}
     labels = trace.memory.labels("kind")
     rows = []

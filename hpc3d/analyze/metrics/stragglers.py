@@ -97,9 +97,10 @@ def straggler(work: np.ndarray, step: float) -> int | None:
 
 
 def chance(count: int, steps: int, ranks: int) -> float:
-    """Return Chernoff's upper bound on the probability that some rank is often slowest by chance.
+    """Return Chernoff's upper bound on the probability of a false straggler.
 
-    `ranks` is the number of identical ranks. Often means in at least `count` of `steps` steps.
+    A false straggler is one of `ranks` identical ranks that happens to be the slowest in at least
+    `count` of `steps` steps.
     """
     share, even = count / steps, 1 / ranks
     if share <= even:

@@ -9,8 +9,8 @@ blocked time is split into two components, on the clock of rank 0:
     transfer   remaining time
 
 The wait corresponds to Scalasca's patterns wait at NxN, late sender and late receiver (Geimer et
-al. 2010). A broadcast also blocks when it is called, because the size is sent before the block. If
-the call of a broadcast was recorded as a separate event (category copy), the call instance
+al. 2010). A broadcast also blocks when it is started, because the size is sent before the block.
+If the start of a broadcast was recorded as a separate event (category copy), the call instance
 includes this event.
 
 A send, broadcast or reduction may end before the last arrival, because it does not depend on all
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _UNBOUND = ("send", "broadcast", "reduce")  # operations that may end before all members arrive
-_EARLY = ("broadcast",)  # operations whose call itself may block, before the wait
+_EARLY = ("broadcast",)  # operations that may block when they are called, before their wait
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class CallInstances:
     row
         Row of each call in /events.
     ending
-        True for the event that completes a call, false for a separate event in which a broadcast
-        was called.
+        True for the event that completes a call; false for the separate event that records the
+        start of a broadcast.
     inside
         True if the call is in a completed step.
     rank
@@ -169,7 +169,7 @@ def _call_instances(trace):
 
 
 def _broadcast_calls(events, row):
-    """Return the events in which broadcasts were called, and the indices in `row` of their waits.
+    """Return the events that start broadcasts, and the indices in `row` of the matching waits.
 
     An event of category copy is matched with the wait that has the same rank and group and was
     posted at the start of the event.
@@ -181,7 +181,7 @@ def _broadcast_calls(events, row):
     waits = np.flatnonzero(kind[row] & (events["posted"] < events["t_start"])[row])
     both = np.concatenate([called, row[waits]])
     times = np.concatenate([events["t_start"][called], events["posted"][row[waits]]])
-    # The times are too large for `combinations`. Use their indices in sorted order instead.
+    # Replace the times by their rank in sorted order: `combinations` needs small integers.
     _, when = np.unique(times, return_inverse=True)
     _, key = combinations([events["rank"][both], events["group"][both], when])
     _, call, end = np.intersect1d(key[: len(called)], key[len(called) :], return_indices=True)
@@ -197,9 +197,9 @@ def _times(trace, row):
 
 
 def _first_where(true, first):
-    """Return the index of the first call in each call instance for which `true` is set.
+    """For each call instance, return the index of its first call for which `true` is set.
 
-    If `true` is not set for any call of the instance, the index is the total number of calls.
+    If `true` is not set for any call of an instance, its index is the total number of calls.
     """
     index = np.where(true, np.arange(len(true)), len(true))
     return np.minimum.reduceat(index, first)
@@ -226,11 +226,11 @@ def _awaited_call(trace, row, instance, first, latest, early):
 
 
 def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> list[dict[str, Any]]:
-    """Return the number of calls and the time in calls per rank and step, grouped by `keys`.
+    """Return the number and total time of calls, per rank and step, grouped by `keys`.
 
     blocked_s = wait_s + transfer_s is the time in calls. `violations` is the total number of calls
-    that ended before a required arrival. `worst_s` is the longest time in seconds by which a call
-    ended too early.
+    that ended before a required arrival. `worst_s` is the maximum time, in seconds, by which a
+    call ended before a required arrival.
     """
     row = calls.row[calls.inside]
     columns = [event_values(calls.trace, key, row) for key in keys]

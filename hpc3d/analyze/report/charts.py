@@ -41,7 +41,7 @@ _PARTS = {
 _OTHER = palette.WORK["other"]
 _RANK_PARTS = {
     "compute": palette.COMPUTE,
-    "exposed": palette.EXPOSED,  # shown if transfer and wait are unknown
+    "exposed": palette.EXPOSED,  # drawn only if transfer and wait are unknown
     "transfer": palette.WORK["transfer"],
     "wait": palette.WORK["wait"],
     "copy": palette.WORK["copy"],
@@ -201,7 +201,7 @@ def _of_ranks(labels, rows):
 
 
 def _disjoint(row):
-    """Return a row in which exposed_s is `None` if its components wait and transfer are known."""
+    """Return the row without exposed_s if its components, wait and transfer, are known."""
     return row if row["wait_s"] is None else row | {"exposed_s": None}
 
 
@@ -231,7 +231,7 @@ def waits(run: RunAnalysis) -> Bars:
 
 
 def stragglers(run: RunAnalysis) -> Bars:
-    """Return the bar chart of the waits imposed by the ranks that cause the longest waits."""
+    """Return the bar chart of the ranks that impose the longest waits on other ranks."""
     rows = run.tables["stragglers"][:_BARS]
     parts = {"imposed wait": (palette.LATE, [row["imposed_s"] * 1e3 for row in rows])}
     return Bars("rank", "time per step [ms]", [str(row["rank"]) for row in rows], parts)

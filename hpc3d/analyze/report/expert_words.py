@@ -9,7 +9,7 @@ from hpc3d.analyze.report.table_format import percent, prefixed, seconds
 
 
 def in_words(cost: Mapping[str, Any]) -> str:
-    """Return sentences that describe a row of the table expert_cost, without unknown values."""
+    """Describe a row of the table expert_cost in sentences. Unknown values are omitted."""
     return " ".join([_dropped_and_unused(cost), *_wait_time(cost)])
 
 

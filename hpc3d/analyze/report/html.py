@@ -153,6 +153,6 @@ def _steps(run: RunAnalysis) -> StepChoices:
 
 
 def _example(run: RunAnalysis) -> str:
-    """Return an example of a rank selection on the page, such as "p=0 d=0"."""
+    """Return an example of input for the page's rank filter, such as "p=0 d=0"."""
     axes = [f"{axis}=0" for axis, size in run.timeline.axes if size > 1]
     return " ".join(axes[:2]) or "0"

@@ -13,8 +13,8 @@ BLUE, ORANGE, GREEN, RED = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 NAVY, PINK, YELLOW, WINE = "#0072B2", "#CC79A7", "#F0E442", "#882255"
 SAND, GRAY, LIGHT, PALE = "#C8B48C", "#707070", "#BDBDBD", "#E3D5EA"
 
-# Activities of a rank. The color of computation depends on the phase. The time in a call consists
-# of the wait until the last rank arrives and the transfer after this arrival.
+# Colors of a rank's activities. Computation has one color per phase. A call is divided into the
+# wait until the last rank arrives and the subsequent transfer.
 WORK = {
     "forward": BLUE,
     "backward": RED,
@@ -32,16 +32,17 @@ UNRECORDED = PALE  # time not covered by any event
 PATH = "#E0007A"  # critical path, which is drawn on top of boxes of all colors
 LATE = "#B3123F"  # wait time that a rank imposes on other ranks
 
-# Totals over all phases: computation, exposed communication, and all recorded events.
+# Colors of totals over all phases: computation, exposed communication, and all recorded events.
 COMPUTE, EXPOSED, RECORDED = "#3344DD", "#0099AA", "#2E6B4F"
 READING, MARKER = "#66CCBB", "#4A4030"
 
-# Communication along mesh axes, within planes and among all ranks; gradient reduction of a stage.
+# Colors of communication along mesh axes, within planes and among all ranks, and of a stage's
+# gradient reduction.
 AXES = ("#77AA66", "#DD8811", "#7766FF", "#773322", "#994400", "#FFDD77", "#FF99FF")
 PLANES, WORLD = ("#BBEEAA", "#880077", "#4433AA"), "#4A5A9A"
 REDUCTION = "#665500"
 
-# Bytes that a host receives from its own ranks and from other hosts.
+# Colors of the bytes that a host receives from its own ranks and from other hosts.
 INSIDE, CROSSING = "#AA77FF", "#FFBB66"
 
 MEMORY = {

@@ -178,7 +178,7 @@ def analyze_run(
     timelines of the other steps have about `others` events in total; 0 omits these timelines.
     """
     require_steps(trace)
-    wrong = violations(trace)  # before calls_of, to reduce the memory peak
+    wrong = violations(trace)  # computed before calls_of to reduce peak memory
     steady = Steady(trace)
     step, calls = median_step(steady) if step is None else step, calls_of(steady)
     matrices, loads = _matrices(trace, calls), loads_of(trace)

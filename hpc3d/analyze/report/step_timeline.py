@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 EVENTS = 100_000  # maximum number of events of one step on an HTML page
 OTHERS = 400_000  # maximum total number of events of all other steps on the page
-_STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of steps, and minimum event limit per step
+_STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of steps; minimum event limit per step
 
 _KIND_INDEX = {kind: number for number, kind in enumerate(KINDS)}
 DETAILS = (
@@ -81,7 +81,7 @@ def timeline(
     limit: int = EVENTS,
     peak: float | None = None,
 ) -> Timeline:
-    """Return the timeline of a step, with as many ranks as `limit` events allow.
+    """Return the timeline of a step for as many ranks as fit within `limit` events.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ def _representatives(
 
 
 def _times(trace, calls, step, rows):
-    """Return the columns `start`, `until`, `end`, `posted`, `meeting` and `by` of `rows`."""
+    """Compute the columns `start`, `until`, `end`, `posted`, `meeting` and `by` for `rows`."""
     start = trace.events["t_global"][rows]
     end = start + trace.events["dur"][rows]
     until, meeting, by = start.copy(), np.full(len(rows), -1), np.full(len(rows), -1)

@@ -11,7 +11,7 @@ from hpc3d.analyze.report.table_format import seconds
 from hpc3d.trace.schema import MESSAGES
 
 _Rows = Sequence[Mapping[str, Any]]
-_MENTIONED = 0.05  # minimum share of the step time that the verdict mentions
+_MENTIONED = 0.05  # the verdict mentions only costs of at least this share of the step time
 _ROUNDING = 1e-9  # maximum share of the step time that is considered a rounding error
 _TOLERANCE = 0.1  # maximum relative error of a prediction that is considered correct
 _WORK = {
