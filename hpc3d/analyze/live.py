@@ -1,4 +1,4 @@
-"""Terminal status of a live run, read from the run's folder.
+"""Status of a live run for display in a terminal, read from the run folder.
 
 Step records come from metrics.jsonl; each update reads only the new lines. Communication times
 come from the newest trace segment of each rank (hpc3d.analyze.newest_segments). Nothing is

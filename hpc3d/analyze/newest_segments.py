@@ -27,8 +27,8 @@ class AxisShares(NamedTuple):
     Attributes
     ----------
     calls, waits
-        Dicts from axis to a share of the step time: the share spent in calls, and the share spent
-        waiting for late ranks in calls.
+        Dicts from mesh axis to share of the step time: `calls` for all time spent in calls, and
+        `waits` for the part spent waiting for late ranks.
     late
         Dict from rank to the number of collective calls at which this rank arrived last.
     """

@@ -1,1 +1,1 @@
-"""Measurements and predictions that `python -m hpc3d.bench` runs."""
+"""Benchmarks and predictions performed by `python -m hpc3d.bench`."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.trace.reader import Trace
 
-_RANKS, _ONE_NODE = 8, 4096  # largest calibration run in ranks, and maximum ranks per node
+_RANKS, _ONE_NODE = 8, 4096  # ranks in the largest calibration run; maximum ranks per node
 
 
 def calibrate(options: Namespace) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def calibrate(options: Namespace) -> dict[str, Any]:
 def _check(
     machine: Machine, folder: str, how: dict[str, str], repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the measured and predicted step time of each run that was not used to calibrate."""
+    """Yield the measured and predicted step times of each run that is reserved for validation."""
     errors = []
     print(f"{'measured':>10} {'predicted':>10} {'error':>8}  run")
     for line in CHECK:
@@ -76,25 +76,25 @@ def _check(
 
 
 def _works_of(line: str, folder: str, how: dict[str, str]) -> list[TimedWork]:
-    """Train a calibration run, and return the operations of its ranks with their CPU times."""
+    """Execute a calibration run, and return each rank's operations with their CPU times."""
     with _trained(line, folder, {**how, "clock": "cpu"}) as trace:
         return works(trace)
 
 
 def _steps_of(line: str, folder: str, how: dict[str, str]) -> list[float]:
-    """Train a run, and return its wall-clock step times in s, without the first two steps."""
+    """Execute a run, and return its wall-clock step times in s, without the first two steps."""
     with _trained(line, folder, how) as trace:
         mine = (trace.steps["rank"] == 0) & (trace.steps["step"] > 1)
         return ((trace.steps["t_end"] - trace.steps["t_start"])[mine] * 1e-9).tolist()
 
 
 def _trained(line: str, folder: str, how: dict[str, str]) -> Trace:
-    """Train a run of hpc3d.predict.calibration.calibration_runs, and return its open trace."""
+    """Execute a run of hpc3d.predict.calibration.calibration_runs; return its open trace."""
     return hpc3d.trace.open(harness.run(*settings(line, **how), folder, steps=10)["folder"])
 
 
 def _this_machine(transport: str) -> dict[str, Any]:
-    """Return all fields of a `Machine` except the times, for one thread per rank."""
+    """Return the `Machine` fields that need no timing, such as cores and memory per rank."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {

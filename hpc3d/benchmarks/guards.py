@@ -1,4 +1,4 @@
-"""Overhead of guards against silent errors, from alternately checked and unchecked steps."""
+"""Overhead of the guards against silent errors, from alternating steps with and without checks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def guards(options: Namespace) -> dict[str, Any]:
 
 
 def _measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
-    """Return the ratio of step times with and without checks, and the time to hash replicas."""
+    """Return the step time ratio (with / without checks) and the time to compare replicas."""
 
     from hpc3d import trace
     from hpc3d.benchmarks import harness

@@ -142,8 +142,8 @@ def overhead(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict
 def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[str, Any]:
     """Compare the time of the gradient reduction along the data axis with and without overlap.
 
-    The result contains the seconds and the received bytes per step and rank. The number of bytes
-    should be the same with and without overlap.
+    The result contains the reduction time in s and the received bytes, per step and rank. The
+    number of bytes should be the same with and without overlap.
     """
     found = {"true": [], "false": []}
     with tempfile.TemporaryDirectory() as folder:

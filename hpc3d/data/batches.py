@@ -32,7 +32,7 @@ class Batches:
         self.windows = (len(tokens) - self.AHEAD) // sequence
         self._tokens, self._sequence, self._batch, self._seed = tokens, sequence, batch, seed
         self._epoch, self._order = 0, permutation(self.windows, seed, 0)
-        self._skipped = 0  # sequences used before a step, minus step * batch
+        self._skipped = 0  # offset added to step * batch after the batch size changed
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs and targets of a step: contiguous int32 arrays [batch, sequence]."""
@@ -42,11 +42,11 @@ class Batches:
         return windows[:, : self._sequence].copy(), windows[:, self.AHEAD :].copy()
 
     def go_on(self, step: int, sequences: int) -> None:
-        """Resume at `step` after `sequences` sequences, regardless of earlier batch sizes."""
+        """Resume at `step`, before which `sequences` sequences were used with any batch sizes."""
         self._skipped = sequences - step * self._batch
 
     def position(self, step: int) -> dict[str, int]:
-        """Return the epoch, the window offset in it, and the sequences used before `step`."""
+        """Return the epoch, the window offset within it, and the sequence count before `step`."""
         sequences = step * self._batch + self._skipped
         epoch, offset = divmod(sequences, self.windows)
         return {"epoch": epoch, "offset": offset, "sequences": sequences}

@@ -154,7 +154,7 @@ class BpeTokenizer:
             yield
         except UnicodeDecodeError:
             raise
-        except Exception as error:  # the library has no specific exception type
+        except Exception as error:  # the library raises plain Exception
             letters = dict.fromkeys("".join(text.decode() for text in texts))
             odd = next((each for each in letters if self.id_of(each) is None), None)
             what = str(error) if odd is None else f"it contains {odd!r}, which the tokenizer lacks"
@@ -184,7 +184,7 @@ def _loaded(text: str) -> Any:
         loaded = bpe.Tokenizer.from_str(text)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library has no specific type, and may panic
+    except BaseException as error:  # the library may panic
         raise ValueError(f"not the JSON text of a BPE tokenizer: {error}") from error
     loaded.no_padding()
     loaded.no_truncation()

@@ -143,7 +143,7 @@ def _byte_level(
 ) -> BpeTokenizer:
     """Build a byte-level BPE with GPT-2's pre-tokenizer and the given vocabulary and merges."""
     numbers = {str(token): int(number) for token, number in dict(numbers).items()}
-    for pair in merges:  # the library panics on invalid merges
+    for pair in merges:  # tokenizers would panic on invalid merges
         if len(pair) != 2 or not {*pair, "".join(pair)} <= numbers.keys():
             raise ValueError(
                 f"{' '.join(pair)!r:.60} merges tokens that are not in the vocabulary"

@@ -1,1 +1,1 @@
-"""Checks that `python -m hpc3d.doctor` runs."""
+"""Checks performed by `python -m hpc3d.doctor`."""

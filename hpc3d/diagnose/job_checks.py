@@ -43,7 +43,7 @@ _SUMMED = 1 << 17  # number of elements in the reduced array
 
 
 def report_hosts(job: Job) -> Iterator[Finding]:
-    """Report the hosts, the ranks on each host, and problems with their order and cores."""
+    """Report the ranks on each host, and any problems with the rank order or core binding."""
     hosts, everyone = defaultdict(list), job.gather(location(job))
     for rank, where in enumerate(everyone):
         hosts[where["host"]].append(rank)
@@ -117,7 +117,7 @@ def alike(job: Job) -> Iterator[Finding]:
 
 
 def _unlike(found: Sequence[str | None], hosts: Sequence[str]) -> str:
-    """List the distinct values with the hosts that have each value: 2.1 on hn1, 2.0 on hn2.
+    """Format distinct values with the hosts of each value, such as "2.1 on hn1, 2.0 on hn2".
 
     `found` contains the value on each rank. If a host's ranks differ, ranks are listed instead.
     """
@@ -132,7 +132,7 @@ def _unlike(found: Sequence[str | None], hosts: Sequence[str]) -> str:
 
 
 def _sources() -> str:
-    """Return a short hash of hpc3d's files, without the machine-dependent files in `share`."""
+    """Return a short hash of hpc3d's files, excluding the machine-dependent files in `share`."""
     top, whole = Path(hpc3d.__file__).parent, hashlib.sha256()
     for path in sorted(top.rglob("*")):
         if not {"__pycache__", "share"} & {*path.relative_to(top).parts} and path.is_file():
@@ -141,7 +141,7 @@ def _sources() -> str:
 
 
 def one_folder(job: Job, folder: Path) -> Iterator[Finding]:
-    """Check that `folder` is the same on all ranks: each rank must see a subfolder of rank 0."""
+    """Check that all ranks share `folder`: each rank must see a subfolder created by rank 0."""
     made, homes = None, homes_of(job.gather(job.location()))
     if job.rank == 0:
         with suppress(OSError):
@@ -201,7 +201,7 @@ def _known_gather(comm: Communicator) -> bool:
 
 
 def _verdict_on(job: Job, subject: str, right: bool, text: str) -> Finding:
-    """Return the finding of a test. `right` is True if the result on this rank is correct."""
+    """Return a test's result as a Finding. `right` is True if this rank's result is correct."""
     wrong = [rank for rank, good in enumerate(job.gather(bool(right))) if not good]
     if not wrong:
         return Finding(OK, subject, text)

@@ -27,7 +27,7 @@ _LATER = 2  # additional time in s for the reports of other ranks
 # exchanges messages with the ranks at distances 1, 2, 4, ...
 ALL_PAIRS = 128
 _SIZE = 64  # message size in bytes
-_SPOKEN = 0.2  # time in s until printed output has left the host
+_SPOKEN = 0.2  # time in s to wait until the launcher has forwarded printed output
 _REMEDY = """\
 export OMPI_MCA_btl_tcp_if_include=NAME, the network interface that connects these hosts (see ip
 -br addr), and open all ports of a firewall between them"""
@@ -49,7 +49,7 @@ class Board:
             self.works = False
 
     def read(self, what: str, until: float) -> list[str]:
-        """Return each rank's text published before the time `until`, or ""."""
+        """Return the text that each rank published before the time `until`, or "" without one."""
         return [self.text(what, rank, until) for rank in range(self.comm.size)]
 
     def text(self, what: str, rank: int, until: float) -> str:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.decoder import Decoder
 
-# Maps (logits [samples, vocabulary], token index) to one token per sample, or to None to stop.
+# Callback that maps (logits [samples, vocabulary], token index) to one token per sample, or to
+# None to stop the generation.
 _Choose = Callable[[np.ndarray, int], Sequence[int] | None]
 
 
@@ -49,9 +50,9 @@ def continue_text(decoder: Decoder, wanted: TextRequest, choose: _Choose) -> Non
 def _window(decoder: Decoder, tokens: np.ndarray, unread: int) -> np.ndarray:
     """Return the trailing tokens that the decoder must process next.
 
-    If the KV cache has room, these are the `unread` tokens. Otherwise the cache is cleared, and
-    the decoder processes enough trailing tokens to fill half of the cache, or the full cache if
-    the prompt alone exceeds the capacity.
+    If the KV cache has room for the `unread` tokens, these tokens are returned. Otherwise the
+    cache is cleared, and the decoder processes enough trailing tokens to fill half of the cache,
+    or the full cache if the prompt alone exceeds the capacity.
     """
     kept = decoder.kept
     if kept.length + unread > kept.capacity:

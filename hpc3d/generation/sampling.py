@@ -11,7 +11,7 @@ from hpc3d.ops.random import philox_draws, philox_key
 
 
 class Sampling(NamedTuple):
-    """Sampling parameters with the semantics of `transformers`.
+    """Sampling parameters, with the same semantics as in Hugging Face `transformers`.
 
     The logits are divided by `temperature`, and the `top_k` largest logits are kept (0: all).  Of
     these tokens, the smallest set of most probable tokens whose probabilities add up to at least

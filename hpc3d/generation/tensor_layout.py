@@ -21,17 +21,18 @@ _SIZES = {f"mesh.{axis}" for axis in AXES}
 def laid_out(trained: Config, words: Sequence[str], ranks: int, samples: int) -> Config:
     """Return the resolved configuration for text generation on `ranks` ranks.
 
-    Its `train.batch` is the number of sequences that the model processes for `samples` samples.
-    The options `words`, such as `--section.key value`, set the mesh. The default is the mesh of
-    the training run if it has the same number of ranks and only tensor axes, and otherwise the
-    best cuboid for one token per forward pass. Raises ValueError with one line per violated rule.
+    In the result, `train.batch` is the number of sequences that the model processes to generate
+    `samples` samples. The options `words`, such as `--section.key value`, set the mesh. The
+    default is the mesh of the training run if it has the same number of ranks and only tensor
+    axes, and otherwise the best cuboid for one token per forward pass. Raises ValueError with one
+    line per violated rule.
     """
     tree = small_files.toml(to_toml(_base(trained, words, ranks)))
     deprecated_keys.warn(override(tree, words))
     config = validate(tree, _wrong_keys)
     refuse(_wrong_keys(config))
     one_token = replace(config.model, sequence=1)
-    # batch size that is divisible by the axes of every mesh
+    # batch size that is divisible by the axis sizes of every possible mesh
     every = ranks * config.mesh.grid().size
     batch = -(-samples // every) * every
     train = replace(config.train, batch=batch)
@@ -51,7 +52,7 @@ def _wrong_keys(config: Config) -> list[str]:
 
 
 def _base(trained: Config, words: Sequence[str], ranks: int) -> Config:
-    """Return the configuration before options are applied: the scheme of the run, in float64."""
+    """Return the default configuration, without options: the training run's scheme in float64."""
     given = {option.removeprefix("--") for option, _ in options(words)}
     scheme = trained.parallel.scheme
     split = trained.parallel.split if "parallel.scheme" not in given else None

@@ -35,7 +35,7 @@ _LAYOUT = ("mesh.", "parallel.", "train.dtype", "train.backend", "train.tf32")
 
 
 class WeightSource(NamedTuple):
-    """Location of the parameters: a checkpoint, or files of `transformers` if `published`."""
+    """Location of the parameters: a checkpoint, or a Hugging Face model folder if `published`."""
 
     path: Path
     published: bool
@@ -92,14 +92,14 @@ class TrainedModel(NamedTuple):
 
 
 class PublishedValues:
-    """Parameters in files of `transformers`, with the same read interface as a checkpoint."""
+    """Parameters in a Hugging Face model folder, with the same read interface as a checkpoint."""
 
     def __init__(self, pretrained: Pretrained, config: Config) -> None:
         self.pretrained, self.config = pretrained, config
         self._last = "", np.empty((0, 0))
 
     def exact(self, name: str) -> str:
-        """Return the kind of stored data that has the full-precision values of a tensor."""
+        """Return the name of the stored array that contains a tensor's full-precision values."""
         return "value"
 
     def fill(self, array: np.ndarray, name: str, kind: str, box: BlockSlices) -> None:

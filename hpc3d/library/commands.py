@@ -71,7 +71,7 @@ def run_training(
     out
         Parent folder of the new run folder.
     resume
-        Run, or its folder, to resume from its last checkpoint, with the same or another layout.
+        Run, or path of its folder, whose last checkpoint is resumed. The layout may differ.
 
     Returns
     -------
@@ -143,7 +143,7 @@ def find_layouts(
     source, options
         Input file or its name, and values of its keys.
     ranks, machine, memory
-        Number of ranks, machine file or its name, memory per rank in B (None: of the machine).
+        Number of ranks; machine file or its name; memory per rank in B (None: the machine's).
     top
         Maximum number of layouts.
 
@@ -165,7 +165,7 @@ def find_layouts(
     for name, value in {"ranks": ranks, "top": top}.items():
         if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name} = {value!r}: must be a positive integer")
-    more = max(top, _TOP)  # so that the ranking does not depend on `top`
+    more = max(top, _TOP)  # at least _TOP, so that `top` does not affect the ranking
     found = plan_layouts(source, _words(options), ranks, load(machine), memory, more)
     return FoundLayouts(*found, top)
 
@@ -180,8 +180,8 @@ def simulate_schedule(
 ) -> StageTimeline:
     """Simulate a pipeline schedule with ideal timing (docs/schedules.md).
 
-    A pass starts when the previous pass of its stage has ended and its input has arrived; messages
-    never wait for each other.
+    A pass starts when the previous pass of its stage has ended and its input has arrived. Messages
+    do not contend for bandwidth.
 
     Parameters
     ----------

@@ -16,15 +16,16 @@ from hpc3d.console.exit_codes import BAD_INPUT, STOPPED
 from hpc3d.console.sanitize import Problems
 from hpc3d.training.run_folder import FOLDER_FILE
 
-_MOST_SAID = 2000  # maximum characters of launcher output in an error
-_LEAVE = 10  # seconds for the ranks to exit after a signal
+_MOST_SAID = 2000  # maximum characters of launcher output in an error message
+_LEAVE = 10  # grace period in s for the ranks to exit after a signal
 # Same settings as in the Makefile: allow oversubscription, and allow root to run mpirun.
 _SETTINGS = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
 }
 _CONSENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-# Lines of hpc3d.train on standard error, except progress lines.  The launcher may prefix them.
+# Matches lines that hpc3d.train prints to standard error, except progress lines. The launcher may
+# add a prefix to each line.
 _SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
 
 

@@ -47,7 +47,7 @@ class StepPrediction(dict[str, Any]):
 
     @property
     def received(self) -> pd.DataFrame:
-        """Calls and received bytes per step of a rank of stage 0, by axis and operation."""
+        """Calls and received bytes per step on each stage-0 rank, by axis and operation."""
         return _frame(
             [
                 {"axis": axis, "op": op, **each}

@@ -1,4 +1,4 @@
-"""Predictions of published Megatron-LM step times from the properties of the machine.
+"""Predictions of published Megatron-LM step times with a model of the machine.
 
 V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 arXiv:2205.05198: tables 4 and 5, figure 1. D. Narayanan et al., "Efficient Large-Scale Language
@@ -220,10 +220,10 @@ def states() -> list[dict[str, Any]]:
 
 
 def facts(machine: Machine) -> dict[str, list[float]]:
-    """Return the prediction errors of the two 22B steps with changes to the machine model.
+    """Return the prediction errors for the two 22B steps with modified machine models.
 
-    Each change concerns one property; most changes remove a kernel rate. The result is a dict from
-    the change to the relative errors with full and with selective recomputation.
+    Each modification changes one property; most modifications remove a kernel rate. The result is
+    a dict from modification to the relative errors with full and with selective recomputation.
     """
     changed = {"with all": machine, f"products at {_LATER:.5g}": _with_later_products(machine)}
     for name in machine.kernels:

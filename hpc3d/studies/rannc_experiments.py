@@ -118,7 +118,7 @@ def point(
     billions: float,
     planners: Sequence[_Planner],
 ) -> dict[str, Any]:
-    """Return a dict with a setting, and the plans of hpc3d and of each planner in `planners`.
+    """Return a dict that contains the setting and the plans made by hpc3d and by `planners`.
 
     The value of the key "rows" is a dict from planner name to plan.
     """
@@ -219,7 +219,7 @@ def _better(points, name, others):
 
 
 def _ratios(points, name, others) -> Iterator[tuple[str, float]]:
-    """Yield each setting with the speed of planner `name` relative to the fastest of `others`.
+    """Yield each setting with the speed ratio of planner `name` to the fastest of `others`.
 
     Speeds are in samples/s. A setting is skipped if the planner `name` or all other planners
     cannot train the model.

@@ -106,7 +106,7 @@ def rows(
     batch: Sequence[int] = _BATCH,
     **how: Any,
 ) -> list[dict[str, Any]]:
-    """Return the results of `point` for all combinations of hidden size and batch size."""
+    """Compare the schemes with `point` for all combinations of hidden size and batch size."""
     return [point(machine, b, h, dtype, **how) for h, b in product(hidden, batch)]
 
 
@@ -123,7 +123,7 @@ def reproduces(row: dict[str, Any]) -> bool:
 
 
 def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Return the sizes that reproduce the published speed-ups if each scheme has its own batch.
+    """Return the sizes that reproduce the published speed-ups if batch sizes differ by scheme.
 
     Each result is (hidden size, batch size of 2-D, batch size of 3-D). Both layouts fit in memory.
     The batch size of 1-D is arbitrary, because the time per sequence does not depend on it.
@@ -142,10 +142,10 @@ def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
 
 
 def planned(machine: Machine, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the fastest 3-D grid for the batch size and hidden size in a result of `point`.
+    """Return the fastest 3-D grid for the batch size and hidden size in `row`.
 
-    The result contains the grid (x, y, z), the time per sequence in ms, and the speed-up over the
-    cubic grid.
+    `row` is a result of `point`. The returned dict contains the grid (x, y, z), the time per
+    sequence in ms, and the speed-up over the cubic grid.
     """
     timed, config = {}, _model_of(row["batch"], row["hidden"], row["dtype"])
     for grid in cuboids():
@@ -165,7 +165,7 @@ def cuboids() -> list[tuple[int, int, int]]:
 
 
 def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
-    """Return alternative assumptions as a dict from label to (machine, arguments for `rows`)."""
+    """Return a dict from alternative assumption to (machine, keyword arguments of `rows`)."""
     inside, outside = machine.links
     ports = inside, replace(outside, node_bandwidth=2 * outside.bandwidth)
     return {

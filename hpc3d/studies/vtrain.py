@@ -49,7 +49,7 @@ _VALUE = 2  # bytes of a float16 value
 # Bytes per parameter that an update accesses: the float16 value and Adam's two float32 moments are
 # read and written, and the float16 gradient is read.
 _UPDATE = 2 * (_VALUE + 4 + 4) + _VALUE
-# Relative standard deviations of the error in modeled step times, and of the profiles' factors.
+# Relative standard deviations: error of the modeled step times, and prior of the profile factors.
 _NOISE, SPREAD = 0.02, 0.1
 # Free parameters of the fit, each with initial value, lower bound and upper bound.
 FREE = {
@@ -136,7 +136,7 @@ class Profile(NamedTuple):
     micro: int
 
     def work(self, published: Published) -> dict[str, PartWork]:
-        """Return the work of the embedding, of a block and of the head on one of t ranks.
+        """Return the work of the embedding, a block and the head on one tensor-parallel rank.
 
         Dropout is not modeled explicitly, because its cost is included in the fitted values.
         """
@@ -222,7 +222,7 @@ class Steps:
         return fixed, self.total(passes, 1.0, calibration) - fixed
 
     def passes(self, calibration: ProfileFactors) -> dict[str, np.ndarray]:
-        """Return the times of the passes through the embedding, a block and the head, in seconds.
+        """Return the forward and backward times of embedding, block and head, in seconds.
 
         The result is a dict from name to an array with the dimensions [computation or
         communication, forward or backward, step].
@@ -324,7 +324,7 @@ def calibrate(rows: np.ndarray, base: Machine, profiles: bool = True) -> Profile
 def _changes(
     profile: np.ndarray, fixed: np.ndarray, layers: np.ndarray, measured: np.ndarray, doubt: float
 ) -> np.ndarray:
-    """Fit the relative change in the layers' kernel times of each profile by ridge regression."""
+    """For each profile, fit the relative change in layer kernel times by ridge regression."""
     share, missing = layers / measured, 1 - (fixed + layers) / measured
     return np.bincount(profile, share * missing) / (np.bincount(profile, share**2) + doubt)
 

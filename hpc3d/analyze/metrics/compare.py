@@ -55,9 +55,9 @@ def difference_rows(
 
 
 def _by_step(trace, keys):
-    """Return a dict from the (key, name) pairs of a row to its seconds in each step.
+    """Return a dict from row to its time in each step, in seconds.
 
-    The seconds are an array of shape [steps].
+    A row is identified by its (key, name) pairs. The times of a row are an array of shape [steps].
     """
     columns = dict.fromkeys(("category", *keys))
     steps = np.unique(trace.steps["step"])
@@ -182,7 +182,7 @@ def run_row(trace: Steady) -> dict[str, Any]:
 
 
 def relative_error(values: Sequence[float] | np.ndarray) -> float | None:
-    """Return the standard error of the logarithm of the median of `values`.
+    """Return the standard error of log(median(values)).
 
     The error is computed from two order statistics (McKean and Schrader 1984; Price and Bonett
     2002): of n values, the c-th lowest and the c-th highest are z = (n + 1 - 2 c) / sqrt(n)

@@ -175,7 +175,7 @@ def _described(trace, rows):
 
 
 def path_rows(segments: Sequence[PathSegment], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Sum the seconds and shares of critical-path segments by the fields `keys`, largest first."""
+    """Sum the times and shares of path segments, grouped by the fields `keys`, largest first."""
     seconds, length = defaultdict(float), sum(each.seconds for each in segments)
     for each in segments:
         seconds[tuple(getattr(each, key) for key in keys)] += each.seconds

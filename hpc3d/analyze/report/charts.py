@@ -169,7 +169,7 @@ def _series(rows):
 
 
 def runs(found: Sequence[RunAnalysis]) -> Bars:
-    """Return the bar chart of the mean step time breakdown of each run."""
+    """Return a bar chart with the mean step time breakdown of each run."""
     labels, rows = zip(*((run.label, _mean(run.tables["ranks"])) for run in found))
     return _of_ranks([*labels], rows)._replace(horizontal=True)
 
@@ -187,7 +187,7 @@ def _mean(rows):
 
 
 def ranks(run: RunAnalysis) -> Bars:
-    """Return the bar chart of the mean step time breakdown of each rank."""
+    """Return a bar chart with the mean step time breakdown of each rank."""
     rows = sorted(run.tables["ranks"], key=lambda row: row["rank"])
     return _of_ranks([str(row["rank"]) for row in rows], rows)._replace(xlabel="rank")
 
@@ -201,7 +201,7 @@ def _of_ranks(labels, rows):
 
 
 def _disjoint(row):
-    """Return the row without exposed_s if its components, wait and transfer, are known."""
+    """Return the row with exposed_s set to `None` if wait_s and transfer_s are known."""
     return row if row["wait_s"] is None else row | {"exposed_s": None}
 
 

@@ -103,7 +103,7 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def partitions(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """Plot the total memory by kind, and the memory of the worst rank, by number of stages."""
+    """Plot the total memory by kind and the worst rank's memory against the number of stages."""
     kinds = [[*group] for _, group in groupby(found["partitions"], lambda row: row["partition"])]
     figure, panels = empty(WIDTH, 0.8 + 2.2 * len(kinds), len(kinds), sharey=True)
     for panel, rows in zip(panels, kinds):

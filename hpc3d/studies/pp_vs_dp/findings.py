@@ -150,7 +150,7 @@ def _print_messages(sums: Sequence[dict[str, Any]], tensors: Sequence[dict[str, 
 
 
 def ends(rows: Sequence[dict[str, Any]], *keys: str) -> float:
-    """Return the product of the columns `keys` in the last row relative to the first row."""
+    """Return the last row's product of the columns `keys`, divided by the first row's product."""
     first, last = (prod(row[key] for key in keys) for row in (rows[0], rows[-1]))
     return last / first
 

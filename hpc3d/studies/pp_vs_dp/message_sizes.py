@@ -97,8 +97,8 @@ def _tensor_row(
 ) -> dict[str, Any]:
     """Return the table row for a scheme with `count` microbatches.
 
-    The communication volume of 1-D does not depend on the number of microbatches. In contrast,
-    SUMMA communicates the weight panels again for each microbatch.
+    The communication volume of 1-D tensor parallelism does not depend on the number of
+    microbatches. In contrast, SUMMA communicates the weight panels again for each microbatch.
     """
     mesh, op = _TENSOR[scheme]
     parallel = {"scheme": scheme, "microbatches": count}
