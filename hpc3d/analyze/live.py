@@ -30,7 +30,7 @@ _RECENT = 20  # number of most recent steps over which the speed is computed
 # A straggler is the last rank to join a call at least _LATE times as often as the average rank. At
 # most _NAMED stragglers are listed.
 _LATE, _NAMED = 2, 3
-_SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # keys in a step record
+_SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # step-record keys
 _FINAL_STATES = (  # text in train.log -> state of the run
     ("stopped after step", "stopped"),
     (KEPT, "ended"),

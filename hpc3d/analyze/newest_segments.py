@@ -102,7 +102,7 @@ def _calls(segments: Sequence[Segment]) -> tuple[Counter[str], Counter[str], Cou
                 joined.setdefault((*key, seq), []).append((posted, rank, start, start + dur))
     for (axis, *members, _), arrivals in joined.items():
         if len(arrivals) < len(members):
-            continue  # the calls of the other members are in older or missing segments
+            continue  # other members' calls are in older or missing segments
         last, late_rank, *_ = max(arrivals)
         late[late_rank] += 1
         waits[axis] += sum(max(0, min(end, last) - start) for _, _, start, end in arrivals)

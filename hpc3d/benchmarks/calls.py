@@ -30,7 +30,7 @@ _MESSAGE = 1 << 22  # size in bytes of the message with which the bandwidth is m
 
 
 def calls(job: Job, options: Namespace) -> None:
-    """Print a row for each collective and size. On a single host, the lower bound is 0."""
+    """Print a table row for each collective and size; on a single host, the lower bound is 0."""
     from hpc3d.comm.cartesian import build
 
     if job.size == 1:

@@ -1,4 +1,4 @@
-"""Training batches: each epoch visits every window of the text once, in a different order."""
+"""Training batches: each epoch visits every window of the text once, in a new random order."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ IGNORE = -100  # target value that excludes a token from the loss
 
 
 class Batches:
-    """Training batches, determined by the tokens, the sizes, `seed` and the step.
+    """Training batches, which depend only on the tokens, the sizes, `seed` and the step.
 
     A window consists of `sequence` input tokens and AHEAD further tokens for the targets.  Windows
     start every `sequence` tokens, so each token is a target once per epoch, except for the first
@@ -32,7 +32,7 @@ class Batches:
         self.windows = (len(tokens) - self.AHEAD) // sequence
         self._tokens, self._sequence, self._batch, self._seed = tokens, sequence, batch, seed
         self._epoch, self._order = 0, permutation(self.windows, seed, 0)
-        self._skipped = 0  # offset added to step * batch after the batch size changed
+        self._skipped = 0  # sequences used before a step: step * batch + _skipped
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs and targets of a step: contiguous int32 arrays [batch, sequence]."""
@@ -42,7 +42,7 @@ class Batches:
         return windows[:, : self._sequence].copy(), windows[:, self.AHEAD :].copy()
 
     def go_on(self, step: int, sequences: int) -> None:
-        """Resume at `step`, before which `sequences` sequences were used with any batch sizes."""
+        """Resume at `step` after `sequences` sequences, even if the batch size has changed."""
         self._skipped = sequences - step * self._batch
 
     def position(self, step: int) -> dict[str, int]:

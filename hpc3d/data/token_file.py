@@ -277,7 +277,7 @@ def write_tokens(
 
 
 def _append(dataset: "h5py.Dataset", part: np.ndarray) -> None:
-    """Append the array `part` to a 1-D dataset."""
+    """Append the array `part` to a 1-D HDF5 dataset."""
     length = len(dataset)
     dataset.resize((length + len(part),))
     dataset[length:] = part

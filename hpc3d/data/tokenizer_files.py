@@ -6,7 +6,7 @@
     gpt2: the two files of GPT-2's tokenizer in the local cache of tiktoken
     meta.pkl: the character vocabulary of a nanoGPT model
 
-The files are treated as untrusted input: nothing is unpickled, and nothing is downloaded.
+The files are treated as untrusted input: no pickled code is executed, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def refuse_cache(folder: Path) -> None:
 
 
 def token_in(settings: Mapping[str, Any], key: str) -> str | None:
-    """Return a special token from a tokenizer_config.json, stored as a string or an object."""
+    """Return a special token, stored as a string or an object, from a tokenizer_config.json."""
     found = settings.get(key)
     found = found.get("content") if isinstance(found, dict) else found
     return found if isinstance(found, str) else None

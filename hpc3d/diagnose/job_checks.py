@@ -215,7 +215,7 @@ def link(job: Job) -> Iterator[Finding]:
         return
     latency = min(_exchanges(job, np.zeros(_SMALL, np.uint8), _EXCHANGES))
     transfer = min(_exchanges(job, np.zeros(_LARGE, np.uint8), _LARGE_EXCHANGES))
-    job.barrier()  # sleeps, so that ranks that only wait do not occupy the cores of others
+    job.barrier()  # this barrier sleeps, so that waiting ranks do not occupy shared cores
     latency, transfer = job.comm.bcast((latency, transfer))
     rate = f"bandwidth {size(_LARGE / transfer)}/s ({size(_LARGE)})"
     text = f"latency {latency * 1e6:.1f} us ({_SMALL} B), {rate}"

@@ -72,7 +72,7 @@ class Samples:
             self.write(f"=== {number} of {len(ends)}\n{prompt}{stream.text}\n")
 
     def results(self) -> list[dict[str, Any]]:
-        """Return, for each sample, a dict with its text, its tokens, and whether it has ended."""
+        """Return a dict with the keys text, tokens and ended for each sample."""
         return [
             {"text": stream.text, "tokens": stream.tokens, "ended": ended}
             for stream, ended in zip(self.streams, self.ended, strict=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hpc3d.data.tokenizer import Tokenizer
 
-_UNKNOWN = "\ufffd"  # replaces invalid or incomplete bytes
+_UNKNOWN = "\ufffd"  # replacement for invalid or incomplete bytes
 
 
 class TextStream:

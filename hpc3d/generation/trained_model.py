@@ -1,4 +1,4 @@
-"""Trained model for text generation, from a checkpoint of a run or from files of `transformers`.
+"""Trained model for text generation, from a run's checkpoint or a Hugging Face model folder.
 
 Rank 0 identifies the model.  Every rank then opens the weight files and reads its own blocks.
 """

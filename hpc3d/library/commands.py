@@ -190,7 +190,8 @@ def simulate_schedule(
     stages, microbatches
         Numbers of pipeline stages, and of microbatches per step.
     chunks, steps
-        Model chunks per stage (None: set by the schedule); training steps, if asynchronous.
+        Model chunks per stage (None: set by the schedule); training steps, for asynchronous
+        schedules.
     **times
         Seconds per microbatch and stage: `forward`, `backward` (input gradient) and `weight`
         (weight gradient), 1 by default; and `comm` (time of a message), 0 by default.  A list has
@@ -220,6 +221,6 @@ def _words(options: _Options | None) -> list[str]:
 def _text(value: Any) -> str:
     """Format a value as TOML; unknown types become strings."""
     if isinstance(value, Integral) and not isinstance(value, bool):
-        return str(int(value))  # also NumPy integers
+        return str(int(value))  # converts NumPy integers, too
     known = isinstance(value, bool | float | list | tuple | dict)
     return literal(value if known else str(value))

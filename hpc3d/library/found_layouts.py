@@ -25,7 +25,7 @@ class FoundLayouts(list[dict[str, Any]]):
 
     Each layout is a dict with `layout` (tables of an input file), `step_time_s` (an estimate
     unless `simulated`), `bubble` and `communication` as fractions of the step time, the `axis`
-    with the longest waits, and `peak_bytes`, the maximum over ranks.
+    with the longest waits, and `peak_bytes`, the highest memory peak of any rank in B.
 
     Attributes
     ----------

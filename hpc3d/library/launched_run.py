@@ -76,7 +76,7 @@ def _ended(command: list[str], settings: dict[str, str]) -> tuple[int, str]:
     defaults = _SETTINGS | (_CONSENT if os.geteuid() == 0 else {})
     process = subprocess.Popen(
         command,
-        env={**defaults, **os.environ, **settings, "NO_COLOR": "1"},  # Jupyter forces color
+        env={**defaults, **os.environ, **settings, "NO_COLOR": "1"},  # override Jupyter's color
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -20,11 +20,12 @@ class StepPrediction(dict[str, Any]):
     """Predicted step: a dict with the values of `python -m hpc3d.simulate --json`.
 
     The keys are: `step_time_s` [s]; `tokens_per_s`; `bubble`, the fraction of the step time that
-    the busiest stage waits for messages; `communication`, the fraction of the step time that it
-    waits for other calls; `flop`, summed over all ranks; `mfu` and `hfu` (arXiv:2205.05198), as
-    fractions of the machine's peak; `memory` [B], with the peaks of the `stages`, of the `worst`
-    stage and in `total`, and with `fits`, which is true if the model fits in memory; and `bytes`,
-    received by a rank of stage 0, by axis and operation.  `config` is the resolved configuration.
+    the busiest stage waits for messages; `communication`, the fraction of the step time that this
+    stage waits for other calls; `flop`, summed over all ranks; `mfu` and `hfu` (arXiv:2205.05198),
+    as fractions of the machine's peak; `memory` [B], with the peaks of the `stages`, of the
+    `worst` stage and in `total`, and with `fits`, which is true if the model fits in memory; and
+    `bytes`, received by a rank of stage 0, by axis and operation. `config` is the resolved
+    configuration.
     """
 
     def __init__(self, step: PredictedStep) -> None:

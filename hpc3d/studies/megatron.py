@@ -65,8 +65,8 @@ RECOMPUTATION = [
         "175B", 96, 12288, 96, 8, 8, 64, 64, 1, 3, "1d-sequence", "selective", True, 13.75
     ),
 ]
-# arXiv:2205.05198, table 4: scheme, recomputation, and times of the forward pass and of the
-# backward pass through one layer of the 22B model in ms.
+# arXiv:2205.05198, table 4: scheme, recomputation, and times in ms of the forward and the backward
+# pass through one layer of the 22B model.
 LAYERS = [
     ("1d", "none", 7.7, 11.9),
     ("1d-sequence", "none", 7.2, 11.8),
@@ -74,8 +74,8 @@ LAYERS = [
     ("1d", "selective", 7.7, 13.2),
     ("1d-sequence", "selective", 7.2, 13.1),
 ]
-# arXiv:2205.05198, figure 1 (data from calculon-ai/calculon): model, L, h, a, p, and memory of
-# parameters and optimizer states in GiB per rank. This memory is _STATE bytes for each of
+# arXiv:2205.05198, figure 1 (data from calculon-ai/calculon): model, L, h, a, p, and GiB of
+# parameters and optimizer states per rank. The published memory is _STATE bytes per parameter for
 # 12 L h^2 / (t p) parameters, without embedding tables, biases and norms.
 STATES = [
     ("22B", 48, 6144, 64, 1, 45.5625),
@@ -195,7 +195,7 @@ def _passes(row: PublishedStep, machine: Machine) -> list[float]:
 
 
 def states() -> list[dict[str, Any]]:
-    """Predict the parameter and optimizer memory of a rank of the first stage for each of STATES.
+    """Predict the parameter and optimizer memory of a first-stage rank for each row of STATES.
 
     The sizes are given with and without the embedding tables, which the published sizes exclude.
     The sizes depend neither on the number of microbatches nor on the number of model chunks.
@@ -242,7 +242,7 @@ def _with_later_products(machine: Machine) -> Machine:
 
 
 def otherwise(machine: Machine) -> list[dict[str, Any]]:
-    """Predict the step times of the rows of WEAK_SCALING that are modified by OTHERWISE."""
+    """Predict the step times of the variants in OTHERWISE, which modify rows of WEAK_SCALING."""
     by_name = {values[0]: weak(values) for values in WEAK_SCALING}
     changed = [(by_name[model]._replace(**change), change) for model, change in OTHERWISE]
     return [predicted(row, machine) | {"change": change} for row, change in changed]

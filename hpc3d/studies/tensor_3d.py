@@ -84,8 +84,8 @@ def _spent(machine: Machine, config: Config, scheme: str, grid: tuple[int, ...])
 def point(machine: Machine, batch: int, hidden: int, dtype: str, **how: Any) -> dict[str, Any]:
     """Compare the three schemes for one batch size and hidden size.
 
-    For each scheme, the result contains the time per sequence in ms, whether the layout fits in
-    memory, and the speed-up of 3-D over the scheme.
+    For each scheme, the result contains the time per sequence in ms, a flag for layouts that fit
+    in memory, and the speed-up of 3-D over the scheme.
     """
     config = _model_of(batch, hidden, dtype, **how)
     each = {scheme: _spent(machine, config, scheme, grid) for scheme, grid in _GRIDS.items()}

@@ -6,9 +6,9 @@ is a training step in float16 on A100 GPUs with tensor (scheme 1d), data and pip
 
 The multi-node rows are measured. The single-node rows are also published as measurements, but
 vTrain computed them from measured all-reduce times and from kernel times of a layer, the embedding
-and the head, profiled on an A100 once for each `Profile`. The evidence: for otherwise identical
-configurations, the step time is linear in the number of layers to the nanosecond, unlike any
-measurement (hpc3d.studies.vtrain_report.bends).
+and the head, profiled on an A100 once for each `Profile`. This is evident because, for otherwise
+identical configurations, the step time is linear in the number of layers to the nanosecond, unlike
+any measurement (hpc3d.studies.vtrain_report.bends).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 COLUMNS = ["ranks", "batch", "micro", "hidden", "heads", "layers", "sequence", "t", "d", "p"]
 ROW = np.dtype([*((name, int) for name in COLUMNS), ("ms", float)])
 _DIVISORS = {"batch": ["d", "micro"], "layers": ["p"], "heads": ["t"], "hidden": ["heads"]}
-_FIELDS = range(-len(ROW), 0)  # the last columns of the file are the columns of ROW
+_FIELDS = range(-len(ROW), 0)  # ROW describes the last columns of the file
 EVERY = 10  # every 10th published row is used for calibration
 _VOCABULARY = 50257
 PARTS = {"embedding": FIRST, "block": LAYER, "head": LAST}
@@ -49,7 +49,8 @@ _VALUE = 2  # bytes of a float16 value
 # Bytes per parameter that an update accesses: the float16 value and Adam's two float32 moments are
 # read and written, and the float16 gradient is read.
 _UPDATE = 2 * (_VALUE + 4 + 4) + _VALUE
-# Relative standard deviations: error of the modeled step times, and prior of the profile factors.
+# Relative standard deviations of the error in modeled step times and of the prior on profile
+# factors.
 _NOISE, SPREAD = 0.02, 0.1
 # Free parameters of the fit, each with initial value, lower bound and upper bound.
 FREE = {
@@ -74,7 +75,7 @@ def read(path: Path | str) -> np.ndarray:
                 "usecols": _FIELDS,
                 "ndmin": 1,
             }
-            Path(path).stat()  # unlike loadtxt, reports the error of the operating system
+            Path(path).stat()  # unlike loadtxt, stat reports the operating system's error
             rows = np.loadtxt(path, ROW, **how)
     except OSError as error:
         raise ValueError(f"{path}: {reason_of(error)}; use a CSV file of training steps") from None
@@ -127,7 +128,7 @@ MEASURED = Published(recompute="full", pad=128)
 
 
 class Profile(NamedTuple):
-    """Sizes that determine the kernels executed by a rank."""
+    """Model and layout sizes that determine which kernels a rank executes."""
 
     hidden: int
     heads: int

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _MODEL = ["ranks", "hidden", "heads", "sequence", "layers", "batch"]
 _LAYOUT = ["t", "d", "p", "micro"]
 _SHORT = ["ranks", "hidden", "layers", "batch"]
-_CLOSE = 0.03  # maximum slowdown over the best layout that is considered close
+_CLOSE = 0.03  # maximum slowdown of a layout that is considered close to the best
 
 
 class Choice(NamedTuple):

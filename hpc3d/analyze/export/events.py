@@ -23,10 +23,10 @@ class Events:
         Pairs of row indices, shape [links, 2]. A pair connects a send to its receive, or the last
         call posted in a collective to another call that waited for it.
     one_time
-        True if the ranks share a clock. It is false if the trace contains CPU times. In this
-        case, there are no links, and `wait` is 0.
+        True if the ranks share a clock. If the trace contains CPU times, `one_time` is False,
+        there are no links, and `wait` is 0.
     steps
-        Tuples (rank, step, start, end) with times in ns, relative to the same start as `columns`.
+        Tuples (rank, step, start, end) with times in ns since the start of the first event.
     rows
         For each rank, the slice of rows that contains its events.
     coords

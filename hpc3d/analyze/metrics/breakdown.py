@@ -40,12 +40,12 @@ DISJOINT = ("compute_s", "wait_s", "transfer_s", "copy_s", "other_s", "unrecorde
 def breakdown(trace: Trace, keys: Sequence[str]) -> list[dict[str, Any]]:
     """Break the step time down by `keys`.
 
-    The keys are any of category, phase, axis, op, name, layer, chunk, microbatch, rank, stage and
+    The valid keys are category, phase, axis, op, name, layer, chunk, microbatch, rank, stage and
     step. If rank, stage or step are in `keys`, rows with equal values of these keys form a group.
-    Otherwise, all rows are one group. The rows of a group add up to the mean step time of its
-    ranks and steps, and `share` is relative to this time. One row per group has category
-    `unrecorded`: the time not covered by any event. If category is not a key, the other rows have
-    category `recorded`.
+    Otherwise, all rows are one group. The times in a group add up to the mean step time over its
+    ranks and steps, and `share` is relative to this mean. One row per group has category
+    `unrecorded`, for the time that is not covered by any event. If category is not a key, the
+    other rows have category `recorded`.
     """
     of_cells = [key for key in CELL_KEYS if key in keys]
     of_events = [key for key in keys if key not in CELL_KEYS]

@@ -114,7 +114,7 @@ def _instances_in_steps(calls):
     """
     events, row, first = calls.trace.events, calls.row, calls.first
     axis, members = event_values(calls.trace, "axis", row[first]), calls.members
-    # A message consists of a send and a recv. It is listed as a send, whose code is lower.
+    # A message, which consists of a send and a recv, is listed as a send (the lower op code).
     op = np.minimum.reduceat(events["op"][row], first)
     size, size_of = np.unique(_sizes(calls, members), return_inverse=True)
     complete = np.add.reduceat(calls.inside & calls.ending, first, dtype=int) == members

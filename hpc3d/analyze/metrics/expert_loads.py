@@ -166,7 +166,7 @@ def expert_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
 
 
 def exchange_rows(calls: CallInstances, timed: bool = True) -> list[dict[str, Any]]:
-    """Return the number of calls, bytes and times of dispatch and combine, per rank and step.
+    """Return the call counts, bytes and times of dispatch and combine, per rank and step.
 
     There is one row per mesh axis, phase, and dispatch or combine. If `timed`, the rows include
     blocked_s = wait_s + transfer_s. The first all-to-all of a layer is the dispatch in a forward
@@ -201,7 +201,7 @@ def _exchanges(calls):
 
 
 def _order_in_pass(events, row):
-    """Return 0 for the first all-to-all of a layer in a pass, and 1 for the second."""
+    """For each all-to-all, return 0 for a layer's first one in a pass, and 1 for the second."""
     _, which = combinations([events[key][row] for key in _PASS])
     order = np.lexsort((events["seq"][row], which))
     first = np.flatnonzero(np.diff(which[order], prepend=-1))

@@ -64,7 +64,7 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
 
 
 def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
-    """Format the kind of a trace (measured or simulated) and the keys in `load`, except SIZES.
+    """Describe the trace kind (measured or simulated) and all keys in `load` except SIZES.
 
     The result is `None` if the load is unknown.
     """

@@ -96,7 +96,7 @@ class CallInstances:
 
     @property
     def violation(self) -> np.ndarray:
-        """Return the time in ns by which each call ended before a required arrival, or 0."""
+        """For each call, return the time in ns from its end to a later required arrival, or 0."""
         return np.maximum(0, self.until - self.end)
 
     @property
@@ -117,7 +117,7 @@ def calls_of(trace: Trace | Steady) -> CallInstances:
     """Group the calls of an open trace by call instance.
 
     The calls are the events of category comm with a sequence number, and the events of category
-    copy in which a broadcast was called.
+    copy that start a broadcast.
     """
     row, instance = _call_instances(trace)
     start, end, posted = _times(trace, row)
@@ -181,7 +181,7 @@ def _broadcast_calls(events, row):
     waits = np.flatnonzero(kind[row] & (events["posted"] < events["t_start"])[row])
     both = np.concatenate([called, row[waits]])
     times = np.concatenate([events["t_start"][called], events["posted"][row[waits]]])
-    # Replace the times by their rank in sorted order: `combinations` needs small integers.
+    # Replace the times by their indices in sorted order: `combinations` needs small integers.
     _, when = np.unique(times, return_inverse=True)
     _, key = combinations([events["rank"][both], events["group"][both], when])
     _, call, end = np.intersect1d(key[: len(called)], key[len(called) :], return_indices=True)

@@ -46,7 +46,7 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
 
 
 def any_loss(run: RunAnalysis) -> bool:
-    """Return true if a loss was recorded in any step. Simulated steps have no loss."""
+    """Return True if a loss was recorded in any step. Simulated steps have no loss."""
     return any(row["loss"] is not None for row in run.tables["loss"])
 
 

@@ -49,7 +49,7 @@ _RANK_PARTS = {
     "unrecorded": palette.UNRECORDED,
 }
 _BARS = 16  # maximum number of ranks in the straggler chart, and of hosts in the traffic chart
-_NAME_LENGTH = 32  # maximum number of characters shown of a host name
+_NAME_LENGTH = 32  # maximum length of a host name in charts
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
 _CELLS = 256  # maximum number of rows and of columns in a heat map
 _MAPS = 12  # maximum number of layers for which the expert load is shown
@@ -254,7 +254,7 @@ def expert_loads(loads: ExpertLoads) -> LoadMaps:
 
 
 def memory(run: RunAnalysis) -> Bars:
-    """Return the bar chart of the peak of each kind of memory on each rank, in MB."""
+    """Return a bar chart of each rank's peak memory by kind, in MB."""
     rows = [row for row in run.tables["memory_ranks"] if row["rank"] is not None]
     kinds = [*dict.fromkeys(key for row in rows for key in row if key not in ("rank", "all"))]
     parts = {

@@ -42,7 +42,7 @@ DETAILS = (
 
 
 class Timeline(NamedTuple):
-    """Events of a training step on the ranks `shown`, a subset of all `ranks` ranks.
+    """Events of a training step on the ranks in `shown`, a subset of all ranks.
 
     Attributes
     ----------
