@@ -1,4 +1,4 @@
-"""Export as PyTorch profiler traces, one file per rank, for Holistic Trace Analysis.
+"""Export of a run as PyTorch profiler traces, one file per rank, for Holistic Trace Analysis.
 
     TraceAnalysis(trace_dir="hta").get_comm_comp_overlap()
 

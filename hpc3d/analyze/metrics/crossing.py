@@ -29,9 +29,9 @@ _UNKNOWN = "unknown"
 def host_traffic_rows(calls: CallInstances) -> list[dict[str, Any]]:
     """Return one row per host with its traffic per step, or no rows if there is only one host.
 
-    The columns are the number of ranks on the host, the number of their calls with members on
-    other hosts, the bytes that they receive in total and from other hosts, and the bytes received
-    by the NIC.
+    The columns are the number of ranks on the host, the number of calls of these ranks with
+    members on other hosts, the bytes received by these ranks in total and from other hosts, and
+    the bytes received by the NIC.
     """
     matrix, names, host_of = _host_matrix(calls)
     if len(names) < 2:

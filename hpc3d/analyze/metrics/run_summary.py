@@ -54,7 +54,7 @@ def _hosts(trace):
 
 
 def _cores(trace: Trace) -> str | None:
-    """Return text with the number of CPU cores and ranks on rank 0's host, or None if unknown."""
+    """Describe the CPU cores and ranks of rank 0's host. Return None if they are unknown."""
     count, host = trace.attrs.get("cores"), trace.ranks["host_id"]
     if not isinstance(count, int) or count < 1:
         return None

@@ -90,7 +90,7 @@ def between_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the quartiles of the step time, the pass times, tokens/s and communication of a run.
+    """Return a run's step time quartiles, pass times, tokens/s and communication share.
 
     The step time is the time of the slowest rank.
     communication_share is the share of the step time spent in calls and their waits, including
