@@ -63,7 +63,7 @@ step)"""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the subcommand or plan; return exit code 2 if the request cannot be planned."""
+    """Run a subcommand or make a plan; return exit code 2 if the request cannot be planned."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["run"]:
         from hpc3d.runtime import launch
@@ -81,7 +81,7 @@ def _run(job, words):
 
 
 def parser() -> Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = Parser("partition", __doc__)
     add = parser.add_argument
     text = "function that returns a module and its inputs"
@@ -132,7 +132,7 @@ def parser() -> Parser:
 
 
 def _counts(text):
-    """Parse one number, or several separated by commas."""
+    """Parse one number or a comma-separated list of numbers."""
     return tuple(map(integer(1, MOST_RANKS), text.split(",")))
 
 
@@ -180,7 +180,8 @@ def _of_file(options):
     return _as_json(plan, limits)
 
 
-# Allocations between garbage collections. A captured model has millions of live objects.
+# Number of allocations between garbage collections. Collections are slow, because a captured
+# model has millions of live objects.
 _SELDOM = 200_000
 
 
@@ -218,7 +219,7 @@ def _of_module(options):
 
 
 def _write(path, plan, captured):
-    """Write a plan and print the command that runs it."""
+    """Write a plan to a file and print the command that runs the plan."""
     if path.suffix == ".py":
         text = import_module(_TORCHRUN).torchrun_file(plan, captured)
         command = f"torchrun --nproc-per-node {plan.ranks}"
@@ -246,7 +247,7 @@ def _costs(captured, options):
 
 
 def _show_whole(modules):
-    """Print one line per reason why modules could not be traced."""
+    """Print the modules that could not be traced, with one line per reason."""
     reasons = {}
     for each in modules:
         reasons.setdefault(each.reason, {})[each.path] = None
@@ -335,7 +336,7 @@ def _counted(count, one, many):
 
 
 def _some(ids):
-    """Format a list of ids; if there are more than four, shorten it and append their number."""
+    """Format a list of ids; abbreviate a list of more than four ids and append its length."""
     if len(ids) <= 4:
         return " ".join(map(str, ids))
     return f"{ids[0]} {ids[1]} ... {ids[-1]} ({len(ids)})"

@@ -14,8 +14,8 @@ from hpc3d.console.sanitize import counted
 from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.evaluation import PipelineChoice
 
-_STEP, _MARGIN, _LABELS = 22, 40, 170  # pixels: atom spacing, margin, space for the labels below
-_MOST = 300  # maximum number of atoms that remain legible
+_STEP, _MARGIN, _LABELS = 22, 40, 170  # in pixels: spacing of atoms, page margin, label height
+_MOST = 300  # maximum number of atoms in a legible diagram
 _COLOURS = ("#3b6fb6", "#c8553d", "#4d9078", "#8661a8", "#b98b2f", "#5b6770")
 
 
@@ -23,7 +23,7 @@ def arc_diagram(graph: Graph, choice: PipelineChoice) -> str:
     """Return an SVG drawing of a graph and its stages.
 
     The stroke width of an arc grows with the logarithm of the size of its value. Raises
-    ValueError if the graph has too many atoms for a page.
+    ValueError if the graph has too many atoms for a legible diagram.
     """
     if len(graph) > _MOST:
         raise ValueError(f"--draw: the graph has {len(graph)} atoms; at most {_MOST} can be drawn")

@@ -1,9 +1,9 @@
-"""Graph to be partitioned: indivisible atoms and the values between them.
+"""Directed graph to be partitioned into stages: indivisible atoms, and values passed between them.
 
-Atoms are in topological order. A set of atoms is an int with one bit per atom. A partition into
-stages is convex: no path leaves a stage and returns to it. The stages can therefore be ordered so
-that values only flow forward. The union of the first stages is a *downset*: it contains all
-inputs of its atoms.
+Atoms are in topological order. A set of atoms is represented by an int with one bit per atom. Each
+stage of a partition is convex: no path leaves the stage and returns to it. The stages can
+therefore be ordered so that values only flow forward. The union of the first s stages is a
+*downset*: with each atom, it contains every atom whose value that atom reads.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import networkx as nx
 
 
 class Atom(NamedTuple):
-    """One or more operations, named by their `ids`, that stay on one stage.
+    """Indivisible node: one or more operations, with the given `ids`, that share a stage.
 
-    `forward` and `backward` are seconds per microbatch; `weight` is the share of `backward` spent
-    on weight gradients. Sizes are in bytes: `memory` is resident on the stage, `saved` is stored
-    for each microbatch in flight, `parameters` is the size of the parameters whose gradients the
-    replicas reduce, and `working` is needed while one of the operations runs. `pieces` contains
-    the indices of the atom's pieces in the captured module, and `fed` is the size per sample of
-    the model inputs that these pieces read.
+    `forward` and `backward` are seconds per microbatch; `weight` is the part of `backward`, in
+    seconds, spent on weight gradients. Sizes are in bytes: `memory` is resident on the stage,
+    `saved` is stored for each microbatch in flight, `parameters` is the size of the parameters
+    whose gradients the replicas reduce, and `working` is temporary memory for running one of the
+    operations. `pieces` contains the indices of the atom's pieces in the captured module, and
+    `fed` is the size per sample of the model inputs read by these pieces.
     """
 
     ids: tuple
@@ -40,11 +40,11 @@ class Atom(NamedTuple):
 
 
 class Value(NamedTuple):
-    """Output of atom `source` that the atoms `targets` read.
+    """Output of atom `source` that is read by the atoms `targets`.
 
-    `nbytes` is the size per microbatch; the value is sent once to each stage that has a target.
-    `saved` is the number of the source's saved bytes that are saved by the first target: a stage
-    that ends before this target does not save them.
+    `nbytes` is the size per microbatch; the value is sent once to each stage that contains a
+    target. `saved` is the part of the source's saved bytes that is saved only when the first
+    target runs. A stage that ends before this target does not save that part.
     """
 
     source: int
@@ -54,7 +54,7 @@ class Value(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Weight or model input that several `atoms` read.
+    """Weight or model input that is read by several `atoms`.
 
     The fields of each atom already include the `memory` and `parameters` of the weight, or the
     `fed` of the input. A stage with several of these atoms stores a single copy.
@@ -73,7 +73,7 @@ class Graph:
         self, atoms: Sequence[Atom], values: Sequence[Value], shared: Sequence[Shared] = ()
     ):
         self.atoms, self.values, self.shared = tuple(atoms), tuple(values), tuple(shared)
-        self.inputs = [0] * len(self.atoms)  # per atom: the set of atoms whose values it reads
+        self.inputs = [0] * len(self.atoms)  # bit set of the atoms that each atom reads from
         for value in self.values:
             for target in value.targets:
                 self.inputs[target] |= 1 << value.source
@@ -86,7 +86,7 @@ class Graph:
         return (1 << len(self)) - 1
 
     def ids(self, members: int) -> list:
-        """Return the ids of a set of atoms."""
+        """Return the ids of all operations in a set of atoms."""
         return [name for atom in bits(members) for name in self.atoms[atom].ids]
 
     def total(self, name: str, members: int) -> float:
@@ -99,7 +99,7 @@ class Graph:
         return found
 
     def bytes_in(self, members: int) -> float:
-        """Return the bytes of the values that a stage receives."""
+        """Return the total size in bytes of the values that a stage receives."""
         return sum(
             value.nbytes
             for value in self.values
@@ -107,7 +107,7 @@ class Graph:
         )
 
     def bytes_out(self, members: int) -> float:
-        """Return the bytes of the values that a stage sends, counting each value once."""
+        """Return the total size in bytes of the values that a stage sends, each counted once."""
         return sum(
             value.nbytes
             for value in self.values
@@ -115,7 +115,7 @@ class Graph:
         )
 
     def ordered(self, order: Sequence[int]) -> Graph:
-        """Return the same graph with its atoms in another topological order."""
+        """Return the same graph with its atoms rearranged into the topological order `order`."""
         new_index = {atom: number for number, atom in enumerate(order)}
         shared = [
             each._replace(atoms=tuple(sorted(map(new_index.get, each.atoms))))
@@ -148,7 +148,7 @@ def _downsets(all_inputs, limit):
 
 
 def bits(members: int) -> Iterator[int]:
-    """Yield the atoms of a set in ascending order."""
+    """Yield the indices of the atoms in a set, in ascending order."""
     while members:
         lowest = members & -members
         yield lowest.bit_length() - 1
@@ -169,7 +169,7 @@ def contracted(
 
     Atoms on a path that leaves a group and returns to it are merged into the group, because every
     convex stage that contains the group also contains the path. Each cycle also becomes one atom.
-    The atoms may be in any order.
+    The input atoms may be in any order.
     """
     edges = nx.DiGraph()
     edges.add_nodes_from(range(len(atoms)))
@@ -200,10 +200,10 @@ def _as_one(atoms):
 
 
 def _shared_by_several(shared, new_index, merged):
-    """Return the weights and inputs that several merged atoms still share.
+    """Return the weights and inputs that are still read by several atoms after the merge.
 
-    If several members of a merged atom read the same weight or input, the entry in `merged` is
-    corrected so that it counts the weight or input once.
+    If several members of a merged atom read the same weight or input, the merged atom's entry in
+    `merged` is corrected to count the weight or input only once.
     """
     found = []
     for each in shared:

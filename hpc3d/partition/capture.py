@@ -1,15 +1,17 @@
-"""Capture of an unmodified torch module as a graph of operations, without data or memory.
+"""Capture of an unmodified torch module as a graph of operations, without allocating its tensors.
 
 torch.export traces the module on fake tensors with a symbolic batch size in dimension 0. The
-operations are grouped into *pieces*, which a plan never splits. Every value sent across a stage
-boundary has the batch in dimension 0, so that replicas can split it by rows. Therefore:
+operations are grouped into *pieces*, which are never split across stages. Every value sent across
+a stage boundary has the batch in dimension 0, so that replicas can split the value by rows.
+Therefore:
 
 * An operation whose result has the batch in dimension 0 is a piece of its own.
 * Operations that do not depend on the batch (a transposed weight, a mask) are cheap. Every piece
-  that reads their results recomputes them. Sizes are computed from the batch size of the stage.
-* An operation whose result depends on the batch but does not have it in dimension 0 (a mean), or
-  is a tuple, is in the same piece as its readers. Operations that share memory or a buffer are in
-  one piece if one of them writes to it.
+  that reads their results recomputes them. Tensor sizes are computed from the stage's batch size.
+* An operation whose result depends on the batch, but does not have the batch in dimension 0 (such
+  as a mean), is in the same piece as all readers of the result. The same applies to an operation
+  that returns a tuple. Operations on the same memory or buffer are in one piece if one of them
+  writes to it.
 """
 
 from __future__ import annotations
@@ -46,9 +48,10 @@ _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 class Piece(NamedTuple):
     """Group of operations that is never split across stages.
 
-    `nodes` are the operations of this piece only. `copies` are cheap operations that every piece
-    that needs them recomputes. `weights` are the names of the parameters and buffers read by the
-    piece. `module` is the path of the submodule that contains the first operation.
+    `nodes` are the operations that belong to this piece only. `copies` are cheap operations that
+    are duplicated in every piece that reads their results. `weights` contains the names of the
+    parameters and buffers read by the piece. `module` is the path of the submodule that contains
+    the first operation.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -60,7 +63,7 @@ class Piece(NamedTuple):
 class Captured(NamedTuple):
     """Captured module, with its pieces in program order.
 
-    `readers` maps each node whose value other pieces read to the indices of these pieces.
+    `readers` maps each node whose value is read by other pieces to the indices of those pieces.
     `piece_of` maps a node to the index of its piece.
     """
 
@@ -82,11 +85,11 @@ def capture(
     """Capture a module that is called with `inputs`, whose dimension 0 is the batch.
 
     The module is not changed. A submodule that cannot be traced becomes one opaque operation,
-    whose behavior is recorded in a run with data. If the tensors have no data, `with_data()`
-    returns the module and the inputs for this run.
+    whose shapes and costs are recorded in a run with data. If the given tensors have no data,
+    `with_data()` must return the module and the inputs for this run.
 
-    Raises ValueError with file and line if the module cannot be captured, for example because its
-    control flow depends on data or no input has a batch.
+    Raises ValueError with the user's file and line if the module cannot be captured, for example
+    because its control flow depends on data or no input has a batch dimension.
     """
     batch = _batch_of(inputs)
     whole = WholeModules(partial(_example, module, inputs, with_data), batch)
@@ -110,7 +113,7 @@ def capture(
 
 
 def captured_of(name: str) -> Captured:
-    """Capture the module that `MODULE:FACTORY` returns."""
+    """Capture the module returned by the factory `name`, given as `MODULE:FACTORY`."""
     return capture(*made(name), partial(made_with_data, name, 0))
 
 
@@ -127,7 +130,7 @@ def _program(model, like, batch):
 
 
 class _SizedByData(ValueError):
-    """Data-dependent tensor size in the module at `path`."""
+    """Error raised if a tensor size in the module at `path` depends on data."""
 
     def __init__(self, node):
         what = "the size of a tensor depends on the values of another tensor"
@@ -136,7 +139,7 @@ class _SizedByData(ValueError):
 
 
 def _example(module, inputs, with_data):
-    """Return a model with data and a function that calls it with a given number of samples."""
+    """Return a model with data and a function that runs the model on a given number of samples."""
     batch = _batch_of(inputs)
     held = [*module.parameters(), *module.buffers(), *tensors(inputs)]
     if any(isinstance(each, FakeTensor) for each in held):
@@ -158,7 +161,7 @@ def _example(module, inputs, with_data):
 
 
 def _refuse_large(module):
-    """Raise ValueError if the model with its data does not fit in this machine's memory."""
+    """Raise ValueError if the parameters need more than half of the host memory."""
     needed = sum(each.numel() * each.element_size() for each in module.parameters())
     if needed > _PART_OF_MEMORY * host_memory.total():
         raise ValueError(
@@ -183,8 +186,8 @@ def _explained(error):
 
 
 def _refuse(program):
-    """Raise ValueError for tensors that depend on the batch in two dimensions, and for operations
-    that write to a parameter."""
+    """Raise ValueError if two sizes of a tensor depend on the batch size, or if an operation
+    writes to a parameter."""
     nodes = program.graph.nodes
     for node in nodes:
         for tensor in tensors(node.meta.get("val")):
@@ -214,7 +217,7 @@ def _carries(leaf, batch):
 
 
 def _emptied(module, inputs):
-    """Return copies of a module and its inputs in which all tensors are fake."""
+    """Return copies of a module and its inputs in which fake tensors replace all tensors."""
     with without_data():
         held = [each for part in module.modules() for each in tensors(vars(part))]
         known = {id(each): emptied(each) for each in held}
@@ -222,9 +225,9 @@ def _emptied(module, inputs):
 
 
 def _first_names(module):
-    """Return a dict from every name of a parameter or buffer to the first name of the same tensor.
+    """Return a dict from each parameter or buffer name to the first name of the same tensor.
 
-    torch.export uses an arbitrary one of the names.
+    torch.export arbitrarily uses one of the names.
     """
     named = [
         *module.named_parameters(remove_duplicate=False),
@@ -263,9 +266,10 @@ def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> C
 
 
 def _followers(nodes, inputs):
-    """Return the operations whose results depend on the values of the batch, not only on its size.
+    """Return the operations whose results depend on the values of the inputs.
 
-    They include operations whose results share memory to which such an operation writes.
+    Operations that depend only on the batch size are not included. Operations whose results share
+    memory with the result of an included in-place operation are included.
     """
     follows, memory, before = set(inputs), set(), None
     of_inputs = {number for each in inputs for number in _memory(each)}
@@ -284,12 +288,12 @@ def _followers(nodes, inputs):
 
 
 def _memory(node):
-    """Return the storage ids of an operation's results."""
+    """Return the ids of the storages that hold an operation's results."""
     return {each.untyped_storage()._cdata for each in tensors(node.meta.get("val"))}
 
 
 def is_size(node: fx.Node) -> bool:
-    """Return True if the value of a node is a size, not a tensor."""
+    """Return True if a node computes a tensor size (an integer) instead of a tensor."""
     return isinstance(node.meta.get("val"), (torch.SymInt, int))
 
 
@@ -321,7 +325,7 @@ def loss_of(captured: Captured) -> fx.Node | None:
 
 
 def size_of(size: torch.SymInt | int, batch: int) -> int:
-    """Return a possibly symbolic tensor size as an int, for a batch of `batch` samples."""
+    """Convert a possibly symbolic tensor size to an int, for a batch of `batch` samples."""
     if isinstance(size, int):
         return size
     expression = size.node.expr
@@ -334,9 +338,9 @@ def shape_of(like: torch.Tensor, samples: int) -> list[int]:
 
 
 def without_values(value: Any, samples: int) -> Any:
-    """Return an empty tensor like a captured one for a batch of `samples` samples.
+    """Return an uninitialized tensor like a captured one, for a batch of `samples` samples.
 
-    Other values are returned unchanged.
+    Values that are not tensors are returned unchanged.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -345,7 +349,7 @@ def without_values(value: Any, samples: int) -> Any:
 
 
 def state_of(captured: Captured) -> dict[str, torch.Tensor]:
-    """Return the parameters, buffers and constants read by a model, by name and without data."""
+    """Return a dict from name to fake tensor for a model's parameters, buffers and constants."""
     program = captured.program
     return {
         name: program.state_dict.get(name, program.constants.get(name))
@@ -359,7 +363,7 @@ def is_trained(like: torch.Tensor) -> bool:
 
 
 def carries_batch(node: fx.Node) -> bool:
-    """Return True if dimension 0 of a node's value is the batch or a multiple of it."""
+    """Return True if the size of dimension 0 is the batch size or an integer multiple of it."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.dim():
         return False
@@ -372,11 +376,11 @@ def carries_batch(node: fx.Node) -> bool:
 
 
 def _sharing(nodes, weights, members):
-    """Yield groups of operations that must stay together because one of them writes to memory.
+    """Yield groups of operations that must share a piece because one of them writes to memory.
 
-    A group contains the operations whose results share the memory, and the readers of these
-    results. For a buffer, it contains the operations that read the buffer and all operations of
-    the module that owns it.
+    A group contains all operations whose results share the written memory, and all readers of
+    these results. If the written memory is a buffer, the group contains all operations that read
+    the buffer and all operations of the module that owns the buffer.
     """
     memory, written = defaultdict(list), set()
     for node in nodes:
@@ -396,13 +400,13 @@ def _sharing(nodes, weights, members):
 
 
 def written_by(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes whose values an operation changes in place."""
+    """Yield the operands that an operation modifies in place."""
     if isinstance(node.target, WholeModule):
         _, weights = node.args
         names = zip(node.target.weights, weights, strict=True)
         yield from (weight for name, weight in names if name in node.target.call.written)
         return
-    if getattr(node.target, "overloadpacket", None) in _NORMS:  # not declared in their schemas
+    if getattr(node.target, "overloadpacket", None) in _NORMS:  # writes missing in schemas
         *_, mean, variance, in_training = node.args[:6]
         yield from (each for each in (mean, variance) if in_training and each is not None)
         return
@@ -428,7 +432,7 @@ def _module(node):
 
 
 def _ordered(program, batch, weights, inputs, groups):
-    """Return the captured module with one piece per group of operations."""
+    """Return the captured module with one piece for each group of operations in `groups`."""
     order = {node: number for number, node in enumerate(program.graph.nodes)}
     piece_of = {node: piece for piece, group in enumerate(groups) for node in group}
     writers = defaultdict(list)
@@ -447,10 +451,10 @@ def _ordered(program, batch, weights, inputs, groups):
 
 
 def _piece(group, piece_of, weights, writers, order):
-    """Return a set of nodes as a Piece.
+    """Create a Piece from a group of nodes.
 
-    Its copies are all direct and indirect operands that do not depend on model inputs, and the
-    operations that write to the memory of these operands.
+    The piece's copies are all direct and indirect operands that do not depend on model inputs, and
+    the operations that write to the memory of these operands.
     """
     copies, todo, names = set(), [*group], {}
     while todo:

@@ -1,4 +1,4 @@
-"""Chain of atoms with few candidate cuts, for a joint search over all stage boundaries."""
+"""Chain of atoms with few candidate cuts, so that all stage boundaries can be searched jointly."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import numpy as np
 
 from hpc3d.partition.evaluation import ModelCosts, Wire
 
-_SHORT, _LONG = 1e-6, 64e6  # message sizes in bytes that determine latency and bandwidth
+_SHORT, _LONG = 1e-6, 64e6  # message sizes in bytes for fitting latency and bandwidth
 
 
 def positions_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
-    """Return the candidate cuts of the chain, including 0 and the number of atoms.
+    """Return the candidate cuts of the chain as atom indices, including both ends.
 
     The cuts divide the chain into `blocks` blocks. Starting from single atoms, the algorithm
     repeatedly merges the two adjacent blocks with the lowest score. The score is their combined
-    share of the model's time or memory, whichever is larger, minus the share of the time that it
-    takes to send the values between them. Cuts that few bytes cross are therefore kept.
+    share of the model's time or memory, whichever is larger, minus the time for sending values
+    across the cut between them, relative to the model's time. Cuts crossed by few bytes therefore
+    tend to remain.
     """
     chain = costs.chain(costs.rows(1, 2 * ranks))
     seconds = chain.forward + chain.backward
@@ -34,16 +35,16 @@ def positions_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
 
 
 def border_of(costs: ModelCosts, ranks: int) -> Wire:
-    """Return latency and bandwidth across a stage boundary.
+    """Return the latency and bandwidth of messages across a stage boundary.
 
-    If the ranks span several nodes, the boundary is assumed to lie between two nodes.
+    If the ranks span several nodes, the adjacent stages are assumed to be on different nodes.
     """
     last = costs.machine.ranks_per_node if ranks > costs.machine.ranks_per_node else 1
     return _wire(lambda n: costs.message(n, range(last - 1, last), range(last, last + 1)))
 
 
 def sums_of(costs: ModelCosts, replicas: int) -> Wire:
-    """Return latency and bandwidth of the gradient all-reduce over `replicas` ranks."""
+    """Return the latency and bandwidth of a gradient all-reduce over `replicas` ranks."""
     return _wire(lambda nbytes: costs.summed(nbytes, range(replicas)))
 
 
@@ -53,7 +54,10 @@ def _wire(seconds: Callable[[float], float]) -> Wire:
 
 
 class Ranges:
-    """Costs of a stage with `rows` samples per microbatch, indexed by its first and last cut."""
+    """Costs of all possible stages with `rows` samples per microbatch.
+
+    The arrays are indexed [first cut, last cut] of the stage.
+    """
 
     def __init__(self, costs: ModelCosts, rows: int, positions: np.ndarray) -> None:
         chain = costs.chain(rows)

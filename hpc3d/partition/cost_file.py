@@ -1,12 +1,12 @@
-"""Graph with costs as JSON, for `python -m hpc3d.partition --graph COSTS.json`.
+"""JSON file of a graph with costs, for `python -m hpc3d.partition --graph COSTS.json`.
 
     {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
      "edges": [{"from", "to", "bytes"}],
      "together": [[ids]]}
 
-Times are in seconds per microbatch, sizes in bytes; missing values are 0. Edges from one node with
-equal "bytes" represent one value with several readers, unless their "value" differs. The nodes of
-a group in "together" are placed on one stage.
+Times are in seconds per microbatch, and sizes in bytes; missing values are 0. Edges from the same
+node with equal "bytes" represent one value with several readers, unless their "value" keys differ.
+All nodes of a group in "together" are placed on the same stage.
 """
 
 from collections import Counter, defaultdict
@@ -22,7 +22,7 @@ from hpc3d.console.sanitize import Problems
 from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
 
 MOST_NODES, _MOST_LINES = 100_000, 20
-_MOST = 1e30  # maximum in seconds or bytes, so that sums are finite
+_MOST = 1e30  # maximum time in seconds or size in bytes; keeps sums finite
 _STRICT = {"extra": "forbid"}
 _NUMBERS = ("forward", "backward", "memory", "saved", "parameters")
 
@@ -56,7 +56,7 @@ class _CostFile:
 
 
 def load(path: Path) -> Graph:
-    """Read the graph from a file; raise ValueError with one line per problem."""
+    """Read a graph from a JSON file; raise ValueError with one line per problem in the file."""
     text = small_files.read(path, small_files.MOST_JSON)
     try:
         found = TypeAdapter(_CostFile).validate_json(text, strict=True)
@@ -80,7 +80,7 @@ def load(path: Path) -> Graph:
 def _explained(error):
     """Return a one-line message for a pydantic error.
 
-    pydantic reports two errors for an invalid id; both yield the same message.
+    pydantic reports an id of the wrong type as two errors; both lead to the same message.
     """
     where = [part for part in error["loc"] if part not in ("str", "int")]
     key = ".".join(f"{part!s:.60}" for part in where) or "graph"

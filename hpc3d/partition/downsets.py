@@ -1,10 +1,11 @@
-"""Cuts of a graph. Each cut is a downset: the set of atoms before a stage boundary.
+"""Cuts of a graph into stages. A cut is a downset: the set of all atoms before a stage boundary.
 
-`Downsets` contains all downsets of the graph. If there are too many, `Chain` is used instead: it
-contains the first 0, 1, 2 ... atoms of one topological order. Both provide, for each downset, the
-sums over its atoms (`forward`, `backward`, `saved`) and `crossing`, the bytes of the values that
-cross the boundary after it. For a stage between two downsets, `fixed` returns the resident bytes
-and `trained` the bytes of the parameters.
+`Downsets` contains all downsets of a graph. If there are too many, `Chain` is used instead. It
+contains only the downsets that consist of the first 0, 1, 2 ... atoms of one topological order.
+Both classes provide, for each downset, the sums over its atoms (`forward`, `backward`, `saved`)
+and `crossing`, the bytes of the values sent across the boundary after the downset. For a stage
+between two downsets, `fixed` returns the resident memory in bytes, and `trained` the size of the
+parameters in bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from hpc3d.partition.atom_graph import Graph, bits
 
-MOST_WORK = 5e9  # pairs of downsets times values; takes tens of seconds
+MOST_WORK = 5e9  # limit on (number of downsets)^2 * values; takes tens of seconds
 _MOST_DOWNSETS = 5_000
 
 
@@ -27,14 +28,14 @@ def cuts_of(graph: Graph) -> Downsets | Chain:
 
 
 class _Stages:
-    """Sums over the atoms between two downsets.
+    """Sizes of stages, which are differences between two downsets.
 
-    If several atoms of a stage read the same weight or input, it is counted only once.
+    A weight or input that is read by several atoms of a stage is counted only once.
     """
 
     def _count(self, graph, members):
-        """Store the sums of bytes of each downset, and the number of readers of each shared
-        weight or input."""
+        """Store the cumulative bytes of each downset, and the number of atoms in the downset that
+        read each shared weight or input."""
         self._memory, self._parameters, self._fed = (
             self._sum(graph, name) for name in ("memory", "parameters", "fed")
         )
@@ -45,15 +46,15 @@ class _Stages:
         self._shared = np.array([each[1:] for each in graph.shared]).reshape(-1, 3)
 
     def fixed(self, before: int, after: int | np.ndarray) -> float | np.ndarray:
-        """Return the resident bytes of the stage."""
+        """Return the resident memory in bytes of the stage between two downsets."""
         return self._memory[after] - self._memory[before] - self._again(before, after, 0)
 
     def trained(self, before: int, after: int | np.ndarray) -> float | np.ndarray:
-        """Return the bytes of the stage's parameters."""
+        """Return the parameter size in bytes of the stage between two downsets."""
         return self._parameters[after] - self._parameters[before] - self._again(before, after, 1)
 
     def fed(self, before: int, after: int | np.ndarray) -> float | np.ndarray:
-        """Return the bytes per sample of the model inputs that the stage reads."""
+        """Return the bytes per sample of the model inputs read by the stage."""
         return self._fed[after] - self._fed[before] - self._again(before, after, 2)
 
     def _again(self, before, after, column):
@@ -81,7 +82,7 @@ class Downsets(_Stages):
             row[list(value.targets)] = 1
         self.nbytes = np.array([value.nbytes for value in graph.values], float)
         self.made = self.members[:, [value.source for value in graph.values]]
-        self.read = self.members @ readers.T  # number of readers of each value in the downset
+        self.read = self.members @ readers.T  # [downset, value]: number of readers
         self.open = self.made & (self.read < readers.sum(1))
         self.crossing = self.open @ self.nbytes
 
@@ -94,26 +95,26 @@ class Downsets(_Stages):
         return rest[self.members[rest][:, self.members[before]].all(1)]
 
     def between(self, before: int, after: int) -> np.ndarray:
-        """Return the indices of the downsets strictly between two downsets."""
+        """Return the indices of the downsets strictly between two downsets (by inclusion)."""
         found = self.after(before)
         return found[(found < after) & (self.members[after] | ~self.members[found]).all(1)]
 
     def moved(self, before: int, after: np.ndarray) -> np.ndarray:
-        """Return the bytes of the values that enter or leave a stage between two downsets."""
+        """Return the bytes of all values received or sent by a stage between two downsets."""
         entering = self.made[before] & (self.read[after] > self.read[before])
         leaving = self.open[after] & ~self.made[before]
         return entering @ self.nbytes + leaving @ self.nbytes
 
     def stage(self, before: int, after: int) -> int:
-        """Return the set of atoms between two downsets."""
+        """Return the atoms of the stage between two downsets, as a bit set."""
         return self.downsets[after] & ~self.downsets[before]
 
 
 class Chain(_Stages):
-    """Downsets that consist of the first 0, 1, 2 ... atoms.
+    """Downsets that consist of the first 0, 1, 2 ... atoms of a topological order.
 
-    Attribute `weight` contains the cumulative times of weight gradients in seconds, and `alone`
-    the `working` bytes of each atom.
+    `weight` contains the cumulative time of the weight gradients in seconds, and `alone` the
+    `working` bytes of each atom.
     """
 
     exact = False
@@ -124,7 +125,7 @@ class Chain(_Stages):
         self.saved, self.weight = self._sum(graph, "saved"), self._sum(graph, "weight")
         self.alone = np.array([atom.working for atom in graph.atoms])
         self._count(graph, _running)
-        # Columns: producer or previous reader of a value, next reader, bytes, 1 for a producer.
+        # Columns: a value's producer or previous reader, its next reader, bytes, 1 if producer.
         reads = []
         for value in graph.values:
             ends = pairwise((value.source, *value.targets))
@@ -143,21 +144,22 @@ class Chain(_Stages):
         return _running(np.array([getattr(atom, name) for atom in graph.atoms], float))
 
     def _leaving(self, before):
-        """Return the bytes sent by a stage that starts at `before`, as an array indexed by the
-        end of the stage."""
+        """Return the bytes sent by stages that start at `before`, as an array indexed by the
+        stage's end."""
         made = self.source >= before
         ends = np.concatenate([self.source[made] + 1, self.last[made] + 1]).astype(int)
         weights = np.concatenate([self.size[made], -self.size[made]])
         return np.cumsum(np.bincount(ends, weights, self.count + 1))[: self.count]
 
     def working(self, before: int | np.ndarray, after: int) -> float | np.ndarray:
-        """Return the peak memory in bytes of the backward pass between two cuts, beyond `kept`.
+        """Return the peak memory in bytes of a stage's backward pass, in addition to `kept`.
 
-        While the backward pass of atom a reads and writes gradients, memory also contains
+        The stage is between two cuts. While the backward pass of atom a reads and writes
+        gradients, the memory also contains
 
             the saved activations of all atoms up to a,
-            the gradients of values that are read before and after a,
-            the received gradients, and copies of the gradients that are passed on
+            the gradients of values that are read both before and after a,
+            the received gradients, and copies of the received gradients that are passed on
         """
         if after not in self._peaks:
             kept = self._kept(after)
@@ -169,14 +171,14 @@ class Chain(_Stages):
         return self._peaks[after][before]
 
     def kept(self, before: int | np.ndarray, after: int) -> float | np.ndarray:
-        """Return the bytes saved between two cuts for each microbatch in flight."""
+        """Return the bytes that a stage between two cuts saves for each microbatch in flight."""
         kept = self._kept(after)
         return kept[-1] - kept[before]
 
     def _kept(self, after):
         """Return the cumulative saved bytes of the first 0 to `after` atoms.
 
-        Values whose first saver comes after the cut `after` do not count.
+        Bytes that are saved only by an atom behind the cut `after` are excluded.
         """
         if after not in self._sums:
             open_ = (self.source < after) & (self.next >= after)
@@ -185,10 +187,10 @@ class Chain(_Stages):
         return self._sums[after]
 
     def _waiting(self, after):
-        """Return the bytes of partially accumulated gradients in the backward pass of each atom.
+        """Return the bytes of the pending gradients during the backward pass of each atom.
 
-        A reader before `after` has already added its gradient, but another reader or the producer
-        of the value has not run its backward pass yet.
+        The gradient of a value is pending if a reader before `after` has contributed to it, but
+        another reader or the producer has not yet run its backward pass.
         """
         read = self.reader < after
         start = self.earlier[read] + self.first[read]
@@ -203,7 +205,7 @@ class Chain(_Stages):
         return np.arange(before + 1, after)
 
     def moved(self, before: int, after: np.ndarray) -> np.ndarray:
-        first = (self.earlier < before) & (self.reader >= before)  # first reader in the stage
+        first = (self.earlier < before) & (self.reader >= before)  # first in stage
         ends, weights = self.reader[first].astype(int) + 1, self.nbytes[first]
         entering = np.cumsum(np.bincount(ends, weights, self.count + 1))
         return entering[after] + self._leaving(before)[after]
@@ -213,5 +215,5 @@ class Chain(_Stages):
 
 
 def _running(columns):
-    """Return the sums of the first 0, 1, 2 ... rows."""
+    """Return cumulative sums along axis 0: row i is the sum of the first i rows."""
     return np.concatenate([np.zeros((1, *columns.shape[1:])), np.cumsum(columns, 0)])

@@ -1,18 +1,18 @@
-"""Step time and memory of pipeline arrangements of a captured module.
+"""Predicted step time and memory of pipeline arrangements of a captured module.
 
-The planner, the baseline planners and the reports use the same cost model. The module is a chain
-of atoms, partitioned into model chunks. A pipeline stage has one chunk, or several under an
-interleaved schedule. Its replicas split each microbatch by rows.
+This cost model is shared by the planner, the baseline planners and the reports. The module is a
+chain of atoms, partitioned into model chunks. A pipeline stage has one chunk, or several chunks
+under an interleaved schedule. The replicas of a stage split each microbatch by rows.
 
     step      simulated schedule, then the gradient all-reduces of the stages, then the update
     messages  per microbatch: bytes / min(replicas of sender, replicas of receiver), and one
               latency per peer
-    memory    weights, gradients and moments (sharded over replicas with ZeRO 1)
+    memory    weights, gradients and optimizer moments (moments sharded over replicas with ZeRO 1)
               + the inputs of a step
               + (saved + received) * microbatches in flight, or with recomputation
                 received * microbatches in flight + saved + sent
               + one gradient that is being sent while the next one is computed
-              + peak memory of the gradients in the backward pass beyond `saved`
+              + peak memory of the gradients in the backward pass, in addition to `saved`
 
 All values are for the rank with the most rows: ceil(ceil(batch / microbatches) / replicas).
 """
@@ -36,17 +36,17 @@ from hpc3d.pipeline.step_model import reduced, step_model
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.machine.machine import Machine
 
-MOMENTS = 2  # AdamW optimizer state: number of arrays with the size of the parameters
+MOMENTS = 2  # number of AdamW moment arrays, each with the size of the parameters
 
 
 class Wire(NamedTuple):
-    """Latency in seconds and bandwidth in bytes/s of a transfer."""
+    """Linear model of transfer times: latency in seconds and bandwidth in bytes/s."""
 
     latency: float
     bandwidth: float
 
     def seconds(self, nbytes: Any) -> Any:
-        """Return the time in seconds of a transfer, or of each transfer in an array of sizes."""
+        """Return the time in seconds of transferring `nbytes` bytes, a number or an array."""
         return self.latency * (nbytes > 0) + nbytes / self.bandwidth
 
 
@@ -54,13 +54,13 @@ class Limits(NamedTuple):
     """Resources that a plan may use.
 
     `ranks` is the maximum number of stages. `memory` is in bytes per rank and `bandwidth` in
-    bytes/s per link (None: unlimited). `all_in_flight` is True if every stage has all
-    `microbatches` in flight (GPipe). If it is False, stage s of S has at most S - s in flight
-    (1F1B).
+    bytes/s per link (None: unlimited). If `all_in_flight` is True, every stage has all
+    `microbatches` in flight (GPipe). Otherwise, stage s of S has at most S - s microbatches in
+    flight (1F1B).
 
     `latency` is the latency of a message in seconds. `sums` is the cost of the gradient all-reduce
-    at the end of a step (None: one replica per stage). If `keeps_received` is True, a stage also
-    stores the values that it received, for every microbatch in flight.
+    at the end of a step (None: one replica per stage). If `keeps_received` is True, each stage
+    also stores the received values of every microbatch in flight.
     """
 
     ranks: int
@@ -73,15 +73,15 @@ class Limits(NamedTuple):
     keeps_received: bool = False
 
     def seconds(self, nbytes: Any) -> Any:
-        """Return the time in seconds of a transfer, or of each transfer in an array of sizes."""
+        """Return the time in seconds of sending `nbytes` bytes, a number or an array."""
         return Wire(self.latency, self.bandwidth or inf).seconds(nbytes)
 
 
 def load(graph: Graph, members: int, limits: Limits) -> float:
-    """Return the load of a stage in seconds per microbatch.
+    """Return the load of the stage with the atoms `members`, in seconds per microbatch.
 
-    The load is the forward and backward compute time, plus the time of one transfer of each value
-    that enters or leaves the stage.
+    The load is the compute time of the forward and backward passes, plus the time to transfer each
+    received or sent value once.
     """
     computed = graph.total("forward", members) + graph.total("backward", members)
     moved = graph.bytes_in(members) + graph.bytes_out(members)
@@ -89,12 +89,12 @@ def load(graph: Graph, members: int, limits: Limits) -> float:
 
 
 def held(graph: Graph, members: int, in_flight: float) -> float:
-    """Return the memory in bytes of a stage with `in_flight` microbatches in flight."""
+    """Return the memory of a stage in bytes if `in_flight` microbatches are in flight."""
     return graph.total("memory", members) + in_flight * graph.total("saved", members)
 
 
 def as_size(nbytes: float) -> str:
-    """Format a size in bytes, rounded up, as a value of a command-line option."""
+    """Format a size in bytes, rounded up, for use as the value of a command-line option."""
     unit, name = (1e6, "MB") if nbytes >= 1e7 else (1, "B")
     return f"{-(-nbytes // unit):.0f}{name}"
 
@@ -102,8 +102,8 @@ def as_size(nbytes: float) -> str:
 class StageChoice(NamedTuple):
     """Model chunk: the atoms from the end of the previous chunk up to `end` (exclusive).
 
-    It runs on `replicas` ranks. If `recompute` is True, its forward pass is repeated in the
-    backward pass, so that no activations are saved.
+    The chunk runs on `replicas` ranks. If `recompute` is True, the backward pass repeats the
+    chunk's forward pass instead of using saved activations.
     """
 
     end: int
@@ -117,7 +117,7 @@ class PipelineChoice(NamedTuple):
     `stages` contains the model chunks in model order, `chunks` is the number of chunks per
     pipeline stage, and `microbatches` the number of microbatches per step. Chunk n is on pipeline
     stage n mod S, where S is the number of stages. All chunks of a stage have the same number of
-    replicas. With `zero` = 1, the replicas shard the optimizer moments.
+    replicas. If `zero` is 1, the replicas of a stage shard the optimizer moments.
     """
 
     stages: tuple[StageChoice, ...]
@@ -142,17 +142,17 @@ class PipelineChoice(NamedTuple):
         return sum(self.replicas)
 
     def changed(self, part: int, **fields: Any) -> PipelineChoice:
-        """Return the arrangement with other values of some fields of one model chunk."""
+        """Return a copy of the arrangement in which `fields` of one model chunk are replaced."""
         stages = [*self.stages]
         stages[part] = stages[part]._replace(**fields)
         return self._replace(stages=tuple(stages))
 
 
 class RunCosts(NamedTuple):
-    """Overhead of a rank in seconds, in addition to operations and communication.
+    """Overhead of a rank in seconds, in addition to the time of operations and communication.
 
     `forward` and `backward` are per microbatch and model chunk, `step` is per step, and `update`
-    is per byte of parameters.
+    is the time of the optimizer update per byte of parameters.
     """
 
     forward: float = 0.0
@@ -165,7 +165,7 @@ class PartNumbers(NamedTuple):
     """Costs of a model chunk on one rank.
 
     `forward`, `backward` and `weight` are seconds per microbatch without recomputation; `weight`
-    is the share of `backward` spent on weight gradients. All other fields are in bytes.
+    is the part of `backward` that is spent on weight gradients. All other fields are in bytes.
     """
 
     forward: float
@@ -181,14 +181,14 @@ class PartNumbers(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Predicted time and memory of a step of an arrangement.
+    """Predicted time and memory of a training step of an arrangement.
 
-    `seconds` is the step time. `forward` and `backward` are seconds per microbatch for each model
-    chunk; `backward` includes recomputation. For each boundary between chunks, `sent` is the
-    number of bytes that the busiest rank sends per microbatch, and `messages` the time of these
-    messages in seconds. For each pipeline stage, `sums` is the time of the gradient all-reduces in
-    seconds, `in_flight` the number of microbatches in flight, and `held` the peak memory of a rank
-    in bytes. `fits` is True if `held` is within the memory limit on every stage.
+    `seconds` is the step time. For each model chunk, `forward` and `backward` are the times per
+    microbatch in seconds; `backward` includes recomputation. For each boundary between chunks,
+    `sent` is the number of bytes that the busiest rank sends per microbatch, and `messages` the
+    time of these messages in seconds. For each pipeline stage, `sums` is the time of the gradient
+    all-reduces in seconds, `in_flight` the number of microbatches in flight, and `held` the peak
+    memory of a rank in bytes. `fits` is True if `held` is within the memory limit on all stages.
     """
 
     seconds: float
@@ -205,12 +205,13 @@ class Evaluated(NamedTuple):
 class ModelCosts:
     """Costs of a model on a machine for steps of `batch` samples.
 
-    Costs depend on the number of rows, which are the samples of a microbatch on one rank:
-    `graph_of(rows)` returns the graph, whose atoms are the same for any number of rows, and
-    `chain(rows)` its cuts. `run` is the overhead of each rank (None: no overhead).
+    Costs depend on the number of rows, that is, on the number of samples in one rank's share of a
+    microbatch. `graph_of(rows)` returns the graph with costs for `rows` rows; its atoms are the
+    same for any number of rows. `chain(rows)` returns the cuts of this graph. `run` is the
+    overhead of each rank (None: no overhead).
 
-    Each stage has contiguous ranks, which follow the ranks of the previous stage. If two adjacent
-    stages span several nodes, messages between them are as slow as on a link between nodes.
+    The ranks of a stage are contiguous and follow the ranks of the previous stage. If two adjacent
+    stages span several nodes, messages between the stages are as slow as between nodes.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class ModelCosts:
         return len(self.graph(1))
 
     def reordered(self, order: list[int]) -> ModelCosts:
-        """Return the same costs with the atoms in another topological order."""
+        """Return the same costs with the atoms rearranged into the topological order `order`."""
 
         def graph_of(rows):
             return self.graph(rows).ordered(order)
@@ -239,7 +240,7 @@ class ModelCosts:
         return ModelCosts(graph_of, self.machine, self.batch, self.run)
 
     def rows(self, microbatches: int, replicas: int) -> int:
-        """Return the largest number of samples of a microbatch on any rank."""
+        """Return the largest number of samples per microbatch that any rank processes."""
         microbatch = -(-self.batch // microbatches)
         return -(-microbatch // replicas)
 
@@ -267,9 +268,9 @@ class ModelCosts:
         return self._parts[key]
 
     def message(self, nbytes: float, senders: range, receivers: range) -> float:
-        """Return the time in seconds to send a microbatch to the next stage.
+        """Return the time in seconds to send the values of a microbatch to the next stage.
 
-        `nbytes` is the size on the rank with the most rows.
+        `nbytes` is the number of bytes sent or received by the rank with the most rows.
         """
         if not nbytes:
             return 0.0
@@ -279,7 +280,7 @@ class ModelCosts:
         return again * call("send", 0, ends) + call("send", nbytes, ends)
 
     def summed(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
-        """Return the time in seconds of an all-reduce of `nbytes` bytes over ranks.
+        """Return the time in seconds of an all-reduce of `nbytes` bytes over `ranks`.
 
         Each of n ranks receives (n - 1) / n of the bytes in the reduce-scatter, and the same
         amount in the all-gather.
@@ -290,10 +291,10 @@ class ModelCosts:
 
 
 def _peers(one, other):
-    """Return the maximum number of peers of a rank.
+    """Return the maximum over ranks of the number of peers of a rank.
 
-    `one` and `other` are the numbers of replicas of two adjacent stages. A peer is a rank of the
-    adjacent stage that processes some of the same rows.
+    `one` and `other` are the numbers of replicas of two adjacent stages. A peer of a rank is a
+    rank of the other stage that processes at least one of the same rows.
     """
     few, many = sorted((one, other))
     return max(-(-(each + 1) * many // few) - each * many // few for each in range(few))
@@ -331,7 +332,7 @@ def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = 
 
 
 def bytes_held(costs: ModelCosts, choice: PipelineChoice) -> tuple[float, ...]:
-    """Return the peak memory in bytes of a rank of each pipeline stage."""
+    """Return, for each pipeline stage, the peak memory of a rank in bytes."""
     parts, owned = [*parts_of(costs, choice)], [*_owners(costs, choice)]
     model = _model_of(choice)
     found = []
@@ -352,7 +353,7 @@ def bytes_held(costs: ModelCosts, choice: PipelineChoice) -> tuple[float, ...]:
 
 
 def busiest(costs: ModelCosts, choice: PipelineChoice) -> float:
-    """Return the compute time of the busiest stage, a lower bound on the step time."""
+    """Return the compute time per step of the busiest stage, a lower bound on the step time."""
     work = [
         part.backward + (1 + stage.recompute) * part.forward
         for stage, part in zip(choice.stages, parts_of(costs, choice))
@@ -401,7 +402,7 @@ def parts_of(costs: ModelCosts, choice: PipelineChoice) -> Iterator[PartNumbers]
 
 
 def _borders(costs, choice):
-    """Return the bytes and the seconds per microbatch at each boundary between chunks."""
+    """Return the bytes and the send time in seconds of a microbatch at each chunk boundary."""
     stage_ranks, sent, seconds = ranks_of(choice.replicas), [], []
     for part, stage in enumerate(choice.stages[:-1]):
         here, there = (stage_ranks[number % choice.width] for number in (part, part + 1))
@@ -414,9 +415,9 @@ def _borders(costs, choice):
 def _with_sums(costs, choice, parts, ends):
     """Return the step time and the gradient all-reduce time of each stage, in seconds.
 
-    The gradient of a weight that several stages hold is reduced once over all their ranks, after
-    the last of these stages finishes. The update follows all reductions, because gradient
-    clipping needs the global gradient norm.
+    If several stages hold the same weight, its gradient is reduced once over all ranks of these
+    stages, after the last of them finishes. The update starts after all reductions, because
+    gradient clipping needs the global gradient norm.
     """
     stage_ranks, owned = ranks_of(choice.replicas), [*_owners(costs, choice)]
     tied = [(sorted(owners), shared.parameters) for shared, owners in owned if len(owners) > 1]
@@ -439,7 +440,7 @@ def _with_sums(costs, choice, parts, ends):
 
 
 def _owners(costs, choice):
-    """Yield each shared weight or input, and the number of chunks that read it on each stage."""
+    """Yield (shared weight or input, number of chunks that read it on each stage)."""
     ends = [stage.end for stage in choice.stages]
     for shared in costs.graph(1).shared:
         parts = {bisect_right(ends, atom) for atom in shared.atoms}
@@ -450,7 +451,7 @@ _OF_SHARED = {"fixed": "memory", "trained": "parameters", "fed": "fed"}
 
 
 def _stage_sum(name, choice, parts, owned, stage):
-    """Return the bytes of all chunks of a stage, counting shared weights and inputs once."""
+    """Return the sum of a size over all chunks of a stage, counting shared tensors only once."""
     found = sum(getattr(part, name) for part in parts[stage :: choice.width])
     for shared, owners in owned:
         found -= max(0, owners[stage] - 1) * getattr(shared, _OF_SHARED[name])

@@ -1,6 +1,7 @@
-"""Calls to the user's `MODULE:FACTORY`, which returns a module and its example inputs.
+"""Calls to a user's `MODULE:FACTORY` function, which returns a module and its example inputs.
 
-The calls have no side effects: torch's default generator is restored, and output is suppressed.
+The calls have no visible side effects: the state of torch's default generator is restored, and
+output is suppressed.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
     """Call `MODULE:FACTORY` and return its module and example inputs.
 
     The inputs are a tuple of positional arguments or a dict of keyword arguments. The name may
-    include literal arguments of the factory, as in `MODULE:FACTORY(1024, layers=24)`. Tensors are
-    fake if the factory works with fake tensors, so that a model of any size needs no memory.
+    include literal arguments for the factory, as in `MODULE:FACTORY(1024, layers=24)`. If the
+    factory works with fake tensors, all tensors are fake, and a model of any size needs no memory.
     Raises ValueError with a one-line message if the factory fails.
     """
     return _as_pair(name, _called(name, function_at(name)))
 
 
 def made_with_data(name: str, seed: int) -> tuple[torch.nn.Module, tuple | dict]:
-    """Return the module and the example inputs with data, after seeding torch's default
-    generator with `seed`."""
+    """Call `MODULE:FACTORY` on real tensors, with torch's default generator seeded with `seed`.
+
+    Returns the module and its example inputs.
+    """
     make = function_at(name)
     try:
         with undisturbed():
@@ -45,7 +48,7 @@ def made_with_data(name: str, seed: int) -> tuple[torch.nn.Module, tuple | dict]
 def function_at(name: str) -> Callable[..., Any]:
     """Return the function named `MODULE:FUNCTION`.
 
-    If the name includes literal arguments, the result is a function that passes them.
+    If the name includes literal arguments, they are bound to the returned function.
     """
     module_name, colon, call = name.partition(":")
     factory, given, _ = call.partition("(")
@@ -81,7 +84,7 @@ def _as_pair(name, result):
 
 
 def _literals(name, factory, call):
-    """Return the positional and keyword arguments of `factory(1024, layers=24)`."""
+    """Parse a call such as `factory(1024, layers=24)` into positional and keyword arguments."""
     try:
         found = ast.parse(call.strip(), mode="eval").body
         if ast.unparse(found.func) != factory:
@@ -94,7 +97,7 @@ def _literals(name, factory, call):
 
 
 def _called(name, make):
-    """Call a factory on fake tensors; call it again on real tensors if it needs their data."""
+    """Call a factory on fake tensors; if the factory needs data, call it again on real tensors."""
     try:
         try:
             with undisturbed(), without_data():
@@ -109,9 +112,9 @@ def _called(name, make):
 
 
 def _asks_for_data(error):
-    """Return True if an error comes from a fake tensor, which has no data.
+    """Return True if an error was raised because a fake tensor has no data.
 
-    Failed conversions of a module to another dtype are included.
+    A failed conversion of a module to another dtype also counts.
     """
     frames = traceback.extract_tb(error.__traceback__)
     inside = any(f"{os.sep}_subclasses{os.sep}" in frame.filename for frame in frames)

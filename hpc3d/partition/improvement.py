@@ -1,9 +1,10 @@
-"""Local search that improves the arrangement of a module.
+"""Local search that improves the pipeline arrangement of a module.
 
-Each move changes one property: a stage boundary, the replicas of one or two stages, or the
-recomputation of a model chunk. Then the search moves all boundaries at once, each to a nearby
-atom. The cost of moving a single boundary also explains its location to users. For a partition
-into downsets, `cuts_moved` and `settled` move only the boundaries.
+Each move changes one property: a stage boundary, the number of replicas of one or two stages, or
+the recomputation of a model chunk. After these moves, the search moves all boundaries at once,
+each to a nearby atom. The step time with a single boundary moved is also reported to users, to
+explain the location of the boundary. For a partition into downsets, `cuts_moved` and `settled`
+move only the boundaries.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ from hpc3d.partition.evaluation import (
 )
 from hpc3d.partition.joint_search import Allowed, JointSearch, Timed, timed
 
-_NEAR = 6  # candidate cuts tried on each side of a boundary: atoms, and block boundaries
-_AROUND = 60  # atoms tried on one side of a boundary, summed over all boundaries
-_CLIMB_BUDGET = 600_000  # simulated passes per climb
-_NEAR_CUTS = 16  # downsets tried per stage boundary
-_BORDER_BUDGET = 100_000  # simulated passes when the boundaries of a plan are moved
+_NEAR = 6  # number of atoms, and of block boundaries, tried on each side of a boundary
+_AROUND = 60  # number of atoms tried on one side of a boundary, summed over all boundaries
+_CLIMB_BUDGET = 600_000  # maximum number of passes simulated by `_climbed`
+_NEAR_CUTS = 16  # maximum number of downsets tried per stage boundary
+_BORDER_BUDGET = 100_000  # maximum number of passes simulated by `settled`
 
 
 def improved(
     costs: ModelCosts, choice: PipelineChoice, allowed: Allowed, positions: np.ndarray
 ) -> tuple[PipelineChoice, Evaluated]:
-    """Improve an arrangement that fits in memory by local search; return it and its step.
+    """Improve an arrangement that fits in memory by local search.
 
-    The search stops if no single change shortens the step, or if its budget is used up. Short
-    moves of a boundary may end at any atom, long moves only at `positions`.
+    Returns the improved arrangement and its predicted step. The search stops if no single change
+    shortens the step, or if its budget is used up. Short moves of a boundary may end at any atom,
+    and long moves only at one of the `positions`.
     """
     for _ in range(2):
         choice = _climbed(costs, choice, allowed, positions)
@@ -46,7 +48,7 @@ def improved(
 
 
 def _climbed(costs, choice, allowed, positions):
-    """Apply single changes until none shortens the step or the budget is used up."""
+    """Apply single changes until no change shortens the step or the budget is used up."""
     best = evaluated(costs, choice, allowed.memory)
     left, better = _CLIMB_BUDGET, True
     while better and left > 0:
@@ -66,9 +68,9 @@ def _climbed(costs, choice, allowed, positions):
 
 
 def _refined(costs, choice, allowed):
-    """Return the best arrangement whose boundaries are near the current ones.
+    """Return the best arrangement whose boundaries are all near the current ones.
 
-    Replicas, microbatches and schedule stay the same.
+    The numbers of replicas and microbatches and the schedule stay the same.
     """
     near = _AROUND // max(1, len(choice.stages) - 1)
     ends = [stage.end for stage in choice.stages[:-1]]
@@ -118,8 +120,8 @@ def moved(choice: PipelineChoice, border: int, positions: np.ndarray) -> Iterato
 def _shifted(costs, choice, stage, ranks):
     """Yield the arrangements in which a stage has one more replica.
 
-    The new replica uses an idle rank, or a rank taken from another stage. Later changes adapt the
-    stage boundaries.
+    The new replica uses an idle rank or a rank of another stage. Stage boundaries are adapted by
+    later changes.
     """
     replicas, idle = choice.replicas, ranks - choice.ranks
     if replicas[stage] == costs.rows(choice.microbatches, 1):
@@ -143,11 +145,11 @@ def _with_replicas(choice, replicas):
 def next_best(
     costs: ModelCosts, choice: PipelineChoice, step: Evaluated, border: int, memory: float
 ) -> tuple[PipelineChoice | None, float | None, bool]:
-    """Find the best other location near a stage boundary.
+    """Find the best alternative location near a stage boundary.
 
     Returns the arrangement with the moved boundary and its step time in seconds; both are `None`
-    if no nearby location fits in memory. The third result is True if a nearby location with a
-    shorter step does not fit in memory.
+    if no nearby location fits in memory. The third result is True if some nearby location would
+    shorten the step, but does not fit in memory.
     """
     others = moved(choice, border, np.arange(0))
     found = [(other, evaluated(costs, other, memory)) for other in others]
@@ -160,7 +162,10 @@ def next_best(
 def cuts_moved(
     cuts: Downsets | Chain, limits: Limits, found: Timed, number: int
 ) -> Iterator[Timed]:
-    """Yield the simulated steps with boundary `number` moved to nearby downsets that fit."""
+    """Yield the simulated step for each nearby downset to which boundary `number` can be moved.
+
+    Downsets for which a stage does not fit in memory are skipped.
+    """
     ends = (0, *found.ends)
     before, here, after = ends[number : number + 3]
     others = [int(position) for position in cuts.between(before, after) if position != here]

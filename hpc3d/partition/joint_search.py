@@ -1,37 +1,39 @@
-"""Search for candidate arrangements of a module.
+"""Search for candidate pipeline arrangements of a module.
 
-The search chooses the replicas and recomputation of every stage, the stage boundaries, the number
-of stages and the number of microbatches together. A step with m microbatches takes about
+The search jointly chooses the stage boundaries, the replicas and recomputation of every stage, the
+number of stages and the number of microbatches. A step with m microbatches takes about
 
     (m - 1) T + sum_s w_s,    T = max_s w_s
 
 where w_s is the forward and backward time of a microbatch on stage s, including its messages and
 1/m of the gradient all-reduce and the update. For an upper limit on T, dynamic programming finds
-the exact minimum of the sum. It proceeds from the last stage to the first. The state is the start
-of the stage, the number of stages from it to the last (the microbatches in flight under 1F1B), and
-the number of ranks available to them:
+the exact minimum of the sum, from the last stage to the first. The state is the index i of the
+first atom of the stage, the number s of stages from this stage to the last one (under 1F1B, also
+the number of microbatches in flight), and the number d of ranks for these stages. The stage ends
+at j and has r replicas:
 
-    G[s, i, d] = min over j, r of w(i, j, r) + G[s-1, j, d-r]    if w(i, j, r) <= T, and it fits
+    G[s, i, d] = min over j, r of w(i, j, r) + G[s-1, j, d-r]
+                 if w(i, j, r) <= T and the stage fits in memory
 
-The limit is lowered until no arrangement satisfies it. The search uses few candidate cuts of the
-chain of atoms; hpc3d.partition.improvement refines them.
+The limit is lowered until no arrangement satisfies it. To limit the work, only a few cuts of the
+chain of atoms are candidates; hpc3d.partition.improvement refines the result.
 
-If each stage has one rank, `fastest` searches the downsets of a graph exactly and simulates the
-steps. It is a branch-and-bound search over chains of downsets, from the first stage to the last.
-Let M be the number of microbatches, f_s and b_s the forward and backward times of stage s, and n_s
-its number of microbatches in flight. Lower bounds on the step time are
+If each stage has one rank, `fastest` performs an exact branch-and-bound search over chains of
+downsets, from the first stage to the last, and simulates the steps. Let M be the number of
+microbatches, f_s and b_s the forward and backward times of stage s, and n_s the number of
+microbatches in flight on stage s. Lower bounds on the step time are
 
     sum_{i<s} (f_i + b_i) + M (f_s + b_s)               one pass to s and back, and all passes of s
-    sum_i f_i + sum_{i!=s} b_i + M b_s + (M - n_s) f_s  work left after its first gradient
-    sum_{i<s} (f_i + b_i) + M T                         T: the heaviest remaining stage
+    sum_i f_i + sum_{i!=s} b_i + M b_s + (M - n_s) f_s  work left after the first gradient of s
+    sum_{i<s} (f_i + b_i) + M T                         T: load of the heaviest remaining stage
 
 `lightest` minimizes the load of the heaviest stage ("max-load" in Tarnawski et al. 2020,
-arXiv:2006.16423). If r stages remain for the atoms outside a downset I,
+arXiv:2006.16423). If the atoms outside a downset I are partitioned into r stages, the minimum is
 
     T[I, r] = min over J > I of max(T[J, r - 1], load(J - I))
 
-Both searches are exact over all downsets. A chain of sorted atoms is faster to search, but not
-exact.
+Both searches are exact if they cover all downsets. Searching only a chain of sorted atoms is
+faster, but not exact.
 """
 
 from __future__ import annotations
@@ -58,22 +60,23 @@ from hpc3d.pipeline.schedule import DEFAULT, ONE_STAGE, find
 from hpc3d.pipeline.step_model import StepModel, reduced
 from hpc3d.pipeline.timeline import Cost
 
-SEARCH_BUDGET = 1_000_000  # total number of passes simulated by all downset searches
-_LOOK = 32  # cost of expanding one branch, in simulated passes
+SEARCH_BUDGET = 1_000_000  # maximum number of passes simulated by a call of `fastest`
+_LOOK = 32  # cost of expanding one branch, as a number of simulated passes
 _BLOCKS = 48  # number of blocks between candidate cuts
-_MOST_UNITS = 63  # maximum number of units of ranks
-_STEPS = (0.8, 0.97)  # ratios of successive limits: coarse search, search near the best limit
-_NEAR_BEST = 2.0  # candidates within this factor of the best are simulated
-_FEW = 6  # number of stage counts kept per limit
+_MOST_UNITS = 63  # maximum number of units into which the ranks are grouped
+_STEPS = (0.8, 0.97)  # factors between successive limits: coarse search, fine search
+_NEAR_BEST = 2.0  # candidates with estimates within this factor of the best are simulated
+_FEW = 6  # maximum number of stage counts for which arrangements are kept per limit
 
 
 class Allowed(NamedTuple):
     """Search space of arrangements.
 
-    `ranks` is the number of ranks, and `memory` the usable memory of each in bytes.
-    `microbatches` and `schedules` list the allowed choices, and `recompute` whether stages may or
-    must recompute. `replicas` is `None` if any number is allowed; otherwise, it has one number
-    for all stages, or one number per stage. With `zero` = 1, replicas shard the moments.
+    `ranks` is the number of ranks, and `memory` the usable memory per rank in bytes.
+    `microbatches`, `schedules` and `recompute` list the allowed values; stages must recompute if
+    `recompute` contains only True. `replicas` is `None` if any number is allowed; otherwise, it
+    has one number for all stages, or one number per stage. If `zero` is 1, replicas shard the
+    optimizer moments.
     """
 
     ranks: int
@@ -86,25 +89,25 @@ class Allowed(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Largest number of stages."""
+        """Maximum number of stages."""
         if self.replicas is None:
             return self.ranks // self.unit
         return len(self.replicas) if self.replicas[1:] else self.ranks // self.replicas[0]
 
     @property
     def unit(self) -> int:
-        """Number of ranks in a unit; a stage gets whole units if replicas are searched."""
+        """Number of ranks in a unit; searched numbers of replicas are multiples of this number."""
         return max(1, 2 ** (self.ranks.bit_length() - _MOST_UNITS.bit_length()))
 
     def units(self, replicas: int) -> int:
-        """Return the number of units that a stage uses.
+        """Return the number of units used by a stage with `replicas` replicas.
 
-        A unit is a group of `unit` ranks, or one stage if the replicas are given.
+        A unit is a group of `unit` ranks, or an entire stage if the replicas are given.
         """
         return 1 if self.replicas else replicas // self.unit
 
     def replicas_of(self, left: int) -> tuple[int, ...]:
-        """Return the allowed numbers of replicas of a stage with `left` - 1 stages after it."""
+        """Return the allowed numbers of replicas of a stage followed by `left` - 1 stages."""
         if self.replicas is None:
             return tuple(range(self.unit, self.ranks + 1, self.unit))
         return self.replicas[-left:][:1] if self.replicas[1:] else self.replicas
@@ -118,12 +121,12 @@ class Estimated(NamedTuple):
 
 
 class _StageKind(NamedTuple):
-    """Costs of stages with `replicas` replicas, indexed by the first and last cut of the stage.
+    """Costs of all stages with `replicas` replicas, as arrays indexed [first cut, last cut].
 
-    `load` is compared with the limit, and `weight` is a term of the sum. Both are in seconds
-    without recomputation, whose time `again` is added to them. Sizes are in bytes: `always` is
-    resident, `received` and `saved` are stored per microbatch in flight, and `made` is the
-    additional memory for recomputation.
+    `load` is compared with the limit on T, and `weight` is the stage's term of the sum to be
+    minimized. Both are in seconds without recomputation; `again` is the recomputation time. Sizes
+    are in bytes: `always` is resident, `received` and `saved` are stored for each microbatch in
+    flight, and `made` is the additional memory for recomputation.
     """
 
     replicas: int
@@ -140,8 +143,9 @@ class _StageKind(NamedTuple):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the loads, the weights in the sum, and a mask of the stages that recompute.
 
-        `flight` is the number of microbatches in flight. If `sending` is True, memory also
-        contains a gradient that is being sent. The weight of a stage is inf if it does not fit.
+        `flight` is the number of microbatches in flight. If `sending` is True, the memory also
+        contains a gradient that is being sent. If a stage does not fit in memory, its weight is
+        inf.
         """
         least = self.always + (flight + sending) * self.received + self.saved
         keeps = least + (flight - 1) * self.saved <= allowed.memory
@@ -153,9 +157,9 @@ class _StageKind(NamedTuple):
 
 
 class JointSearch:
-    """Search for arrangements of a model over candidate cuts of its chain.
+    """Search for arrangements of a model whose stages end at candidate cuts of a chain of atoms.
 
-    The cuts are `positions` (None: block boundaries chosen by `positions_of`).
+    The candidate cuts are `positions` (None: block boundaries selected by `positions_of`).
     """
 
     def __init__(
@@ -172,9 +176,9 @@ class JointSearch:
         self.best = inf
 
     def found(self) -> list[PipelineChoice]:
-        """Return the arrangements that fit in memory and are nearly optimal.
+        """Return the nearly optimal arrangements that fit in memory.
 
-        They are sorted by estimated step time.
+        The arrangements are sorted by estimated step time.
         """
         found = [each for way in self._ways() for each in self._of_way(*way)]
         near = [each for each in found if each.seconds <= _NEAR_BEST * self.best]
@@ -190,15 +194,15 @@ class JointSearch:
         return False
 
     def _ways(self):
-        """Yield combinations of schedule, microbatches, and microbatches in flight per stage.
+        """Yield (schedule, number of microbatches, number of microbatches in flight per stage).
 
-        Under 1F1B, the number in flight differs between stages and is given as None. Schedules
-        with several chunks are derived from arrangements of the default schedule.
+        Under 1F1B, the last number differs between stages, which is represented by None. Schedules
+        with several chunks are derived from arrangements with the default schedule.
         """
         names = [name if find(name).chunks else DEFAULT for name in self.allowed.schedules]
         for micros in self.allowed.microbatches:
             if DEFAULT not in names:
-                yield DEFAULT, micros, 1  # for a single stage, which needs no schedule
+                yield DEFAULT, micros, 1  # a single stage needs no schedule
             for name in dict.fromkeys(names):
                 for flight in _flight_choices(find(name), micros, self.allowed.stages):
                     yield name, micros, flight
@@ -217,7 +221,7 @@ class JointSearch:
         ]
 
     def _of_way(self, name, micros, flight) -> Iterator[Estimated]:
-        """Search with decreasing limits, then with finer steps around the best limit."""
+        """Yield the best arrangements for decreasing limits, and for limits near the best one."""
         search = _OfWay(self, name, micros, flight)
         first = search.under(inf)
         if (micros - 1) * search.least + first.weight > _NEAR_BEST * self.best:
@@ -241,7 +245,7 @@ class JointSearch:
     def _all_interleaved(self, name, choices) -> Iterator[PipelineChoice]:
         """Yield arrangements with two model chunks per stage.
 
-        Replicas are taken from each of the `choices`, or are equal for all stages.
+        The numbers of replicas are taken from the `choices`, or are the same for all stages.
         """
         ways = {(each.replicas, each.microbatches): None for each in choices}
         for micros in self.allowed.microbatches:
@@ -257,10 +261,10 @@ class JointSearch:
                 yield from self._interleaved(name, replicas, micros)
 
     def _interleaved(self, name, replicas, micros) -> Iterator[PipelineChoice]:
-        """Yield the arrangement that minimizes the load of the heaviest chunk.
+        """Yield the interleaved arrangement that minimizes the load of the heaviest chunk.
 
-        Chunks that do not fit in memory recompute their activations. Nothing is yielded if the
-        heaviest stage takes too long for a nearly optimal step.
+        Chunks recompute their activations where this is necessary to fit in memory. If the
+        heaviest stage is too slow for a nearly optimal step, no arrangement is yielded.
         """
         heavy = [np.triu(self.balance[micros][r].load, 1) for r in replicas * 2]
         ends, again = _balanced(heavy), self.allowed.recompute[0]
@@ -275,7 +279,7 @@ class JointSearch:
         yield self._with_room(choice) if True in self.allowed.recompute else choice
 
     def _with_room(self, choice):
-        """Enable recomputation for one chunk after another until every stage fits in memory."""
+        """Enable recomputation chunk by chunk until every stage fits in memory."""
         for part in range(len(choice.stages)):
             if bytes_held(self.costs, choice)[part % choice.width] > self.allowed.memory:
                 choice = choice.changed(part, recompute=True)
@@ -283,9 +287,9 @@ class JointSearch:
 
 
 def _balanced(loads):
-    """Return the ends of the model chunks that minimize the largest load.
+    """Return the ends of the model chunks for which the largest chunk load is minimal.
 
-    `loads` contains one array [first cut, last cut] per chunk.
+    `loads` contains one array per chunk, indexed [first cut, last cut].
     """
     heaviest, following = np.full(len(loads[0]), inf), []
     heaviest[-1] = 0.0
@@ -303,8 +307,8 @@ def _flight_choices(schedule, micros, stages):
     """Return the candidate numbers of microbatches in flight.
 
     Under GPipe, all microbatches are in flight. Under 1F1B, the number decreases from stage to
-    stage (None). Schedules that defer weight gradients have the same number on every stage; it
-    depends on the number of stages, for which powers of two are tried.
+    stage, which is represented by None. Under schedules that defer weight gradients, the number is
+    the same on all stages and depends on the number of stages; powers of two stages are tried.
     """
     if schedule.keeps_all:
         return [micros]
@@ -315,11 +319,11 @@ def _flight_choices(schedule, micros, stages):
 
 
 class _Under(NamedTuple):
-    """Result of a search with a limit.
+    """Result of a search with an upper limit on the stage load.
 
-    `seconds` is the shortest estimated step time, `load` the largest stage load of that
-    arrangement, and `weight` the smallest sum over all numbers of stages. `found` contains the
-    best arrangements.
+    `seconds` is the shortest estimated step time, `load` the largest stage load of the arrangement
+    with this step time, and `weight` the minimum of the sum over all numbers of stages. `found`
+    contains the best arrangements.
     """
 
     seconds: float
@@ -329,7 +333,7 @@ class _Under(NamedTuple):
 
 
 class _OfWay:
-    """Search for one schedule, number of microbatches, and number of microbatches in flight."""
+    """Search for one schedule, one number of microbatches, and one number of them in flight."""
 
     def __init__(self, search, name, micros, flight):
         self.search, self.allowed = search, search.allowed
@@ -348,7 +352,7 @@ class _OfWay:
     def _replicas(self):
         """Yield the numbers of replicas to try.
 
-        A number is skipped if the next smaller one gives the fullest rank as few rows.
+        A number is skipped if the next smaller number leads to the same maximum of rows per rank.
         """
         rows = self.search.costs.rows(self.micros, 1)
         wanted = {r for left in range(1, self.width + 1) for r in self.allowed.replicas_of(left)}
@@ -367,7 +371,7 @@ class _OfWay:
         work = part.forward + part.backward + sums / micros
         messages = border[:, None] + border[None]
         load = work + (0.0 if self.schedule.keeps_all else messages)
-        # W runs after the gradient has been sent; while a stage waits, it runs deferred W passes.
+        # W runs after the gradient has been sent. A waiting stage runs deferred W passes.
         late = 1 + self.schedule.late_weights if self.schedule.splits_backward else 0
         weight = work + messages - late * part.weight
         always = part.fixed + micros * rows * part.fed + part.working
@@ -378,7 +382,7 @@ class _OfWay:
         return _StageKind(replicas, load, weight, part.forward, always, received, part.saved, sent)
 
     def _table(self, left, replicas):
-        """Return the costs of a stage with `left` - 1 stages after it."""
+        """Return the costs of all stages that are followed by `left` - 1 stages."""
         flight = min(self.micros, self.flight or left)
         key = flight, replicas
         if key not in self.costs:
@@ -389,7 +393,7 @@ class _OfWay:
         return self.costs[key]
 
     def under(self, limit: float) -> _Under:
-        """Return the best arrangements whose stages all stay within the limit."""
+        """Return the best arrangements in which the load of every stage is within the limit."""
         sums = self._sums(limit)
         start = [each[0, -1] for each in sums]
         fewest = 2 if self.name != DEFAULT else 1
@@ -406,7 +410,7 @@ class _OfWay:
         return _Under(best.seconds, min(start), load, [each for each, _ in found])
 
     def _sums(self, limit):
-        """Return one array G [cuts, units of ranks left] for each number of stages."""
+        """Return one array G per number of stages, indexed [cut, remaining units of ranks]."""
         shape = len(self.search.positions), self._units() + 1
         sums = [np.full(shape, inf)]
         sums[0][-1] = 0.0
@@ -432,7 +436,7 @@ class _OfWay:
         return np.where(load <= limit, weight, inf)
 
     def _traced(self, sums, limit, stages):
-        """Return the arrangement that attains a sum, and the load of its heaviest stage."""
+        """Return the arrangement with the minimal sum, and the load of its heaviest stage."""
         index, units, chosen, loads = 0, self._units(), [], []
         for left in range(stages, 0, -1):
             ways = {
@@ -453,11 +457,11 @@ class _OfWay:
 
 
 class Timed(NamedTuple):
-    """Simulated step of a partition.
+    """Partition with its simulated step time.
 
     `seconds` is the step time, `ends` the index of the downset at the end of each stage, and
-    `in_flight` the number of microbatches in flight on each stage. `proven` is True if no
-    partition has a shorter step.
+    `in_flight` the number of microbatches in flight on each stage. `proven` is True if the search
+    has shown that no partition has a shorter step.
     """
 
     seconds: float
@@ -476,9 +480,10 @@ def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]
 def fastest(
     cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...], passes: int | None = None
 ) -> Timed | None:
-    """Return the shortest step over all numbers of stages and schedules, or None if nothing fits.
+    """Return the partition with the shortest step over all numbers of stages and schedules.
 
-    The search simulates at most about `passes` passes (None: SEARCH_BUDGET).
+    Returns None if no partition fits in memory. The search simulates at most about `passes` passes
+    (None: SEARCH_BUDGET).
     """
     most = range(min(limits.ranks, cuts.count - 1), 0, -1)  # more stages are usually faster
     kinds = [(name if stages > 1 else ONE_STAGE, stages) for stages in most for name in schedules]
@@ -502,7 +507,7 @@ def fastest(
 
 
 class _DownsetSearch:
-    """Branch and bound for one schedule and number of stages."""
+    """Branch-and-bound search for one schedule and one number of stages."""
 
     def __init__(self, cuts, limits, name, stages):
         self.cuts, self.limits, self.name, self.stages = cuts, limits, name, stages
@@ -513,14 +518,14 @@ class _DownsetSearch:
         self.rest, self.left, self.best = None, 0, None
 
     def run(self, following, rest, passes):
-        """Search for the shortest step, starting from the partition that a `table` contains."""
+        """Search for the shortest step, starting with the optimal partition of a `table`."""
         self.rest, self.left = rest, passes
         if np.isfinite(rest[0, self.stages]):
             self._try_out(tuple(path(following, self.stages)))
             self.extend((), 0)
 
     def extend(self, ends, before):
-        """Search all continuations of the stages that end at `ends`."""
+        """Search all partitions whose first stages end at `ends`."""
         here, behind = len(ends), self.stages - len(ends) - 1
         if behind == 0:
             self._try_out((*ends, self.cuts.count - 1))
@@ -535,10 +540,10 @@ class _DownsetSearch:
                 self.extend((*ends, int(after[index])), int(after[index]))
 
     def least(self, before, after, here, behind):
-        """Return a lower bound on the step time for each end in `after` of the next stage.
+        """Return lower bounds on the step time, one for each possible end of the next stage.
 
-        The bound is inf if the stage does not fit in memory or leaves too few atoms for the
-        remaining stages.
+        The possible ends are `after`. A bound is inf if the stage does not fit in memory or leaves
+        too few atoms for the remaining stages.
         """
         cuts, micros = self.cuts, self.micros
         forward = cuts.forward[after] - cuts.forward[before]
@@ -564,7 +569,7 @@ class _DownsetSearch:
         return all(self.held(*cut, stage) <= self.room for stage, cut in cuts)
 
     def _try_out(self, ends):
-        """Simulate the step of a partition if it fits, and keep it if it is the shortest."""
+        """Simulate a partition that fits in memory, and store it if its step is the shortest."""
         if not self.fits(ends):
             return
         self.left -= 2 * self.stages * self.micros
@@ -575,7 +580,7 @@ class _DownsetSearch:
     def step(self, ends):
         """Simulate the step of a partition.
 
-        A message to the next stage also contains the values that only later stages need.
+        The message to the next stage also contains values that are read only by later stages.
         """
         cuts, costs = self.cuts, []
         for before, after in zip((0, *ends[:-1]), ends):
@@ -592,9 +597,9 @@ class _DownsetSearch:
 def lightest(cuts: Downsets | Chain, limits: Limits) -> list[int] | None:
     """Return the partition that minimizes the load of the heaviest stage.
 
-    It is given by the index of the downset at the end of each stage. It has at most `limits.ranks`
-    stages; among equally good partitions, the one with the fewest stages is returned. The result
-    is `None` if no partition fits in memory.
+    The partition is represented by the index of the downset at the end of each stage. It has at
+    most `limits.ranks` stages; of equally good partitions, the one with the fewest stages is
+    returned. The result is `None` if no partition fits in memory.
     """
     following, load = table(cuts, limits)
     least = load[0].min()
@@ -602,7 +607,7 @@ def lightest(cuts: Downsets | Chain, limits: Limits) -> list[int] | None:
 
 
 def path(following: np.ndarray, stages: int) -> list[int]:
-    """Return the downset at the end of each stage for the optimum in a `table`."""
+    """Trace the optimal partition in a `table`: return the downset index at each stage's end."""
     at, ends = 0, []
     for left in range(stages, 0, -1):
         at = int(following[at, left])
@@ -611,9 +616,10 @@ def path(following: np.ndarray, stages: int) -> list[int]:
 
 
 def table(cuts: Downsets | Chain, limits: Limits) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays, indexed [downset, number of remaining stages].
+    """Return the dynamic-programming table as two arrays [downset, number of remaining stages].
 
-    The first contains the index of the next downset of the optimal partition, the second T.
+    The first array contains the index of the next downset of the optimal partition. The second
+    array contains T, the minimum over partitions of the load of the heaviest stage.
     """
     width = min(limits.ranks, cuts.count - 1) + 1
     load = np.full((cuts.count, width), np.inf)

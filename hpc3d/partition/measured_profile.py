@@ -1,8 +1,8 @@
-"""File with the measurements of `hpc3d.partition profile`, and plan costs derived from it.
+"""Profile file written by `hpc3d.partition profile`, and plan costs derived from the profile.
 
 The time of a piece is interpolated linearly between the measured numbers of rows. Beyond the
-largest one, it is proportional to the number of rows. Memory and communication volumes do not
-depend on the profile.
+largest measured number, the time is assumed to be proportional to the number of rows. Memory and
+communication volumes do not depend on the profile.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from hpc3d.partition.plan_file import (
 from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 
 _REMEDY = "use a file written by python -m hpc3d.partition profile"
-_ONE_NODE = 4096  # ranks per node: more than any profile has, so all are on one node
+_ONE_NODE = 4096  # ranks per node, large enough to place all ranks on one node
 
-# One second per FLOP and per byte, to estimate the weight gradients' share of backward.
+# Machine with one second per FLOP and per byte, for estimating the fraction of the backward time
+# that is spent on weight gradients.
 UNIT = Machine(
     "unit",
     "a second an operation and a byte",
@@ -47,12 +48,13 @@ UNIT = Machine(
 
 
 class ModuleProfile(NamedTuple):
-    """Measurements of `model` (MODULE:FACTORY, whose graph has the SHA-256 `graph`).
+    """Measurements of the model `model` (MODULE:FACTORY).
 
-    All `ranks` ranks ran at the same time, on a machine with `cores` cores. `pieces` maps
-    the name of a piece to two lists: its forward and backward times in seconds, for each number of
-    `rows` per microbatch. `run` has the fields of RunCosts, and each entry of `calls` has fields
-    of a CallTable. `memory` is in bytes per rank, and `host` describes the machine.
+    `graph` is the SHA-256 of the model's graph. All `ranks` ranks ran at the same time, on a
+    machine with `cores` cores. `pieces` maps the name of a piece to two lists: the forward and the
+    backward times of the piece in seconds, for each number of rows per microbatch in `rows`. `run`
+    has the fields of RunCosts, and each entry of `calls` has fields of a CallTable. `memory` is in
+    bytes per rank, and `host` describes the machine.
     """
 
     model: str
@@ -73,7 +75,7 @@ class ModuleProfile(NamedTuple):
     def machine(self, ranks: int) -> Machine:
         """Return a machine description with the measured times, for plans with `ranks` ranks.
 
-        Raises ValueError if the profile lacks the message times that several ranks need.
+        Raises ValueError if `ranks` is greater than 1 and the profile has no message times.
         """
         if ranks > 1 and not self.calls:
             raise ValueError(
@@ -105,7 +107,7 @@ class ModuleProfile(NamedTuple):
         )
 
     def costs(self, captured: Captured, machine: Machine, batch: int | None = None) -> ModelCosts:
-        """Return the measured costs of the model, with the communication times of `machine`.
+        """Return the model's costs: measured compute times, and message times of `machine`.
 
         Raises ValueError if the profile was measured for another model.
         """
@@ -123,7 +125,7 @@ class ModuleProfile(NamedTuple):
 
 
 def _link_of(tables):
-    """Fit latency and bandwidth to the messages between two ranks, for calls without a table."""
+    """Fit a link to the measured messages between two ranks, for calls without a table."""
     for table in tables:
         if table.op == "send":
             more = table.bytes[-1] - table.bytes[0], table.seconds[-1] - table.seconds[0]
@@ -132,7 +134,7 @@ def _link_of(tables):
 
 
 class MeasuredOperations(Operations):
-    """Operations of a captured module, with the measured times of its pieces."""
+    """Operations of a captured module whose times are taken from measurements of its pieces."""
 
     def __init__(self, captured: Captured, profile: ModuleProfile) -> None:
         super().__init__(captured)
@@ -142,12 +144,12 @@ class MeasuredOperations(Operations):
 
     @cached_property
     def weight(self) -> list[float]:
-        """Share of each piece's backward time that is spent on weight gradients."""
+        """Fraction of each piece's backward time that is spent on weight gradients."""
         found = super().costs(UNIT, int(self.rows[0]))
         return [_weight(found[node] for node in each.nodes) for each in self.captured.pieces]
 
     def costs(self, machine: Machine, batch: int) -> dict:
-        """Return the costs; the time of a piece is assigned to its first operation."""
+        """Return the costs per operation; a piece's time is assigned to its first operation."""
         found = {
             node: each._replace(forward=0.0, backward=0.0, weight=0.0)
             for node, each in super().costs(UNIT, batch).items()
@@ -162,7 +164,7 @@ class MeasuredOperations(Operations):
         return found
 
     def at(self, rows: int) -> np.ndarray:
-        """Return the times in seconds for `rows` rows, indexed [piece, pass]."""
+        """Return the times for `rows` rows in seconds, as an array indexed [piece, pass]."""
         known, last = self.rows, self.rows[-1]
         if rows >= last:
             return self.seconds[..., -1] * (rows / last)
@@ -178,7 +180,7 @@ def _weight(costs):
 
 
 def load(path: Path | str) -> ModuleProfile:
-    """Read a profile; raise ValueError with a one-line message if the file is invalid."""
+    """Read a profile file; raise ValueError with a one-line message if the file is invalid."""
     profile = ModuleProfile(**fields_of(path, "profile", _SOUND, _REMEDY))
     size = len(profile.rows)
     if any(len(times) != size for each in profile.pieces.values() for times in each):

@@ -1,4 +1,4 @@
-"""Conversion of a captured module to a graph with costs.
+"""Conversion of a captured module to a graph of atoms with costs.
 
 A stage stores the value, the gradient and the optimizer state of each of its parameters, and the
 saved activations of every microbatch in flight.
@@ -29,9 +29,9 @@ def costs_of(
     batch: int | None = None,
     run: RunCosts | None = None,
 ) -> ModelCosts:
-    """Return the costs of the operations of a captured module on a machine.
+    """Return the costs of a captured module on a machine, given the module's operations.
 
-    `batch` is the number of samples per step (None: the batch of the example inputs), and `run`
+    `batch` is the number of samples per step (None: the batch of the example inputs), and `run` is
     the overhead of each rank (None: no overhead).
     """
     graphs = partial(graph_of, operations, machine)
@@ -39,7 +39,7 @@ def costs_of(
 
 
 def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
-    """Return the graph of a module for microbatches of `batch` samples."""
+    """Return the graph of a module, with costs for microbatches of `batch` samples."""
     captured, found = operations.captured, operations.costs(machine, batch)
     weights, reads = _weights(captured), [*_read_inputs(captured)]
     atoms = [
@@ -60,7 +60,7 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
 
 
 def _saved_later(operations, found):
-    """Yield values of size 0 for results that are saved by another piece than their producer."""
+    """Yield a value of size 0 for each result saved only by a piece other than its producer."""
     piece_of = operations.captured.piece_of
     for node, saver in operations.savers.items():
         if node in piece_of and piece_of.get(saver, piece_of[node]) != piece_of[node]:
@@ -68,7 +68,10 @@ def _saved_later(operations, found):
 
 
 def _before_loss(captured):
-    """Return values of size 0 from unread results to the loss, which becomes the last atom."""
+    """Connect all pieces without readers to the loss, so that the loss becomes the last atom.
+
+    Returns the connections as values of size 0.
+    """
     loss = loss_of(captured)
     if loss is None:
         return []
@@ -78,7 +81,10 @@ def _before_loss(captured):
 
 
 def _weights(captured):
-    """Return a dict from weight name to two sizes in bytes: stored on a stage, and trainable."""
+    """Return a dict from weight name to (bytes stored on a stage, bytes of trainable parameters).
+
+    The stored bytes of a trainable parameter include its gradient and optimizer moments.
+    """
     found = {}
     for name, tensor in state_of(captured).items():
         nbytes = tensor.numel() * tensor.element_size()
@@ -87,7 +93,7 @@ def _weights(captured):
 
 
 def _shared(captured, weights):
-    """Return the weights that are read by several pieces."""
+    """Return a Shared entry for each weight that is read by several pieces."""
     readers = defaultdict(list)
     for number, piece in enumerate(captured.pieces):
         for name in piece.weights:
@@ -100,7 +106,7 @@ def _shared(captured, weights):
 
 
 def _read_inputs(captured):
-    """Yield, for every batched input, the pieces that read it and its bytes per sample."""
+    """Yield (pieces that read the input, bytes per sample) for every batched model input."""
     for node in captured.inputs:
         tensor, readers = node.meta["val"], {captured.piece_of.get(user) for user in node.users}
         if carries_batch(node):
@@ -108,7 +114,7 @@ def _read_inputs(captured):
 
 
 def _atom(number, piece, found, weights):
-    """Return a piece as an atom, named by its module and its first operation on the batch."""
+    """Convert a piece to an atom, named after its module and its first operation on the batch."""
     parts = [found.get(node, OperationCost()) for node in (*piece.copies, *piece.nodes)]
     first = next(filter(carries_batch, piece.nodes), piece.nodes[0]).name
     return Atom(

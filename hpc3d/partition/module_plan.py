@@ -1,10 +1,10 @@
-"""Plan of a captured module on a machine.
+"""Planner for the pipeline arrangement of a captured module on a machine.
 
-The planner chooses the stages, their replicas and recomputation, the number of microbatches, and
-the schedule together. hpc3d.partition.joint_search proposes candidates, hpc3d.partition.evaluation
-simulates them, and hpc3d.partition.improvement improves the best few. If the graph has few
-downsets, all of them are also searched for the best partition with the same number of replicas on
-every stage.
+The planner jointly chooses the stages, their replicas and recomputation, the number of
+microbatches, and the schedule. hpc3d.partition.joint_search proposes candidates,
+hpc3d.partition.evaluation simulates them, and hpc3d.partition.improvement improves the best few.
+If the graph has few downsets, all of them are also searched for the best partition with the same
+number of replicas on every stage.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ from hpc3d.partition.improvement import improved, next_best
 from hpc3d.partition.joint_search import Allowed, JointSearch, fastest, lightest
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 
-_MOST_MICROBATCHES = 128  # maximum number tried
-_LOOKED_AT = 250  # number of simulated arrangements with one chunk per stage
-_AT_LEAST, _IMPROVED = 4, 8  # minimum and maximum number of arrangements to improve
-_FAR = 1.1  # candidates whose busiest stage exceeds the best step by this factor are dropped
+_MOST_MICROBATCHES = 128  # largest number of microbatches tried
+_LOOKED_AT = 250  # maximum number of simulated arrangements with one chunk per stage
+_AT_LEAST, _IMPROVED = 4, 8  # bounds on the number of arrangements to improve
+_FAR = 1.1  # maximum ratio of a candidate's busiest stage to the best step time
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if not each.on_request)
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
-_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # limits of a search over all downsets
-_MOST_LAID_OUT = 2**14  # maximum number of forward passes in a simulated schedule
-_CLOSE = 1e-3  # relative tolerance of the minimum memory in an error message
+_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # limits on a search over all downsets
+_MOST_LAID_OUT = 2**14  # maximum of stages times microbatches in a simulated schedule
+_CLOSE = 1e-3  # relative accuracy of the memory reported in an error message
 
 
 class Wanted(NamedTuple):
     """Request for a plan.
 
-    `ranks` is the number of ranks. `memory` is the memory of a rank in bytes (None: from the
+    `ranks` is the number of ranks. `memory` is the memory of a rank in bytes (None: value of the
     machine description); the fraction `margin` is left free. `replicas` contains one number for
-    all stages or one per stage. `replicas`, `microbatches` and `schedule` are searched if they are
-    `None`; candidate schedules are in `schedules`. `recompute` is "none", "full", or "stage"
-    (searched for each stage). With `zero` = 1, replicas shard the optimizer moments.
+    all stages or one number per stage. If `replicas`, `microbatches` or `schedule` is `None`, the
+    planner searches for the best value; `schedules` lists the candidate schedules. `recompute` is
+    "none", "full", or "stage" (searched for each stage). If `zero` is 1, replicas shard the
+    optimizer moments.
     """
 
     ranks: int
@@ -71,9 +72,9 @@ class ModuleBorder(NamedTuple):
 
     `nbytes` is the number of bytes that the busiest rank sends per microbatch, and `behind` the id
     of the last operation before the boundary. `next_best` is the step time in seconds if only this
-    boundary moves to the best other location nearby, which is after `instead`; both are `None` if
-    no such location fits in memory. `room` is False if a nearby location with a shorter step does
-    not fit in memory.
+    boundary is moved to the best alternative location nearby, after the operation `instead`; both
+    are `None` if no such location fits in memory. `room` is False if some nearby location would
+    shorten the step, but does not fit in memory.
     """
 
     nbytes: float
@@ -84,10 +85,10 @@ class ModuleBorder(NamedTuple):
 
 
 class ModulePlan(NamedTuple):
-    """Planned arrangement.
+    """Planned arrangement `choice`, with its predicted `step`.
 
-    It has the predicted `step`, the boundaries between chunks with explanations, and the `memory`
-    limit in bytes per rank. The chunks end at atoms of the chain in `costs`.
+    `borders` explains the boundaries between chunks, and `memory` is the memory limit in bytes per
+    rank. The chunks of `choice` end at atoms of the chain in `costs`.
     """
 
     choice: PipelineChoice
@@ -99,12 +100,12 @@ class ModulePlan(NamedTuple):
 
     @property
     def ids(self) -> list[list[str]]:
-        """Ids of the atoms of each model chunk, in model order."""
+        """Ids of the operations in each model chunk, in model order."""
         return self._of_parts("ids")
 
     @property
     def pieces(self) -> list[list[int]]:
-        """Indices of the pieces of the captured module in each model chunk, in model order.
+        """Indices of the captured module's pieces in each model chunk; chunks are in model order.
 
         Chunk n is on stage n mod S of S pipeline stages.
         """
@@ -129,7 +130,7 @@ class ModulePlan(NamedTuple):
 
 
 def best_plan(costs: ModelCosts, wanted: Wanted) -> ModulePlan:
-    """Return the plan with the shortest step that the search finds.
+    """Return the best plan found by the search for the objective in `wanted`.
 
     Raises ValueError if the request is inconsistent, or if no partition fits in the memory of a
     rank; the message reports how much memory would suffice.
@@ -199,13 +200,13 @@ def _refuse_few(costs, wanted, allowed):
 
 
 def _quickest(costs, allowed):
-    """Improve the best few simulated arrangements and yield their costs, choices and steps."""
+    """Improve the best few simulated arrangements; yield the costs, choice and step of each."""
     search = JointSearch(costs, allowed)
     found = search.found()
     several = [each for each in found if each.chunks > 1]
     found = [each for each in found if each.chunks == 1][:_LOOKED_AT] + several
     found = _sorted_on_the_clock(costs, found)
-    # Take the best one per schedule and number of stages: local search changes neither of them.
+    # Local search changes neither the schedule nor the number of stages, so take the best of each.
     kinds = {(each.schedule, each.width): each for each in reversed(found)}
     best = sorted(kinds.values(), key=found.index)[:_IMPROVED]
     best += [each for each in found if each not in best][: max(0, _AT_LEAST - len(best))]
@@ -216,9 +217,9 @@ def _quickest(costs, allowed):
 
 
 def _sorted_on_the_clock(costs, choices):
-    """Sort arrangements by simulated step time.
+    """Return the arrangements, sorted by simulated step time.
 
-    Arrangements whose busiest stage takes much longer than the best step are dropped.
+    Arrangements whose busiest stage alone takes much longer than the best step are omitted.
     """
     seconds, best = {}, inf
     for choice in sorted(choices, key=lambda each: busiest(costs, each)):
@@ -230,10 +231,10 @@ def _sorted_on_the_clock(costs, choices):
 
 
 def _over_downsets(costs, allowed, choices) -> Iterator[tuple[ModelCosts, PipelineChoice]]:
-    """Yield the fastest partition over all downsets of a graph with branches and few downsets.
+    """Yield the fastest partition over all downsets, if the graph has branches and few downsets.
 
-    Replicas and microbatches are taken from the best arrangement with the same number of replicas
-    on all stages.
+    The numbers of replicas and microbatches are taken from the best arrangement in `choices` with
+    the same number of replicas on all stages.
     """
     alike = [each for each in choices if len({*each.replicas}) == 1 and each.chunks == 1]
     downsets = costs.graph(1).downsets(_MOST_DOWNSETS)
@@ -267,7 +268,7 @@ def _limits(costs, allowed, replicas, micros):
 
 
 def _along(costs, cuts, ends, replicas):
-    """Return the costs of a chain of atoms in which each stage is contiguous, and the stages."""
+    """Reorder the atoms so that each stage is contiguous; return the new costs and the stages."""
     if not cuts.exact:
         return costs, tuple(StageChoice(int(end), replicas) for end in ends)
     stages = [[*bits(cuts.stage(*cut))] for cut in pairwise((0, *ends))]
@@ -279,7 +280,7 @@ def _along(costs, cuts, ends, replicas):
 def _lightest(costs, allowed):
     """Yield the costs, choice and step of the partition that minimizes the largest stage load.
 
-    It uses the smallest allowed numbers of microbatches and replicas.
+    The partition has the smallest allowed numbers of microbatches and replicas.
     """
     micros, replicas = allowed.microbatches[0], (allowed.replicas or (1,))[0]
     cuts = cuts_of(costs.graph(costs.rows(micros, replicas)))
@@ -305,7 +306,7 @@ def _borders(costs, choice, step, memory):
 
 
 def _nothing_fits(costs, allowed, wanted):
-    """Return the error message with the memory that would suffice."""
+    """Return an error message that reports how much memory would suffice."""
     low, high = allowed.memory, 2 * allowed.memory
     while not JointSearch(costs, allowed._replace(memory=high)).fits():
         low, high = high, 2 * high

@@ -1,15 +1,15 @@
-"""Costs of the operations of a captured module on a machine, for any batch size.
+"""Time and memory of each operation of a captured module on a machine, for any batch size.
 
 The graph runs on fake tensors, which have shapes and an autograd graph but no data. FLOPs are
-counted for matrix products, convolutions and attention, and bytes for all other operations:
+counted for GEMMs, convolutions and attention, and bytes for all other operations:
 
     GEMM        2 m n k; in backward, the same for each operand that requires a gradient
-    attention   4 b h s t d; in backward, 10 b h s t d (one recomputed product and four more)
+    attention   4 b h s t d; in backward, 10 b h s t d (one recomputed GEMM and four others)
     others      read inputs and write outputs once; backward reads the output gradient and the
                 saved tensors, and writes the input gradients
 
-A tensor saved for backward is counted once per storage, for the operation that produces it.
-Parameters and model inputs are not counted.
+A tensor saved for backward is counted once per storage, for the operation that produces the
+tensor. Saved parameters and model inputs are not counted.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ CONVOLUTIONS = (
 class OperationCost(NamedTuple):
     """Cost of an operation for one microbatch.
 
-    `forward` and `backward` are seconds; `weight` is the share of `backward` spent on the weight
-    gradients of matrix products, which may be deferred. Sizes are in bytes: `saved` for backward,
-    of which `later` are saved by other operations; `nbytes` of the result; `working` for the
-    gradients that backward reads and writes at the same time.
+    `forward` and `backward` are seconds; `weight` is the part of `backward` spent on the weight
+    gradients of matrix products, which may be deferred. Sizes are in bytes: `saved` is stored for
+    backward, of which `later` is saved only by other operations; `nbytes` is the size of the
+    result; `working` is the size of the gradients that backward reads and writes at the same time.
     """
 
     forward: float = 0.0
@@ -55,8 +55,8 @@ class OperationCost(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Work of an operation: matrix products (batch, m, n, k), FLOPs of a fused kernel, and bytes
-    moved."""
+    """Work of an operation: GEMMs (batch, m, n, k), FLOPs of a fused kernel, and bytes read and
+    written."""
 
     products: tuple[tuple[int, int, int, int], ...] = ()
     flop: float = 0.0
@@ -64,7 +64,7 @@ class Work(NamedTuple):
 
 
 class _Operation(NamedTuple):
-    """Work and memory of an operation for one batch size.
+    """Work and memory of an operation for a specific batch size.
 
     `saved`, `nbytes`, `working` and `later` are in bytes, as in OperationCost. `weight` is the
     fraction of the backward work spent on weight gradients, which may be deferred.
@@ -80,10 +80,10 @@ class _Operation(NamedTuple):
 
 
 class Operations:
-    """Operations of a captured module for any batch size.
+    """Operations of a captured module, with work and memory for any batch size.
 
-    Work and memory are counted for two batch sizes and interpolated, because they are linear in
-    the batch size. `savers` maps an operation to the first other operation that saves its result.
+    Work and memory are linear in the batch size, so they are counted for two batch sizes and
+    interpolated. `savers` maps an operation to the first other operation that saves its result.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -112,7 +112,7 @@ _LOW, _HIGH = 2, 4
 
 
 def _on_the_line(low, high, way):
-    """Interpolate between nested tuples of numbers; `way` is 0 at `low` and 1 at `high`."""
+    """Interpolate linearly between nested tuples; `way` is 0 at `low` and 1 at `high`."""
     if not isinstance(low, tuple):
         return low + way * (high - low)
     parts = [_on_the_line(*each, way) for each in zip(low, high, strict=True)]
@@ -174,7 +174,7 @@ class _Meter(fx.Interpreter):
             if maker is not self.node:
                 self.savers.setdefault(maker, self.node)
                 self.later[maker] += storage.nbytes()
-            self.kept.append(value)  # keep it alive, so that no other storage reuses its id
+            self.kept.append(value)  # keeps its storage id from being reused
         return value
 
     def run_node(self, node):
@@ -200,7 +200,7 @@ class _Meter(fx.Interpreter):
         return result
 
     def _keep_whole(self, node, operands):
-        """Count the saved bytes of an opaque module: its operands and the recorded amount."""
+        """Count the bytes saved by an opaque module: its operands and the recorded saved bytes."""
         if any(each.requires_grad for each in operands):
             for each in operands:
                 self._saved(each)
@@ -220,7 +220,7 @@ class _Meter(fx.Interpreter):
         return Work(flop=forward, nbytes=moved), Work(flop=backward, nbytes=2 * moved)
 
     def _share_of_weights(self, node, operands, products):
-        """Return the fraction of the backward matrix products that compute weight gradients."""
+        """Return the fraction of the backward GEMMs that compute weight gradients."""
         name = getattr(node.target, "overloadpacket", None)
         if name not in _LATE_WEIGHTS or not products:
             return 0.0
@@ -229,7 +229,7 @@ class _Meter(fx.Interpreter):
         return (is_one and (name != _aten.matmul or weight.dim() == 2)) / products
 
     def _counted(self, node):
-        """Run an operation; count its FLOPs if torch decomposes it into matrix products."""
+        """Run an operation; return its result and its FLOPs if torch decomposes it into GEMMs."""
         if getattr(node.target, "overloadpacket", None) not in _COMPOSED:
             return super().run_node(node), 0
         with FlopCounterMode(display=False) as counter:
@@ -238,11 +238,11 @@ class _Meter(fx.Interpreter):
 
 
 def _widest(result, needed, ends):
-    """Return the peak size in bytes of the gradients that a backward step reads and writes.
+    """Return the peak size in bytes of the gradients that a single autograd node reads and writes.
 
-    The autograd graph is searched from a result to the nodes `ends`, which belong to its operands.
-    If it does not reach any of them, the bytes of the result and of the `needed` operands are
-    returned.
+    The autograd graph is searched from the result to the nodes `ends` of the operands. If the
+    search reaches none of these nodes, the total size of the result and of the `needed` operands
+    is returned.
     """
     todo = [tensor.grad_fn for tensor in tensors(result) if tensor.grad_fn]
     found, known = 0, set()
@@ -259,7 +259,7 @@ def _widest(result, needed, ends):
     return found if known & ends else _nbytes(needed) + _nbytes(result)
 
 
-# These nodes return a view of the gradient that they receive.
+# Autograd nodes that return a view of the received gradient and need no additional memory.
 _VIEWS = re.compile("(T|View|UnsafeView|Transpose|Permute|Unsqueeze|Squeeze|Alias)Backward")
 
 
@@ -271,7 +271,7 @@ _NOTHING = Work()
 
 
 def _work(node, operands, result, saved):
-    """Return the Work of an operation that torch does not decompose into matrix products."""
+    """Return the forward and backward Work of an operation that is not decomposed into GEMMs."""
     if not tensors(result) or _is_view(node, operands, result):
         return _NOTHING, _NOTHING
     name = getattr(node.target, "overloadpacket", node.target)
@@ -289,7 +289,7 @@ def _work(node, operands, result, saved):
 
 
 def _is_view(node, operands, result):
-    """Return True if an operation moves no data: its result shares the memory of an operand."""
+    """Return True if the result is a view of an operand, so that the operation moves no data."""
     schema = getattr(node.target, "_schema", None)
     writes = schema and any(
         each.alias_info and each.alias_info.is_write for each in schema.arguments
@@ -317,9 +317,9 @@ def _matmul(operands, result):
 
 
 def _of_products(operands, sizes):
-    """Return the forward and backward Work of a matrix product.
+    """Return the forward and backward Work of a GEMM.
 
-    Backward has one product for each operand that requires a gradient.
+    The backward pass has one GEMM for each operand that requires a gradient.
     """
     batch, m, n, k = sizes
     back = [(batch, m, k, n), (batch, k, n, m)]
@@ -328,7 +328,7 @@ def _of_products(operands, sizes):
 
 
 def _convolution(operands, result):
-    """Return the Work of a convolution, counted as a GEMM.
+    """Return the forward and backward Work of a convolution, counted as a GEMM.
 
     The GEMM multiplies the windows [output positions, channels * kernel size] by the kernels.
     """
@@ -349,7 +349,7 @@ def _attention(operands, result):
 
 
 def _recurrent(operands, result):
-    """Return the Work of a recurrent layer, which multiplies each token by each weight matrix."""
+    """Return the Work of a recurrent layer: each token is multiplied by each weight matrix."""
     x, weights = operands[0], [each for each in operands[1:] if each.dim() == 2]
     flop = 2 * _rows(x) * sum(each.numel() for each in weights)
     back = 2 * flop if any(each.requires_grad for each in weights) else 0
@@ -366,10 +366,10 @@ _PRODUCTS = {
 _LATE_WEIGHTS = {
     **dict.fromkeys((_aten.linear, _aten.matmul, _aten.mm, *CONVOLUTIONS), 1),
     _aten.addmm: 2,
-}  # index of the weight operand, for operations whose backward can be split
+}  # index of the weight operand, for operations with a split backward pass
 _COMPOSED = {_aten.einsum, _aten.tensordot, _aten.inner, _aten.bilinear, _aten.mv, _aten.dot}
 _LOOKUPS = {_aten.embedding}
-_SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # backward passes the gradient through
+_SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # backward passes the gradient on
 
 
 def _nbytes(values):

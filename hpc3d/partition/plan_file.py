@@ -1,7 +1,7 @@
-"""Plan as a JSON file: `hpc3d.partition -o` writes it and `hpc3d.partition run` executes it.
+"""JSON file of a plan, which `hpc3d.partition -o` writes and `hpc3d.partition run` executes.
 
-A plan is valid for one model. It contains the SHA-256 of the graph captured by torch.export, so
-that a model with a different computation is rejected.
+A plan is valid for a single model. The file contains the SHA-256 of the graph captured by
+torch.export, so that a model with a different computation is rejected.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _REMEDY = "use a file written by python -m hpc3d.partition -o"
 
 
 class SavedPlan(NamedTuple):
-    """Plan of `model` (MODULE:FACTORY, whose graph has the SHA-256 `graph`) for `batch` samples
-    per step.
+    """Plan of the model `model` (MODULE:FACTORY) for steps of `batch` samples.
 
-    `replicas` has one number per pipeline stage. `parts` lists the names of the pieces of each
-    model chunk, in model order, and `recompute` is True for each chunk with recomputation.
-    `predicted` records the machine and the predicted times in seconds and sizes in bytes.
+    `graph` is the SHA-256 of the model's graph. `replicas` has one number per pipeline stage.
+    `parts` lists the names of the pieces in each model chunk, in model order, and `recompute` is
+    True for each chunk with recomputation. `predicted` records the machine and the predicted times
+    in seconds and sizes in bytes.
     """
 
     model: str
@@ -55,7 +55,7 @@ class SavedPlan(NamedTuple):
         return text_of("plan", self._asdict())
 
     def pieces(self, captured: Captured) -> list[list[int]]:
-        """Return the indices of the pieces of each chunk; raise ValueError for another model."""
+        """Return the piece indices of each chunk; raise ValueError for a different model."""
         if digest_of(captured) != self.graph:
             raise ValueError(
                 f"{self.model} or the version of torch has changed since the plan was made; make "
@@ -68,7 +68,7 @@ class SavedPlan(NamedTuple):
 
 
 def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> SavedPlan:
-    """Return a plan in its saved form; `model` and `machine` are names."""
+    """Convert a plan to the form in which it is saved; `model` and `machine` are names."""
     choice, step, names = plan.choice, plan.step, names_of(captured)
     return SavedPlan(
         model=model,
@@ -95,14 +95,14 @@ def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> Sav
 
 
 def names_of(captured: Captured) -> list[str]:
-    """Return the names of the pieces in plan files: the names of their first operations."""
+    """Return the piece names used in plan files; a piece is named after its first operation."""
     return [piece.nodes[0].name for piece in captured.pieces]
 
 
 def digest_of(captured: Captured) -> str:
-    """Return the SHA-256 of the computation of a model for any batch size.
+    """Return the SHA-256 of a model's computation; it does not depend on the batch size.
 
-    It covers the operations with their operands, and the shapes and types of all values.
+    The hash covers the operations with their operands, and the shapes and dtypes of all values.
     """
     lines, nodes = [], captured.program.graph.nodes
     for node in nodes:
@@ -115,12 +115,12 @@ def digest_of(captured: Captured) -> str:
 
 
 def _constants(value):
-    """Return the arguments of an operation with graph nodes replaced by None."""
+    """Return the arguments of an operation, with None in place of graph nodes."""
     return fx.node.map_arg(value, lambda node: None)
 
 
 def _described(value):
-    """Describe the shapes and dtypes of a value; the batch size is written as b."""
+    """Describe the dtypes and shapes of the tensors in a value; b stands for the batch size."""
     if isinstance(value, torch.Tensor):
         shape = [_described(size) for size in value.shape]
         return str(value.dtype), value.requires_grad, shape
@@ -133,7 +133,7 @@ def _described(value):
 
 
 def load(path: Path | str) -> SavedPlan:
-    """Read a plan; raise ValueError with a one-line message if the file is invalid."""
+    """Read a plan file; raise ValueError with a one-line message if the file is invalid."""
     plan = SavedPlan(**fields_of(path, "plan", _SOUND, _REMEDY))
     if {len(plan.parts), len(plan.recompute)} != {len(plan.replicas) * plan.chunks}:
         raise ValueError(f"{path}: chunks, replicas, recompute and parts disagree; {_REMEDY}")
@@ -141,17 +141,17 @@ def load(path: Path | str) -> SavedPlan:
 
 
 def text_of(kind: str, fields: Mapping[str, Any]) -> str:
-    """Return the content of a file that `fields_of` reads."""
+    """Return the content of a JSON file that can be read by `fields_of`."""
     return json.dumps({"format": f"hpc3d-{kind}", "version": _VERSION, **fields}) + "\n"
 
 
 def fields_of(
     path: Path | str, kind: str, rules: Mapping[str, Callable[[Any], bool]], remedy: str
 ) -> dict[str, Any]:
-    """Read the fields of a JSON file; `kind` is "plan" or "profile".
+    """Read the fields of a JSON file of a given `kind`, "plan" or "profile".
 
-    Raises ValueError with a one-line message, which ends with the `remedy`, if the file is invalid
-    or one of the `rules` returns False for its field.
+    Raises ValueError with a one-line message that ends with the `remedy` if the file is invalid or
+    one of the `rules` returns False for the corresponding field.
     """
     content = small_files.read(path, small_files.MOST_JSON, remedy)
     try:
@@ -168,7 +168,7 @@ def fields_of(
 
 
 def whole(least: int, most: int) -> Callable[[Any], bool]:
-    """Return the rule for an integer from `least` to `most`."""
+    """Return a rule that accepts an integer from `least` to `most`."""
     return lambda value: type(value) is int and least <= value <= most
 
 
@@ -177,7 +177,7 @@ def _text(value):
 
 
 def list_of(sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return the rule for a non-empty list whose items follow a rule."""
+    """Return a rule that accepts a non-empty list if the rule `sound` accepts all its items."""
     return lambda value: isinstance(value, list) and bool(value) and all(map(sound, value))
 
 

@@ -1,4 +1,4 @@
-"""Planner that partitions a graph with costs to minimize the step time or the largest load."""
+"""Planner that partitions a cost graph to minimize the step time or the largest stage load."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from hpc3d.partition.joint_search import fastest, lightest, timed
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if each.undivided)
-_MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # limits on the size and work of the initial table
+_MOST_CELLS, _MOST_STEPS = (
+    3e7,
+    4e9,
+)  # limits on cells of the initial table, and on steps to fill it
 
 
 class _PlannedStage(NamedTuple):
-    """Stage of a plan.
+    """Stage of a graph's plan.
 
-    It contains the atom ids, the times in seconds per microbatch, the bytes received and sent per
-    microbatch, and the memory `held` in bytes.
+    `ids` contains the node ids. `forward`, `backward` and `load` are seconds per microbatch,
+    `bytes_in` and `bytes_out` are the bytes received and sent per microbatch, and `held` is the
+    memory of the stage in bytes.
     """
 
     ids: list
@@ -37,10 +41,10 @@ class _PlannedStage(NamedTuple):
 class _PlannedBorder(NamedTuple):
     """Boundary between two stages.
 
-    `nbytes` is the number of bytes per microbatch sent across it in the forward pass, and `behind`
-    the id of the last node before it. `next_best` is the step time in seconds if the boundary is
-    at the best other location nearby, after the node `instead`; both are `None` if no such
-    location fits in memory.
+    `nbytes` is the number of bytes per microbatch sent across the boundary in the forward pass,
+    and `behind` the id of the last node before the boundary. `next_best` is the step time in
+    seconds if the boundary is moved to the best alternative location nearby, after the node
+    `instead`; both are `None` if no such location fits in memory.
     """
 
     nbytes: float
@@ -50,10 +54,10 @@ class _PlannedBorder(NamedTuple):
 
 
 class GraphPlan(NamedTuple):
-    """Partition of a graph.
+    """Planned partition of a graph.
 
-    `proven` is True if the partition is optimal. `cuts` is the number of cuts searched, and
-    `all_cuts` is True if they are all downsets of the graph.
+    `proven` is True if the partition is proven to be optimal. `cuts` is the number of cuts
+    searched, and `all_cuts` is True if these cuts are all downsets of the graph.
     """
 
     objective: str
@@ -72,14 +76,14 @@ class GraphPlan(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Memory of the stage that needs the most, in bytes."""
+        """Memory in bytes of the stage that needs the most memory."""
         return max(stage.held for stage in self.stages)
 
 
 def planned(
     graph: Graph, limits: Limits, objective: str = "time", schedule: str | None = None
 ) -> GraphPlan:
-    """Return the best partition of a graph.
+    """Return the best partition of a graph for the `objective`, "time" or "load".
 
     Raises ValueError if no partition fits in memory; the message reports how much memory would
     suffice.
@@ -143,7 +147,7 @@ def _stages(graph, cuts, limits, found):
 
 
 def _borders(graph, cuts, limits, found):
-    """Return the boundaries, each with the step time that results from moving only it."""
+    """Return the boundaries, each with the step time after moving only that boundary."""
     borders = []
     for number, (before, here) in enumerate(pairwise((0, *found.ends[:-1]))):
         others = [*cuts_moved(cuts, limits, found, number)]
@@ -164,7 +168,7 @@ def _last(graph, cuts, before, after):
 
 
 def _nothing_fits(cuts: Downsets | Chain, limits):
-    """Return the error message with the memory that would suffice."""
+    """Return an error message that reports how much memory would suffice."""
     low, high = limits.memory, float(cuts.fixed(0, -1) + limits.microbatches * cuts.saved[-1])
     while high - low > 1e-3 * high:
         middle = (low + high) / 2

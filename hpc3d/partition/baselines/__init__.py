@@ -1,5 +1,5 @@
-"""Planners of other systems, evaluated with the same cost model as the planner of hpc3d.
+"""Planners of other systems, evaluated with the cost model of hpc3d's own planner.
 
-Each planner is reimplemented from its publication. Its module cites the source and lists the
-assumptions.
+Each planner is reimplemented from its publication. The module of each planner cites the source
+and lists the assumptions.
 """

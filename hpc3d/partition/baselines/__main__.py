@@ -40,13 +40,13 @@ microbatches, recompute, schedule, fits, fullest [B], step [s], samples_s, note)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare the planners; return exit code 2 if the request cannot be planned."""
+    """Print a comparison of the planners; return exit code 2 if the request is invalid."""
     options = parser().parse_args(argv)
     return run("partition", lambda: _compare(options))
 
 
 def parser() -> Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = Parser("partition compare", __doc__)
     add = parser.add_argument
     add("model", metavar="MODULE:FACTORY", help="function that returns a module and its inputs")

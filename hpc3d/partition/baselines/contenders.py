@@ -1,8 +1,9 @@
 """Pipeline arrangements of other planners, evaluated with the same cost model as hpc3d's plans.
 
-Some systems leave a choice to the user or to a search over a few values. In this case, the fastest
-option that fits in memory is used: the number of microbatches (powers of two), recomputation of
-all stages or none, and the number of replicas. GPipe recomputes all stages, as published.
+Some systems leave settings to the user: the number of microbatches, the number of replicas, and
+activation checkpointing in all stages or none. For these systems, the fastest combination that
+fits in memory is used; numbers of microbatches are powers of two. GPipe checkpoints all stages, as
+published.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from hpc3d.predict.machine.machine import Machine
 
 _Stepper = Callable[[ModelCosts, PipelineChoice, float], Evaluated]
 
-_MOST_MICROBATCHES = 128  # maximum number tried
-_SAMPLE = 64  # layers are timed with 1/64 of the batch
-_LONG = 64_000_000  # size in bytes of the message from which the bandwidth is computed
+_MOST_MICROBATCHES = 128  # largest number of microbatches tried
+_SAMPLE = 64  # to balance stages, layer times are computed for 1/64 of the batch
+_LONG = 64_000_000  # message size in bytes for computing the bandwidth
 
 
 class Contender(NamedTuple):
-    """Arrangement of a planner and its evaluated step.
+    """Arrangement chosen by a planner, and the predicted step of that arrangement.
 
-    `choice` and `step` are `None` if the planner has no solution; `note` gives the reason. Each
-    replica consists of `ways` tensor-parallel ranks.
+    `choice` and `step` are `None` if the planner finds no solution; `note` then gives the reason.
+    Each replica consists of `ways` tensor-parallel ranks.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Contender(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Model with its costs, the number of ranks, and the usable bytes per rank."""
+    """Planning task: a model and its costs, the number of ranks, and the usable bytes per rank."""
 
     operations: Operations
     costs: ModelCosts
@@ -85,7 +86,7 @@ def gpipe(task: Task) -> Contender:
 def torchgpipe(task: Task) -> Contender:
     """Return torchgpipe's arrangement: GPipe with one stage per rank and balanced stage times.
 
-    The stages are balanced as by torchgpipe's balance_by_time (arXiv:2004.09910).
+    The balancing corresponds to torchgpipe's balance_by_time (arXiv:2004.09910).
     """
     stages = min(task.ranks, len(layer_runs(task.costs.graph(1))))
     cut = _by_weight(task.costs, lambda chain: chain.forward + chain.backward)
@@ -93,22 +94,23 @@ def torchgpipe(task: Task) -> Contender:
 
 
 def gpipe_hybrid(task: Task) -> Contender:
-    """Return GPipe's arrangement with equal layer and replica counts on two or more stages."""
+    """Return GPipe's arrangement of two or more stages with equal layer and replica counts."""
     cut = partial(even, layer_runs(task.costs.graph(1)))
     counts = divisors(task.ranks)[1:]
     return fastest("GPipe hybrid", task, pipelines(task, cut, GPIPE, counts))
 
 
 def by_parameters(task: Task) -> Contender:
-    """Return the arrangement with balanced parameter counts, as in DeepSpeed's PipelineModule."""
+    """Return stages with balanced parameter counts, as in DeepSpeed's PipelineModule."""
     cut = _by_weight(task.costs, _trained)
     return fastest("by parameters", task, pipelines(task, cut, DEFAULT, divisors(task.ranks)))
 
 
 def pipedream(task: Task) -> Contender:
-    """Return PipeDream's partition for an asynchronous pipeline, with a synchronous schedule.
+    """Return PipeDream's partition, evaluated with a synchronous pipeline schedule.
 
-    The note reports the throughput that PipeDream's own objective predicts.
+    PipeDream optimizes the partition for its asynchronous pipeline. The note reports the
+    throughput predicted by that objective.
     """
     costs = task.costs
     share = max(1, costs.batch // task.ranks)
@@ -122,7 +124,7 @@ def pipedream(task: Task) -> Contender:
 
 
 def _levels(machine, ranks):
-    """Return the network levels: links between the ranks of a node, then links between nodes."""
+    """Return the network levels, innermost first: links within a node, links between nodes."""
     node = gcd(ranks, machine.ranks_per_node)
     inside = machine.ranks_per_node > 1
     found = [WorkerLevel(node, _bandwidth(machine, (0, 1)))] if node > 1 and inside else []
@@ -142,14 +144,15 @@ def divisors(count: int) -> list[int]:
 
 
 def _trained(chain):
-    """Return the cumulative parameter bytes of the first 0, 1, 2 ... atoms."""
+    """Return the cumulative parameter sizes in bytes; entry i covers the first i atoms."""
     return np.array([chain.trained(0, end) for end in range(chain.count)])
 
 
 def _by_weight(costs, weights):
-    """Return a function that computes the ends of a given number of stages with balanced weights.
+    """Return a function from a number of stages to the ends of stages with balanced weights.
 
-    Stages end between layers. `weights(chain)` returns the cumulative weights of the atoms.
+    Stages end only at layer boundaries. `weights(chain)` returns the cumulative weights of the
+    atoms.
     """
     runs = [run.end for run in layer_runs(costs.graph(1))]
     units = np.diff(weights(costs.chain(max(1, costs.batch // _SAMPLE)))[[0, *runs]])
@@ -173,10 +176,10 @@ def pipelines(
     counts: Iterable[int],
     most: int = _MOST_MICROBATCHES,
 ) -> Iterator[PipelineChoice]:
-    """Yield the pipelines for each number of stages in `counts`.
+    """Yield the pipeline arrangements to evaluate for each number of stages in `counts`.
 
-    `cut(stages)` returns the ends of the stages. Every stage has the same number of ranks. A
-    pipeline has at most `most` microbatches.
+    `cut(stages)` returns the exclusive ends of the stages, or None if no such partition exists.
+    All stages have the same number of ranks, and a step has at most `most` microbatches.
     """
     for stages in counts:
         ends = cut(stages)
@@ -188,8 +191,8 @@ def pipelines(
 def _searched(costs, stages, schedule, most=_MOST_MICROBATCHES):
     """Yield arrangements of the stages with 1, 2, 4 ... microbatches.
 
-    Each is tried with and without recomputation. GPipe always recomputes if it has several
-    microbatches.
+    Each number of microbatches is tried with and without recomputation. GPipe, however,
+    recomputes if and only if it has several microbatches.
     """
     replicas = max(stage.replicas for stage in stages)
     micros = 1
@@ -228,8 +231,8 @@ def rank_of(contender: Contender) -> tuple[int, float]:
 def layer_by_layer(costs: ModelCosts, choice: PipelineChoice, memory: float) -> Evaluated:
     """Evaluate an arrangement with activation checkpointing of each layer.
 
-    A stage that recomputes saves the input of every layer. It stores the other activations of only
-    one layer of one microbatch at a time.
+    A stage with recomputation saves the input of every layer for each microbatch in flight. At any
+    time, the stage stores the other activations of only one layer and one microbatch.
     """
     step = evaluated(costs, choice, memory)
     runs, before, held = layer_runs(costs.graph(1)), 0, []

@@ -1,10 +1,11 @@
-"""Cuts between the layers of a model, for systems in which users list the layers.
+"""Partition of a model at layer boundaries, as in systems where the user lists the layers.
 
-A layer contains the operations of a module with a number in its path: `layers.3.up` belongs to
-`layers.3`. Layers are in program order. Operations of the model itself belong to the preceding
-layer. `even` assigns all atoms before the first layer to the first stage, as is common with GPipe
-(arXiv:1811.06965). `balanced` corresponds to torchgpipe's balance_by_time if the weights are
-times, and to DeepSpeed's partition_method="parameters" if they are parameter counts.
+A layer consists of all operations below a numbered module path: the module `layers.3.up` belongs
+to the layer `layers.3`. Layers are in program order. Operations outside all submodules belong to
+the preceding layer. `even` assigns all atoms before the first numbered layer to the first stage,
+as is common with GPipe (arXiv:1811.06965). `balanced` corresponds to torchgpipe's balance_by_time
+if the weights are times, and to DeepSpeed's partition_method="parameters" if the weights are
+parameter counts.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from hpc3d.partition.atom_graph import Graph
 
 
 class LayerRun(NamedTuple):
-    """Adjacent atoms up to `end` (exclusive).
+    """Layer: the atoms from the end of the previous layer up to `end` (exclusive).
 
-    `numbered` is True for a layer with a number in its path, and False otherwise, for example for
+    `numbered` is True if the layer's path contains a number, and False otherwise, for example for
     an embedding or the loss.
     """
 
@@ -29,7 +30,7 @@ class LayerRun(NamedTuple):
 
 
 def layer_runs(graph: Graph) -> list[LayerRun]:
-    """Return the layers of a graph in order; atom ids have the form `module/operation`."""
+    """Return a graph's layers in program order; atom ids have the form `module/operation`."""
     found, last, seen = [], None, set()
     for index, atom in enumerate(graph.atoms):
         name, numbered = _layer_of(str(atom.ids[0]))
@@ -52,9 +53,9 @@ def _layer_of(name):
 
 
 def even(runs: Sequence[LayerRun], stages: int) -> list[int] | None:
-    """Return the ends of stages whose numbers of numbered layers differ by at most one.
+    """Return the exclusive ends of stages with the same number of numbered layers, up to one.
 
-    Returns None if there are fewer layers than stages.
+    Returns None if several stages are requested and there are fewer numbered layers than stages.
     """
     layers = [number for number, run in enumerate(runs) if run.numbered]
     if len(layers) < stages:
@@ -66,8 +67,9 @@ def even(runs: Sequence[LayerRun], stages: int) -> list[int] | None:
 def balanced(weights: Sequence[float], stages: int) -> list[int] | None:
     """Return the exclusive ends of non-empty stages that minimize the largest stage weight.
 
-    Ties are resolved in favor of the first cut. Returns None if there are fewer weights than
-    stages.
+    Of equally good cuts, the first one is chosen. Returns None if there are fewer weights than
+    stages. T[s, j] is the smallest possible load of the heaviest of s stages for the first j
+    weights:
 
       T[s, j] = min over i < j of max(T[s - 1, i], sum of weights i to j)
     """

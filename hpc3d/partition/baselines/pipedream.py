@@ -1,16 +1,17 @@
 """PipeDream's partition (A. Harlap et al., arXiv:1806.03377; D. Narayanan et al., SOSP 2019).
 
-The planner minimizes the time of the slowest stage per minibatch, while all stages process
+The planner minimizes the time per minibatch of the slowest stage; at any time, all stages process
 different minibatches. The pipeline is asynchronous: gradients are computed with weights that are
-some steps old. Let T(i, j) be the forward and backward time of units i to j in seconds, w the size
-of their parameters in bytes, and c_k the bytes sent across the boundary after unit k. On m workers
-connected by links of bandwidth B,
+several updates old. Let T(i, j) be the forward and backward time of units i to j in seconds, w the
+size of their parameters in bytes, and c_k the number of bytes sent across the boundary after unit
+k. On m workers connected by links of B bytes/s, the time per minibatch is R with a single stage,
+and A with the best pipeline:
 
     R(i, j, m) = max(T(i, j), 4 (m - 1) w / (m B)) / m        one stage, with m replicas
     A(i, j, m) = min(R(i, j, m), min over k, m' of max(A(i, k, m - m'), 2 c_k / B, R(k, j, m')))
 
-On the next network level, the workers are nodes, and T is replaced by A(i, j, m) with m equal to
-the number of ranks of a node. Memory limits are ignored.
+On the next network level, the workers are nodes, and A(i, j, m) with m ranks per node replaces T.
+Memory limits are ignored.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import numpy as np
 
 
 class ChainCosts(NamedTuple):
-    """Costs of a chain of units.
+    """Costs of a chain of units (layers); each array has one entry per unit.
 
     `seconds` is the sum of the forward and backward time per minibatch, `parameters` is in bytes,
-    and `crossing` is the number of bytes sent across the boundary after each unit.
+    and `crossing` is the number of bytes sent across the boundary after the unit.
     """
 
     seconds: np.ndarray
@@ -67,13 +68,13 @@ def asynchronous(
 
 
 class _Level:
-    """Table of A(i, j, m) on one network level, with the best cuts."""
+    """Dynamic-programming table of A(i, j, m) on one network level, with the optimal cuts."""
 
     def __init__(self, alone, parameters, crossing, level):
         size, workers = len(alone), level.workers
         self.best = np.full((size, size, workers + 1), np.inf)
-        self.cut = np.zeros((size, size, workers + 1), int)  # 0: one stage only
-        self.last = np.zeros((size, size, workers + 1), int)  # workers of the last stage
+        self.cut = np.zeros((size, size, workers + 1), int)  # 0 for a single stage
+        self.last = np.zeros((size, size, workers + 1), int)  # number of workers of the last stage
         moved = np.zeros(size)
         moved[1:] = 2 * np.asarray(crossing, float) / level.bandwidth
         counts = np.arange(workers + 1)
@@ -87,7 +88,7 @@ class _Level:
                 self._try(m, rear, moved)
 
     def _try(self, m, rear, moved):
-        """Try all partitions whose last stage has `rear` workers."""
+        """Try all partitions over `m` workers whose last stage has `rear` workers."""
         front = np.maximum(self.best[:, :, m - rear], moved)  # [i, k]
         for end in range(2, len(moved)):
             candidates = np.maximum(front[:, :end], self.single[:end, end, rear])  # [i, k]
@@ -100,9 +101,9 @@ class _Level:
 
 
 def _unfolded(levels, number, start, end, workers):
-    """Yield the stages of units `start` to `end` on the workers of a level.
+    """Yield the stages into which units `start` to `end` are partitioned on a network level.
 
-    Each stage of a level is expanded into the stages of the level below.
+    Each stage is expanded recursively into the stages of the next inner level.
     """
     if number < 0:
         yield AsynchronousStage(end, 1)

@@ -1,10 +1,11 @@
-"""Blocks of RaNNC: at most 32 groups of adjacent atoms of a graph.
+"""RaNNC's blocks: the atoms of a graph are merged into at most 32 groups of adjacent atoms.
 
-M. Tanaka et al., arXiv:2103.16063, and nict-wisdom/rannc src/graph/Partitioner.cpp. Coarsening
-merges adjacent groups to save communication, unless a group becomes much heavier than the others.
-Uncoarsening moves units between adjacent groups. Compaction sorts the groups topologically and
-merges the lightest ones with a neighbor. Groups remain convex and fit in memory. RaNNC measures
-the time of a merged group; here, it is the sum of the times of its atoms.
+The algorithm follows M. Tanaka et al., arXiv:2103.16063, and nict-wisdom/rannc,
+src/graph/Partitioner.cpp. Coarsening merges adjacent groups to save communication, unless the
+merged group would be much slower than the others. Uncoarsening moves units between adjacent
+groups. Compaction sorts the groups topologically and merges the fastest group with a neighbor
+until few enough remain. Groups remain convex and fit in memory. RaNNC measures the time of a
+merged group; this module adds the times of its atoms instead.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import networkx as nx
 from hpc3d.partition.atom_graph import Graph
 
 MOST_BLOCKS = 32
-# Numbers of groups: coarsening stops at the first; RaNNC measures merges only up to the second.
+# Coarsening stops at _FEWEST groups. RaNNC measures a merged group only if at most
+# _MOST_MEASURED groups are left.
 _FEWEST, _MOST_MEASURED = 5, 200
-_SPREAD = 2  # largest weight of a group, in standard deviations above the mean
+_SPREAD = 2  # limit on the time of a group, in standard deviations above the mean
 
 
 def blocks(graph: Graph, memory: float, bandwidth: float) -> list[list[int]]:
-    """Return the atoms of every block, with the blocks in topological order.
+    """Return the atom indices of each block; the blocks are in topological order.
 
     Merged groups need at most `memory` bytes. Values are sent at `bandwidth` bytes/s.
     """
@@ -40,7 +42,10 @@ def blocks(graph: Graph, memory: float, bandwidth: float) -> list[list[int]]:
 
 
 class _Groups:
-    """Groups of atoms, each identified by one of its atoms, and the values between them."""
+    """Groups of atoms and the values passed between groups.
+
+    A group is identified by the index of one of its atoms.
+    """
 
     def __init__(self, graph, memory, bandwidth):
         self.graph, self.memory, self.bandwidth = graph, memory, bandwidth
@@ -67,7 +72,7 @@ class _Groups:
         return found
 
     def merge_neighbours(self):
-        """Merge each group with at most one other group, starting with the lightest."""
+        """Merge each group with at most one group that reads from it, fastest groups first."""
         weights = self.seconds.values()
         most = fmean(weights) + _SPREAD * pstdev(weights)
         measured, free = len(self.atoms) <= _MOST_MEASURED, set(self.atoms)
@@ -87,7 +92,7 @@ class _Groups:
                 del self.after[best]
 
     def _merged(self, group, other, most, measured):
-        """Return the gain from merging two groups in seconds; None if they must not be merged."""
+        """Return the gain in seconds from merging two groups, or None if they must stay apart."""
         one, two = self.seconds[group], self.seconds[other]
         if max(one, two) > most or (measured and one + two > most):
             return None
@@ -106,7 +111,7 @@ class _Groups:
             here = todo.pop()
             if here == other:
                 return True
-            if min(self.atoms[here]) > last:  # atoms are sorted topologically: no path to `other`
+            if min(self.atoms[here]) > last:  # `here` comes after `other`, so no path leads back
                 continue
             new = {*self.after[here]} - seen
             seen |= new
@@ -116,15 +121,15 @@ class _Groups:
     def _fits(self, atoms):
         """Return True if a group of atoms fits in memory.
 
-        It needs weights, gradients, moments, saved activations of one microbatch, and the values
-        sent and received.
+        The group needs memory for weights, gradients, optimizer moments, the saved activations of
+        one microbatch, and the values sent and received.
         """
         members = sum(1 << atom for atom in atoms)
         kept = self.graph.total("memory", members) + self.graph.total("saved", members)
         return kept + self._over_borders(atoms, atoms) <= self.memory
 
     def _over_borders(self, atoms, inside):
-        """Return the bytes of values produced or read by `atoms` that leave or enter `inside`."""
+        """Return the bytes of all values that `atoms` exchange with atoms outside `inside`."""
         values = {id(v): v for a in atoms for v in (*self.made[a], *self.read[a])}
         return sum(v.nbytes for v in values.values() if not {v.source, *v.targets} <= inside)
 
@@ -136,7 +141,7 @@ class _Groups:
             self.after[each] = self._readers(each)
 
     def settle(self, finer):
-        """Move units of a finer level to an adjacent group if this reduces the communication."""
+        """Move units (groups of a finer level) between adjacent groups to reduce communication."""
         for unit in finer:
             here = self.of[min(unit)]
             if len(self.atoms[here]) == len(unit):
@@ -149,10 +154,10 @@ class _Groups:
                     break
 
     def _sides(self, unit):
-        """Return the groups to which a unit may move.
+        """Return the groups to which a unit may be moved.
 
-        They are the group that contains all readers of the unit's values, and the group that
-        contains all producers of the values that the unit reads.
+        The candidates are the group that contains all readers of the unit's values, and the group
+        that contains all producers of the values read by the unit, if such groups exist.
         """
         ahead = {self.of[t] for a in unit for v in self.made[a] for t in {*v.targets} - unit}
         behind = {self.of[v.source] for a in unit for v in self.read[a] if v.source not in unit}
@@ -171,7 +176,7 @@ class _Groups:
         self._regroup(set(), here)
 
     def compacted(self):
-        """Merge neighbors in topological order, lightest first; return the atoms of each block."""
+        """Merge topologically adjacent groups, fastest first, and return the atoms per block."""
         edges = nx.DiGraph()
         edges.add_nodes_from(self.atoms)
         edges.add_edges_from((one, two) for one in self.atoms for two in self.after[one])

@@ -28,10 +28,10 @@ from hpc3d.pipeline.schedule import GPIPE
 
 
 def rannc(task: Task) -> Contender:
-    """Return RaNNC's partition, which is found with RaNNC's own estimates of time and memory.
+    """Return RaNNC's partition, found with RaNNC's own estimates of time and memory.
 
     RaNNC's stages offload their inputs to host memory; offloading is assumed to take no time. The
-    stages run GPipe's schedule, which is no slower than RaNNC's lock-step waves.
+    plan is evaluated with GPipe's schedule, which is no slower than RaNNC's lock-step waves.
     """
     costs = task.costs
     least = costs.graph(max(1, costs.batch // (task.ranks * MOST_MICROBATCHES)))
@@ -52,7 +52,7 @@ def rannc(task: Task) -> Contender:
 
 
 def _offloaded(costs, choice, memory) -> Evaluated:
-    """Evaluate a step whose stages offload all but two received microbatches to host memory."""
+    """Evaluate a step whose stages offload the inputs of all but two microbatches to the host."""
     step, offloaded = evaluated(costs, choice, memory), max(0, choice.microbatches - 2)
     parts = zip(step.held, parts_of(costs, choice), strict=True)
     held = [nbytes - offloaded * part.received for nbytes, part in parts]

@@ -1,20 +1,22 @@
-"""RaNNC's search over a chain of blocks.
+"""RaNNC's search for a pipeline partition of a chain of blocks.
 
-arXiv:2103.16063; nict-wisdom/rannc src/graph/DPStaging.cpp. The search uses the fewest stages that
-fit in memory. It first tries pipelines on one node, replicated on every node, and then pipelines
-that span more nodes. The numbers of replicas of a stage and of microbatches are powers of two.
-With several microbatches, stages recompute activations and offload their inputs to host memory.
-For each number of stages, blocks and devices, the search keeps the state that minimizes
+The algorithm follows arXiv:2103.16063 and nict-wisdom/rannc, src/graph/DPStaging.cpp. It uses the
+smallest number of stages that fits in memory. It first tries pipelines on one node, replicated on
+every node, and then pipelines that span more nodes. The number of replicas of a stage and the
+number of microbatches are powers of two. With several microbatches, stages recompute activations
+and offload their inputs to host memory. For each number of stages, blocks and devices, the search
+keeps the state that minimizes
 
     max over stages of (forward + c) + max over stages of (backward + c)
 
-Among the numbers of microbatches that fit, it selects the shortest step in lock-step waves
+Among the numbers of microbatches that fit in memory, the search selects the one with the shortest
+step. The step time is estimated for lock-step waves t:
 
     sum over t of max over active s (forward + c) + max over active s (backward + c)
     + max over stages of parameters / A
 
-c is the number of bytes received and sent, divided by P. The network model consists of only two
-bandwidths: P = 20 GiB/s (point-to-point) and A = 10 GiB/s (all-reduce).
+Here, c is the number of bytes that a stage receives and sends, divided by P. The network model
+consists of only two bandwidths: P = 20 GiB/s (point-to-point) and A = 10 GiB/s (all-reduce).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ MOST_MICROBATCHES = 32
 
 
 class Devices(NamedTuple):
-    """Number of devices, devices per node, and usable bytes per device."""
+    """Number of devices, number of devices per node, and usable memory per device in bytes."""
 
     count: int
     node: int
@@ -40,9 +42,9 @@ class Devices(NamedTuple):
 
 
 class RanncPlan(NamedTuple):
-    """Plan of RaNNC.
+    """Pipeline plan found by RaNNC's search.
 
-    `ends` contains the number of blocks before the end of each stage, `replicas` the number of
+    `ends` contains the exclusive end of each stage as a block index, `replicas` the number of
     replicas of each stage, and `seconds` is the step time according to RaNNC's own estimate.
     """
 
@@ -77,7 +79,7 @@ def first_feasible(
 
 
 def lock_step(forward: Sequence[float], backward: Sequence[float], microbatches: int) -> float:
-    """Return the time in seconds of a step in which active stages wait for the slowest one."""
+    """Return the step time in seconds if all active stages of a wave wait for the slowest one."""
     stages, seconds = len(forward), 0.0
     for wave in range(microbatches + stages - 1):
         active = slice(max(0, wave - microbatches + 1), wave + 1)
@@ -90,9 +92,10 @@ def _powers(most):
 
 
 class _Costs(NamedTuple):
-    """Times in seconds of stages, indexed [first cut, last cut]; inf if the stage does not fit.
+    """Times of all possible stages in seconds, as arrays indexed [first cut, last cut].
 
-    `moved` is the time of messages and `summed` the time of the gradient all-reduce.
+    `moved` is the time of messages and `summed` the time of the gradient all-reduce. All times of
+    a stage that does not fit in memory are inf.
     """
 
     forward: np.ndarray
@@ -119,10 +122,10 @@ def _costs(chain: Chain, memory: float, recompute: bool) -> _Costs:
 
 
 class _State(NamedTuple):
-    """Best partition of the first blocks over the first devices, indexed [blocks, devices].
+    """Best partitions of the first b blocks over the first d devices, as arrays indexed [b, d].
 
     `value` is the objective, `forward` and `backward` are the times of the slowest stages in
-    seconds, and `block` and `device` are the first block and the first device of the last stage.
+    seconds, and `block` and `device` are the indices of the last stage's first block and device.
     """
 
     value: np.ndarray
@@ -163,7 +166,7 @@ class _Table:
         return self._plan() if np.isfinite(state.value[-1, -1]) else None
 
     def _choose(self, last, state, end, devices):
-        """Choose the last stage of the state for `end` blocks on `devices`.
+        """Choose the last stage for the first `end` blocks on `devices` devices.
 
         RaNNC compares the value of a new candidate with the stored candidate's value, or with the
         value of the stored candidate's preceding stages if it is larger.
@@ -194,7 +197,7 @@ class _Table:
         state.device[end, devices] = left[column]
 
     def _plan(self):
-        """Return the plan of the last state, with its step time in lock-step waves."""
+        """Return the plan given by the last state, with the step time for lock-step waves."""
         end, devices, ends, sizes = self.blocks, self.devices, [], []
         rows = []
         for state in self.states[:0:-1]:
@@ -211,9 +214,9 @@ class _Table:
 
 
 def _first_kept(value, front):
-    """Return the index of the candidate that RaNNC keeps; None if no candidate fits.
+    """Return the index of the candidate selected by RaNNC, or None if none fits in memory.
 
-    Candidates are compared in order, and each better one replaces the stored candidate.
+    Candidates are compared in order, and each better candidate replaces the stored one.
     """
     kept, stored, index = None, inf, 0
     while (better := np.flatnonzero(value[index:] < stored)).size:

@@ -19,7 +19,7 @@ HEAD = (
 
 
 def ours(task: Task) -> Contender:
-    """Return hpc3d's own plan, or a contender whose `note` explains why no plan exists."""
+    """Return hpc3d's own plan, or a contender whose `note` gives the reason why none exists."""
     try:
         found = best_plan(task.costs, Wanted(task.ranks, task.memory, margin=0.0))
     except ValueError as error:
@@ -27,7 +27,7 @@ def ours(task: Task) -> Contender:
     return Contender("ours", found.choice, found.step)
 
 
-# Planners in the order of the table.
+# All planners, in the order of the table rows.
 EVERYONE: tuple[Callable[[Task], Contender], ...] = (
     ours,
     contenders.data_parallel,
@@ -43,7 +43,7 @@ EVERYONE: tuple[Callable[[Task], Contender], ...] = (
 
 
 def shown(task: Task, planners: Iterable[Callable[[Task], Contender]]) -> Iterator[dict]:
-    """Yield the rows of the table and print each one as soon as it is available."""
+    """Yield the table rows, one per planner, and print each row as soon as it is available."""
     first = None
     for planner in planners:
         row = as_row(planner(task), task.costs.batch)
@@ -53,7 +53,7 @@ def shown(task: Task, planners: Iterable[Callable[[Task], Contender]]) -> Iterat
 
 
 def as_row(contender: Contender, batch: int) -> dict[str, Any]:
-    """Return a contender as a table row, with seconds and bytes; missing values are `None`."""
+    """Convert a contender to a table row; times are in seconds, sizes in bytes, gaps `None`."""
     name, choice, step, note, ways = contender
     row = {"name": name, "note": note, "ways": ways}
     if choice is None or step is None:

@@ -1,9 +1,10 @@
 """Megatron-LM's arrangements: 1-D tensor and data parallelism (arXiv:1909.08053), with and without
 a pipeline (arXiv:2104.04473).
 
-Ranks are ordered with tensor parallelism innermost, then replicas, then stages. The fastest
-arrangement that fits with 1, 2, 4 or 8 tensor-parallel ranks is used. Recomputation is per layer.
-The first version of Megatron-LM had neither a pipeline nor microbatches.
+In the rank order, tensor parallelism is innermost, followed by replicas and then stages. Of the
+arrangements with 1, 2, 4 or 8 tensor-parallel ranks, the fastest one that fits in memory is used.
+Activations are recomputed layer by layer. The first version of Megatron-LM had neither a pipeline
+nor microbatches.
 """
 
 from __future__ import annotations
@@ -29,33 +30,33 @@ _WAYS = (1, 2, 4, 8)
 
 
 class TensorCosts(ModelCosts):
-    """Costs of a model whose replicas are groups of `ways` adjacent ranks."""
+    """Costs of a model whose replicas are groups of `ways` adjacent tensor-parallel ranks."""
 
     def __init__(self, operations: SplitOperations, costs: ModelCosts) -> None:
         self.ways = operations.ways
         super().__init__(partial(graph_of, operations, costs.machine), costs.machine, costs.batch)
 
     def message(self, nbytes: float, senders: range, receivers: range) -> float:
-        """Return the time of a message in seconds; replica r starts at rank `ways` * r."""
+        """Return the time of a message in seconds; the first rank of replica r is `ways` * r."""
         ways = self.ways
         apart = [range(ways * each[0], ways * each[-1] + 1, ways) for each in (senders, receivers)]
         return super().message(nbytes, apart[0], apart[1])
 
     def summed(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
-        """Return the time in seconds of the all-reduce over the first ranks of all replicas.
+        """Return the time in seconds of an all-reduce over the first rank of each replica.
 
-        The other ranks of the replicas reduce their shards at the same time.
+        The other ranks of the replicas all-reduce their shards at the same time.
         """
         return super().summed(nbytes, tuple(self.ways * rank for rank in ranks))
 
 
 def megatron(task: Task) -> Contender:
-    """Return the fastest arrangement without a pipeline or microbatches."""
+    """Return the fastest arrangement with tensor and data parallelism, but without a pipeline."""
     return _fastest_split("Megatron-LM", task, pipeline=False)
 
 
 def megatron_pipeline(task: Task) -> Contender:
-    """Return the fastest arrangement with microbatches and equal numbers of layers per stage."""
+    """Return the fastest pipeline arrangement with the same number of layers on every stage."""
     return _fastest_split("Megatron-LM, pipeline", task, pipeline=True)
 
 
@@ -73,7 +74,10 @@ def _fastest_split(name, task, pipeline):
 
 
 def _split(task, ways):
-    """Return the task with `ways` ranks per replica; None if no linear layers can be sharded."""
+    """Return the task with `ways` ranks per replica.
+
+    Returns None if `ways` is 1 and the model has no linear layers that could be sharded.
+    """
     if ways == 1:
         return task if split_roles(task.operations.captured, 2).rows else None
     operations = SplitOperations(task.operations, ways)

@@ -2,16 +2,16 @@
 arXiv:1909.08053).
 
 On t ranks, a linear layer with a replicated input is column parallel: each rank computes 1/t of
-the output columns. The following operations work on that shard; attention is sharded by heads. The
-next linear layer is row parallel, and its result is all-reduced. The backward pass all-reduces the
-gradient of the input of such a pair of layers. A Transformer layer therefore has two all-reduces
-in the forward pass and two in the backward pass. All other operations, such as norms, dropout and
-residual additions, are replicated on every rank.
+the output columns. The following operations are applied to that shard; attention is sharded by
+heads. The next linear layer is row parallel, and its result is all-reduced. In the backward pass,
+the input gradient of such a pair of layers is all-reduced. A Transformer layer therefore has two
+all-reduces in the forward pass and two in the backward pass. All other operations, such as norms,
+dropout and residual additions, are replicated on every rank.
 
-Assumptions: the head with its loss, and embeddings of at least 128 t rows, are sharded by
-vocabulary; the loss all-reduces three values per token; there is no sequence parallelism
-(arXiv:2205.05198); convolutions are not sharded. A model input saved by a column-parallel layer is
-counted as if it were sharded, like the result of the layer.
+Assumptions: the head and the loss, and embeddings of at least 128 t rows, are sharded by
+vocabulary; the loss all-reduces three values per token; sequence parallelism (arXiv:2205.05198) is
+not used; convolutions are not sharded. A model input saved by a column-parallel layer is counted
+as if it were sharded, like the result of the layer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hpc3d.partition.operation_costs import OperationCost, Operations, Work
 from hpc3d.predict.machine.machine import Machine
 
 _aten = torch.ops.aten
-_PADDED = 128  # rows per rank below which embeddings and indivisible columns are not sharded
-_LOSS_SUMS = 3  # per token: the maximum, the sum of exponentials, the logit of the label
+_PADDED = 128  # minimum rows per rank of sharded embeddings and of weights that need padding
+_LOSS_SUMS = 3  # values per token: maximum, sum of exponentials, logit of the label
 
 # Operations that can be applied to a shard of the columns without communication.
 _LOCAL = {
@@ -86,7 +86,7 @@ class _Flow:
 
     def __init__(self, captured, ways, barred):
         self.captured, self.ways, self.barred = captured, ways, barred
-        self.origins = {}  # sharded value -> the column-parallel layers that shard it
+        self.origins = {}  # sharded value -> the column-parallel layers it is computed from
         self.columns, self.rows, self.tables, self.losses = set(), set(), set(), set()
         self.wrong = set()
         for node in captured.program.graph.nodes:
@@ -128,12 +128,12 @@ class _Flow:
                 self.origins[node] = {node}
 
     def _weight(self, node, index):
-        """Return the weight at operand `index`; None if the operand is a computed value."""
+        """Return the weight passed as operand `index`, or None if this operand is computed."""
         given = node.args[index]
         return given.meta["val"] if given in self.captured.weights else None
 
     def _is_local(self, node, name):
-        """Return True if an operation can be applied to the column shards of a rank.
+        """Return True if an operation can be applied to column shards without communication.
 
         All operands that depend on the batch must be sharded. For attention, the number of heads
         must be divisible by the number of ranks.
@@ -163,19 +163,19 @@ class SplitOperations(Operations):
         }
 
     def _part(self, node, operation):
-        """Return the share of an operation that one rank computes."""
+        """Return the work and memory of one rank's shard of an operation."""
         roles, ways = self.roles, self.ways
         if not any(node in group for group in roles):
             return operation
-        # Forward product (batch, m, n, k): n is divided, or k if the layer is row parallel.
-        # Backward products (batch, m, k, n) of the input gradient, which is absent if the input
-        # does not require a gradient, and (batch, k, n, m) of the weight gradient.
+        # The forward GEMM is (batch, m, n, k). Its n is divided by `ways`, or k in a row-parallel
+        # layer. The backward GEMMs are (batch, m, k, n) for the input gradient, which is absent
+        # if the input requires no gradient, and (batch, k, n, m) for the weight gradient.
         forward, backward = ((3,), (2, 1)) if node in roles.rows else ((2,), (3, 2))
         own = {
             "forward": _divided(operation.forward, forward, ways),
             "backward": _divided(operation.backward, backward, ways),
         }
-        if node not in roles.rows | roles.tables:  # these operations return the full result
+        if node not in roles.rows | roles.tables:  # row-parallel: full result
             kept = ("saved", "later", "working") + ("nbytes",) * (node not in roles.losses)
             own |= {name: getattr(operation, name) / ways for name in kept}
         return operation._replace(**own)
@@ -194,7 +194,7 @@ class SplitOperations(Operations):
             cost, logits = found[node], node.args[0].meta["val"]
             tokens = found[node.args[0]].nbytes * self.ways / logits.shape[-1]
             found[node] = cost._replace(forward=cost.forward + _LOSS_SUMS * summed(tokens))
-        # One column-parallel layer for each value that column-parallel layers read.
+        # The gradient of a value is all-reduced once, even if several layers read the value.
         readers = {node.args[0]: node for node in self.roles.columns}
         for node in (node for value, node in readers.items() if value in self.kinds):
             cost, read = found[node], found[node.args[0]]
@@ -203,9 +203,9 @@ class SplitOperations(Operations):
 
 
 def _divided(work, indices, ways):
-    """Divide work by `ways`; `indices` has the index of the divided size of each product.
+    """Divide work by `ways`; `indices` selects the dimension to divide in each matrix product.
 
-    If there are fewer products than indices, the first indices are ignored.
+    If there are fewer products than indices, the leading indices are ignored.
     """
     products = tuple(
         tuple(size / ways if at == index else size for at, size in enumerate(sizes))
@@ -215,7 +215,7 @@ def _divided(work, indices, ways):
 
 
 def _part_of(captured, roles, ways):
-    """Return the captured module with the weight shards of one rank."""
+    """Return a copy of the captured module in which the sharded weights have one rank's shape."""
     program = captured.program
     state = dict(program.state_dict)
     shares = [(node.args[0], 0) for node in roles.tables]

@@ -5,7 +5,7 @@
     autocast(enabled=False)   ignored, because there is no enclosing autocast
 
 By default, torch.export creates a separate graph for each such block and drops torch.no_grad
-inside an autocast block. It traces the forward pass of a torch.autograd.Function, but not its
+inside an autocast block. It traces the forward pass of a torch.autograd.Function, but not the
 backward pass.
 """
 
@@ -33,8 +33,8 @@ _MODES = _set_grad_enabled, _enter_autocast, autocast_mode._exit_autocast
 def flat_export(model: torch.nn.Module, inputs: tuple | dict, shapes: Any) -> ExportedProgram:
     """Return the exported program of a module that is called with `inputs`.
 
-    Raises ValueError, with the user's line if it is known, for autocast, for custom
-    torch.autograd.Functions, and for other blocks that torch exports as separate graphs.
+    Raises ValueError for autocast, for custom torch.autograd.Functions, and for other blocks that
+    torch exports as separate graphs. The message contains the line of user code, if known.
     """
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
     blocks = "replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass"
@@ -70,12 +70,12 @@ def _checked_apply(cls, *args, **kwargs):
 
 
 class _Modes:
-    """Compiler pass that applies the gradient mode to operations and removes mode changes."""
+    """Graph pass that removes changes of the gradient mode and detaches operands instead."""
 
     def __init__(self, program):
         self.graph = program.graph
         kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
-        self.without = {  # values without a gradient
+        self.without = {  # values that require no gradient
             node
             for node in self.graph.nodes
             if node.op == "placeholder" and kinds[node.name] is not InputKind.PARAMETER
@@ -132,7 +132,7 @@ def _has_numbers(node):
 
 
 def _writes_to_its_result(node):
-    """Return True if an operation returns its first operand, modified."""
+    """Return True if an operation modifies an operand in place and returns it."""
     schema = getattr(node.target, "_schema", None)
     return schema and any(each.alias_info and each.alias_info.is_write for each in schema.returns)
 

@@ -1,7 +1,7 @@
-"""Recorder of the arguments and results of a module's calls while the model runs on data.
+"""Recorder of the arguments and results of module calls while the model runs on data.
 
-The model runs once with a few samples and once with twice as many, to determine which sizes depend
-on the number of samples.
+The model runs once with a few samples and once with twice as many samples, to determine which
+tensor sizes depend on the number of samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpc3d.partition.capturing.user_code import emptied
 
 
 class CannotStayWhole(ValueError):
-    """Error raised if the module at `path` cannot be called as one opaque operation."""
+    """Error raised if the module at `path` cannot be converted to one opaque operation."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path} cannot be one operation: {why}")
@@ -26,7 +26,7 @@ class CannotStayWhole(ValueError):
 
 
 class Like(NamedTuple):
-    """Shape and dtype of a tensor; a size is a pair (a, b) that represents a * samples + b."""
+    """Shape and dtype of a tensor; the pair (a, b) represents the size a * samples + b."""
 
     sizes: tuple[tuple[int, int], ...]
     dtype: torch.dtype
@@ -36,9 +36,9 @@ class Like(NamedTuple):
 
 
 class NestedValues(NamedTuple):
-    """Nested tuples, lists and dicts, as the arguments or the result of a call.
+    """Arguments or result of a call, as nested tuples, lists and dicts.
 
-    In `leaves`, tensors are represented by a Like, other leaves by their value.
+    In `leaves`, a tensor is represented by a Like, and any other leaf by its value.
     """
 
     spec: TreeSpec
@@ -50,15 +50,15 @@ class NestedValues(NamedTuple):
         return [leaf for leaf in self.leaves if isinstance(leaf, Like)]
 
     def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """Return the values with these tensors filled in."""
+        """Return the nested values, with the given tensors in place of the recorded ones."""
         left = iter(tensors)
         leaves = [next(left) if isinstance(leaf, Like) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)
 
     def tensors_in(self, values: Any) -> list[torch.Tensor] | None:
-        """Return the tensors in the values of another call.
+        """Return the tensors in the arguments or result of another call.
 
-        Returns None if they differ from the recorded ones in structure or constants.
+        Returns None if the structure or the constants differ from the recorded call.
         """
         found, spec = tree_flatten(values)
         if spec != self.spec:
@@ -76,9 +76,10 @@ class RecordedCall(NamedTuple):
     """Recorded call of a module.
 
     `taken` contains the positional and keyword arguments, `returned` the result, and `written` the
-    names of the buffers to which the call writes. `flop` (forward, backward) and `saved`, the
-    bytes saved for backward, are per sample. In a call that was recorded in only one run, tensors
-    are represented by meta tensors, and `flop` and `saved` are sums over the samples.
+    names of the buffers to which the call writes. `flop` is a pair (forward, backward), and
+    `saved` is the number of bytes saved for backward; both are per sample. Before the calls of the
+    two runs are combined, tensors are represented by meta tensors, and `flop` and `saved` are sums
+    over the samples.
     """
 
     taken: NestedValues
@@ -94,10 +95,10 @@ def recorded_calls(
     samples: int,
     paths: Iterable[str],
 ) -> dict[str, list[RecordedCall]]:
-    """Run the model and return the calls of the modules at these paths, in the order of execution.
+    """Run the model and return a dict from each path to the calls of the module at this path.
 
-    `run(count)` runs the model on `count` samples. Raises CannotStayWhole if a module has side
-    effects other than writing to its buffers.
+    The calls are in the order of execution. `run(count)` runs the model on `count` samples. Raises
+    CannotStayWhole if a module has side effects other than writing to its buffers.
     """
     low, high = (_seen(model, run, count, paths) for count in (samples, 2 * samples))
     return {path: [*_combined(path, low[path], high[path], samples)] for path in paths}
@@ -143,9 +144,9 @@ def _combined_values(path, few, many, samples):
 
 
 def _combined_leaf(path, few, many, samples):
-    """Combine a leaf of two runs, with `samples` and 2 * `samples` samples.
+    """Combine the same leaf of two runs, with `samples` and with 2 * `samples` samples.
 
-    Two tensors are combined into a Like; other leaves must be equal.
+    Two tensors are combined into a Like. Leaves that are not tensors must be equal.
     """
     if not isinstance(few, torch.Tensor) or not isinstance(many, torch.Tensor):
         if type(few) is not type(many) or few != many:
@@ -207,7 +208,7 @@ class _Watch:
     def _written(self, before, after):
         """Return the names of the buffers that a call has modified.
 
-        Raises CannotStayWhole if it has other side effects.
+        Raises CannotStayWhole if the call has other side effects.
         """
         changed = {
             key
@@ -261,7 +262,7 @@ class _ModuleState:
         }
         held = [*part.named_parameters(), *part.named_buffers()]
         self.held = {name: (tensor, tensor._version) for name, tensor in held}
-        # BatchNorm does not increment the versions of its running averages.
+        # Buffers are copied because BatchNorm does not increment the versions of running averages.
         self.buffers = {name: tensor.clone() for name, tensor in part.named_buffers()}
         self.versions = [each._version for each in _tensors_in(leaves)]
         self.random = torch.get_rng_state()
@@ -271,7 +272,7 @@ _OF_MODULES = {*vars(torch.nn.Module()), "forward"}
 
 
 def _identity(value):
-    """Return a fingerprint that changes if an attribute is replaced or a container grows."""
+    """Return a fingerprint that changes if the value is replaced or the container grows."""
     return id(value), len(value) if isinstance(value, list | dict | set) else 0
 
 
@@ -280,19 +281,19 @@ def _tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _cut_off(leaf):
-    """Return a writable copy of a tensor that is detached from preceding operations."""
+    """Return a writable copy of a tensor, detached from the operations that computed it."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad).clone()
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the memory of a tensor."""
+    """Return an id of the tensor's storage; tensors that share memory have the same id."""
     return tensor.untyped_storage()._cdata
 
 
 def _backward(found, own):
-    """Return the number of floating-point operations of the backward pass."""
+    """Return the FLOPs of the backward pass from the results `found` to the operands `own`."""
     ends = [each for each in found if each.requires_grad]
     starts = [each for each in own if each.requires_grad]
     if not ends or not starts:

@@ -1,4 +1,4 @@
-"""Tools to call user code without side effects and to report its exceptions on one line."""
+"""Tools for calling user code without side effects and for reporting its exceptions concisely."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Suppress all output in the context, and restore torch's default generator on exit."""
+    """Suppress all output in the context; on exit, restore the state of torch's generator."""
     state, level = torch.get_rng_state(), logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -34,14 +34,14 @@ def undisturbed() -> Iterator[None]:
 
 
 def without_data() -> FakeTensorMode:
-    """Return a context in which new tensors have no data."""
+    """Return a context manager in which new tensors are fake, that is, have no data."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def emptied(value: Any, device: str | None = None) -> Any:
-    """Return a tensor or parameter with the same shape and type, and without its data.
+    """Return an uninitialized tensor or parameter with the shape and dtype of `value`.
 
-    Other values are returned unchanged.
+    Values that are not tensors are returned unchanged.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -51,7 +51,7 @@ def emptied(value: Any, device: str | None = None) -> Any:
 
 
 def described(error: Exception) -> str:
-    """Return the first line of an error message, and the file and line in the user's code."""
+    """Return the first line of an error message, with the file and line of the user's code."""
     told = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {told[0]}" if told else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)

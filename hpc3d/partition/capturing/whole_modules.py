@@ -1,8 +1,8 @@
 """Opaque operations for modules that torch.export cannot trace.
 
-While the model is traced, a stand-in replaces such a module. It calls a placeholder operation,
-whose results have the shapes recorded in a run with data. After tracing, the operation is replaced
-by a WholeModule, which calls the module.
+While the model is traced, a stand-in replaces the module. The stand-in calls a placeholder
+operation whose results have the shapes recorded in a run with data. After tracing, a WholeModule,
+which calls the module, replaces the placeholder operation.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from hpc3d.partition.capturing.recorded_calls import (
 )
 from hpc3d.partition.capturing.user_code import described, emptied, undisturbed
 
-_MOST_TRIES = 16  # maximum number of failed traces that are resolved
+_MOST_TRIES = 16  # maximum number of failed traces before the capture is abandoned
 _MOST_SAMPLES = 8
 _numbers = count()
 _Run = Callable[[int], object]
 
 
 class WholeModule:
-    """Operation that calls a module on a list of tensors and a list of weights.
+    """Opaque operation that calls a module on a list of tensors and a list of weights.
 
-    It returns a tensor, or a list if there are several. On fake tensors, it does not call the
-    module and returns fake results with the recorded shapes.
+    The operation returns a tensor, or a list if the module returns several tensors. On fake
+    tensors, the module is not called, and the results are fake tensors with the recorded shapes.
     """
 
     __module__ = __name__
@@ -62,7 +62,7 @@ class WholeModule:
         _KNOWN[self.number] = self
 
     def __str__(self) -> str:
-        """Return a text that identifies the computation as far as possible."""
+        """Return the path and a hash, to identify the computation as far as possible."""
         return f"{self.path} {self._text}"
 
     def __call__(
@@ -76,14 +76,14 @@ class WholeModule:
         return found[0] if len(found) == 1 else found
 
     def like(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return empty tensors with the shapes of the results."""
+        """Return uninitialized tensors with the shapes and dtypes of the results."""
         samples = self._samples(values)
         return [
             torch.empty(each.shape(samples), dtype=each.dtype) for each in self.call.returned.likes
         ]
 
     def _samples(self, values):
-        """Derive the number of samples from a tensor size that depends on it."""
+        """Derive the number of samples from an argument size that depends on it."""
         sizes = [
             (a, size - b if b else size)
             for like, value in zip(self.call.taken.likes, values, strict=True)
@@ -114,10 +114,10 @@ class WholeModule:
         return [each.clone() if storage_of(each) in theirs else each for each in found]
 
     def _bound(self, weights):
-        """Return this thread's copy of the module with the given tensors as its weights.
+        """Return this thread's copy of the module, with the given tensors as its weights.
 
-        The tensors remain bound after the call, because the backward pass may recompute some
-        operations of the module.
+        The tensors remain bound after the call, because the module may recompute some of its
+        operations in the backward pass.
         """
         if not hasattr(self._here, "module"):
             self._here.module = copy.deepcopy(self._module)
@@ -131,7 +131,7 @@ class WholeModule:
 
 
 def _graded(value):
-    """Make a floating-point result require a gradient, even if the gradient is always zero."""
+    """Return a floating-point result such that it requires a gradient, even if always zero."""
     if value.requires_grad or not (value.is_floating_point() or value.is_complex()):
         return value
     return value.detach().requires_grad_().clone()
@@ -142,7 +142,7 @@ def _held(module, **how):
 
 
 def _without_data(path, module):
-    """Return a copy of a module with weights on the meta device and without forward hooks."""
+    """Return a copy of a module with its weights on the meta device and no forward hooks."""
     for part in module.modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor):
@@ -155,7 +155,7 @@ def _without_data(path, module):
 
 
 def _digest(module, call):
-    """Return the SHA-256 of a call and of a module's source, settings and weight shapes."""
+    """Return the SHA-256 of a recorded call and its module's code, settings and weight shapes."""
     lines = [repr((*call.taken, *call.returned, sorted(call.written)))]
     for path, part in module.named_modules():
         kind = type(part)
@@ -205,10 +205,10 @@ class _StandIn:
 
 
 class WholeModules:
-    """Modules of a model that become opaque operations; each failed trace adds one or more.
+    """Modules of a model that become opaque operations; each failed trace adds at least one.
 
-    `example()` returns the model with data, and a function that calls it with a given number of
-    samples. `batch` is the batch size of the example inputs.
+    `example()` returns the model with data, and a function that runs the model on a given number
+    of samples. `batch` is the batch size of the example inputs.
     """
 
     def __init__(self, example: Callable[[], tuple[torch.nn.Module, _Run]], batch: int) -> None:
@@ -224,10 +224,10 @@ class WholeModules:
             part.forward = _StandIn(path, part, calls)
 
     def add(self, model: torch.nn.Module, path: str, reason: str) -> None:
-        """Make a module that cannot be traced, and all modules of its class, opaque operations.
+        """Convert a module that cannot be traced, and others of its class, to opaque operations.
 
-        If a module cannot be an opaque operation, its parent is tried. Raises ValueError if only
-        the model itself remains, or after too many tries.
+        If a module cannot be an opaque operation, its parent module is tried. Raises ValueError if
+        only the model itself remains, or after too many failed traces.
         """
         self.tries, why = self.tries + 1, ""
         while path in self.calls:
@@ -240,7 +240,7 @@ class WholeModules:
                 if any(calls.get(each) for each in _around(path)):
                     self.calls, self.reasons = calls, reasons
                     return
-                path = path.rpartition(".")[0]  # a container such as ModuleList has no calls
+                path = path.rpartition(".")[0]  # containers such as ModuleList are never called
             except CannotStayWhole as error:
                 path, why = error.path.rpartition(".")[0], f"; {error}"
         raise ValueError(f"{reason}{why}")
@@ -264,9 +264,9 @@ class WholeModules:
 
 
 def _alike(model, path):
-    """Return the paths of all modules of the same class as the module at `path`.
+    """Return the paths of all modules that have the same class as the module at `path`.
 
-    If the class is defined in torch, only `path` is returned.
+    If the class is defined in torch, the list contains only `path`.
     """
     kind = type(model.get_submodule(path))
     if kind.__module__.startswith("torch."):
@@ -275,7 +275,7 @@ def _alike(model, path):
 
 
 def _around(path):
-    """Return a path followed by the paths of the enclosing modules."""
+    """Return a module path, followed by the paths of its enclosing modules, innermost first."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
@@ -283,7 +283,7 @@ def _around(path):
 def culprit(error: BaseException | None, model: torch.nn.Module) -> str:
     """Return the path of the innermost module that was running when an error was raised.
 
-    Returns "" for the model itself, or if the error was raised elsewhere.
+    Returns "" if the error was raised by the model itself or outside the model.
     """
     paths = {id(part): path for path, part in model.named_modules()}
     while error is not None:
@@ -295,7 +295,7 @@ def culprit(error: BaseException | None, model: torch.nn.Module) -> str:
 
 
 def place_whole(program: ExportedProgram) -> tuple[WholeModule, ...]:
-    """Replace the operations of stand-ins by WholeModules, and return the WholeModules."""
+    """Replace all placeholder operations in a program by WholeModules, and return these."""
     graph, found = program.graph, []
     for node in [*graph.nodes]:
         if node.target is torch.ops.hpc3d.whole_module.default:
@@ -305,7 +305,7 @@ def place_whole(program: ExportedProgram) -> tuple[WholeModule, ...]:
             with graph.inserting_before(node):
                 new = graph.create_node("call_function", found[-1], (values, weights), {}, name)
             new.meta = dict(node.meta)
-            if len(found[-1].call.returned.likes) == 1:  # a tensor instead of a list
+            if len(found[-1].call.returned.likes) == 1:  # return a tensor, not a list
                 (new.meta["val"],) = node.meta["val"]
                 for reader in [*node.users]:
                     reader.replace_all_uses_with(new)

@@ -74,9 +74,9 @@ _USAGE = "use partition run PLAN.json --section.key VALUE ..., or partition run 
 
 
 class RunRequest(NamedTuple):
-    """Command-line request.
+    """Parsed command line.
 
-    It contains the plan, the configuration options, and the folder of the run to resume, if any.
+    `words` contains the configuration options, and `resumed` is the folder of the run to resume.
     """
 
     plan: SavedPlan
@@ -85,14 +85,14 @@ class RunRequest(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """Plan of the run and lock of its folder, which only rank 0 opens."""
+    """Plan of the run, and the lock file of its folder; exists only on rank 0."""
 
     plan: RunPlan
     lock: TextIO
 
 
 class _Source(NamedTuple):
-    """Data of the model, which only rank 0 has: initial weights and the inputs of each step."""
+    """Initial weights of the model, and the inputs of each step; exists only on rank 0."""
 
     values: dict[str, torch.Tensor]
     batches: StepInputs
@@ -137,7 +137,7 @@ def asked_for(words: list[str]) -> RunRequest:
 
 
 def _model(plan):
-    """Return the partitioned model of a plan, without data."""
+    """Capture the model of a plan and partition it, without data."""
     captured = captured_of(plan.model)
     split = find(plan.schedule).splits_backward
     pieces = plan.pieces(captured)
@@ -145,7 +145,7 @@ def _model(plan):
 
 
 def _prepare(asked, model):
-    """Resolve the configuration on rank 0, and create the run folder or reopen a resumed one."""
+    """Resolve the configuration on rank 0, and create the run folder or reopen an existing one."""
     config, resumed, changed = configuration(asked, model), asked.resumed, []
     sinks_of(config.run.metrics_hook, config.run.tensorboard)
     program_of(config)
@@ -165,7 +165,7 @@ def _prepare(asked, model):
 
 
 def configuration(asked: RunRequest, model: StagedModel) -> Config:
-    """Return the configuration of a run on rank 0, from the plan and the given options."""
+    """On rank 0, build the run configuration from the plan and the given options."""
     plan, resumed = asked.plan, asked.resumed
     config = config_of_run(resumed, asked.words) if resumed else load.load(None, asked.words)
     mesh = MeshConfig(len(plan.replicas), max(plan.replicas), x=1, y=1, z=1)
@@ -215,7 +215,7 @@ def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
 
 
 def _source(plan: SavedPlan, config: Config, model: StagedModel) -> _Source:
-    """Create the module with its data on rank 0."""
+    """On rank 0, create the module; return its initial weights and the inputs of each step."""
     module, inputs = made_with_data(plan.model, config.seed)
     values = dict(values_in(module, model.captured))
     given = function_at(config.torch.inputs) if config.torch.inputs else lambda step: inputs
@@ -223,7 +223,7 @@ def _source(plan: SavedPlan, config: Config, model: StagedModel) -> _Source:
 
 
 def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) -> RunningJob:
-    """Set up training on this rank, in the initial or resumed state."""
+    """Set up training on this rank, from initial weights or from a checkpoint."""
     config = plan.config
     rows = config.train.batch // config.parallel.microbatches
     mesh, line = build_stages(model.replicas, rows, config.mesh.transport)
@@ -255,7 +255,7 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
 
 
 class StepInputs:
-    """Inputs of a module for each step of `samples` samples, returned by `given(step)`."""
+    """Inputs of a module for each step; `given(step)` returns the `samples` samples of a step."""
 
     def __init__(
         self, captured: Captured, given: Callable[[int], tuple | dict], samples: int
@@ -290,7 +290,7 @@ def _described(dtype: torch.dtype, shape: list[int]) -> str:
 
 
 def mismatch(model: StagedModel, opened: Checkpoint) -> str | None:
-    """Return the reason why a checkpoint does not match the module; None if it matches."""
+    """Return the reason why a checkpoint does not match the module, or None if it does match."""
     tensors = stored_tensors(model.captured)
     shapes = {name: stored_shape(dims) for name, dims in tensors["shapes"].items()}
     found = inconsistencies(opened, shapes, tensors["frozen"])

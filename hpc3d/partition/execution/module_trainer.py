@@ -1,4 +1,4 @@
-"""Trainer of an unmodified torch module."""
+"""Trainer for an unmodified torch module that is partitioned into pipeline stages."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 
 class ModuleTrainer(Trainer):
-    """Trainer of the stages of a partitioned torch module on a hpc3d.comm.stage_mesh.
+    """Trainer for a rank's part of a torch module, on a mesh from hpc3d.comm.stage_mesh.
 
-    `line` creates the communicator of a list of ranks. `batches` returns the flat inputs of a
-    step; it is `None` on all ranks except rank 0. The weights are undefined before `fill`.
+    `line(ranks)` creates a communicator for a list of ranks. `batches(step)` returns the flat
+    inputs of a step; `batches` is `None` on all ranks except rank 0. The weights are uninitialized
+    until `fill` is called.
     """
 
     has_tied_ends = False
@@ -109,7 +110,7 @@ class ModuleTrainer(Trainer):
         self.torch_weights.store()
 
     def update(self) -> None:
-        """Average the buffers over the replicas of a stage, then update the weights."""
+        """Average the written buffers over the replicas of the stage, then update the weights."""
         written = [name for stage in self.engine.stages for name in stage.program.written]
         self.torch_weights.average(written, self.mesh.comm(DATA))
         super().update()
@@ -118,9 +119,9 @@ class ModuleTrainer(Trainer):
 def lines_of_owners(
     owners: Owners, replicas: Sequence[int], stage: int, line: Line
 ) -> dict[tuple[int, ...], Communicator]:
-    """Create a communicator for each group of stages that shares weights.
+    """Create a communicator for each group of stages that hold copies of the same weights.
 
-    The communicator contains all ranks of these stages. Only groups that contain `stage` are
+    The communicator contains all ranks of the stages. Only groups that contain `stage` are
     included.
     """
     ranks = ranks_of(replicas)
@@ -131,11 +132,11 @@ def lines_of_owners(
 
 
 class TiedBuckets(Buckets):
-    """Gradient buckets that also all-reduce the gradients of shared weights.
+    """Gradient buckets that also all-reduce the gradients of weights shared by several stages.
 
-    They are reduced over all ranks that hold the weights, and counted once in the gradient
-    norm. No other reduction includes them, because the `partial` field of these parameters names
-    no axis.
+    The gradient of a shared weight is reduced over all ranks that hold the weight, and counted
+    once in the gradient norm. Other reductions skip shared weights, because the `partial` field of
+    their parameters names no axis.
     """
 
     def __init__(

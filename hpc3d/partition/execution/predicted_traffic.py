@@ -1,10 +1,10 @@
-"""Predicted communication volume and number of messages of a partitioned model per step.
+"""Predicted communication volume and message count of a partitioned model in each step.
 
 boundaries    values are sent forward and their gradients backward; the volume is their size for
               all samples. There is one message for each microbatch, value or gradient, and pair of
-              ranks that share samples.
-all-reduces   each of n replicas receives 2 (n - 1) / n of the size of its gradients. The gradient
-              of a weight on several stages is reduced over all ranks of these stages.
+              ranks that process common samples.
+all-reduces   each of n replicas receives 2 (n - 1) / n times the size of its gradients. The
+              gradient of a weight on several stages is reduced over all ranks of these stages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterato
 
 
 def _pairs(one, other, rows):
-    """Return the number of pairs of ranks, one per stage, that have samples in common."""
+    """Return the number of pairs of a sending and a receiving rank with common samples."""
     if one == other:
         return one
     return sum(
@@ -61,7 +61,7 @@ def _pairs(one, other, rows):
 
 
 def sum_traffic(model: StagedModel) -> Iterator[SumTraffic]:
-    """Return the gradient all-reduces of a step.
+    """Return the ranks and the size of each gradient all-reduce in a step.
 
     Gradients are reduced over the replicas of a stage or, for tied weights, over all ranks that
     hold the weight.

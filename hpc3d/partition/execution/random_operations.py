@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 class Draw(NamedTuple):
-    """Key of random numbers, for `samples` samples from index `first` in the batch of a step."""
+    """Key that determines the random numbers of a step's samples `first` to `first + samples`."""
 
     seed: int
     step: int
@@ -28,11 +28,11 @@ class Draw(NamedTuple):
 
 
 def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
-    """Replace a copied random operation by one with reproducible random numbers.
+    """Replace a random operation by a version with reproducible random numbers.
 
-    The numbers depend only on the name of the `original` operation and on the value of the graph
-    node `draw` at run time, a Draw. Raises ValueError for random operations without a rule in this
-    module.
+    `node` is a copy of the operation `original`. The random numbers depend only on the name of
+    `original` and on the Draw passed in the graph node `draw` at run time. Raises ValueError for
+    random operations without a rule in this module.
     """
     packet = getattr(node.target, "overloadpacket", None)
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
@@ -59,7 +59,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def _factors(name, draw, dim, rate, shape, dtype):
-    """Return an array of the given shape with dropout factors: 0 or 1 / (1 - rate).
+    """Return a tensor of dropout factors, 0 or 1 / (1 - rate), with the given shape.
 
     Dimension `dim` contains the samples, with one or several rows per sample.
     """

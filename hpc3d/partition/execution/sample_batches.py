@@ -1,4 +1,4 @@
-"""Division of the batch of a step by rows over microbatches and replicas."""
+"""Partition of each step's batch by rows, first into microbatches and then over replicas."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class SampleRows(NamedTuple):
-    """Samples of this rank in a microbatch of a training step.
+    """This rank's samples of one microbatch in a training step.
 
     The samples have the indices `first` to `first + samples` (exclusive) in the batch. `inputs`
-    maps the model's input nodes to values. The loss whose gradient is computed is the sum of the
-    losses of the samples, multiplied by `scale`. `training` is always True.
+    maps the model's input nodes to values. The gradient is computed for the sum of the samples'
+    losses, multiplied by `scale`. `training` is always True.
     """
 
     step: int
@@ -35,7 +35,10 @@ class SampleRows(NamedTuple):
 
 
 def rows_of(batch: int, microbatches: int, replicas: int, replica: int) -> Iterator[range]:
-    """Yield the samples of a replica in each microbatch, split as evenly as possible."""
+    """Yield the range of sample indices that a replica processes in each microbatch.
+
+    The samples are split as evenly as possible.
+    """
     for number in range(microbatches):
         first, stop = (batch * end // microbatches for end in (number, number + 1))
         rows = stop - first
@@ -43,9 +46,9 @@ def rows_of(batch: int, microbatches: int, replicas: int, replica: int) -> Itera
 
 
 def flat_inputs(captured: Captured, inputs: tuple | dict) -> list[Any]:
-    """Return the inputs of a model in the order of `captured.inputs`.
+    """Return the inputs of a model as a flat list in the order of `captured.inputs`.
 
-    Raises ValueError if their number or names do not match the model.
+    Raises ValueError if the number or the names of the inputs do not match the model.
     """
     wanted = ", ".join(node.name for node in captured.inputs)
     if isinstance(inputs, dict):
@@ -66,8 +69,8 @@ class SampleLoader:
     """Loader that broadcasts batches from rank 0 and splits them by rows.
 
     `batches(step)` returns the flat inputs of the model; it is `None` on all ranks except rank 0.
-    All tensors with a batch dimension have `samples` samples. Each rank stores only the inputs in
-    `read`, and of them only its own rows.
+    All tensors with a batch dimension have `samples` samples. Each rank stores only its own rows
+    of the inputs in `read`.
     """
 
     asynchronous = False
@@ -86,9 +89,9 @@ class SampleLoader:
         self.valid: dict[int, int] = {}
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, SampleRows]:
-        """Return a dict from microbatch index to the samples of step `number`.
+        """Return a dict from microbatch index to this rank's samples in step `number`.
 
-        The loss is the mean over all samples, multiplied by `factor`.
+        The loss is the mean over all samples of the step, multiplied by `factor`.
         """
         self.valid, nodes = {number: self.samples}, self.captured.inputs
         given = self.batches(number) if self.batches else [None] * len(nodes)
@@ -105,7 +108,7 @@ class SampleLoader:
         }
 
     def _told(self, node, value):
-        """Return an input with the value that it has on rank 0."""
+        """Broadcast an input from rank 0 and return its value; constants are not sent."""
         like = node.meta["val"]
         if not isinstance(like, torch.Tensor):
             return like
@@ -130,7 +133,7 @@ def shared_by_root(
 
 
 def _rows(node, whole, rows):
-    """Return a copy of the rows of an input that belong to a range of samples."""
+    """Return a copy of an input, restricted to the range `rows` if it has a batch dimension."""
     if carries_batch(node):
         return whole[rows.start : rows.stop].clone()
     return whole.clone() if isinstance(whole, torch.Tensor) else whole

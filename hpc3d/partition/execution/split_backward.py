@@ -1,15 +1,15 @@
 """Matrix products and convolutions with a split backward pass: input gradients in B, weight
 gradients in W.
 
-torch.autograd computes both in one pass. In this module, the product of x with a weight W and an
-optional bias b is a separate autograd function:
+torch.autograd computes both gradients in one pass. This module computes the product of x with a
+weight W and an optional bias b by an autograd function whose backward pass is split in two:
 
     B    dx = dy W'
     W    W.grad += x' dy,   b.grad += sum of dy over all rows
 
-Pass W is a deferred call that keeps x and dy in memory until it runs. If the operand W is computed
-from a parameter, for example by weight normalization, it is not a view of the parameter, and
-torch's own backward pass is used.
+Pass W is a deferred call that keeps x and dy in memory until the call runs. If the operand W is
+computed from a parameter, for example by weight normalization, W is not a view of the parameter,
+and torch's own backward pass is used.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _aten = torch.ops.aten
 
 
 def split_backward(node: fx.Node, later: fx.Node) -> None:
-    """Make a copied product with a weight defer its parameter gradients.
+    """Change a product or convolution in a copied graph so that it defers parameter gradients.
 
-    The backward pass calls `later(function, *args)` with the function that accumulates them. Other
-    operations are not changed.
+    The backward pass calls `later(function, *args)` with the function that accumulates these
+    gradients. Operations without a rule in this module are not changed.
     """
     if getattr(node.target, "overloadpacket", None) in _RULES:
         given = arguments_of(node)
@@ -41,7 +41,10 @@ def split_backward(node: fx.Node, later: fx.Node) -> None:
 def product(
     operation: torch._ops.OpOverload, later: Callable[..., None], **given: Any
 ) -> torch.Tensor:
-    """Compute an operation that has a rule, with all arguments passed by name."""
+    """Compute an operation and, if possible, split its backward pass by the operation's rule.
+
+    All arguments of the operation are passed by name.
+    """
     rule = _RULES[operation.overloadpacket]
     x, weight, bias = operands = [given.pop(name, None) for name in rule.names]
     views = [_view_of(each) for each in (weight, bias)]
@@ -53,7 +56,7 @@ def product(
 
 
 class _ParameterView(NamedTuple):
-    """View of a parameter, given by shape, strides, and offset from the start of the parameter."""
+    """View of a parameter, described by shape, strides, and offset from the parameter's start."""
 
     parameter: torch.nn.Parameter
     shape: tuple[int, ...]
@@ -61,18 +64,18 @@ class _ParameterView(NamedTuple):
     offset: int
 
     def gradient(self) -> torch.Tensor:
-        """Return the same view of the parameter's gradient.
+        """Return the corresponding view of the parameter's gradient.
 
-        The gradient has the same memory layout as the parameter.
+        The gradient must have the same memory layout as the parameter.
         """
         whole = self.parameter.grad
         return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
 
 
 def _view_of(tensor):
-    """Return a tensor as a view of a parameter.
+    """Describe a tensor as a view of a parameter.
 
-    Returns None if the tensor is not such a view, or if its elements overlap in memory.
+    Returns None if the tensor is not a view of a parameter, or if its elements overlap in memory.
     """
     if tensor is None:
         return None
@@ -84,7 +87,7 @@ def _view_of(tensor):
 
 
 def _overlaps(tensor):
-    """Return True if elements of a view may share memory."""
+    """Return True if different elements of a strided tensor may share memory."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size > 1 and stride < reach:
@@ -94,11 +97,11 @@ def _overlaps(tensor):
 
 
 class _Rule(NamedTuple):
-    """Rule that splits the backward pass of an operation.
+    """Rule for splitting the backward pass of an operation.
 
-    `names` are the names of the arguments for input, weight and bias. `of_input(split, dy, x,
+    `names` contains the argument names of the input, weight and bias. `of_input(split, dy, x,
     weight)` returns the input gradient, `adds(split, dy, x, weight)` accumulates the parameter
-    gradients, and `fits(x, weight, arguments)` is True if the rule applies.
+    gradients, and `fits(x, weight, arguments)` returns True if the rule applies.
     """
 
     names: tuple[str, ...]
@@ -108,9 +111,10 @@ class _Rule(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """Call of a product with a split backward pass.
+    """Single call of an operation with a split backward pass.
 
-    `how` contains the non-tensor arguments; `weight` and `bias` are views of parameters.
+    `how` contains the non-tensor arguments. `weight` and `bias` are views of parameters (None: not
+    a parameter).
     """
 
     rule: _Rule
@@ -132,7 +136,7 @@ class _Split(NamedTuple):
 
     @torch.no_grad()
     def add(self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """Accumulate the weight gradients (W)."""
+        """Run pass W: accumulate the weight and bias gradients."""
         self.rule.adds(self, dy, x, weight)
 
 
@@ -182,7 +186,7 @@ def _matrices(split, dy, x, weight):
 
 
 def _is_matrix(x, weight, how):
-    """Return True if the weight is a matrix and the product is not scaled."""
+    """Return True if the weight is a matrix and the product has no scale factors."""
     return weight.dim() == 2 and how.get("alpha", 1) == how.get("beta", 1) == 1
 
 
@@ -199,7 +203,8 @@ def _convolution(split, dy, x, weight):
 
 
 def _convolved_back(split, dy, x, weight, mask):
-    """Return the gradients of a convolution; `mask` selects those of input, weight and bias."""
+    """Return a convolution's gradients; `mask` is True for each one to compute of input, weight
+    and bias."""
     how, dims = split.how, weight.dim() - 2
     stride, dilation, between = (
         _per_dim(how.get(name, fewest), dims)
@@ -214,13 +219,13 @@ def _convolved_back(split, dy, x, weight, mask):
 
 
 def _per_dim(number, dims):
-    """Return an argument as a list with one number per spatial dimension of the kernel."""
+    """Expand an argument to a list with one number per spatial dimension of the kernel."""
     numbers = [number] if isinstance(number, int) else [*number]
     return numbers * (dims if len(numbers) == 1 else 1)
 
 
 def _padding(weight, how):
-    """Return the padding of each spatial dimension; None if its two sides differ."""
+    """Return the padding of each spatial dimension, or None if any padding is asymmetric."""
     kernel, padding = weight.shape[2:], how["padding"]
     if not isinstance(padding, str):
         return _per_dim(padding, len(kernel))

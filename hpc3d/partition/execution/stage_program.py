@@ -1,8 +1,8 @@
 """Separate programs for the model chunks of a captured module.
 
-A chunk runs its own pieces and duplicates the cheap operations whose results they need. A value
-needed by a later chunk passes through all intermediate chunks, so each chunk boundary has a single
-list of values, in program order.
+A chunk runs its own pieces and duplicates the cheap operations whose results these pieces need. A
+value needed by a later chunk passes through all intermediate chunks, so each chunk boundary has a
+single list of values, in program order.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hpc3d.partition.execution.split_backward import split_backward
 class StageProgram(NamedTuple):
     """Program of one model chunk.
 
-    The arguments of `module` are a Draw, a function that takes deferred weight gradients if the
-    backward pass is `split`, the `sizes` as numbers, and tensors: the values `received` from the
-    previous chunk, the model `inputs`, and the `weights`. It returns the values `sent` to the next
-    chunk and the model `outputs` computed by this chunk. It writes to the buffers in `written`.
+    `module` is called with a Draw, a function that defers weight gradients (only if the backward
+    pass is `split`), the `sizes` as integers, and tensors: the values `received` from the previous
+    chunk, the model `inputs`, and the `weights`. It returns the values `sent` to the next chunk
+    and the model `outputs` computed by this chunk. It modifies the buffers in `written` in place.
     """
 
     module: fx.GraphModule
@@ -55,7 +55,7 @@ class StageProgram(NamedTuple):
         weights: Mapping,
         later: Callable[..., None] = immediately,
     ) -> tuple[tuple, tuple]:
-        """Return the values sent and the model outputs for the samples of a Draw.
+        """Run the chunk on the samples of a Draw; return the values to send and the outputs.
 
         `inputs` maps the input nodes of the model to values, and `weights` maps names to tensors.
         If the program is `split`, its backward pass defers calls with `later(function, *args)`.
@@ -77,8 +77,8 @@ def stage_programs(
 
     `parts` lists the indices of the pieces of each chunk. If `redraw` is False, random operations
     use torch's generator and ignore the Draw. If `split` is True, the weight gradients of matrix
-    products and convolutions are deferred. Raises ValueError if a value would flow backward, or if
-    random operations are not supported.
+    products and convolutions are deferred. Raises ValueError if an earlier chunk needs a value of
+    a later chunk, or if random operations are not supported.
     """
     part_of = {piece: number for number, part in enumerate(parts) for piece in part}
     crossing = dict(_crossing(captured, part_of))
@@ -89,7 +89,7 @@ def stage_programs(
 
 
 def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
-    """Yield (value, (producing chunk, last reading chunk)) for values that other chunks read."""
+    """Yield (value, (producing chunk, last reading chunk)) for values read by other chunks."""
     for node in captured.program.graph.nodes:
         if node in captured.readers:
             first = part_of[captured.piece_of[node]]
@@ -106,7 +106,7 @@ def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
 def _program(captured, part, number, crossing, redraw, split):
     """Return the program of model chunk `number`.
 
-    Its operations are copied into a new graph with placeholders for external operands.
+    The chunk's operations are copied into a new graph with placeholders for external operands.
     """
     wanted = {
         node
@@ -143,7 +143,7 @@ def _program(captured, part, number, crossing, redraw, split):
 
 
 def graded(captured: Captured, programs: Sequence[StageProgram]) -> set[fx.Node]:
-    """Return the values with a gradient, among values sent between chunks and model outputs."""
+    """Return all sent values and model outputs that have a gradient."""
     found, rows = {}, 2
     with FakeTensorMode():
         weights = {name: without_values(each, rows) for name, each in state_of(captured).items()}

@@ -1,4 +1,4 @@
-"""Captured module that is partitioned into stages; every rank has the same description."""
+"""Description of a captured module that is partitioned into stages, identical on all ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ Owners = dict[str, tuple[int, ...]]  # weight name -> stages that hold a copy
 
 
 class StagedModel(NamedTuple):
-    """Partitioned model.
+    """Model that is partitioned into chunks, which are assigned to pipeline stages.
 
     `programs` contains the programs of all model chunks in model order; chunk n is on pipeline
     stage n mod S. `replicas` has one number for each of the S stages, and `recompute` is True for
-    each chunk with recomputation. `graded` contains the values with a gradient. `loss` is the
-    output that is minimized, a mean over samples. `owners` maps each weight to its stages.
+    each chunk with recomputation. `graded` contains the sent values and outputs that have a
+    gradient. `loss` is the output to minimize, a mean over samples. `owners` maps each weight name
+    to the stages that hold the weight.
     """
 
     captured: Captured
@@ -50,7 +51,7 @@ def staged_model(
     redraw: bool = True,
     split: bool = False,
 ) -> StagedModel:
-    """Partition a captured module as a plan requires.
+    """Partition a captured module into model chunks, as specified by a plan.
 
     If `redraw` is False, random operations use torch's generator. If `split` is True, backward
     passes defer weight gradients. Raises ValueError if the model cannot be trained, because it has
@@ -94,7 +95,10 @@ def _types(captured):
 
 
 def owners_of(names: Iterable[Iterable[str]]) -> Owners:
-    """Return the stages that hold each weight, given the weight names of each stage."""
+    """Return a dict from weight name to the stages that hold the weight.
+
+    `names` contains the weight names of each stage.
+    """
     found = defaultdict(list)
     for stage, here in enumerate(names):
         for name in dict.fromkeys(here):

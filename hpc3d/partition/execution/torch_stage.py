@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class _Kept(NamedTuple):
     """State of a microbatch that is saved for the backward pass.
 
-    `edges` are the gradient edges of the results, which allow the results themselves to be freed.
-    They are `None` if the backward pass recomputes the chunk from a copy of its `buffers`.
+    `edges` contains the autograd edges of the results, so that the results themselves can be
+    freed. `edges` is `None` if the backward pass recomputes the chunk. In this case, `buffers`
+    contains copies of the written buffers.
     """
 
     received: Sequence[torch.Tensor]
@@ -81,7 +82,7 @@ class TorchStage:
         received = [_tensor(array) for array in _arrays(x)]
         for tensor, has_gradient in zip(received, self.graded_in, strict=True):
             tensor.requires_grad_(has_gradient)
-        # Recomputation starts from these copies of the buffers and writes to them.
+        # Recomputation uses these copies, so that no buffer is updated twice.
         names = self.program.written if self.recompute else ()
         buffers = {name: self.weights.tensors[name].clone() for name in names}
         with self.trace.span("operations", "gemm"), torch.set_grad_enabled(not self.recompute):
@@ -92,7 +93,7 @@ class TorchStage:
         return tuple(tensor.detach().contiguous().numpy() for tensor in made), kept
 
     def _run(self, received, micro, tensors):
-        """Return the values sent, or the mean loss of the samples on the last chunk."""
+        """Run the chunk; return the values to send or, in the last chunk, the mean loss."""
         draw = Draw(self.seed, micro.step, micro.first, micro.samples)
         sent, outputs = self.program.run(draw, received, micro.inputs, tensors, self._later)
         return sent if self.loss is None else [outputs[self.loss]]
@@ -138,15 +139,15 @@ def _edges(made):
 
 
 def _arrays(block):
-    """Return the arrays of a block as a tuple, which is empty for None."""
+    """Convert a block to a tuple of arrays; None becomes an empty tuple."""
     return block if isinstance(block, tuple) else () if block is None else (block,)
 
 
 def _tensor(array):
-    """Return a tensor that shares the memory of an array, or of a copy if it is read-only."""
+    """Convert an array to a tensor that shares its memory; a read-only array is copied."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _gradient(leaf):
-    """Return the gradient of a tensor, which is zero if the loss does not depend on it."""
+    """Return the gradient of a tensor, or zeros if the loss does not depend on the tensor."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()

@@ -1,8 +1,8 @@
-"""Parameters and buffers of a rank's stages, as torch tensors that are stored in hpc3d's arrays.
+"""Parameters and buffers of a rank's model chunks, as torch tensors stored in hpc3d's arrays.
 
-A parameter and its gradient are views of the blocks of hpc3d.model.parameters. torch accumulates
-the gradient. hpc3d performs the gradient reduction, clipping, updates and checkpointing. Buffers
-and parameters without a gradient are stored as frozen Parameters.
+A parameter and its gradient are views of arrays in hpc3d.model.parameters. torch accumulates the
+gradient; hpc3d performs the gradient reduction, clipping, updates and checkpointing. Buffers and
+parameters without a gradient are stored as frozen Parameters.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 
 def stored_tensors(captured: Captured) -> dict[str, Any]:
-    """Return the description of a model's tensors in checkpoints.
+    """Describe the tensors that a checkpoint of a model contains.
 
-    `shapes` maps the names of parameters and buffers to shapes, `frozen` lists the names of the
-    tensors that are not trained, and `aliases` maps other names of a tensor to its stored name.
+    In the returned dict, `shapes` maps the names of parameters and buffers to shapes, `frozen`
+    lists the names of the tensors that are not trained, and `aliases` maps each alternative name
+    of a tensor to the name under which the tensor is stored.
     """
     held = captured.program.state_dict
     state = {name: like for name, like in state_of(captured).items() if name in held}
@@ -42,14 +43,14 @@ def stored_tensors(captured: Captured) -> dict[str, Any]:
 
 
 def values_in(module: torch.nn.Module, captured: Captured) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of `state_of` by name, with the data of the captured module."""
+    """Yield (name, tensor) for each tensor listed by `state_of`, with values from `module`."""
     held = dict(module.named_parameters(remove_duplicate=False))
     held |= dict(module.named_buffers(remove_duplicate=False))
     for name in captured.weights.values():
         if name in held:
             yield name, held[name].detach()
         else:
-            # A constant is the value of an attribute of the module, or was created in a call.
+            # A constant is an attribute of the module, or was created in the forward pass.
             found: Any = module
             for part in name.split("."):
                 found = getattr(found, part, captured.program.constants[name])
@@ -59,11 +60,11 @@ def values_in(module: torch.nn.Module, captured: Captured) -> Iterator[tuple[str
 class TorchWeights:
     """Weights of one rank.
 
-    `tensors` maps names to torch tensors, and `items` maps them to the Parameters that store the
+    `tensors` maps names to torch tensors, and `items` maps names to the Parameters that store the
     tensors; constants have no Parameter. `shared` maps the name of each weight that is replicated
-    on other stages to True if this stage owns it. During the backward pass, torch calls
-    `completed(name)` after its last contribution to a parameter's gradient, and `defer` is called
-    with work that may run later.
+    on other stages to True if this stage owns the weight. During the backward pass, torch calls
+    `completed(name)` after its last contribution to a parameter's gradient. Work that may run
+    later is passed to `defer`.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class TorchWeights:
         self.like = state_of(captured)
         self.items: dict[str, Parameter] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        self.completed: Callable[[str], object] = lambda name: None  # no backward pass runs yet
+        self.completed: Callable[[str], object] = lambda name: None  # set in backward passes
         self.defer: Callable[..., None] = immediately
-        self._accumulators: list[Node] = []  # autograd holds no strong reference to them
+        self._accumulators: list[Node] = []  # keeps them and their hooks alive
         self.dtype = torch.from_numpy(np.empty(0, parameters.dtype)).dtype
         for name in names:
             if name in captured.program.state_dict:
@@ -98,7 +99,7 @@ class TorchWeights:
         return parameters.add(name, shape, Layout(*[""] * len(shape)), **how)
 
     def bind(self) -> None:
-        """Create the tensors as views of the arrays of the Parameters, which must exist."""
+        """Create the tensors as views of the Parameters' arrays, which must already exist."""
         for name, item in self.items.items():
             like = self.like[name]
             if not item.frozen:
@@ -118,7 +119,7 @@ class TorchWeights:
         return tensor
 
     def fill(self, name: str, value: torch.Tensor) -> None:
-        """Set the value of a tensor if this rank holds it."""
+        """Copy a value to the tensor `name` if this rank holds the tensor."""
         if name in self.tensors:
             self.tensors[name].detach().copy_(value)
 
@@ -135,17 +136,17 @@ class TorchWeights:
         self.store()
 
     def store(self) -> None:
-        """Copy buffers of a different dtype, such as counters, to their Parameters."""
+        """Copy buffers that are not views, such as integer counters, to their Parameters."""
         for name, item in self._apart():
             item.value[...] = self.tensors[name].numpy().reshape(item.shape)
 
     def load(self) -> None:
-        """Copy the Parameters of buffers of a different dtype to the buffers."""
+        """Copy Parameters to the buffers that are not views of them, such as integer counters."""
         for name, item in self._apart():
             self.tensors[name].copy_(torch.from_numpy(item.value).view(self.like[name].shape))
 
     def _apart(self):
-        """Yield the buffers that are not views of their Parameters."""
+        """Yield (name, Parameter) for buffers whose dtype differs from the Parameter's array."""
         for name, item in self.items.items():
             if item.frozen and self.tensors[name].dtype != torch.from_numpy(item.value).dtype:
                 yield name, item

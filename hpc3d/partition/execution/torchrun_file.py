@@ -37,7 +37,15 @@ SCHEDULES = {
     "interleaved": "ScheduleInterleaved1F1B",
 }
 _MOST_NUMBERS = 10_000  # maximum number of elements of a constant in the file
-_KNOWN = {"torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"}  # names in fx code
+_KNOWN = {
+    "torch",
+    "device",
+    "inf",
+    "nan",
+    "NoneType",
+    "fx_pytree",
+    "pytree",
+}  # names in code by fx
 
 
 def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
@@ -107,7 +115,7 @@ and the inputs: every process creates the full model once.  Dropout uses torch's
 
 
 def _parts(plan: SavedPlan, model: StagedModel) -> Iterator[str]:
-    """Yield the source code of the class of each model chunk."""
+    """Yield, for each model chunk, the source code of a class."""
     last = len(model.programs) - 1
     for number, program in enumerate(model.programs):
         names, nodes = plan.parts[number], program.module.graph.nodes
@@ -149,7 +157,7 @@ class _PartSource:
         self.graph.owning_module = None
 
     def text(self) -> str:
-        """Return the indented source code of the method."""
+        """Return the indented source code of the forward method."""
         rows, where, inputs = map(self._named, ("rows", "device", "inputs"))
         self._place_weights()
         self._place_device(where)
@@ -172,7 +180,7 @@ class _PartSource:
         return "".join(f"    {line}\n" for line in code.src.strip().splitlines())
 
     def _named(self, name):
-        """Add a placeholder with this name, or a similar one if it is taken."""
+        """Add a placeholder to the graph with this name, or a similar name if it is taken."""
         with self.graph.inserting_before(next(iter(self.graph.nodes))):
             node = self.graph.placeholder(name)
         node.target = node.name
@@ -194,7 +202,7 @@ class _PartSource:
             node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
 
     def _inputs_read(self, inputs, also):
-        """Yield the lines that read the inputs in use, including the input `also`."""
+        """Yield a line of source code for each input that is used, including the input `also`."""
         for node, original in zip(self.inputs, self.program.inputs, strict=True):
             if node.users or node is also:
                 row = "" if carries_batch(original) else "[0]"
@@ -219,7 +227,7 @@ class _PartSource:
 
 
 class _Method(CodeGen):
-    """Code generator with a given first and last part of the function."""
+    """Code generator of torch.fx for a function with a given head and return statement."""
 
     def __init__(self, head, last):
         super().__init__()
@@ -285,7 +293,7 @@ def _named(model: StagedModel) -> str:
 
 
 def _paths(values: Any, path: str) -> Iterator[tuple[int, str]]:
-    """Yield (leaf, source code that accesses it) for nested tuples, lists and dicts."""
+    """Yield (leaf, source code to access the leaf) for each leaf of nested tuples and dicts."""
     if isinstance(values, int):
         yield values, path
         return
@@ -298,7 +306,7 @@ def _cut(plan: SavedPlan, model: StagedModel) -> str:
     needed = {node: None for program in model.programs for node in program.inputs}
     undivided = [node.name for node in needed if not carries_batch(node)]
     parts = range(len(model.programs))
-    # With one microbatch and one chunk per stage, all schedules are the same.
+    # With one microbatch and one chunk per stage, all schedules are identical.
     schedule = "gpipe" if plan.chunks == plan.microbatches == 1 else plan.schedule
     return f"""\
 CUT = CutModel(

@@ -78,7 +78,7 @@ def _written(part):
 
 
 class CutModel(NamedTuple):
-    """Partitioned model.
+    """Partitioned model, and the settings of its pipeline.
 
     `parts` contains the classes of the model chunks. Chunk n is on stage n mod `stages`; each
     stage has `replicas` replicas. `make()` returns the model with its initial weights, and the
@@ -109,13 +109,13 @@ class CutModel(NamedTuple):
 def crossing(shape: Sequence[int], dtype: torch.dtype, graded: bool) -> torch.Tensor:
     """Return a meta tensor that represents a tensor sent between chunks.
 
-    `graded` is True if it has a gradient.
+    `graded` is True if the sent tensor has a gradient.
     """
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=graded)
 
 
 class PartTrainer:
-    """Trainer of the model chunks of one process.
+    """Trainer for the model chunks of this process.
 
     The axes of `mesh` are "stage" and "replica". `model` is the full model with the initial
     weights. A step has `samples` samples.
@@ -143,7 +143,7 @@ class PartTrainer:
         self.optimizer = torch.optim.AdamW([group], lr=learning_rate)
 
     def _weight(self, model, name):
-        """Return this process's copy of a tensor of the full model on its device."""
+        """Return a copy of a tensor of the full model on the device of this process."""
         home, _, last = name.rpartition(".")
         held = getattr(model.get_submodule(home), last, self.cut.constants.get(name))
         copied = held.detach().to(self.device, copy=True)
@@ -151,7 +151,7 @@ class PartTrainer:
         return nn.Parameter(copied, held.requires_grad) if trained else copied
 
     def _scheduled(self, here):
-        """Return the schedule of this process's stages.
+        """Return the pipeline schedule for the stages of this process.
 
         Shapes are passed explicitly, because torch would infer them by running a forward pass on
         uninitialized memory.
@@ -179,7 +179,7 @@ class PartTrainer:
         return loss / self.cut.microbatches
 
     def _owners(self):
-        """Return a dict from name to process group, for trained weights on several processes.
+        """Return a dict from name to process group for trained weights held by several processes.
 
         All processes create all groups in the same order.
         """
@@ -249,7 +249,7 @@ class PartTrainer:
 
 
 def _device():
-    """Return the GPU of this process, or the CPU."""
+    """Return the GPU of this process, or the CPU if no GPU is available."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device("cpu")
@@ -267,7 +267,7 @@ def _options():
 
 
 def main(cut: CutModel) -> None:
-    """Train the model in this process, which torchrun started."""
+    """Train the model in a process that was started by torchrun."""
     options = _options()
     if int(os.environ.get("WORLD_SIZE", "0")) != cut.processes:
         command = f"torchrun --nproc-per-node {cut.processes} {sys.argv[0]}"

@@ -1,1 +1,1 @@
-"""Measurement of the times of a module's pieces, for plans based on measured times."""
+"""Measurement of a module's compute and message times, for plans based on measured times."""

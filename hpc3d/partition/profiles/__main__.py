@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = Parser("partition profile", __doc__)
     add = parser.add_argument
     add("model", metavar="MODULE:FACTORY", help="function that returns a module and its inputs")

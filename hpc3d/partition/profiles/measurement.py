@@ -1,11 +1,11 @@
-"""Measurements for a profile, which all ranks take at the same time.
+"""Measurements for a profile, performed by all ranks at the same time.
 
-Times are CPU times of the rank's thread, so other processes affect them only by contention for
-caches and memory bandwidth. All pieces are timed in the same pass. Their times are then scaled so
-that the sum equals the time of a pass without timers.
+Compute times are CPU times of the rank's thread, so other processes affect them only through
+contention for caches and memory bandwidth. All pieces are timed in the same pass. The times are
+then scaled so that their sum equals the time of a pass without timers.
 
-The time of a message or an all-reduce is the minimum over many repetitions, because all ranks are
-delayed if another process occupies the core of one rank.
+The time of a message or an all-reduce is the minimum over many repetitions, because another
+process on the core of a single rank delays all ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 CLOCK = time.thread_time
-_PARTS = 8  # number of model chunks for measuring the overhead of a chunk
-_MORE = 5  # factor on the number of repetitions, because messages take little time
-_SIZES = [1 << power for power in (10, 13, 16, 18, 20, 22, 24)]  # bytes
+_PARTS = 8  # number of model chunks for measuring the overhead per chunk
+_MORE = 5  # messages are fast, so they are repeated this many times more often
+_SIZES = [1 << power for power in (10, 13, 16, 18, 20, 22, 24)]  # message sizes in bytes
 
 
 def sizes(batch: int) -> list[int]:
@@ -40,9 +40,9 @@ def sizes(batch: int) -> list[int]:
 
 
 def measured_pieces(run: OneRankRun, rows: Sequence[int], repeats: int) -> Iterator[np.ndarray]:
-    """Yield the median times in seconds, indexed [pass, piece], for each entry of `rows`.
+    """Yield the median times in seconds, as an array [pass, piece], for each entry of `rows`.
 
-    `rows` lists numbers of samples per microbatch; the passes are forward and backward.
+    `rows` lists numbers of samples per microbatch; pass 0 is forward, and pass 1 is backward.
     """
     timer = PieceTimer(run.captured, run.clock)
     whole = run.stages([range(len(run.captured.pieces))])
@@ -57,10 +57,10 @@ def measured_pieces(run: OneRankRun, rows: Sequence[int], repeats: int) -> Itera
 
 
 def measured_run(run: OneRankRun, repeats: int) -> dict[str, float]:
-    """Measure overheads and return them as a dict with the fields of RunCosts.
+    """Measure the overheads of a run and return them as a dict with the fields of RunCosts.
 
-    The overhead of a model chunk is computed from the times of the model in one chunk and in
-    several. The overheads of a step and of the update are measured in steps of the full batch.
+    The overhead per model chunk is the additional time of running the model in several chunks
+    instead of one. The overheads of a step and of the update are measured in full-batch steps.
     """
     one, many = (run.stages(_parts(run.captured, count)) for count in (1, _PARTS))
     apart = []
@@ -90,10 +90,10 @@ def _parts(captured: Captured, count: int) -> list[list[int]]:
 
 
 def timed_calls(job: Job, comm: Communicator, repeats: int) -> list[dict[str, Any]]:
-    """Measure messages and all-reduces; return tables (op, members, bytes, seconds).
+    """Measure messages and all-reduces; return their tables (op, members, bytes, seconds).
 
-    Messages are sent between two ranks. All-reduces are over all ranks of `comm`. With a single
-    rank, no tables are returned.
+    Messages are sent between two ranks, and all-reduces are over all ranks of `comm`. The list is
+    empty if there is only one rank.
     """
     if job.size == 1:
         return []
@@ -108,7 +108,7 @@ def timed_calls(job: Job, comm: Communicator, repeats: int) -> list[dict[str, An
 
 
 def _fastest(job: Job, call: Callable[[], float], repeats: int) -> float:
-    """Return the minimum over repetitions of the maximum of `call()` over ranks, in seconds."""
+    """Return the time in seconds of the slowest rank in the fastest repetition of a call."""
     found = []
     for _ in range(repeats):
         job.comm.Barrier()
@@ -117,7 +117,7 @@ def _fastest(job: Job, call: Callable[[], float], repeats: int) -> float:
 
 
 def _sent(comm: Communicator, size: int) -> float:
-    """Return half of the round-trip time of a message between ranks 0 and 1."""
+    """Return half of the round-trip time in seconds of a message between ranks 0 and 1."""
     block, start = np.ones(size, np.uint8), time.perf_counter()
     if comm.rank == 0:
         sent = comm.send(block, 1)

@@ -1,4 +1,4 @@
-"""Run of a module on one rank, to time its passes, steps and updates."""
+"""Run of a module on a single rank, for timing passes, steps and optimizer updates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpc3d.pipeline.schedule import ONE_STAGE
 
 
 class StepSeconds(NamedTuple):
-    """Time of a step with one microbatch, in seconds: passes, update, and everything else."""
+    """Time in seconds of a step with one microbatch, split into passes, update, and the rest."""
 
     passes: float
     update: float
@@ -32,10 +32,10 @@ class StepSeconds(NamedTuple):
 
 
 class OneRankRun:
-    """Run of a captured module with data, timed by a `clock` that returns seconds.
+    """Run of a captured module on data, timed by `clock`, a function that returns seconds.
 
-    All steps have `batch` samples and the same inputs; `inputs` are repeated if they have fewer
-    samples. The learning rate is 0, so that the weights do not change.
+    All steps use the same `batch` samples; `inputs` with fewer samples are repeated. The learning
+    rate is 0, so that the weights do not change.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class OneRankRun:
 
     @property
     def trained_bytes(self) -> int:
-        """Size in bytes of the parameters that a step updates."""
+        """Total size in bytes of the trainable parameters."""
         trained = [each for each in self.weights.values() if each.requires_grad]
         return sum(each.numel() * each.element_size() for each in trained)
 
@@ -77,7 +77,7 @@ class OneRankRun:
         return SampleRows(0, 0, rows, inputs, 1 / rows)
 
     def stages(self, parts: Sequence[Sequence[int]]) -> list[TorchStage]:
-        """Return one stage for each list of pieces in `parts`; all stages share the weights."""
+        """Return one stage for each list of piece indices; all stages use the same weights."""
         programs = stage_programs(self.captured, parts)
         crossing, last = graded(self.captured, programs), len(programs) - 1
         return [
@@ -100,13 +100,13 @@ class OneRankRun:
         times.append(self.clock())
         block = None
         for stage in reversed(stages):
-            # A single rank does not reduce completed gradients.
+            # On a single rank, completed gradients need no reduction.
             block = stage.backward(block, kept.pop(), micro, immediately, lambda unit: None)
         times.append(self.clock())
         return times[1] - times[0], times[2] - times[1]
 
     def step(self) -> StepSeconds:
-        """Run the next step and return its times."""
+        """Run the next training step and return the times of its parts."""
         start = self.clock()
         self.trainer.step(self.steps)
         whole = self.clock() - start
@@ -117,7 +117,7 @@ class OneRankRun:
 
 
 def _repeated(captured: Captured, inputs: tuple | dict, batch: int) -> list[Any]:
-    """Return the inputs in program order for `batch` samples, repeating samples if necessary."""
+    """Return the inputs in program order, with samples repeated to obtain `batch` samples."""
     rows = torch.arange(batch) % captured.batch
     return [
         value[rows] if carries_batch(node) else value

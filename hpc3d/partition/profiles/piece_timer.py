@@ -1,9 +1,10 @@
-"""Timer of each piece of a module in one forward and backward pass.
+"""Timer that measures each piece of a module in a single forward and backward pass.
 
-All pieces run in one program as in a training run, so that caches and memory are in the same
+All pieces run in one program, as in a training run, so that caches and memory are in the same
 state. The clock is read between operations and, in the backward pass, between the nodes of the
-autograd graph. The time of a node is assigned to the operation that created it. The accumulation
-of a weight's gradient is assigned to the first operation that reads the weight.
+autograd graph. The time of an autograd node is assigned to the operation that created the node.
+The time to accumulate a weight's gradient is assigned to the first operation that reads the
+weight.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class PieceTimer:
-    """Timer of the pieces of a captured module; `clock` returns seconds."""
+    """Timer of a captured module's pieces; `clock` is a function that returns seconds."""
 
     def __init__(self, captured: Captured, clock: Callable[[], float]) -> None:
         self.clock, self.pieces = clock, len(captured.pieces)
         (self.program,) = stage_programs(captured, [range(self.pieces)])
         self.loss = self.program.outputs.index(loss_of(captured))
         self.seconds = np.zeros((2, self.pieces))
-        self.last, self.owners = 0.0, {}  # last clock value; autograd node -> piece
+        self.last, self.owners = 0.0, {}  # last clock value; autograd node -> piece index
         self._read_clock(captured)
 
     def _read_clock(self, captured):
-        """Insert a call to `_made` after every operation of the program."""
+        """Insert a call to `_made`, which reads the clock, after every operation."""
         graph = self.program.module.graph
         copies = [node for node in graph.nodes if node.op == "call_function"]
         for copy, piece in zip(copies, _pieces_of(captured), strict=True):
@@ -45,7 +46,7 @@ class PieceTimer:
         self.program.module.recompile()
 
     def _made(self, piece, value):
-        """Assign the time since the last clock reading, and new autograd nodes, to a piece."""
+        """Assign the time since the last clock reading, and the new autograd nodes, to a piece."""
         self.seconds[0, piece] += self.clock() - self.last
         for tensor in tensors(value):
             self._own(tensor.grad_fn, piece)
@@ -60,9 +61,9 @@ class PieceTimer:
                 todo += [source for source, _ in node.next_functions]
 
     def timed(self, micro: SampleRows, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
-        """Return the times of a microbatch in seconds, indexed [pass, piece].
+        """Run a microbatch and return the times in seconds, as an array [pass, piece].
 
-        The passes are forward and backward. Gradients are accumulated in the weights' gradients.
+        Pass 0 is forward, and pass 1 is backward. Weight gradients are accumulated.
         """
         self.seconds[...], self.last = 0.0, self.clock()
         draw = Draw(0, micro.step, micro.first, micro.samples)
@@ -86,9 +87,9 @@ class PieceTimer:
 
 
 def _pieces_of(captured: Captured) -> list[int]:
-    """Return the piece index of each operation in a program of all pieces, in program order.
+    """Return, in program order, the piece index of each operation in a program of all pieces.
 
-    An operation that several pieces duplicate is assigned to the first of them.
+    An operation that is duplicated in several pieces is assigned to the first of these pieces.
     """
     copied: dict[fx.Node, int] = {}
     for number, piece in enumerate(captured.pieces):
