@@ -227,7 +227,7 @@ def _emptied(module, inputs):
 def _first_names(module):
     """Return a dict from each parameter or buffer name to the first name of the same tensor.
 
-    torch.export arbitrarily uses one of the names.
+    torch.export uses an arbitrary one of these names.
     """
     named = [
         *module.named_parameters(remove_duplicate=False),
@@ -406,7 +406,7 @@ def written_by(node: fx.Node) -> Iterator[fx.Node]:
         names = zip(node.target.weights, weights, strict=True)
         yield from (weight for name, weight in names if name in node.target.call.written)
         return
-    if getattr(node.target, "overloadpacket", None) in _NORMS:  # writes missing in schemas
+    if getattr(node.target, "overloadpacket", None) in _NORMS:  # schemas omit these writes
         *_, mean, variance, in_training = node.args[:6]
         yield from (each for each in (mean, variance) if in_training and each is not None)
         return

@@ -62,7 +62,7 @@ from hpc3d.pipeline.timeline import Cost
 
 SEARCH_BUDGET = 1_000_000  # maximum number of passes simulated by a call of `fastest`
 _LOOK = 32  # cost of expanding one branch, as a number of simulated passes
-_BLOCKS = 48  # number of blocks between candidate cuts
+_BLOCKS = 48  # number of blocks into which the candidate cuts divide the chain
 _MOST_UNITS = 63  # maximum number of units into which the ranks are grouped
 _STEPS = (0.8, 0.97)  # factors between successive limits: coarse search, fine search
 _NEAR_BEST = 2.0  # candidates with estimates within this factor of the best are simulated
@@ -333,7 +333,7 @@ class _Under(NamedTuple):
 
 
 class _OfWay:
-    """Search for one schedule, one number of microbatches, and one number of them in flight."""
+    """Search with a given schedule and given numbers of microbatches, in total and in flight."""
 
     def __init__(self, search, name, micros, flight):
         self.search, self.allowed = search, search.allowed

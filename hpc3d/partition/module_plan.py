@@ -36,11 +36,11 @@ from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 _MOST_MICROBATCHES = 128  # largest number of microbatches tried
 _LOOKED_AT = 250  # maximum number of simulated arrangements with one chunk per stage
 _AT_LEAST, _IMPROVED = 4, 8  # bounds on the number of arrangements to improve
-_FAR = 1.1  # maximum ratio of a candidate's busiest stage to the best step time
+_FAR = 1.1  # maximum time of a candidate's busiest stage, relative to the best step time
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if not each.on_request)
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
 _MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # limits on a search over all downsets
-_MOST_LAID_OUT = 2**14  # maximum of stages times microbatches in a simulated schedule
+_MOST_LAID_OUT = 2**14  # maximum number of stages * microbatches in a simulated schedule
 _CLOSE = 1e-3  # relative accuracy of the memory reported in an error message
 
 
@@ -206,7 +206,7 @@ def _quickest(costs, allowed):
     several = [each for each in found if each.chunks > 1]
     found = [each for each in found if each.chunks == 1][:_LOOKED_AT] + several
     found = _sorted_on_the_clock(costs, found)
-    # Local search changes neither the schedule nor the number of stages, so take the best of each.
+    # Local search keeps the schedule and the number of stages: take the best of each combination.
     kinds = {(each.schedule, each.width): each for each in reversed(found)}
     best = sorted(kinds.values(), key=found.index)[:_IMPROVED]
     best += [each for each in found if each not in best][: max(0, _AT_LEAST - len(best))]

@@ -101,7 +101,7 @@ def gpipe_hybrid(task: Task) -> Contender:
 
 
 def by_parameters(task: Task) -> Contender:
-    """Return stages with balanced parameter counts, as in DeepSpeed's PipelineModule."""
+    """Balance the parameter counts of the stages, as in DeepSpeed's PipelineModule."""
     cut = _by_weight(task.costs, _trained)
     return fastest("by parameters", task, pipelines(task, cut, DEFAULT, divisors(task.ranks)))
 

@@ -53,7 +53,7 @@ def _layer_of(name):
 
 
 def even(runs: Sequence[LayerRun], stages: int) -> list[int] | None:
-    """Return the exclusive ends of stages with the same number of numbered layers, up to one.
+    """Distribute the numbered layers evenly over the stages; return the exclusive stage ends.
 
     Returns None if several stages are requested and there are fewer numbered layers than stages.
     """

@@ -168,8 +168,8 @@ class _Table:
     def _choose(self, last, state, end, devices):
         """Choose the last stage for the first `end` blocks on `devices` devices.
 
-        RaNNC compares the value of a new candidate with the stored candidate's value, or with the
-        value of the stored candidate's preceding stages if it is larger.
+        RaNNC compares the value of a new candidate with the larger of two values: the value of the
+        stored candidate, and the value of the stored candidate's preceding stages.
         """
         before = len(self.states) - 1
         starts = slice(before, end if before else 1)

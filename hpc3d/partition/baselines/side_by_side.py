@@ -53,7 +53,7 @@ def shown(task: Task, planners: Iterable[Callable[[Task], Contender]]) -> Iterat
 
 
 def as_row(contender: Contender, batch: int) -> dict[str, Any]:
-    """Convert a contender to a table row; times are in seconds, sizes in bytes, gaps `None`."""
+    """Convert a contender to a table row (seconds, bytes); missing values are `None`."""
     name, choice, step, note, ways = contender
     row = {"name": name, "note": note, "ways": ways}
     if choice is None or step is None:

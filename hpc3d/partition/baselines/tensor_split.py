@@ -175,7 +175,7 @@ class SplitOperations(Operations):
             "forward": _divided(operation.forward, forward, ways),
             "backward": _divided(operation.backward, backward, ways),
         }
-        if node not in roles.rows | roles.tables:  # row-parallel: full result
+        if node not in roles.rows | roles.tables:  # other results are all-reduced to full size
             kept = ("saved", "later", "working") + ("nbytes",) * (node not in roles.losses)
             own |= {name: getattr(operation, name) / ways for name in kept}
         return operation._replace(**own)

@@ -1,4 +1,4 @@
-"""torch.export with all operations in one graph, including those under torch.no_grad.
+"""Wrapper of torch.export that keeps all operations in one graph, even under torch.no_grad.
 
     torch.no_grad             each floating-point operand that may require a gradient is passed
                               through aten.detach, so that no result in the block has a gradient

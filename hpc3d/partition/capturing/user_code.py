@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Suppress all output in the context; on exit, restore the state of torch's generator."""
+    """Suppress all output in the context; on exit, restore torch's random generator state."""
     state, level = torch.get_rng_state(), logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

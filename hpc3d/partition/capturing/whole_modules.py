@@ -62,7 +62,7 @@ class WholeModule:
         _KNOWN[self.number] = self
 
     def __str__(self) -> str:
-        """Return the path and a hash, to identify the computation as far as possible."""
+        """Return the module path and a hash that identifies the computation if possible."""
         return f"{self.path} {self._text}"
 
     def __call__(
@@ -131,7 +131,7 @@ class WholeModule:
 
 
 def _graded(value):
-    """Return a floating-point result such that it requires a gradient, even if always zero."""
+    """Make a floating-point result require a gradient, even if the gradient is always zero."""
     if value.requires_grad or not (value.is_floating_point() or value.is_complex()):
         return value
     return value.detach().requires_grad_().clone()
@@ -295,7 +295,7 @@ def culprit(error: BaseException | None, model: torch.nn.Module) -> str:
 
 
 def place_whole(program: ExportedProgram) -> tuple[WholeModule, ...]:
-    """Replace all placeholder operations in a program by WholeModules, and return these."""
+    """Replace all placeholder operations in a program by WholeModules; return the WholeModules."""
     graph, found = program.graph, []
     for node in [*graph.nodes]:
         if node.target is torch.ops.hpc3d.whole_module.default:

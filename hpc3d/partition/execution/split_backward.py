@@ -203,8 +203,10 @@ def _convolution(split, dy, x, weight):
 
 
 def _convolved_back(split, dy, x, weight, mask):
-    """Return a convolution's gradients; `mask` is True for each one to compute of input, weight
-    and bias."""
+    """Return the gradients of a convolution with respect to input, weight and bias.
+
+    `mask` contains True for each gradient to compute.
+    """
     how, dims = split.how, weight.dim() - 2
     stride, dilation, between = (
         _per_dim(how.get(name, fewest), dims)

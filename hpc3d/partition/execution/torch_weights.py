@@ -79,7 +79,7 @@ class TorchWeights:
         self.tensors: dict[str, torch.Tensor] = {}
         self.completed: Callable[[str], object] = lambda name: None  # set in backward passes
         self.defer: Callable[..., None] = immediately
-        self._accumulators: list[Node] = []  # keeps them and their hooks alive
+        self._accumulators: list[Node] = []  # keeps nodes and hooks alive
         self.dtype = torch.from_numpy(np.empty(0, parameters.dtype)).dtype
         for name in names:
             if name in captured.program.state_dict:
@@ -141,7 +141,7 @@ class TorchWeights:
             item.value[...] = self.tensors[name].numpy().reshape(item.shape)
 
     def load(self) -> None:
-        """Copy Parameters to the buffers that are not views of them, such as integer counters."""
+        """Copy Parameters back to buffers that are not views, such as integer counters."""
         for name, item in self._apart():
             self.tensors[name].copy_(torch.from_numpy(item.value).view(self.like[name].shape))
 
