@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class CostMeter:
-    """Base class of cost meters, which are notified of every operation; this class ignores them.
+    """Base class of cost meters, which are notified of every array operation.
 
-    The meter of a simulated machine is in simulated_clock.py.  `widest` is the largest head size
-    that the machine's fused attention supports; `float8` is True if the machine has a float8 rate
-    for matrix products.
+    This class discards the notifications; the meter of a simulated machine is in
+    simulated_clock.py.  `widest` is the largest head size that the machine's fused attention
+    supports.  `float8` is True if the machine has a float8 rate for matrix products.
     """
 
     widest = 128
@@ -44,31 +44,31 @@ class CostMeter:
         """Record `batch` matrix products of shapes [m, k] and [k, n]."""
 
     def kernel(self, name: str, nbytes: int) -> None:
-        """Record an operation other than a product, which reads and writes `nbytes` in total."""
+        """Record a kernel other than a matrix product; `nbytes` is its total memory traffic."""
 
     def fused(self, flop: float, nbytes: int, dtype: DTypeLike) -> None:
-        """Record a kernel that fuses several matrix products and reads and writes `nbytes`."""
+        """Record a kernel that fuses matrix products; `nbytes` is its total memory traffic."""
 
     def copied(self, nbytes: int) -> int:
-        """Record an offload copy of `nbytes`, and return its completion time."""
+        """Record an offload copy of `nbytes` bytes; return its completion time in ns."""
         return 0
 
     def reach(self, end: int) -> None:
-        """Advance the clock to `end`."""
+        """Advance the clock to the time `end`, in ns."""
 
     def counting(self, times: int) -> AbstractContextManager[None]:
-        """Return a context manager in which every operation counts `times` times."""
+        """Return a context manager within which every operation is counted `times` times."""
         return nullcontext()
 
 
 class Flags(NamedTuple):
-    """Flags of an array, which is read-only if members of a communicator share its memory."""
+    """Array flags; an array is read-only if members of a communicator share its memory."""
 
     writeable: bool
 
 
 class AbstractLease:
-    """Counted but unallocated memory of an array; deleting the lease subtracts its bytes."""
+    """Lease on memory that is counted but not allocated; its deletion subtracts the bytes."""
 
     __slots__ = ("give_back", "kind", "shared", "slot_of")
 
@@ -205,7 +205,7 @@ def _compares(ufunc: np.ufunc) -> bool:
 
 
 def _indexed(shape: tuple[int, ...], key: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the shape of an array indexed by slices, integers, None and Ellipsis."""
+    """Return the result shape of indexing an array with slices, integers, None and Ellipsis."""
     if Ellipsis in key:
         index = key.index(Ellipsis)
         rest = len(shape) - sum(part is not None for part in key) + 1
@@ -267,8 +267,8 @@ _FUNCTIONS = {
 def counted(primitive: Primitive) -> Callable[..., Any]:
     """Return a primitive's rule for abstract arrays, which also notifies the meter.
 
-    The rule reports the total bytes of all operands and results.  In a composite, each operation
-    notifies the meter separately.
+    The rule reports the total bytes of all operands and results.  If the primitive is a composite,
+    the operations that it calls notify the meter instead.
     """
     rule = primitive.abstract_rule
     if rule is primitive.numpy:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Array(Protocol):
     """Array methods that the program calls directly, with NumPy semantics.
 
-    All other operations are primitives (hpc3d.arrays.primitive).  A primitive's rule for one kind
-    of array has that array type in its annotations.
+    All other operations are primitives (hpc3d.arrays.primitive).  The annotations of a primitive's
+    rule state the array type that the rule supports.
     """
 
     @property

@@ -50,7 +50,7 @@ class HostStore(Protocol):
 
 
 class _FilePool(Pool):
-    """Pool whose memory is a mapped unnamed file in the folder for temporary files (TMPDIR).
+    """Pool that allocates from a memory-mapped, unnamed file in the temporary folder (TMPDIR).
 
     The pool `owner` counts the bytes.  `offsets` maps the address of each memory block to its file
     offset.
@@ -69,7 +69,7 @@ class _FilePool(Pool):
         self.owner.count(OFFLOADED, size)
 
     def memory(self, size: int) -> np.ndarray:
-        """Allocate whole pages of the file, which at least doubles in size when it grows."""
+        """Allocate whole pages of the file; if the file must grow, its size at least doubles."""
         size = -(-size // PAGESIZE) * PAGESIZE
         if size > len(self.rest):
             self.rest = self._mapped(max(size, self.size))
@@ -80,7 +80,7 @@ class _FilePool(Pool):
     def _mapped(self, size: int) -> np.ndarray:
         start = self.size
         try:
-            os.posix_fallocate(self.file, start, size)  # else a full disk causes SIGBUS later
+            os.posix_fallocate(self.file, start, size)  # otherwise, a full disk causes SIGBUS
         except OSError as error:
             what = f"cannot offload {size / 1e6:,.1f} MB more ({error.strerror})"
             raise OSError(
@@ -91,7 +91,7 @@ class _FilePool(Pool):
 
     def read_ahead(self, array: np.ndarray) -> None:
         """Ask the operating system to prefetch the pages of an array."""
-        memory = lease_of(array).memory  # type: ignore[union-attr]  # array of this pool
+        memory = lease_of(array).memory  # type: ignore[union-attr]  # this pool allocated it
         address = memory.ctypes.data
         start = self.offsets[address] + array.ctypes.data - address
         os.posix_fadvise(self.file, start, array.nbytes, os.POSIX_FADV_WILLNEED)

@@ -1,9 +1,9 @@
 """16-bit float arrays on CPUs: stored and communicated in 16 bits, computed in float32.
 
 Accumulation in 16 bits is inaccurate: 1,000 ones add up to 256 in bfloat16.  NumPy's matrix
-products are hundreds of times slower in float16 than in float32, and MPI has neither 16-bit type.
-Operations on a `Narrow` array therefore return float32 results, which are rounded once when they
-are stored in a `Narrow` array:
+products are hundreds of times slower in float16 than in float32, and MPI supports neither float16
+nor bfloat16.  Operations on a `Narrow` array therefore return float32 results, which are rounded
+once when they are stored in a `Narrow` array:
 
     primitive                     implementation for Narrow arrays
     composite                     NumPy implementation, which calls the ufuncs below
@@ -43,7 +43,7 @@ def wide(dtype: DTypeLike) -> np.dtype:
 
 @cache
 def itemsize(dtype: str) -> int:
-    """Return the bytes per element of the dtype with this name, 0 if NumPy does not know it."""
+    """Return the bytes per element of the named dtype, or 0 if NumPy does not support it."""
     try:
         return np.dtype(dtype).itemsize
     except TypeError:
@@ -106,7 +106,7 @@ def widened(operand: Any) -> Any:
 
 
 def integers(block: Array) -> Array:
-    """View a 16-bit block as integers, which every MPI library supports; return others as is."""
+    """Return a 16-bit block viewed as integers, for MPI; return any other block unchanged."""
     return block.view(_INTEGERS) if block.dtype.itemsize == _INTEGERS.itemsize else block
 
 
@@ -135,7 +135,7 @@ def narrow_rule(primitive: Primitive) -> Callable[..., Any] | None:
 
 
 def _to_read(operand: Any) -> Any:
-    """Convert Narrow arrays to float32 copies, read-only because writes would be lost."""
+    """Convert Narrow arrays to read-only float32 copies; writes to a copy would be lost."""
     copies = widened(operand)
     pairs = (
         zip(operand, copies, strict=True) if isinstance(operand, tuple) else [(operand, copies)]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-OFFLOADED = "offloaded"  # kind of arrays stored outside of their pool's memory
+OFFLOADED = "offloaded"  # memory kind of offloaded arrays, excluded from the pool's total
 
 
 @composite
@@ -62,7 +62,7 @@ def from_host(array: Array, values: np.ndarray) -> None:
 
 
 class Lease:
-    """Pool memory that is the base of a NumPy array; deletion returns the memory to the pool."""
+    """Owner of a NumPy array's memory; its deletion returns the memory to the pool."""
 
     __slots__ = ("__array_interface__", "give_back", "memory")
 

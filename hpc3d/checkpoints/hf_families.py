@@ -59,13 +59,13 @@ class PublishedFamily(NamedTuple):
     """Description of a family in `transformers`.
 
     types         model_type values; the first one is used for export
-    architecture  class of the model in `transformers`
-    prefix        prefix of all names except those that begin with `bare`
-    block         prefix of the layer number
-    ends          dict from hpc3d parameters of embedding and head to their names
-    layers        dict from hpc3d layer to the arrays with its columns; {} is the expert index
-    transposed    True if the weights of layers are [out, in]
-    measured      dict from key of [model] to the (array, dimension) that determines it
+    architecture  name of the model class in `transformers`
+    prefix        prefix of all array names, except names that begin with `bare`
+    block         text before the layer number in an array name
+    ends          dict from hpc3d parameter of the embedding or the head to its array name
+    layers        dict from hpc3d layer to the names of its arrays; {} is the expert index
+    transposed    True if layer weights have the shape [out, in]
+    measured      dict from key of [model] to the (array name, dimension) that gives its value
     copies        dict from duplicate array to its original, if head and embedding are untied
     tied          True if head and embedding are tied unless config.json says otherwise
     settings      conversion of the family's config.json

@@ -228,7 +228,7 @@ def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first three names and the number of remaining ones, as text."""
+    """Format the first three names and the number of remaining names."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + rest
 

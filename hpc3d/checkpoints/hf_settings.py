@@ -60,12 +60,12 @@ _OF_BERT = """
 class Settings(NamedTuple):
     """Description of a family's config.json.
 
-    sizes     dict from a family's key to the equivalent key of [model]
-    fixed     dict from key to its only supported value
+    sizes     dict from a key of config.json to the equivalent key of [model]
+    fixed     dict from a key of config.json to its only supported value
     dropouts  keys of the dropout rates; hpc3d has a single rate
-    others    further keys, written by `written` and read by `told`
-    written   function that converts a ModelConfig to the further keys of config.json
-    told      function of config.json and the known keys of [model]; returns further keys
+    others    all further keys of config.json
+    written   function that returns the `others` keys of config.json for a ModelConfig
+    told      function that returns keys of [model], given config.json and the keys known so far
     """
 
     sizes: Mapping[str, str]

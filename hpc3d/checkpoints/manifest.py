@@ -26,7 +26,7 @@ _SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # tensor name
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 30  # maximum size of a manifest in bytes, enough for about ten million boxes
-_MOST = 1 << 62  # upper bound on all numbers
+_MOST = 1 << 62  # upper bound on every integer in a manifest
 _MOST_DIMS = 64  # maximum number of dimensions of a tensor
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _Differs = Callable[[Checkpoint], str | None]
 
-_MAY_CHANGE = "dropout", "capacity", "balance_loss", "z_loss"  # no parameter depends on these keys
+_MAY_CHANGE = "dropout", "capacity", "balance_loss", "z_loss"  # keys that affect no parameter
 # Keys of [parallel] that determine a rank's parameter blocks and gradient compression states.
 _OF_LAYOUT = "scheme", "split", "schedule", "chunks", "layers_per_stage", "compression"
 _OF_LAYOUT += ("compression_rank", "compression_share")
@@ -165,8 +165,8 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
 def with_free_schedule(config: Config, stored: Config) -> Config:
     """Reset schedule, chunks and layers per stage of `config` if they no longer apply.
 
-    A setting is reset if the user did not change it, but changed the number of stages or the
-    schedule on which it depends.
+    A setting is reset if the user left it unchanged, but changed the number of stages or the
+    schedule on which the setting depends.
     """
     now, before = config.parallel, stored.parallel
     free: dict[str, Any] = {}
@@ -226,7 +226,7 @@ def _written(value: Any) -> Any:
 
 
 def _other_share(before: float | str | None, now: float | str | None) -> Iterator[str]:
-    """Report an error if a resumed run would hold out another fraction of its training text."""
+    """Report an error if a resumed run would hold out a different part of its training text."""
     if before != now and float in (type(before), type(now)):
         was = f"it was {before}" if before else "nothing was held out"
         keep = f"leave it at {before}" if isinstance(before, float) else "name another text"
@@ -412,7 +412,7 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     model, may_change = config.model, {*_MAY_CHANGE}
     shorter = not opened.header["step"] and model.sequence < before.model.sequence
     if shorter and "embedding.position" not in shapes_of(model):
-        may_change.add("sequence")  # unused before the first step, and no parameter depends on it
+        may_change.add("sequence")  # not used before step 1, and affects no parameter
     for key in stored:
         if stored[key] != asked[key] and key not in may_change:
             return (

@@ -30,7 +30,7 @@ from hpc3d.training.run_folder import write_text
 if TYPE_CHECKING:
     from hpc3d.data.token_file import Tokens
 
-_SPECIAL = "special_ids.json"  # in a run folder: special token ids of the imported config.json
+_SPECIAL = "special_ids.json"  # special token ids from an imported config.json
 _SPECIAL_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 
 

@@ -39,7 +39,7 @@ class Weights:
                     for name, part in parts.items()
                 }
         except package.SafetensorError as error:
-            what = sanitized(str(error))  # the error quotes the file
+            what = sanitized(str(error))  # the message may quote the file
             raise ValueError(f"{path} is not a complete safetensors file: {what}") from None
 
     def read(self, name: str) -> np.ndarray:
@@ -60,11 +60,11 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     try:
         with replacing(path) as temporary:
-            temporary.touch()  # creates the file with the default mode; the package uses 0600
+            temporary.touch()  # creates it with default permissions; the package would use 0600
             mode = temporary.stat().st_mode
             save_file(arrays, temporary, {"format": "pt"})
             temporary.chmod(mode)
-    except package.SafetensorError as error:  # raised if the disk fails
+    except package.SafetensorError as error:  # raised for disk errors
         raise ValueError(f"{path}: {error}") from None
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class AbstractCommunicator(Communicator):
     """Communicator that moves no data but allocates the same memory as a real one.
 
-    Arrays with real data are returned unchanged, resized if needed. Gathered blocks are allocated
+    Arrays with real data are passed through, and resized if needed. Gathered blocks are allocated
     in full. On a node (hpc3d.comm.shared_memory), a block to be reduced is also copied unless it
     is in a `buffer`, and the ranks share a single result of a large all-reduce. Neither applies to
     devices (hpc3d.comm.nccl).
@@ -51,7 +51,7 @@ class AbstractCommunicator(Communicator):
     def shared(self, block: Any) -> Any:
         """Mark a block as stored once in memory shared by all ranks of a node, and return it."""
         if self._of_node and isinstance(block, AbstractArray):
-            block.lease.shared = True  # type: ignore[union-attr]  # all arrays of a pool have one
+            block.lease.shared = True  # type: ignore[union-attr]  # pool arrays have a lease
         return block
 
     def _all_gather(self, block):

@@ -1,4 +1,4 @@
-"""Collectives built from messages between all pairs, for long blocks and 16-bit sums.
+"""Collectives based on messages between all pairs of ranks, for long blocks and 16-bit sums.
 
 MPI uses the rendezvous protocol for long messages, and over TCP the reply waits behind the data
 that the peer sends. In collectives of Open MPI, members receive before they send, so about half of
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
 
 _CALLS = 1 << 13  # number of calls with distinct tags; MPI guarantees tags up to 2 ** 15 - 1
-# Largest group sizes for which these collectives are used.  In larger groups, MPI's ring is as
-# fast for sums, and a ring all-gather sends each block over the network only once if a host has
-# several members.
+# Maximum group sizes for which these collectives are used.  In larger groups, MPI's ring reduction
+# is equally fast, and MPI's ring all-gather sends each block to each host only once, even if the
+# host has several members.
 _MOST = {"all_gather": 8, "all_reduce": 3}
 
 

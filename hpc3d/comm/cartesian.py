@@ -42,7 +42,7 @@ def build(
     nodes = [None] * cart.size if transport == "mpi" else node_of_rank(cart)
 
     def talk(line, members):
-        """Return the communicator for the MPI communicator `line` of the mesh ranks `members`."""
+        """Return the communicator of the ranks `members`, whose MPI communicator is `line`."""
         if line.size == 1:
             return Self(pool, cart.rank)
         return _communicator_of(line, members, pool, [nodes[rank] for rank in members])
@@ -95,7 +95,7 @@ def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") ->
 def _communicator_of(
     line: MPI.Intracomm, members: Sequence[int], pool: Pool, hosts: Sequence[int | None]
 ) -> Communicator:
-    """Return the communicator for the members of `line`, with member j on host `hosts[j]`."""
+    """Return the communicator of the members of `line`; member j is on host `hosts[j]`."""
     numbers = set(Counter(hosts).values())
     if None in hosts or len(numbers) > 1 or numbers == {1}:
         return AllPairs(line, members, pool)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class AsyncCall:
-    """One call, or one group of calls, in flight.
+    """Communication call, or group of calls, in flight.
 
-    It holds the device `arrays` and the `host_buffers` of the calls.  The event `done` marks their
-    completion.
+    This object keeps the device `arrays` and the `host_buffers` of the calls alive.  The event
+    `done` marks the completion of the calls.
     """
 
     def __init__(self) -> None:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 # above it, each member sums one slice.
 SMALL_SUM = 1 << 14
 
-# Collectives without a root: number of times that each member receives the full array except its
-# own shard.
+# Dict from each collective without a root to the number of times that a member receives the full
+# array (excluding the member's own shard).
 EXCHANGES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
 
 
@@ -86,7 +86,7 @@ def ready(block: Any) -> Pending:
 
 
 def all_of(pending: Sequence[Pending]) -> Pending:
-    """Combine pending blocks into one pending tuple; a single block stays unchanged."""
+    """Combine several Pendings into a Pending of a tuple; return a single Pending unchanged."""
     if len(pending) == 1:
         return pending[0]
     return Pending(lambda: tuple(each.wait() for each in pending))

@@ -102,5 +102,5 @@ class CudaAwareMessages(HostStaged):
         pool: DevicePool,
     ) -> None:
         super().__init__(comm, traffic, pinned, pool)
-        self._send = direct._send  # type: ignore[method-assign]  # instead of HostStaged's
+        self._send = direct._send  # type: ignore[method-assign]  # replaces HostStaged._send
         self._recv = direct._recv  # type: ignore[method-assign]

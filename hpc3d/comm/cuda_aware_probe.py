@@ -199,9 +199,10 @@ def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterat
 
 
 def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Test CUDA-aware MPI with two ranks; return TAKEN, STAGED or WRONG, and the problem.
+    """Test CUDA-aware MPI with two ranks; return the result and a description of the problem.
 
-    The ranks form a separate job, even if this process is part of one.
+    The result is TAKEN, STAGED or WRONG. The ranks form a separate job, even if this process is
+    part of a job.
     """
     forgotten = [word for name in os.environ if _told_by_launcher(name) for word in ("-u", name)]
     words = [mpirun, "-np", "2", sys.executable, "-m", "hpc3d.comm.cuda_aware_probe"]

@@ -71,7 +71,7 @@ def _by_messages(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str
 
 
 def _through_hosts(lines: Lines, pool: DevicePool) -> dict[str, dict[str, Any]]:
-    """Return a dict from axis to the arguments of HostStaged, with pinned host memory."""
+    """Return a dict from axis to the keyword arguments of the axis's HostStaged communicator."""
     pinned, traffic = pool.device.pinned, _comm_streams(pool.device, nullcontext)
     return {
         axis: {

@@ -88,10 +88,10 @@ class HostStaged(Communicator):
     def moved(
         self, call: Callable[..., Pending], block: Array, result: Array, given: int, taken: int
     ) -> Pending:
-        """Return the pending result of a host call that only moves data.
+        """Return the pending result of a host call that moves data without reducing it.
 
-        The block contains the shards of `given` members, and the result the shards of `taken`
-        members.
+        The block consists of `given` shards, and the result of `taken` shards; each shard belongs
+        to one member.
         """
         return self.staged(call, integers(block), integers(result), given, taken, result)
 
@@ -100,8 +100,8 @@ class HostStaged(Communicator):
     ) -> Pending:
         """Return the pending result of a reduction on the host.
 
-        The block contains the shards of `given` members, and the result the shards of `taken`
-        members.
+        The block consists of `given` shards, and the result of `taken` shards; each shard belongs
+        to one member.
         """
         wide = widened(block)
         total = result if wide is block else self.buffer(result.shape, wide.dtype)

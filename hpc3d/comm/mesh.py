@@ -98,7 +98,7 @@ class MeshRecorder(Protocol):
 
 
 class _MeshGuard(Protocol):
-    """Interface of a checker of products and messages, implemented by hpc3d.comm.abft.checker.
+    """Interface of a checker of matrix products and messages (hpc3d.comm.abft.checker).
 
     `found` lists the error messages.
     """
@@ -186,7 +186,7 @@ class NullRecorder:
 
 
 class NullGuard:
-    """No-op guard, for a mesh on which products and messages are not checked."""
+    """No-op checker, for a mesh whose matrix products and messages are not checked."""
 
     found: Sequence[str] = ()
 
@@ -247,7 +247,7 @@ class Mesh:
         return self._plane(axes)[0]
 
     def index(self, axes: Iterable[str]) -> int:
-        """Return this rank's index in the plane spanned by `axes`, with the last axis fastest."""
+        """Return this rank's index in the plane of `axes`, whose last axis varies fastest."""
         return self._plane(axes)[1]
 
     def _plane(self, axes: Iterable[str]) -> tuple[int, int]:
@@ -270,7 +270,7 @@ class Mesh:
         return self._wrapped(recorder, recorder, self.guard)
 
     def guarded(self, ledger: Any) -> Mesh:
-        """Return a copy of this mesh in which `ledger` checks every product and every call."""
+        """Return a copy of this mesh whose matrix products and calls are checked by `ledger`."""
         return self._wrapped(ledger, self.trace, ledger)
 
     def _wrapped(self, wrapper: Wrapper, trace: MeshRecorder, guard: _MeshGuard) -> Mesh:

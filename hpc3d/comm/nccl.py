@@ -46,10 +46,10 @@ OLDEST, _IN_ORDER = 22600, "NCCL_LAUNCH_ORDER_IMPLICIT"
 def split(
     library: ModuleType, comm: MPI.Intracomm, lines: Mapping[str, tuple[int, int]]
 ) -> tuple[Any, dict[str, Any]]:
-    """Return an NCCL communicator of all ranks of the MPI communicator `comm`, and its splits.
+    """Return the NCCL communicator of all ranks, and a dict from axis to sub-communicator.
 
-    The splits are a dict from axis to communicator.  `lines` maps each axis to the color of this
-    rank's group and the rank's index in it, with the axes in the same order on all ranks.
+    `comm` is the MPI communicator of all ranks.  `lines` maps each axis to the color of this
+    rank's group and the rank's index in the group, with the axes in the same order on all ranks.
     `library` is CuPy's NCCL module.  No call may be in flight, and every rank must be in a group.
     """
     os.environ[_IN_ORDER] = "1"
@@ -142,10 +142,10 @@ class Nccl(Communicator):
         *how: object,
         of: Array | None = None,
     ) -> Pending:
-        """Post the NCCL call `function`; return the pending `target`, or `of` if it is given.
+        """Post the NCCL call `function`; return `target`, or `of` if given, as a `Pending`.
 
-        The call reads `source`.  `counted` sets its type and number of elements; if `counted` is
-        empty, nothing is posted.
+        The call reads `source`, with the data type and the number of elements of `counted`.  If
+        `counted` is empty, no call is posted.
         """
         result = target if of is None else of
         if not counted.size:

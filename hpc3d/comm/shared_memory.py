@@ -68,7 +68,7 @@ class Region:
 
 
 class SharedLease(Lease):
-    """Lease on the memory of a region.
+    """Lease on memory in a region shared by the members of a communicator.
 
     `slot_of` is the communicator if the memory is this member's own slot, otherwise `None`.
     """
@@ -181,7 +181,7 @@ class SharedMemory(MpiCommunicator):
         return array
 
     def placed(self, block: np.ndarray) -> tuple[np.ndarray, Region]:
-        """Return `block` or a copy of it in a `buffer` of this object, and its region."""
+        """Return a block in shared memory, and its region; copy `block` if it is not in a slot."""
         lease: Any = lease_of(block)
         ours = isinstance(lease, SharedLease) and lease.slot_of is self
         if ours and block.ctypes.data == lease.memory.ctypes.data:

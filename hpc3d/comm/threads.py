@@ -38,7 +38,7 @@ class Threads(Communicator):
         self.awaited: Counter[int] = Counter()
 
     def share(self, block: np.ndarray) -> list[np.ndarray]:
-        """Return the blocks of all members; they stay valid until `leave`."""
+        """Share `block`; return the blocks of all members, which stay valid until `leave`."""
         self.group.slots[self.rank] = block
         self.group.barrier.wait()
         return self.group.slots

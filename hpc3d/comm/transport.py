@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 OVERRIDE = "HPC3D_MPI_DEVICE"
 # MPI's support for device memory -> transport.
 _WAYS = {"none": "host-staged", "p2p": "mpi-messages", "full": "mpi"}
-_SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # allows ranks to share a device, since NCCL 2.30
-_PATIENCE = 60  # timeout in seconds of the two ranks that test MPI
+_SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # variable that lets ranks share a device (NCCL 2.30+)
+_PATIENCE = 60  # timeout in seconds of the MPI test with two ranks
 
 
 class RankDevice(NamedTuple):

@@ -167,7 +167,7 @@ class TwoLevel(AllPairs):
     def _summed_here(
         self, region: Region, block: np.ndarray, operation: Callable[..., object]
     ) -> np.ndarray:
-        """Return this lane's slice of the sum of this host's blocks, which are in `region`."""
+        """Reduce this lane's slice of the host's blocks in `region`, and return the result."""
         mine = self._slice_of(block.size)
         total = self.empty((mine.stop - mine.start,), block.dtype)
         fold(operation, region.blocks(block.size, block.dtype)[:, mine], total)

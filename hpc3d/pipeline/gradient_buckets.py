@@ -55,8 +55,8 @@ class Buckets:
         self.begin()
 
     def bucket(self, shared: type[Bucket], owned: type[Bucket], items: Sequence[Parameter]) -> Any:
-        """Return a bucket of class `owned` if one replica updates the items, or of class `shared`
-        if each replica updates a shard of them."""
+        """Return a bucket for `items`: of class `owned` if a single replica updates the items, or
+        of class `shared` if each replica updates a shard of them."""
         return (owned if items[0] in self.parameters.owners else shared)(self.parameters, items)
 
     def compresses(self, item: Parameter) -> bool:
@@ -109,14 +109,14 @@ class Buckets:
         message of the schedule.
         """
         mine = self.parameters.grad[self.parameters.slices[item].own_grad]
-        peer = self.mesh.comm("p").members[item.tied_peer]  # type: ignore[index]  # not None
+        peer = self.mesh.comm("p").members[item.tied_peer]  # type: ignore[index]  # a tied item has a peer
         sent = self.mesh.world.send(on_host(mine), peer)
         theirs = self.mesh.world.recv(mine.shape, mine.dtype, peer).wait()
         sent.wait()
         mine += self.mesh.pool.bring(theirs)
 
     def gather(self) -> None:
-        """All-gather the updated values; the next bucket is in flight while one is stored.
+        """All-gather the updated values; store each bucket while the next one is in flight.
 
         At most two buckets are in memory at a time.
         """

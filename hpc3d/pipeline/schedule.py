@@ -116,7 +116,7 @@ def _updated(stream: Iterable[Instruction], every: int) -> Iterator[Instruction]
 
 
 def _anything(name, stages, micros):
-    """Return None: this is the rule of schedules that support all sizes."""
+    """Accept all sizes by returning `None`; used for schedules without restrictions."""
 
 
 def _one_stage(name, stages, micros):

@@ -142,10 +142,10 @@ class StepModel:
         return [*zip(kinds, nbytes.tolist(), strict=True)]
 
     def _fullest_moments(self, stage):
-        """Return the passes, as (op, chunk), at whose start memory use may be highest.
+        """Return the passes, as (op, chunk), that may start with the highest memory use.
 
-        Also returns the numbers of saved blocks at these starts, which `held` multiplies by the
-        block sizes in bytes.
+        Also returns the numbers of saved blocks when these passes start; `held` multiplies them
+        by the block sizes in bytes.
         """
         # Unless all forward passes come first, 4 * stages microbatches suffice to reach the peak.
         most = self.micros if self.schedule.keeps_all else min(self.micros, 4 * self.stages)
@@ -290,7 +290,7 @@ def reduced(
 
 
 def _busy_and_fill(model, times):
-    """Return two times in seconds: the work of the longest stage in a step, and the work of one
+    """Return two times in seconds: the work of the slowest stage in a step, and the work of one
     microbatch on all other stages."""
     work, longest = times.work(), times.longest()
     return model.micros * work[longest], sum(work) - work[longest]
@@ -332,14 +332,14 @@ def _late_weights(model, times):
     ahead, back, slack = _ways(model, times)
     weight = times.weight[times.longest()]
     drain = max(0.0, back - min(micros - 1, late * (count - 1)) * weight)
-    # ZB-H1 has half the warm-up of ZB-H2, so its stages wait for messages in every round.
+    # ZB-H1 has half as many warm-up passes as ZB-H2, so stages wait for messages in every round.
     loops = min(1, (micros - 1) / (count - 1)) if late == 1 else 0
     shown = times.message + loops * max(0.0, times.message - slack)
     return busy + ahead + drain + 2 * (count - 1) * shown
 
 
 def _down_and_up(model, times):
-    """ZB-V: the W of later microbatches fill the bubble, ideally completely if m >= 2p-1."""
+    """ZB-V: W passes of later microbatches fill the bubble, ideally completely if m >= 2p-1."""
     micros, count = model.micros, model.stages
     busy, _ = _busy_and_fill(model, times)
     ahead, back, slack = _ways(model, times)
@@ -352,11 +352,11 @@ def _down_and_up(model, times):
 
 
 def _ways(model, times):
-    """Return the forward and the backward time of a microbatch outside the longest stage, and the
-    slack.
+    """Return three times in seconds: the forward and the backward time of a microbatch on all
+    stages except the slowest one, and the slack.
 
-    The slack is the work of the longest stage minus the mean work of the other stages.  All times
-    are in seconds.
+    The slack is the work of the slowest stage minus the mean work of the other stages, per
+    microbatch.
     """
     work, longest = times.work(), times.longest()
     ahead, back = (sum(each) - each[longest] for each in times[:2])

@@ -11,10 +11,10 @@ Row = list[tuple[float, float, Instruction]]
 
 
 class Cost(NamedTuple):
-    """Pass times per microbatch on a stage, summed over its chunks, and message time, in s.
+    """Pass times of a microbatch on a stage, summed over its chunks, and message time, in s.
 
-    In a list with one Cost per model chunk, the pass times are those of the model chunk, and the
-    message time is for messages to the next model chunk.
+    In a list of one Cost per model chunk, each Cost contains the pass times of a model chunk, and
+    the time of a message to the next model chunk.
     """
 
     forward: float

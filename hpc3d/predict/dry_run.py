@@ -71,7 +71,7 @@ def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
 
 
 def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
-    """Return the machine for predictions, and the reason not to show predicted times, or ""."""
+    """Return the machine for predictions, and the reason for omitting times ("" if none)."""
     if name is not None:
         return load(name), ""
     try:
@@ -141,7 +141,7 @@ def _memory(config: Config, found: dict, machine: Machine | None) -> str:
 
 
 def _parts(found: dict) -> Iterator[str]:
-    """Yield lines with the fullest rank's peak of each kind of memory, and each stage's peak."""
+    """Yield a line with the fullest rank's peak memory by kind, and a line with peaks by stage."""
     kinds = [kind for kind in MEMORY_KIND if kind != "all" and found["worst"][kind]]
     held = ", ".join(f"{kind} {_size(found['worst'][kind])}" for kind in kinds)
     yield f"peak of each kind on the fullest rank: {held}"

@@ -66,7 +66,7 @@ class DeviceClock:
         self.pool = [create() for _ in range(_POOL)]
         self.references: deque[Reference] = deque()
         self.timestamps: list[Timestamps] = []
-        # in ns: duration of the shortest reading; device time since the first reference
+        # Times in ns: the shortest reading so far, and the device time since the first reference.
         self.shortest, self.passed = float("inf"), 0.0
         self.compare(_FIRST)
 

@@ -76,7 +76,7 @@ class DeviceRecorder(Recorder):
             _QUEUED[queue]: Timestamps(each, self.device) for queue, each in device.queues.items()
         }
         self.timestamps = {_COMPUTATION: self.compute} | queues
-        # pairs of timestamps between which computation was blocked in this step
+        # (begin, end) timestamps of intervals in which computation was blocked in this step
         self.stalls: list[tuple[int, int]] = []
         self.outstanding: set[int] = set()  # timestamps of calls that have not been waited for
         self.flying, self.process = False, os.getpid()
@@ -318,7 +318,7 @@ class DeviceTraced(Traced):
     def _hold(
         self, posted: int, left: int | None, what: tuple[int, int], context: Context, step: int
     ) -> None:
-        """Record that a call blocked the host until timestamp `left`; None if it did not."""
+        """Record that a call blocked the host until timestamp `left`, unless `left` is `None`."""
         if left is None:
             return
         recorder, (name, number) = self.recorder, what

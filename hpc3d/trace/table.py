@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ALL = slice(None)
 _KEPT = 2**28  # maximum total size of the cached columns in bytes
-_MOST_INTEGER = 2**60  # in ns (36 years); sums of a few such values fit in int64
+_MOST_INTEGER = 2**60  # bound on integers (36 years in ns); sums of a few fit in int64
 
 
 class Table:

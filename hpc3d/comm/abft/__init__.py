@@ -1,1 +1,1 @@
-"""Algorithm-based fault tolerance: checksums of products and of messages."""
+"""Algorithm-based fault tolerance: checksums of matrix products and messages."""

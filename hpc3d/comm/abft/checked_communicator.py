@@ -50,7 +50,7 @@ class CheckedCommunicator(Communicator):
     def __init__(self, comm: Communicator, ledger: Any, axis: str) -> None:
         super().__init__(comm.rank, comm.size, comm.members, comm.pool)
         self.comm, self.ledger, self.axis = comm, ledger, axis
-        # These calls are not recorded.
+        # These methods transfer no data, so their calls are not recorded.
         self.buffer = comm.buffer  # type: ignore[method-assign]
         self.grouped = comm.grouped  # type: ignore[method-assign]
         self.rows = np.zeros((_ROWS, 2 * self.size), np.uint64)
@@ -107,7 +107,7 @@ class CheckedCommunicator(Communicator):
     def _moving(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, givers: list[int]
     ) -> Pending:
-        """Record a call that sends `parts` chunks and receives one chunk from each of `givers`."""
+        """Record a call that sends `parts` chunks and receives a chunk per member in `givers`."""
         if not self.ledger.active:
             return pending
         row = self.open(op, block)
@@ -180,7 +180,7 @@ class CheckedCommunicator(Communicator):
 
         return pending.then(check)
 
-    @quiet  # also applies to the generators called by `compare`
+    @quiet  # also suppresses warnings in the generators called by `compare`
     def compare(self) -> list[str]:
         """Compare all members' records; return one line per error in this rank's results."""
         count = len(self.notes)

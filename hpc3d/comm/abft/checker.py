@@ -1,8 +1,8 @@
-"""Algorithm-based fault tolerance for every product and message of a step.
+"""Algorithm-based fault tolerance for every matrix product and message in a training step.
 
 Checksums are recorded during the step and compared before the update:
 
-    product                        C s = A (B s) up to rounding, at once (hpc3d.comm.abft.checksum)
+    matrix product                 C s = A (B s) up to rounding, at once (hpc3d.comm.abft.checksum)
     all_gather, broadcast,         checksum of the bits that a member sent = checksum of the bits
     all_to_all, send and recv      that were received from it, exactly
     reduce_scatter, all_reduce,    the signed sums of all members' contributions to a chunk add up
@@ -11,8 +11,8 @@ Checksums are recorded during the step and compared before the update:
 
 When the gradients of a step are complete, the members of each axis exchange their records in one
 all-gather, with one row per call. Later calls, such as ZeRO's all-gather of values after the
-update, are compared in the next checked step. Products inside attention and elementwise operations
-are not checked.
+update, are compared in the next checked step. Elementwise operations, and matrix products inside
+attention, are not checked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AbftChecker:
         self.found: list[str] = []
         self.signs, self.active = Signs(), False
         self.trace: MeshRecorder = NullRecorder()
-        # Weak reference to the newest product, and the signed sums of its rows.
+        # Weak reference to the result of the latest matrix product, and its signed row sums.
         self.latest: tuple[Callable[[], Any], Any] = (lambda: None, None)
 
     def wrap(self, comm: Communicator, axis: str) -> CheckedCommunicator:
@@ -74,7 +74,7 @@ class AbftChecker:
             stacks = zip(*(block.swapaxes(0, 1) for block in (a, b, c)), strict=True)
             each = [self._sums(a, b, c, f", expert {n}") for n, (a, b, c) in enumerate(stacks)]
             sums = np.stack(each, 1)
-        if c.shape[-1] <= WIDE:  # otherwise, `signs.rows` splits the rows
+        if c.shape[-1] <= WIDE:  # longer rows are split by `signs.rows`
             self.latest = weakref.ref(c), sums
 
     def _sums(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, which: str = "") -> np.ndarray:
@@ -90,7 +90,7 @@ class AbftChecker:
     def _product_line(
         self, a: np.ndarray, b: np.ndarray, c: np.ndarray, row: int, which: str
     ) -> str:
-        """Format the error message for a wrong row of a product and its worst column."""
+        """Format the error message for a wrong row of a matrix product and its worst column."""
         again = a[row] @ b
         off = np.nan_to_num(np.abs(again - c[row]), nan=np.inf)
         column = int(off.argmax())

@@ -1,4 +1,4 @@
-"""Checksums of products, of blocks before and after communication, and of sums over ranks.
+"""Checksums of matrix products, of blocks before and after communication, and of reductions.
 
 A product C = A B is checked by the method of Huang and Abraham (IEEE Trans. Comput. C-33, 1984):
 for a fixed vector s of random signs, C s = A (B s) up to rounding.  Row i of the difference is at
@@ -39,7 +39,7 @@ import numpy as np
 
 WIDE = 4096  # maximum length of a row that is summed in the dtype of its block
 _BOUND = 4.0
-quiet = np.errstate(over="ignore", invalid="ignore")  # bit flips may produce any number
+quiet = np.errstate(over="ignore", invalid="ignore")  # bit flips may cause overflow and NaN
 _ROUNDOFF = {char: float(np.finfo(char).eps) / 2 for char in "efd"}
 _WORD = np.dtype(np.uint64)
 
@@ -98,7 +98,7 @@ def words(block: np.ndarray, parts: int = 1) -> np.ndarray:
 
 
 def terms(block: np.ndarray) -> int:
-    """Return the number of elements in each sum that is accumulated in the dtype of the block."""
+    """Return the number of elements per row sum, which is computed in the dtype of the block."""
     return min(WIDE, block.shape[-1] if block.ndim > 1 else block.size)
 
 

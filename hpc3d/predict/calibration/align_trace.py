@@ -57,7 +57,7 @@ class TimedKernel(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Communication call: its operation, its bytes as counted in a trace, and the group size."""
+    """Communication call: operation, number of bytes as counted in a trace, and group size."""
 
     op: str
     bytes: int
@@ -77,7 +77,7 @@ class TimedWork(NamedTuple):
 
 
 class _MeterLog(CostMeter):
-    """Log of all products and kernels of a rank's arrays, in order."""
+    """Meter that logs all matrix products and kernels of a rank, in program order."""
 
     def __init__(self) -> None:
         self.entries = []

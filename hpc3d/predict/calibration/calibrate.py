@@ -56,7 +56,7 @@ def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
 
 
 def _rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
-    """Return a dict from dtype to Rates, measured between rows that enclose only one product."""
+    """Return a dict from dtype to Rates, measured on work with exactly one matrix product."""
     found = defaultdict(list)
     for work in works:
         if work.call is None and len(work.computed) == 1 and isinstance(work.computed[0], Product):
@@ -122,7 +122,7 @@ def _kernels_in(work: TimedWork) -> list[TimedKernel]:
 
 
 def _in_products(work: TimedWork, rates: Mapping[str, Rates]) -> float:
-    """Return the time in seconds that the rates predict for the products in `work`."""
+    """Return the time in seconds of the matrix products in `work`, as predicted by `rates`."""
     products = [each for each in work.computed if isinstance(each, Product)]
     return sum(each.flop / rates[each.dtype].curve(each.flop) for each in products)
 

@@ -58,9 +58,9 @@ p=2 x=2 y=2 hidden=256 layers=4 batch=32 microbatches=4
 
 
 def settings(line: str, **more: str) -> tuple[int, list[str]]:
-    """Return the number of ranks and the command-line options of the run described by a line.
+    """Return the number of ranks and the command-line options of a run, given a line of settings.
 
-    `more` overrides keys of the line.
+    `more` overrides settings in the line.
     """
     pairs = dict(pair.split("=") for pair in f"{_BASE} {line}".split()) | more
     ranks = prod(int(pairs.get(axis, 1)) for axis in ("p", "d", "x", "y", "z"))
@@ -69,6 +69,6 @@ def settings(line: str, **more: str) -> tuple[int, list[str]]:
 
 
 def config_of(line: str, **more: str) -> Config:
-    """Return the Config of the run described by a line; `more` overrides keys of the line."""
+    """Return the Config of a run, given a line of settings; `more` overrides some of them."""
     ranks, words = settings(line, **more)
     return load_resolved(None, words, ranks)

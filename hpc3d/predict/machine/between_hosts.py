@@ -1,7 +1,7 @@
 """Cost of communication calls between hosts without devices: CPU time and NIC time.
 
-A call of a group with r members on each of h hosts has two levels: within the hosts through shared
-memory, and between the hosts, where each member transfers 1/r of the block.  The NIC of a host
+A call on a group with r members on each of h hosts has two levels: shared memory within each host,
+and the network between the hosts, where each member transfers 1/r of the block.  The NIC of a host
 therefore carries the same volume for any r, as if the group had one member per host.  The model
 is also used for groups with different numbers of members on the hosts.
 """
@@ -15,7 +15,7 @@ from hpc3d.comm.communicator import received_share
 from hpc3d.predict.machine.collective_costs import best
 from hpc3d.trace.schema import MESSAGES
 
-# Calls within each host that are part of a call of a group on several hosts.
+# Dict from a collective on several hosts to the collectives that it performs within each host.
 _INSIDE = {
     "all_gather": ("all_gather",),
     "reduce_scatter": ("reduce_scatter",),
@@ -61,9 +61,9 @@ def crossing(machine: Any, members: Sequence[int]) -> Crossing | None:
 
 
 def carried(op: str, nbytes: float, there: Crossing) -> float:
-    """Return the number of bytes received by the NIC of a host during a call of a group.
+    """Return the number of bytes received by the NIC of one host during a communication call.
 
-    `nbytes` is the number of bytes that one member receives.
+    `nbytes` is the number of bytes received by one member of the group.
     """
     block = nbytes / received_share(op, there.size)
     if op == "all_to_all":  # each remote member receives a different block
@@ -72,9 +72,9 @@ def carried(op: str, nbytes: float, there: Crossing) -> float:
 
 
 def legs(machine: Any, op: str, nbytes: float, members: Sequence[int]) -> Legs:
-    """Return the CPU and network time of a call that receives `nbytes` per member.
+    """Return the CPU and network time of a call in which each member receives `nbytes` bytes.
 
-    If the group is on one host, or if ranks have devices, the full time counts as work.
+    If the group is on one host, or if ranks have devices, the full time counts as CPU time.
     """
     there = machine.crossing(members) if machine.cores else None
     if there is None:
@@ -90,10 +90,10 @@ def legs(machine: Any, op: str, nbytes: float, members: Sequence[int]) -> Legs:
 
 
 def _handed(machine: Any, op: str, nbytes: float, hosts: int) -> float:
-    """Return the CPU time in seconds to move a member's share of a call to and from the NIC.
+    """Return a member's CPU time, in seconds, to transfer `nbytes` bytes to and from the NIC.
 
-    If measured, this is the time of the same call in a group with `hosts` members in shared
-    memory.
+    If the same call has been measured in shared memory, with `hosts` members, the measured time
+    is returned.
     """
     table = machine.anywhere.get((op, hosts))
     return table(nbytes) if table else machine.launch_s + nbytes / machine.memory_bandwidth

@@ -202,7 +202,7 @@ class Machine:
     host_bandwidth: float = 25e9
 
     def product(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
-        """Return the time in seconds of `batch` products of shapes [m, k] and [k, n].
+        """Return the time in seconds of `batch` matrix products of shapes [m, k] and [k, n].
 
         A product takes at least the launch time. On a device, it also takes at least the time to
         move the operands through memory (S. Williams et al., "Roofline", CACM 52(4), 2009); on CPU
@@ -228,11 +228,11 @@ class Machine:
         return self.launch_s + nbytes / self.kernels.get(name, self.memory_bandwidth)
 
     def call(self, op: str, nbytes: float, members: Sequence[int]) -> float:
-        """Return the time in seconds of a call that all groups along an axis make concurrently.
+        """Return the time in seconds of a call made concurrently by all groups along an axis.
 
         `members` are the ranks of one group (a tuple or a range), and `nbytes` is the number of
-        bytes counted in a trace. The time is the sum of a launch and the messages
-        (collective_costs.best); a measured table includes both. For calls between hosts without
+        bytes counted in a trace. The time is the sum of the launch time and the message time
+        (collective_costs.best); measured times include both. For calls between hosts without
         devices, the time is the sum of CPU and network time (hpc3d.predict.machine.between_hosts).
         """
         if len(members) == 1:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _FEW = 6  # maximum number of layouts for which uneven layers are tried
 _SCHEDULES = 3  # maximum number of schedules per candidate
-_LESS = 2  # number of memory options with smaller savings, which may fit with uneven layers
+_LESS = 2  # number of options to try that save less memory but may fit with uneven layers
 _PASSES = 12_000_000  # budget of simulated passes for all layouts together
 _WORTH = 0.01  # minimum relative reduction of the step time that justifies non-default keys
 _BUCKETS = 6  # number of bucket sizes: 1, 2, 4, ... layers
@@ -87,8 +87,8 @@ def _with_layers(config: Config, counts: Sequence[int]) -> Config:
 def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
     """Yield layouts with even layers that may become faster with uneven layers.
 
-    The layouts are the fastest few schedules of each candidate with a pipeline, and the fastest
-    layouts whose memory options save too little memory with even layers.
+    These are the layouts with the fastest schedules of each pipeline-parallel candidate, and the
+    fastest layouts whose memory options do not save enough memory with even layers.
     """
     for number, each in enumerate(timed):
         if each.best.config.mesh.p == 1:
@@ -103,9 +103,9 @@ def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
 
 
 def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
-    """Yield the fastest estimates that save less memory than `best`.
+    """Yield the fastest estimates of layouts that save less memory than `best`.
 
-    The layouts recompute or re-gather less, or have a lower ZeRO stage.
+    These layouts recompute or re-gather less, or have a lower ZeRO stage.
     """
     config, parallel = best.config, best.config.parallel
     ways = candidates.ways(config)
@@ -120,7 +120,7 @@ def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
 
 
 def least_uneven(estimator: Estimator, estimate: Estimate) -> float:
-    """Return the step time in seconds that a layout would have if all stages had equal work."""
+    """Return the step time, in seconds, of a layout if all stages had the same work."""
     config = estimate.config
     stages = [stage_content(each) for each in contents(config)]
     works = estimator.works(config, estimator.costs.parts(config), stages)

@@ -33,7 +33,7 @@ _KINDS = {
     "2.5d": "2.5-D",
     "3d": "3-D",
 }
-_SHORT = 2  # minimum number of candidates per (p, d, c, e) before candidates are similar
+_SHORT = 2  # number of candidates per (p, d, c, e) that keep their position, similar or not
 # Factor by which estimated compute and communication times are multiplied in a lower bound.
 _BOUND_MARGIN = 0.7
 
@@ -65,8 +65,8 @@ def kind(config: Config) -> str:
 def varied_first(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Move similar candidates to the end of a list that is ordered by preference.
 
-    For each (p, d, c, e), the first candidate of every kind keeps its position, and so do the
-    first others up to a fixed number.
+    For each (p, d, c, e), the first candidate of every kind keeps its position, as do the first
+    `_SHORT` candidates of any kind.
     """
     groups, kept, others = {}, [], []
     for candidate in candidates:
@@ -95,7 +95,7 @@ class Bounds:
         self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
         model, rows = config.model, config.train.batch * config.model.sequence
         computed = sum(count * each.computed for count, each in block_products(model))
-        columns = int(computed) // (model.layers * model.hidden)  # one product with all FLOPs
+        columns = int(computed) // (model.layers * model.hidden)  # one GEMM with a layer's FLOPs
         whole = machine.product(rows, columns, model.hidden, _product_type(config, machine))
         self.ranks_per_core = ranks_per_core(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
@@ -108,8 +108,8 @@ class Bounds:
     def candidate(self, config: Config) -> Candidate:
         """Return the Candidate of a layout.
 
-        If this is faster, the axes are reordered by communication volume, with the largest volume
-        innermost.
+        The axes are reordered by communication volume, with the largest volume innermost, if this
+        shortens the communication time.
         """
         volume = volumes(config)
         candidate = self.moves(config, volume)
@@ -162,7 +162,7 @@ class Bounds:
     def moves(self, config: Config, volume: Mapping[str, float]) -> Candidate:
         """Return the Candidate of a layout, given its communication `volume` by axis.
 
-        Along the tensor axes, a layer is assumed to make two calls for each of four products.
+        A layer is assumed to have four matrix products, each with two calls along the tensor axes.
         """
         itemsize = np.dtype(config.train.dtype).itemsize
         found, work = {}, 0.0
@@ -177,7 +177,7 @@ class Bounds:
 
 
 def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
-    """Return the operation, the calls per step and the ranks of a group along an axis."""
+    """Return the operation, the number of calls per step, and the ranks of a group on an axis."""
     grid, layers = config.mesh.grid(), config.model.layers / config.mesh.p
     members = grid.ranks_over(axis.split(), {})
     if axis == "p":

@@ -113,7 +113,7 @@ class Candidates:
     def _needed(
         self, config: Config, micros: int, group: Sequence[int], splits: bool, limit: float
     ) -> Iterator[Estimate]:
-        """Yield estimates below `limit` seconds that save no more memory than necessary."""
+        """Yield estimates below `limit` seconds of layouts that save only the memory needed."""
         sure = {}  # maps (schedule, chunks, ZeRO stage) to memory options that certainly fit
         for way in self.ways(config):
             quick = False

@@ -19,7 +19,7 @@ _SPARE = 4  # maximum ratio of the context-parallel size to the size that memory
 # The bubble is large with fewer than _FEW microbatches per stage, and small with at least _ENOUGH.
 _FEW, _ENOUGH = 2, 4
 
-_FORWARD_AND_BACKWARD = 3.5  # FLOPs of both passes relative to the forward pass: 14 / 4
+_FORWARD_AND_BACKWARD = 3.5  # (forward + backward FLOPs) / forward FLOPs = 14 / 4
 
 
 def contexts(c: int) -> Iterator[tuple[str, int]]:

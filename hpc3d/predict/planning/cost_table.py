@@ -116,7 +116,7 @@ class CostTable:
     def sample(
         self, config: Config, zero: int, keep: bool = True, recompute: str = "none"
     ) -> LayerSample:
-        """Return the LayerSample of a layout for a ZeRO stage, keep_gathered and recompute."""
+        """Return the LayerSample of a layout with the given ZeRO stage and memory options."""
         mesh, parallel = config.mesh, config.parallel
         both = mesh.p == 1 or find(parallel.schedule).v_shaped
         ends = ((FIRST, LAST),) if both else ((FIRST,), (LAST,))

@@ -76,7 +76,7 @@ class Estimator:
         stages = [stage_content(each) for each in chunks]
         works = self.works(config, parts, stages)
 
-        # Work after the passes on stage `late`, whose gradient reductions end last.
+        # Find the stage `late`, whose gradient reductions end last, and its work after the passes.
         if even(config):
             late, (sums, rest) = 0, costs.update(config, stages[0])
         else:

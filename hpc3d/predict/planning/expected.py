@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.bounds import Candidate
     from hpc3d.predict.planning.cost_table import CostTable
 
-# Communication along x, y and z relative to its minimum: layouts that are short of memory gather
+# Ratio of communication along x, y and z to its minimum.  Layouts that are short of memory gather
 # or recompute the blocks of the forward pass in the backward pass.
 _REPEATED = 1.5
-_SEVERAL = 4  # sequences of a second measurement, which separates the time of kernel launches
+_SEVERAL = 4  # sequences in a second measurement, used to isolate the kernel launch time
 
 
 class SequenceCosts(NamedTuple):
     """Costs without tensor parallelism, for a value of `parallel.recompute`.
 
-    `layer` and `ends` are (seconds per microbatch, seconds per sequence) of the forward and
-    backward pass of a layer, and of the embedding and the head. A layer saves activations of
-    `saved` bytes per sequence. `layer_peak` and `ends_peak` are the peaks of the passes in bytes
-    per sequence.
+    `layer` (a layer) and `ends` (the embedding and the head) give the time of a forward and a
+    backward pass as (seconds per microbatch, seconds per sequence). `saved` is the size in bytes
+    of a layer's saved activations per sequence. `layer_peak` and `ends_peak` are the peak memory
+    of the passes, in bytes per sequence.
     """
 
     layer: tuple[float, float]
@@ -49,7 +49,7 @@ class SequenceCosts(NamedTuple):
 
 
 class ExpectedSteps:
-    """Expected steps of the layouts of `base` on `ranks` ranks with `memory` bytes each."""
+    """Expected step times of layouts of `base` on `ranks` ranks with `memory` bytes each."""
 
     def __init__(self, base: Config, ranks: int, memory: float, costs: CostTable) -> None:
         self.ranks, self.memory, self.costs = ranks, memory, costs
@@ -64,7 +64,7 @@ class ExpectedSteps:
     def of(self, candidate: Candidate) -> tuple[float, float]:
         """Return the bytes by which a candidate exceeds the memory, and its step time in seconds.
 
-        They are those of the best number of microbatches, ZeRO stage and recomputation.
+        Both values are for the best number of microbatches, ZeRO stage and recomputation option.
         """
         best, sums = (inf, inf), self._sums(candidate)
         for micros, needed, seconds in self._passes(candidate):
@@ -76,7 +76,7 @@ class ExpectedSteps:
         return best
 
     def _passes(self, candidate: Candidate) -> Iterator[tuple[int, float, float]]:
-        """Yield (number of microbatches, bytes, seconds) of the passes of a step."""
+        """Yield (number of microbatches, peak bytes, seconds) of the passes of a step."""
         config, moves = candidate.config, candidate.moves
         mesh, parallel, layers = config.mesh, config.parallel, config.model.layers
         stages, own = mesh.p, layers / mesh.p
@@ -96,10 +96,10 @@ class ExpectedSteps:
                 yield micros, share * max(first, saved + one.ends_peak), fill * busy + moved
 
     def _gathers(self, candidate: Candidate, most: int) -> tuple[float, float]:
-        """Return the communication times along x, y and z in seconds: those of a step that do not
-        depend on the number of microbatches, and those of each microbatch.
+        """Return two communication times along x, y and z in seconds: a fixed time per step, and
+        the additional time per microbatch.
 
-        The numbers of elements with the fewest and with `most` microbatches determine both.
+        They are computed from the communication volumes with the fewest and `most` microbatches.
         """
         config, moves, few = candidate.config, candidate.moves, candidate.config.mesh.p
         axes = [axis for axis in "xyz" if axis in moves]

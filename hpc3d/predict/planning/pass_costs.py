@@ -50,11 +50,11 @@ class SingleStage(NamedTuple):
 class Pass(NamedTuple):
     """Time and memory of a pass.
 
-    `seconds` is the duration, of which a core is `busy` for the given number of seconds. `waits`
-    maps an axis to the time of its calls, and `idle` to the part of it in which the rank waits for
-    its device or for the NIC of its host, all in seconds. `left` is the number of bytes that the
-    pass leaves allocated, without its result, and `peak` is the peak memory in bytes, both
-    relative to the start of the pass.
+    `seconds` is the duration of the pass, and `busy` is its CPU time. `waits` maps an axis to the
+    time of the calls along the axis, and `idle` to the part of this time in which the rank waits
+    for its device or for the NIC of its host. All times are in seconds. `left` is the number of
+    bytes that the pass leaves allocated, without its result, and `peak` is the peak memory in
+    bytes, both relative to the start of the pass.
     """
 
     seconds: float
@@ -121,9 +121,9 @@ class _WaitClock(Clock):
     """Clock that accumulates the time of communication calls by axis, in ns.
 
     The time of kernels and the bytes of calls are multiplied by `times`, and calls are split so
-    that each has at most `most` bytes. The time of products is multiplied by `products`. `waited`
-    maps an axis to the time of its calls, and `idle` to the part of this time in which the rank
-    does not work on the calls.
+    that each has at most `most` bytes. The time of matrix products is multiplied by `products`.
+    `waited` maps an axis to the time of the calls along the axis, and `idle` to the part of this
+    time in which the rank does not work on the calls.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -233,8 +233,8 @@ class LayerSample:
 
     If only every n-th block has a mixture of experts, `layers` has n layers, and `kinds` has one
     layer without and one with a mixture. Each section of the model has separate parameters, as on
-    different pipeline stages. `ends` lists tuples of FIRST and LAST; embedding and head share
-    their parameters if they are in the same tuple, as on one stage.
+    different pipeline stages. `ends` is (FIRST,), (LAST,) if the embedding and the head are on
+    different stages, or (FIRST, LAST), in one tuple, if they share parameters on one stage.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 When a pass begins, a stage holds the saved activations of all microbatches and chunks that wait
 for their backward pass, and the tensors that are saved between the two halves of a split backward
-pass. The peak memory of the pass is added to them.
+pass. The peak memory of the pass itself is added to the size of this data.
 """
 
 from __future__ import annotations

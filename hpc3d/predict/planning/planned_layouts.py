@@ -96,7 +96,7 @@ def _resorted(
     for fit in fitting:
         again = _planned(fit.config, search.ranks, machine, search.memory, top)
         if again.best:
-            mildest = {fit.resort.keys: fit}  # first technique for each set of keys
+            mildest = {fit.resort.keys: fit}  # first technique that fits, per set of keys
             for other in fitting:
                 mildest.setdefault(other.resort.keys, other)
             _, *others = mildest.values()

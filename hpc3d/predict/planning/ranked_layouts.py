@@ -33,7 +33,7 @@ def allowed(source: Path | str, overrides: Sequence[str]) -> Config:
 
 
 def _wrong_everywhere(config: Config) -> list[str]:
-    """Return the problems that no layout solves."""
+    """Return the errors in an input that apply to every layout."""
     problems = [*unknown_values(config), *reported(not_there_yet(config))]
     alone = bare(mark_wrong(config, problems))  # `plan` chooses the mesh
     rules = wrong_experts(alone), wrong_compression(alone), wrong_offload(alone)

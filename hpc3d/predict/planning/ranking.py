@@ -32,7 +32,7 @@ _NAMED = {
 }
 _EACH = 2  # number of candidates to time for each class in _NAMED
 _SHOWN = 0.25  # fraction of the budget reserved for layouts that rank below the fastest
-_RESIZED, _SIZES = 6, 3  # number of layouts to try with other bucket sizes, and sizes per layout
+_RESIZED, _SIZES = 6, 3  # other bucket sizes: number of layouts, and of sizes per layout
 _SIZED = 0.25  # extra budget for bucket sizes, as a fraction of the budget
 # Lower bounds on the simulated step time, relative to the estimate if no layout of its family has
 # been simulated, and otherwise relative to the estimate times the family's smallest ratio.
@@ -94,7 +94,7 @@ def estimated(estimate: Estimate) -> RankedLayout:
 
 
 def _simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayout:
-    """Simulate a layout; return its RankedLayout with the waits of the least idle stage."""
+    """Simulate a layout; return a RankedLayout with `waits` from the least idle stage."""
     runs = simulate(config, vocabulary, machine)
     found = summary(runs, config, machine)
     seconds, worst = found["step_time_s"], found["memory"]["worst"]

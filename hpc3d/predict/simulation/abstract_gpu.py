@@ -1,4 +1,4 @@
-"""CUDA backend on abstract arrays, which reports kernels, products and workspaces to a meter.
+"""CUDA backend on abstract arrays, which reports kernels, GEMMs and workspaces to a meter.
 
 The real GPU code selects the kernels and their arrays, so this selection is not modeled.
 """
@@ -101,7 +101,7 @@ class AbstractGpu(Gpu):
         add: AbstractArray | None,
         **epilogue: Any,
     ) -> bool:
-        """Report a product and return True: cuBLASLt supports every requested epilogue."""
+        """Report a GEMM and return True, because cuBLASLt supports every requested epilogue."""
         self.multiplied(a, b, out)
         return True
 
@@ -109,10 +109,10 @@ class AbstractGpu(Gpu):
 class _AbstractAttention:
     """Cost model of cuDNN's fused attention (cudnn_attention.Flash).
 
-    The score matrix is not stored in memory. Causal attention computes half of every product. The
-    backward pass has five products, one of which is recomputed. All layers share a workspace of
-    the size that cuDNN 9.19 requests on an H100: the gradient of q in float32, and a float32 per
-    row for the product of out and its gradient.
+    The score matrix is not stored in memory. Causal attention computes half of every GEMM. The
+    backward pass has five GEMMs, one of which is recomputed. All layers share a workspace of the
+    size that cuDNN 9.19 requests on an H100: the gradient of q in float32, and one float32 value
+    per row for the dot product of out and its gradient.
     """
 
     def __init__(self, pool: AbstractPool) -> None:

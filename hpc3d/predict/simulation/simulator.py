@@ -209,11 +209,11 @@ def ranks_per_core(machine: Machine, ranks: int) -> float:
 
 
 class CoreSharing(NamedTuple):
-    """Number of ranks that share a core of a node.
+    """Numbers of ranks and groups that share a core of a node.
 
-    `ranks` is the number of ranks per core, and `stage` is the number per core that belong to the
-    same pipeline stage. `lanes` is the number of distinct groups between hosts to which these
-    ranks of a stage belong.
+    `ranks` is the number of ranks per core, and `stage` is the number of ranks per core that
+    belong to the same pipeline stage. `lanes` is the number of distinct inter-host groups to which
+    the latter ranks belong.
     """
 
     ranks: float
@@ -246,11 +246,11 @@ def core_sharing(config: Config, machine: Machine) -> CoreSharing:
 
 
 def _lanes_of(grid: Grid, together: int, here: range) -> int:
-    """Return the number of distinct groups between hosts for the ranks of a stage on a host.
+    """Return the number of distinct inter-host groups of the ranks of a stage on one host.
 
-    `together` is the number of these ranks, and `here` are the ranks of the host. The result is 1
-    if an axis connects all ranks of the stage, so that they synchronize, or if no axis extends to
-    another host.
+    `together` is the number of these ranks, and `here` contains all ranks of the host. The result
+    is 1 if an axis connects all ranks of the stage on this host, so that they synchronize, or if
+    no axis extends to another host.
     """
     lanes, crossing = together, False
     for axis in (axis for axis, size in grid.sizes.items() if axis != "p" and size > 1):

@@ -94,7 +94,7 @@ def exposed(run: StageRun) -> float:
 
 
 def waits_of(run: StageRun) -> Counter:
-    """Return a dict from axis to the time that a stage spends in its calls, in seconds."""
+    """Return a dict from axis to a stage's communication time along the axis, in seconds."""
     calls, waits = run.rows[run.rows["category"] == COMM], Counter()
     for group in np.unique(calls["group"]).tolist():
         spent = calls["dur"][calls["group"] == group].sum() / 1e9

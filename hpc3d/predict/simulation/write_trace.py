@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-_MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # limits of a trace: ranks, and events of all ranks
+_MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # maximum numbers of ranks and of events in a trace
 _ITEM_SIZES = item_sizes(dict(enumerate(DTYPE)))
 
 
