@@ -32,7 +32,7 @@ with suppress(ImportError):  # without ml_dtypes, inputs that use bfloat16 are r
     import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 
 WIDE, _INTEGERS = np.dtype(np.float32), np.dtype(np.uint16)
-CACHE = 1 << 17  # maximum bytes of the float32 copy of a block
+CACHE = 1 << 17  # maximum size in bytes of the float32 copy of a block
 _PRODUCTS = {np.dot, np.einsum, np.inner, np.tensordot, np.vdot}
 
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, ModelConfig
 
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
-# Buffers stored by older versions, and BERT layers for tasks that hpc3d does not support.
+# Names of buffers stored by older versions of `transformers`, and of BERT layers for unsupported
+# tasks.
 _IGNORED = re.compile(
     r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     r"|embeddings\.position_ids|pooler\.dense\.\w+|cls\.seq_relationship\.\w+"
@@ -45,10 +46,10 @@ _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNor
 class Pretrained:
     """Pretrained model in a folder or a weights file.
 
-    `model` holds the known keys of the `[model]` section, `undecided` maps each key that the user
-    must set to the reason, and `settings` is the content of config.json. Raises a one-line
-    ValueError if hpc3d cannot train the model. NaN and infinite weights are an error unless
-    `allow_nonfinite` is true.
+    `model` holds the known keys of the `[model]` section, and `settings` the content of
+    config.json. The keys of `undecided` must be set by the user; the values explain why. Raises a
+    one-line ValueError if hpc3d cannot train the model. NaN and infinite weights are an error
+    unless `allow_nonfinite` is true.
     """
 
     def __init__(self, path: Path, allow_nonfinite: bool = False) -> None:
@@ -142,7 +143,7 @@ class Pretrained:
                 raise ValueError(f"{self.path}: {name} is {found}, but should be {wanted}")
 
     def _undecided(self, settings: Mapping[str, Any]) -> dict[str, str]:
-        """Return a dict from each key of [model] that the user must set to the reason."""
+        """Return the keys of [model] that the user must set, each mapped to an explanation."""
         reasons = {}
         if "heads" not in self.model:
             theirs = {ours: key for key, ours in self.family.settings.sizes.items()}

@@ -25,13 +25,13 @@ _ACTIVATIONS = {
     "gelu_fast": "tanh",
     "gelu_python": "exact",
 }
-_LLAMA3 = {  # key of rope_scaling -> hpc3d name
+_LLAMA3 = {  # dict from key of rope_scaling to hpc3d key
     "factor": "factor",
     "low_freq_factor": "low",
     "high_freq_factor": "high",
     "original_max_position_embeddings": "original",
 }
-_OF_MIXTRAL = {  # key of [model] -> (only supported value, description)
+_OF_MIXTRAL = {  # dict from key of [model] to (only supported value, description)
     "shared_experts": (0, "no shared experts"),
     "moe_every": (1, "experts in every block"),
     "balance_bias": (0.0, "no router bias"),

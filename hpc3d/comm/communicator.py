@@ -124,8 +124,8 @@ class Communicator:
 
     @property
     def readers(self) -> tuple[int, int]:
-        """This member's index among the members that share the memory of a gathered block, and
-        their number."""
+        """Index of this member among the members that share memory for gathered blocks, and the
+        number of these members."""
         return self.rank, self.size
 
     def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> Array:

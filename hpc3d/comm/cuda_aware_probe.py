@@ -149,8 +149,8 @@ def missing(asked: str, dtype: str) -> str | None:
 
 
 def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
-    """Yield (missing requirement, fix).  Use only the first: later checks assume that earlier
-    ones pass."""
+    """Yield (missing requirement, fix).  Only the first pair is valid, because each check assumes
+    that all earlier checks pass."""
     if find_spec("cupy") is None:
         yield "CuPy is not installed", f"run {EXTRAS}"
     from hpc3d.cuda.device import imported

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
     from hpc3d.cuda.device import Cuda, DevicePool
 
-# axis -> (sub-communicator of the Cartesian communicator, ranks of its members)
+# Dict from axis to (sub-communicator of the Cartesian communicator, ranks of its members).
 Lines = Mapping[str, tuple[MPI.Intracomm, Sequence[int]]]
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 OVERRIDE = "HPC3D_MPI_DEVICE"
-# MPI's support for device memory -> transport.
+# Dict from MPI's level of support for device memory to the transport.
 _WAYS = {"none": "host-staged", "p2p": "mpi-messages", "full": "mpi"}
 _SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # variable that lets ranks share a device (NCCL 2.30+)
 _PATIENCE = 60  # timeout in seconds of the MPI test with two ranks

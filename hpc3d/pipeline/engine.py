@@ -41,7 +41,7 @@ PHASE = {
     "Reduce": "optimizer",
     "Step": "optimizer",
 }
-EVALUATION = dict.fromkeys(PHASE, "evaluation")  # operation -> phase
+EVALUATION = dict.fromkeys(PHASE, "evaluation")  # dict from operation to phase
 
 
 class DeferredWeightGrads:

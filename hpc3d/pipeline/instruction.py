@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 COMPUTE = ("F", "B", "W", "BW")
-# Message operation -> (matching operation of the peer, offset of the peer's model chunk).
+# Dict from message operation to (the peer's matching operation, offset of the peer's model chunk).
 MESSAGES = {
     "SendF": ("RecvF", +1),
     "RecvF": ("SendF", -1),

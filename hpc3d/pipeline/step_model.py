@@ -27,7 +27,8 @@ _NOWHERE, _START = -2, -1  # sentinel indices: no remote input; start of a stage
 # Numbers of microbatches per stage to reach the steady state of a schedule and to measure its
 # period.
 _FILL, _ROUNDS = 4, 4
-# Pass -> change in the numbers of microbatches with saved activations and with saved inputs of W.
+# Dict from pass to the changes in two numbers: microbatches with saved activations, and
+# microbatches with saved inputs of W.
 _KEPT = {"F": (1, 0), "B": (-1, 1), "W": (0, -1), "BW": (-1, 0)}
 
 

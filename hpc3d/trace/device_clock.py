@@ -92,7 +92,7 @@ class DeviceClock:
     def read(self) -> tuple[int, int, int, Any]:
         """Record an event and wait for its completion, between two readings of the host clock.
 
-        Returns the time between the readings, both readings, and the event.
+        Returns the time in ns between the readings, the two readings, and the event.
         """
         event = self.pool.pop() if self.pool else self.create()
         before = self.clock()
@@ -122,9 +122,9 @@ class Timestamps:
     """Timestamps of a stream, numbered from 0.
 
     `times` has the host times in ns of the resolved timestamps, from number `first` on.  `events`
-    has the events of the unresolved ones.  `references` has pairs of a reference and the number of
-    the first timestamp that uses it.  Recording a timestamp also resolves old ones, so that no
-    work accumulates until the end of a step.
+    has the events of the unresolved timestamps.  `references` has pairs of a reference and the
+    number of the first timestamp that uses it.  Recording a timestamp also resolves old
+    timestamps, so that no work accumulates until the end of a step.
     """
 
     def __init__(self, stream: Any, clock: DeviceClock) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.schema import Column
 
 _CHUNK = 64 * 1024  # rows
-_FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # HDF5 filter number -> name
+_FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # dict from HDF5 filter id to name
 _SHRINKS = 1100  # upper bound on the compression ratio; deflate reaches 1032 for zeros
 # Errors of file systems without lock support. Locks are not needed for correctness: a trace is
 # written by a single process under a temporary name.

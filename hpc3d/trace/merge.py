@@ -21,7 +21,7 @@ from hpc3d.trace.segment import TABLES, count_segments, read_segment, segment_pa
 from hpc3d.trace.trace_config import configured
 
 log = logging.getLogger(__name__)
-_WHERE = {"samples": "clock/samples"}  # segment table -> path in the file, if different
+_WHERE = {"samples": "clock/samples"}  # dict from table to its path, if different
 _SAME = ("run_id", "world_size", "axes", "axis_sizes")  # equal in the headers of all ranks
 _OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
 RUN = (*_SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
@@ -67,8 +67,8 @@ class _Merge:
         }
         self.strings, self.groups = {}, {}
         self.headers, self.n_events, self.missing = {}, {}, []
-        self.steps, self.begun = {}, {}  # rank -> completed steps; rank -> last step begun
-        self.clocks, self.leaders = {}, {}  # node -> Model, first rank of a node -> Model
+        self.steps, self.begun = {}, {}  # by rank: completed steps; last step begun
+        self.clocks, self.leaders = {}, {}  # Models by node and by first rank of the node
 
     @property
     def first(self):

@@ -63,7 +63,7 @@ def segment_path(run_dir: Path | str, rank: int, number: int) -> Path:
 
 
 def count_segments(run_dir: Path | str) -> dict[int, int]:
-    """Return a dict from rank to one plus the index of its last segment."""
+    """Return a dict from rank to the index of the rank's last segment, plus one."""
     count: dict[int, int] = {}
     for path in sorted((Path(run_dir) / "trace").glob("rank-*.npz")):
         if match := _NAME.fullmatch(path.name):

@@ -101,7 +101,7 @@ class AbftChecker:
         )
 
     def rows(self, block: np.ndarray, parts: int = 1) -> np.ndarray:
-        """Return the signed row sums of a block, or reuse the sums that `product` has computed."""
+        """Return the signed row sums of a block; reuse sums already computed by `product`."""
         product, sums = self.latest
         return sums.reshape(parts, -1) if product() is block else self.signs.rows(block, parts)
 

@@ -203,7 +203,7 @@ def seconds_of(estimate: Estimate) -> float:
 
 
 def _floor(estimate: Estimate) -> float:
-    """Return a lower bound on the step time, in seconds, with any schedule and ZeRO stage.
+    """Return a lower bound on the step time, in seconds, for all schedules and ZeRO stages.
 
     The bound excludes the bubble and the gradient reductions.
     """

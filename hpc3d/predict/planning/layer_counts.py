@@ -24,8 +24,8 @@ from typing import NamedTuple
 from hpc3d.pipeline.step_model import StepModel, reduced
 from hpc3d.pipeline.timeline import Cost
 
-# Costs relative to one simulated pass: building the simulator (per pass), and checking the lower
-# bound of a partition (per model chunk).
+# Costs relative to the cost of one simulated pass: building the simulator (per pass), and checking
+# the lower bound of a partition (per model chunk).
 _BUILT = 150
 _LOOK = 3
 _GAIN = 1e-9  # minimum relative improvement of the step time, above rounding errors

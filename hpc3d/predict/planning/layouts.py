@@ -75,7 +75,7 @@ def _schemes(x: int, y: int, z: int) -> Iterator[tuple[str, int, int, int]]:
 
 
 def bare(config: Config) -> Config:
-    """Return `config` without mesh sizes and with the defaults of all keys that depend on them."""
+    """Return `config` without mesh sizes; all keys that depend on the mesh have their defaults."""
     order, transport = config.mesh.order, config.mesh.transport
     parallel = replace(
         config.parallel,

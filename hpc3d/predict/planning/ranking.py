@@ -66,7 +66,7 @@ class RankedLayout(NamedTuple):
 
 
 class Loser(NamedTuple):
-    """Reason why `count` layouts are slower than the best, and the best layout among them."""
+    """Reason why `count` layouts are slower than the best; `nearest` is the best of them."""
 
     reason: str
     count: int
@@ -296,7 +296,7 @@ class Ranking:
     ) -> RankedLayout | None:
         """Return the best RankedLayout whose configuration satisfies `is_it`, or `None`.
 
-        If no such layout fits in memory, the smallest one is returned.
+        If no such layout fits in memory, the layout with the lowest peak is returned.
         """
         chosen = {id(candidate) for candidate in self._named_candidates(is_it, mesh)}
         timed = [each for each in self.found.timed if id(each.candidate) in chosen]

@@ -86,7 +86,7 @@ class Fit(NamedTuple):
 def fits(
     source: Path | str, overrides: Sequence[str], search: Search, found: Found
 ) -> Iterator[Fit]:
-    """Yield a Fit for each fallback that makes at least one of the smallest layouts fit."""
+    """Yield a Fit for each fallback that makes any of the layouts with the lowest peaks fit."""
     nearest = sorted(
         (min(each.offers, key=lambda offer: offer.peak) for each in found.timed),
         key=lambda offer: offer.peak,

@@ -92,8 +92,8 @@ class Search:
         """Search for the best `top` layouts with a budget of about `most` measured costs.
 
         Candidates are timed in the order of their expected step times, with similar candidates
-        last. Then the best are refined. Raises ValueError with a one-line remedy if no layout is
-        valid.
+        last. The best candidates are then refined. Raises ValueError with a one-line remedy if no
+        layout is valid.
         """
         candidates = []
         for candidate in self.allowed_candidates():
@@ -175,7 +175,7 @@ class Search:
             yield from found if self.ranks <= _FEW else found[:1]
 
     def _refusal(self) -> str:
-        """Format the error message if no layout is valid, with the problem of the first one."""
+        """Format the error message if no layout is valid; include an error of the first layout."""
         model, train = self.base.model, self.base.train
         mesh = next(layouts.meshes(self.ranks, model.layers, train.batch))
         problem, *_ = layouts.problems(layouts.with_mesh(self.base, *mesh), self.ranks)
