@@ -48,7 +48,7 @@ class BlockSlices(NamedTuple):
         )
 
     def index_in(self, outer: BlockSlices) -> tuple[slice, slice, slice]:
-        """Return the index of this box in an array that holds the box `outer`.
+        """Return the slices that select this box in an array with the contents of box `outer`.
 
         The array has the shape [rows, experts, columns].
         """

@@ -51,7 +51,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def name_of(dtype: np.dtype) -> str:
-    """Return the name that a manifest uses for a dtype."""
+    """Return the name of a dtype in a manifest."""
     return _BFLOAT16 if dtype.name == _BFLOAT16 else dtype.str
 
 

@@ -83,7 +83,7 @@ class Saver:
         self.thread.start()
 
     def _try_to_write(self, snapshot: Snapshot, header: Mapping[str, Any], begin: float) -> None:
-        """Call `write`, and add the folder to an OSError that names no file."""
+        """Call `write`; if it raises an OSError without a file name, add the folder name."""
         try:
             self.write(snapshot, header, begin)
         except OSError as error:

@@ -57,10 +57,10 @@ class OwnElements(NamedTuple):
 
 
 def _block_of(item: Parameter, layout: Layout, shape: Sequence[int], mesh: Mesh) -> BlockSlices:
-    """Return the box that this rank holds of an array with the given layout and shape.
+    """Return this rank's box of an array with the given layout and shape.
 
-    Padding rows of an embedding are excluded, and so are padding elements of a vector with one
-    element per row.
+    The box excludes padding rows of an embedding, and padding elements of a vector with one
+    element per embedding row.
     """
     first, *others = layout.slices(shape, mesh)
     if item.rows:

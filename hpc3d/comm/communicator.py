@@ -61,7 +61,7 @@ def received_bytes(op: str, nbytes: Any, size: Any, member: Any = None, root: An
 
 
 def received_share(op: str, size: int) -> float:
-    """Return the bytes that a member must receive, as a fraction of the full array."""
+    """Return the ratio of the bytes that a member must receive to the bytes of the full array."""
     return EXCHANGES[op] * (size - 1) / size if op in EXCHANGES else 1.0
 
 
@@ -133,7 +133,7 @@ class Communicator:
         return self.pool.empty(shape, dtype, "communication")
 
     def wrapped(self, wrapper: Any, axis: str) -> Any:
-        """Return this communicator, along `axis`, wrapped by a hpc3d.comm.mesh.Wrapper."""
+        """Return this communicator of `axis`, wrapped by a `hpc3d.comm.mesh.Wrapper`."""
         return wrapper.wrap(self, axis)
 
     def all_gather(self, block: Array, dim: int = 0) -> Pending:

@@ -138,9 +138,9 @@ class HostStaged(Communicator):
     def _arriving(
         self, coming: Sequence[Pending], target: Array, parts: int, result: Array
     ) -> Pending:
-        """Return the pending `result`, filled from the chunks that the host receives.
+        """Return a `Pending` that fills `result` with the chunks received on the host.
 
-        `target` is a view of the memory of `result`.
+        The chunks are copied to `target`, a view of the memory of `result`.
         """
 
         def finish():

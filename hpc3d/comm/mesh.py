@@ -42,7 +42,7 @@ def plane(axes: Sequence[str]) -> str:
 
 
 def groups_of(grid: Grid, coords: Mapping[str, int]) -> dict[str, Sequence[int]]:
-    """Return a dict from name to member ranks for each group of the rank at `coords`.
+    """Return a dict from the name of each group of the rank at `coords` to the group's members.
 
     There is one group per axis with more than one rank, and one per plane of several data axes.
     """

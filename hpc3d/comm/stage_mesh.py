@@ -65,7 +65,7 @@ class SplitRows(Communicator):
     """Communicator for messages between stages with different numbers of replicas.
 
     A block has the same number of rows for each of this rank's samples.  Rows are exchanged with
-    each rank of the peer stage that has some of the same samples.
+    all ranks of the peer stage that process some of the same samples.
     """
 
     def __init__(

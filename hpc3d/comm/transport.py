@@ -82,7 +82,7 @@ def explained(job: Job) -> Iterator[Finding]:
 
 
 def refuse(job: Job, problems: Sequence[str | None]) -> None:
-    """Refuse the job with one line per problem of its ranks (None: no problem)."""
+    """Refuse the job, with one line per distinct problem, if any rank's problem is not `None`."""
     ranks: dict[str | None, list[int]] = {}
     for rank, problem in enumerate(problems):
         ranks.setdefault(problem, []).append(rank)

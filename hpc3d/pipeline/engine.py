@@ -65,7 +65,7 @@ class Engine:
     """Pipeline engine of this rank, which runs one `PipelineStage` per chunk.
 
     The engine calls `update()` at every `Step`.  `losses` maps a training step to this rank's
-    share of the summed loss.  In an evaluation, `losses` has the sums returned by the last model
+    share of the summed loss; in an evaluation, the values are the sums returned by the last model
     chunk.  `seconds` maps an operation to its total time in the last call of `run`, measured with
     `clock`.  `peak` is the maximum number of forward passes in flight, summed over all chunks.
     """

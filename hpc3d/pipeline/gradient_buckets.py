@@ -153,7 +153,7 @@ class Bucket:
 
 
 class GradientBucket(Bucket):
-    """Bucket of gradients, reduced over the axes along which they are partial sums.
+    """Bucket of gradients, reduced over the axes whose ranks hold partial sums of the gradients.
 
     `post` starts the reduction over the first axis, and `wait` reduces over the remaining axes,
     with the data axes last.  Only the gradients of vectors have remaining axes.  If the first axis

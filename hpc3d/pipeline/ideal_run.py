@@ -49,9 +49,9 @@ class IdealRun(NamedTuple):
     def found(self) -> dict[str, Any]:
         """Return the results as a dict of plain values.
 
-        The dict has the simulated sizes and times, the makespan in seconds, the bubble as defined
-        in arXiv:2401.10241, and two peaks per stage: the number of microbatches in flight, and the
-        number of microbatches whose W is pending.
+        The dict contains the simulated sizes and times, the makespan in seconds, the bubble rate
+        as defined in arXiv:2401.10241, and two peaks per stage: the number of microbatches in
+        flight, and the number of microbatches with a pending W.
         """
         from hpc3d.pipeline.step_model import in_flight  # --help must not import NumPy
 

@@ -73,7 +73,7 @@ def whole(stream: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 class Placement(NamedTuple):
-    """Mapping between model chunks in model order and the (stage, chunk) that runs them.
+    """Mapping from each model chunk, in model order, to the (stage, chunk) that runs it.
 
     `part` is the index of a model chunk in model order: the first model chunk has the embedding,
     and the last one has the head.  By default, model chunks are assigned to stages round-robin:

@@ -1,4 +1,4 @@
-"""Pipeline program of a run: the lowered schedule of its input file."""
+"""Pipeline program of a run: the schedule in its input file, lowered to instruction groups."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def program_of(config: Any) -> Program:
 def forward_program_of(config: Any) -> Program:
     """Return the program that evaluates one batch on the mesh of a run.
 
-    The program has forward passes only.  It uses the schedule's placement of the model chunks and
-    the newest weights of each stage.
+    The program has forward passes only.  It keeps the schedule's placement of model chunks, and
+    each stage uses its newest weights.
     """
     parallel = config.parallel
     schedule, micros = find(parallel.schedule), parallel.microbatches

@@ -49,7 +49,7 @@ def timeline(
 
 
 def makespan(rows: Iterable[Row]) -> float:
-    """Return the time from the first start to the last end over all stages, in seconds."""
+    """Return the time in seconds from the first start to the last end on any stage."""
     return max(row[-1][1] for row in rows) - min(row[0][0] for row in rows)
 
 

@@ -94,10 +94,10 @@ def _comparable(trace, rows):
 class GroupCalls:
     """Collective calls of a trace.
 
-    `rows` are row indices in /events, sorted by group, sequence number and rank.  For each of
-    these rows, `columns` has the values, `size` the group size, `member` the index of the rank in
-    the group, and `call` the zero-based index of the call.  `first` has the position of the first
-    row of each call.
+    `rows` are row indices in /events, sorted by group, sequence number and rank.  For each row,
+    `columns` holds the column values, `size` the group size, `member` the rank's index in the
+    group, and `call` the zero-based index of the call.  `first` holds the position of each call's
+    first row.
     """
 
     def __init__(self, trace: Trace) -> None:

@@ -39,7 +39,7 @@ _REFERENCES = ("strings", "groups", "rank_ptr", "calibration")
 def violations(trace: Trace) -> list[str]:
     """Return one line for each violated invariant of an open trace.
 
-    A line has the number of affected rows and the first of them. Missing data of an incomplete
+    Each line states the number of affected rows and the first one. Missing data of an incomplete
     trace is not a violation. Times of different hosts are compared on corrected clocks, so a
     message may appear to arrive too early, by at most the clock uncertainty.
     """

@@ -237,7 +237,7 @@ def _node(header):
 
 
 def _numbers(table, keys):
-    """Return the number assigned to each key by the dict `table`, followed by -1.
+    """Return an array with the number that `table` assigns to each key, followed by -1.
 
     New keys are added to `table`. The final element maps index -1 to -1.
     """

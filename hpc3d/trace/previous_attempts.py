@@ -187,8 +187,8 @@ class Nothing:
 class Earlier:
     """Section of an earlier trace that the current attempt continues.
 
-    `ends` has, for each rank, the number of events and the raw time in ns at which they end.  In
-    later segments, times are shifted by `shift` ns and sequence numbers by `number`.
+    `ends` lists, for each rank, the number of events and the raw time in ns when the last event
+    ends.  In later segments, times are shifted by `shift` ns and sequence numbers by `number`.
     """
 
     missing = ()
@@ -224,8 +224,8 @@ class Earlier:
     def moved(self, began: _Begin) -> int:
         """Return the shift in ns for the times of the current attempt.
 
-        The shift is 0 if the clock of every rank continued.  Otherwise it is computed from the
-        wall clock, but is large enough that the new events follow the earlier ones.
+        The shift is 0 if no rank's clock has restarted.  Otherwise, the shift is computed from the
+        wall clock, but is at least large enough that the new events follow the earlier events.
         """
         late = max(self.ends[rank][1] - time for rank, time in began.times.items())
         if late < 0:

@@ -79,7 +79,7 @@ def binomial(alpha: float, beta: float, g: int, nbytes: float) -> float:
 def scatter_all_gather(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """Broadcast as a binomial-tree scatter followed by a ring all-gather.
 
-    A reduce with these steps reversed has the same cost.
+    The reverse algorithm for a reduce has the same cost.
     """
     return (ceil(log2(g)) + g - 1) * alpha + 2 * (1 - 1 / g) * nbytes * beta
 

@@ -93,8 +93,8 @@ class Link:
 class CallTable:
     """Measured times of an operation `op`, in `seconds`, as a function of its size in `bytes`.
 
-    `bytes` are counted as in a trace. The group has `members` ranks with a distance of `stride`
-    ranks (0: any stride, on one node). `groups` is "alone" if only this group made calls, and
+    `bytes` are counted as in a trace. The group consists of `members` ranks with a rank stride of
+    `stride` (0: any stride, on one node). `groups` is "alone" if only this group made calls, and
     "at once" if all groups of the axis made calls concurrently.
     """
 
@@ -308,11 +308,11 @@ class Machine:
     def tables(
         self, members: Sequence[int], alone_serves: bool
     ) -> dict[str, Callable[[float], float]]:
-        """Return a dict from operation to the measured time function that applies to a group.
+        """Return a dict from operation to a function from bytes to measured seconds, for a group.
 
-        Tables measured "at once" take precedence. Tables measured "alone" apply only if
+        Tables measured "at once" take precedence. Tables measured "alone" are used only if
         `alone_serves` is true, which means that the group shares no link with other groups. Tables
-        without a stride apply to groups on one node.
+        without a stride are used for groups on one node.
         """
         ranks, across = sorted(members), len(self.by_node(members)) > 1
         strides = {there - here for here, there in pairwise(ranks)}

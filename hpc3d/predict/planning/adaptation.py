@@ -145,7 +145,7 @@ def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> Layer
 
 
 def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float]:
-    """Return a function (stage, layers) -> exposed time of gradient reductions in seconds.
+    """Return a function from (stage, layers) to the exposed time of its gradient reductions in s.
 
     All stages are assumed to have the same time per byte as the first stage.
     """

@@ -81,7 +81,7 @@ def varied_first(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _product_type(config: Config, machine: Machine) -> str:
-    """Return the fastest dtype that a run uses for the matrix products of its layers."""
+    """Return the fastest dtype used in the matrix products of a run's layers."""
     train = config.train
     asked = (train.backend, train.product_dtype, train.product_scale)
     coded = asked == ("cupy", "float8", "tensor") and E4M3 in machine.gemm
@@ -133,7 +133,7 @@ class Bounds:
     def least(self, candidate: Candidate) -> float:
         """Return a lower bound on the step time in seconds.
 
-        It is the time of compute and bubble at the best number of microbatches, plus the
+        The bound is the time of compute and bubble with the best number of microbatches, plus the
         communication time that cannot be hidden. If ranks share a core, the bound is at least the
         CPU time of all ranks on the core.
         """
@@ -210,10 +210,10 @@ def _smallest(config: Config) -> Config:
 
 
 def volumes(config: Config, micros: int | None = None) -> Counter[str]:
-    """Return the elements that a rank receives per step along each axis with several ranks.
+    """Return a dict from each axis of several ranks to the elements received by a rank per step.
 
-    Each of `micros` microbatches gathers the weights. By default, there are as many microbatches
-    as pipeline stages.
+    The weights are gathered for each of the `micros` microbatches. By default, there are as many
+    microbatches as pipeline stages.
     """
     mesh, model, train = config.mesh, config.model, config.train
     tensor, layers = mesh.x * mesh.y * mesh.z, model.layers / mesh.p

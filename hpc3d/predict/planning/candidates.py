@@ -31,8 +31,8 @@ class TimedCandidate(NamedTuple):
     """Candidate with its estimates.
 
     `fits` is True if any estimate may fit in memory. `offers` lists all estimates that may fit,
-    fastest first. If there are none, it contains only the estimate with the lowest peak. `sure` is
-    the step time in seconds of the fastest estimate that certainly fits, or inf.
+    fastest first; if no estimate may fit, `offers` contains only the one with the lowest peak.
+    `sure` is the step time in seconds of the fastest estimate that certainly fits, or inf.
     """
 
     candidate: Candidate

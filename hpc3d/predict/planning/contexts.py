@@ -29,7 +29,7 @@ def contexts(c: int) -> Iterator[tuple[str, int]]:
 
 
 def with_context(config: Config, c: int, context: str, ulysses: int) -> Config:
-    """Return the layout `config` with c-way context parallelism of the given kind."""
+    """Return a copy of the layout with c-way context parallelism of the given kind."""
     parallel = replace(config.parallel, context=context, ulysses=ulysses)
     return replace(config, mesh=replace(config.mesh, c=c), parallel=parallel)
 
@@ -37,8 +37,8 @@ def with_context(config: Config, c: int, context: str, ulysses: int) -> Config:
 def may_cut(config: Config, c: int, memory: float) -> bool:
     """Return True if a layout may benefit from c-way context parallelism.
 
-    With c times as many replicas instead, ranks do the same work with less communication. This is
-    not an option in three cases: the batch is not divisible by the number of replicas, too few
+    Using c times as many replicas instead gives ranks the same work with less communication. This
+    is not an option in three cases: the batch is not divisible by the number of replicas, too few
     microbatches remain for a pipeline, or the saved activations of the full sequences in flight
     exceed the fraction _FULL of `memory` bytes. In the last case, a context-parallel size far
     above the size that memory requires does not help.

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 class Estimate(NamedTuple):
     """Estimated step of a layout.
 
-    For the stage with the most work, the step time `seconds` is the sum of `compute`, `bubble` and
-    the communication times in `waits`, which maps an axis to seconds. `kinds` maps a kind of
-    memory to the bytes of the rank with the highest peak, which is on stage number `stage`.
+    The step time `seconds` is the sum of `compute`, `bubble` and the communication times in
+    `waits` (a dict from axis to seconds), all for the stage with the most work. `kinds` maps a
+    kind of memory to bytes, for the rank with the highest peak, which is on stage `stage`.
     """
 
     config: Config

@@ -2,8 +2,8 @@
 
 The embedding and the head take time and memory on the first and the last model chunk, so an even
 partition is not optimal. All layers are assumed to be identical. A greedy algorithm assigns one
-layer at a time to the stage with the least work that has memory left, which minimizes the work of
-the slowest stage. Starting from this or from the even partition, whichever is faster, the search
+layer at a time to the least loaded stage with enough free memory, which minimizes the work of the
+slowest stage. Starting from this or from the even partition, whichever is faster, the search
 moves single layers as long as the simulated step becomes shorter. If stage s takes f_s seconds for
 a forward pass, b_s for a backward pass and w_s in total, a step of M microbatches takes at least
 
@@ -184,5 +184,5 @@ class LayerCounts:
         return self.pipeline.sums(stage, sum(self.chunks_of(counts, stage)))
 
     def chunks_of(self, counts: Sequence[int], stage: int) -> tuple[int, ...]:
-        """Return the number of layers of each chunk of a stage."""
+        """Return the number of layers in each of a stage's chunks."""
         return tuple([counts[part] for part in self.parts_of[stage]])

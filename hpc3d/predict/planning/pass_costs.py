@@ -95,7 +95,7 @@ NOTHING = Pass(0.0, _NONE, 0, 0, 0.0, _NONE)
 
 
 def replicas_of(config: Config, waits: Mapping[str, float]) -> Counter:
-    """Return the entries of `waits` for the axes over which gradients are reduced."""
+    """Return only the entries of `waits` for axes over which gradients are reduced."""
     sizes = config.mesh.sizes()
     planes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}
     return Counter({axis: waits[axis] for axis in planes if axis in waits})
@@ -389,8 +389,9 @@ class LayerSample:
 class StageContent(NamedTuple):
     """Content of a model chunk or stage.
 
-    `layers` is its number of layers, and `first` and `last` are True if it has the embedding and
-    the head. If only some layers have mixtures of experts, `mixtures` is their number.
+    `layers` is the number of layers. `first` is True if the embedding is included, and `last` if
+    the head is included. `mixtures` is the number of mixture-of-experts layers, if only some
+    layers of the model have a mixture of experts.
     """
 
     layers: int
@@ -403,9 +404,9 @@ class StageContent(NamedTuple):
 class PartCosts:
     """Costs of the passes of a layer, the embedding (`first`) and the head (`last`).
 
-    `block` is the size in bytes of the activation between two layers. If only some layers have
-    mixtures of experts, `layer` is the mean over the layers, and `kinds` has the costs of a layer
-    without and of a layer with a mixture.
+    `block` is the size in bytes of the activation between two layers. If only some layers have a
+    mixture of experts, `layer` is the mean over all layers, and `kinds` contains the costs of a
+    dense layer and of a mixture-of-experts layer.
     """
 
     layer: PassSeconds

@@ -76,9 +76,9 @@ def _contents_of(placement: Placement, *contents: StageContent) -> list[tuple[St
 
 
 def buckets(gradient: float, megabytes: float) -> int:
-    """Return the number of buckets of `megabytes` MB that a gradient of `gradient` bytes fills.
+    """Return the number of buckets of `megabytes` MB needed for a gradient of `gradient` bytes.
 
-    A bucket size of 0 counts as 1 byte, because each tensor has a separate bucket then.
+    A bucket size of 0, which selects one bucket per tensor, counts as 1 byte.
     """
     return ceil(gradient / max(1.0, 1e6 * megabytes))
 
@@ -118,10 +118,10 @@ def fullest(
     sums: int,
     rest: int,
 ) -> tuple[int, dict[str, int]]:
-    """Return the index of the stage with the highest peak memory, and a dict from kind to bytes.
+    """Return the index of the stage with the highest peak, and its dict from kind to peak bytes.
 
-    `chunks` lists the content of each stage. `sums` and `rest` are the peaks in bytes of the
-    gradient reductions and of the update of a layer.
+    `chunks` lists the content of each stage. `sums` is the peak in bytes of a layer's gradient
+    reductions, and `rest` is the peak of its update.
     """
     last = len(chunks) - 1
     numbers = {0, min(1, last), max(0, last - 1), last} if even(config) else range(last + 1)
@@ -144,8 +144,8 @@ def stage_bytes(
 ) -> Counter:
     """Return the peak memory of a rank on stage `number`, as a dict from kind to bytes.
 
-    `chunks` is the content of the stage's chunks. `sums` and `rest` are the peaks in bytes of the
-    gradient reductions and of the update of a layer.
+    `chunks` is the content of the stage's chunks. `sums` is the peak in bytes of a layer's
+    gradient reductions, and `rest` is the peak of its update.
     """
     parallel, model, content = config.parallel, model_of(config), stage_content(chunks)
     held, layer = costs.held(config, content), costs.layer_gradient(config)

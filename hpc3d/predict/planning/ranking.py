@@ -42,10 +42,10 @@ _NEW, _KIN = 0.9, 0.97
 class RankedLayout(NamedTuple):
     """Predicted step of a layout.
 
-    `seconds` is the step time, and `bubble` and `communication` are fractions of it. `waits` maps
-    an axis to its communication time in seconds. The rank with the highest peak memory is on stage
-    `stage`; `peak` is its peak in bytes, and `kinds` maps a kind of memory to bytes. `simulated`
-    is False for an estimate.
+    `seconds` is the step time; `bubble` and `communication` are fractions of this time. `waits`
+    maps an axis to its communication time in seconds. The rank with the highest peak memory is on
+    stage `stage`; `peak` is its peak in bytes, and `kinds` maps a kind of memory to bytes.
+    `simulated` is False for an estimate.
     """
 
     config: Config
@@ -191,12 +191,12 @@ class Ranking:
         return None if enough or not offer or self.least(offer) > shortest else offer
 
     def least(self, estimate: Estimate) -> float:
-        """Return a lower bound on the step time, in seconds, that a simulation would give."""
+        """Return a lower bound on the simulated step time in seconds, before the simulation."""
         ratios = self.ratios.get(_family(estimate.config))
         return estimate.seconds * (_KIN * min(ratios) if ratios else _NEW)
 
     def peak(self, estimate: Estimate) -> float:
-        """Return the likely peak memory, in bytes, that a simulation of the layout would give."""
+        """Return the expected peak memory in bytes of a simulation that has not been run yet."""
         return estimate.peak * fmean(self.peaks.get(_family(estimate.config), [1]))
 
     def room(self, estimate: Estimate) -> float:

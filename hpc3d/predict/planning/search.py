@@ -45,8 +45,9 @@ class Found(NamedTuple):
     """Result of a search.
 
     `timed` has the timed candidates, fastest first; candidates that do not fit in memory come
-    last. `cut` has the candidates that were pruned because of their lower bound, and `left` the
-    candidates that remained when the budget was spent. `considered` is the number of layouts.
+    last. `cut` lists the candidates that were pruned because of their lower bound, and `left`
+    lists the candidates that remained when the budget was spent. `considered` is the number of
+    layouts.
     """
 
     timed: list
@@ -116,7 +117,7 @@ class Search:
         return found
 
     def _add(self, found: Found, offers: Sequence[Offer]) -> None:
-        """Add the estimates in `offers` to their candidates."""
+        """Add each estimate in `offers` to the candidate with the index stored in the offer."""
         for number, estimate in offers:
             candidate, known, *_ = found.timed[number]
             found.timed[number] = self._offered(candidate, [*known, estimate])
@@ -183,7 +184,7 @@ class Search:
         return f"no layout on {ranks} is valid for this model; for example, {problem}"
 
     def variants(self, candidate: Candidate) -> int:
-        """Return the number of layouts that have the mesh sizes of a candidate."""
+        """Return the number of layouts with the same mesh sizes as a candidate."""
         config, layers = candidate.config, self.base.model.layers
         counts = layouts.microbatches(config, self.ranks)
         ways = sum(len(layouts.schedules(config.mesh.p, micros, layers)) for micros in counts)

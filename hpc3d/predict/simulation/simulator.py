@@ -125,7 +125,7 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
 
 
 def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Clock) -> StageRun:
-    """Simulate the stage of this member of `peers`, the communicator of the stage threads."""
+    """Simulate the stage of this thread; `peers` is the communicator between stage threads."""
     pool = pool_of(config, clock)
     bare = representative(config.mesh.grid(), pool, peers, config.context())
     ledger = MemoryRecorder(bare.rank, lambda: clock.now)
@@ -203,7 +203,7 @@ def replay_passes(
 
 
 def ranks_per_core(machine: Machine, ranks: int) -> float:
-    """Return the number of ranks per core of a node, at least 1; 1 if each rank has a device."""
+    """Return the number of ranks per core of a node (at least 1), or 1 if ranks have devices."""
     here = min(ranks, machine.ranks_per_node)
     return max(1.0, here / machine.cores) if machine.cores else 1.0
 

@@ -118,7 +118,7 @@ def memory(runs: Sequence[StageRun], here: int, machine: Machine) -> dict[str, A
 
 
 def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
-    """Return the number of calls and the received bytes of a rank per step.
+    """Return a rank's number of calls and received bytes per step, by axis and operation.
 
     The result has the form {axis: {operation: {"calls": ..., "bytes": ...}}}.
     """

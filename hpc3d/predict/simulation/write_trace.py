@@ -110,10 +110,10 @@ def _header_of(
 def _tables_of(
     rank: int, run: StageRun, here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, ...]:
-    """Return the tables of events, steps, memory and clock samples of a rank.
+    """Return a rank's tables of events, steps, memory and clock samples.
 
-    The tables are derived from `run`, the simulated rank of the same stage. `here` and `there`
-    list the members of the groups of this rank and of the simulated rank.
+    The tables are derived from `run`, the simulated rank of the same stage. `here` lists the
+    members of each group of this rank, and `there` the members of the simulated rank's groups.
     """
     events = run.rows.copy()
     events["rank"], events["step"] = rank, np.where(run.rows["step"] == run.step[1], 0, -1)
@@ -147,9 +147,9 @@ def _turn_peers(
 def _turn_roots(
     events: np.ndarray, group: int, rank: int, mine: Sequence[int], others: Sequence[int]
 ) -> None:
-    """Set the roots of broadcasts and reductions and the bytes that this rank receives, in place.
+    """Set, in place, the root and the received bytes of each broadcast and reduction of a group.
 
-    `mine` and `others` list the members of the group of this rank and of the simulated rank.
+    `mine` lists the group's members for this rank, and `others` for the simulated rank.
     """
     for op in ("broadcast", "reduce"):
         called = (events["group"] == group) & (events["op"] == OP.index(op))
