@@ -91,7 +91,7 @@ class _FilePool(Pool):
 
     def read_ahead(self, array: np.ndarray) -> None:
         """Ask the operating system to prefetch the pages of an array."""
-        memory = lease_of(array).memory  # type: ignore[union-attr]  # this pool allocated it
+        memory = lease_of(array).memory  # type: ignore[union-attr]  # allocated by this pool
         address = memory.ctypes.data
         start = self.offsets[address] + array.ctypes.data - address
         os.posix_fadvise(self.file, start, array.nbytes, os.POSIX_FADV_WILLNEED)

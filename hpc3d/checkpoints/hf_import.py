@@ -104,7 +104,7 @@ class Pretrained:
             self.locations.pop(head, None)
         for copy, name in self.family.copies.items():
             location = self.locations.pop(copy, None)
-            if location and not tied:  # untied models use the copy
+            if location and not tied:  # untied models use this copy
                 self.locations[name] = location
         return tied
 

@@ -129,7 +129,7 @@ def _bert_written(model: ModelConfig) -> dict[str, Any]:
 
 
 def _bert_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    gelu = _gelu_of(settings, "hidden_act", GELU["exact"])  # the default of transformers
+    gelu = _gelu_of(settings, "hidden_act", GELU["exact"])  # the default in transformers
     return {"gelu": gelu, "norm_epsilon": settings.get("layer_norm_eps", 1e-12)}
 
 

@@ -39,7 +39,7 @@ class Weights:
                     for name, part in parts.items()
                 }
         except package.SafetensorError as error:
-            what = sanitized(str(error))  # the message may quote the file
+            what = sanitized(str(error))  # the message may contain text from the file
             raise ValueError(f"{path} is not a complete safetensors file: {what}") from None
 
     def read(self, name: str) -> np.ndarray:
@@ -60,7 +60,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     try:
         with replacing(path) as temporary:
-            temporary.touch()  # creates it with default permissions; the package would use 0600
+            temporary.touch()  # create with default permissions; the package would use 0600
             mode = temporary.stat().st_mode
             save_file(arrays, temporary, {"format": "pt"})
             temporary.chmod(mode)

@@ -43,7 +43,7 @@ class Saver:
     ) -> None:
         self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
         self.how, self.say, self.thread, self.saved = how, say, None, 0
-        self.report = ""  # set by the thread after writing
+        self.report = ""  # set by the writer thread when it is done
         self.exposed = 0.0  # time in seconds for which training was blocked
 
     def after(self, number: int, best: bool = False) -> None:

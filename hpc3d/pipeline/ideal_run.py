@@ -13,7 +13,7 @@ from hpc3d.pipeline.timeline import Cost, Row, bubble, makespan, timeline
 
 TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "comm": 0.0}  # default times in s
 MOST_SIMULATED = 1_000_000  # maximum number of forward passes in a simulation
-_SHORTEST, _LONGEST = 1e-12, 1e9  # bounds in s, so that sums and ratios stay finite
+_SHORTEST, _LONGEST = 1e-12, 1e9  # bounds on times in s; keep sums and ratios finite
 
 Seconds = float | list[float] | tuple[float, ...]
 

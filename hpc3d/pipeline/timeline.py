@@ -82,7 +82,7 @@ class _Clock:
         self.placement = placement
         if isinstance(cost, Cost):
             cost = [cost.share(placement.chunks)] * placement.parts
-        self.messages = [each.comm for each in cost]  # index: the model chunk before the boundary
+        self.messages = [each.comm for each in cost]  # by model chunk before the boundary
         self.seconds = {placement.location(part): each.seconds() for part, each in enumerate(cost)}
         self.given = [list(stream) for stream in streams]
         self.streams = [list(whole(stream)) for stream in self.given]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _POOL = 1024  # number of events created before the first step
 CHUNK = 64  # maximum number of timestamps resolved at once
-_FIRST, _MOST = 16, 8  # clock readings for the first reference; maximum extra readings
+_FIRST, _MOST = 16, 8  # number of clock readings for the first reference; maximum extra
 _MILLISECOND = 1_000_000  # ns
 _LONG = 1e9  # minimum interval in ns between two references for measuring the rate
 

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from hpc3d.trace.schema import Column
 
-_CHUNK = 64 * 1024  # rows
+_CHUNK = 64 * 1024  # rows per chunk
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # dict from HDF5 filter id to name
 _SHRINKS = 1100  # upper bound on the compression ratio; deflate reaches 1032 for zeros
 # Errors of file systems without lock support. Locks are not needed for correctness: a trace is
 # written by a single process under a temporary name.
 _WITHOUT_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS
-_LONGEST, _MOST_TEXT = 4096, 1 << 26  # maximum characters of a string, and of a column
-_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # maximum bytes of an attribute and a chunk
+_LONGEST, _MOST_TEXT = 4096, 1 << 26  # maximum characters per string and per column
+_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # maximum bytes per attribute and chunk
 REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 
 

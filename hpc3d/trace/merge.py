@@ -21,8 +21,8 @@ from hpc3d.trace.segment import TABLES, count_segments, read_segment, segment_pa
 from hpc3d.trace.trace_config import configured
 
 log = logging.getLogger(__name__)
-_WHERE = {"samples": "clock/samples"}  # dict from table to its path, if different
-_SAME = ("run_id", "world_size", "axes", "axis_sizes")  # equal in the headers of all ranks
+_WHERE = {"samples": "clock/samples"}  # dict from segment table to a different path in the file
+_SAME = ("run_id", "world_size", "axes", "axis_sizes")  # fields with equal values on all ranks
 _OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
 RUN = (*_SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
 _OPTIONAL = {"kind": "measured", "cores": 0, "transport": "", "node": None}

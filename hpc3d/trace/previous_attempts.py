@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _ASIDE = re.compile(r"trace-(\d+)\.h5")
 _TIMES = ("t_start", "t_end", "posted", "t_local")
 _OF_TRAIN = "batch", "dtype", "orthogonalize", "product_dtype", "product_scale"
-_NEVER = np.iinfo(np.int64).max  # later than any time
+_NEVER = np.iinfo(np.int64).max  # sentinel: later than any event
 _SMALL = {
     "steps": schema.STEPS,
     "memory": schema.MEMORY,

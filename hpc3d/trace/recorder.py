@@ -48,7 +48,7 @@ COMPUTE, OPTIMIZER, WAIT, _IO, _MARKER = map(
     CATEGORY.index, ("compute", "optimizer", "wait", "io", "marker")
 )
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASE)}
-MOST = (1 << 30) // ROW.size  # maximum rows of a table: 1 GiB per rank
+MOST = (1 << 30) // ROW.size  # maximum number of rows in a table (1 GiB per rank)
 _NANOSECONDS = 1_000_000_000
 
 Context = tuple[int, int, int, int, int]  # phase, microbatch, stage, chunk, layer

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.pass_costs import Pass, StageContent
 
 _TOKEN = 4  # size of a token in bytes
-_MESSAGE_COSTS = ("message", "handled")  # costs computed without running the program
+_MESSAGE_COSTS = ("message", "handled")  # names of costs computed without running the program
 
 
 class CostKey(NamedTuple):

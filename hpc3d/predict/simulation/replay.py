@@ -112,7 +112,7 @@ class PassRecorder:
         changes = {
             name: before[name] + recorded.live.get(name, 0) - pool.live[name] for name in pool.live
         }
-        for name in sorted(changes, key=changes.get):  # free first to avoid a spurious peak
+        for name in sorted(changes, key=changes.get):  # frees memory before allocations
             pool.count(name, changes[name])
         high = {name: change + before[name] for name, change in recorded.peak.items()}
         pool.peak |= Counter(high | {"all": held + recorded.peak["all"]})

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 _CARD, _HOST = "card", "host"  # keys of `ends` for the NIC and for copies to and from the host
-_LONG = 1e6  # message size in bytes for the comparison of pairs of ranks
+_LONG = 1e6  # message size in bytes used to compare pairs of ranks
 
 
 class Clock(CostMeter):
@@ -196,7 +196,7 @@ class HostDrivenClock(Clock):
         return ready
 
     def until(self, end: int, pending: Pending) -> Pending:
-        # A call's Pending is created right after its post, so `since` and `done` belong to it.
+        # A call's Pending is created right after its post: `since` and `done` are for this call.
         begin, done, ended = self.since, self.done, super().until(end, pending)
 
         def finish():
