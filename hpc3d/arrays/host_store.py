@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class HostStore(Protocol):
     """Store of the offloaded arrays of a `pool`.
 
-    `copied` is the number of bytes copied so far.  `exposed` is the time in seconds during which
-    the rank only copied; it is `None` if a device copies asynchronously.
+    `copied` is the number of bytes copied so far.  `exposed` is the time in seconds that the rank
+    spent only on copying, or `None` if a device copies asynchronously.
     """
 
     copied: int

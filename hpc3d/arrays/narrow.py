@@ -37,7 +37,7 @@ _PRODUCTS = {np.dot, np.einsum, np.inner, np.tensordot, np.vdot}
 
 
 def wide(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype in which values of `dtype` are accumulated: float32, or wider."""
+    """Return the dtype in which values of `dtype` are accumulated, at least float32."""
     return np.promote_types(dtype, WIDE)
 
 

@@ -98,7 +98,7 @@ def seconds(ranks: Sequence[tuple[str, int]], probes: Sequence[Probe]) -> float:
 
 
 def shortage(folder: Path, size: int, keep: int) -> str | None:
-    """Return a warning if the disk cannot hold the kept checkpoints and one more, or `None`."""
+    """Return a warning if the disk is too small for the kept checkpoints plus one, or `None`."""
     present = steps_of(folder / "checkpoints")
     has = sum(path.stat().st_size for step in present for path in step.iterdir())
     free, wanted = shutil.disk_usage(folder).free + has, (keep + 1) * size

@@ -178,8 +178,8 @@ class Schedule(NamedTuple):
         return several and not self.asynchronous and not self.v_shaped
 
     def forbids(self, stages: int, micros: int, chunks: int) -> str | None:
-        """Return None if the schedule supports these sizes, or an error message with key and
-        fix."""
+        """Return None if the schedule supports these sizes, or an error message that states the
+        key and a fix."""
         sizes = {"mesh.p": stages, "parallel.microbatches": micros, "parallel.chunks": chunks}
         for key, size in sizes.items():
             if size < 1:

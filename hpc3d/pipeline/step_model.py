@@ -36,8 +36,8 @@ class InFlight(NamedTuple):
     """Peak numbers of (microbatch, chunk) pairs for which a stage has saved data.
 
     `activations` counts the pairs with saved activations, from F to the end of B or BW.
-    `weight_inputs` counts the pairs with saved inputs and output gradients of the products in W,
-    from the end of B to the end of W.
+    `weight_inputs` counts the pairs with saved inputs and output gradients of the matrix products
+    in W, from the end of B to the end of W.
     """
 
     activations: int

@@ -53,7 +53,7 @@ def zb_v(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
 
 def _late_weights(warmup: int, lag: int, micros: int) -> Iterator[Instruction]:
-    """Return a stream of `warmup` F followed by repeated F B W, in which W lags B by `lag`
+    """Return a stream of `warmup` F passes, then repeated F B W, in which W lags B by `lag`
     microbatches."""
     warmup = min(warmup, micros)
     pattern = "F" * warmup

@@ -124,7 +124,7 @@ def _text(config: Config, windows: int) -> str:
 
 
 def _memory(config: Config, found: dict, machine: Machine | None) -> str:
-    """Format the peak memory of the fullest rank and of all ranks, and whether it fits."""
+    """Format the peak memory of the fullest rank and of all ranks, and whether the run fits."""
     peak = found["worst"]["all"]
     line = (
         f"memory: peak of {_size(peak)} on the fullest rank, {_size(found['total'])} on all ranks"

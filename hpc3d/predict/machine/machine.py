@@ -308,7 +308,7 @@ class Machine:
     def tables(
         self, members: Sequence[int], alone_serves: bool
     ) -> dict[str, Callable[[float], float]]:
-        """Return a dict from operation to a function from bytes to measured seconds, for a group.
+        """Return a dict from operation to the function for a group's measured time in seconds.
 
         Tables measured "at once" take precedence. Tables measured "alone" are used only if
         `alone_serves` is true, which means that the group shares no link with other groups. Tables

@@ -95,7 +95,7 @@ def _axes_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
 
 
 class CostTable:
-    """Costs of a model with `vocabulary` tokens on a machine.
+    """Cost table of a model with a vocabulary of `vocabulary` tokens, on a machine.
 
     `measured` is the number of costs that were measured by running the program.
     """

@@ -62,7 +62,7 @@ class ExpectedSteps:
         self._sequence = cache(self._measured)
 
     def of(self, candidate: Candidate) -> tuple[float, float]:
-        """Return the bytes by which a candidate exceeds the memory, and its step time in seconds.
+        """Return the bytes by which a candidate exceeds the memory limit, and its step time in s.
 
         Both values are for the best number of microbatches, ZeRO stage and recomputation option.
         """

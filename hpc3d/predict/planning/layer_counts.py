@@ -109,7 +109,7 @@ class LayerCounts:
         return over, seconds, own
 
     def descended(self, counts: tuple[int, ...], key: tuple[float, float]) -> tuple[int, ...]:
-        """Move single layers while this improves the key; return the final numbers of layers."""
+        """Move one layer at a time while this improves the key; return the final layer counts."""
         better = True
         while better:
             better = False

@@ -76,7 +76,7 @@ class Pass(NamedTuple):
         return Pass(self.seconds + other.seconds, waits, left, peak, busy, idle)
 
     def __mul__(self, times: float) -> Pass:
-        """Return `times` repetitions of this pass in sequence."""
+        """Return the cost of running this pass `times` times in sequence."""
         if not times:
             return NOTHING
         waits = _multiplied(self.waits, times)

@@ -118,7 +118,7 @@ def fullest(
     sums: int,
     rest: int,
 ) -> tuple[int, dict[str, int]]:
-    """Return the index of the stage with the highest peak, and its dict from kind to peak bytes.
+    """Return the index of the stage with the highest peak memory, and its bytes by memory kind.
 
     `chunks` lists the content of each stage. `sums` is the peak in bytes of a layer's gradient
     reductions, and `rest` is the peak of its update.

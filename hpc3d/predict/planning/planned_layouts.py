@@ -114,7 +114,7 @@ def _nothing_fits(planned: PlannedLayouts, memory: float) -> str:
 
 
 def _smallest(planned: PlannedLayouts) -> RankedLayout:
-    """Return the layout with the lowest peak memory, for searches in which none fits."""
+    """Return the layout with the lowest peak memory; used if no layout fits in memory."""
     timed = planned.found.timed
     rows = planned.ranking.known.values() or [estimated(each.best) for each in timed]
     return min(rows, key=lambda row: row.peak)

@@ -191,7 +191,7 @@ class Ranking:
         return None if enough or not offer or self.least(offer) > shortest else offer
 
     def least(self, estimate: Estimate) -> float:
-        """Return a lower bound on the simulated step time in seconds, before the simulation."""
+        """Return an estimated lower bound on the simulated step time of a layout, in seconds."""
         ratios = self.ratios.get(_family(estimate.config))
         return estimate.seconds * (_KIN * min(ratios) if ratios else _NEW)
 

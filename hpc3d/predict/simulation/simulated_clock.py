@@ -219,7 +219,7 @@ class HostDrivenClock(Clock):
 
 
 def clock_of(machine: Machine, slowdown: float = 1.0) -> Clock:
-    """Return a Clock for a machine: a HostDrivenClock if its ranks have no devices."""
+    """Return a HostDrivenClock if the machine's ranks have no devices, otherwise a Clock."""
     return (HostDrivenClock if machine.cores else Clock)(machine, slowdown)
 
 

@@ -236,7 +236,7 @@ class CoreSharing(NamedTuple):
 
 
 def core_sharing(config: Config, machine: Machine) -> CoreSharing:
-    """Return the numbers of ranks of a layout that share a core, as a CoreSharing."""
+    """Return the CoreSharing of a layout: the numbers of ranks and groups that share a core."""
     grid = config.mesh.grid()
     here = range(min(grid.size, machine.ranks_per_node))
     together = max(Counter(grid.coord(rank, "p") for rank in here).values())
