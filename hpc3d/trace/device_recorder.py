@@ -176,7 +176,7 @@ class DeviceRecorder(Recorder):
         self._discard(later)
 
     def _fill(self, rows: np.ndarray) -> None:
-        """Replace the contents of the table with these rows."""
+        """Replace the contents of the event table with `rows`."""
         self.table[: rows.nbytes], self.count = rows.tobytes(), len(rows)
 
     def _resolve_rows(self, rows: np.ndarray) -> None:

@@ -237,7 +237,7 @@ def volumes(config: Config, micros: int | None = None) -> Counter[str]:
 
 
 def summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
-    """Return pairs (axes, number of matrix elements with gradient reductions over these axes)."""
+    """Return pairs (axes, number of matrix elements whose gradients are reduced over the axes)."""
     sizes, dense, experts = config.mesh.sizes(), 0, 0.0
     for count, each in block_products(config.model):
         if each.experts > 1:

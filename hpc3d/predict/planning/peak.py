@@ -103,7 +103,7 @@ def work_of(parts: PartCosts, content: StageContent, split: bool) -> StageWork:
 
 
 def _layers_of(parts: PartCosts, content: StageContent) -> list[PassSeconds]:
-    """Return the pass costs of the layers of a StageContent; layers with a mixture come last."""
+    """Return the pass costs of a stage's dense layers and of its mixture-of-experts layers."""
     if not parts.kinds:
         return [parts.layer * content.layers]
     dense, mixture = parts.kinds

@@ -135,7 +135,7 @@ class Ranking:
     def simulate(self) -> None:
         """Simulate layouts until no other layout can be faster than the fastest one that fits.
 
-        If no layout fits, the smallest remaining layout is simulated last.
+        If no layout fits, the remaining layout with the lowest peak is simulated last.
         """
         offers = [offer for each in self.found.timed if each.fits for offer in each.offers]
         shortest = inf
