@@ -24,10 +24,10 @@ _CHUNKS = (2, 3, 4, 6, 8)  # numbers of chunks to try if a schedule allows any n
 
 
 def none(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
-    """One stage: the forward and backward pass of one microbatch after the other.
+    """Schedule for a single stage: each microbatch runs its forward and then its backward pass.
 
-    Gradients accumulate over the microbatches (gradient accumulation).  The activations of one
-    microbatch are in flight.
+    Gradients accumulate over the microbatches (gradient accumulation).  The activations of only
+    one microbatch are in flight.
     """
     return from_pattern("FB" * micros)
 
@@ -35,8 +35,8 @@ def none(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     """GPipe: all forward passes, then all backward passes from the last microbatch to the first.
 
-    arXiv:1811.06965.  The bubble is (p-1)(t_f + t_b), which is (p-1)/(m+p-1) of the step.  The
-    activations of all m microbatches are in flight.
+    arXiv:1811.06965.  The bubble is (p-1)(t_f + t_b), which is (p-1)/(m+p-1) of the step
+    time.  The activations of all m microbatches are in flight.
     """
     yield from (Instruction("F", mb) for mb in range(micros))
     yield from (Instruction("B", mb) for mb in reversed(range(micros)))
@@ -45,9 +45,9 @@ def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 def one_f_one_b(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     """1F1B: p-1-i warm-up forward passes on stage i, then forward and backward passes alternate.
 
-    The remaining backward passes drain the pipeline.  The schedule is PipeDream-flush of
-    arXiv:2006.09503, called 1F1B in arXiv:2104.04473.  The bubble is
-    (p-1)(t_f + t_b), as for GPipe, but only min(m, p-i) activations are in flight.
+    The remaining backward passes drain the pipeline.  This schedule is called PipeDream-flush
+    in arXiv:2006.09503 and 1F1B in arXiv:2104.04473.  The bubble is (p-1)(t_f + t_b), as for
+    GPipe, but the activations of only min(m, p-i) microbatches are in flight.
     """
     warmup = min(stages - 1 - stage, micros)
     return from_pattern("F" * warmup + "FB" * (micros - warmup) + "B" * warmup)
@@ -56,12 +56,13 @@ def one_f_one_b(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 def interleaved(stage: int, stages: int, micros: int, chunks: int) -> Iterator[Instruction]:
     """Interleaved 1F1B with v model chunks per stage.
 
-    arXiv:2104.04473, section 2.2.  A group of microbatches passes chunk 0 of all stages, then
-    chunk 1, and so on.  The bubble is (p-1)(t_f + t_b)/v, because each pass that fills the
-    pipeline takes 1/v of the time of a stage.  With groups of g microbatches, stage i starts
-    with 2(p-1-i) + (v-1)g forward passes of chunks.  Up to 2p-1 + (v-1)g chunks are in flight,
-    compared with p v under 1F1B.  A group has p microbatches.  If p does not divide m, there are
-    floor(m/p) groups of nearly equal sizes, the larger ones first.
+    arXiv:2104.04473, section 2.2.  Each group of microbatches runs through chunk 0 of all stages,
+    then through chunk 1, and so on.  The bubble is (p-1)(t_f + t_b)/v, because each pass that
+    fills the pipeline takes 1/v of the pass time of a full stage.  With groups of g microbatches,
+    stage i starts with 2(p-1-i) + (v-1)g forward passes of chunks.  The activations of up to
+    2p-1 + (v-1)g chunks are in flight, compared with p v under 1F1B.  A group has p microbatches.
+    If p does not divide m, there are floor(m/p) groups of nearly equal sizes, with larger groups
+    first.
     """
     edges = _group_edges(micros, max(1, micros // stages))
     groups = [range(*edge) for edge in pairwise(edges)]
@@ -86,23 +87,24 @@ def _group_edges(micros, groups):
 
 
 def pipedream(stage: int, stages: int, micros: int, steps: int = 1) -> Iterator[Instruction]:
-    """PipeDream: 1F1B over the microbatches of all steps, updated after each backward pass.
+    """PipeDream: 1F1B over the microbatches of all steps, with an update after each backward pass.
 
-    arXiv:1806.03377.  Each microbatch is a separate minibatch.  Its backward pass uses the weights
-    of its forward pass, so stage i stores p-i weight versions and the activations of p-i
-    microbatches.  Its gradients belong to weights that are p-1-i updates old.  The only bubbles
-    are the fill at the start of the run and the drain at its end.
+    arXiv:1806.03377.  Each microbatch is a separate minibatch.  The backward pass of a microbatch
+    uses the same weights as its forward pass, so stage i stores p-i weight versions and the
+    activations of p-i microbatches.  The gradients are computed with weights that are p-1-i
+    updates old.  The only bubbles are the fill at the start of the run and the drain at its end.
     """
     return _updated(one_f_one_b(stage, stages, steps * micros), every=1)
 
 
 def pipedream_2bw(stage: int, stages: int, micros: int, steps: int = 1) -> Iterator[Instruction]:
-    """PipeDream-2BW: 1F1B over the microbatches of all steps, updated every m backward passes.
+    """PipeDream-2BW: 1F1B over the microbatches of all steps, updating every m backward passes.
 
-    arXiv:2006.09503.  The gradients of the m microbatches of a step accumulate, and all of them
-    use the weights before the last update: W(t+1) = W(t) - rate dL(W(t-1)).  With m >= p, every
-    stage therefore stores two weight versions.  On stage i, the activations of p-i microbatches
-    are in flight.  The only bubbles are at the start and the end of the run.
+    arXiv:2006.09503.  The gradients of the m microbatches of a step accumulate.  All of these
+    gradients are computed with the weights before the last update:
+    W(t+1) = W(t) - rate dL(W(t-1)).  If m >= p, every stage therefore stores two weight versions.
+    On stage i, the activations of p-i microbatches are in flight.  The only bubbles are at the
+    start and the end of the run.
     """
     return _updated(one_f_one_b(stage, stages, steps * micros), every=micros)
 

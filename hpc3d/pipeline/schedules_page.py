@@ -10,60 +10,65 @@ from hpc3d.pipeline.timeline import Cost, bubble, timeline
 _HEAD = """\
 # Pipeline schedules
 
-This page draws every schedule that `parallel.schedule` can name, on 4 stages and 8 microbatches.
-Use it to compare the bubble and the memory of the schedules. [parallelism.md](parallelism.md)
-explains pipeline parallelism.
+This page shows a diagram of every schedule that you can select with `parallel.schedule`, for 4
+stages and 8 microbatches. Use the page to compare the bubbles and the memory of the schedules.
+[parallelism.md](parallelism.md) explains pipeline parallelism.
 
-The diagrams come from the instructions that a run executes. The command
-`python -m hpc3d.pipeline.schedules_page > docs/schedules.md` writes the page, and a test compares
-the two. For other sizes and times, use `python -m hpc3d.simulate schedule`.
+The diagrams are drawn from the instructions that a run executes. The command
+`python -m hpc3d.pipeline.schedules_page > docs/schedules.md` generates this page, and a test
+checks that the page is up to date. To draw a schedule for other sizes and pass times, use
+`python -m hpc3d.simulate schedule`.
 
 ## How to read the diagrams
 
-Each line is a stage, and time runs to the right. F is a forward pass, B computes the gradient of
-its input, and W the gradient of its weights. The number is the microbatch. If a schedule has no W,
-B computes both gradients. Small letters belong to chunk 1 of a stage. A bar marks an update
-between two microbatches, and blank space is the bubble. The diagrams assume T_F = T_B = T_W and
-free messages.
+Each line is a stage, and time runs to the right. F is a forward pass, B computes the input
+gradient, and W computes the weight gradients. The number after the letter is the index of the
+microbatch. If a schedule has no W, B computes both gradients. Lowercase letters are passes of
+chunk 1 of a stage. A vertical bar marks a weight update between two microbatches, and blank space
+is the bubble. The diagrams assume T_F = T_B = T_W and zero communication time.
 
 The descriptions use these symbols:
 
-- p is the number of stages, i the stage from 0, m the number of microbatches per step, and v the
-  number of model chunks per stage.
-- T_F, T_B and T_W are the times of the passes, t_f = T_F and t_b = T_B + T_W.
+- p is the number of stages, i the zero-based stage index, m the number of microbatches per step,
+  and v the number of model chunks per stage.
+- T_F, T_B and T_W are the durations of the passes F, B and W; t_f = T_F and t_b = T_B + T_W.
 
-A microbatch is in flight from its F to the end of its B, and its activations are saved for that
-time. From then until the end of its W, a stage saves the inputs and gradients of the products that
-W computes. The peaks of both are below each diagram, and they need not occur at the same time.
-They count chunks: with two chunks per stage, a chunk has half of the activations of the stage.
+A microbatch is in flight from the start of its F to the end of its B, and its activations are
+saved during this time. From the end of B to the end of W, a stage saves the inputs and output
+gradients of the matrix products whose weight gradients W computes. The line below each diagram
+shows the peak numbers of microbatches in flight and of microbatches waiting for W on each stage;
+the two peaks need not occur at the same time. With two chunks per stage, the numbers count
+chunks, each of which has half of the activations of the stage.
 """
 
 _TAIL = """\
 ## Asynchronous schedules
 
-`pipedream` and `pipedream-2bw` do not drain between training steps. The microbatches of all steps
-form one stream, which fills the pipeline once and drains it at the end of the run. In exchange,
-gradients belong to older weights. Their age follows from the schedule: on stage i, p-1-i updates
-with `pipedream` and one update with `pipedream-2bw`. The age never exceeds the depth of the
-pipeline.
+`pipedream` and `pipedream-2bw` do not drain the pipeline between training steps. The microbatches
+of all steps form one stream, which fills the pipeline at the start of the run and drains it at the
+end. In exchange, gradients are computed with stale weights. The staleness follows from the
+schedule: on stage i, p-1-i updates with `pipedream` and one update with `pipedream-2bw`. It never
+exceeds the number of pipeline stages.
 
-The backward pass of a microbatch always uses the weights of its forward pass, which the stage has
-stashed. Each gradient is therefore the exact gradient at weights that the stage had before.
+The backward pass of a microbatch always uses the same weights as its forward pass, because the
+stage stores these weights (weight stashing). Each gradient is therefore the exact gradient at an
+earlier version of the stage's weights.
 
-hpc3d has no other asynchronous training. In particular, replicas along the data axis never update
-independently: the staleness of their gradients would be unbounded and would depend on timing. Such
-a run could not be repeated or compared with a serial model.
+hpc3d has no other form of asynchronous training. In particular, data-parallel replicas never
+update their weights independently, because the staleness of their gradients would be unbounded
+and would depend on timing. A run with such updates could not be repeated or compared with a
+serial model.
 
 ## Custom schedules
 
-`parallel.schedule = "csv:FILE"` reads a schedule from a file with one row per stage and one cell
-per instruction: `F0`, `B0`, `W0` or `BW0`. `1F0` is a forward pass of chunk 1. If the first row is
-the single word `turn`, two chunks per stage are placed as in `zb-v`. hpc3d adds the messages, the
-reductions and the optimizer.
+`parallel.schedule = "csv:FILE"` reads a schedule from a CSV file with one row per stage and one
+cell per instruction: `F0`, `B0`, `W0` or `BW0`. `1F0` is the forward pass of microbatch 0 through
+chunk 1. If the first row contains only the word `turn`, the two chunks per stage are placed as in
+`zb-v`. hpc3d adds the messages, the gradient reductions and the optimizer steps.
 
-An invalid schedule is rejected before training. The message names the row and the column, or the
-instructions at which the stages would deadlock. `python -m hpc3d.simulate schedule ... --csv FILE`
-writes such a file.
+An invalid schedule is rejected before training. The error message names the row and the column, or
+the instructions at which the stages would deadlock. To write a schedule to such a file, run
+`python -m hpc3d.simulate schedule ... --csv FILE`.
 """
 
 

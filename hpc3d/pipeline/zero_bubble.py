@@ -14,10 +14,10 @@ from hpc3d.pipeline.instruction import Instruction, from_pattern
 def zb_h1(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     """ZB-H1: 1F1B in which stage i delays each W by i backward passes.
 
-    The previous stage receives its gradient without waiting for W, and the delayed W passes fill
-    the drain.  The bubble is (p-1)(T_F + T_B - T_W).  Before a B, stage i has min(m, p-i)
-    activations in flight, as under 1F1B, and the inputs of W of i microbatches
-    (arXiv:2401.10241, table 2).
+    A stage sends the input gradient to the previous stage before it runs W, and the delayed W
+    passes fill the drain of the pipeline.  The bubble is (p-1)(T_F + T_B - T_W).  Before a B,
+    stage i has the activations of min(m, p-i) microbatches in flight, as under 1F1B, and saves
+    the inputs of W for i microbatches (arXiv:2401.10241, table 2).
     """
     return _late_weights(stages - 1 - stage, stage, micros)
 
@@ -25,24 +25,25 @@ def zb_h1(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 def zb_h2(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     """ZB-H2: 2(p-1-i) warm-up forward passes on stage i, and each W delayed by 2i backward passes.
 
-    Twice the warm-up of ZB-H1 also fills the wait for the first backward pass.
-    The bubble is (p-1)(T_F + T_B - 2 T_W).  In exchange, it needs more memory: before a B,
-    min(m, 2p-2i-1) activations are in flight, and the inputs of W of 2i microbatches are saved
-    (arXiv:2401.10241, table 2).
+    The warm-up is twice as long as in ZB-H1, so that stages also compute while they would
+    otherwise wait for their first backward pass.  The bubble is (p-1)(T_F + T_B - 2 T_W).  In
+    exchange, ZB-H2 needs more memory: before a B, the activations of min(m, 2p-2i-1) microbatches
+    are in flight, and the inputs of W for 2i microbatches are saved (arXiv:2401.10241, table 2).
     """
     return _late_weights(2 * (stages - 1 - stage), 2 * stage, micros)
 
 
 def zb_v(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
-    """ZB-V: two chunks per stage, chunk 0 from the first stage to the last and chunk 1 back.
+    """ZB-V: two chunks per stage; chunk 0 runs from the first stage to the last, and chunk 1 back.
 
-    Stage 0 has the embedding and the head.  Small letters are passes of chunk 1.  The warm-up of
-    stage i is 2(p-i)-1 times F, then i times f F, then p-i times f b w.  The steady phase repeats
-    F B W f b w.  The drain first runs the B and b that other stages wait for, then the remaining W
-    and w.  If T_F = T_B = T_W, messages are free and m >= 2p-1, the bubble is zero.  At most 2p
-    chunk activations are in flight, which is the memory of 1F1B (arXiv:2401.10241, section 6;
-    arXiv:2405.15362).  With fewer microbatches, the schedule for 2p-1 runs without the missing
-    ones.
+    Stage 0 has the embedding and the head.  Lowercase letters are passes of chunk 1.  The warm-up
+    of stage i is 2(p-i)-1 times F, then i times f F, then p-i times f b w.  The steady phase
+    repeats F B W f b w.  The drain first runs the B and b that other stages wait for, then the
+    remaining W and w.  If T_F = T_B = T_W, communication takes no time and m >= 2p-1, the bubble
+    is zero.  The activations of at most 2p chunks are in flight, which is the peak activation
+    memory of 1F1B (arXiv:2401.10241, section 6; arXiv:2405.15362).  With fewer than 2p-1
+    microbatches, the schedule is that for 2p-1 microbatches without the passes of the missing
+    microbatches.
     """
     below, filled = stages - stage, max(micros, 2 * stages - 1)
     steady = filled - 2 * stages + 1 + stage
