@@ -137,7 +137,7 @@ def _counts(text):
 
 
 def _part(text):
-    """Parse a fraction from 0 to less than 1."""
+    """Parse a fraction f with 0 <= f < 1."""
     if not re.fullmatch(r"0?\.[0-9]+|0", text):
         raise ArgumentTypeError(f"{text:.40}: must be a fraction below 1, such as 0.1")
     return float(text)

@@ -14,7 +14,7 @@ from hpc3d.console.sanitize import counted
 from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.evaluation import PipelineChoice
 
-_STEP, _MARGIN, _LABELS = 22, 40, 170  # in pixels: spacing of atoms, page margin, label height
+_STEP, _MARGIN, _LABELS = 22, 40, 170  # atom spacing, margin, label height in px
 _MOST = 300  # maximum number of atoms in a legible diagram
 _COLOURS = ("#3b6fb6", "#c8553d", "#4d9078", "#8661a8", "#b98b2f", "#5b6770")
 

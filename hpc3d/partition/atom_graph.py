@@ -56,8 +56,9 @@ class Value(NamedTuple):
 class Shared(NamedTuple):
     """Weight or model input that is read by several `atoms`.
 
-    The fields of each atom already include the `memory` and `parameters` of the weight, or the
-    `fed` of the input. A stage with several of these atoms stores a single copy.
+    The costs of each of these atoms already include the tensor: `memory` and `parameters` for a
+    weight, `fed` for an input (in bytes). A stage that contains several of these atoms stores only
+    one copy of the tensor.
     """
 
     atoms: tuple[int, ...]
@@ -73,7 +74,7 @@ class Graph:
         self, atoms: Sequence[Atom], values: Sequence[Value], shared: Sequence[Shared] = ()
     ):
         self.atoms, self.values, self.shared = tuple(atoms), tuple(values), tuple(shared)
-        self.inputs = [0] * len(self.atoms)  # bit set of the atoms that each atom reads from
+        self.inputs = [0] * len(self.atoms)  # per atom: bit set of its source atoms
         for value in self.values:
             for target in value.targets:
                 self.inputs[target] |= 1 << value.source

@@ -139,7 +139,7 @@ class _SizedByData(ValueError):
 
 
 def _example(module, inputs, with_data):
-    """Return a model with data and a function that runs the model on a given number of samples."""
+    """Return the model with real tensors, and a function that runs it on a number of samples."""
     batch = _batch_of(inputs)
     held = [*module.parameters(), *module.buffers(), *tensors(inputs)]
     if any(isinstance(each, FakeTensor) for each in held):
@@ -227,7 +227,7 @@ def _emptied(module, inputs):
 def _first_names(module):
     """Return a dict from each parameter or buffer name to the first name of the same tensor.
 
-    torch.export uses an arbitrary one of these names.
+    If a tensor has several names, torch.export uses an arbitrary one.
     """
     named = [
         *module.named_parameters(remove_duplicate=False),
@@ -268,8 +268,8 @@ def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> C
 def _followers(nodes, inputs):
     """Return the operations whose results depend on the values of the inputs.
 
-    Operations that depend only on the batch size are not included. Operations whose results share
-    memory with the result of an included in-place operation are included.
+    Operations that depend only on the batch size are excluded. If an included operation writes in
+    place, all operations whose results share the written memory are also included.
     """
     follows, memory, before = set(inputs), set(), None
     of_inputs = {number for each in inputs for number in _memory(each)}
@@ -338,7 +338,7 @@ def shape_of(like: torch.Tensor, samples: int) -> list[int]:
 
 
 def without_values(value: Any, samples: int) -> Any:
-    """Return an uninitialized tensor like a captured one, for a batch of `samples` samples.
+    """Create an uninitialized tensor from a captured one, for a batch of `samples` samples.
 
     Values that are not tensors are returned unchanged.
     """
@@ -453,8 +453,8 @@ def _ordered(program, batch, weights, inputs, groups):
 def _piece(group, piece_of, weights, writers, order):
     """Create a Piece from a group of nodes.
 
-    The piece's copies are all direct and indirect operands that do not depend on model inputs, and
-    the operations that write to the memory of these operands.
+    `copies` contains all direct and indirect operands of the group that do not depend on model
+    inputs, and all operations that write to the memory of these operands.
     """
     copies, todo, names = set(), [*group], {}
     while todo:

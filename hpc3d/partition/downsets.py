@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc3d.partition.atom_graph import Graph, bits
 
-MOST_WORK = 5e9  # limit on (number of downsets)^2 * values; takes tens of seconds
+MOST_WORK = 5e9  # limit on (number of downsets)^2 * (number of values): tens of seconds
 _MOST_DOWNSETS = 5_000
 
 
@@ -28,7 +28,7 @@ def cuts_of(graph: Graph) -> Downsets | Chain:
 
 
 class _Stages:
-    """Sizes of stages, which are differences between two downsets.
+    """Sizes of stages in bytes; a stage is the difference between two downsets.
 
     A weight or input that is read by several atoms of a stage is counted only once.
     """
@@ -82,7 +82,7 @@ class Downsets(_Stages):
             row[list(value.targets)] = 1
         self.nbytes = np.array([value.nbytes for value in graph.values], float)
         self.made = self.members[:, [value.source for value in graph.values]]
-        self.read = self.members @ readers.T  # [downset, value]: number of readers
+        self.read = self.members @ readers.T  # number of readers [downset, value]
         self.open = self.made & (self.read < readers.sum(1))
         self.crossing = self.open @ self.nbytes
 
@@ -114,7 +114,7 @@ class Chain(_Stages):
     """Downsets that consist of the first 0, 1, 2 ... atoms of a topological order.
 
     `weight` contains the cumulative time of the weight gradients in seconds, and `alone` the
-    `working` bytes of each atom.
+    temporary memory of each atom in bytes.
     """
 
     exact = False
@@ -125,7 +125,8 @@ class Chain(_Stages):
         self.saved, self.weight = self._sum(graph, "saved"), self._sum(graph, "weight")
         self.alone = np.array([atom.working for atom in graph.atoms])
         self._count(graph, _running)
-        # Columns: a value's producer or previous reader, its next reader, bytes, 1 if producer.
+        # Columns: producer or previous reader of a value, next reader, size in bytes, and 1 if the
+        # first column is the producer (otherwise 0).
         reads = []
         for value in graph.values:
             ends = pairwise((value.source, *value.targets))
@@ -152,7 +153,7 @@ class Chain(_Stages):
         return np.cumsum(np.bincount(ends, weights, self.count + 1))[: self.count]
 
     def working(self, before: int | np.ndarray, after: int) -> float | np.ndarray:
-        """Return the peak memory in bytes of a stage's backward pass, in addition to `kept`.
+        """Return the peak memory in bytes of a stage's backward pass, beyond the result of `kept`.
 
         The stage is between two cuts. While the backward pass of atom a reads and writes
         gradients, the memory also contains
@@ -178,7 +179,7 @@ class Chain(_Stages):
     def _kept(self, after):
         """Return the cumulative saved bytes of the first 0 to `after` atoms.
 
-        Bytes that are saved only by an atom behind the cut `after` are excluded.
+        Bytes that are saved only by an atom after the cut `after` are excluded.
         """
         if after not in self._sums:
             open_ = (self.source < after) & (self.next >= after)

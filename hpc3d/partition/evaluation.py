@@ -46,7 +46,7 @@ class Wire(NamedTuple):
     bandwidth: float
 
     def seconds(self, nbytes: Any) -> Any:
-        """Return the time in seconds of transferring `nbytes` bytes, a number or an array."""
+        """Return the time in seconds to transfer `nbytes` bytes (a number or an array)."""
         return self.latency * (nbytes > 0) + nbytes / self.bandwidth
 
 
@@ -73,7 +73,7 @@ class Limits(NamedTuple):
     keeps_received: bool = False
 
     def seconds(self, nbytes: Any) -> Any:
-        """Return the time in seconds of sending `nbytes` bytes, a number or an array."""
+        """Return the time in seconds to send `nbytes` bytes (a number or an array)."""
         return Wire(self.latency, self.bandwidth or inf).seconds(nbytes)
 
 
@@ -291,7 +291,7 @@ class ModelCosts:
 
 
 def _peers(one, other):
-    """Return the maximum over ranks of the number of peers of a rank.
+    """Return the maximum number of peers per rank.
 
     `one` and `other` are the numbers of replicas of two adjacent stages. A peer of a rank is a
     rank of the other stage that processes at least one of the same rows.
@@ -451,7 +451,7 @@ _OF_SHARED = {"fixed": "memory", "trained": "parameters", "fed": "fed"}
 
 
 def _stage_sum(name, choice, parts, owned, stage):
-    """Return the sum of a size over all chunks of a stage, counting shared tensors only once."""
+    """Sum the size `name` over all chunks of a stage; count each shared tensor only once."""
     found = sum(getattr(part, name) for part in parts[stage :: choice.width])
     for shared, owners in owned:
         found -= max(0, owners[stage] - 1) * getattr(shared, _OF_SHARED[name])

@@ -114,7 +114,7 @@ def _called(name, make):
 def _asks_for_data(error):
     """Return True if an error was raised because a fake tensor has no data.
 
-    A failed conversion of a module to another dtype also counts.
+    This includes errors raised when a module is converted to another dtype.
     """
     frames = traceback.extract_tb(error.__traceback__)
     inside = any(f"{os.sep}_subclasses{os.sep}" in frame.filename for frame in frames)

@@ -25,7 +25,7 @@ from hpc3d.partition.evaluation import (
 )
 from hpc3d.partition.joint_search import Allowed, JointSearch, Timed, timed
 
-_NEAR = 6  # number of atoms, and of block boundaries, tried on each side of a boundary
+_NEAR = 6  # number of atoms (and of block boundaries) tried on each side of a stage boundary
 _AROUND = 60  # number of atoms tried on one side of a boundary, summed over all boundaries
 _CLIMB_BUDGET = 600_000  # maximum number of passes simulated by `_climbed`
 _NEAR_CUTS = 16  # maximum number of downsets tried per stage boundary
@@ -120,8 +120,8 @@ def moved(choice: PipelineChoice, border: int, positions: np.ndarray) -> Iterato
 def _shifted(costs, choice, stage, ranks):
     """Yield the arrangements in which a stage has one more replica.
 
-    The new replica uses an idle rank or a rank of another stage. Stage boundaries are adapted by
-    later changes.
+    The new replica uses an idle rank or a rank of another stage. The stage boundaries do not
+    change here; later moves adapt them.
     """
     replicas, idle = choice.replicas, ranks - choice.ranks
     if replicas[stage] == costs.rows(choice.microbatches, 1):

@@ -23,7 +23,7 @@ downsets, from the first stage to the last, and simulates the steps. Let M be th
 microbatches, f_s and b_s the forward and backward times of stage s, and n_s the number of
 microbatches in flight on stage s. Lower bounds on the step time are
 
-    sum_{i<s} (f_i + b_i) + M (f_s + b_s)               one pass to s and back, and all passes of s
+    sum_{i<s} (f_i + b_i) + M (f_s + b_s)               earlier stages once, and all passes of s
     sum_i f_i + sum_{i!=s} b_i + M b_s + (M - n_s) f_s  work left after the first gradient of s
     sum_{i<s} (f_i + b_i) + M T                         T: load of the heaviest remaining stage
 
@@ -64,9 +64,9 @@ SEARCH_BUDGET = 1_000_000  # maximum number of passes simulated by a call of `fa
 _LOOK = 32  # cost of expanding one branch, as a number of simulated passes
 _BLOCKS = 48  # number of blocks into which the candidate cuts divide the chain
 _MOST_UNITS = 63  # maximum number of units into which the ranks are grouped
-_STEPS = (0.8, 0.97)  # factors between successive limits: coarse search, fine search
+_STEPS = (0.8, 0.97)  # ratio of successive load limits in the coarse and the fine search
 _NEAR_BEST = 2.0  # candidates with estimates within this factor of the best are simulated
-_FEW = 6  # maximum number of stage counts for which arrangements are kept per limit
+_FEW = 6  # maximum number of arrangements kept per limit, each with another number of stages
 
 
 class Allowed(NamedTuple):
@@ -96,7 +96,7 @@ class Allowed(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Number of ranks in a unit; searched numbers of replicas are multiples of this number."""
+        """Number of ranks per unit; the search only tries multiples of it as replica counts."""
         return max(1, 2 ** (self.ranks.bit_length() - _MOST_UNITS.bit_length()))
 
     def units(self, replicas: int) -> int:
@@ -123,10 +123,10 @@ class Estimated(NamedTuple):
 class _StageKind(NamedTuple):
     """Costs of all stages with `replicas` replicas, as arrays indexed [first cut, last cut].
 
-    `load` is compared with the limit on T, and `weight` is the stage's term of the sum to be
-    minimized. Both are in seconds without recomputation; `again` is the recomputation time. Sizes
-    are in bytes: `always` is resident, `received` and `saved` are stored for each microbatch in
-    flight, and `made` is the additional memory for recomputation.
+    `load` is the stage load, which must not exceed the limit on T. `weight` is the term that the
+    stage adds to the minimized sum. Both are in seconds without recomputation; `again` is the
+    recomputation time. Sizes are in bytes: `always` is resident, `received` and `saved` are stored
+    for each microbatch in flight, and `made` is the additional memory for recomputation.
     """
 
     replicas: int
@@ -141,11 +141,10 @@ class _StageKind(NamedTuple):
     def costs(
         self, flight: int, sending: bool, allowed: Allowed
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the loads, the weights in the sum, and a mask of the stages that recompute.
+        """Return the stage loads, the terms of the sum, and a mask of the recomputing stages.
 
         `flight` is the number of microbatches in flight. If `sending` is True, the memory also
-        contains a gradient that is being sent. If a stage does not fit in memory, its weight is
-        inf.
+        contains a gradient that is being sent. If a stage does not fit in memory, its term is inf.
         """
         least = self.always + (flight + sending) * self.received + self.saved
         keeps = least + (flight - 1) * self.saved <= allowed.memory
@@ -196,8 +195,8 @@ class JointSearch:
     def _ways(self):
         """Yield (schedule, number of microbatches, number of microbatches in flight per stage).
 
-        Under 1F1B, the last number differs between stages, which is represented by None. Schedules
-        with several chunks are derived from arrangements with the default schedule.
+        Under 1F1B, the last item is None, because the number in flight differs between stages.
+        Schedules with several chunks are derived from arrangements with the default schedule.
         """
         names = [name if find(name).chunks else DEFAULT for name in self.allowed.schedules]
         for micros in self.allowed.microbatches:
@@ -221,7 +220,7 @@ class JointSearch:
         ]
 
     def _of_way(self, name, micros, flight) -> Iterator[Estimated]:
-        """Yield the best arrangements for decreasing limits, and for limits near the best one."""
+        """Yield the best arrangements for decreasing load limits, and for limits near the best."""
         search = _OfWay(self, name, micros, flight)
         first = search.under(inf)
         if (micros - 1) * search.least + first.weight > _NEAR_BEST * self.best:
@@ -287,7 +286,7 @@ class JointSearch:
 
 
 def _balanced(loads):
-    """Return the ends of the model chunks for which the largest chunk load is minimal.
+    """Return the ends of the model chunks that minimize the largest chunk load.
 
     `loads` contains one array per chunk, indexed [first cut, last cut].
     """
@@ -306,9 +305,9 @@ def _balanced(loads):
 def _flight_choices(schedule, micros, stages):
     """Return the candidate numbers of microbatches in flight.
 
-    Under GPipe, all microbatches are in flight. Under 1F1B, the number decreases from stage to
-    stage, which is represented by None. Under schedules that defer weight gradients, the number is
-    the same on all stages and depends on the number of stages; powers of two stages are tried.
+    Under GPipe, all microbatches are in flight. Under 1F1B, the only candidate is None, because
+    the number decreases from stage to stage. Under schedules that defer weight gradients, all
+    stages have the same number, which depends on the number of stages: powers of two and `stages`.
     """
     if schedule.keeps_all:
         return [micros]
@@ -322,8 +321,8 @@ class _Under(NamedTuple):
     """Result of a search with an upper limit on the stage load.
 
     `seconds` is the shortest estimated step time, `load` the largest stage load of the arrangement
-    with this step time, and `weight` the minimum of the sum over all numbers of stages. `found`
-    contains the best arrangements.
+    with this step time, and `weight` the smallest value of the minimized sum for any number of
+    stages. `found` contains the best arrangements.
     """
 
     seconds: float
@@ -352,7 +351,7 @@ class _OfWay:
     def _replicas(self):
         """Yield the numbers of replicas to try.
 
-        A number is skipped if the next smaller number leads to the same maximum of rows per rank.
+        Numbers that do not reduce the maximum number of rows per rank are skipped.
         """
         rows = self.search.costs.rows(self.micros, 1)
         wanted = {r for left in range(1, self.width + 1) for r in self.allowed.replicas_of(left)}
@@ -371,7 +370,8 @@ class _OfWay:
         work = part.forward + part.backward + sums / micros
         messages = border[:, None] + border[None]
         load = work + (0.0 if self.schedule.keeps_all else messages)
-        # W runs after the gradient has been sent. A waiting stage runs deferred W passes.
+        # Pass W (weight gradients) runs after the input gradient has been sent. Stages run
+        # deferred W passes while they wait.
         late = 1 + self.schedule.late_weights if self.schedule.splits_backward else 0
         weight = work + messages - late * part.weight
         always = part.fixed + micros * rows * part.fed + part.working
@@ -410,7 +410,7 @@ class _OfWay:
         return _Under(best.seconds, min(start), load, [each for each, _ in found])
 
     def _sums(self, limit):
-        """Return one array G per number of stages, indexed [cut, remaining units of ranks]."""
+        """Return one array of minimal sums [cut, remaining units] per number of stages."""
         shape = len(self.search.positions), self._units() + 1
         sums = [np.full(shape, inf)]
         sums[0][-1] = 0.0
@@ -436,7 +436,7 @@ class _OfWay:
         return np.where(load <= limit, weight, inf)
 
     def _traced(self, sums, limit, stages):
-        """Return the arrangement with the minimal sum, and the load of its heaviest stage."""
+        """Return the arrangement that minimizes the sum, and the load of its heaviest stage."""
         index, units, chosen, loads = 0, self._units(), [], []
         for left in range(stages, 0, -1):
             ways = {
@@ -518,7 +518,7 @@ class _DownsetSearch:
         self.rest, self.left, self.best = None, 0, None
 
     def run(self, following, rest, passes):
-        """Search for the shortest step, starting with the optimal partition of a `table`."""
+        """Search for the shortest step, starting with the partition with the smallest load."""
         self.rest, self.left = rest, passes
         if np.isfinite(rest[0, self.stages]):
             self._try_out(tuple(path(following, self.stages)))
@@ -607,7 +607,7 @@ def lightest(cuts: Downsets | Chain, limits: Limits) -> list[int] | None:
 
 
 def path(following: np.ndarray, stages: int) -> list[int]:
-    """Trace the optimal partition in a `table`: return the downset index at each stage's end."""
+    """Return the downset index at the end of each stage of the optimal partition."""
     at, ends = 0, []
     for left in range(stages, 0, -1):
         at = int(following[at, left])

@@ -32,8 +32,8 @@ from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 _REMEDY = "use a file written by python -m hpc3d.partition profile"
 _ONE_NODE = 4096  # ranks per node, large enough to place all ranks on one node
 
-# Machine with one second per FLOP and per byte, for estimating the fraction of the backward time
-# that is spent on weight gradients.
+# Fictitious machine that needs one second per FLOP and per byte. Its times yield the fraction of
+# the backward time that is spent on weight gradients.
 UNIT = Machine(
     "unit",
     "a second an operation and a byte",
@@ -125,7 +125,7 @@ class ModuleProfile(NamedTuple):
 
 
 def _link_of(tables):
-    """Fit a link to the measured messages between two ranks, for calls without a table."""
+    """Fit a link to the measured messages between two ranks, for calls without measurements."""
     for table in tables:
         if table.op == "send":
             more = table.bytes[-1] - table.bytes[0], table.seconds[-1] - table.seconds[0]

@@ -60,7 +60,7 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
 
 
 def _saved_later(operations, found):
-    """Yield a value of size 0 for each result saved only by a piece other than its producer."""
+    """Yield a zero-byte Value for each result that is saved only by another piece."""
     piece_of = operations.captured.piece_of
     for node, saver in operations.savers.items():
         if node in piece_of and piece_of.get(saver, piece_of[node]) != piece_of[node]:

@@ -35,11 +35,11 @@ from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 
 _MOST_MICROBATCHES = 128  # largest number of microbatches tried
 _LOOKED_AT = 250  # maximum number of simulated arrangements with one chunk per stage
-_AT_LEAST, _IMPROVED = 4, 8  # bounds on the number of arrangements to improve
+_AT_LEAST, _IMPROVED = 4, 8  # minimum and maximum number of arrangements to improve
 _FAR = 1.1  # maximum time of a candidate's busiest stage, relative to the best step time
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if not each.on_request)
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
-_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # limits on a search over all downsets
+_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # limits: downsets searched, passes simulated
 _MOST_LAID_OUT = 2**14  # maximum number of stages * microbatches in a simulated schedule
 _CLOSE = 1e-3  # relative accuracy of the memory reported in an error message
 

@@ -174,7 +174,7 @@ class _Meter(fx.Interpreter):
             if maker is not self.node:
                 self.savers.setdefault(maker, self.node)
                 self.later[maker] += storage.nbytes()
-            self.kept.append(value)  # keeps its storage id from being reused
+            self.kept.append(value)  # keeps the storage alive, so that its id is not reused
         return value
 
     def run_node(self, node):
@@ -200,7 +200,7 @@ class _Meter(fx.Interpreter):
         return result
 
     def _keep_whole(self, node, operands):
-        """Count the bytes saved by an opaque module: its operands and the recorded saved bytes."""
+        """Count the bytes saved by an opaque module: its operands and the recorded bytes."""
         if any(each.requires_grad for each in operands):
             for each in operands:
                 self._saved(each)
@@ -349,7 +349,7 @@ def _attention(operands, result):
 
 
 def _recurrent(operands, result):
-    """Return the Work of a recurrent layer: each token is multiplied by each weight matrix."""
+    """Return the Work of a recurrent layer, which multiplies each token by each weight matrix."""
     x, weights = operands[0], [each for each in operands[1:] if each.dim() == 2]
     flop = 2 * _rows(x) * sum(each.numel() for each in weights)
     back = 2 * flop if any(each.requires_grad for each in weights) else 0
@@ -369,7 +369,7 @@ _LATE_WEIGHTS = {
 }  # index of the weight operand, for operations with a split backward pass
 _COMPOSED = {_aten.einsum, _aten.tensordot, _aten.inner, _aten.bilinear, _aten.mv, _aten.dot}
 _LOOKUPS = {_aten.embedding}
-_SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # backward passes the gradient on
+_SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # backward is counted as free
 
 
 def _nbytes(values):

@@ -34,7 +34,7 @@ _Stepper = Callable[[ModelCosts, PipelineChoice, float], Evaluated]
 
 _MOST_MICROBATCHES = 128  # largest number of microbatches tried
 _SAMPLE = 64  # to balance stages, layer times are computed for 1/64 of the batch
-_LONG = 64_000_000  # message size in bytes for computing the bandwidth
+_LONG = 64_000_000  # message size in bytes for which the bandwidth is computed
 
 
 class Contender(NamedTuple):
@@ -94,7 +94,7 @@ def torchgpipe(task: Task) -> Contender:
 
 
 def gpipe_hybrid(task: Task) -> Contender:
-    """Return GPipe's arrangement of two or more stages with equal layer and replica counts."""
+    """Return GPipe's arrangement with two or more stages of equal layer and replica counts."""
     cut = partial(even, layer_runs(task.costs.graph(1)))
     counts = divisors(task.ranks)[1:]
     return fastest("GPipe hybrid", task, pipelines(task, cut, GPIPE, counts))
@@ -124,7 +124,7 @@ def pipedream(task: Task) -> Contender:
 
 
 def _levels(machine, ranks):
-    """Return the network levels, innermost first: links within a node, links between nodes."""
+    """Return the network levels: first the links within a node, then the links between nodes."""
     node = gcd(ranks, machine.ranks_per_node)
     inside = machine.ranks_per_node > 1
     found = [WorkerLevel(node, _bandwidth(machine, (0, 1)))] if node > 1 and inside else []
@@ -149,10 +149,10 @@ def _trained(chain):
 
 
 def _by_weight(costs, weights):
-    """Return a function from a number of stages to the ends of stages with balanced weights.
+    """Return a function that partitions the model into a given number of balanced stages.
 
-    Stages end only at layer boundaries. `weights(chain)` returns the cumulative weights of the
-    atoms.
+    The function returns the exclusive stage ends, which are layer boundaries, or None if there are
+    too few layers. `weights(chain)` returns the cumulative weights of the atoms to be balanced.
     """
     runs = [run.end for run in layer_runs(costs.graph(1))]
     units = np.diff(weights(costs.chain(max(1, costs.batch // _SAMPLE)))[[0, *runs]])

@@ -68,7 +68,7 @@ def asynchronous(
 
 
 class _Level:
-    """Dynamic-programming table of A(i, j, m) on one network level, with the optimal cuts."""
+    """Dynamic-programming table for one network level: times per minibatch and optimal cuts."""
 
     def __init__(self, alone, parameters, crossing, level):
         size, workers = len(alone), level.workers
@@ -88,7 +88,7 @@ class _Level:
                 self._try(m, rear, moved)
 
     def _try(self, m, rear, moved):
-        """Try all partitions over `m` workers whose last stage has `rear` workers."""
+        """Try all partitions over `m` workers that assign `rear` workers to the last stage."""
         front = np.maximum(self.best[:, :, m - rear], moved)  # [i, k]
         for end in range(2, len(moved)):
             candidates = np.maximum(front[:, :end], self.single[:end, end, rear])  # [i, k]

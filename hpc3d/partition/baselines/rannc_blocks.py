@@ -176,7 +176,7 @@ class _Groups:
         self._regroup(set(), here)
 
     def compacted(self):
-        """Merge topologically adjacent groups, fastest first, and return the atoms per block."""
+        """Merge topologically adjacent groups, fastest first; return the atoms of each block."""
         edges = nx.DiGraph()
         edges.add_nodes_from(self.atoms)
         edges.add_edges_from((one, two) for one in self.atoms for two in self.after[one])

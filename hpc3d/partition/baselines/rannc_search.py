@@ -34,7 +34,7 @@ MOST_MICROBATCHES = 32
 
 
 class Devices(NamedTuple):
-    """Number of devices, number of devices per node, and usable memory per device in bytes."""
+    """Cluster: number of devices, devices per node, and usable memory in bytes per device."""
 
     count: int
     node: int
@@ -79,7 +79,10 @@ def first_feasible(
 
 
 def lock_step(forward: Sequence[float], backward: Sequence[float], microbatches: int) -> float:
-    """Return the step time in seconds if all active stages of a wave wait for the slowest one."""
+    """Return the time in seconds of a step that is executed in lock-step waves.
+
+    In each wave, all active stages wait for the slowest one.
+    """
     stages, seconds = len(forward), 0.0
     for wave in range(microbatches + stages - 1):
         active = slice(max(0, wave - microbatches + 1), wave + 1)
@@ -136,9 +139,9 @@ class _State(NamedTuple):
 
 
 class _Table:
-    """Dynamic-programming states for `pipelines` replicas of a pipeline on a group of devices.
+    """Dynamic-programming search for the best pipeline on a group of devices.
 
-    Each call of `extended` adds one stage.
+    The pipeline is replicated on `pipelines` such groups. Each call to `extended` adds one stage.
     """
 
     def __init__(self, chain_of, batch, group, pipelines, micros):
@@ -168,8 +171,8 @@ class _Table:
     def _choose(self, last, state, end, devices):
         """Choose the last stage for the first `end` blocks on `devices` devices.
 
-        RaNNC compares the value of a new candidate with the larger of two values: the value of the
-        stored candidate, and the value of the stored candidate's preceding stages.
+        As in RaNNC, a new candidate replaces the stored one if the new value is smaller than the
+        stored candidate's value or than the value of the stages before its last stage.
         """
         before = len(self.states) - 1
         starts = slice(before, end if before else 1)
@@ -197,7 +200,7 @@ class _Table:
         state.device[end, devices] = left[column]
 
     def _plan(self):
-        """Return the plan given by the last state, with the step time for lock-step waves."""
+        """Trace back the stages; return the plan with the step time for lock-step waves."""
         end, devices, ends, sizes = self.blocks, self.devices, [], []
         rows = []
         for state in self.states[:0:-1]:

@@ -37,7 +37,10 @@ class TensorCosts(ModelCosts):
         super().__init__(partial(graph_of, operations, costs.machine), costs.machine, costs.batch)
 
     def message(self, nbytes: float, senders: range, receivers: range) -> float:
-        """Return the time of a message in seconds; the first rank of replica r is `ways` * r."""
+        """Return the time in seconds to send the values of a microbatch to the next stage.
+
+        `senders` and `receivers` are replica indices; the first rank of replica r is `ways` * r.
+        """
         ways = self.ways
         apart = [range(ways * each[0], ways * each[-1] + 1, ways) for each in (senders, receivers)]
         return super().message(nbytes, apart[0], apart[1])

@@ -78,10 +78,11 @@ def split_roles(captured: Captured, ways: int) -> SplitRoles:
 
 
 class _Flow:
-    """Propagation of column shards through a program.
+    """Propagation of column shards through the operations of a program.
 
-    Linear layers with a replicated input are column parallel unless they are in `barred`. `wrong`
-    contains the column-parallel layers whose shards reach an operation that needs all columns.
+    Linear layers with a replicated input are column parallel, except for the layers in `barred`.
+    `wrong` collects the column-parallel layers whose output reaches an operation that needs all
+    columns.
     """
 
     def __init__(self, captured, ways, barred):
@@ -175,7 +176,8 @@ class SplitOperations(Operations):
             "forward": _divided(operation.forward, forward, ways),
             "backward": _divided(operation.backward, backward, ways),
         }
-        if node not in roles.rows | roles.tables:  # other results are all-reduced to full size
+        # Row-parallel layers and embeddings all-reduce their results, which have the full size.
+        if node not in roles.rows | roles.tables:
             kept = ("saved", "later", "working") + ("nbytes",) * (node not in roles.losses)
             own |= {name: getattr(operation, name) / ways for name in kept}
         return operation._replace(**own)
@@ -203,9 +205,10 @@ class SplitOperations(Operations):
 
 
 def _divided(work, indices, ways):
-    """Divide work by `ways`; `indices` selects the dimension to divide in each matrix product.
+    """Divide the work of an operation by `ways`.
 
-    If there are fewer products than indices, the leading indices are ignored.
+    `indices` contains, for each GEMM, the index of the dimension to divide. If there are fewer
+    GEMMs than indices, the leading indices are ignored.
     """
     products = tuple(
         tuple(size / ways if at == index else size for at, size in enumerate(sizes))

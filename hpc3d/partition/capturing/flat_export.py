@@ -70,7 +70,7 @@ def _checked_apply(cls, *args, **kwargs):
 
 
 class _Modes:
-    """Graph pass that removes changes of the gradient mode and detaches operands instead."""
+    """Graph pass that removes gradient-mode changes; operands are detached instead."""
 
     def __init__(self, program):
         self.graph = program.graph

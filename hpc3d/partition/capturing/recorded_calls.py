@@ -46,7 +46,7 @@ class NestedValues(NamedTuple):
 
     @property
     def likes(self) -> list[Like]:
-        """Shapes and dtypes of the tensors."""
+        """Shapes and dtypes of the tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Like)]
 
     def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
@@ -56,9 +56,9 @@ class NestedValues(NamedTuple):
         return tree_unflatten(leaves, self.spec)
 
     def tensors_in(self, values: Any) -> list[torch.Tensor] | None:
-        """Return the tensors in the arguments or result of another call.
+        """Return the tensors in `values`, the arguments or the result of another call.
 
-        Returns None if the structure or the constants differ from the recorded call.
+        Returns None if `values` differs from the recorded call in its structure or constants.
         """
         found, spec = tree_flatten(values)
         if spec != self.spec:
@@ -76,10 +76,10 @@ class RecordedCall(NamedTuple):
     """Recorded call of a module.
 
     `taken` contains the positional and keyword arguments, `returned` the result, and `written` the
-    names of the buffers to which the call writes. `flop` is a pair (forward, backward), and
-    `saved` is the number of bytes saved for backward; both are per sample. Before the calls of the
-    two runs are combined, tensors are represented by meta tensors, and `flop` and `saved` are sums
-    over the samples.
+    names of the buffers to which the call writes. `flop` contains the FLOPs of the forward and
+    backward passes, and `saved` is the number of bytes saved for the backward pass; both are per
+    sample. Before the calls of the two runs are combined, tensors are represented by meta tensors,
+    and `flop` and `saved` are sums over the samples.
     """
 
     taken: NestedValues
@@ -144,7 +144,7 @@ def _combined_values(path, few, many, samples):
 
 
 def _combined_leaf(path, few, many, samples):
-    """Combine the same leaf of two runs, with `samples` and with 2 * `samples` samples.
+    """Combine the values of one leaf in two runs, on `samples` and on 2 * `samples` samples.
 
     Two tensors are combined into a Like. Leaves that are not tensors must be equal.
     """
@@ -167,7 +167,7 @@ def _combined_leaf(path, few, many, samples):
 
 
 class _Watch:
-    """Replacement of a module's `forward` that records its calls."""
+    """Replacement for a module's `forward` method that records its calls."""
 
     def __init__(self, path, part, calls):
         self.path, self.part, self.calls, self.forward = path, part, calls, part.forward
@@ -262,7 +262,8 @@ class _ModuleState:
         }
         held = [*part.named_parameters(), *part.named_buffers()]
         self.held = {name: (tensor, tensor._version) for name, tensor in held}
-        # Buffers are copied because BatchNorm does not increment the versions of running averages.
+        # BatchNorm does not increment the version counters of its running averages, so writes to
+        # buffers are detected by comparing copies.
         self.buffers = {name: tensor.clone() for name, tensor in part.named_buffers()}
         self.versions = [each._version for each in _tensors_in(leaves)]
         self.random = torch.get_rng_state()

@@ -62,7 +62,7 @@ class WholeModule:
         _KNOWN[self.number] = self
 
     def __str__(self) -> str:
-        """Return the module path and a hash that identifies the computation if possible."""
+        """Return the module path and, if possible, a hash that identifies the computation."""
         return f"{self.path} {self._text}"
 
     def __call__(
@@ -224,7 +224,7 @@ class WholeModules:
             part.forward = _StandIn(path, part, calls)
 
     def add(self, model: torch.nn.Module, path: str, reason: str) -> None:
-        """Convert a module that cannot be traced, and others of its class, to opaque operations.
+        """Convert an untraceable module, and all modules of its class, to opaque operations.
 
         If a module cannot be an opaque operation, its parent module is tried. Raises ValueError if
         only the model itself remains, or after too many failed traces.

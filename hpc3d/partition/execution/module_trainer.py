@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class ModuleTrainer(Trainer):
     """Trainer for a rank's part of a torch module, on a mesh from hpc3d.comm.stage_mesh.
 
-    `line(ranks)` creates a communicator for a list of ranks. `batches(step)` returns the flat
-    inputs of a step; `batches` is `None` on all ranks except rank 0. The weights are uninitialized
-    until `fill` is called.
+    `line(ranks)` creates a communicator for a list of ranks. `batches(step)` returns the inputs of
+    a step as a flat list; `batches` is `None` on all ranks except rank 0. The weights are
+    uninitialized until `fill` is called.
     """
 
     has_tied_ends = False
@@ -135,8 +135,8 @@ class TiedBuckets(Buckets):
     """Gradient buckets that also all-reduce the gradients of weights shared by several stages.
 
     The gradient of a shared weight is reduced over all ranks that hold the weight, and counted
-    once in the gradient norm. Other reductions skip shared weights, because the `partial` field of
-    their parameters names no axis.
+    once in the gradient norm. Other reductions skip the gradients of shared weights, because the
+    `partial` field of such a Parameter lists no mesh axis.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Predicted communication volume and message count of a partitioned model in each step.
 
-boundaries    values are sent forward and their gradients backward; the volume is their size for
-              all samples. There is one message for each microbatch, value or gradient, and pair of
-              ranks that process common samples.
+boundaries    values are sent forward and gradients backward; the volume is their total size
+              for all samples. There is one message for each microbatch, value or gradient, and
+              pair of ranks that process common samples.
 all-reduces   each of n replicas receives 2 (n - 1) / n times the size of its gradients. The
               gradient of a weight on several stages is reduced over all ranks of these stages.
 """
@@ -50,7 +50,7 @@ def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterato
 
 
 def _pairs(one, other, rows):
-    """Return the number of pairs of a sending and a receiving rank with common samples."""
+    """Return the number of (sending rank, receiving rank) pairs with common samples."""
     if one == other:
         return one
     return sum(

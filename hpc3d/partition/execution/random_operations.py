@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 class Draw(NamedTuple):
-    """Key that determines the random numbers of a step's samples `first` to `first + samples`."""
+    """Key of a step's random numbers for samples `first` to `first + samples` (exclusive)."""
 
     seed: int
     step: int
@@ -28,7 +28,7 @@ class Draw(NamedTuple):
 
 
 def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
-    """Replace a random operation by a version with reproducible random numbers.
+    """Replace a random operation with a version that uses reproducible random numbers.
 
     `node` is a copy of the operation `original`. The random numbers depend only on the name of
     `original` and on the Draw passed in the graph node `draw` at run time. Raises ValueError for

@@ -1,8 +1,8 @@
-"""Matrix products and convolutions with a split backward pass: input gradients in B, weight
-gradients in W.
+"""Matrix products and convolutions whose backward pass is split into input gradients (pass B) and
+weight gradients (pass W).
 
-torch.autograd computes both gradients in one pass. This module computes the product of x with a
-weight W and an optional bias b by an autograd function whose backward pass is split in two:
+torch.autograd computes both gradients in one pass. This module multiplies x by a weight W, and
+adds an optional bias b, in an autograd function whose backward pass is split in two:
 
     B    dx = dy W'
     W    W.grad += x' dy,   b.grad += sum of dy over all rows
@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 
 
 def split_backward(node: fx.Node, later: fx.Node) -> None:
-    """Change a product or convolution in a copied graph so that it defers parameter gradients.
+    """Modify a matrix product or convolution in a graph to defer its parameter gradients.
 
     The backward pass calls `later(function, *args)` with the function that accumulates these
     gradients. Operations without a rule in this module are not changed.
@@ -41,7 +41,7 @@ def split_backward(node: fx.Node, later: fx.Node) -> None:
 def product(
     operation: torch._ops.OpOverload, later: Callable[..., None], **given: Any
 ) -> torch.Tensor:
-    """Compute an operation and, if possible, split its backward pass by the operation's rule.
+    """Compute an operation; split its backward pass if the rule of the operation applies.
 
     All arguments of the operation are passed by name.
     """
@@ -186,7 +186,7 @@ def _matrices(split, dy, x, weight):
 
 
 def _is_matrix(x, weight, how):
-    """Return True if the weight is a matrix and the product has no scale factors."""
+    """Return True if the weight is 2D and the GEMM has no scale factors (alpha = beta = 1)."""
     return weight.dim() == 2 and how.get("alpha", 1) == how.get("beta", 1) == 1
 
 

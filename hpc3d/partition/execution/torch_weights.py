@@ -50,7 +50,7 @@ def values_in(module: torch.nn.Module, captured: Captured) -> Iterator[tuple[str
         if name in held:
             yield name, held[name].detach()
         else:
-            # A constant is an attribute of the module, or was created in the forward pass.
+            # The constant is an attribute of the module or was created by the forward pass.
             found: Any = module
             for part in name.split("."):
                 found = getattr(found, part, captured.program.constants[name])
@@ -79,7 +79,7 @@ class TorchWeights:
         self.tensors: dict[str, torch.Tensor] = {}
         self.completed: Callable[[str], object] = lambda name: None  # set in backward passes
         self.defer: Callable[..., None] = immediately
-        self._accumulators: list[Node] = []  # keeps nodes and hooks alive
+        self._accumulators: list[Node] = []  # references that keep the hooks alive
         self.dtype = torch.from_numpy(np.empty(0, parameters.dtype)).dtype
         for name in names:
             if name in captured.program.state_dict:

@@ -173,7 +173,7 @@ class _PartSource:
         return "".join(f"    {line}\n" for line in code.src.strip().splitlines())
 
     def _named(self, name):
-        """Add a placeholder to the graph with this name, or a similar name if it is taken."""
+        """Add a placeholder to the graph; its name is `name`, or similar if `name` is taken."""
         with self.graph.inserting_before(next(iter(self.graph.nodes))):
             node = self.graph.placeholder(name)
         node.target = node.name
@@ -195,14 +195,14 @@ class _PartSource:
             node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
 
     def _inputs_read(self, inputs, also):
-        """For each used input, including `also`, yield a source line that reads the input."""
+        """Yield the source lines that read the inputs used by the chunk, and the input `also`."""
         for node, original in zip(self.inputs, self.program.inputs, strict=True):
             if node.users or node is also:
                 row = "" if carries_batch(original) else "[0]"
                 yield f'{node} = {inputs}["{original.name}"]{row}'
 
     def _with_batch(self):
-        """Return a tensor with the batch in dimension 0, and its number of rows per sample."""
+        """Return a tensor whose dimension 0 is the batch, and the tensor's rows per sample."""
         program = self.program
         given = zip(self.received + self.inputs, program.received + program.inputs, strict=True)
         for node, original in given:
@@ -244,7 +244,7 @@ def _size(size: torch.SymInt | int, rows: str) -> str:
 
 
 def _borders(model: StagedModel) -> Iterator[str]:
-    """Yield, for each chunk boundary, the source code of a function that returns its tensors."""
+    """Yield the source of one function per chunk boundary; it returns the received tensors."""
     for number, program in enumerate(model.programs[1:], 1):
         lines = ""
         for node in program.received:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CLOCK = time.thread_time
 _PARTS = 8  # number of model chunks for measuring the overhead per chunk
-_MORE = 5  # factor on the number of repetitions of messages, which are fast
+_MORE = 5  # messages are fast, so they are repeated this many times as often
 _SIZES = [1 << power for power in (10, 13, 16, 18, 20, 22, 24)]  # message sizes in bytes
 
 
@@ -90,10 +90,10 @@ def _parts(captured: Captured, count: int) -> list[list[int]]:
 
 
 def timed_calls(job: Job, comm: Communicator, repeats: int) -> list[dict[str, Any]]:
-    """Measure messages and all-reduces; return their tables (op, members, bytes, seconds).
+    """Time messages and all-reduces; return one table per operation.
 
-    Messages are sent between two ranks, and all-reduces are over all ranks of `comm`. The list is
-    empty if there is only one rank.
+    A table is a dict with the keys op, members, bytes and seconds. Messages are sent between two
+    ranks, and all-reduces are over all ranks of `comm`. The list is empty on a single rank.
     """
     if job.size == 1:
         return []

@@ -24,7 +24,7 @@ from hpc3d.pipeline.schedule import ONE_STAGE
 
 
 class StepSeconds(NamedTuple):
-    """Time in seconds of a step with one microbatch, split into passes, update, and the rest."""
+    """Time in seconds of a one-microbatch step: passes, optimizer update, and the rest."""
 
     passes: float
     update: float
