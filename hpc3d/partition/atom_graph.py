@@ -3,7 +3,7 @@
 Atoms are in topological order. A set of atoms is represented by an int with one bit per atom. Each
 stage of a partition is convex: no path leaves the stage and returns to it. The stages can
 therefore be ordered so that values only flow forward. The union of the first s stages is a
-*downset*: with each atom, it contains every atom whose value that atom reads.
+*downset*: for each of its atoms, it also contains all atoms from which the atom reads values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import networkx as nx
 
 
 class Atom(NamedTuple):
-    """Indivisible node: one or more operations, with the given `ids`, that share a stage.
+    """Indivisible node: one or more operations (`ids`) that are assigned to the same stage.
 
     `forward` and `backward` are seconds per microbatch; `weight` is the part of `backward`, in
     seconds, spent on weight gradients. Sizes are in bytes: `memory` is resident on the stage,

@@ -402,7 +402,7 @@ def parts_of(costs: ModelCosts, choice: PipelineChoice) -> Iterator[PartNumbers]
 
 
 def _borders(costs, choice):
-    """Return the bytes and the send time in seconds of a microbatch at each chunk boundary."""
+    """Return, per chunk boundary, the bytes sent per microbatch and the send times in seconds."""
     stage_ranks, sent, seconds = ranks_of(choice.replicas), [], []
     for part, stage in enumerate(choice.stages[:-1]):
         here, there = (stage_ranks[number % choice.width] for number in (part, part + 1))

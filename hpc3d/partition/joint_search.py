@@ -262,7 +262,7 @@ class JointSearch:
     def _interleaved(self, name, replicas, micros) -> Iterator[PipelineChoice]:
         """Yield the interleaved arrangement that minimizes the load of the heaviest chunk.
 
-        Chunks recompute their activations where this is necessary to fit in memory. If the
+        Chunks recompute their activations if the stage would not fit in memory otherwise. If the
         heaviest stage is too slow for a nearly optimal step, no arrangement is yielded.
         """
         heavy = [np.triu(self.balance[micros][r].load, 1) for r in replicas * 2]
@@ -307,7 +307,8 @@ def _flight_choices(schedule, micros, stages):
 
     Under GPipe, all microbatches are in flight. Under 1F1B, the only candidate is None, because
     the number decreases from stage to stage. Under schedules that defer weight gradients, all
-    stages have the same number, which depends on the number of stages: powers of two and `stages`.
+    stages have the same number. This number depends on the number of stages, for which powers of
+    two and `stages` are tried.
     """
     if schedule.keeps_all:
         return [micros]

@@ -87,8 +87,8 @@ class ModuleBorder(NamedTuple):
 class ModulePlan(NamedTuple):
     """Planned arrangement `choice`, with its predicted `step`.
 
-    `borders` explains the boundaries between chunks, and `memory` is the memory limit in bytes per
-    rank. The chunks of `choice` end at atoms of the chain in `costs`.
+    `borders` describes the boundaries between chunks, and `memory` is the memory limit in bytes
+    per rank. The chunks of `choice` end at atoms of the chain in `costs`.
     """
 
     choice: PipelineChoice
@@ -200,13 +200,14 @@ def _refuse_few(costs, wanted, allowed):
 
 
 def _quickest(costs, allowed):
-    """Improve the best few simulated arrangements; yield the costs, choice and step of each."""
+    """Improve the best simulated arrangements; yield (costs, arrangement, predicted step)."""
     search = JointSearch(costs, allowed)
     found = search.found()
     several = [each for each in found if each.chunks > 1]
     found = [each for each in found if each.chunks == 1][:_LOOKED_AT] + several
     found = _sorted_on_the_clock(costs, found)
-    # Local search keeps the schedule and the number of stages: take the best of each combination.
+    # Local search does not change the schedule or the number of stages, so the best arrangement
+    # of each combination is improved.
     kinds = {(each.schedule, each.width): each for each in reversed(found)}
     best = sorted(kinds.values(), key=found.index)[:_IMPROVED]
     best += [each for each in found if each not in best][: max(0, _AT_LEAST - len(best))]
@@ -278,9 +279,10 @@ def _along(costs, cuts, ends, replicas):
 
 
 def _lightest(costs, allowed):
-    """Yield the costs, choice and step of the partition that minimizes the largest stage load.
+    """Yield (costs, arrangement, predicted step) for the smallest maximum stage load.
 
-    The partition has the smallest allowed numbers of microbatches and replicas.
+    The arrangement has the smallest allowed numbers of microbatches and replicas. Nothing is
+    yielded if no such arrangement fits in memory.
     """
     micros, replicas = allowed.microbatches[0], (allowed.replicas or (1,))[0]
     cuts = cuts_of(costs.graph(costs.rows(micros, replicas)))

@@ -229,7 +229,7 @@ class _Meter(fx.Interpreter):
         return (is_one and (name != _aten.matmul or weight.dim() == 2)) / products
 
     def _counted(self, node):
-        """Run an operation; return its result and its FLOPs if torch decomposes it into GEMMs."""
+        """Run an operation; return the result and the FLOPs (0 if not decomposed into GEMMs)."""
         if getattr(node.target, "overloadpacket", None) not in _COMPOSED:
             return super().run_node(node), 0
         with FlopCounterMode(display=False) as counter:

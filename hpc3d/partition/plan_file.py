@@ -68,7 +68,7 @@ class SavedPlan(NamedTuple):
 
 
 def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> SavedPlan:
-    """Convert a plan to the form in which it is saved; `model` and `machine` are names."""
+    """Convert a plan to a `SavedPlan`; `model` and `machine` are the names to record."""
     choice, step, names = plan.choice, plan.step, names_of(captured)
     return SavedPlan(
         model=model,

@@ -38,7 +38,7 @@ _LONG = 64_000_000  # message size in bytes for which the bandwidth is computed
 
 
 class Contender(NamedTuple):
-    """Arrangement chosen by a planner, and the predicted step of that arrangement.
+    """Arrangement chosen by a planner, with its predicted step.
 
     `choice` and `step` are `None` if the planner finds no solution; `note` then gives the reason.
     Each replica consists of `ways` tensor-parallel ranks.
@@ -52,7 +52,7 @@ class Contender(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Planning task: a model and its costs, the number of ranks, and the usable bytes per rank."""
+    """Planning task: a model, its costs, the number of ranks, and the usable bytes per rank."""
 
     operations: Operations
     costs: ModelCosts
@@ -189,7 +189,7 @@ def pipelines(
 
 
 def _searched(costs, stages, schedule, most=_MOST_MICROBATCHES):
-    """Yield arrangements of the stages with 1, 2, 4 ... microbatches.
+    """Yield pipeline arrangements of the given stages with 1, 2, 4, ... microbatches.
 
     Each number of microbatches is tried with and without recomputation. GPipe, however,
     recomputes if and only if it has several microbatches.

@@ -183,7 +183,7 @@ class SplitOperations(Operations):
         return operation._replace(**own)
 
     def costs(self, machine: Machine, batch: int) -> dict[fx.Node, OperationCost]:
-        """Return the costs on one rank, including the times of the all-reduces."""
+        """Return the cost of each operation on one rank, including the times of all-reduces."""
         found, ranks = super().costs(machine, batch), range(self.ways)
 
         def summed(nbytes):

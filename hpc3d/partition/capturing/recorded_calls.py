@@ -26,7 +26,7 @@ class CannotStayWhole(ValueError):
 
 
 class Like(NamedTuple):
-    """Shape and dtype of a tensor; the pair (a, b) represents the size a * samples + b."""
+    """Shape and dtype of a tensor; a pair (a, b) in `sizes` represents a * samples + b."""
 
     sizes: tuple[tuple[int, int], ...]
     dtype: torch.dtype
@@ -95,7 +95,7 @@ def recorded_calls(
     samples: int,
     paths: Iterable[str],
 ) -> dict[str, list[RecordedCall]]:
-    """Run the model and return a dict from each path to the calls of the module at this path.
+    """Run the model and return a dict from module path to the recorded calls of the module.
 
     The calls are in the order of execution. `run(count)` runs the model on `count` samples. Raises
     CannotStayWhole if a module has side effects other than writing to its buffers.

@@ -34,7 +34,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def without_data() -> FakeTensorMode:
-    """Return a context manager in which new tensors are fake, that is, have no data."""
+    """Return a context manager that makes all new tensors fake tensors without data."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 

@@ -275,7 +275,7 @@ def _alike(model, path):
 
 
 def _around(path):
-    """Return a module path, followed by the paths of its enclosing modules, innermost first."""
+    """Return a module path and the paths of all enclosing modules, innermost first."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 

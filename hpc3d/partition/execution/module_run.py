@@ -137,7 +137,7 @@ def asked_for(words: list[str]) -> RunRequest:
 
 
 def _model(plan):
-    """Capture the model of a plan and partition it, without data."""
+    """Capture and partition the model of a plan, using fake tensors if possible."""
     captured = captured_of(plan.model)
     split = find(plan.schedule).splits_backward
     pieces = plan.pieces(captured)

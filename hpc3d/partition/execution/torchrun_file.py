@@ -244,7 +244,7 @@ def _size(size: torch.SymInt | int, rows: str) -> str:
 
 
 def _borders(model: StagedModel) -> Iterator[str]:
-    """Yield the source of one function per chunk boundary; it returns the received tensors."""
+    """Yield, for each chunk boundary, the source of a function that returns the sent tensors."""
     for number, program in enumerate(model.programs[1:], 1):
         lines = ""
         for node in program.received:

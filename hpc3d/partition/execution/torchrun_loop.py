@@ -213,7 +213,10 @@ class PartTrainer:
         return loss / self.cut.replicas
 
     def _share_of(self, name, value):
-        """Return this replica's rows of an input; repeat undivided inputs for each microbatch."""
+        """Return this replica's rows of an input.
+
+        An input without a batch dimension is repeated for each microbatch.
+        """
         value = value.to(self.device)
         if name in self.cut.undivided:
             return value.expand(self.cut.microbatches, *value.shape)
