@@ -35,7 +35,7 @@ def _bytes(text, bare):
     return float(number[1]) * units[number[2]]
 
 
-size = partial(_bytes, bare=1e9)  # 80GB or 40GiB; a bare number is in GB
-rate = partial(_bytes, bare=1)  # per second: 10GB; a bare number is in bytes
+size = partial(_bytes, bare=1e9)  # in bytes, from 80GB or 40GiB; GB if no unit is given
+rate = partial(_bytes, bare=1)  # in bytes/s, from 10GB or 10GiB; bytes/s if no unit is given
 positive = integer(1, INT32)
 number_of_ranks = integer(1, MOST_RANKS)

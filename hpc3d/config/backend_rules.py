@@ -1,4 +1,4 @@
-"""Rules about the backends numpy and cupy, and about number types."""
+"""Validation rules for the NumPy and CuPy backends and for data types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def wrong_backend(config: Config) -> Iterator[str]:
-    """Report settings that the backend does not support: transport, number type, CUDA graph."""
+    """Report a transport, data type or CUDA graph setting that the backend does not support."""
     yield from reported(_wrong_transport(config), _wrong_types(config), _wrong_graph(config))
 
 
@@ -27,7 +27,7 @@ def _wrong_transport(config: Config) -> Iterator[str]:
 
 
 def _wrong_types(config: Config) -> Iterator[str]:
-    """Report number types that are not installed, save no memory, or lose small gradients."""
+    """Report data types that need a missing package, save no memory, or underflow gradients."""
     dtype, kept = config.train.dtype, config.parallel.keep_dtype
     reduced = config.parallel.reduce_dtype
     types = {"train.dtype": dtype, "parallel.keep_dtype": kept, "parallel.reduce_dtype": reduced}
@@ -47,7 +47,7 @@ def _wrong_types(config: Config) -> Iterator[str]:
 
 
 def _wrong_graph(config: Config) -> Iterator[str]:
-    """Report settings that prevent a step from being one CUDA graph."""
+    """Report settings that prevent a training step from being captured as one CUDA graph."""
     from hpc3d.cuda.cudnn_attention import Flash
 
     if not config.train.cuda_graph:
@@ -66,7 +66,7 @@ def _wrong_graph(config: Config) -> Iterator[str]:
 
 
 def known(package: str) -> bool:
-    """Try to import a package, which registers its types with NumPy; return True on success."""
+    """Import a package that registers its data types with NumPy; return True on success."""
     try:
         import_module(package)
     except ImportError:
@@ -75,6 +75,6 @@ def known(package: str) -> bool:
 
 
 def untrainable(config: Config) -> Iterator[str]:
-    """Report settings that can be simulated, but need an optional package for training."""
+    """Report settings that need a missing optional package for training, but not to simulate."""
     if (config.train.backend, config.model.gelu) == ("numpy", "exact"):
         yield from lacking("model.gelu = exact", "scipy")

@@ -1,6 +1,6 @@
-"""Constraints on single keys of an input file.
+"""Constraints on individual keys of an input file.
 
-They are markers in the annotations of input_file.py; the functions here check them.
+The type annotations in input_file.py contain the constraints, and this module checks them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpc3d.model.families import with_epsilon
 
 @dataclass(frozen=True)
 class Bound:
-    """Bound of a number; `keyword` is its name in a JSON schema."""
+    """Lower or upper bound on a numeric key; `keyword` is its JSON Schema keyword."""
 
     limit: float
     words: ClassVar[str]
@@ -46,9 +46,10 @@ class LessThan(Bound):
 
 
 class ValidFor:
-    """Marks a key that may differ from its default only if the key `other` has one of `values`.
+    """Constraint that allows a key to be set only if another key has one of certain values.
 
-    Without `values`, `other` must be above 0.
+    The key may differ from its default only if the key `other` has one of `values` or, if no
+    values are given, is greater than 0.
     """
 
     def __init__(self, other: str, *values: Any) -> None:
@@ -65,7 +66,7 @@ class ValidFor:
 
 @cache
 def constraints_of(table: type, kind: type, section: str = "") -> dict[str, tuple[Any, ...]]:
-    """Return a dict from section.key to constraints of type `kind`, from annotations."""
+    """Return a dict from section.key to the constraints of type `kind` on each key in `table`."""
     found = {}
     for name, annotated in get_type_hints(table, include_extras=True).items():
         if is_dataclass(annotated):
@@ -78,7 +79,7 @@ def constraints_of(table: type, kind: type, section: str = "") -> dict[str, tupl
 
 
 def invalid_keys(config: Any) -> Iterator[str]:
-    """Report every key that is set although the values of other keys make it invalid."""
+    """Report every key that is set although the values of other keys do not allow it."""
     model = with_epsilon(type(config.model)(kind=config.model.kind))
     defaults, config = type(config)(model=model), replace(config, model=with_epsilon(config.model))
     for key, required in constraints_of(type(config), ValidFor).items():
@@ -95,7 +96,7 @@ def _invalid(key: str, required: tuple[ValidFor, ...], config: Any, default: Any
 
 
 def out_of_bounds(config: Any) -> Iterator[str]:
-    """Report every number that is outside of the bounds of its key."""
+    """Report every numeric key whose value is outside its bounds."""
     for key, bounds in constraints_of(type(config), Bound).items():
         value = attrgetter(key)(config)
         if isinstance(value, int | float) and not all(
@@ -106,7 +107,7 @@ def out_of_bounds(config: Any) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
-    """Return the text of a value; long numbers are abbreviated."""
+    """Format a value for a message, abbreviating long numbers."""
     if value is None:
         return "absent"
     text = str(value).lower() if isinstance(value, bool) else str(value)

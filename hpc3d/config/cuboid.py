@@ -1,4 +1,4 @@
-"""Default sizes of the tensor axes: the best cuboid that the sizes of the model allow."""
+"""Default sizes of the tensor axes x, y and z: the valid cuboid with the least communication."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 def with_cuboid(config: Config, ranks: int) -> Config:
-    """Set x, y and z in `config`, if they are not given, to the best cuboid for its sizes."""
+    """Return `config` with the unset sizes of the tensor axes x, y and z filled in.
+
+    If all three are unset, the valid cuboid with the least communication is used.  Otherwise,
+    each unset size is 1.
+    """
     given = [axis for axis in ("x", "y", "z") if getattr(config.mesh, axis) is not None]
     others = config.mesh.p * config.mesh.d * config.mesh.c * config.mesh.e
     if given or others < 1 or ranks % others:
@@ -37,7 +41,7 @@ def with_cuboid(config: Config, ranks: int) -> Config:
 
 
 def _cuboids(config: Config, ranks: int) -> Iterator[Config]:
-    """Yield `config` on every mesh with x * y * z = ranks that violates no rule."""
+    """Yield `config` with every valid mesh for which x * y * z = `ranks`."""
     for x, y in product(divisors(ranks), repeat=2):
         if ranks % (x * y) == 0:
             mesh = replace(config.mesh, x=x, y=y, z=ranks // (x * y))
@@ -47,10 +51,10 @@ def _cuboids(config: Config, ranks: int) -> Iterator[Config]:
 
 
 def received_elements(config: Config, parts: int = 1) -> float:
-    """Return the mean number of elements that a rank receives per block in the forward pass.
+    """Return the mean number of elements received per rank and block in the forward pass.
 
-    This is [MK (n-1) + KN (m-1) + MN (k-1)] / P. The all-to-all of tokens along e is excluded.
-    With `parts`, the ranks hold 1/`parts` of the experts.
+    This number is [MK (n-1) + KN (m-1) + MN (k-1)] / P. The all-to-all of tokens along e is
+    excluded. Only 1/`parts` of the expert weights is counted.
     """
     split, sizes = config.splits["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence
@@ -71,7 +75,10 @@ def received_elements(config: Config, parts: int = 1) -> float:
 
 
 def enlarged_default(config: Config, ranks: int) -> Config:
-    """Return the default model, enlarged to multiples of `ranks` if no cuboid fits it."""
+    """Return the default configuration, enlarged if no cuboid of `ranks` fits it.
+
+    The enlarged number of heads and batch size are multiples of `ranks`.
+    """
     try:
         with_cuboid(config, ranks)
         return config

@@ -1,6 +1,7 @@
-"""Renamed keys and values of input files, which are still read under their old names.
+"""Deprecated names of keys and values in input files, which are still accepted.
 
-This module has no dependencies, because input files, machine files and traces are read with it.
+This module imports no other module of hpc3d, because the readers of input files, machine files and
+traces all import it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ VALUES = {  # section -> {key: {old value: new value}}
 
 
 def use_new_names(tree: dict[str, Any]) -> list[str]:
-    """Rename keys and values of an input file, a tree of tables, in place; return notices.
+    """Rename the deprecated keys and values of a parsed input file in place.
 
-    Raises ValueError if a key is given under both its old and its new name.
+    Returns one notice per renamed key or value. Raises ValueError if a key is given under both its
+    old and its new name.
     """
     notices = []
     for section, table in tree.items():
@@ -34,9 +36,10 @@ def use_new_names(tree: dict[str, Any]) -> list[str]:
 
 
 def rename_keys(table: dict[str, Any], names: Mapping[str, str], prefix: str = "") -> list[str]:
-    """Rename keys of one table in place; return notices, with `prefix` before each key.
+    """Rename the deprecated keys of one table in place; return one notice per renamed key.
 
-    Raises ValueError if a key is given under both its old and its new name.
+    In the notices, `prefix` is prepended to each key. Raises ValueError if a key is given under
+    both its old and its new name.
     """
     found = [(old, new) for old, new in names.items() if old in table]
     for old, new in found:
@@ -48,7 +51,10 @@ def rename_keys(table: dict[str, Any], names: Mapping[str, str], prefix: str = "
 def _rename_values(
     table: dict[str, Any], names: Mapping[str, Mapping[str, str]], prefix: str
 ) -> list[str]:
-    """Rename values of one table in place, {key: {old: new}}; return notices."""
+    """Rename the deprecated values of one table in place; return one notice per renamed value.
+
+    `names` is a dict from key to a dict from old value to new value.
+    """
     notices = []
     for key, values in names.items():
         old = table.get(key)
@@ -59,7 +65,7 @@ def _rename_values(
 
 
 def rename_options(keys: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the new name of each `section.key` of a command line, and notices.
+    """Replace deprecated `section.key` names of a command line; return the names and notices.
 
     Raises ValueError if a key is given under both its old and its new name.
     """
@@ -80,6 +86,6 @@ def _refuse_both(old: str, new: str, table: Collection[str]) -> None:
 
 
 def warn(notices: Iterable[str]) -> None:
-    """Print each notice once."""
+    """Print each distinct notice once to standard error, as a warning."""
     for notice in dict.fromkeys(notices):
         print(f"warning: {notice}", file=sys.stderr)

@@ -1,11 +1,11 @@
-"""Names of keys in other programs, and their hpc3d equivalents.
+"""Configuration keys of other programs, and their hpc3d equivalents.
 
-The programs are nanoGPT, Megatron-LM, DeepSpeed, transformers and torchtitan.
+The other programs are nanoGPT, Megatron-LM, DeepSpeed, Hugging Face Transformers and torchtitan.
 """
 
 from __future__ import annotations
 
-_ALIKE = {  # key of hpc3d: other names with the same meaning
+_ALIKE = {  # hpc3d key -> keys of other programs with the same meaning
     "train.learning_rate": "lr max_lr peak_lr",
     "train.min_learning_rate": "min_lr lr_min eta_min",
     "train.decay": "lr_decay_style lr_scheduler lr_scheduler_type lr_schedule decay_type "
@@ -61,7 +61,7 @@ _ALIKE = {  # key of hpc3d: other names with the same meaning
     "run.tensorboard": "tensorboard_dir enable_tensorboard",
     "run.metrics_hook": "wandb wandb_log wandb_project report_to enable_wandb",
 }
-_OTHERWISE = {  # other name: its equivalent, if the meaning differs
+_OTHERWISE = {  # keys of other programs -> advice, if no hpc3d key has the same meaning
     "tp tensor_model_parallel_size tensor_parallel_size tp_size tensor_parallel_degree": (
         "use mesh.x, mesh.y and mesh.z; their product is the tensor-parallel size"
     ),
@@ -120,5 +120,5 @@ FAMILIAR = _answers()
 
 
 def familiar(name: str) -> str | None:
-    """Return the hpc3d equivalent of another program's key, or None if it is unknown."""
+    """Return advice on the hpc3d equivalent of another program's key, or None if it is unknown."""
     return FAMILIAR.get(name.lower().replace("-", "_"))

@@ -1,6 +1,6 @@
-"""Limits on combinations of sizes.
+"""Limits on combinations of model, batch and mesh sizes.
 
-Bounds of single keys are in input_file.py; docs/limits.md has the table and the reasons.
+Bounds on individual keys are in input_file.py. docs/limits.md lists and explains all limits.
 This module uses only the standard library, because the parsers of all commands import it.
 """
 
@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-INT32 = 2**31 - 1  # largest value in a column of a trace
+INT32 = 2**31 - 1  # largest value of an int32 column in a trace
 MOST_RANKS = 2**20
 MOST_LAYERS = 10_000
-MOST_PASSES = 2**18  # forward passes of a schedule held in memory
-_MOST_ELEMENTS = 2**56  # elements of a global array, whose bytes must fit into int64
-MOST_COUNT = 2**53  # steps, updates or sequences of a run: their sums fit into int64
+MOST_PASSES = 2**18  # maximum number of forward passes in a schedule, which is held in memory
+_MOST_ELEMENTS = 2**56  # maximum size of an array in elements; its bytes must fit into int64
+# Maximum number of steps, updates or sequences in a run, so that sums of them fit into int64.
+MOST_COUNT = 2**53
 
 
 def too_large(config: Any, products: Sequence[tuple[int, Any]]) -> Iterator[str]:
-    """Yield a message for each array and mesh beyond the limits.
+    """Yield a message if the mesh is too large, and a message for each array that is too large.
 
-    `products` has pairs (number of blocks, matrix product in each of them).
+    `products` lists pairs (number of blocks, matrix product in each of these blocks).
     """
     model, ranks = config.model, config.mesh.grid().size
     if ranks > MOST_RANKS:

@@ -1,6 +1,6 @@
-"""Conversion between Config and input files, with command-line options.
+"""Read, validate and write input files, including command-line overrides.
 
-Only the rank that reads a file imports pydantic.
+Only the rank that reads an input file imports pydantic.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _PATHS = "run.out", "data.path", "data.validation", "data.tokenizer"
-_LAST = "run", "watchdog_s"  # last key that every version writes to the config.toml of a run
-# Path components of pydantic errors that name the types of a union.
+# Last of the keys that every version of hpc3d writes to the config.toml of a run.
+_LAST = "run", "watchdog_s"
+# Components of a pydantic error location that name a member type of a union instead of a key.
 _KINDS = re.compile(r"float|str|(literal|tuple)\[.*")
 
 
@@ -40,28 +41,28 @@ def load(
     of_run: bool = False,
     rules: _Rules = lambda config: (),
 ) -> Config:
-    """Read an input file; old names of keys cause a warning.
+    """Read and validate an input file, with command-line options that override its keys.
 
     Parameters
     ----------
     path
-        Input file, or the name of an input that comes with hpc3d (None: the default values).
+        Path of an input file, or the name of an input shipped with hpc3d (None: all defaults).
     overrides
         Command-line options, such as ["--mesh.x", "4"].
     of_run
-        True for the stored configuration of a run, whose old names cause no warning.
+        True for the stored configuration of a run. Its deprecated keys cause no warning.
     rules
-        Further rules, as in `validate`.
+        Additional rules, as in `validate`.
 
     Returns
     -------
     Config
-        The configuration, with a section per table of the file, such as `config.mesh.x`.
+        The configuration, with one attribute per table of the file (`config.mesh.x`).
 
     Raises
     ------
     ValueError
-        With one line per error: the key and the fix. The configuration of a run must be complete.
+        With one line per error, which names the key and the fix. A stored file must be complete.
     """
     tree = {} if path is None else read(find(path, INPUT))
     notices = deprecated_keys.use_new_names(tree)
@@ -82,7 +83,7 @@ def _has_key(tree: Mapping[str, Any], section: str, key: str) -> bool:
 
 
 def _expand_paths(tree: dict[str, Any]) -> None:
-    """Expand `~` and `$NAME` in the paths of a file."""
+    """Expand `~` and `$NAME` in all paths of a parsed input file, in place."""
     for key in _PATHS:
         section, name = key.split(".")
         table = tree.get(section)
@@ -92,7 +93,7 @@ def _expand_paths(tree: dict[str, Any]) -> None:
 
 
 def _expanded(key: str, text: str) -> str:
-    """Expand `~` and `$NAME` in a path; raise ValueError if a name is unknown."""
+    """Expand `~` and `$NAME` in a path; raise ValueError if a user or variable is unknown."""
     for name in re.findall(r"\$(\w+|\{[^}]*\})", text):
         if name.strip("{}") not in os.environ:
             variable = name.strip("{}")
@@ -114,14 +115,14 @@ def read(path: Path | str) -> dict[str, Any]:
 
 
 def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
-    """Apply `--section.key value` (or `--section.key=value`) to a tree of tables.
+    """Apply command-line options `--section.key value` to a parsed input file, in place.
 
-    Returns a notice for each old name.
+    The form `--section.key=value` is equivalent. Returns a notice for each deprecated name.
     """
     pairs = [*options(words)]
     keys, notices = deprecated_keys.rename_options([option[2:] for option, _ in pairs])
     for (option, text), name in zip(pairs, keys, strict=True):
-        if option.count(".") > 2:  # as in --parallel.split.m
+        if option.count(".") > 2:  # --parallel.split.m has two dots, the maximum
             raise ValueError(f"{option:.60}: unknown key; write --section.key VALUE")
         *sections, key = name.split(".")
         table = tree
@@ -138,7 +139,7 @@ def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
 
 
 def options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield each option of the command line with the text of its value."""
+    """Yield each command-line option and its value as a pair of strings."""
     words = iter(words)
     for word in words:
         if not word.startswith("--"):
@@ -170,9 +171,9 @@ def _toml_value(text: str) -> Any:
 
 
 def stored(text: str) -> Config:
-    """Return the Config in the text of a checkpoint or a trace.
+    """Parse the configuration stored in a checkpoint or a trace.
 
-    Raises ValueError if the text has no valid Config or a number is out of bounds.
+    Raises ValueError if the text is not a valid configuration or a number is out of bounds.
     """
     from hpc3d.config import limits
     from hpc3d.config.constraints import out_of_bounds
@@ -190,16 +191,16 @@ def stored(text: str) -> Config:
 
 
 def validate(tree: dict[str, Any], rules: _Rules = lambda config: ()) -> Config:
-    """Convert a tree of tables to a `Config`.
+    """Convert a parsed input file to a `Config`.
 
-    Raises Problems with all unknown keys and values of wrong types, and with the problems that
-    `rules` find in a Config of the other values.
+    Raises Problems that lists all unknown keys, all values of wrong type, and the problems found
+    by `rules` in the remaining values.
     """
     import json
 
     from pydantic import ValidationError
 
-    # Strict mode accepts a table for a dataclass only in JSON, and still rejects true as a number.
+    # Strict mode does not accept true as a number, but accepts a dict as a dataclass only in JSON.
     text = json.dumps(tree, default=str)
     try:
         return _adapter().validate_json(text, strict=True)
@@ -211,7 +212,7 @@ def validate(tree: dict[str, Any], rules: _Rules = lambda config: ()) -> Config:
             by_key.setdefault(re.sub(r"\.\d+$", "", key), []).append(error)
         lines = [*chain.from_iterable(starmap(_explain, by_key.items()))]
         wrong = [error["loc"] for error in errors.errors()]
-        if all(wrong):  # otherwise, the tree is nested too deeply for JSON
+        if all(wrong):  # an empty location means that the JSON was nested too deeply
             lines += rules(_of_valid_keys(tree, wrong, lines))
         raise Problems(lines) from None
 
@@ -219,9 +220,9 @@ def validate(tree: dict[str, Any], rules: _Rules = lambda config: ()) -> Config:
 def _of_valid_keys(
     tree: dict[str, Any], wrong: Iterable[Sequence[Any]], lines: list[str]
 ) -> Config:
-    """Return the Config of `tree` without its `wrong` keys, whose values are WRONG.
+    """Return the Config of `tree`, with WRONG as the value of each key in `wrong`.
 
-    Other keys that `lines` mention are also WRONG if they are not set, because an unknown key may
+    Unset keys that are mentioned in `lines` also get the value WRONG, because an unknown key may
     be a misspelling of one of them.
     """
     words = {*re.findall(r"\w+(?:\.\w+)?", " ".join(lines))}
@@ -240,16 +241,20 @@ def _of_valid_keys(
 
 @cache
 def _adapter() -> TypeAdapter[Config]:
-    """Return the adapter, cached because building it takes ms and `plan` validates often."""
+    """Return the pydantic adapter of `Config`.
+
+    The adapter takes milliseconds to build and is cached, because `plan` validates many
+    configurations.
+    """
     from pydantic import TypeAdapter
 
     return TypeAdapter(Config)
 
 
 def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for the errors of a value, which pydantic reports once per allowed type.
+    """Yield one message for the value of a key, for which pydantic reports an error per type.
 
-    For an unknown table, also yield a line for each key that other programs use.
+    For an unknown table, also yield a message for each of its keys that other programs use.
     """
     first = errors[0]
     if first["type"] == "unexpected_keyword_argument":
@@ -271,7 +276,7 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _foreign(key: str, value: Any) -> Iterator[str]:
-    """Yield a line for each key of another program's table that has an hpc3d equivalent."""
+    """Yield a message for each key in an unknown table that has an hpc3d equivalent."""
     for name, part in value.items() if isinstance(value, dict) else ():
         if said := familiar(name):
             yield f"{key}.{name}: unknown key; {said}"
@@ -279,7 +284,7 @@ def _foreign(key: str, value: Any) -> Iterator[str]:
 
 
 def hint(key: str, table: bool = False) -> str:
-    """Return a hint for an unknown key: the likely intended key or section, or all known ones."""
+    """Return a hint for an unknown key: the most similar valid name, or all valid names."""
     *sections, name = key.split(".")
     if said := familiar(name):
         return said
@@ -293,12 +298,12 @@ def hint(key: str, table: bool = False) -> str:
 
 
 def known_keys() -> list[str]:
-    """Return the sections and every key of an input file, as section.key."""
+    """Return the names of all sections of an input file, and of all keys as section.key."""
     return [*asdict(Config()), *(key for key in flat(Config()) if "." in key)]
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Return a dict from section.key to the value in a configuration."""
+    """Return a configuration as a flat dict from section.key to value."""
     tree = asdict(config)
     tables = {key: tree.pop(key) for key in [*tree] if _is_section(key)}
     nested = {f"{key}.{name}": v for key, names in tables.items() for name, v in names.items()}
@@ -310,7 +315,7 @@ def _is_section(key: str) -> bool:
 
 
 def to_toml(config: Config) -> str:
-    """Return the configuration as the text of an input file."""
+    """Format a configuration as a TOML input file."""
     top, tables = [], []
     for key, value in asdict(config).items():
         if isinstance(value, dict):

@@ -1,6 +1,7 @@
-"""Shipped data files, found by name: inputs, machines, texts and published measurements.
+"""Find data files shipped with hpc3d by name: inputs, machines, texts, published measurements.
 
-In the source tree, hpc3d/share is a link to inputs/; in a wheel it has the files.
+In the source tree, hpc3d/share is a symbolic link to inputs/. In a wheel, it is a folder that
+contains the files.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _INPUTS = "inputs"
 
 
 class Kind(NamedTuple):
-    """Kind of TOML files: title in messages, folder in inputs/, and subfolders with more files."""
+    """Kind of TOML file: its name in messages, its folder in inputs/, and subfolders to search."""
 
     title: str
     folder: str
@@ -24,7 +25,7 @@ class Kind(NamedTuple):
 
 INPUT, MACHINE = Kind("input", "", ("models",)), Kind("machine", "machines")
 DEFAULT_MACHINE = "h100"  # default of --machine
-MEASURED = "this-machine"  # the machine that `bench calibrate` writes
+MEASURED = "this-machine"  # name of the machine file that `bench calibrate` writes
 
 
 def shipped(name: Path | str = "") -> Path:
@@ -35,15 +36,15 @@ def shipped(name: Path | str = "") -> Path:
 
 
 def default_machine() -> Path:
-    """Return the path of the shipped file of DEFAULT_MACHINE."""
+    """Return the path of the shipped machine file named DEFAULT_MACHINE."""
     return shipped(f"{MACHINE.folder}/{DEFAULT_MACHINE}.toml")
 
 
 def find(word: str, kind: Kind) -> Path:
-    """Return the path of a file of a `kind`, given its path with or without .toml, or its name.
+    """Find a file of a `kind` by its name, or by its path with or without .toml.
 
-    An existing path takes precedence, then inputs/ of the current folder, then the shipped files.
-    Raises ValueError with all names if there is no such file.
+    An existing path takes precedence, then inputs/ in the current folder, then the shipped files.
+    Raises ValueError with all known names if no file is found.
     """
     known = file_names(kind)
     for path in (word, f"{word}.toml", known.get(_name_of(word, kind), "")):
@@ -53,14 +54,14 @@ def find(word: str, kind: Kind) -> Path:
 
 
 def file_names(kind: Kind) -> dict[str, Path]:
-    """Return a dict from name to path for all files of a kind."""
+    """Return a dict from the name to the path of every known file of a kind."""
     roots = shipped(kind.folder), Path(_INPUTS, kind.folder)
     folders = [root / folder for root in roots for folder in (*kind.below, "")]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
 
 
 def _name_of(word: Path | str, kind: Kind) -> str:
-    """Strip the folders of a kind and .toml from `word`."""
+    """Return the name in `word`, without leading folders of the `kind` and without .toml."""
     name = str(Path(word)).removesuffix(".toml")
     for folder in (*Path(_INPUTS, kind.folder).parts, *kind.below):
         name = name.removeprefix(f"{folder}/")
@@ -68,7 +69,7 @@ def _name_of(word: Path | str, kind: Kind) -> str:
 
 
 def _unknown(word: Path | str, kind: Kind, known: Collection[str]) -> str:
-    """Return the error message for an unknown `word`, with the closest name."""
+    """Return the error message for an unknown name `word`, with the most similar known name."""
     wrong = "is a folder" if os.path.isdir(word) else f"there is no such {kind.title}"
     near = get_close_matches(_name_of(word, kind), known, 1)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -76,7 +77,7 @@ def _unknown(word: Path | str, kind: Kind, known: Collection[str]) -> str:
 
 
 def text_path(word: Path | str) -> Path | str:
-    """Return `word` if that path exists or nothing shipped matches, else the shipped path."""
+    """Return the path of the shipped text `word`, or `word` if it exists or no such text does."""
     parts = Path(word).parts
     name = Path(*parts[parts[:1] == (_INPUTS,) :])
     there = shipped(name)
@@ -85,9 +86,10 @@ def text_path(word: Path | str) -> Path | str:
 
 
 def new_path(name: str, kind: Kind) -> Path:
-    """Return the path for a new file of a kind, so that `find` finds it by `name`.
+    """Return the path for a new file of a `kind` that `find` will find by `name`.
 
-    The file goes to the folder of its kind in inputs/ if that exists, else to the current folder.
+    The path is in the folder for this kind in inputs/ if that folder exists, and otherwise in the
+    current folder.
     """
     folder = Path(_INPUTS, kind.folder)
     return (folder if folder.is_dir() else Path()) / f"{name}.toml"

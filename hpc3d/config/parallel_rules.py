@@ -1,4 +1,4 @@
-"""Rules about context parallelism, mixtures of experts, compressed gradients and offloading."""
+"""Rules for context parallelism, mixture of experts, gradient compression and offloading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def wrong_context(config: Config) -> Iterator[str]:
-    """Report incompatible settings of context parallelism, and sequences that split unevenly."""
+    """Report incompatible context-parallel settings, and a sequence length that is indivisible."""
     parallel, c, u = config.parallel, config.mesh.c, config.parallel.ulysses
     if parallel.context != "both" and u != 1:
         yield f'parallel.ulysses = {u}: only valid for parallel.context = "both"; leave it out'
@@ -29,7 +29,10 @@ def wrong_context(config: Config) -> Iterator[str]:
 
 
 def _uneven_sequences(config: Config) -> Iterator[str]:
-    """Report a sequence length that is not divisible by the chunks, two per rank in a ring."""
+    """Report a sequence length that is not divisible by the number of chunks.
+
+    Ring attention has two chunks per rank, the other algorithms have one.
+    """
     context, length = config.context(), config.model.sequence
     parts, chunks = context.parts, ""
     if context.rings > 1:
@@ -44,9 +47,9 @@ def _uneven_sequences(config: Config) -> Iterator[str]:
 
 
 def unexchanged_heads(config: Config, members: int) -> Iterator[str]:
-    """Report an error if the key-value heads are not divisible by the ranks of an all-to-all.
+    """Report an error if the KV heads per rank are not divisible by the size of an all-to-all.
 
-    The heads are already sharded over `members` ranks.
+    Before the all-to-all, the heads are already sharded over `members` tensor-parallel ranks.
     """
     model, u = config.model, config.context().heads
     heads = model.kv_heads or model.heads
@@ -61,7 +64,7 @@ def unexchanged_heads(config: Config, members: int) -> Iterator[str]:
 
 
 def wrong_experts(config: Config) -> Iterator[str]:
-    """Report a mixture of experts that does not fit the model, the mesh or the number type."""
+    """Report mixture-of-experts settings that conflict with the model, the mesh or the dtype."""
     model, e, dtype = config.model, config.mesh.e, config.train.dtype
     if not model.experts:
         return
@@ -73,7 +76,7 @@ def wrong_experts(config: Config) -> Iterator[str]:
         yield f"model.moe_every = {model.moe_every} {why}; use at most {model.layers}"
     if model.experts % e:
         yield f"{key} must be divisible by mesh.e = {e}; use a multiple of {e}, or another mesh.e"
-    if owned := config.splits["dense"].own:  # ranks off the diagonal have no tokens to send
+    if owned := config.splits["dense"].own:  # off-diagonal ranks have no tokens to send
         why = f"with {config.parallel.way} only ranks on the diagonal of {owned} have tokens"
         yield f"{key}: {why}; use parallel.scheme = 3d"
     if model.balance_bias and dtype in ("float16", "bfloat16"):
@@ -97,7 +100,7 @@ def wrong_compression(config: Config) -> Iterator[str]:
 
 
 def wrong_offload(config: Config) -> Iterator[str]:
-    """Report offload settings that are unsupported or useless."""
+    """Report offload settings that are unsupported or have no benefit."""
     train, listed = config.train, config.parallel.offload
     key = f"parallel.offload = {[*listed]}"
     if len({*listed}) < len(listed):

@@ -1,4 +1,4 @@
-"""Rules about schedules, model chunks and data parallelism."""
+"""Validation rules for pipeline schedules, model chunks and data parallelism."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.schedule import Schedule
 
-_PASSES_OF_RUN = 50_000  # limit on the passes of a schedule that covers the full run
+# Maximum number of forward passes of an asynchronous schedule, which covers the full run.
+_PASSES_OF_RUN = 50_000
 
 
 def wrong_pipeline(config: Config) -> Iterator[str]:
-    """Report incompatible schedules, model chunks and data parallelism."""
+    """Report incompatible settings of the schedule, the model chunks and data parallelism."""
     layers = _wrong_chunks(config), _wrong_layers(config.parallel.recompute, config.model.layers)
     yield from reported(*layers, _wrong_schedule(config), _wrong_zero(config))
 
 
 def _wrong_chunks(config: Config) -> Iterator[str]:
-    """Report model chunks without layers, and an invalid distribution of the layers."""
+    """Report more model chunks than layers, or an invalid distribution of the layers."""
     parallel, layers = config.parallel, config.model.layers
     parts = config.mesh.p * parallel.chunks
     if parts > layers:
@@ -48,7 +49,7 @@ def _wrong_schedule(config: Config) -> Iterator[str]:
 
 
 def _wrong_zero(config: Config) -> Iterator[str]:
-    """Report ZeRO-2 with a scheme in which one rank owns a weight."""
+    """Report ZeRO-2 with a scheme that stores weights only on the diagonal of the mesh."""
     split = config.splits["dense"]
     diagonal = {*split.own.split()} & {*split.m.split()}
     if config.parallel.zero == 2 and config.mesh.d * config.mesh.c > 1 and diagonal:
@@ -57,7 +58,7 @@ def _wrong_zero(config: Config) -> Iterator[str]:
 
 
 def _wrong_layers(listed: str | Sequence[int], layers: int) -> Iterator[str]:
-    """Report blocks to recompute that do not exist or are listed twice."""
+    """Report Transformer blocks to recompute that do not exist or are listed twice."""
     if isinstance(listed, str):
         return
     key = f"parallel.recompute = {list(listed)}"
@@ -69,7 +70,7 @@ def _wrong_layers(listed: str | Sequence[int], layers: int) -> Iterator[str]:
 
 
 def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
-    """Report settings that require separate steps, for a schedule with overlapping steps."""
+    """Report settings that an asynchronous schedule, whose steps overlap, does not support."""
     a_step = config.mesh.p * config.parallel.microbatches
     passes = config.train.steps * a_step
     if passes > _PASSES_OF_RUN:
@@ -96,7 +97,7 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
 
 
 def _wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[str]:
-    """Report an invalid distribution of the layers."""
+    """Report an invalid distribution of the layers over the model chunks."""
     key, found = f"parallel.layers_per_stage = {list(stages)}", counted(sum(stages), "layer")
     if len(stages) != parts:
         yield f"{key}: {counted(len(stages), 'number')} for {parts} chunks; give one per chunk"
@@ -107,7 +108,7 @@ def _wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[st
 
 
 def _wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
-    """Report settings that need all stages at once, if the schedule updates each stage alone."""
+    """Report settings that need a joint update of all stages, if each stage updates separately."""
     if not schedule.update_per_microbatch:
         return
     if config.train.clip:

@@ -1,9 +1,9 @@
-"""Reference of all keys of an input file, with their defaults, choices and meanings.
+"""Reference of all keys of an input file, with their defaults, choices and descriptions.
 
-It is printed by `train --help`, and written as the page docs/configuration.md by
-`python -m hpc3d.config.reference > docs/configuration.md`, or with `--json-schema` as a JSON
-schema for editors, inputs/hpc3d.schema.json.  The meanings are the strings below the keys in the
-source of input_file.py.
+`train --help` prints the reference.  `python -m hpc3d.config.reference > docs/configuration.md`
+writes the page of the documentation.  With `--json-schema`, the module prints a JSON schema for
+editors, which is stored as inputs/hpc3d.schema.json.  The descriptions are the strings below the
+keys in the source of input_file.py.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ The command `python -m hpc3d.config.reference > docs/configuration.md` writes th
 
 
 def manual(table: type = Config, width: int = _WIDTH) -> str:
-    """Return an input file with the defaults of a dataclass, wrapped to `width` characters.
+    """Return the keys of a dataclass as an input file with the default values and descriptions.
 
-    Keys without a default are comments.
+    Lines are wrapped to `width` characters. Keys without a default are commented out.
     """
     types, texts = get_type_hints(table), meanings(table)
     sections = [key for key in types if is_dataclass(types[key])]
@@ -68,7 +68,7 @@ def manual(table: type = Config, width: int = _WIDTH) -> str:
 
 
 def about(name: str, width: int = _WIDTH) -> str:
-    """Return the text of a section, or of a key such as train.steps.
+    """Return the help text of a section, or of a key such as train.steps.
 
     Raises ValueError if the name is unknown.
     """
@@ -85,12 +85,12 @@ def about(name: str, width: int = _WIDTH) -> str:
 
 
 def page_width() -> int:
-    """Return the line width in characters for the terminal or a pipe."""
+    """Return the maximum line width in characters, which depends on the terminal, if any."""
     return max(_NARROWEST, min(_WIDTH, get_terminal_size((_WIDTH, 0)).columns))
 
 
 def page() -> str:
-    """Return the text of docs/configuration.md."""
+    """Return the content of the page docs/configuration.md."""
     sections = {key: kind for key, kind in get_type_hints(Config).items() if is_dataclass(kind)}
     parts = [_HEAD, *_rows(Config, skip=sections)]
     for key, kind in sections.items():
@@ -112,27 +112,27 @@ def _rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
 
 
 def _entry(key: str, value: Any, kind: Any, meaning: str, width: int) -> list[str]:
-    """Return the lines of a key: its default, with its choices and meaning as a comment."""
+    """Format a key as lines: its default value, and a comment with its choices and description."""
     choices = " | ".join(choices_of(kind))
     left = f"# {key} =" if value is None else f"{key} = {literal(value)}"
     return _with_comment(left, f"{choices}; {meaning}" if choices else meaning, width)
 
 
 def choices_of(kind: Any) -> list[str]:
-    """Return the values of a Literal type, or of the Literal members of a union."""
+    """Return the allowed values of a Literal type, or of all Literal types in a union."""
     if get_origin(kind) is Literal:
         return [literal(each) for each in get_args(kind)]
     return [choice for part in get_args(kind) for choice in choices_of(part)]
 
 
 def _with_comment(words: str, text: str, width: int) -> list[str]:
-    """Return `words` with `text` as a wrapped comment to the right."""
+    """Return lines with `words` on the left and `text` as a wrapped comment on the right."""
     first, *more = wrap(" ".join(text.split()), width - _COLUMN - 2)
     return [f"{words:{_COLUMN}}# {first}", *(" " * _COLUMN + f"# {line}" for line in more)]
 
 
 def meanings(table: type) -> dict[str, str]:
-    """Return a dict from the keys of a dataclass to the texts below them in its source."""
+    """Return a dict from each key of a dataclass to its description, the string below the key."""
     (tree,) = ast.parse(getsource(table)).body
     known = "{schedules}", ", ".join(SCHEDULES)
     return {
@@ -143,7 +143,7 @@ def meanings(table: type) -> dict[str, str]:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of an input file, with the meaning and the bounds of every key."""
+    """Return the JSON schema of an input file, with the description and the bounds of each key."""
     from pydantic import TypeAdapter
 
     found = TypeAdapter(Config).json_schema()

@@ -30,10 +30,11 @@ from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
 
 
 def resolve(config: Config, ranks: int | None, default: bool = False) -> Config:
-    """Resolve the mesh of `config` for `ranks`; a `default` model may be enlarged to fit them.
+    """Validate a configuration and fill in its mesh, its schedule and other unset values.
 
-    Without `ranks`, it is the product of the sizes in [mesh]. Raises ValueError with one line
-    for every violated rule, each with the key and the fix.
+    If `ranks` is `None`, the number of ranks is the product of the sizes in [mesh]. If `default`
+    is true, the default model may be enlarged to fit the ranks. Raises ValueError with one line
+    per violated rule, which names the key and the fix.
     """
     config, problems = _resolved(config, ranks, default)
     refuse(problems)
@@ -44,14 +45,14 @@ def resolve(config: Config, ranks: int | None, default: bool = False) -> Config:
 
 
 def violated(config: Config, ranks: int | None, default: bool = False) -> list[str]:
-    """Return the problems that `resolve` raises."""
+    """Return the problems of a configuration, for which `resolve` raises an exception."""
     return _resolved(config, ranks, default)[1]
 
 
 def _resolved(config: Config, ranks: int | None, default: bool) -> tuple[Config, list[str]]:
-    """Return `config` with its mesh and schedule, and the problems of all rules.
+    """Return `config` with its mesh and schedule filled in, and the problems of all rules.
 
-    A rule is skipped if it needs a value that another problem is about.
+    A rule is skipped if it needs a value for which a problem has already been reported.
     """
     problems = [*unknown_values(config)]
     config = mark_wrong(config, problems)
@@ -69,7 +70,7 @@ def _resolved(config: Config, ranks: int | None, default: bool) -> tuple[Config,
         problems += violations(config, ranks)
     except WrongValueUsed:
         pass
-    except ValueError as error:  # no cuboid
+    except ValueError as error:  # no cuboid fits the model
         problems.append(str(error))
     return config, problems
 
@@ -80,7 +81,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def _with_schedule(config: Config) -> Config:
-    """Resolve the schedule and the number of chunks of `config`."""
+    """Fill in the pipeline schedule and the number of model chunks, if they are unset."""
     name = wanted = WRONG
     with suppress(WrongValueUsed):
         name = config.parallel.schedule or usual(config.mesh.p)
@@ -149,7 +150,7 @@ def _wrong_scaling(scaling: Mapping[str, float | str] | None) -> Iterator[str]:
 
 
 def _wrong_decay(train: TrainConfig) -> Iterator[str]:
-    """Report a learning-rate decay that is inconsistent with the rates or steps."""
+    """Report decay settings that contradict the learning rate, the warmup or the step counts."""
     left = train.decaying() - train.warmup
     if train.min_learning_rate is not None and train.min_learning_rate > train.learning_rate:
         key, rate = f"train.min_learning_rate = {train.min_learning_rate}", train.learning_rate
@@ -165,7 +166,7 @@ def _wrong_decay(train: TrainConfig) -> Iterator[str]:
 
 
 def _unknown_letters(letters: Mapping[str, str] | None) -> Iterator[str]:
-    """Report unknown keys and axes of parallel.split, and incompatible axes."""
+    """Report unknown keys, unknown axes and incompatible axes in `parallel.split`."""
     letters = letters or {}
     for key, axes in letters.items():
         if key not in LOOPS + STORAGE:

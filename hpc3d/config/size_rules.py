@@ -1,4 +1,4 @@
-"""Rules on the divisibility of model sizes by the sizes of mesh axes."""
+"""Rules that require model sizes to be divisible by the sizes of mesh axes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
 
 
 def wrong_parts(config: Config) -> Iterator[str]:
-    """Report sizes that are invalid on every mesh."""
+    """Report model and batch sizes that are invalid for every mesh."""
     model = config.model
     heads = _wrong_heads(model), _wrong_kv_heads(model), wrong_tokens(model), _wrong_head(config)
     yield from reported(_too_large(config), *heads, _wrong_microbatches(config))
@@ -86,7 +86,7 @@ def _wrong_microbatches(config: Config) -> Iterator[str]:
 
 
 def wrong_tokens(model: ModelConfig) -> Iterator[str]:
-    """Report a padding token that is the mask token or outside of the vocabulary."""
+    """Report a padding token that is the mask token or lies outside the vocabulary."""
     last = (model.vocabulary or inf) - 1
     if model.padding is not None and model.padding >= last:
         key = f"model.padding = {model.padding}"
@@ -94,12 +94,12 @@ def wrong_tokens(model: ModelConfig) -> Iterator[str]:
 
 
 def _alike(model: ModelConfig) -> bool:
-    """Return True if a matrix product of the head has the same layout for Y as for X."""
+    """Return True if the head has a matrix product whose output Y is laid out like its input X."""
     return any(each.alike for each in family_of(model).head(_SMALLEST))
 
 
 def _wrong_head(config: Config) -> Iterator[str]:
-    """Report columns of X sharded over several axes if a product of the head supports only one."""
+    """Report columns of X that are sharded over several axes if the head supports only one."""
     split = config.splits["dense"]
     if _alike(config.model) and len(split.x[1]) > 1:
         head = f"the head of model.kind = {config.model.kind}"
@@ -120,7 +120,10 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
 
 
 def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
-    """Return a dict from (key, value) of each size to the groups of axes that must divide it."""
+    """Return a dict from (key, value) of a size to the groups of mesh axes that shard it.
+
+    The size must be divisible by the number of ranks in each group.
+    """
     model, split = config.model, config.splits["dense"]
     sizes, turned, outer = config.mesh.grid().sizes, split.next(), split.without_panels()
     sequences, micros = config.train.batch, config.parallel.microbatches
@@ -149,14 +152,14 @@ def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
 
 
 def _used(axis_groups: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
-    """Remove axes of size 1."""
+    """Return the groups of axes without the axes of size 1."""
     return {tuple([axis for axis in axes if sizes[axis] > 1]) for axes in axis_groups}
 
 
 def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
-    """Return the row axes and the input axes of matrix products with a special layout.
+    """Return the axes that shard the rows and input features of products with special layouts.
 
-    These are the router, and head products whose Y has the same layout as X.
+    These products are the router, and products of the head whose output has the input's layout.
     """
     split = config.splits["dense"]
     rows, inputs = set(), set()
@@ -170,7 +173,7 @@ def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
 
 
 def _unshared_keys(model: ModelConfig, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Report an error unless the key-value heads divide the ranks or vice versa."""
+    """Report a number of KV heads that is neither a multiple nor a divisor of the rank count."""
     count, keys = prod(sizes[axis] for axis in axes), model.kv_heads or model.heads
     if model.heads % count or keys % count == 0 or count % keys == 0:
         return
@@ -181,7 +184,10 @@ def _unshared_keys(model: ModelConfig, axes: Axes, sizes: Mapping[str, int]) -> 
 
 
 def _uneven_tiles(config: Config, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Report scaling tiles that contain both queries and keys, and so depend on the mesh."""
+    """Report float8 scaling tiles that contain both query and key columns.
+
+    The results would then depend on the mesh.
+    """
     model, train, count = config.model, config.train, prod(sizes[axis] for axis in axes)
     keys, width = model.kv_heads or model.heads, model.hidden // model.heads
     if (train.product_dtype, train.product_scale) != ("float8", "block") or count == 1:
@@ -207,7 +213,7 @@ def _named(axes: Iterable[str]) -> str:
 
 
 def _wrong_blocks(config: Config) -> Iterator[str]:
-    """Report sharded columns that are not a multiple of the block size of 8-bit moments."""
+    """Report shards whose number of columns is not a multiple of the block of 8-bit moments."""
     if config.train.optimizer != "adamw-8bit":
         return
     model, family = config.model, family_of(config.model)
@@ -215,7 +221,7 @@ def _wrong_blocks(config: Config) -> Iterator[str]:
     parameters = Parameters(mesh, "float32", config.parallel.zero)
     sizes = family.sizes(model, model.vocabulary or BLOCK)
     spec = ModelSpec(family, sizes, config.splits, context=config.context())
-    layers = range(min(model.moe_every, model.layers))  # one period of layer types
+    layers = range(min(model.moe_every, model.layers))  # one period of the pattern of layer types
     build(mesh, parameters, spec, [LayerRange(layers, True, True)])
     for item in parameters:
         columns = item.updated_layout.block(item.shape, mesh)[-1]
@@ -229,6 +235,6 @@ def _wrong_blocks(config: Config) -> Iterator[str]:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, ascending."""
+    """Return the divisors of a number in ascending order."""
     low = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return sorted({*low, *(number // size for size in low)})

@@ -1,8 +1,8 @@
-"""Wrong values of an input file, and the rules that are skipped because they need one.
+"""Placeholder for invalid values of an input file, so that rules that depend on them are skipped.
 
-Every operation on WRONG, which replaces a wrong value, raises `WrongValueUsed`. A rule is a
-generator of problems. It ends at the first wrong value that it uses, so that it reports no problem
-that depends on this value.
+Each invalid value is replaced by WRONG, and every operation on WRONG raises `WrongValueUsed`. A
+rule is a generator that yields problems. The generator ends when the rule first uses an invalid
+value, so the rule reports no problem caused by that value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OPERATIONS = (
 
 
 class WrongValueUsed(Exception):
-    """Exception for an operation on WRONG."""
+    """Exception raised by every operation on WRONG."""
 
 
 def _raise(*operands: Any) -> NoReturn:
@@ -31,9 +31,9 @@ WRONG: Any = type("Wrong", (), {**_operations, "__deepcopy__": lambda self, memo
 
 
 def mark_wrong(config: Any, names: Iterable[str]) -> Any:
-    """Replace values of a Config by WRONG.
+    """Return a Config in which the named values are replaced by WRONG.
 
-    `names` are keys, sections, or problems that begin with one; others are ignored.
+    `names` contains keys, sections, or messages that begin with a key. Other names are ignored.
     """
     for name in names:
         section, _, key = re.match(r"\w*(\.\w+)?", name)[0].partition(".")
@@ -52,7 +52,7 @@ def _names(table: Any) -> set[str]:
 
 
 def reported(*rules: Iterator[str]) -> Iterator[str]:
-    """Yield the problems that rules report before they use a wrong value."""
+    """Yield the problems that each rule reports before the rule uses an invalid value."""
     for rule in rules:
         try:
             yield from rule
