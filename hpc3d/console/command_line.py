@@ -1,4 +1,4 @@
-"""Argument parser of all commands, and error handling of commands that need no launcher."""
+"""Argument parser of all commands, and error handling of commands that run without a launcher."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _EXITS = "exit codes: 0 success, 2 invalid input (explained on standard error)"
 class Parser(argparse.ArgumentParser):
     """Argument parser of `python -m hpc3d.<verb>`.
 
-    It keeps the line breaks of its description, accepts no abbreviated options, and reports each
-    wrong value in one line.
+    The parser keeps the line breaks of its description, rejects abbreviated options, and reports
+    each wrong value on its own line.
     """
 
     def __init__(
@@ -52,12 +52,15 @@ class Parser(argparse.ArgumentParser):
         self.refuse([f"{each}; see --help" for each in (*self._problems, message)])
 
     def refuse(self, problems: Sequence[str]) -> NoReturn:
-        """Report the problems of a command line and exit."""
+        """Print the problems of a command line to standard error and exit."""
         complain(self.verb, problems)
         self.exit(BAD_INPUT)
 
     def parse_known_args(self, *words: Any, **how: Any) -> Any:
-        """Parse a command line, also for `parse_args`; the output tolerates a closed pipe."""
+        """Parse a command line (`parse_args` calls this method, too).
+
+        The help text may be written to a pipe that its reader has closed.
+        """
         with sanitized_streams():
             try:
                 parsed = super().parse_known_args(*words, **how)
@@ -72,11 +75,11 @@ class Parser(argparse.ArgumentParser):
         sys.stdout.flush()
 
     def _get_values(self, action: argparse.Action, words: list[str]) -> Any:
-        """Convert the values of an option; `error` reports all options with wrong values."""
+        """Convert the values of an option; collect wrong values, so that all are reported."""
         try:
             return super()._get_values(action, words)
         except argparse.ArgumentError as error:
-            if action.nargs == argparse.PARSER:  # an unknown subcommand has no other options
+            if action.nargs == argparse.PARSER:  # unknown subcommand: no further options
                 raise
             self._problems.append(str(error))
             return action.default
@@ -85,8 +88,8 @@ class Parser(argparse.ArgumentParser):
 def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:
     """Run the body of a command and return its exit code.
 
-    `body()` returns the code, or None for 0.  Invalid input is printed and returns BAD_INPUT.  If
-    `patient`, progress lines are shown.
+    `body()` returns the exit code, or None for 0.  An exception caused by invalid input is
+    printed, and BAD_INPUT is returned.  If `patient` is true, progress lines are shown.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -105,7 +108,7 @@ def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:
 
 
 def complain(verb: str, lines: Iterable[str]) -> None:
-    """Print error lines to standard error."""
+    """Print lines to standard error, each with the name of the command as a prefix."""
     for line in lines:
         print(f"hpc3d.{verb}: {sanitized(line)}", file=sys.stderr)
 
@@ -126,5 +129,5 @@ def split_options(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[
 
 
 def readable_time(seconds: float) -> str:
-    """Format a predicted time: 1.234 s or 56.789 ms."""
+    """Format a predicted time in seconds, such as 1.234 s or 56.789 ms."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"

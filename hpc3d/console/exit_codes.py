@@ -1,4 +1,4 @@
-"""Exit codes of a job, as listed in README."""
+"""Exit codes of commands and jobs, which are listed in the README."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ STOPPED = 75  # stopped on request with a checkpoint, before the last step; EX_T
 INTERRUPTED = 130  # by Ctrl-C, after printing partial results: 128 + SIGINT
 
 
-# Exceptions of invalid input, such as a path that is too long, a number that overflows NumPy's
-# types, or a size beyond memory.
+# Exceptions that invalid input can cause, for example a path that is too long, a number that
+# overflows NumPy's types, or a size that exceeds the memory.
 REFUSED = (ValueError, OSError, OverflowError, MemoryError, RecursionError)
 
 
 class BadData(ValueError):
-    """Invalid input data, such as a training text.  The message is one line with a fix."""
+    """Exception for invalid data, such as a training text; its message is one line with a fix."""
 
 
 class JobExit(Exception):

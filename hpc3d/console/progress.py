@@ -1,8 +1,8 @@
-"""Progress of long operations: the newest log record, shown after two seconds.
+"""Progress display of long operations: the newest log record, first shown after two seconds.
 
 On a terminal, one status line is updated; otherwise, a line is printed every 30 s.  All modules
-log their progress with `logging`, which costs almost nothing.  Only a command inside `progress`
-shows the records.
+log their progress with `logging`, which costs almost nothing.  The records are displayed only
+inside the context manager `progress`, which commands use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TextIO
 from hpc3d.console.sanitize import Controls, sanitized
 
 FIRST = 2  # s until the first progress line
-_EVERY, _REDRAWN = 30, 0.5  # s between lines, and between updates of a status line
+_EVERY, _REDRAWN = 30, 0.5  # interval in s between lines, and between updates of a status line
 _ERASED = "\r\x1b[K"
 
 
@@ -43,7 +43,7 @@ class StatusLine:
         self.shown = self.begun = False
 
     def show(self, text: str) -> None:
-        """Show a text, unless other output has left an unfinished line."""
+        """Show a text in the status line, unless other output ends in an incomplete line."""
         encoding = self.terminal.encoding or "utf-8"
         visible = text.encode(encoding, "backslashreplace").decode(encoding)
         with self.lock:
@@ -69,7 +69,7 @@ class StatusLine:
 
 
 class Above:
-    """Output stream to a terminal, which erases the StatusLine before it writes."""
+    """Output stream to a terminal that erases the status line before each write."""
 
     def __init__(self, stream: TextIO, status: StatusLine) -> None:
         self.stream, self.status = stream, status
@@ -91,8 +91,9 @@ def progress(
 ) -> Iterator[None]:
     """Print progress lines to stderr while the block runs: `hpc3d.NAME: 40 s: PROGRESS`.
 
-    The first text is `doing`.  Inside another `progress`, `doing` is only logged.  `first` is the
-    delay of the first line [s], and the seconds count from the time `since` (None: now).
+    PROGRESS is `doing` or the newest log record.  Inside another `progress`, `doing` is only
+    logged.  The first line is printed after `first` seconds.  The printed time is counted from
+    `since`, a value of `time.monotonic` (None: now).
     """
     log, begin = logging.getLogger("hpc3d"), time.monotonic() if since is None else since
     inside = any(isinstance(handler, Newest) for handler in log.handlers)
@@ -124,9 +125,9 @@ def progress(
 
 @contextmanager
 def _speaking() -> Iterator[tuple[Callable[[str], object], float]]:
-    """Yield a function that prints a progress line to stderr, and the interval [s].
+    """Yield a function that prints a progress line to stderr, and the interval of the lines in s.
 
-    On a terminal the line is rewritten, and stays below other output.
+    On a terminal, each line replaces the previous one, and the line stays below other output.
     """
     stdout, stderr = sys.stdout, sys.stderr
     if not stderr.isatty() or os.environ.get("TERM") == "dumb":

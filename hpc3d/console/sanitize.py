@@ -1,4 +1,4 @@
-"""Sanitized output of text from files, arguments and the environment.
+"""Escape untrusted text from files, arguments and the environment before it is printed.
 
 Such text may contain control characters, line breaks, or invalid bytes.  `sanitized` escapes all
 of them, so that one line stays one visible line.  Inside `sanitized_streams`, everything that a
@@ -20,16 +20,16 @@ _MEMORY = (
     "(python -m hpc3d.plan finds layouts that fit)"
 )
 _LONGEST_LINE = 1000  # characters
-_NO_READER = (errno.EPIPE, errno.EIO)  # from a closed pipe, from a closed terminal
+_NO_READER = (errno.EPIPE, errno.EIO)  # errors of writes to a closed pipe or terminal
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 class OutputError(OSError):
-    """Exception for standard output that cannot be written, such as a file on a full disk."""
+    """Exception for a failed write to standard output, for example to a file on a full disk."""
 
 
 class Problems(ValueError):
-    """Exception for several errors, with one line each."""
+    """Exception that reports several errors, with one line of text per error."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self.lines = [*map(sanitized, lines)]
@@ -70,7 +70,7 @@ def sanitized_tree(tree: Any) -> Any:
 
 
 def lines_of(error: BaseException) -> list[str]:
-    """Return the message of an error, one line per problem."""
+    """Return the message of an exception as a list of lines, one line per problem."""
     if isinstance(error, Problems):
         return [*map(_shortened, error.lines)]
     if isinstance(error, OSError):
@@ -89,34 +89,34 @@ def _shortened(line: str) -> str:
 
 
 def file_and_reason(error: OSError) -> str:
-    """Return the file of an OSError, if known, and the reason."""
+    """Format an OSError as its file name, if known, and its reason."""
     return f"{error.filename!s:.200}: {reason_of(error)}" if error.filename else reason_of(error)
 
 
 def reason_of(error: OSError) -> str:
-    """Return the reason of an OSError: the system's message, or the exception's own."""
+    """Return the reason of an OSError: the system's error message, or the exception's text."""
     return error.strerror or str(error).rstrip(".")
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: 1 rank, 1,024 ranks, 2 batches."""
+    """Format a number with its noun, as in 1 rank, 1,024 ranks or 2 batches."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}{'es' if noun.endswith(('ch', 's', 'x')) else 's'}"
 
 
 class Controls(str):
-    """Text with our own terminal control sequences, which SanitizedStream does not escape."""
+    """String with hpc3d's own terminal control sequences, not escaped by `SanitizedStream`."""
 
     __slots__ = ()
 
 
 class SanitizedStream:
-    """Text stream that escapes control characters, and characters outside its encoding.
+    """Text stream that escapes control characters, and characters missing in its encoding.
 
-    A write of only "\\r" or "\\t", or of Controls, is not escaped.  If the reader has closed the
-    stream, `unread` is set and all output is discarded.  If the stream is not `needed`, any other
-    write error has the same effect.
+    A text is not escaped if it is "\\r", "\\t" or a `Controls` string.  If the reader has closed
+    the stream, `unread` is set and all output is discarded.  If the stream is not `needed`, any
+    other write error has the same effect.
     """
 
     def __init__(self, stream: TextIO, needed: bool = True) -> None:
@@ -160,10 +160,10 @@ def _discard(stream: TextIO) -> None:
 
 @contextmanager
 def sanitized_streams() -> Iterator[None]:
-    """Replace standard output and error with `SanitizedStream`s, which tolerate a closed reader.
+    """Replace standard output and error by `SanitizedStream`s, which tolerate a closed pipe.
 
-    At the end, output that cannot be written is discarded.  Otherwise Python would complain about
-    it when it exits.
+    At the end, output that cannot be written is discarded, because Python would otherwise print an
+    error message when the process exits.
     """
     _open_missing_streams()
     out, error = SanitizedStream(sys.stdout), SanitizedStream(sys.stderr, needed=False)
@@ -176,9 +176,9 @@ def sanitized_streams() -> Iterator[None]:
 
 
 def _open_missing_streams() -> None:
-    """Connect standard streams that were closed when this process started to the null device.
+    """Connect each standard stream that was closed at the start of the process to /dev/null.
 
-    They take the lowest file descriptors, so that no other file gets a standard descriptor.
+    These connections occupy the file descriptors 0 to 2, so that no other file gets one of them.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -1,9 +1,9 @@
-"""Bounded reading of small files and TOML from untrusted sources, and writing on full disks.
+"""Size-limited reading of small untrusted files, and atomic writing of files.
 
-Reading is bounded because a device or a pipe may never end, and a large file takes long to parse.
+The size is limited because a device or a pipe may never end, and a large file takes long to parse.
 
-A file is written as NAME.HOST.PID.tmp, and renamed to NAME when it is complete and on disk.  A
-killed process leaves the temporary file behind, and the next writer of NAME removes it.
+A file is written as NAME.HOST.PID.tmp, and renamed to NAME when it is complete and on disk.  If a
+process is killed, its temporary file remains until the next writer of NAME removes it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Any
 
 from hpc3d.console.sanitize import file_and_reason
 
-_MOST_TEXT = 2**20  # bytes of an input or machine file
-MOST_JSON = 2**25  # bytes of a config.json or a weight index
-MOST_SCHEDULE = 2**24  # bytes of a schedule as a CSV file
-_ABANDONED_S = 86400  # age of another host's temporary file after which it is abandoned
-MOST_PARTS = 100  # components of a dotted key a.b.c; parsing time is quadratic in them
+_MOST_TEXT = 2**20  # maximum size of an input or machine file in bytes
+MOST_JSON = 2**25  # maximum size of a config.json or a weight index in bytes
+MOST_SCHEDULE = 2**24  # maximum size of the CSV file of a schedule in bytes
+_ABANDONED_S = 86400  # age in s at which another host's temporary file is removed
+MOST_PARTS = 100  # maximum number of components in a dotted key; parsing takes quadratic time
 
 
 def read(path: Path | str, most: int = _MOST_TEXT, remedy: str = "name a file") -> bytes:
-    """Return the bytes of a regular file.
+    """Return the content of a regular file in bytes.
 
     Raises ValueError with a one-line message if the path is not a regular file, cannot be read or
     exceeds `most` bytes.
@@ -52,7 +52,7 @@ def read(path: Path | str, most: int = _MOST_TEXT, remedy: str = "name a file") 
 
 def toml(text: str) -> dict[str, Any]:
     """Parse TOML into nested dicts; raise ValueError if it is invalid or too large."""
-    import tomllib  # training ranks do not load it
+    import tomllib  # not at the top, because training ranks do not need it
 
     if len(text) > _MOST_TEXT:
         raise ValueError(f"{len(text)} characters, more than the limit of {_MOST_TEXT}")
@@ -66,10 +66,10 @@ def toml(text: str) -> dict[str, Any]:
 
 @contextmanager
 def replacing(path: Path, crowded: bool = False) -> Iterator[Path]:
-    """Yield a temporary path; its file is synced and replaces `path` if the block succeeds.
+    """Yield a temporary path, whose file is synced and replaces `path` if the block succeeds.
 
-    A folder is `crowded` if every rank writes to it.  It is not searched for temporary files of
-    killed processes.
+    Set `crowded` if every rank writes to the folder.  The folder is then not searched for
+    temporary files of killed processes.
     """
     temporary = _temporary_name(path) if crowded else temporary_of(path)
     try:
@@ -79,13 +79,13 @@ def replacing(path: Path, crowded: bool = False) -> Iterator[Path]:
             os.replace(temporary, path)
             sync(path.parent)
     finally:
-        with suppress(OSError):  # the disk became read-only
+        with suppress(OSError):  # the disk may have become read-only
             temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Create a folder and its missing parents; remove them if the block fails."""
+    """Create a folder and its missing parents; remove the created folders if the block fails."""
     made: list[Path] = []
     try:
         for path in reversed([folder, *takewhile(lambda path: not path.exists(), folder.parents)]):
@@ -99,10 +99,10 @@ def new_folder(folder: Path) -> Iterator[None]:
 
 
 def temporary_of(path: Path) -> Path:
-    """Return this process's temporary path for `path`; remove files of killed processes."""
+    """Return this process's temporary path for `path`, and remove those of killed processes."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
         host, _, process = left.name[len(path.name) + 1 : -len(".tmp")].rpartition(".")
-        with suppress(OSError):  # another process removed it, or the disk is read-only
+        with suppress(OSError):  # another process removed the file, or the disk is read-only
             if _has_ended(host, process, left):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
     return _temporary_name(path)
@@ -113,20 +113,20 @@ def _temporary_name(path: Path) -> Path:
 
 
 def _has_ended(host: str, process: str, left: Path) -> bool:
-    """Return True if the process that wrote a temporary path no longer exists."""
+    """Return True if the process that wrote the temporary file `left` no longer exists."""
     if host != platform.node():
         return time.time() - left.stat().st_mtime > _ABANDONED_S
     try:
         os.kill(int(process), 0)
     except ProcessLookupError:
         return True
-    except (PermissionError, ValueError, OverflowError):  # of another user; not our name
+    except (PermissionError, ValueError, OverflowError):  # process of another user, or other file
         return False
     return False
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or the directory entries of a folder, to disk."""
+    """Flush a file, or the directory entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -137,7 +137,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add this path to an OSError that has no file name, such as a write error."""
+    """Add `path` to an OSError raised in the block without a file name, such as a write error."""
     try:
         yield
     except OSError as error:
@@ -147,16 +147,17 @@ def naming(path: Path | str) -> Iterator[None]:
 
 
 class Hdf5Output(io.FileIO):
-    """Output file of HDF5, which crashes if a write fails or if it cannot read what it wrote.
+    """Output file for HDF5 that hides write errors, because they would crash the HDF5 library.
 
-    Therefore, every write appears to succeed.  From the first failure on, writes go to memory
-    instead.  `check` and the end of a `with` statement raise the error.
+    Every write appears to succeed.  After the first failed write, data are kept in memory, because
+    HDF5 also crashes if it cannot read back its data.  `check` and the end of a `with` statement
+    raise the error.
     """
 
     def __init__(self, path: Path, mode: str) -> None:
         super().__init__(path, mode)
         self.failure: OSError | None = None
-        self.unwritten: list[tuple[int, bytes]] = []  # offset and data
+        self.unwritten: list[tuple[int, bytes]] = []  # (offset, data)
 
     def write(self, data: bytes) -> int:
         offset, rest = self.tell(), memoryview(data)

@@ -10,15 +10,15 @@ from typing import TextIO
 from hpc3d.console.sanitize import Controls
 from hpc3d.runtime.launcher import launcher
 
-# SGR parameters (ECMA-48, 8.3.117).
+# Parameters of the escape sequence SGR, Select Graphic Rendition (ECMA-48, 8.3.117).
 _STYLES = {"faint": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33"}
 _TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 
 
 def say(line: str, style: str = "", stream: TextIO | None = None) -> None:
-    """Print a line to a stream (None: standard output).
+    """Print a line to a stream (None: standard output), colored if the stream supports colors.
 
-    If the stream shows colors, the line has the `style`: faint, bold, red, green or yellow.
+    The `style` is faint, bold, red, green or yellow, or empty for plain text.
     """
     stream = sys.stdout if stream is None else stream
     if style and in_colour(stream):
@@ -32,7 +32,7 @@ def in_colour(stream: TextIO) -> bool:
     """Return True if output to a stream should be colored.
 
     NO_COLOR disables colors (no-color.org).  FORCE_COLOR enables them for any stream
-    (force-color.org).  Otherwise, only a terminal shows colors.
+    (force-color.org).  Otherwise, output is colored only on a terminal.
     """
     if os.environ.get("NO_COLOR"):
         return False
@@ -44,8 +44,8 @@ def in_colour(stream: TextIO) -> bool:
 def _on_terminal(stream: TextIO) -> bool:
     """Return True if a stream is connected to a terminal.
 
-    Open MPI always gives ranks a pseudo-terminal, so under a launcher the launcher's own stream
-    is inspected instead.
+    Open MPI always connects ranks to a pseudo-terminal.  If a launcher started this process, the
+    launcher's own stream is therefore inspected instead.
     """
     started = launcher()
     if started is None:

@@ -1,6 +1,6 @@
-"""Environment variables of the launcher and the user, and the choice of threads per rank.
+"""Environment variables set by launchers and users, and the number of threads per rank.
 
-This module imports neither NumPy nor MPI, which read the environment when they are loaded.
+This module imports neither NumPy nor MPI, because both read the environment when they are loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ OWN_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def number_in(names: Iterable[str], default: int) -> int:
-    """Return the leading number of the first variable in `names` that starts with one."""
+    """Return the leading integer of the first environment variable that starts with an integer.
+
+    Variables are tried in the order of `names`. If none starts with an integer, return `default`.
+    """
     for name in names:
         digits = os.environ.get(name, "").split("(")[0].split(",")[0]
         if digits.isdigit():
@@ -26,9 +29,9 @@ def number_in(names: Iterable[str], default: int) -> int:
 
 
 def cores_of_node() -> int:
-    """Return the number of cores of this node that the job may use, ignoring this rank's binding.
+    """Return the number of cores on this node that the job may use, ignoring this rank's binding.
 
-    The launcher's own affinity mask contains the cores of the job; a container may allow fewer.
+    The launcher's affinity mask contains the cores of the job. A container may allow fewer.
     """
     bound = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
@@ -38,7 +41,7 @@ def cores_of_node() -> int:
 
 
 def set_environment() -> None:
-    """Set the threads per rank; if there are more ranks than cores, make waiting ranks yield."""
+    """Set the number of threads per rank; if ranks outnumber cores, make waiting ranks yield."""
     cores, ranks = cores_of_node(), number_in(LOCAL_RANKS, default=1)
     threads = min(cores // ranks, len(os.sched_getaffinity(0)))
     chosen = next(filter(None, map(os.environ.get, THREAD_VARIABLES)), str(max(1, threads)))

@@ -1,4 +1,4 @@
-"""Findings of diagnostic checks: a verdict on a subject, with a remedy."""
+"""Findings of diagnostic checks, each with a verdict, a subject, a text and a remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Finding(NamedTuple):
     remedy
         Instructions for fixing the problem, one per line.
     printed
-        Output lines of another program.
+        Output lines of a program that the check has run.
     """
 
     verdict: str
@@ -32,7 +32,7 @@ class Finding(NamedTuple):
     printed: tuple = ()
 
     def lines(self) -> list[str]:
-        """Return the printable lines: the result, then the program output and the remedy."""
+        """Format the finding as lines: the result, then the program output and the remedy."""
         remedy = self.remedy.split("\n") if self.remedy else []
         return [
             sanitized(f"{self.verdict:5} {self.subject}: {self.text}"),
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def examine(check: Callable[..., Iterable[Finding]], *args: Any) -> Iterator[Finding]:
-    """Yield the findings of a check; an exception is reported as a finding."""
+    """Run a check and yield its findings; an exception raised by the check becomes a finding."""
     try:
         yield from check(*args)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Fork with a timeout, since other threads of this process may block a fork."""
+"""Fork with a timeout, because a fork may deadlock if other threads of the process are busy."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import faulthandler
 import os
 from pathlib import Path
 
-_COPIED = 5  # s, upper limit on the duration of a fork that is not blocked
+_COPIED = 5  # timeout in s; a fork that does not deadlock takes less time
 
 
 def fork_or_end() -> int:
-    """Call `os.fork()`, and end this process if the call does not return.
+    """Call `os.fork()`, and end this process if the call does not return in time.
 
-    OpenBLAS stops its threads before a fork.  A BLAS call on another thread that waits for them
-    then deadlocks.
+    OpenBLAS stops its worker threads before a fork.  If another thread is in a BLAS call that
+    waits for these workers, the process deadlocks.
     """
     with Path(os.devnull).open("w") as nowhere:
         faulthandler.dump_traceback_later(_COPIED, exit=True, file=nowhere)

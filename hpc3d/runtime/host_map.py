@@ -1,7 +1,7 @@
-"""Map from ranks to nodes, and host names for messages.
+"""Mapping of ranks to nodes, and host names for messages.
 
-Ranks of a node share one kernel and one clock.  Host names do not identify nodes: two machines or
-two containers may have the same name.
+All ranks on a node share one kernel and one clock.  Nodes are not identified by host name, because
+two machines or two containers may have the same name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CLOCKS = "/proc/self/ns/time"
 
 
 def kernel() -> tuple[str, str]:
-    """Return an identifier shared by ranks with the same clock: boot ID and time namespace."""
+    """Return boot ID and time namespace, which are equal on all ranks that share a clock."""
     boot = clocks = ""
     with suppress(OSError):
         boot = BOOT.read_text(encoding="ascii").strip()
@@ -27,7 +27,10 @@ def kernel() -> tuple[str, str]:
 
 
 def namesakes(kernels: Iterable[tuple[str, tuple[str, str]]]) -> str | None:
-    """Return a message if kernels share a host name, given (host, kernel) of each rank."""
+    """Return an error message if several hosts have the same name, otherwise None.
+
+    `kernels` has one pair (host name, `kernel()`) per rank.
+    """
     ranks = {}
     for rank, each in enumerate(kernels):
         ranks.setdefault(each, []).append(rank)
@@ -43,7 +46,7 @@ def namesakes(kernels: Iterable[tuple[str, tuple[str, str]]]) -> str | None:
 
 
 def spans(ranks: Iterable[int]) -> str:
-    """Format ascending ranks as ranges: 0-2 4-7."""
+    """Format ascending rank numbers as ranges, such as 0-2 4-7."""
     runs = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
@@ -54,7 +57,7 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 class Homes(NamedTuple):
-    """Host name of each rank, and the first rank of its node."""
+    """Location of each rank: its host name, and the lowest rank on its node."""
 
     hosts: list
     nodes: list
@@ -63,14 +66,14 @@ class Homes(NamedTuple):
         return len(set(self.nodes)) > 1
 
     def leaders(self) -> list[int]:
-        """Return the first rank of each node."""
+        """Return the lowest rank on each node."""
         return list(dict.fromkeys(self.nodes))
 
     def ranks(self, node: int) -> list[int]:
         return [rank for rank, home in enumerate(self.nodes) if home == node]
 
     def named(self, ranks: Sequence[int]) -> str:
-        """Return ascending ranks with their hosts as text.
+        """Format ascending ranks with their host names for a message.
 
         Examples: "all of hn2", "rank 3 (hn1)", "ranks 2-3 (hn1) and 4 (hn2)".  The host is omitted
         if the job uses only one node.
@@ -92,7 +95,7 @@ class Homes(NamedTuple):
 
 
 def homes_of(locations: Sequence[Mapping[str, Any]]) -> Homes:
-    """Return the Homes of a job from the `Job.location` of each rank."""
+    """Return the `Homes` of a job, given the result of `Job.location` on each rank."""
     return Homes([each["host"] for each in locations], [each["node"] for each in locations])
 
 

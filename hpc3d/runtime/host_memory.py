@@ -1,4 +1,4 @@
-"""Memory of this host."""
+"""Memory size of this host."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 def total() -> int:
-    """Return the memory of this machine, or the limit of its container if lower, in bytes."""
+    """Return the memory size of this host in bytes, or the limit of its container if lower."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no such file, or its content is "max"
+    with suppress(OSError, ValueError):  # the file does not exist, or contains "max"
         found = min(found, int(LIMIT_OF_CONTAINER.read_text()))
     return found

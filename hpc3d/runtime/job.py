@@ -1,4 +1,4 @@
-"""The MPI job: collective calls before the mesh exists, and termination of all ranks together."""
+"""MPI job: collective calls before the mesh exists, and joint termination of all ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hpc3d.console.sanitize import lines_of, sanitized
 from hpc3d.runtime.host_map import kernel, namesakes
 from hpc3d.runtime.launcher import end_later, launcher
 
-_OUTLIVED = 2  # s for which the failure mark of a rank outlives its process
-_UNHEARD = 5  # s granted to the launcher to end the job after an abort
+_OUTLIVED = 2  # s for which the failure marker of a rank outlives the rank's process
+_UNHEARD = 5  # timeout in s for the launcher to end the job after an abort
 
 
 class Job:
@@ -32,9 +32,9 @@ class Job:
     exit_hooks
         Functions to call before the job ends, successfully or not.
     started
-        Start time of this rank.
+        Start time of this rank, a value of `time.monotonic` in s.
     signals
-        Signals received so far.  The first one that is in `requests` asks the job to stop.
+        Signals received so far.  The first signal that is in `requests` asks the job to stop.
     """
 
     def __init__(self, name: str, started: float) -> None:
@@ -48,23 +48,23 @@ class Job:
         self.id = self.comm.bcast(f"{self.kernels[0][0]}-{os.getpid()}")
 
     def namesakes(self) -> str | None:
-        """Return a message if two hosts share a name.
+        """Return an error message if several hosts have the same name, otherwise None.
 
-        Open MPI treats them as one host, and its next collective call would deadlock.
+        Open MPI treats such hosts as one host, so its next collective call would deadlock.
         """
         return namesakes(self.kernels) if "Open MPI" in self.library() else None
 
     def from_root(self, function: Callable[[], Any]) -> Any:
         """Call `function()` on rank 0 and return its value on all ranks.
 
-        If it raises an exception in REFUSED, all ranks end the job.
+        If `function` raises an exception listed in REFUSED, all ranks end the job.
         """
         return self.comm.bcast(self.on_root(function))
 
     def on_root(self, function: Callable[[], Any]) -> Any:
         """Call `function()` on rank 0 and return its value there, None on the other ranks.
 
-        If it raises an exception in REFUSED, all ranks end the job.
+        If `function` raises an exception listed in REFUSED, all ranks end the job.
         """
         value, problems = None, ()
         if self.rank == 0:
@@ -78,7 +78,7 @@ class Job:
         return value
 
     def progress(self, doing: str = "") -> AbstractContextManager[None]:
-        """Show progress on rank 0 while the block runs: `doing`, or the newest log record."""
+        """Return a context manager in which rank 0 shows `doing` or the newest log record."""
         if self.rank:
             return nullcontext()
         from hpc3d.console.progress import progress
@@ -88,8 +88,8 @@ class Job:
     def on_all_ranks(self, function: Callable[[], Any]) -> Any:
         """Call `function()` on every rank and return its value.
 
-        If it raises an exception in REFUSED on any rank, all ranks end the job, and each distinct
-        message line is printed once.
+        If `function` raises an exception listed in REFUSED on any rank, all ranks end the job, and
+        each distinct line of the error messages is printed once.
         """
         value, problems = None, []
         try:
@@ -119,13 +119,16 @@ class Job:
         return self.comm.allgather(value)
 
     def barrier(self) -> None:
-        """Wait for all ranks without spinning, since rank 0 may work for seconds."""
+        """Wait for all ranks without busy-waiting, because rank 0 may be seconds late."""
         request = self.comm.Ibarrier()
         while not request.Test():
             time.sleep(0.005)
 
     def location(self) -> dict[str, Any]:
-        """Return this rank's host, process ID, local rank and node's first rank (collective)."""
+        """Return a dict with this rank's host name, process ID, local rank and node.
+
+        The node is identified by its lowest rank.  All ranks must call this method.
+        """
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         mine = node.bcast(self.rank), MPI.Get_processor_name(), kernel()
         first = self.gather(mine).index(mine)
@@ -133,16 +136,16 @@ class Job:
         return own | {"local_rank": node.rank, "node": first}
 
     def library(self) -> str:
-        """Return the name and version of the MPI library in one line."""
+        """Return the name and version of the MPI library as one line of text."""
         line = MPI.Get_library_version().split(",")[0].split("\n")[0]
         return " ".join(line.split())
 
     def first_to_fail(self) -> bool:
         """Return True on the first failing rank of this job on this host.
 
-        The first rank to bind an abstract socket address holds it until its process and a child of
-        it have ended.  The child outlives the process until the other ranks have ended.  No file
-        remains.
+        The first failing rank binds an abstract socket address, which leaves no file.  A child
+        process keeps the address bound for some seconds after this rank has ended, so that the
+        ranks that fail next see it.
         """
         try:
             failure = socket.socket(socket.AF_UNIX)
@@ -158,9 +161,9 @@ class Job:
 
 
 def end_job(code: int) -> None:
-    """End all ranks now, or at least this rank if the launcher does not respond.
+    """Abort all ranks immediately, or only this rank if the launcher does not respond.
 
-    Exit handlers do not run.  No `Job` is needed.
+    Exit handlers do not run.  The function also works before the `Job` has been created.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
@@ -169,15 +172,16 @@ def end_job(code: int) -> None:
         os._exit(code)
     end_later(launcher())
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    # Not a Python thread: MPI_Abort waits for the launcher without releasing the GIL.
+    # A Python thread could not end this process, because MPI_Abort holds the GIL while it waits.
     faulthandler.dump_traceback_later(_UNHEARD, exit=True, file=nowhere)
     MPI.COMM_WORLD.Abort(code)
 
 
 def _linger(descriptor: int) -> None:
-    """Start a child that keeps this file descriptor open for _OUTLIVED seconds.
+    """Start a child process that keeps a file descriptor open for _OUTLIVED seconds.
 
-    It executes another program (`sleep`), because other threads may block a fork of this process.
+    The child executes the program `sleep`, because a plain fork of this process could deadlock if
+    other threads are busy.
     """
     import subprocess
 

@@ -57,13 +57,13 @@ _DISK = (
     errno.EIO,
     errno.ESTALE,
 )
-_MEETING = 60  # s within which the first collective call must complete
-_SPOKEN = 0.5  # s until printed output has left the host
-_ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # stop requests that run.signal can select
-_POKE = signal.SIGURG  # wakes the main thread; ignored by default
-_BUSY_ALONE = 5  # s granted to a BLAS or HDF5 call on the main thread
-_BUSY = 0.1  # the same limit in s if a launcher will soon kill this process
-_SAVED = 60  # s granted to a forked child for the exit hooks
+_MEETING = 60  # timeout of the first collective call in s
+_SPOKEN = 0.5  # s to wait for the launcher to forward printed output
+_ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # possible values of run.signal
+_POKE = signal.SIGURG  # signal that wakes the main thread; ignored by default
+_BUSY_ALONE = 5  # s to wait until the main thread has left a BLAS or HDF5 call
+_BUSY = 0.1  # the same in s if there is a launcher, which soon kills this process
+_SAVED = 60  # timeout in s of the exit hooks in a forked child process
 
 
 def run(name: str, body: Callable[[Job], int | None]) -> int:
@@ -71,7 +71,7 @@ def run(name: str, body: Callable[[Job], int | None]) -> int:
     with sanitized_streams():
         try:
             return _started(name, body)
-        except KeyboardInterrupt:  # before the job exists
+        except KeyboardInterrupt:  # Ctrl-C before the job exists
             print(f"hpc3d.{name}: {ended_by(signal.SIGINT)}", file=sys.stderr)
             return INTERRUPTED
 
@@ -79,8 +79,8 @@ def run(name: str, body: Callable[[Job], int | None]) -> int:
 def _started(name: str, body: Callable[[Job], int | None]) -> int:
     """Run `body(job)` on every rank; return the exit code, or abort the job.
 
-    `JobExit`, which all ranks raise together, sets the same exit code on all ranks.  Any other
-    error of a rank is printed once, with its rank, and aborts the job after the exit hooks.
+    If all ranks raise `JobExit` together, they return its exit code.  Any other exception is
+    printed once per host with its rank, and the job is aborted after the exit hooks have run.
     """
     begin = time.monotonic()
     set_environment()
@@ -119,7 +119,7 @@ def _started(name: str, body: Callable[[Job], int | None]) -> int:
 
 
 def _starting(name: str) -> AbstractContextManager[None]:
-    """Show progress on rank 0 while the ranks start."""
+    """Return a context manager that shows progress on rank 0 while the ranks start."""
     ranks = number_in(WORLD_RANKS, default=1)
     if ranks == 1 or number_in(OWN_RANK, default=0):
         return nullcontext()
@@ -129,11 +129,11 @@ def _starting(name: str) -> AbstractContextManager[None]:
 
 
 def _met(make: Callable[[], Job], name: str) -> Job:
-    """Return the job of `make()`, whose first collective call must complete in _MEETING seconds.
+    """Return the job of `make()`; abort if its first collective call exceeds _MEETING seconds.
 
-    Otherwise, for example if hosts cannot reach each other, one rank per host prints a message and
-    all ranks are aborted.  If ranks only exited, the ranks that they had reached would fail with
-    an Open MPI error.
+    The call does not complete if hosts cannot reach each other.  In this case, one rank per host
+    prints a message, and all ranks are aborted.  If ranks exited without an abort, other ranks
+    connected to them would fail with an Open MPI error.
     """
     from hpc3d.runtime.job import end_job
 
@@ -155,14 +155,17 @@ def _met(make: Callable[[], Job], name: str) -> Job:
 
 
 def _explain_single(meant: int) -> list[str]:
-    """Explain why MPI sees one process although the launcher started `meant`."""
+    """Return lines that explain why MPI sees only one of the launcher's `meant` processes."""
     from hpc3d.runtime.mpi_library import mismatch_report
 
     return [f"{meant} processes were started, but MPI sees 1", *mismatch_report(meant)]
 
 
 def _die(job: Job, error: BaseException) -> None:
-    """Report the error of this rank once per host, call the exit hooks, and abort the job."""
+    """Abort the job after an error of this rank.
+
+    The error is printed if it is the first one on this host, and the exit hooks are called.
+    """
     if job.first_to_fail():
         failed = f"rank {job.rank} {what_happened(error, job.name)}"
         job.complain(file_and_reason(error) if isinstance(error, OutputError) else failed)
@@ -171,7 +174,7 @@ def _die(job: Job, error: BaseException) -> None:
 
 
 def what_happened(error: BaseException, command: str = "train") -> str:
-    """Return the message for an error that ends a rank."""
+    """Return the error message for an exception that terminates a rank."""
     again = "start again" + ", or continue with --resume" * (command == "train")
     if isinstance(error, SystemExit):
         return f"exited with {sanitized(str(error.code))}"
@@ -198,16 +201,16 @@ def _exit_code(error: BaseException) -> int:
 
 
 def obey_signals(job: Job) -> None:
-    """Install the signal handling of this rank.
+    """Install the signal handlers of this rank.
 
-    The first signal in `job.requests` asks the job to stop.  If it is in ENDING, this rank also
-    calls its exit hooks in a child process now, and continues.  A second signal of ENDING, or a
-    signal that is not in `job.requests`, ends the rank.
+    The first signal in `job.requests` asks the job to stop.  If this signal is in ENDING, the rank
+    also calls its exit hooks immediately in a child process, and continues.  A second signal in
+    ENDING, or one that is not in `job.requests`, terminates the rank.
 
     Python calls signal handlers only on the main thread, which may be blocked inside MPI.
-    Therefore, a separate thread reads the signals from a pipe.  While the main thread
-    communicates, the separate thread handles the signal.  Otherwise, the main thread handles it
-    between two bytecodes, because a fork during a BLAS or HDF5 call would deadlock.
+    Therefore, a separate thread reads the signals from a pipe.  While the main thread is
+    communicating, the separate thread handles the signal.  Otherwise, the main thread handles the
+    signal between two bytecodes, because a fork during a BLAS or HDF5 call would deadlock.
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)
@@ -231,20 +234,23 @@ def obey_signals(job: Job) -> None:
 
     for number in (*_ASKING, *ENDING):
         if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGTERM:
-            signal.signal(number, lambda *_: None)  # the default action ends the process
+            signal.signal(number, lambda *_: None)  # the default would end the process
     signal.signal(_POKE, lambda *_: act())
     signal.set_wakeup_fd(tell)
     threading.Thread(target=listen, daemon=True).start()
 
 
 def _must_end(job: Job, signals: list[int]) -> bool:
-    """Return True if these signals leave no time to finish the current step."""
+    """Return True if these signals must end the process before the current step is complete."""
     asked = [number for number in signals if number in ENDING]
     return len(asked) > 1 or any(number not in job.requests for number in asked)
 
 
 def _call_where_safe(job: Job, act: Callable[[], None]) -> None:
-    """Call `act()` on this or the main thread, repeatedly if the process must end."""
+    """Call `act()` on this thread, or on the main thread if the latter may be in a BLAS call.
+
+    If the process must end, the call is repeated until it ends.
+    """
     last = time.monotonic() + (_BUSY_ALONE if job.size == 1 else _BUSY)
     while True:
         if _in_a_call() or time.monotonic() > last:
@@ -257,7 +263,7 @@ def _call_where_safe(job: Job, act: Callable[[], None]) -> None:
 
 
 def _in_a_call() -> bool:
-    """Return True if the main thread is communicating, and thus not in a BLAS call."""
+    """Return True if the main thread is in a communication call, and thus not in a BLAS call."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     # torch.fx compiles functions in namespaces without __name__.
     module = frame.f_globals.get("__name__") or ""
@@ -265,9 +271,9 @@ def _in_a_call() -> bool:
 
 
 def leave(job: Job, number: int = signal.SIGTERM) -> None:
-    """End this process because of a signal, unless it is already ending."""
+    """Terminate this process because of a signal, unless its termination has already begun."""
     if job.ending.acquire(blocking=False):
-        os.setpriority(os.PRIO_PROCESS, os.getpid(), 19)  # the main thread may be spinning
+        os.setpriority(os.PRIO_PROCESS, os.getpid(), 19)  # the main thread may be busy-waiting
         _report_end(job, number)
         save_in_child(job)
         time.sleep(1)
@@ -275,14 +281,14 @@ def leave(job: Job, number: int = signal.SIGTERM) -> None:
 
 
 def _report_end(job: Job, number: int) -> None:
-    """Print which signal ended this process, if no launcher reports it."""
+    """Print which signal ended this process, unless a launcher reports the signal."""
     if job.size == 1:
         with suppress(RuntimeError):  # the signal came while this thread was printing
             job.complain(ended_by(number))
 
 
 def _keep(job: Job) -> None:
-    """Call the exit hooks in a child now, because this process may be killed at any time."""
+    """Call the exit hooks immediately in a child process, because this process may be killed."""
     if job.exit_hooks and job.ending.acquire(blocking=False):
         try:
             child = save_in_child(job)
@@ -296,29 +302,28 @@ def _keep(job: Job) -> None:
 
 
 def save_in_child(job: Job) -> int:
-    """Call the exit hooks in a child process with its own session; return its process id.
+    """Call the exit hooks in a child process with its own session; return the child's process ID.
 
-    Open MPI's launcher kills its processes 0.25 s after SIGTERM, or as soon as one of them has
-    ended.  The child survives and can finish.
+    Open MPI's launcher kills all processes of a job 0.25 s after SIGTERM, or as soon as one of
+    them has ended.  The child process is not killed and completes the exit hooks.
     """
     child = fork_or_end()
     if child == 0:
         os.setsid()
-        signal.alarm(_SAVED)  # ends a wait for a lock that another thread of the parent holds
+        signal.alarm(_SAVED)  # ends a deadlock on a lock held by another thread of the parent
         _call_all(job)
         os._exit(0)
     return child
 
 
 def finish(job: Job) -> None:
-    """Call the exit hooks of the job once."""
+    """Call the remaining exit hooks of the job, so that each hook is called at most once."""
     with job.ending:
         _call_all(job)
 
 
 def _call_all(job: Job) -> None:
-    """Call the functions of `job.exit_hooks`; errors are printed and do not stop the remaining
-    ones."""
+    """Call and remove all functions in `job.exit_hooks`; print each error and continue."""
     while job.exit_hooks:
         try:
             job.exit_hooks.pop(0)()
@@ -328,7 +333,7 @@ def _call_all(job: Job) -> None:
 
 
 def watch(seconds: float) -> None:
-    """Print every thread's stack and end the process unless called again within `seconds`."""
+    """Start a watchdog: print all stacks and exit unless called again within `seconds`."""
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 

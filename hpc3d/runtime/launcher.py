@@ -1,7 +1,7 @@
-"""The launcher of the ranks on this host, and its termination if it outlives them.
+"""Find the launcher of the ranks on this host, and terminate it if it outlives the ranks.
 
-When a launcher ends a job, it waits for the daemons of all hosts, even of unreachable ones.  For
-example, mpirun waited for minutes after a link was lost.
+When a launcher ends a job, it waits for its daemons on all hosts, even on unreachable hosts.  For
+example, mpirun waited for minutes after a network link had failed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from pathlib import Path
 
 from hpc3d.runtime.fork import fork_or_end
 
-# Process names of the launchers of Open MPI and MPICH, but not of shells and batch system daemons.
+# Process names of Open MPI's and MPICH's launchers.  Shells and batch systems are excluded.
 _LAUNCHERS = ("mpirun", "mpiexec", "orted", "orterun", "prted", "prterun", "hydra_pmi_proxy")
-HEARD = 8  # s within which a working launcher ends a job
-# s between signals, since the first one does not stop an mpirun that is waiting for a host.
+HEARD = 8  # timeout in s for a launcher to end a job by itself
+# Seconds between signals. A second signal is sent, because a single one does not stop mpirun while
+# it is waiting for a host.
 AGAIN = 2
 _SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 
 
 def born(pid: int) -> str | None:
-    """Return the start time of process `pid` in clock ticks, or None if it is not alive."""
+    """Return the start time of process `pid` in clock ticks, or None if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -33,9 +34,10 @@ def born(pid: int) -> str | None:
 
 
 def launcher() -> tuple[int, str | None] | None:
-    """Return process ID and start time of this process's launcher, or of its daemon on this host.
+    """Return the process ID and the start time of the launcher of this process.
 
-    Returns None if no launcher started this process.
+    On a remote host, the launcher's daemon is returned instead.  Returns None if no launcher
+    started this process.
     """
     pid = os.getppid()
     with suppress(OSError):
@@ -45,9 +47,10 @@ def launcher() -> tuple[int, str | None] | None:
 
 
 def end_later(found: tuple[int, str | None] | None) -> None:
-    """End the launcher `found` by signals if it does not end by itself; return immediately.
+    """Return immediately, and terminate a launcher later if it does not end by itself.
 
-    A child process sends the signals, because this process exits first.
+    A child process sends the signals, because this process exits before the launcher.  `found` is
+    the result of `launcher()`.
     """
     if found is None or fork_or_end():
         return

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl in its folder, one JSON object per line.
+"""Metrics of a run, stored in the file metrics.jsonl of its folder, one JSON object per line.
 
 The record of a training step has `step`, `steps` (of the run), `loss`, `learning_rate`,
 `gradient_norm`, `tokens`, `seconds`, `tokens_per_s`, `communication` (fraction of the step time),
@@ -25,16 +25,17 @@ from hpc3d.console.small_files import replacing
 from hpc3d.runtime.optional_packages import need
 
 NAME = "metrics.jsonl"
-_MOST = 1e150  # beyond it, products overflow
+_MOST = 1e150  # largest valid number; products of larger numbers overflow
 _Record = dict[str, Any]
 _Sink = Callable[[_Record], object]
 
 
 class MetricsFile:
-    """Writer of the metrics of a run that starts after `start` steps.
+    """Writer of the metrics of a run that starts or resumes after `start` steps.
 
-    Records of later steps, from an earlier attempt, are removed.  Each new record also goes to all
-    `sinks`; a sink that raises is reported through `say` and disabled.
+    Records of later steps, written before the run was resumed, are removed.  Each new record is
+    also passed to all `sinks`.  If a sink raises an exception, the exception is reported through
+    `say` and the sink is disabled.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class MetricsFile:
         self.file, self.sinks, self.say = self.path.open("a", encoding="utf-8"), [*sinks], say
 
     def _keep(self, start: int) -> None:
-        """Atomically remove the records that were written after more than `start` steps."""
+        """Atomically remove all records that were written later than after `start` steps."""
         with replacing(self.path) as kept, kept.open("w", encoding="utf-8") as file:
             file.writelines(line for line, record in _lines(self.path) if _done(record) <= start)
 
@@ -55,7 +56,7 @@ class MetricsFile:
         try:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-        except OSError as error:  # a write error does not name its file
+        except OSError as error:  # Python does not name the file of a write error
             error.filename = str(self.path)
             raise
         for sink in [*self.sinks]:
@@ -81,13 +82,13 @@ class MetricsReader:
         self.path, self.at, self.file, self.damaged = folder / NAME, 0, None, 0
 
     def more(self) -> tuple[bool, list[_Record]]:
-        """Read the new records; an incomplete last line is left for the next call.
+        """Read the records written since the last call; an incomplete last line is read later.
 
         Returns
         -------
         tuple
-            True if the records start at the first one, as after a resumed run has rewritten its
-            file, and the records since the last call.
+            A flag and the new records.  The flag is True if reading has restarted at the first
+            record, because this is the first call or a resumed run has rewritten the file.
         """
         try:
             with self.path.open("rb") as file:
@@ -104,7 +105,7 @@ class MetricsReader:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, _Record]]:
-    """Yield each complete, valid line and its record."""
+    """Yield a pair (line, record) for each complete and valid line."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.endswith("\n") and (record := _record(line)):
@@ -112,23 +113,23 @@ def _lines(path: Path) -> Iterator[tuple[str, _Record]]:
 
 
 def _record(line: str | bytes) -> _Record | None:
-    """Parse a line; return None if two writers or a disk fault damaged it."""
+    """Parse a line; return None if the line is invalid, for example because of a disk error."""
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):  # ValueError: also invalid UTF-8
+    except (ValueError, RecursionError):  # ValueError includes invalid UTF-8
         return None
     return record if isinstance(record, dict) and _is_sound(record) else None
 
 
 def _is_sound(record: _Record) -> bool:
-    """Return True if the step is an integer and each value is a number or None."""
+    """Return True if the step is an integer and each value is a number in range or None."""
     known = [value for value in record.values() if value is not None]
     numbers = all(type(value) in (int, float) for value in known)
     return type(record.get("step")) is int and numbers and all(abs(each) < _MOST for each in known)
 
 
 def _done(record: _Record) -> int:
-    """Return the number of completed steps at the time of a record."""
+    """Return the number of steps that were complete when a record was written."""
     return record["step"] + ("loss" in record)
 
 
@@ -137,10 +138,10 @@ def _finite(value: Any) -> Any:
 
 
 def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) -> list[_Sink]:
-    """Return the additional sinks of a run's metrics: a user function and TensorBoard.
+    """Return the optional sinks of a run's metrics: a user function and TensorBoard.
 
-    If `folder` is `None`, TensorBoard's package is checked but no sink for it is returned.  Raises
-    ValueError if the function or the package does not exist.
+    If `folder` is `None`, the TensorBoard package is checked, but no sink for it is returned.
+    Raises ValueError if the function cannot be imported or the package is missing.
     """
     sinks = [_function(hook)] if hook else []
     if tensorboard:
@@ -150,13 +151,13 @@ def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) ->
 
 
 def _function(hook: str) -> _Sink:
-    """Import the function MODULE:FUNCTION."""
+    """Import and return the user function `hook`, given as MODULE:FUNCTION."""
     module, _, name = hook.partition(":")
-    if os.getcwd() not in sys.path:  # as `python -m` does; the `hpc3d` script does not
+    if os.getcwd() not in sys.path:  # `python -m` does this, the `hpc3d` script does not
         sys.path.append(os.getcwd())
     try:
         found = getattr(import_module(module), name)
-    except Exception as error:  # an import runs user code
+    except Exception as error:  # importing runs user code, which may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"run.metrics_hook = {hook!r}: {reason}; give a MODULE:FUNCTION that can be imported"
@@ -167,11 +168,11 @@ def _function(hook: str) -> _Sink:
 
 
 def _board(folder: Path) -> _Sink:
-    """Return a sink that writes scalars for TensorBoard."""
+    """Return a sink that writes the numbers of each record as TensorBoard scalars."""
     from tensorboardX import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=1)
-    atexit.register(writer.close)  # tensorboardX writes on a thread
+    atexit.register(writer.close)  # tensorboardX writes on a background thread
 
     def write(record):
         for key, value in record.items():

@@ -1,6 +1,6 @@
-"""Installed MPI: the library that mpi4py loads, the mpirun on PATH, and the launcher.
+"""Checks of the installed MPI: the library that mpi4py loads, the mpirun on PATH, the launcher.
 
-Only `world` initializes MPI, because an incompatible library and launcher may end the process.
+Only `world` initializes MPI, because MPI_Init may abort if library and launcher are incompatible.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 from hpc3d.runtime.probe import outcome, release
 
 CONSENT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-# Oversubscription: Open MPI 4 reads the first variable, Open MPI 5 the second.
+# Variables that allow oversubscription, the first in Open MPI 4 and the second in Open MPI 5.
 CROWD_4, CROWD_5 = "OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_rmaps_default_mapping_policy"
 _IN_A_JOB = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
 _CROWD = {CROWD_4: "1", CROWD_5: "slot:oversubscribe"}
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 _OPEN_MPI = "Open MPI"
-# Prefixes of the `srun --mpi` types that a library supports: pmix matches pmix_v4.
+# ABI -> prefixes of the `srun --mpi` types that the library supports; pmix also matches pmix_v4.
 _WAYS = {"Open MPI": ("pmix",), "MPICH": ("pmi2", "pmix", "cray")}
 _LIBRARIES = Path("/usr/lib")
 INSTALL = (
@@ -35,7 +35,7 @@ INSTALL = (
 
 
 class MpiInstall(NamedTuple):
-    """MPI library or launcher: its maker, version and path (None if unknown)."""
+    """MPI library or launcher: its implementation, version and path (None if unknown)."""
 
     maker: str
     version: str | None
@@ -51,9 +51,9 @@ class MpiInstall(NamedTuple):
 
 
 def _loaded() -> MpiInstall:
-    """Return the MPI that mpi4py loads, without initializing it.
+    """Return the MPI library that mpi4py loads, without initializing MPI.
 
-    If there is no MPI library, the error of mpi4py's loader is raised.
+    If mpi4py finds no MPI library, the exception of its loader is raised.
     """
     import mpi4py
 
@@ -65,10 +65,10 @@ def _loaded() -> MpiInstall:
 
 
 def found() -> MpiInstall | None:
-    """Return the MPI that mpi4py loads, or None if it cannot load one."""
+    """Return the MPI library that mpi4py loads, or None if mpi4py cannot load one."""
     try:
         return _loaded()
-    except Exception:  # RuntimeError of mpi4py, ImportError of the linker
+    except Exception:  # RuntimeError from mpi4py, or ImportError from the linker
         return None
 
 
@@ -83,7 +83,7 @@ def world() -> int:
 
 
 def library_file() -> str | None:
-    """Return the path of the MPI library in this process."""
+    """Return the path of the MPI library that is loaded in this process, or None."""
     files = re.findall(r"/.*/lib(?:p?mpi|mpich)(?:_[a-z]+\d*)?\.so[.\d]*$", _maps(), re.MULTILINE)
     return files[0] if files else None
 
@@ -104,7 +104,7 @@ def on_path() -> MpiInstall | None:
 
 
 def _maker_of(printed: str) -> str:
-    """Return the maker of an mpirun, given its version text."""
+    """Return the MPI implementation of an mpirun, given its --version output."""
     for word, maker in (("Open MPI", _OPEN_MPI), ("OpenRTE", _OPEN_MPI), ("Intel", "Intel MPI")):
         if word in printed:
             return maker
@@ -112,21 +112,21 @@ def _maker_of(printed: str) -> str:
 
 
 def library() -> Iterator[Finding]:
-    """Check that mpi4py finds an MPI library, and report which."""
+    """Check that mpi4py can load an MPI library, and report the library's name and path."""
     try:
         import mpi4py
 
         yield Finding(OK, "MPI library", f"{_loaded()} (mpi4py {mpi4py.__version__})")
-    except Exception as error:  # RuntimeError of mpi4py, ImportError of the linker
+    except Exception as error:  # RuntimeError from mpi4py, or ImportError from the linker
         text = f"{error}".strip().splitlines()[0]
         yield Finding(FAIL, "MPI library", f"cannot be loaded: {text}", _to_load())
 
 
 def _to_load() -> str:
-    """Return the remedy if mpi4py finds no MPI library.
+    """Return the remedy for the case that mpi4py finds no MPI library.
 
-    mpi4py does not search for Debian's MPICH, libmpich.so.12, so a symbolic link is suggested if
-    that file exists.
+    mpi4py does not search for libmpich.so.12, the name of the MPICH library on Debian. If this
+    file exists, the remedy creates a symbolic link to it.
     """
     if not (files := [*_LIBRARIES.glob("*/libmpich.so.12")]):
         return INSTALL
@@ -161,7 +161,7 @@ def mpirun(mpi: MpiInstall, launcher: MpiInstall | None) -> Iterator[Finding]:
 
 
 def put_on_path(mpi: MpiInstall) -> str:
-    """Return the remedy that puts the mpirun of a library on PATH."""
+    """Return instructions to put the mpirun of the MPI library `mpi` first on PATH."""
     beside = Path(mpi.path or "/").parents[1 if mpi.path else 0] / "bin" / "mpirun"
     if beside.is_file():
         return f'put its mpirun first: export PATH="{beside.parent}:$PATH"'
@@ -170,7 +170,7 @@ def put_on_path(mpi: MpiInstall) -> str:
 
 
 def root() -> Iterator[Finding]:
-    """Check that Open MPI's mpirun starts ranks for this user, who may be root."""
+    """Check that Open MPI's mpirun does not refuse to start ranks because the user is root."""
     missing = [name for name in CONSENT if os.environ.get(name) != "1"]
     if os.geteuid() == 0 and missing:
         remedy = f"export {' '.join(f'{name}=1' for name in missing)}, or use another user"
@@ -231,18 +231,18 @@ def _offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
 
 
 def started_by_other_mpi(mpi: MpiInstall) -> bool:
-    """Return True if another MPI's mpirun started this process, so that MPI_Init may abort."""
+    """Return True if the mpirun of another MPI started this process; MPI_Init may then abort."""
     return _starter() is not None and _starter() != mpi.abi
 
 
 def _starter() -> str | None:
-    """Return the ABI of the mpirun that started this process, or None."""
+    """Return the ABI of the mpirun that started this process, or None without an mpirun."""
     names = {"OMPI_COMM_WORLD_SIZE": "Open MPI", "MPI_LOCALNRANKS": "MPICH"}
     return next((abi for name, abi in names.items() if name in os.environ), None)
 
 
 def why_singletons(meant: int, mpi: MpiInstall) -> Finding:
-    """Explain why each of the `meant` processes of a launcher sees only itself."""
+    """Explain why each of the `meant` processes of a launcher started as an MPI singleton."""
     if _starter() is None:
         return Finding(FAIL, "launcher", *_of_slurm(meant, mpi))
     text = f"the mpirun of {_starter()} started {meant} processes, but each sees only itself: "
@@ -252,7 +252,7 @@ def why_singletons(meant: int, mpi: MpiInstall) -> Finding:
 
 
 def _of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
-    """Return the problem and the remedy for singletons that no mpirun started."""
+    """Return the problem and the remedy for MPI singletons that were not started by mpirun."""
     kind = _WAYS[mpi.abi][0]
     remedy = f"srun --mpi={kind} python -m hpc3d... (srun --mpi=list prints the types)\n"
     remedy += f"or mpirun python -m hpc3d... in the job, with the mpirun of {mpi.maker}"
@@ -265,9 +265,9 @@ def _of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
 
 
 def mismatch_report(meant: int) -> list[str]:
-    """Return the lines to print if a launcher started `meant` processes and MPI sees one.
+    """Return error lines for a launcher that started `meant` processes, of which MPI sees one.
 
-    Only rank 0 calls this function, which is fast and starts no process.
+    Only rank 0 calls this function.  The function is fast, because it starts no other process.
     """
     mpi, path = _loaded(), shutil.which("mpirun")
     told = [

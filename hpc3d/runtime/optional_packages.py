@@ -19,7 +19,7 @@ EXTRAS = {
 
 
 def lacking(what: str, *packages: str) -> Iterator[str]:
-    """Yield a message for each of the `packages` required by `what` that is not installed."""
+    """Yield a message for each missing package among the `packages` that `what` requires."""
     for package in packages:
         if find_spec(package) is None:
             source = f"'hpc3d[{EXTRAS[package]}]'" if package in EXTRAS else package
@@ -27,6 +27,6 @@ def lacking(what: str, *packages: str) -> Iterator[str]:
 
 
 def need(what: str, *packages: str) -> None:
-    """Raise ValueError with one line per missing package."""
+    """Raise ValueError with one line per missing package, if any package is missing."""
     if lines := [*lacking(what, *packages)]:
         raise Problems(lines)

@@ -1,4 +1,4 @@
-"""Queries of this machine: output of commands and versions of packages."""
+"""Run external commands with a timeout, and look up versions of installed packages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def outcome(
 ) -> tuple[int | None, str]:
     """Run a command; return its exit code (None after a timeout of `seconds`) and its output.
 
-    A command that times out is ended with its process group.  The output goes to a file, because
-    child processes could hold a pipe open.
+    After a timeout, the process group of the command is killed.  The output goes to a temporary
+    file instead of a pipe, because child processes could keep the pipe open.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as printed:
         process = subprocess.Popen(
@@ -45,7 +45,7 @@ def outcome(
 
 
 def _end(process: Popen) -> None:
-    """Terminate a process, give it 2 s to end its ranks, then kill its process group."""
+    """Terminate a process; after at most 2 s, in which it may end its ranks, kill its group."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(2)
@@ -63,7 +63,7 @@ def installed(name: str) -> str | None:
 
 
 def release(version: str) -> list[int]:
-    """Return the numeric components of a version without trailing zeros: 2.0.0rc1 equals 2."""
+    """Return the numeric components of a version without trailing zeros: [2] for 2.0.0rc1."""
     numbers = re.match(r"[\d.]*", version)[0].strip(".").split(".")
     while len(numbers) > 1 and not int(numbers[-1]):
         numbers.pop()

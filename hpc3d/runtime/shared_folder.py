@@ -1,7 +1,7 @@
 """Check that all hosts of a job share the output folder.
 
-Rank 0 temporarily creates an empty file, the key, in the folder.  The first rank of each other
-node looks for it.  A job on one node creates no file.
+Rank 0 creates an empty temporary file, the key, in the folder.  The lowest rank on each other node
+checks whether the file is visible there.  In a job on one node, no file is created.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
-SEEN_WITHIN = 3  # s, since network file systems show new files with a delay
+SEEN_WITHIN = 3  # timeout in s; on network file systems, new files appear with a delay
 REMEDY = "set --run.out to a folder that all hosts share, or start the job in one"
 
 
 def refuse_unshared(job: Job, homes: Homes, locate: Callable[[], Path]) -> None:
-    """Refuse the job unless all of its hosts see the output folder.
+    """End the job with an error message unless all of its hosts see the output folder.
 
-    `locate()` returns the folder on rank 0.  If it does not exist yet, its nearest existing parent
-    is checked.
+    `locate()` returns the folder on rank 0.  If the folder does not exist yet, its nearest
+    existing parent is checked.
     """
     if not homes.several():
         return
@@ -43,7 +43,7 @@ def refuse_unshared(job: Job, homes: Homes, locate: Callable[[], Path]) -> None:
 
 
 def _unseen(job: Job, homes: Homes, key: str | None) -> list[int]:
-    """Return the first rank of each node that does not see the file `key`, and delete the file."""
+    """Return the lowest rank on each node where the file `key` is missing, and delete the file."""
     looks = key and job.rank and job.rank in homes.leaders()
     try:
         sees = job.gather(appears(key) if looks else True)
@@ -57,7 +57,8 @@ def _unseen(job: Job, homes: Homes, key: str | None) -> list[int]:
 def _left_key(folder: Path) -> str | None:
     """Create an empty file in `folder` or its nearest existing parent, and return its path.
 
-    Returns None if the file cannot be created; the later creation of the folder reports the error.
+    Returns None if the file cannot be created.  The error is reported later, when the output
+    folder is created.
     """
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     key = there / f".hpc3d-{secrets.token_hex(8)}"

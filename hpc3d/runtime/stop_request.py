@@ -1,7 +1,7 @@
 """Requests to stop a run early: a signal, the time limit, or the file STOP.
 
-A rank's request is a number.  At the end of each step the trainer takes the maximum over ranks, so
-all ranks stop after the same step.
+Each rank represents its request by a number.  At the end of each step, the trainer computes the
+maximum over ranks, so that all ranks stop after the same step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MINUTES, FILE = 1001, 1002  # larger than any signal number
 class Stop:
     """Stop requests of this rank for a run in `folder`.
 
-    Rank 0 checks the time limit of `minutes` (0: none) and the file STOP.  The signals of ENDING
-    and the signal SIG`name` are requests, too.
+    Rank 0 checks the time limit of `minutes` (0: no limit) and the file STOP.  On every rank, the
+    signals in ENDING and the signal SIG`name` are stop requests.
     """
 
     def __init__(self, job: Job, folder: Path, name: str, minutes: float) -> None:
@@ -32,7 +32,7 @@ class Stop:
         job.requests = self.signals
 
     def request(self) -> int:
-        """Return 0 to continue, or the request: a signal number, MINUTES or FILE."""
+        """Return the stop request (a signal number, MINUTES or FILE), or 0 if there is none."""
         if told := [number for number in self.job.signals if number in self.signals]:
             return told[0]
         if self.job.rank:
@@ -43,11 +43,11 @@ class Stop:
 
 
 def reason(request: int) -> str:
-    """Return the message for a request."""
+    """Return the message that explains a stop request."""
     words = {MINUTES: "reached train.max_minutes", FILE: "found a file STOP in the run folder"}
     return words.get(request) or f"received {signal.Signals(request).name}"
 
 
 def ended_by(number: int) -> str:
-    """Return the message for a process that a signal ended before it could stop."""
+    """Return the message for a process that was terminated by signal `number`."""
     return f"ended by {signal.Signals(number).name}"
