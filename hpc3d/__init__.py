@@ -15,8 +15,9 @@ import sys
 
 __version__ = "0.2.0"
 
-# While a command imports its modules, Ctrl-C ends it without a traceback.  Later, command_line.run
-# or launch.run handles the signal.  sys.argv[0] is "-m" during `python -m` of any package.
+# While a command imports its modules, Ctrl-C terminates the command without a traceback.  Later,
+# command_line.run or launch.run handles the signal.  During `python -m PACKAGE`, sys.argv[0] is
+# "-m" for any package.
 _program = "".join(sys.argv[:1])
 _is_command = _program.endswith("/hpc3d") or (
     _program == "-m" and any(re.match("(-m)?hpc3d", word) for word in sys.orig_argv)
@@ -25,7 +26,7 @@ if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # for editors and type checkers; at run time PUBLIC is used
+if TYPE_CHECKING:  # only for editors and type checkers; PUBLIC replaces these imports
     from hpc3d.comm.grid import Grid as Grid
     from hpc3d.comm.threads import run as run_threads  # noqa: F401
     from hpc3d.config.load import load as load_config  # noqa: F401
@@ -41,8 +42,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time PUBLIC is used
     from hpc3d.tensor.split import SCHEMES as SCHEMES
     from hpc3d.tensor.split import Split as Split
 
-# The Python interface.  A name is imported on first access, so that ranks only import modules that
-# they use.
+# Public Python interface: name -> module:attribute.  Each name is imported on first access, so
+# that ranks import only the modules that they use.
 PUBLIC = {
     "Cube": "hpc3d.library.cube:Cube",
     "Grid": "hpc3d.comm.grid:Grid",

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     from hpc3d.runtime import environment
 
     if environment.number_in(environment.OWN_RANK, default=0):
-        return 0  # on a failure the launcher would end rank 0 before it has printed
+        return 0  # after a failure code, the launcher would kill rank 0 before it prints
     from hpc3d.console.exit_codes import BAD_INPUT
     from hpc3d.console.sanitize import OutputError, file_and_reason, sanitized_streams
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def complete(words: list[str]) -> int:
-    """Print the completion script of a shell."""
+    """Print the completion script for a shell; return the exit code."""
     from hpc3d.console.exit_codes import BAD_INPUT
     from hpc3d.library.completion import SHELLS, script
 
@@ -54,7 +54,7 @@ def complete(words: list[str]) -> int:
 
 
 def answer(word: str) -> int:
-    """Handle the options that need no command."""
+    """Handle the options --help and --version; report any other word as an unknown command."""
     import hpc3d
 
     if word in ("-h", "--help"):

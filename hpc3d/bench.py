@@ -53,14 +53,14 @@ _MODULES = {
     "studies.reproductions": ("findings", "published", "speedups", "vtrain", "partition"),
 }
 _BENCHMARKS = {name: module for module, names in _MODULES.items() for name in names}
-_SINGLE = {"step", "trace", "calibrate"}  # run in this process, with one thread
+_SINGLE = {"step", "trace", "calibrate"}  # benchmarks that run in this process, with one thread
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.names == ["calls"]:
         return launch.run("bench", lambda job: _benchmark("calls")(job, options))
-    if _SINGLE & {*options.names}:  # before NumPy is loaded
+    if _SINGLE & {*options.names}:  # must be set before NumPy is loaded
         os.environ |= dict.fromkeys(environment.THREAD_VARIABLES, "1")
     return run("bench", lambda: _measure(options))
 
@@ -72,7 +72,7 @@ def _measure(options: Namespace) -> None:
 
 
 def parser() -> Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = Parser("bench", __doc__)
     add = parser.add_argument
     add(
@@ -96,7 +96,7 @@ def parser() -> Parser:
 
 
 class Names(argparse.Action):
-    """Argparse action for benchmark names; `calls`, which needs mpirun, excludes the others."""
+    """Argparse action for benchmark names, which rejects `calls` in combination with others."""
 
     def __call__(self, parser, options, names, option=None):
         if "calls" in (names or ()) and len(names) > 1:

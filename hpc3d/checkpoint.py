@@ -32,7 +32,7 @@ _EXITS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 2 for invalid input, 3 for a damaged checkpoint."""
+    """Run the command; return 0, or 2 for invalid input, or 3 for a damaged checkpoint."""
     words, settings = split_options(sys.argv[1:] if argv is None else argv, ("--name", "--seed"))
     options = parser().parse_args(words)
     return run("checkpoint", lambda: _act(options, settings))
@@ -48,7 +48,7 @@ def _act(options: Namespace, settings: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    """Return the parser of the command line, with one subparser per verb."""
+    """Return the command-line parser, with one subparser per subcommand."""
     command = Parser("checkpoint", __doc__, _EXITS)
     verbs = command.add_subparsers(
         required=True,
@@ -119,7 +119,7 @@ def _about_or_problem(folder: Path) -> dict[str, Any]:
 
 
 def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
-    """Return a line with name, date, layout and size of a checkpoint, or its problem."""
+    """Format a checkpoint as one line: its name, date, layout and size, or its problem."""
     name = Path(found["folder"]).name
     if "problem" in found:
         return f"{name}  incomplete or damaged: {found['problem']}"
@@ -137,7 +137,10 @@ def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
 
 
 def _print_tensors(found: Mapping[str, Any]) -> None:
-    """Print the tensors of a checkpoint, with one row for identical tensors of all layers."""
+    """Print a table of the tensors in a checkpoint, with one row for equal tensors of all layers.
+
+    Tensors are equal if their names differ only in the layer, and shapes, types and kinds agree.
+    """
 
     def row(tensor):
         name = re.sub(r"^layers\.\d+\.", "layers.*.", tensor["name"])
@@ -154,7 +157,7 @@ def _print_tensors(found: Mapping[str, Any]) -> None:
 
 
 def verify(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
-    """Read all data of the checkpoints; `whole` is true if no problem was found."""
+    """Verify all data of the checkpoints; in the result, `whole` is True if all are complete."""
     from hpc3d.checkpoints.inspect import checkpoints, problems
 
     found = []
@@ -168,7 +171,7 @@ def verify(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
 
 
 def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
-    """Export the named checkpoint, or the newest complete one of a run."""
+    """Export the weights of a checkpoint, or of the newest complete checkpoint of a run."""
     from hpc3d.checkpoints import hf_export, run_tokenizer
     from hpc3d.checkpoints.inspect import checkpoints, newest_whole
 
@@ -184,7 +187,7 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     files = [] if alone else run_tokenizer.export(opened.folder, options.output)
     written = {hf_export.WEIGHTS, *([] if module else [hf_export.CONFIG]), *files}
     for path in earlier:
-        if path.name not in written:  # it does not belong to the new weights
+        if path.name not in written:  # left by an earlier export
             path.unlink()
     count = sum(map(prod, shapes.values()))
     print(sanitized(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))
@@ -203,7 +206,7 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
 
 
 def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
-    """Create a run from weights of Hugging Face transformers."""
+    """Create a run from the weights of a Hugging Face Transformers model."""
     from hpc3d.checkpoints import new_run
     from hpc3d.checkpoints.hf_import import Pretrained, configured
     from hpc3d.checkpoints.run_text import located

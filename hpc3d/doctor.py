@@ -40,7 +40,7 @@ _STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 _JSON = """\
 print one JSON object on the last line: the worst verdict, and findings (verdict, subject, text,
 remedy, printed)"""
-# Launcher messages if ranks cannot be started -> remedy.
+# Excerpt of the error message if ranks cannot be started -> remedy.
 _SAID = {
     "as root": f"run export {mpi_library.CONSENT[0]}=1 {mpi_library.CONSENT[1]}=1",
     "not enough slots": "use mpirun --oversubscribe; in a job, request more tasks",
@@ -57,8 +57,8 @@ with mpi_environment():
     from mpi4py import MPI
 """
 _BY_HAND = "for more output, run mpirun -np 2 python -m hpc3d.doctor"
-_SHOWN = 8  # last lines of the output that are shown
-_CLOCKS_APART = 1  # s
+_SHOWN = 8  # maximum number of output lines that are shown
+_CLOCKS_APART = 1  # largest acceptable clock difference between hosts in s
 _INSTALL_H5PY = "if the message names a filter, reinstall h5py from pip's wheel"
 _HANGS = """\
 select an interface that all hosts can use: --mca btl_tcp_if_include NAME (Open MPI), FI_TCP_IFACE
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mpi = mpi_library.found()
     if mpi is None or mpi_library.started_by_other_mpi(mpi) or mpi_library.world() == 1 < meant:
         if environment.number_in(environment.OWN_RANK, default=0):
-            return 0  # on a failure the launcher would end rank 0 before it has printed
+            return 0  # after a failure code, the launcher would kill rank 0 before it prints
         return _conclude(told(_lonely(options, meant)), options)
     _unmet(options)
     return launch.run("doctor", lambda job: _meet(job, options))
@@ -99,7 +99,7 @@ def _parsed(argv: Sequence[str] | None) -> Namespace:
 
 
 def parser() -> Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = Parser("doctor", __doc__, _EXITS)
     add = parser.add_argument
     add(
@@ -129,7 +129,7 @@ def _seconds(text: str) -> float:
 
 
 def _started() -> bool:
-    """Return True if a launcher started this process, not a shell or batch script in a job."""
+    """Return True if this process was started by a launcher, not by a shell or batch script."""
     step = environment.number_in(("SLURM_STEP_NUM_TASKS",), default=1)
     return step > 1 or any(name in os.environ for name in _STARTED)
 
@@ -156,7 +156,7 @@ def _conclude(found: Sequence[Finding], options: Namespace) -> int:
 
 
 def _alone(options: Namespace) -> Iterator[Finding]:
-    """Run the checks of one process, and of two ranks that it starts."""
+    """Run the checks of this process without a launcher, and the checks of two started ranks."""
     yield from _local(options)
     mpi, launcher = mpi_library.found(), mpi_library.on_path()
     if mpi is None:
@@ -175,7 +175,7 @@ def _alone(options: Namespace) -> Iterator[Finding]:
 
 
 def _local(options: Namespace) -> Iterator[Finding]:
-    """Run the checks that need one process only."""
+    """Run the checks that need only one process."""
     ranks = environment.number_in(environment.LOCAL_RANKS, default=1)
     most = max(ranks, environment.cores_of_node())
     yield from node_checks.python()
@@ -191,7 +191,7 @@ def _local(options: Namespace) -> Iterator[Finding]:
 
 
 def hdf5(folder: Path) -> Iterator[Finding]:
-    """Write and read a compressed trace table in the folder of runs."""
+    """Check that HDF5 can write and read a compressed trace table in the folder of runs."""
     import numpy as np
 
     from hpc3d.trace.file import create, open_file, write_table
@@ -201,7 +201,7 @@ def hdf5(folder: Path) -> Iterator[Finding]:
     rows["t_local"] = np.arange(1000)
     try:
         there = storage_checks.scratch(folder)
-    except OSError:  # `storage` has reported it
+    except OSError:  # already reported by `storage`
         return
     try:
         with there as name:
@@ -246,7 +246,7 @@ def two_ranks(mpirun: str, options: Namespace) -> Iterator[Finding]:
 def not_started(
     subject: str, command: str, code: int | None, printed: str, timeout: float
 ) -> Finding:
-    """Return a finding with the output of ranks that failed or timed out, and a remedy."""
+    """Return a finding for ranks that failed or timed out, with their output and a remedy."""
     said = [line.strip() for line in printed.split("\n") if re.search("[a-z]", line)]
     if code is None:
         text, remedy = f"no more output within {timeout:g} s", _HANGS
@@ -257,9 +257,9 @@ def not_started(
 
 
 def _lonely(options: Namespace, meant: int) -> Iterator[Finding]:
-    """Run the checks of one process whose MPI is a singleton.
+    """Run the checks of one process that is an MPI singleton.
 
-    A launcher started `meant` processes, but MPI did not connect them.
+    A launcher started `meant` processes, but MPI did not connect them to each other.
     """
     if not options.together:
         yield from _local(options)
@@ -275,7 +275,7 @@ def _meet(job: Job, options: Namespace) -> NoReturn:
 
 
 def together(job: Job, options: Namespace) -> Iterator[Finding]:
-    """Run the collective checks, after the local checks on rank 0."""
+    """Run the checks of all ranks together, after the checks of a single process on rank 0."""
     from hpc3d.diagnose import job_checks
 
     if job.rank == 0 and not options.together:
@@ -295,7 +295,7 @@ def together(job: Job, options: Namespace) -> Iterator[Finding]:
 
 
 def clocks(job: Job) -> Iterator[Finding]:
-    """Compare the hosts' clocks, which date files and logs, with the clock of rank 0's host."""
+    """Check that the clocks of all hosts, used to date files and logs, agree with rank 0's."""
     from hpc3d.comm.cartesian import build
     from hpc3d.runtime.host_map import homes_of
     from hpc3d.trace.clock import Clocks
@@ -317,7 +317,10 @@ def clocks(job: Job) -> Iterator[Finding]:
 
 
 def apart(compared: Clocks, samples: Sequence[Any]) -> list[float]:
-    """Return each host's clock offset from rank 0's host [s], from the `samples` of all ranks."""
+    """Return by how many seconds each host's clock is ahead of the clock of rank 0's host.
+
+    `samples` contains the clock samples of each rank.
+    """
     from hpc3d.trace.clock import as_rows, knot, parent
 
     ahead = [0.0]

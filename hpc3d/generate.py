@@ -51,7 +51,7 @@ _MOST_SEED = 2**64 - 1
 
 
 class _Plan(NamedTuple):
-    """Inputs of the generation, identical on all ranks."""
+    """Inputs of text generation, which are identical on all ranks."""
 
     config: Config
     source: WeightSource
@@ -59,7 +59,7 @@ class _Plan(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Data read by rank 0: options, model and prompt; and the resulting plan."""
+    """Inputs that rank 0 has read (options, model and prompt), and the resulting plan."""
 
     options: Namespace
     model: TrainedModel
@@ -68,20 +68,20 @@ class _Reading(NamedTuple):
 
 
 class _Words(Parser):
-    """Parser on rank 0, whose errors are raised and end all ranks."""
+    """Argument parser on rank 0, which raises errors instead of exiting, to end all ranks."""
 
     def refuse(self, problems: Sequence[str]) -> NoReturn:
         raise Problems(problems)
 
 
 class _Screen:
-    """Standard output of rank 0, until its reader closes it or the user presses Ctrl-C."""
+    """Standard output of rank 0, with checks for a closed pipe and for Ctrl-C."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
 
     def write(self, text: str) -> None:
-        """Print a text, with terminal control characters escaped except tabs."""
+        """Print a text, escaping all terminal control characters except tabs."""
         for part in re.split("(\t)", text):
             sys.stdout.write(part)
         sys.stdout.flush()
@@ -90,7 +90,7 @@ class _Screen:
         return signal.SIGINT in self.job.signals
 
     def unwanted(self) -> bool:
-        """Return True if the output is closed or interrupted."""
+        """Return True if the output has been closed or the user has pressed Ctrl-C."""
         return sys.stdout.unread or self.interrupted()
 
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(job: Job, words: list[str]) -> None:
-    """Generate text on this rank of the job."""
+    """Run the command `generate` on one rank of the job."""
     if {"-h", "--help"} & {*words}:
         job.from_root(lambda: parser().print_help())
         return
@@ -120,7 +120,10 @@ def generate(job: Job, words: list[str]) -> None:
 
 
 def _prepare(job: Job, words: Sequence[str]) -> _Reading:
-    """Rank 0: read command line, model and prompt; raise ValueError if one is invalid."""
+    """Read the command line, the model and the prompt on rank 0.
+
+    Raises ValueError if one of them is invalid.
+    """
     from hpc3d.generation.continuation import TextRequest
     from hpc3d.generation.standard_input import standard_input
     from hpc3d.generation.tensor_layout import laid_out
@@ -145,14 +148,14 @@ def _prepare(job: Job, words: Sequence[str]) -> _Reading:
 
 
 def _summary(config: Config, model: TrainedModel) -> str:
-    """Return one line with the model and its layout."""
+    """Describe the model and its layout in one line."""
     sizes = [f"{axis} {size}" for axis, size in config.mesh.sizes().items() if size > 1]
     how = f"{' '.join(sizes)}, {config.parallel.way}" if sizes else "one rank"
     return f"{model.source.path}: {config.model.kind} on {how}, {config.train.dtype}"
 
 
 def _decoder(job: Job, plan: _Plan) -> Decoder:
-    """Build the model of this rank and load its parameters."""
+    """Build this rank's shard of the model and load its parameters."""
     from hpc3d.checkpoints.sharded import restore
     from hpc3d.comm.cartesian import build
     from hpc3d.comm.device_setup import hardware
@@ -175,7 +178,7 @@ def _decoder(job: Job, plan: _Plan) -> Decoder:
 
 
 def _samples(opened: _Reading, screen: _Screen) -> Samples:
-    """Rank 0: return the sampler of tokens; a single sample first shows the prompt."""
+    """Return the token sampler on rank 0; if only one sample is requested, print the prompt."""
     from hpc3d.generation.samples import Samples
     from hpc3d.generation.sampling import Sampling
 
@@ -187,7 +190,7 @@ def _samples(opened: _Reading, screen: _Screen) -> Samples:
 
 
 def _conclude(opened: _Reading, samples: Samples, screen: _Screen) -> bool:
-    """Rank 0: print the remaining output; return True if the user interrupted the generation."""
+    """Print the remaining output on rank 0; return True if the user has pressed Ctrl-C."""
     samples.finish(opened.prompt)
     if opened.options.json:
         screen.write(json.dumps(_result(opened, samples)) + "\n")
@@ -195,7 +198,7 @@ def _conclude(opened: _Reading, samples: Samples, screen: _Screen) -> bool:
 
 
 def _result(opened: _Reading, samples: Samples) -> Mapping[str, Any]:
-    """Return the object that --json prints."""
+    """Return the results as the dict that is printed by --json."""
     config, options = opened.plan.config, opened.options
     return {
         "model": str(opened.model.source.path),
@@ -209,7 +212,7 @@ def _result(opened: _Reading, samples: Samples) -> Mapping[str, Any]:
 
 
 def parser() -> Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     usage = "%(prog)s RUN_DIR|FOLDER --prompt TEXT|- [options] [--section.key value ...]"
     command = _Words("generate", __doc__, _EXITS, usage=usage)
     add = command.add_argument

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = Parser("init", _TEXT)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="new or empty folder")
     return parser
@@ -61,9 +61,9 @@ def _init(options: Namespace) -> None:
 
 
 def _copy(copies: Sequence[tuple[Path, Path]], results: Path) -> None:
-    """Copy the files and create the folder of results; remove all of them if that fails."""
+    """Copy the files and create the folder of results; if an error occurs, remove all of them."""
     with ExitStack() as created:
-        for folder in (*(target.parent for _, target in copies), results):  # of Slurm's logs
+        for folder in (*(target.parent for _, target in copies), results):  # of Slurm logs
             if not folder.exists():
                 created.enter_context(new_folder(folder))
         try:
@@ -76,7 +76,7 @@ def _copy(copies: Sequence[tuple[Path, Path]], results: Path) -> None:
 
 
 def _copies(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield (file, path of its copy) for all files in a folder."""
+    """Yield a pair (path of the file, path of its copy) for each file below a folder."""
     for path in sorted(source.rglob("*")):
         if path.is_file() and not _NOT & {*path.relative_to(source).parts}:
             yield path, target / path.relative_to(source)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.resorts import Fit
     from hpc3d.predict.planning.search import Found
 
-# Dict from relative effect of a technique to the absolute effect, its unit, and the unit's name.
+# Key of a relative effect -> (key of the absolute effect, its unit, name of the unit).
 _SHARES = {
     "of_peak": ("peak_bytes", 1e6, "MB"),
     "of_received": ("received_bytes", 1e6, "MB"),
@@ -62,13 +62,13 @@ memory, received_bytes, step_time_s and, as of_..., their ratios to the first ro
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 2 for invalid input or if no layout fits."""
+    """Run the command; return 0, or 2 for invalid input or if no layout fits in memory."""
     options, overrides = parser().parse_known_args(argv)
     return run("plan", lambda: plan(options, overrides))
 
 
 def parser() -> Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = Parser(
         "plan",
         __doc__,
@@ -101,7 +101,7 @@ def parser() -> Parser:
 
 
 def plan(options: Namespace, overrides: Sequence[str]) -> None:
-    """Search for layouts, or compare techniques."""
+    """Search for the best layouts or, with --techniques, compare the techniques."""
     if options.techniques:
         _techniques(options, overrides)
     else:
@@ -109,7 +109,7 @@ def plan(options: Namespace, overrides: Sequence[str]) -> None:
 
 
 def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
-    """Print the savings and costs of each technique on the layout of the input file."""
+    """Print the savings and the cost of each technique for the layout in the input file."""
     from hpc3d.predict.machine import machine_file
     from hpc3d.predict.planning.ranking import shown_layout
     from hpc3d.predict.planning.techniques import effects
@@ -132,7 +132,10 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
 
 
 def _effect_line(row: Mapping[str, Any], first: bool) -> str:
-    """Return a table row: bytes and seconds, each with its change from the first row."""
+    """Format the effects of a technique as a table row.
+
+    The row contains bytes and seconds, each with its relative change from the first row.
+    """
     if "refused" in row:
         return f"{row['change']:<32}  not possible: {row['refused']}"
     line = f"{row['change']:<32}"
@@ -146,7 +149,7 @@ def _effect_line(row: Mapping[str, Any], first: bool) -> str:
 
 
 def _search(options: Namespace, overrides: Sequence[str]) -> None:
-    """Find and print layouts, with an added technique if none fits without it."""
+    """Search for layouts and print them; if no layout fits in memory, add a technique."""
     from hpc3d.predict.machine import machine_file
     from hpc3d.predict.planning.planned_layouts import TOP, plan_layouts
 
@@ -154,7 +157,7 @@ def _search(options: Namespace, overrides: Sequence[str]) -> None:
         raise ValueError(f"--apply {options.apply}: must be a file in an existing folder")
     machine = machine_file.load(options.machine or default_machine())
     memory = options.memory or machine.memory_gb * 1e9
-    top = max(options.top or TOP, TOP)  # so that the ranking does not depend on --top
+    top = max(options.top or TOP, TOP)  # the ranking must not depend on --top
     planned, resorted = plan_layouts(options.input, overrides, options.ranks, machine, memory, top)
     _report(options, planned, memory, resorted)
 
@@ -162,7 +165,7 @@ def _search(options: Namespace, overrides: Sequence[str]) -> None:
 def _report(
     options: Namespace, planned: PlannedLayouts, memory: float, resorted: ResortedLayouts | None
 ) -> None:
-    """Print the layouts, and write the input file of --apply."""
+    """Print the best layouts, and write the best one to the input file given by --apply."""
     from hpc3d.predict.assumptions import lines, of_mixture
     from hpc3d.predict.planning.planned_layouts import TOP, gigabytes
     from hpc3d.predict.planning.ranked_layouts import searched
@@ -194,12 +197,12 @@ def _report(
 
 
 def _mark(fit: Fit) -> str:
-    """Return the mark of a layout whose technique changes results, or a blank."""
+    """Return `*` if the technique used by a layout changes the results, otherwise a blank."""
     return " " if fit.resort.exact else "*"
 
 
 def _resort_lines(resorted: ResortedLayouts) -> Iterator[str]:
-    """Yield the lines that explain the added technique."""
+    """Yield lines that explain which technique was added so that layouts fit in memory."""
     from hpc3d.predict.planning.planned_layouts import nearest_in_words
     from hpc3d.predict.planning.ranking import estimated
 
@@ -218,7 +221,7 @@ def _told(
     named: Mapping[str, Mapping[str, RankedLayout | None]],
     losers: Sequence[tuple[str, int, RankedLayout]],
 ) -> dict[str, Any]:
-    """Return the layouts as JSON-compatible values."""
+    """Return the best layouts, the named schemes and the slower layouts in a form for JSON."""
     from hpc3d.predict.planning.ranked_layouts import as_plain
 
     return {
@@ -240,7 +243,7 @@ def _here(mesh: MeshConfig) -> str:
 
 
 def _apply(path: Path | str, config: Config, planned: Config, ranks: int) -> None:
-    """Write the input file `path` with the planned mesh and parallelism."""
+    """Write the input file `path` with the mesh and parallel settings of the planned layout."""
     from hpc3d.config.load import load
     from hpc3d.config.rules import resolve
     from hpc3d.console.small_files import naming
@@ -258,7 +261,10 @@ def show(
     memory: float,
     mark: str = " ",
 ) -> None:
-    """Print the best layouts, each with `mark`, the named schemes, and the slower layouts."""
+    """Print the best layouts, the best layout of each scheme, and why other layouts are slower.
+
+    `mark` is printed before each of the best layouts.
+    """
     print("         step    memory  bubble  comm.  axis  layout")
     for number, row in enumerate(best, 1):
         print(f"{number:3d}{mark}{line(row)}")
@@ -273,7 +279,7 @@ def show(
 
 
 def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
-    """Print the statistics of the search."""
+    """Print how many layouts the search has excluded, considered, estimated and simulated."""
     sizes = len(found.timed) + len(found.cut) + len(found.left)
     print(f"{len(found.cut):5d} were excluded: their lower bound is longer")
     if found.left:
@@ -288,7 +294,7 @@ def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
 
 
 def line(row: RankedLayout) -> str:
-    """Return the table row of a layout."""
+    """Format a layout as a table row."""
     from hpc3d.predict.planning.planned_layouts import gigabytes
     from hpc3d.predict.planning.ranking import shown_layout
 
@@ -306,7 +312,7 @@ def _over(row: RankedLayout, memory: float) -> str:
 
 
 def _because(reason: str, row: RankedLayout) -> str:
-    """Return the reason why layouts are slower, with the value of the one closest to winning."""
+    """Describe why layouts are slower, with the values of the best layout among them."""
     from hpc3d.predict.planning.planned_layouts import held
     from hpc3d.predict.planning.ranking import shown_layout
 

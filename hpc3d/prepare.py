@@ -38,13 +38,16 @@ a folder with GPT-2's vocab.json and merges.txt; ranks.tiktoken; or gpt2, from t
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; return 0, 2 for invalid input, 3 for a failed check."""
+    """Run the command; return 0, or 2 for invalid input, or 3 if the verification fails."""
     arguments = parser().parse_args(argv)
     return run("prepare", lambda: _work(arguments))
 
 
 def _work(arguments: argparse.Namespace) -> int:
-    """Check or write a token file.  Errors omit `data.path`, a key that this command lacks."""
+    """Verify or write a token file.
+
+    The prefix `data.path` is removed from error messages, because this command has no such key.
+    """
     try:
         return _check(arguments) if arguments.verify else prepare(arguments)
     except ValueError as error:
@@ -52,7 +55,7 @@ def _work(arguments: argparse.Namespace) -> int:
 
 
 def parser() -> Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = Parser(
         "prepare",
         "Tokenize UTF-8 texts into one token file. Set data.path to this file to train on it.",
@@ -81,7 +84,7 @@ def parser() -> Parser:
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Write the token file and print a summary of it."""
+    """Tokenize the texts, write the token file and print its summary."""
     start = time.perf_counter()
     output = _new_file(arguments)
     texts = [text for path in arguments.texts for text in text_files(package_data.text_path(path))]
@@ -95,7 +98,7 @@ def prepare(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    """Verify all data of a token file and print a summary of it."""
+    """Verify all data of a token file and print the summary of the file."""
     if arguments.texts or arguments.output:
         raise ValueError("--verify excludes TEXT and -o; leave them out")
     if not arguments.verify.is_file():
@@ -111,7 +114,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _new_file(arguments: argparse.Namespace) -> Path:
-    """Return the path of the token file; raise ValueError if options are wrong."""
+    """Return the path of the token file to write; raise ValueError if options are invalid."""
     output, end, problems = arguments.output, arguments.end, []
     if not arguments.texts or output is None:
         problems.append("TEXT and -o FILE.h5 are required; see --help")
@@ -168,7 +171,7 @@ def _with_end(tokenizer: Tokenizer, texts: Sequence[Path]) -> Tokenizer:
 
 
 def _of_numbers(path: Path) -> BpeTokenizer:
-    """Return the tokenizer of the ids in a .bin file."""
+    """Return the tokenizer that has produced the token ids in a .bin file."""
     if tokenizer := meta_tokenizer(path):
         return tokenizer
     raise ValueError(
@@ -178,7 +181,7 @@ def _of_numbers(path: Path) -> BpeTokenizer:
 
 
 def _refuse_others(numbered: Sequence[Path], tokenizer: BpeTokenizer, name: str) -> None:
-    """Raise ValueError if the meta.pkl next to a .bin differs from the tokenizer."""
+    """Raise ValueError if the meta.pkl next to a .bin file describes a different tokenizer."""
     for path in numbered:
         meta = meta_tokenizer(path)
         if meta and not same_rules(meta.json, tokenizer.json):
@@ -189,7 +192,7 @@ def _refuse_others(numbered: Sequence[Path], tokenizer: BpeTokenizer, name: str)
 
 
 def _progress(size: int) -> Callable[[int], None]:
-    """Return a function that logs the progress through `size` bytes."""
+    """Return a callback that logs how many of `size` bytes of text have been processed."""
     done = 0
 
     def report(piece: int) -> None:
@@ -201,7 +204,7 @@ def _progress(size: int) -> Callable[[int], None]:
 
 
 def _describe(path: Path, as_json: bool, **results: float) -> None:
-    """Print a summary of a token file, and `results`."""
+    """Print the properties of a token file, followed by `results`."""
     with TokenFile(path) as tokens:
         held = {
             "file": str(path),
@@ -218,7 +221,7 @@ def _describe(path: Path, as_json: bool, **results: float) -> None:
 
 
 def _readable(value: str | float) -> str:
-    """Group the digits of a count, round a time."""
+    """Format a count with thousands separators, or a time with two decimals."""
     return value if isinstance(value, str) else f"{value:,.2f}".removesuffix(".00")
 
 

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = Parser("report", _DESCRIPTION)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_DIR|TRACE.h5", help="folder of a run, or trace")
@@ -152,7 +152,7 @@ def _cleared(out):
 
 
 def _folders(report):
-    """Return the subfolder of each run in exports/."""
+    """Return the name of each run's subfolder in exports/, which is empty for a single run."""
     return [str(n) if len(report.runs) > 1 else "" for n in range(1, 1 + len(report.runs))]
 
 
@@ -166,7 +166,7 @@ def _plain(report):
 
 
 def _trace_path(path, again):
-    """Return the path of a run's trace, after merging missing segments into it."""
+    """Return the path of a run's trace, into which missing segments are merged first."""
     if path.is_dir():
         return trace_of(path, again)
     if again:

@@ -59,7 +59,7 @@ also evaluation_batch_s (seconds per evaluation batch), and for a mixture of exp
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 2 for invalid input."""
+    """Run the command; return 0, or 2 for invalid input."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["schedule"]:
         options = schedule_parser().parse_args(words[1:])
@@ -126,7 +126,7 @@ def _step(options, overrides):
 
 
 def _batches(train, seconds):
-    """Describe the evaluations: number of batches, time and interval."""
+    """Describe the evaluations: the number of batches, the time, and the interval in steps."""
     often = f"every {train.eval_every} steps" if train.eval_every > 1 else "every step"
     if not train.eval_batches:
         return f"all batches of the text, {often}"
@@ -233,7 +233,7 @@ def _time(what):
 
 
 def _times(text):
-    """Parse seconds: one number, or a comma-separated list."""
+    """Parse a time in seconds, or a comma-separated list of times."""
     values = [_seconds(each) for each in text.split(",")]
     return values if len(values) > 1 else values[0]
 

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(job: Job, words: list[str]) -> None:
-    """Run a command line on this rank until the end of training."""
+    """Run the command `train` on one rank of the job."""
     if {"-h", "--help"} & set(words):
         job.from_root(lambda: explain(words))
         return
@@ -84,14 +84,14 @@ def train(job: Job, words: list[str]) -> None:
 
 
 def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
-    """Rank 0: return the run requested on the command line, with a valid configuration.
+    """Return the run requested on the command line, with a valid configuration, on rank 0.
 
-    `ranks` is the number of ranks of the job (None: as many as the mesh has).
+    `ranks` is the number of ranks of the job (None: the number of ranks of the mesh).
 
     Raises
     ------
     ValueError
-        If the command line, the input file or the run to resume cannot be used.
+        If the command line, the input file or the run to resume is invalid.
     """
     from hpc3d.checkpoints.resume import (
         checkpointed_config,
@@ -123,7 +123,7 @@ def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
 
 
 def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]:
-    """Rank 0: open the texts of a run, and set the keys of its configuration that they determine.
+    """Open the texts of a run on rank 0, and set the configuration keys that depend on the texts.
 
     Returns
     -------
@@ -133,7 +133,7 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]
     Raises
     ------
     ValueError
-        If a text does not fill a window, or its tokenizer differs from the resumed run's.
+        If a text is shorter than one window, or has another tokenizer than the resumed run.
     """
     from hpc3d.checkpoints import run_text, run_tokenizer
     from hpc3d.checkpoints.resume import checkpointed_texts
@@ -164,7 +164,7 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]
 
 
 def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config:
-    """Return `config` with the vocabulary and the tokenizer of its tokens.
+    """Return `config` with the vocabulary size and the tokenizer set from the tokenized text.
 
     Raises
     ------
@@ -194,7 +194,7 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
 
 
 def checked_program(config: Config, this_machine: bool = True) -> Program:
-    """Rank 0: return the program of all pipeline stages.
+    """Return the program of all pipeline stages on rank 0.
 
     Raises
     ------
@@ -210,15 +210,15 @@ def checked_program(config: Config, this_machine: bool = True) -> Program:
 
 
 def _programs(config: Config, program: Program) -> list[Program]:
-    """Rank 0: return the program of each rank, which is the program of its pipeline stage."""
+    """Return a list with the program of each rank, which depends on the rank's pipeline stage."""
     grid = config.mesh.grid()
     return [program.of(grid.coord(rank, "p")) for rank in range(grid.size)]
 
 
 def open_folder(plan: RunPlan, tokens: Tokens) -> TextIO:
-    """Rank 0: create the folder of a run, or reopen the folder of a resumed run.
+    """Create the folder of a run on rank 0, or reopen the folder of a resumed run.
 
-    Returns the lock of the folder, which is held until it is closed.
+    Returns the lock file of the folder. The lock is held until this file is closed.
 
     Raises
     ------
@@ -246,7 +246,11 @@ def open_folder(plan: RunPlan, tokens: Tokens) -> TextIO:
 
 
 def _complete(plan: RunPlan) -> None:
-    """Rank 0: set the decay steps, and compare a resumed run with its newest checkpoint."""
+    """Complete the configuration of a run on rank 0.
+
+    The number of decay steps of a new run is set. A resumed run is compared with its newest
+    checkpoint.
+    """
     from hpc3d.checkpoints.resume import continued, with_decay_steps
 
     if plan.resumed:
@@ -263,7 +267,7 @@ def _begin(
     batches: Batches | None,
     validation: ValidationBatches | None,
 ) -> RunningJob:
-    """Build the mesh, the model and the optimizer of this rank, in their initial state."""
+    """Build the mesh, the model and the optimizer of this rank, and restore a resumed run."""
     from hpc3d.checkpoints.saver import saver_of
     from hpc3d.comm.cartesian import build
     from hpc3d.training.evaluator import Evaluator
@@ -293,7 +297,7 @@ def _begin(
 
 
 def explain(words: list[str]) -> None:
-    """Rank 0: print the help with all keys, or the help of the named keys."""
+    """Print the help text with all keys on rank 0, or only the help texts of the named keys."""
     from hpc3d.config.reference import about, manual, page_width
 
     width = page_width()
@@ -306,12 +310,12 @@ def explain(words: list[str]) -> None:
 
 
 def rehearse(ranks: int, words: list[str]) -> None:
-    """Rank 0: print what would run, for --dry-run.
+    """Print a description of the run on rank 0 without training (--dry-run).
 
     Raises
     ------
     ValueError
-        If the run would be refused.
+        If the run could not be started.
     """
     from argparse import ArgumentTypeError
 

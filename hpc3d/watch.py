@@ -31,7 +31,8 @@ ssh. Activities inside a step come from the last trace segments, which are at mo
 old. A run that has ended is shown once. If the output is not a terminal, one line is printed per
 finished step."""
 
-_TOP, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"  # cursor home; erase the rest
+# Escape sequences that move the cursor to the top left, and erase the rest of the line or screen.
+_TOP, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 _STYLES = {"ended": "green", "stopped": "yellow", "failed": "red"}
 
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     parser = Parser("watch", _TEXT, usage="%(prog)s [RUN] [--every S] [--once]")
     parser.add_argument(
         "run",
@@ -86,12 +87,12 @@ def _watch(options: Namespace) -> None:
 
 
 def _print(live: LiveRun) -> None:
-    """Print the full screen once."""
+    """Print the complete state of the run once."""
     print("\n".join(live.screen(_size().columns)), flush=True)
 
 
 def _redraw(live: LiveRun) -> None:
-    """Replace the previous screen."""
+    """Overwrite the previous display with the current state of the run."""
     size = _size()
     sys.stdout.write(Controls(_TOP))
     for number, line in enumerate(live.screen(size.columns)[: size.lines - 1]):
@@ -102,7 +103,7 @@ def _redraw(live: LiveRun) -> None:
 
 
 def _adding() -> Callable[[LiveRun], None]:
-    """Return a function that prints a line if the run has progressed."""
+    """Return a function that prints a line if the run has progressed since the last call."""
     said: tuple[int, str] | None = None
 
     def add(live: LiveRun) -> None:
@@ -119,7 +120,7 @@ def _size() -> os.terminal_size:
 
 
 def _shows(letters: str) -> bool:
-    """Return True if the encoding of standard output has these characters."""
+    """Return True if the encoding of standard output contains these characters."""
     try:
         letters.encode(sys.stdout.encoding or "utf-8")
     except UnicodeError:
@@ -128,7 +129,7 @@ def _shows(letters: str) -> bool:
 
 
 def _run(given: Path | None) -> Path:
-    """Return the folder of a run, by default the newest; raise ValueError without a run."""
+    """Return the given run folder, or the newest one; raise ValueError if there is none."""
     if given is None:
         runs = [path.parent for path in Path("results").glob("*/config.toml")]
         if not runs:
