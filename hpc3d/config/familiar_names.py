@@ -116,7 +116,7 @@ def _answers() -> dict[str, str]:
 
 
 FAMILIAR = _answers()
-"""Other name, in lower case with underscores: what to say of it."""
+"""Dict from another program's key, in lower case with underscores, to advice for hpc3d users."""
 
 
 def familiar(name: str) -> str | None:

@@ -1,11 +1,11 @@
-"""Input file as typed, frozen dataclasses.
+"""Frozen dataclasses of an input file, with one dataclass per section.
 
-config/load.py reads them, and config/rules.py validates them. The text below a key is its meaning,
-which `hpc3d train --help` prints. The dataclasses are plain, so that they can be broadcast to
-ranks that have no parser.
+config/load.py creates the dataclasses from an input file, and config/rules.py validates them. The
+string below a key is its description, which `hpc3d train --help` prints. The dataclasses are not
+pydantic models, so that they can be broadcast to ranks that do not import pydantic.
 
-The default of a key is the behavior of runs before the key existed, because the configuration of
-an older run, which lacks the key, is read with the default.
+The default of a new key must preserve the behavior before the key existed, because the stored
+configuration of an older run lacks the key and is read with its default.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hpc3d.model.context import Context
 from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split
 
-_LONG = 1024  # shortest sequence for which chunked attention is not slower, in NumPy
+_LONG = 1024  # shortest sequence in tokens for which chunked attention is not slower in NumPy
 STRICT = {"extra": "forbid"}
 OPTIMIZER_KEYS = "beta1", "beta2", "epsilon"
-CONSTANTS: dict[str, dict[str, float]] = {  # defaults of each optimizer
+CONSTANTS: dict[str, dict[str, float]] = {  # optimizer -> defaults of its constants
     "adamw": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
     "adamw-8bit": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
     "adafactor": {},
@@ -39,7 +39,7 @@ _OF_MIXTURES = ValidFor("model.kind", "gpt2", "llama"), ValidFor("model.experts"
 
 
 def _with(constant: str) -> tuple[str, ...]:
-    """Return the optimizers that have a constant."""
+    """Return the names of the optimizers that have a given constant, such as beta1."""
     return tuple(name for name, constants in CONSTANTS.items() if constant in constants)
 
 
@@ -53,25 +53,26 @@ class MeshConfig:
     d: Annotated[int, AtLeast(1), AtMost(MOST_RANKS)] = 1
     """Data parallelism: number of model replicas, each with its share of the batch."""
     c: Annotated[int, AtLeast(1), AtMost(MOST_RANKS)] = 1
-    """Context parallelism: number of ranks that share the tokens of each sequence."""
+    """Context parallelism: number of ranks over which the tokens of each sequence are sharded."""
     e: Annotated[int, AtLeast(1), AtMost(MOST_RANKS), ValidFor("model.experts")] = 1
-    """Expert parallelism: number of ranks over which the experts are distributed. Each also
-    processes its own share of the batch, as along d."""
+    """Expert parallelism: number of ranks over which the experts are distributed. Each rank along
+    this axis also processes its own share of the batch, as along the data-parallel axis d."""
     x: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
-    """Tensor parallelism, first axis. Default: the best cuboid if x, y and z are all absent,
-    otherwise 1."""
+    """Tensor parallelism: number of ranks along the first axis. Default: the cuboid with the least
+    communication if x, y and z are all unset, otherwise 1."""
     y: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
-    """Tensor parallelism, second axis. Default: as for x."""
+    """Tensor parallelism: number of ranks along the second axis. Default: as for x."""
     z: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
-    """Tensor parallelism, third axis. Default: as for x."""
+    """Tensor parallelism: number of ranks along the third axis. Default: as for x."""
     order: str = " ".join(AXES)
-    """Axes from the outermost to the innermost. Neighboring ranks differ along the last axis."""
+    """Order of the mesh axes in the numbering of ranks, from the outermost to the innermost.
+    Consecutive ranks are neighbors along the innermost axis."""
     transport: Literal["auto", "mpi", "nccl", "host-staged"] = "auto"
-    """Transport between ranks. auto uses shared memory within a node, or NCCL if each rank has
-    a GPU. mpi uses MPI only. nccl and host-staged (through host memory) are for GPUs."""
+    """Transport between ranks. auto uses shared memory within a node, or NCCL if each rank has a
+    GPU. mpi uses only MPI. nccl and host-staged (copies through host memory) require GPUs."""
 
     def sizes(self) -> dict[str, int]:
-        """Return a dict from axis to number of ranks, in rank order."""
+        """Return a dict from each mesh axis to its number of ranks, outermost axis first."""
         return {axis: getattr(self, axis) or 1 for axis in self.order.split()}
 
     def replicas(self) -> int:
@@ -79,7 +80,7 @@ class MeshConfig:
         return self.d * self.c * self.e
 
     def grid(self) -> Grid:
-        """Return the Grid of the ranks."""
+        """Return the `Grid` of ranks with these sizes."""
         return grid_of(self)
 
 
@@ -90,16 +91,17 @@ def grid_of(mesh: MeshConfig) -> Grid:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Parallel algorithms, and what they store, send and recompute."""
+    """Parallel algorithms, and the data that they store, send and recompute."""
 
     __pydantic_config__ = STRICT
     scheme: Literal["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d", "3d-broadcast"] = "3d"
-    """Tensor-parallel scheme: which mesh axis splits which loop of a product, and how blocks
-    are stored (docs/parallelism.md). 1d-sequence adds sequence parallelism."""
+    """Tensor-parallel scheme, which determines the mesh axes that shard each loop of a matrix
+    product and the storage of the blocks (docs/parallelism.md). 1d-sequence adds sequence
+    parallelism."""
     split: dict[str, str] | None = None
-    """Custom scheme: the axes on the loops m, n and k, such as { m = "x", n = "y", k = "z" }, and
-    in replicate, own and panels the axes with another storage (docs/parallelism.md). Default: the
-    split of scheme."""
+    """Custom tensor-parallel scheme: the mesh axes that shard the loops m, n and k, such as { m =
+    "x", n = "y", k = "z" }. The keys replicate, own and panels list axes with other storage
+    (docs/parallelism.md). Default: the axes of scheme."""
     keep_gathered: bool = True
     """Save gathered operands for the backward pass. If false, the backward pass re-gathers
     them."""
@@ -107,64 +109,65 @@ class ParallelConfig:
     """ZeRO stage over the data-parallel ranks: 1 shards the optimizer state, 2 also the
     gradients, 3 also the parameters (FSDP)."""
     bucket_mb: Annotated[float, AtLeast(0), LessThan(inf)] = 25.0
-    """Size in MB of a gradient bucket, which one collective reduces along d."""
+    """Size of a gradient bucket in MB. One collective reduces each bucket along d."""
     reduce_dtype: Annotated[
         Literal["float16", "bfloat16", "float32"] | None, ValidFor("parallel.zero", 0, 1)
     ] = None
-    """Type in which gradients are sent along d, c and e. They are summed in float32. Default:
-    the type of the gradient."""
+    """Data type in which gradients are sent along d, c and e. They are accumulated in float32.
+    Default: the data type of the gradients."""
     overlap: bool = True
     """Overlap the gradient all-reduce along d with the backward pass."""
     compression: Literal["none", "powersgd", "top-k"] = "none"
-    """Gradient compression for matrices along d, c and e: powersgd sends low-rank factors,
-    top-k the largest elements. The error is added to the next gradient (error feedback)."""
+    """Gradient compression for matrices along d, c and e: powersgd sends low-rank factors, top-k
+    the largest elements. The compression error is added to the next gradient (error feedback)."""
     compression_rank: Annotated[
         int, AtLeast(1), AtMost(2**20), ValidFor("parallel.compression", "powersgd")
     ] = 4
-    """Rank of the factors of powersgd."""
+    """Rank of the low-rank factors that powersgd sends."""
     compression_share: Annotated[
         float, MoreThan(0), AtMost(1), ValidFor("parallel.compression", "top-k")
     ] = 0.01
-    """Fraction of the elements of a matrix that top-k sends."""
+    """Fraction of the elements of a gradient matrix that top-k sends."""
     microbatches: Annotated[int, AtLeast(1), AtMost(MOST_PASSES)] = 1
     """Number of microbatches per step (gradient accumulation)."""
     chunks: Annotated[int | None, AtLeast(1), AtMost(MOST_LAYERS)] = None
-    """Number of model chunks (virtual stages) per pipeline stage. Default: set by the schedule."""
+    """Number of model chunks (virtual stages) per pipeline stage. Default: determined by the
+    schedule."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Number of layers of each model chunk, in model order, such as [3, 2, 2, 1]. Default:
-    even."""
+    """Number of layers in each model chunk, in model order, such as [3, 2, 2, 1]. Default: the
+    layers are distributed evenly."""
     context: Literal["ring", "all-to-all", "both"] = "ring"
-    """Algorithm of context parallelism: ring attention, all-to-all of heads (Ulysses), or both:
-    all-to-all among neighbors and a ring between these groups."""
+    """Context-parallel algorithm: ring attention, all-to-all over attention heads (Ulysses), or
+    both, that is, an all-to-all in groups of neighboring ranks and a ring between these groups."""
     ulysses: Annotated[int, AtLeast(1), AtMost(MOST_RANKS)] = 1
-    """Size of the all-to-all groups along c, with context = "both"."""
+    """Number of ranks in each all-to-all group along c, used only with context = "both"."""
     attention: Literal["full", "chunked"] | None = None
-    """full stores all T x T probabilities. chunked stores one sum per row, so memory is linear
-    in T. Default: full, but chunked in ring attention and on CPUs from 1024 tokens in float32
-    and float64."""
+    """full stores all T x T attention probabilities. chunked stores only one log-sum-exp per row,
+    so that memory is linear in the sequence length T. Default: chunked for ring attention, and on
+    CPUs from 1024 tokens in float32 and float64; otherwise full."""
     recompute: Literal["none", "selective", "full"] | tuple[int, ...] = "none"
-    """Activation checkpointing: selective recomputes the scores and the softmax of attention in
-    the backward pass, full recomputes blocks, and a list such as [0, 1] recomputes the blocks
-    with these numbers."""
+    """Activation checkpointing: selective recomputes the attention scores and the softmax in the
+    backward pass, full recomputes all Transformer blocks, and a list such as [0, 1] recomputes the
+    blocks with these zero-based indices."""
     keep_dtype: Literal["bfloat16", "int8", "float8"] | None = None
-    """Type of saved activations. The backward pass uses the rounded copies. int8 and float8
+    """Data type of saved activations. The backward pass uses the rounded values. int8 and float8
     (e4m3) have one scale per row. Default: train.dtype."""
     offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = ()
-    """Data to offload: optimizer states, saved activations, or the weights of blocks while they
-    are not in use. Example: ["optimizer"]. CPUs offload to files in TMPDIR, GPUs to host
-    memory."""
+    """Data to offload: optimizer states, saved activations, or the weights of Transformer blocks
+    while they are not in use. Example: ["optimizer"]. On CPUs, the data is stored in files in
+    TMPDIR; on GPUs, in host memory."""
     schedule: str | None = None
-    """Pipeline schedule: {schedules} or csv:FILE. Default: none on one stage, otherwise 1f1b."""
+    """Pipeline schedule: {schedules} or csv:FILE. Default: none with one stage, otherwise 1f1b."""
 
     @property
     def way(self) -> str:
-        """Name of the setting that determines how matrix products are split, for messages."""
+        """Name of the setting that determines how matrix products are sharded, for messages."""
         return f"scheme {self.scheme}" if self.split is None else "parallel.split"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The Transformer."""
+    """Architecture of the Transformer."""
 
     __pydantic_config__ = STRICT
     kind: Literal[tuple(FAMILIES)] = "gpt2"
@@ -172,69 +175,73 @@ class ModelConfig:
     layers: Annotated[int, AtLeast(1), AtMost(MOST_LAYERS)] = 2
     """Number of Transformer blocks."""
     hidden: Annotated[int, AtLeast(1), AtMost(2**20)] = 384
-    """Hidden size, a multiple of heads."""
+    """Hidden size. It must be a multiple of heads."""
     heads: Annotated[int, AtLeast(1), AtMost(2**20)] = 64
     """Number of attention heads."""
     sequence: Annotated[int, AtLeast(1), AtMost(2**27)] = 64
     """Sequence length in tokens."""
     vocabulary: Annotated[int | None, AtLeast(1), AtMost(2**27)] = None
-    """Vocabulary size. Default: that of the tokenizer."""
+    """Vocabulary size. Default: the vocabulary size of the tokenizer."""
     tied: bool = True
     """Tie the token embedding to the output projection."""
     kv_heads: Annotated[
         int | None, AtLeast(1), AtMost(2**20), ValidFor("model.kind", "llama", "qwen2")
     ] = None
-    """llama, qwen2: number of key and value heads (grouped-query attention). heads / kv_heads
-    query heads share one. Default: heads."""
+    """llama, qwen2: number of KV heads (grouped-query attention). Each KV head is shared by heads
+    / kv_heads query heads. Default: heads."""
     ffn: Annotated[
         int | None, AtLeast(1), AtMost(2**22), ValidFor("model.kind", "llama", "qwen2", "bert")
     ] = None
-    """llama, qwen2, bert: hidden size of the MLP (SwiGLU in llama and qwen2). Default: 4 x
+    """llama, qwen2, bert: intermediate size of the MLP (SwiGLU in llama and qwen2). Default: 4 x
     hidden."""
     norm_epsilon: Annotated[
         float | None, AtLeast(0), LessThan(1), ValidFor("model.kind", "llama", "qwen2", "bert")
     ] = None
-    """llama, qwen2, bert: epsilon of the norms. Default: 1e-12 for bert, otherwise 1e-5."""
+    """llama, qwen2, bert: epsilon of the normalization layers. Default: 1e-12 for bert, otherwise
+    1e-5."""
     rope_theta: Annotated[
         float, AtLeast(1), LessThan(inf), ValidFor("model.kind", "llama", "qwen2")
     ] = 10000.0
-    """llama, qwen2: base of the rotary position embedding (RoPE)."""
+    """llama, qwen2: base (theta) of the rotary position embedding (RoPE)."""
     rope_scaling: Annotated[
         dict[str, float | str] | None, ValidFor("model.kind", "llama", "qwen2")
     ] = None
-    """llama, qwen2: RoPE scaling for long sequences, rope_type "llama3" of published
-    configurations, as { factor = 8, low = 1, high = 4, original = 8192 }. Default: none."""
+    """llama, qwen2: RoPE scaling for long sequences, which published configurations call rope_type
+    "llama3". Example: { factor = 8, low = 1, high = 4, original = 8192 }. Default: none."""
     gelu: Annotated[Literal["tanh", "exact"], ValidFor("model.kind", "gpt2", "bert")] = "tanh"
-    """GELU with the tanh approximation, or exact with the error function (on CPUs, exact needs
-    the extra exact)."""
+    """GELU with the tanh approximation, or the exact GELU with the error function. On CPUs, exact
+    requires the optional dependency hpc3d[exact]."""
     padding: Annotated[int | None, AtLeast(0), AtMost(2**27), ValidFor("model.kind", "bert")] = (
         None
     )
-    """bert: id of the padding token. No token attends to it, and it is never a target. Default:
-    no padding."""
+    """bert: ID of the padding token. No token attends to padding tokens, and they are never
+    prediction targets. Default: no padding."""
     dropout: Annotated[float, AtLeast(0), LessThan(1)] = 0.0
     """Dropout probability."""
     experts: Annotated[int, AtLeast(0), AtMost(2**20), ValidFor("model.kind", "gpt2", "llama")] = 0
-    """gpt2, llama: number of experts, which replace the MLP (mixture of experts). 0 disables
-    the mixture."""
+    """gpt2, llama: number of experts in each mixture-of-experts layer, which replaces the MLP. 0
+    disables mixture of experts."""
     top_k: Annotated[int, AtLeast(1), AtMost(2**10), *_OF_MIXTURES] = 1
-    """Number of experts per token, selected by the router: 1 in Switch, 2 in GShard and
+    """Number of experts that the router selects for each token: 1 in Switch, 2 in GShard and
     Mixtral."""
     capacity: Annotated[float, AtLeast(0), LessThan(inf), *_OF_MIXTURES] = 1.25
-    """Capacity factor: slots of an expert per sequence, relative to top_k x sequence / experts.
-    Tokens beyond the capacity are dropped. 0 drops no token."""
+    """Capacity factor: number of token slots per expert and sequence, relative to top_k x sequence
+    / experts. Tokens beyond the capacity are dropped. With 0, no token is dropped."""
     moe_every: Annotated[int, AtLeast(1), AtMost(MOST_LAYERS), *_OF_MIXTURES] = 1
-    """Interval between mixtures: the last of every moe_every blocks has one, the others an MLP."""
+    """Interval in blocks between mixture-of-experts layers. The last of every moe_every blocks has
+    such a layer; the other blocks have an MLP."""
     shared_experts: Annotated[int, AtLeast(0), AtMost(2**10), *_OF_MIXTURES] = 0
-    """Number of shared experts, which process all tokens. They form one MLP of shared_experts
-    times the width."""
+    """Number of shared experts, which process all tokens. Together they form one MLP with
+    shared_experts times the width of an expert."""
     balance_loss: Annotated[float, AtLeast(0), LessThan(inf), *_OF_MIXTURES] = 0.01
-    """Weight of the load balancing loss. 0 disables it."""
+    """Weight of the load-balancing loss. 0 disables the loss."""
     z_loss: Annotated[float, AtLeast(0), LessThan(inf), *_OF_MIXTURES] = 0.001
-    """Weight of the router z-loss, the squared logsumexp of the router logits. 0 disables it."""
+    """Weight of the router z-loss, the squared logsumexp of the router logits. 0 disables the
+    loss."""
     balance_bias: Annotated[float, AtLeast(0), LessThan(1), *_OF_MIXTURES] = 0.0
-    """Load balancing without a loss: change per step of the router bias of each expert, up if
-    it received less than its share of tokens, down otherwise. 0 disables it."""
+    """Load balancing without an auxiliary loss: update rate of the router bias of each expert. In
+    each step, the bias increases if the expert received less than its share of tokens, and
+    decreases if it received more. 0 disables the bias."""
 
 
 @dataclass(frozen=True)
@@ -243,111 +250,116 @@ class DataConfig:
 
     __pydantic_config__ = STRICT
     path: str = "inputs/corpus"
-    """A text file, a folder of *.txt files, or a token file of `hpc3d prepare`."""
+    """Training text: a text file, a folder of *.txt files, or a token file written by `hpc3d
+    prepare`."""
     tokenizer: Literal["byte", "bpe"] | None = None
-    """byte has 256 tokens. bpe is for a token file that was made with it. Default: that of the
-    token file, or byte for text."""
+    """byte has one token per byte value, 256 in total. bpe requires a token file that was created
+    with a BPE tokenizer. Default: the tokenizer of the token file, or byte for text files."""
     validation: Annotated[float | str | None, MoreThan(0), LessThan(1)] = None
-    """Validation text (train.eval_every): the fraction of the text to hold out at its end, such
-    as 0.05, or a text as in path. Default: none."""
+    """Validation text for train.eval_every: the fraction of the training text to hold out at its
+    end, such as 0.05, or a separate text in any form allowed for path. Default: none."""
 
 
 @dataclass(frozen=True)
 class TorchConfig:
-    """An unmodified PyTorch module, given instead of [model] and [data]. `hpc3d.partition run`
-    trains it according to its partition plan."""
+    """Unmodified PyTorch module that replaces [model] and [data]. `hpc3d.partition run` trains the
+    module according to its partition plan."""
 
     __pydantic_config__ = STRICT
     factory: str | None = None
-    """MODULE:FACTORY, a function that returns the module and its example inputs. Default: the
-    model of [model]."""
+    """MODULE:FACTORY, where FACTORY is a function that returns the module and its example inputs.
+    Default: the model in [model]."""
     inputs: str | None = None
-    """MODULE:FUNCTION, which returns the inputs of a step by its number. Default: the example
-    inputs in every step."""
+    """MODULE:FUNCTION, where FUNCTION returns the inputs of a step, given the step number.
+    Default: the example inputs in every step."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Optimization."""
+    """Training, optimizer and learning rate."""
 
     __pydantic_config__ = STRICT
     steps: Annotated[int, AtLeast(1), AtMost(INT32)] = 20
     """Number of training steps."""
     max_minutes: Annotated[float, AtLeast(0), LessThan(inf)] = 0.0
-    """Save and stop after the step in which this many minutes have passed. 0 sets no limit."""
+    """Time limit in minutes. The run saves a checkpoint and stops after the step in which the
+    limit is reached. 0 sets no limit."""
     batch: Annotated[int, AtLeast(1), AtMost(2**20)] = 192
     """Global batch size in sequences, over all replicas and microbatches."""
     optimizer: Literal["adamw", "adamw-8bit", "adafactor", "lion", "muon", "sgd"] = "adamw"
-    """Optimizer, with decoupled weight decay. adamw-8bit stores both moments of matrices in 8
-    bits. adafactor stores row and column means of the second moment, and no first moment. lion
-    steps by the sign of the momentum. muon orthogonalizes the momentum of block matrices, and
-    uses adamw for the rest."""
+    """Optimizer with decoupled weight decay. adamw-8bit stores both moments of matrices in 8 bits.
+    adafactor stores only row and column means of the second moment, and no first moment. lion
+    updates weights by the sign of the momentum. muon orthogonalizes the momentum of block
+    matrices, and uses adamw for all other parameters."""
     orthogonalize: Annotated[
         Literal["in-turn", "sharded"], ValidFor("train.optimizer", "muon")
     ] = "in-turn"
-    """muon, for matrices sharded over several ranks: in-turn assigns full matrices round-robin
-    to the ranks; sharded keeps every matrix sharded, and all ranks work on it."""
+    """muon: method for matrices that are sharded over several ranks. in-turn assigns complete
+    matrices to the ranks round-robin. sharded keeps every matrix sharded, and its ranks
+    orthogonalize it together."""
     beta1: Annotated[
         float | None, AtLeast(0), LessThan(1), ValidFor("train.optimizer", *_with("beta1"))
     ] = None
-    """Decay rate of the first moment. Default: 0.9; for the matrices of muon, 0.95."""
+    """Decay rate of the first moment. Default: 0.95 for the matrices optimized by muon, otherwise
+    0.9."""
     beta2: Annotated[
         float | None, AtLeast(0), LessThan(1), ValidFor("train.optimizer", *_with("beta2"))
     ] = None
-    """Decay rate of the second moment. Default: 0.95. lion: decay rate of the momentum for the
-    next step. Default: 0.99."""
+    """Decay rate of the second moment; for lion, decay rate of the momentum stored for the next
+    step. Default: 0.99 for lion, otherwise 0.95."""
     epsilon: Annotated[
         float | None, AtLeast(1e-30), LessThan(1), ValidFor("train.optimizer", *_with("epsilon"))
     ] = None
-    """Term added to the root of the second moment. Default: 1e-8."""
+    """Constant added to the square root of the second moment. Default: 1e-8."""
     learning_rate: Annotated[float, AtLeast(0), LessThan(inf)] = 3e-3
-    """Peak learning rate, at the end of the warmup."""
+    """Peak learning rate, reached at the end of the warmup."""
     warmup: Annotated[int, AtLeast(0), AtMost(INT32)] = 2
     """Number of steps of the linear learning-rate warmup."""
     min_learning_rate: Annotated[float | None, AtLeast(0)] = None
-    """Final learning rate, at the end of the decay. Default: a tenth of learning_rate."""
+    """Final learning rate, reached at the end of the decay. Default: a tenth of learning_rate."""
     decay: Literal["cosine", "linear", "wsd", "wsd-linear", "constant"] = "cosine"
-    """Learning-rate schedule after the warmup. wsd (warmup, stable, decay) stays at the peak
-    until the cooldown, and then falls as 1 - sqrt; wsd-linear falls linearly; constant does not
-    fall."""
+    """Learning-rate schedule after the warmup. wsd (warmup, stable, decay) stays at the peak until
+    the cooldown, and then decays as 1 - sqrt(t), where t is the completed fraction of the
+    cooldown; wsd-linear decays linearly in the cooldown; constant stays at the peak."""
     cooldown: Annotated[
         int | None, AtLeast(1), AtMost(INT32), ValidFor("train.decay", "wsd", "wsd-linear")
     ] = None
-    """wsd, wsd-linear: number of steps of the cooldown, the last ones of decay_steps. Default:
-    a fifth of decay_steps."""
+    """wsd, wsd-linear: number of cooldown steps, which are the last of the decay_steps. Default: a
+    fifth of decay_steps."""
     decay_steps: Annotated[int | None, AtLeast(1), AtMost(INT32)] = None
-    """Number of steps until the learning rate has decayed; it then stays constant. Default: the
-    steps of the initial run, even if the run is extended later."""
+    """Number of steps, including the warmup, after which the learning rate reaches its final value
+    and stays constant. Default: the number of steps of the initial run, even if the run is
+    extended later."""
     weight_decay: Annotated[float, AtLeast(0), LessThan(inf)] = 0.1
     """Decoupled weight decay, applied to matrices only."""
     clip: Annotated[float, AtLeast(0), LessThan(inf)] = 1.0
-    """Gradient clipping by global norm: the maximum norm. 0 disables it."""
+    """Maximum global norm of the gradient (gradient clipping by global norm). 0 disables
+    clipping."""
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
-    """Type of parameters and activations. The 16-bit types train in mixed precision: sums and
-    master weights are float32, and float16 uses loss scaling."""
+    """Data type of parameters and activations. Training in float16 or bfloat16 uses mixed
+    precision: sums and master weights are float32, and float16 uses loss scaling."""
     product_dtype: Annotated[Literal["float8"] | None, ValidFor("torch.factory", None)] = None
-    """Type of the operands of the products of layers: float8 is e4m3 for activations and
-    weights, and e5m2 for gradients. Sums have the precision of train.dtype. Default:
-    train.dtype."""
+    """Data type of GEMM operands in the layers. float8 means e4m3 for activations and weights, and
+    e5m2 for gradients. Sums have the precision of train.dtype. Default: train.dtype."""
     product_scale: Annotated[
         Literal["block", "tensor"], ValidFor("train.product_dtype", "float8")
     ] = "block"
-    """Scales of float8: one per block (128 elements of a row of activations and gradients, 128
-    x 128 weights), or one per tensor."""
+    """Granularity of the float8 scales: one per block (128 elements in a row of activations or
+    gradients, or 128 x 128 weights), or one per tensor."""
     backend: Literal["numpy", "cupy"] = "numpy"
-    """numpy computes on CPUs, cupy on GPUs."""
+    """Array library: numpy computes on CPUs, cupy on GPUs."""
     eval_every: Annotated[int, AtLeast(0), AtMost(INT32), ValidFor("torch.factory", None)] = 0
     """Interval in steps between evaluations on data.validation. The last step is also
     evaluated. 0 disables evaluation."""
     eval_batches: Annotated[int, AtLeast(0), AtMost(INT32)] = 16
-    """Maximum number of batches per evaluation, each of `batch` sequences. 0 evaluates all
-    batches of the text."""
+    """Maximum number of batches per evaluation, each with `batch` sequences. 0 evaluates the
+    complete validation text."""
     tf32: Annotated[
         bool, ValidFor("train.backend", "cupy"), ValidFor("train.dtype", "float32")
     ] = False
-    """On GPUs, round the operands of float32 products to 10 mantissa bits (TF32)."""
+    """On GPUs, round the operands of float32 GEMMs to 10 mantissa bits (TF32)."""
     cuda_graph: Annotated[bool, ValidFor("train.backend", "cupy"), ValidFor("mesh.p", 1)] = False
-    """On GPUs, launch each step as one CUDA graph."""
+    """On GPUs, launch each training step as a single CUDA graph."""
     fused_gelu: Annotated[
         bool,
         ValidFor("train.backend", "cupy"),
@@ -355,36 +367,36 @@ class TrainConfig:
         ValidFor("model.gelu", "tanh"),
         ValidFor("train.product_dtype", None),
     ] = False
-    """On GPUs, fuse GELU into the products (cuBLASLt epilogues)."""
+    """On GPUs, fuse GELU into the GEMMs (cuBLASLt epilogues)."""
 
     def constants(self) -> dict[str, float]:
-        """Return the constants of the optimizer, with defaults for unset keys."""
+        """Return a dict of the constants of the optimizer, with defaults for unset keys."""
         given = {key: getattr(self, key) for key in OPTIMIZER_KEYS}
         usual = CONSTANTS[self.optimizer]
         return {key: usual[key] if given[key] is None else given[key] for key in usual}
 
     def decaying(self) -> int:
-        """Return the number of steps, including warm-up, until the learning rate has decayed."""
+        """Return the number of steps, including the warmup, until the learning rate is final."""
         return self.decay_steps or max(self.steps, self.warmup)
 
     def cools_down(self) -> bool:
-        """Return True if the learning rate stays at its peak until a cooldown."""
+        """Return True if the learning rate stays at its peak from the warmup to the cooldown."""
         return self.decay in ("wsd", "wsd-linear")
 
     def falling(self) -> int:
-        """Return the number of steps at the end of the decay in which the learning rate falls."""
+        """Return the number of steps in which the learning rate decreases."""
         after = self.decaying() - self.warmup
         if not self.cools_down():
             return after
         return min(after, self.cooldown or -(-self.decaying() // 5))
 
     def least_rate(self) -> float:
-        """Return the learning rate at the end of the decay."""
+        """Return the final learning rate, which is reached at the end of the decay."""
         least = self.min_learning_rate
         return self.learning_rate / 10 if least is None else least
 
     def curve(self) -> tuple:
-        """Return the values that determine the learning rate of every step, including defaults."""
+        """Return all values that determine the learning rate of each step, including defaults."""
         rises = self.learning_rate, self.warmup, self.decay
         falls = self.least_rate(), self.decaying(), self.falling()
         return rises if self.decay == "constant" else (*rises, *falls)
@@ -392,25 +404,27 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints."""
+    """Saving of checkpoints."""
 
     __pydantic_config__ = STRICT
     every: Annotated[int, AtLeast(0), AtMost(INT32)] = 0
-    """Interval in steps between checkpoints. The last step is also saved. 0 saves only if the
-    run is asked to stop."""
+    """Interval in steps between checkpoints. The last step is also saved. With 0, a checkpoint is
+    saved only if the run is asked to stop."""
     keep: Annotated[int, AtLeast(1), AtMost(INT32)] = 2
-    """Number of checkpoints to keep, the newest ones."""
+    """Number of most recent checkpoints to keep."""
     keep_best: Annotated[bool, ValidFor("train.eval_every")] = False
-    """Save after each evaluation with the lowest loss so far, and keep that checkpoint as well."""
+    """Save a checkpoint after each evaluation with the lowest loss so far, and keep it in addition
+    to the most recent ones."""
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """Detection of wrong numbers."""
+    """Detection of corrupted data and of loss spikes."""
 
     __pydantic_config__ = STRICT
     replicas_every: Annotated[int, AtLeast(0), AtMost(INT32)] = 100
-    """Interval in steps between comparisons of replicated parameters. 0 disables them."""
+    """Interval in steps between consistency checks of replicated parameters. 0 disables the
+    checks."""
     abft_every: Annotated[
         int,
         AtLeast(0),
@@ -419,27 +433,27 @@ class GuardConfig:
         ValidFor("train.dtype", "float32", "float64"),
         ValidFor("parallel.reduce_dtype", None, "float32"),
     ] = 0
-    """Interval in steps between steps whose products and messages are all verified by checksums
-    (ABFT). 0 disables it."""
+    """Interval in steps between steps in which all matrix products and messages are verified by
+    checksums (algorithm-based fault tolerance, ABFT). 0 disables the verification."""
     loss_spike_sigma: Annotated[float, AtLeast(0), LessThan(inf)] = 6.0
-    """Log a warning for a loss this many standard deviations above the previous ones. 0
-    disables it."""
+    """Log a warning if the loss exceeds the mean of recent losses by more than this many standard
+    deviations. 0 disables the warning."""
 
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """Recording of the trace."""
+    """Recording of a performance trace."""
 
     __pydantic_config__ = STRICT
     enabled: bool = True
-    """Record a trace."""
+    """Record a trace of the run."""
     sync_every: Annotated[int, AtLeast(1), AtMost(INT32)] = 100
-    """Interval in steps between clock comparisons of several hosts."""
+    """Interval in steps between clock synchronizations in a run on several hosts."""
     clock: Annotated[Literal["wall", "cpu"], ValidFor("train.backend", "numpy")] = "wall"
-    """wall records wall-clock time. cpu records the CPU time of each rank, which is the cost of
-    an operation if ranks outnumber cores."""
+    """wall records wall-clock time. cpu records the CPU time of each rank, which measures the cost
+    of an operation even if ranks outnumber cores."""
     nvtx: Annotated[bool, ValidFor("train.backend", "cupy")] = False
-    """Name GPU kernels for NVIDIA's profilers (NVTX ranges)."""
+    """Annotate GPU kernels with NVTX ranges for NVIDIA's profilers."""
 
 
 @dataclass(frozen=True)
@@ -448,28 +462,31 @@ class RunConfig:
 
     __pydantic_config__ = STRICT
     out: str = "results"
-    """Folder that contains the folder of each run."""
+    """Folder in which each run creates its own folder."""
     signal: Literal["USR1", "USR2"] = "USR1"
-    """Signal that asks the run to save and stop, in addition to SIGTERM, SIGINT and SIGHUP."""
+    """Signal that asks the run to save a checkpoint and stop, in addition to SIGTERM, SIGINT and
+    SIGHUP."""
     watchdog_s: Annotated[float, AtLeast(0.1), LessThan(1e9)] = 300.0
-    """Abort the run after this many seconds without progress."""
+    """Abort the run if it makes no progress for this many seconds."""
     tensorboard: bool = False
-    """Also write the records of metrics.jsonl for TensorBoard (extra tensorboard)."""
+    """Also write the records of metrics.jsonl in TensorBoard format. This requires the optional
+    dependency hpc3d[tensorboard]."""
     metrics_hook: str | None = None
-    """MODULE:FUNCTION, which rank 0 calls with each record of metrics.jsonl, a dict. Default:
-    none."""
+    """MODULE:FUNCTION, where FUNCTION is called on rank 0 with each record of metrics.jsonl, a
+    dict. Default: none."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """One experiment."""
+    """Complete configuration of one run."""
 
     __pydantic_config__ = STRICT
     name: str = "gpt"
-    """First part of the name of the run's folder. If it is not set, other families use
+    """Prefix of the name of the run's folder. If it is unset, runs of models other than gpt2 use
     model.kind."""
     seed: Annotated[int, AtLeast(0), LessThan(2**64)] = 1234
-    """Seed of the initial weights, of dropout and of the order of the training text."""
+    """Random seed for the initial weights, the dropout masks and the order of the training
+    text."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -483,10 +500,10 @@ class Config:
 
     @cached_property
     def splits(self) -> Mapping[str, Split]:
-        """Dict from layer kind to the split of its first matrix product, including the data axes.
+        """Dict from layer kind (dense, experts) to the split of the layer's first matrix product.
 
-        Blocks, embedding and head are dense. Experts are sharded along e, so their split lacks
-        this axis.
+        The split includes the data axes. The kind `dense` stands for blocks, embedding and head.
+        Experts are sharded along axis e, so the split of `experts` does not contain this axis.
         """
         letters, zero = self.parallel.split, self.parallel.zero
         split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
@@ -498,9 +515,9 @@ class Config:
         return splits
 
     def keep(self) -> str:
-        """Return the operands of matrix products whose gathered blocks are saved for backward.
+        """Return the GEMM operands, among x and w, whose gathered blocks are saved for backward.
 
-        ZeRO-3 re-gathers W. Otherwise, every microbatch in flight would have its own copy.
+        ZeRO-3 re-gathers W, because otherwise every microbatch in flight would save its own copy.
         """
         kept = "x" if self.parallel.zero == 3 and self.mesh.replicas() > 1 else "xw"
         return kept if self.parallel.keep_gathered else ""
@@ -512,14 +529,14 @@ class Config:
         return Context(self.model.sequence, c // heads, heads)
 
     def chunked(self) -> bool:
-        """Return True if attention is computed chunk by chunk."""
+        """Return True if attention is computed in chunks of the sequence."""
         train, long = self.train, self.model.sequence >= _LONG
         on_cpus = train.backend == "numpy" and train.dtype in ("float32", "float64")
         asked = self.parallel.attention or ("chunked" if on_cpus and long else "full")
         return asked == "chunked" or self.context().rings > 1
 
     def layers(self) -> list[range]:
-        """Return the range of layers of each model chunk, in model order."""
+        """Return the range of layer indices of each model chunk, in model order."""
         parts, layers = self.mesh.p * self.parallel.chunks, self.model.layers
         counts = self.parallel.layers_per_stage or [
             layers * (part + 1) // parts - layers * part // parts for part in range(parts)
