@@ -121,7 +121,7 @@ def parser() -> Parser:
 
 
 def _seconds(text: str) -> float:
-    """Parse a timeout between 0 and 3600 s."""
+    """Parse a timeout in seconds, which must be between 0 and 3600."""
     value = float(text)
     if not 0 < value < 3600:
         raise argparse.ArgumentTypeError(f"{text}: must be seconds between 0 and 3600")

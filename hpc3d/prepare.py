@@ -29,7 +29,7 @@ from hpc3d.data.tokenizer import (
 )
 from hpc3d.data.tokenizer_files import meta_tokenizer, tokenizer_from
 
-log = logging.getLogger("hpc3d.prepare")  # __name__ is "__main__" in a command
+log = logging.getLogger("hpc3d.prepare")  # not __name__, which is "__main__"
 
 _BPE_VOCABULARY = 8192
 _SOURCES = "text, .jsonl, .parquet, .bin of nanoGPT or Megatron-LM, or a folder of *.txt files"
@@ -162,7 +162,7 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
 
 
 def _with_end(tokenizer: Tokenizer, texts: Sequence[Path]) -> Tokenizer:
-    """Return the tokenizer; raise ValueError if it lacks an end token that the texts need."""
+    """Return the tokenizer; raise ValueError if the texts need an end token that it lacks."""
     if tokenizer.end is None and any(text.suffix not in BIN for text in texts):
         raise ValueError(
             "the tokenizer has no known end-of-document token; name it, such as --end '<eos>'"

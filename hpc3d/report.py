@@ -28,7 +28,7 @@ from hpc3d.console.small_files import naming
 from hpc3d.runtime.optional_packages import need
 from hpc3d.trace.locate import trace_of
 
-log = logging.getLogger("hpc3d.report")  # __name__ is "__main__" in a command
+log = logging.getLogger("hpc3d.report")  # not __name__, which is "__main__"
 
 _DESCRIPTION = """\
 Report the cost of a run from its trace: time, calls and bytes of a training step by phase, mesh

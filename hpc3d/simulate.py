@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """Return the parser of `simulate INPUT.toml`."""
+    """Return the command-line parser of `simulate INPUT.toml`."""
     usage = "%(prog)s INPUT.toml|RUN_DIR --machine NAME|FILE [options] [--section.key value ...]"
     parser = Parser("simulate", _STEP, usage=usage)
     add = parser.add_argument
@@ -183,7 +183,7 @@ def _print_memory(memory):
 
 
 def schedule_parser() -> Parser:
-    """Return the parser of `simulate schedule`."""
+    """Return the command-line parser of `simulate schedule`."""
     parser = Parser("simulate schedule", _SCHEDULE)
     _add_options(parser.add_argument)
     return parser

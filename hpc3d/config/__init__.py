@@ -1,1 +1,1 @@
-"""Configuration: typed, frozen values of an input file, and their rules."""
+"""Configuration of a run: dataclasses of an input file, their reader and validation rules."""

@@ -39,7 +39,7 @@ def _wrong_chunks(config: Config) -> Iterator[str]:
 
 
 def _wrong_schedule(config: Config) -> Iterator[str]:
-    """Report settings that the schedule does not support."""
+    """Report settings that the pipeline schedule does not support."""
     parallel, schedule = config.parallel, find(config.parallel.schedule)
     problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
     yield from [problem] if problem else _wrong_updates(config, schedule)

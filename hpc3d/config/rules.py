@@ -1,4 +1,4 @@
-"""Validation of an input file, and resolution of its unset values."""
+"""Validate a configuration, and fill in the values that an input file leaves unset."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _with_schedule(config: Config) -> Config:
 
 
 def unknown_values(config: Config) -> Iterator[str]:
-    """Report numbers out of range and names that do not exist or are not supported."""
+    """Report numbers that are out of range, and names that are unknown or not supported."""
     outside = [*out_of_bounds(config)]
     yield from outside
     config = mark_wrong(config, outside)

@@ -7,8 +7,8 @@ BAD_INPUT = 2
 CHECK_FAILED = 3  # stored or computed data are wrong
 NOT_FINITE = 4
 STALLED = 5  # no progress for run.watchdog_s
-STOPPED = 75  # stopped on request with a checkpoint, before the last step; EX_TEMPFAIL
-INTERRUPTED = 130  # by Ctrl-C, after printing partial results: 128 + SIGINT
+STOPPED = 75  # stopped on request before the last step, with a checkpoint (EX_TEMPFAIL)
+INTERRUPTED = 130  # interrupted by Ctrl-C after printing partial results (128 + SIGINT)
 
 
 # Exceptions that invalid input can cause, for example a path that is too long, a number that

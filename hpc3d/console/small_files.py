@@ -187,6 +187,6 @@ class Hdf5Output(io.FileIO):
         self.check()
 
     def check(self) -> None:
-        """Raise the error of the first failed write."""
+        """Raise the error of the first failed write, if any write has failed."""
         if self.failure:
             raise self.failure

@@ -1,1 +1,1 @@
-"""How a job starts and ends: environment, launcher, watchdog."""
+"""Start and end of an MPI job: environment, launcher, signals and stop requests."""

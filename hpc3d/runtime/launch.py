@@ -283,7 +283,7 @@ def leave(job: Job, number: int = signal.SIGTERM) -> None:
 def _report_end(job: Job, number: int) -> None:
     """Print which signal ended this process, unless a launcher reports the signal."""
     if job.size == 1:
-        with suppress(RuntimeError):  # the signal came while this thread was printing
+        with suppress(RuntimeError):  # the signal interrupted a print
             job.complain(ended_by(number))
 
 

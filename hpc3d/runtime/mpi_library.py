@@ -178,7 +178,7 @@ def root() -> Iterator[Finding]:
 
 
 def oversubscription(launcher: MpiInstall) -> Iterator[Finding]:
-    """Check that Open MPI's mpirun allows oversubscription, and that idle ranks yield."""
+    """Check that Open MPI's mpirun allows oversubscription, and that idle ranks yield cores."""
     if allows_more(launcher):
         yield Finding(OK, "more ranks than cores", "mpirun allows them")
     else:
@@ -206,7 +206,7 @@ def _is_4(launcher: MpiInstall) -> bool:
 
 
 def slurm(mpi: MpiInstall) -> Iterator[Finding]:
-    """Report the Slurm job, if any, and check the `--mpi` types of srun."""
+    """Report the Slurm job, if any, and check which `--mpi` types srun offers."""
     inside = "SLURM_JOB_ID" in os.environ
     if inside:
         tasks = environment.number_in(("SLURM_NTASKS",), default=1)

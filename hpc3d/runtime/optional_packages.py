@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from hpc3d.console.sanitize import Problems
 
-# Package -> extra of hpc3d that installs it.  Other packages are dependencies of hpc3d.
+# Package -> extra of hpc3d that installs the package.  hpc3d depends on all other packages.
 EXTRAS = {
     "otf2": "otf2",
     "pyarrow": "parquet",
