@@ -81,16 +81,22 @@ def parser() -> Parser:
         action=Names,
         choices=_BENCHMARKS,
         metavar="NAME",
-        help="a name of the list above",
+        help="name of a benchmark in the list above",
     )
-    add("--rounds", type=positive, default=0, metavar="N", help="number of pairs (default: a few)")
+    add(
+        "--rounds",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="number of pairs of runs (default: a few)",
+    )
     add(
         "--out", default="results", metavar="DIR", help="folder for the figures (default: results)"
     )
-    add("--machine", metavar="NAME|FILE", help="machine to predict, or file that calibrate writes")
-    add("--transport", default="auto", help="calibrate: mesh.transport of the runs")
-    add("--check", action="store_true", help="calibrate: also predict other runs")
-    add("--quick", action="store_true", help="partition: only a few of the models")
+    add("--machine", metavar="NAME|FILE", help="machine to predict, or output file of calibrate")
+    add("--transport", default="auto", help="calibrate: value of mesh.transport for the runs")
+    add("--check", action="store_true", help="calibrate: also predict and measure other runs")
+    add("--quick", action="store_true", help="partition: plan only a few of the models")
     add("--json", action="store_true", help="print one JSON object on the last line")
     return parser
 

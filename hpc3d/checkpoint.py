@@ -59,7 +59,7 @@ def parser() -> Parser:
     def verb(name, work, text, source="RUN_DIR|CHECKPOINT", output=None, **how):
         one = verbs.add_parser(name, help=text, description=text, epilog=_EXITS, **how)
         one.set_defaults(work=work)
-        one.add_argument("source", type=Path, metavar=source, help="checkpoint or files to read")
+        one.add_argument("source", type=Path, metavar=source, help="run, checkpoint or model")
         if output:
             text = "folder or file to write"
             one.add_argument("-o", "--output", type=Path, required=True, metavar=output, help=text)
@@ -67,8 +67,8 @@ def parser() -> Parser:
         one.add_argument("--json", action="store_true", help=text)
         return one
 
-    verb("show", show, "print step, layout, tensors and bytes of checkpoints")
-    verb("verify", verify, "check the SHA-256 of files, and that no tensor has gaps or overlaps")
+    verb("show", show, "print the step, the layout, the tensors and the size of checkpoints")
+    verb("verify", verify, "verify the SHA-256 of files, and that no tensor has gaps or overlaps")
     files = "FOLDER|FILE.safetensors"
     text = (
         "export the parameters as a GPT-2, BERT, Llama, Qwen2 or Mixtral model of transformers: "
@@ -84,7 +84,7 @@ def parser() -> Parser:
     )
     usage = f"%(prog)s {files} -o RUN_DIR [--section.key value ...] [--allow-nonfinite] [--json]"
     begin = verb("import", _begin, text, source=files, output="RUN_DIR", usage=usage)
-    text = "import NaN and infinite weights, too"
+    text = "allow weights that are NaN or infinite"
     begin.add_argument("--allow-nonfinite", action="store_true", help=text)
     return command
 

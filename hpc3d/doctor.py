@@ -107,14 +107,14 @@ def parser() -> Parser:
         type=Path,
         default="results",
         metavar="DIR",
-        help="parent folder of runs (default: results)",
+        help="folder in which runs are created (default: results)",
     )
     add(
         "--together",
         action="store_true",
-        help="under a launcher: run only the collective checks of all ranks",
+        help="under a launcher: run only the checks that involve all ranks",
     )
-    wait = "timeout of the processes that it starts (default: 60)"
+    wait = "timeout in s of the processes that the command starts (default: 60)"
     add("--timeout", type=_seconds, default=60, metavar="SECONDS", help=wait)
     add("--json", action="store_true", help=_JSON)
     return parser

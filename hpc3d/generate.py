@@ -220,7 +220,7 @@ def parser() -> Parser:
         "model",
         type=Path,
         metavar="RUN_DIR|FOLDER",
-        help="run, checkpoint, or files of transformers",
+        help="run folder, checkpoint, or folder of a Hugging Face Transformers model",
     )
     add("--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input")
     add("--tokens", type=positive, default=200, help="maximum number of new tokens (default: 200)")
@@ -228,19 +228,19 @@ def parser() -> Parser:
         "--temperature",
         type=_number(0, 1e6),
         default=1.0,
-        help="sampling temperature; 0 selects the likeliest token (default: 1)",
+        help="sampling temperature; 0 selects the most likely token (default: 1)",
     )
     add(
         "--top-k",
         type=positive,
         default=0,
-        help="sample from the K likeliest tokens (default: all)",
+        help="sample from the K most likely tokens (default: all)",
     )
     add(
         "--top-p",
         type=_number(0, 1),
         default=1.0,
-        help="sample from the likeliest tokens whose probabilities add up to P (default: 1)",
+        help="sample from the most likely tokens, whose probabilities sum to P (default: 1)",
     )
     add("--seed", type=integer(0, _MOST_SEED), default=1234, help="random seed (default: 1234)")
     add(

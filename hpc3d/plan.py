@@ -87,14 +87,14 @@ def parser() -> Parser:
         "--memory",
         type=size,
         metavar="80GB",
-        help="memory of a rank, in GB if it has no unit (default: that of the machine)",
+        help="memory per rank, in GB if no unit is given (default: memory of the machine)",
     )
     add("--top", type=positive, metavar="K", help="number of layouts to show (default: 10)")
-    add("--apply", metavar="FILE", help="write the input file with the best layout")
+    add("--apply", metavar="FILE", help="write an input file with the best layout")
     add(
         "--techniques",
         action="store_true",
-        help="print the savings and the cost of each technique for this layout",
+        help="print the savings and cost of each technique for the layout of INPUT.toml",
     )
     add("--json", action="store_true", help=_JSON)
     return parser

@@ -33,7 +33,7 @@ log = logging.getLogger("hpc3d.prepare")  # not __name__, which is "__main__"
 
 _BPE_VOCABULARY = 8192
 _SOURCES = "text, .jsonl, .parquet, .bin of nanoGPT or Megatron-LM, or a folder of *.txt files"
-_TOKENIZERS = """byte (default); bpe, learned from the texts; a tokenizer.json or its folder;
+_TOKENIZERS = """byte (default); bpe, trained on the texts; a tokenizer.json or its folder;
 a folder with GPT-2's vocab.json and merges.txt; ranks.tiktoken; or gpt2, from tiktoken's cache"""
 
 
@@ -67,9 +67,7 @@ def parser() -> Parser:
     field = "field of JSON lines, or parquet column, that contains the text (default: text)"
     add("--field", "--column", default="text", metavar="NAME", help=field)
     add("--tokenizer", metavar="byte|bpe|gpt2|FILE", help=_TOKENIZERS)
-    add(
-        "--end", metavar="TOKEN", help="token that ends a document (default: set by the tokenizer)"
-    )
+    add("--end", metavar="TOKEN", help="end-of-document token (default: set by the tokenizer)")
     add(
         "--vocabulary",
         type=int,
@@ -78,7 +76,7 @@ def parser() -> Parser:
         f"{ByteTokenizer.vocabulary} tokens",
     )
     add("--force", action="store_true", help="replace FILE.h5 if it exists")
-    add("--verify", type=Path, metavar="FILE.h5", help="compare a token file with its SHA-256")
+    add("--verify", type=Path, metavar="FILE.h5", help="verify the SHA-256 of a token file")
     add("--json", action="store_true", help="print one JSON object on the last line")
     return parser
 

@@ -53,16 +53,20 @@ def parser() -> Parser:
     """Return the command-line parser."""
     parser = Parser("report", _DESCRIPTION)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN_DIR|TRACE.h5", help="folder of a run, or trace")
+    add("runs", nargs="+", type=Path, metavar="RUN_DIR|TRACE.h5", help="run folder or trace file")
     add(
         "--out",
         type=Path,
         metavar="DIR",
         help="output folder (default: RUN_DIR/report of the first run)",
     )
-    add("--tables", action="store_true", help="write tables only, which needs only NumPy and h5py")
-    add("--step", type=int, help="step to draw (default: one with the median time)")
-    add("--peak", type=_peak, metavar="FLOPS", help="peak FLOP/s of one rank, to compute MFU")
+    add(
+        "--tables",
+        action="store_true",
+        help="write only tables, which requires only NumPy and h5py",
+    )
+    add("--step", type=int, help="step to draw (default: a step with the median time)")
+    add("--peak", type=_peak, metavar="FLOPS", help="peak FLOP/s of one rank, for the MFU")
     add(
         "--export",
         type=_formats,

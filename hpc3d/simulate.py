@@ -88,7 +88,7 @@ def parser() -> Parser:
         metavar="N",
         help="number of ranks (default: product of the sizes in [mesh])",
     )
-    add("--out", type=Path, metavar="DIR", help="new folder for the simulated trace.h5")
+    add("--out", type=Path, metavar="DIR", help="new folder for the simulated trace, trace.h5")
     add("--json", action="store_true", help=_STEP_JSON)
     return parser
 
@@ -202,23 +202,23 @@ def _add_options(add):
     add("--forward", type=_times, default=1.0, metavar="S", help=_time("the forward pass"))
     add("--backward", type=_times, default=1.0, metavar="S", help=_time("the input gradient"))
     add("--weight", type=_times, default=1.0, metavar="S", help=_time("the weight gradient"))
-    comm = "seconds of a message (default: 0), or a list for the boundaries between chunks: 1,2,3"
+    comm = "time in s of a message (default: 0), or a list with one time per chunk boundary: 1,2,3"
     add("--comm", type=_times, default=0.0, metavar="S", help=comm)
     add(
         "--chunks",
         type=_size,
         metavar="V",
-        help="model chunks per stage (default: set by the schedule, or 2)",
+        help="model chunks per stage (default: determined by the schedule, or 2)",
     )
     add(
         "--steps",
         type=_size,
         default=1,
         metavar="N",
-        help="training steps of an asynchronous schedule (default: 1)",
+        help="number of training steps, for an asynchronous schedule (default: 1)",
     )
-    add("--png", metavar="FILE", help="draw the diagram in color")
-    add("--csv", metavar="FILE", help="write the schedule as a file for --name csv:FILE")
+    add("--png", metavar="FILE", help="draw the diagram as a PNG file")
+    add("--csv", metavar="FILE", help="write the schedule as a CSV file, for --name csv:FILE")
     add("--json", action="store_true", help=_SCHEDULE_JSON)
 
 
@@ -227,8 +227,8 @@ _size = integer(0, MOST_SIMULATED)  # each schedule checks its own minimum
 
 def _time(what):
     return (
-        f"seconds of {what} of a microbatch on a stage with all its chunks (default: 1), or a "
-        "list for the chunks of the model: 8,13,19,20"
+        f"time in s of {what} of a microbatch in all chunks of a stage (default: 1), or a "
+        "list with the time of each model chunk: 8,13,19,20"
     )
 
 

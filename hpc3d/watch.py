@@ -52,9 +52,15 @@ def parser() -> Parser:
         help="folder of the run (default: the newest run)",
     )
     parser.add_argument(
-        "--every", type=_seconds, default=2.0, metavar="S", help="interval in seconds (default: 2)"
+        "--every",
+        type=_seconds,
+        default=2.0,
+        metavar="S",
+        help="refresh interval in seconds (default: 2)",
     )
-    parser.add_argument("--once", action="store_true", help="print the state once and exit")
+    parser.add_argument(
+        "--once", action="store_true", help="print the state of the run once and exit"
+    )
     return parser
 
 
