@@ -77,7 +77,7 @@ def _unknown(word: Path | str, kind: Kind, known: Collection[str]) -> str:
 
 
 def text_path(word: Path | str) -> Path | str:
-    """Return the path of the shipped text `word`, or `word` if it exists or no such text does."""
+    """Return `word` if this path exists, otherwise the shipped text of that name, if any."""
     parts = Path(word).parts
     name = Path(*parts[parts[:1] == (_INPUTS,) :])
     there = shipped(name)
