@@ -26,34 +26,39 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.bounds import Candidate
     from hpc3d.predict.planning.cost_table import CostTable
 
-# Ratio of communication along x, y and z to its minimum.  Layouts that are short of memory gather
+# Communication along x, y and z relative to its minimum: layouts that are short of memory gather
 # or recompute the blocks of the forward pass in the backward pass.
 _REPEATED = 1.5
-_SEVERAL = 4  # sequences in a second measurement, used to isolate the kernel launch time
 
 
 class SequenceCosts(NamedTuple):
-    """Costs without tensor parallelism, for a value of `parallel.recompute`.
+    """Costs of a sequence without tensor parallelism, for a value of `parallel.recompute`.
 
-    `layer` (a layer) and `ends` (the embedding and the head) give the time of a forward and a
-    backward pass as (seconds per microbatch, seconds per sequence). `saved` is the size in bytes
-    of a layer's saved activations per sequence. `layer_peak` and `ends_peak` are the peak memory
-    of the passes, in bytes per sequence.
+    `layer` and `ends` are the times in seconds of the forward and backward pass of a layer, and
+    of the embedding and the head. A layer saves activations of `saved` bytes. `layer_peak` and
+    `ends_peak` are the peaks of the passes in bytes.
     """
 
-    layer: tuple[float, float]
-    ends: tuple[float, float]
+    layer: float
+    ends: float
     saved: int
     layer_peak: int
     ends_peak: int
 
 
 class ExpectedSteps:
-    """Expected step times of layouts of `base` on `ranks` ranks with `memory` bytes each."""
+    """Expected steps of the layouts of `base` on `ranks` ranks with `memory` bytes each.
 
-    def __init__(self, base: Config, ranks: int, memory: float, costs: CostTable) -> None:
-        self.ranks, self.memory, self.costs = ranks, memory, costs
-        self.alone = replace(base, mesh=MeshConfig(x=1, y=1, z=1))
+    `launches` is the time in seconds of the kernel launches of a layer for a microbatch.
+    """
+
+    def __init__(
+        self, base: Config, ranks: int, memory: float, costs: CostTable, launches: float
+    ) -> None:
+        self.ranks, self.memory, self.costs, self.launches = ranks, memory, costs, launches
+        self.alone = replace(
+            base, mesh=MeshConfig(x=1, y=1, z=1), train=replace(base.train, batch=1)
+        )
         layers, every = base.model.layers, base.model.moe_every
         stage = StageContent(layers, True, True, layers // every if every > 1 else 0)
         self.held = costs.held(self.alone, stage)
@@ -62,9 +67,9 @@ class ExpectedSteps:
         self._sequence = cache(self._measured)
 
     def of(self, candidate: Candidate) -> tuple[float, float]:
-        """Return the bytes by which a candidate exceeds the memory limit, and its step time in s.
+        """Return the bytes by which a candidate exceeds the memory, and its step time in seconds.
 
-        Both values are for the best number of microbatches, ZeRO stage and recomputation option.
+        They are those of the best number of microbatches, ZeRO stage and recomputation.
         """
         best, sums = (inf, inf), self._sums(candidate)
         for micros, needed, seconds in self._passes(candidate):
@@ -76,30 +81,30 @@ class ExpectedSteps:
         return best
 
     def _passes(self, candidate: Candidate) -> Iterator[tuple[int, float, float]]:
-        """Yield (number of microbatches, peak bytes, seconds) of the passes of a step."""
+        """Yield (number of microbatches, bytes, seconds) of the passes of a step."""
         config, moves = candidate.config, candidate.moves
         mesh, parallel, layers = config.mesh, config.parallel, config.model.layers
         stages, own = mesh.p, layers / mesh.p
         shown = sum(moves.get(axis, 0.0) for axis in ("p", CONTEXT, EXPERTS)) - candidate.hidden
         counts = layouts.microbatches(config, self.ranks)
-        once, again = self._gathers(candidate, counts[-1])
+        once, each = self._gathers(candidate, counts[-1])
         for micros in (count for count in counts if 2 * count >= stages or count == counts[-1]):
             share = config.train.batch / (mesh.d * mesh.e * micros * mesh.x * mesh.y * mesh.z)
             chunks = max(chunks for _, chunks in layouts.schedules(stages, micros, layers))
             fill = 1 + (stages - 1) / (micros * chunks)
-            moved = _REPEATED * (once + micros * again) + shown
+            moved = _REPEATED * (once + micros * each) + shown
             for one in self._sequence(mesh.c, parallel.context, parallel.ulysses):
-                layer, ends = (each[0] + share * each[1] for each in (one.layer, one.ends))
-                busy = micros * (own * layer + ends)
+                layer = self.launches + share * one.layer
+                busy = micros * (own * layer + share * one.ends)
                 saved = own * one.saved
                 first = min(stages, micros) * saved + one.layer_peak
                 yield micros, share * max(first, saved + one.ends_peak), fill * busy + moved
 
     def _gathers(self, candidate: Candidate, most: int) -> tuple[float, float]:
-        """Return two communication times along x, y and z in seconds: a fixed time per step, and
-        the additional time per microbatch.
+        """Return the communication times along x, y and z in seconds: those of a step that do not
+        depend on the number of microbatches, and those of each microbatch.
 
-        They are computed from the communication volumes with the fewest and `most` microbatches.
+        The numbers of elements with the fewest and with `most` microbatches determine both.
         """
         config, moves, few = candidate.config, candidate.moves, candidate.config.mesh.p
         axes = [axis for axis in "xyz" if axis in moves]
@@ -125,19 +130,20 @@ class ExpectedSteps:
 
     def _measured(self, c: int, context: str, ulysses: int) -> list[SequenceCosts]:
         """Measure the SequenceCosts on c context-parallel ranks for each value of recompute."""
-        config = with_context(self.alone, c, context, ulysses)
-        return [self._costs_with(config, recompute) for recompute in RECOMPUTE]
-
-    def _costs_with(self, config: Config, recompute: str) -> SequenceCosts:
-        parallel, times = replace(config.parallel, recompute=recompute), []
-        for sequences in (_SEVERAL, 1):
-            train = replace(config.train, batch=sequences)
-            parts = self.costs.parts(replace(config, parallel=parallel, train=train))
+        config, found = with_context(self.alone, c, context, ulysses), []
+        for recompute in RECOMPUTE:
+            parallel = replace(config.parallel, recompute=recompute)
+            parts = self.costs.parts(replace(config, parallel=parallel))
             layer, first, last = parts.layer, parts.first, parts.last
+            passes = layer.forward + layer.whole
             ends = first.forward + last.forward + last.whole + first.whole
-            passes = layer.forward + layer.whole, ends
-            times.append([each.seconds - each.waits.total() for each in passes])
-        slopes = [(several - one) / (_SEVERAL - 1) for several, one in zip(*times)]
-        lines = [(one - slope, slope) for one, slope in zip(times[1], slopes)]
-        peak = max(layer.forward.peak, layer.whole.peak)
-        return SequenceCosts(*lines, layer.forward.left, peak, ends.peak)
+            found.append(
+                SequenceCosts(
+                    passes.seconds - passes.waits.total() - self.launches,
+                    ends.seconds - ends.waits.total(),
+                    layer.forward.left,
+                    max(layer.forward.peak, layer.whole.peak),
+                    ends.peak,
+                )
+            )
+        return found

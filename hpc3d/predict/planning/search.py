@@ -105,8 +105,8 @@ class Search:
             raise ValueError(self._refusal())
         self.allowed = len(candidates)
         self.calibrate(candidates)
-        costs = self.estimator.costs
-        expected = ExpectedSteps(self.base, self.ranks, self.memory, costs)
+        launches, costs = self.bounds.launches, self.estimator.costs
+        expected = ExpectedSteps(self.base, self.ranks, self.memory, costs, launches)
         candidates.sort(key=expected.of)
         found = Found([], [], [], sum(map(self.variants, candidates)))
         for candidate in varied_first(candidates):
