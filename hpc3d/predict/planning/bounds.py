@@ -33,7 +33,7 @@ _KINDS = {
     "2.5d": "2.5-D",
     "3d": "3-D",
 }
-_SHORT = 2  # number of candidates per (p, d, c, e) that keep their position, similar or not
+_SHORT = 2  # number of candidates per (p, d, c, e) on the short list
 # Factor by which estimated compute and communication times are multiplied in a lower bound.
 _BOUND_MARGIN = 0.7
 
@@ -62,22 +62,19 @@ def kind(config: Config) -> str:
     return "none" if mesh.x * mesh.y * mesh.z == 1 else _KINDS[config.parallel.scheme]
 
 
-def varied_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Move similar candidates to the end of a list that is ordered by preference.
+def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
+    """Select the candidates to time first; return lists of them, and the other candidates.
 
-    For each (p, d, c, e), the first candidate of every kind keeps its position, as do the first
-    `_SHORT` candidates of any kind.
+    There is one list for each (p, d, c, e), ordered by communication time. It has at least one
+    candidate of every kind, and the fastest others up to a fixed number.
     """
-    groups, kept, others = {}, [], []
-    for candidate in candidates:
+    groups, others = {}, []
+    for candidate in sorted(candidates, key=lambda candidate: sum(candidate.moves.values())):
         mesh = candidate.config.mesh
         group = groups.setdefault((mesh.p, mesh.d, mesh.c, mesh.e), [])
-        if candidate.kind in group and len(group) >= _SHORT:
-            others.append(candidate)
-        else:
-            group.append(candidate.kind)
-            kept.append(candidate)
-    return kept + others
+        known = candidate.kind in (each.kind for each in group)
+        (others if known and len(group) >= _SHORT else group).append(candidate)
+    return [*groups.values()], others
 
 
 def _product_type(config: Config, machine: Machine) -> str:
@@ -209,22 +206,21 @@ def _smallest(config: Config) -> Config:
     return replace(config, model=model, mesh=mesh, train=replace(config.train, batch=1))
 
 
-def volumes(config: Config, micros: int | None = None) -> Counter[str]:
-    """Return a dict from each axis of several ranks to the elements received by a rank per step.
+def volumes(config: Config) -> Counter[str]:
+    """Return the elements that a rank receives per step along each axis with several ranks.
 
-    The weights are gathered for each of the `micros` microbatches. By default, there are as many
-    microbatches as pipeline stages.
+    The counts assume as many microbatches as pipeline stages, each of which gathers the weights.
     """
     mesh, model, train = config.mesh, config.model, config.train
     tensor, layers = mesh.x * mesh.y * mesh.z, model.layers / mesh.p
-    copies, micros = mesh.replicas(), micros or mesh.p
-    one = replace(config, train=replace(train, batch=train.batch / (copies * micros)))
+    copies = mesh.replicas()
+    one = replace(config, train=replace(train, batch=train.batch / (copies * mesh.p)))
     found: Counter[str] = Counter()
     for axis in (axis for axis in "xyz" if getattr(mesh, axis) > 1):
         size = getattr(mesh, axis)
         alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
-        found[axis] = 2 * micros * layers * received_elements(alone, mesh.e) * size / tensor
-    for axes, elements in summed(config):
+        found[axis] = 2 * mesh.p * layers * received_elements(alone, mesh.e) * size / tensor
+    for axes, elements in _summed(config):
         ranks = prod(getattr(mesh, axis) for axis in axes)
         found[plane(axes)] += 2 * (1 - 1 / ranks) * elements / (mesh.p * tensor)
     if mesh.c > 1:
@@ -236,8 +232,8 @@ def volumes(config: Config, micros: int | None = None) -> Counter[str]:
     return +found
 
 
-def summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
-    """Return pairs (axes, number of matrix elements whose gradients are reduced over the axes)."""
+def _summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
+    """Return pairs (axes, number of matrix elements with gradient reductions over these axes)."""
     sizes, dense, experts = config.mesh.sizes(), 0, 0.0
     for count, each in block_products(config.model):
         if each.experts > 1:

@@ -170,8 +170,7 @@ def orders(config: Config) -> int:
     return factorial(sum(size > 1 for size in config.mesh.sizes().values()))
 
 
-@cache
-def microbatches(config: Config, ranks: int) -> tuple[int, ...]:
+def microbatches(config: Config, ranks: int) -> list[int]:
     """Return the valid numbers of microbatches in ascending order.
 
     The number of sequences per microbatch must be divisible by the sizes of the axes that shard
@@ -181,5 +180,5 @@ def microbatches(config: Config, ranks: int) -> tuple[int, ...]:
     for most in reversed([size for size in allowed if size * config.mesh.p <= MOST_PASSES]):
         parallel = replace(config.parallel, microbatches=most)
         if not violations(replace(config, parallel=parallel), ranks):
-            return tuple(divisors(most))
-    return ()
+            return divisors(most)
+    return []

@@ -1,10 +1,9 @@
 """Search for the layout with the shortest step among those that fit in memory.
 
-bounds.py computes a lower bound on the step time of every mesh, and expected.py a step time that
-accounts for memory. In the order of the expected times, estimate.py estimates the step time of
-each mesh with suitable schedules, microbatches, ZeRO stages and recomputation, until the remaining
-bounds exceed the best step times or the budget is spent. Finally, adaptation.py tries uneven
-layers for the best few layouts.
+bounds.py computes a lower bound on the step time of every mesh. In the order of these bounds,
+estimate.py estimates the step time of each mesh with suitable schedules, microbatches, ZeRO stages
+and recomputation, until the remaining bounds exceed the best step times. Finally, adaptation.py
+tries uneven layers for the best few layouts.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpc3d.console.sanitize import counted
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.adaptation import uneven
-from hpc3d.predict.planning.bounds import Bounds, Candidate, varied_first
+from hpc3d.predict.planning.bounds import Bounds, Candidate, shortlists
 from hpc3d.predict.planning.candidates import (
     NEAR,
     SURE,
@@ -27,7 +26,6 @@ from hpc3d.predict.planning.candidates import (
     seconds_of,
 )
 from hpc3d.predict.planning.estimate import Estimator
-from hpc3d.predict.planning.expected import ExpectedSteps
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -92,9 +90,10 @@ class Search:
     def run(self, top: int, most: int) -> Found:
         """Search for the best `top` layouts with a budget of about `most` measured costs.
 
-        Candidates are timed in the order of their expected step times, with similar candidates
-        last. The best candidates are then refined. Raises ValueError with a one-line remedy if no
-        layout is valid.
+        For each (p, d, c, e), the candidate with the least communication is timed first. Other
+        candidates on the short lists follow, starting with the fastest lists, and then the
+        remaining candidates. Finally, the best are refined. Raises ValueError with a one-line
+        remedy if no layout is valid.
         """
         candidates = []
         for candidate in self.allowed_candidates():
@@ -105,11 +104,16 @@ class Search:
             raise ValueError(self._refusal())
         self.allowed = len(candidates)
         self.calibrate(candidates)
-        launches, costs = self.bounds.launches, self.estimator.costs
-        expected = ExpectedSteps(self.base, self.ranks, self.memory, costs, launches)
-        candidates.sort(key=expected.of)
+        groups, others = shortlists(candidates)
+        groups.sort(key=lambda group: self.bounds.least(group[0]))
         found = Found([], [], [], sum(map(self.variants, candidates)))
-        for candidate in varied_first(candidates):
+        times = [self._consider(group[0], found, top, _COARSE * most) for group in groups]
+        rest = [(time, candidate) for time, group in zip(times, groups) for candidate in group[1:]]
+        rest.sort(key=lambda each: (each[0], self.bounds.least(each[1])))
+        for candidate in [
+            *(candidate for _, candidate in rest),
+            *sorted(others, key=self.bounds.least),
+        ]:
             self._consider(candidate, found, top, _COARSE * most)
         found.sort()
         self._refine(found, most)
@@ -143,8 +147,11 @@ class Search:
     def _spent(self, most: int) -> bool:
         return self.estimator.costs.measured >= most
 
-    def _consider(self, candidate: Candidate, found: Found, top: int, most: float) -> None:
-        """Time a candidate if it may be among the best `top` and the budget is not spent."""
+    def _consider(self, candidate: Candidate, found: Found, top: int, most: float) -> float:
+        """Time a candidate if it may be among the best `top`.
+
+        Returns its step time in seconds if it was timed and fits, and inf otherwise.
+        """
         if self.bounds.least(candidate) > self.limit(found.timed, top):
             found.cut.append(candidate)
         elif self._spent(most) and found.timed:
@@ -153,6 +160,8 @@ class Search:
             counts = len(found.timed), len(found.cut), self.allowed
             log.info("timed %d and excluded %d of %d mesh sizes", *counts)
             found.timed.append(self.timed(candidate))
+            return found.timed[-1].best.seconds if found.timed[-1].fits else inf
+        return inf
 
     def calibrate(self, candidates: Sequence[Candidate]) -> None:
         """Calibrate the bounds with the costs of the candidate with the least communication."""
