@@ -60,10 +60,11 @@ def _text(text):
     return lambda path: path.write_text(text, encoding="utf-8")
 
 
-def _example(page):
-    """The only Python file that a page shows."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return _text(*re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+def _example(page, old, new):
+    """The only Python file that a page shows, with a smaller model."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+    assert old in code
+    return _text(code.replace(old, new))
 
 
 def _lines(key):
@@ -108,6 +109,8 @@ FILES = {
     "docs/partition-graph.md": {"COSTS.json": _text(json.dumps(GRAPH))},
     "docs/partition.md": {
         "model.py": _text(MODULE),
-        "gpt2_stages.py": _example("docs/partition.md"),
+        "gpt2_stages.py": _example(
+            "docs/partition.md", '"gpt2"', '"gpt2", n_layer=4, n_embd=64, n_head=4'
+        ),
     },
 }

@@ -9,11 +9,11 @@ that do not fit in memory with even layers. The bucket sizes correspond to the g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from math import ceil, inf, log10
 from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpc3d.config.input_file import replace
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.planning.candidates import (
@@ -166,6 +166,7 @@ def _held_of(costs: CostTable, config: Config) -> Callable[[int, tuple[int, ...]
     """Return a function (stage, layers of its chunks) -> peak memory of a rank in bytes."""
     parts, placement = costs.parts(config), model_of(config).placement
     sums, rest = costs.update(config, stage_content(contents(config)[0]))
+    sample = costs.sample(config, config.parallel.zero)
 
     def held(stage, layers):
         content = tuple(
@@ -173,7 +174,7 @@ def _held_of(costs: CostTable, config: Config) -> Callable[[int, tuple[int, ...]
             for part, count in zip(placement.parts_of(stage), layers, strict=True)
         )
         peaks = sums.peak, rest.peak
-        return stage_bytes(costs, config, parts, content, stage, *peaks).total()
+        return stage_bytes(sample, config, parts, content, stage, *peaks).total()
 
     return held
 

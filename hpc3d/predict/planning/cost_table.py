@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from statistics import mean
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.comm.mesh import CONTEXT, DATA
+from hpc3d.config.input_file import replace
 from hpc3d.model.stage import FIRST, LAST
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.machine.between_hosts import legs
@@ -104,7 +104,6 @@ class CostTable:
         self.vocabulary, self.machine = vocabulary, machine
         self.measured = 0
         self._found: dict[CostKey, Any] = {}
-        self._held_by = cache(_held_by)
 
     def _once(self, key: CostKey, measure: Callable[[], Any]) -> Any:
         """Return the cost for `key`; call `measure()` if it is not in the cache."""
@@ -175,18 +174,17 @@ class CostTable:
 
     def held(self, config: Config, stage: StageContent) -> Counter:
         """Return a dict with the bytes of a stage's parameters, gradients and optimizer state."""
-        return self._held_by(self.sample(config, config.parallel.zero), stage)
+        return self.sample(config, config.parallel.zero).held_by(stage)
 
     def layer_gradient(self, config: Config) -> int:
         """Return the size in bytes of the gradients of the layers in the LayerSample."""
-        sample = self.sample(config, config.parallel.zero)
-        return sample.held[(sample.layers,)]["gradient"]
+        return self.sample(config, config.parallel.zero).layer_gradient
 
     def update(self, config: Config, stage: StageContent) -> tuple[Pass, Pass]:
         """Return the costs of a stage's gradient reductions and of its update, each as a Pass."""
         sample = self.sample(config, config.parallel.zero)
-        layer = sample.held[(sample.layers,)]["gradient"]
-        times = self._held_by(sample, stage)["gradient"] / layer
+        layer = sample.layer_gradient
+        times = sample.held_by(stage)["gradient"] / layer
         most = max(1.0, 1e6 * config.parallel.bucket_mb)
 
         def measure():
@@ -264,16 +262,3 @@ class CostTable:
         return NOTHING._replace(
             seconds=seconds, waits=Counter({axis: seconds}), busy=work, idle=idle
         )
-
-
-def _held_by(sample: LayerSample, stage: StageContent) -> Counter:
-    """Return a dict with the bytes of a stage's parameters, gradients and optimizer state."""
-    held = sample.held
-    ends = tuple(part for part, here in ((FIRST, stage.first), (LAST, stage.last)) if here)
-    parts, counts = (sample.layers,), (stage.layers,)
-    if sample.kinds:
-        parts, counts = sample.kinds, (stage.layers - stage.mixtures, stage.mixtures)
-    total = held[()] + (held[ends] if ends else Counter())
-    for part, count in zip(parts, counts):
-        total += Counter({kind: int(count * size) for kind, size in held[(part,)].items()})
-    return total

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from hpc3d.comm.mesh import data_axes, expert_data_axes, plane, queue_of
 from hpc3d.model.layers import immediately
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.model.parameters import Parameters
-from hpc3d.model.stage import LAYER, build
+from hpc3d.model.stage import FIRST, LAST, LAYER, build
 from hpc3d.pipeline.engine import DeferredWeightGrads
 from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.predict.simulation.abstract_gpu import pool_of
@@ -69,6 +69,8 @@ class Pass(NamedTuple):
 
         The peak of the second pass adds to the bytes that the first one leaves allocated.
         """
+        if self is NOTHING:
+            return other
         left, peak = self.left + other.left, max(self.peak, self.left + other.peak)
         waits, busy = self.waits + other.waits, self.busy + other.busy
         same = self.idle is self.waits and other.idle is other.waits
@@ -251,6 +253,7 @@ class LayerSample:
         self.mesh = representative(grid, pool, SingleStage(), self.context)
         self.pool = self.mesh.pool
         self.stages, self.held = {}, {(): Counter(self.pool.live)}
+        self.held_by = cache(self._held_by)
         every = config.model.moe_every
         self.layers = LAYER._replace(layers=range(every))
         self.layer = self.add(self.layers)
@@ -261,6 +264,23 @@ class LayerSample:
                 self.add(part)
         for parts in ends:
             self.add(*parts)
+
+    def _held_by(self, stage: StageContent) -> Counter:
+        """Return a dict with the bytes of a stage's parameters, gradients and optimizer state."""
+        held = self.held
+        ends = tuple(part for part, here in ((FIRST, stage.first), (LAST, stage.last)) if here)
+        parts, counts = (self.layers,), (stage.layers,)
+        if self.kinds:
+            parts, counts = self.kinds, (stage.layers - stage.mixtures, stage.mixtures)
+        total = held[()] + (held[ends] if ends else Counter())
+        for part, count in zip(parts, counts):
+            total += Counter({kind: int(count * size) for kind, size in held[(part,)].items()})
+        return total
+
+    @property
+    def layer_gradient(self) -> int:
+        """Size in bytes of the gradients of `layers`."""
+        return self.held[(self.layers,)]["gradient"]
 
     def add(self, *parts: LayerRange) -> tuple[Parameters, Any, GradientCompression | None]:
         """Build the stages of `parts`, and record their memory in `held[parts]`.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.instruction import Placement
     from hpc3d.pipeline.step_model import StepModel
     from hpc3d.predict.planning.cost_table import CostTable
-    from hpc3d.predict.planning.pass_costs import PartCosts, PassSeconds
+    from hpc3d.predict.planning.pass_costs import LayerSample, PartCosts, PassSeconds
 
 _PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
 
@@ -123,10 +123,10 @@ def fullest(
     `chunks` lists the content of each stage. `sums` is the peak in bytes of a layer's gradient
     reductions, and `rest` is the peak of its update.
     """
-    last = len(chunks) - 1
+    last, sample = len(chunks) - 1, costs.sample(config, config.parallel.zero)
     numbers = {0, min(1, last), max(0, last - 1), last} if even(config) else range(last + 1)
     found = {
-        number: stage_bytes(costs, config, parts, chunks[number], number, sums, rest)
+        number: stage_bytes(sample, config, parts, chunks[number], number, sums, rest)
         for number in numbers
     }
     stage = max(found, key=lambda number: found[number].total())
@@ -134,7 +134,7 @@ def fullest(
 
 
 def stage_bytes(
-    costs: CostTable,
+    sample: LayerSample,
     config: Config,
     parts: PartCosts,
     chunks: Sequence[StageContent],
@@ -148,7 +148,7 @@ def stage_bytes(
     gradient reductions, and `rest` is the peak of its update.
     """
     parallel, model, content = config.parallel, model_of(config), stage_content(chunks)
-    held, layer = costs.held(config, content), costs.layer_gradient(config)
+    held, layer = sample.held_by(content), sample.layer_gradient
     times, ahead = held["gradient"] / layer, max(1.0, 2e6 * parallel.bucket_mb / layer)
     sums = times * sums
     split, blocks = model.schedule.splits_backward, parts.block * _blocks(model, number)
