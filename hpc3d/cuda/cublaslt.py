@@ -28,8 +28,7 @@ class Lt:
     """cuBLASLt handle for one stream of the current device.
 
     `workspace` is the (address, size in bytes) of a dedicated buffer; the address is a multiple of
-    256. If `tf32` is True, the operands of float32 products are rounded to TF32, but the
-    accumulators remain float32.
+    256. If `tf32` is True, float32 GEMMs round their operands to TF32 but accumulate in float32.
     """
 
     def __init__(
@@ -57,10 +56,11 @@ class Lt:
     ) -> None:
         """Compute out[m, n] = scale a[m, k] b[k, n] + add[m, n] + bias[n], accumulated in float32.
 
-        Arrays have CuPy's `data.ptr`, `shape`, `strides` and `dtype`. a and b have the same type:
-        float32, float16 or bfloat16. out has this type or float32, and all other arrays have the
-        type of out. `add` may be out itself. a and b may be transposed views: one of their strides
-        must be one element. All matrices may be batched, [g, m, k]; the bias is shared.
+        All arrays must provide CuPy's attributes `data.ptr`, `shape`, `strides` and `dtype`. a and
+        b have the same type: float32, float16 or bfloat16. out has this type or float32, and all
+        other arrays have the type of out. `add` and out may be the same array. a and b may be
+        transposed views: one of their strides must be one element. All matrices may be batched,
+        [g, m, k]; the bias is shared.
 
         `bias_grad[n]` receives the sum over the rows of b. If the product is a weight gradient X'
         dY, this sum is the bias gradient. `gelu_input[m, n]` receives the result before the
@@ -106,7 +106,7 @@ class Lt:
         self.run(plan, left, right, out, None, 1.0)
 
     def planned(self, key: tuple[tuple | None, ...], vector: Any, matrix: Any) -> ProductPlan:
-        """Create the plan of a product and select its algorithm.
+        """Create the plan of a GEMM and select its cuBLASLt algorithm.
 
         The algorithm depends on the address alignment of each array.
         """
@@ -164,9 +164,9 @@ def _without_terms(
     bias_grad: Any,
     gelu: Any,
 ) -> None:
-    """Compute the product of a and b if one of them is empty.
+    """Write the result of a GEMM with an empty operand, without a call of cuBLASLt.
 
-    Either k is 0, so that every sum is 0, or out has no elements.
+    If k is 0, the product a b is zero; otherwise, out has no elements.
     """
     if bias_grad is not None and b.size:
         raise Unsupported("cuBLASLt does not support bias_grad of a product without rows")

@@ -19,11 +19,11 @@ REFUSALS = (7, 8, 15)
 
 
 class Unsupported(RuntimeError):
-    """Raised if cuBLASLt does not support a product. No output has been written."""
+    """Raised if cuBLASLt does not support a GEMM. The output array is unchanged."""
 
 
 class Heuristic(ctypes.Structure):
-    """Algorithm proposed by a heuristic (cublasLtMatmulHeuristicResult_t)."""
+    """GEMM algorithm proposed by cuBLASLt's heuristic (cublasLtMatmulHeuristicResult_t)."""
 
     _fields_ = (
         ("algorithm", c_uint64 * 8),

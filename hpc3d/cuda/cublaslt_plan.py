@@ -1,4 +1,4 @@
-"""Operation descriptor, matrix layouts and algorithm of a cuBLASLt product.
+"""Operation descriptor, matrix layouts and algorithm of a cuBLASLt GEMM.
 
 cuBLASLt is column-major: D = alpha op(A) op(B) + beta C. It reads a row-major matrix as the
 transpose of that matrix, so out = a b is computed as out' = b' a': A is b, B is a, C is the added
@@ -30,7 +30,7 @@ _EPILOGUES = {
     ("gelu_input",): 160,  # GELU_AUX
     ("bias", "gelu_input"): 164,  # GELU_AUX_BIAS
     ("gelu_at",): 192,  # DGELU
-    ("bias_grad",): 256,  # BGRADA: sums op(A) = b' over k, one sum per row of D
+    ("bias_grad",): 256,  # BGRADA: the bias gradient is the sum of op(A) = b' over k
 }
 
 
@@ -88,14 +88,14 @@ def operand_of(array: Any, dtype: str | None = None) -> tuple | None:
 
 
 class ProductPlan:
-    """Reusable plan of a cuBLASLt product, independent of the matrices' addresses.
+    """Reusable plan of a cuBLASLt GEMM, independent of the addresses of its matrices.
 
     The plan consists of the operation descriptor, the matrix layouts and, once selected, the
     algorithm.
     """
 
     def __init__(self, library: Library, key: Sequence[tuple | None], tf32: bool = False) -> None:
-        """`key` has one entry per role in _ROLES: the fields of an Operand, or `None`."""
+        """Create a plan; `key` has an Operand's fields, or `None`, for every role in _ROLES."""
         named = zip(_ROLES, key, strict=True)
         given = {role: Operand(*operand) for role, operand in named if operand is not None}
         self.library, self.fused = library, tuple(role for role in _FUSED if role in given)
@@ -140,7 +140,7 @@ class ProductPlan:
                 self.set("EPILOGUE_AUX_BATCH_STRIDE", given[role].batches[1])
 
     def point(self, vector: Any, matrix: Any) -> None:
-        """Set the addresses of the epilogue's arrays: bias or bias_grad, gelu_input or gelu_at."""
+        """Set the epilogue's pointers to its vector (bias, bias_grad) and matrix (GELU input)."""
         if vector is not None:
             self.set("BIAS_POINTER", vector.data.ptr)
         if matrix is not None:
@@ -151,7 +151,7 @@ class ProductPlan:
 
 
 def _check_shapes(given: Mapping[str, Operand]) -> None:
-    """Assert that the shapes match out[.., m, n] = a[.., m, k] b[.., k, n]."""
+    """Assert that the array shapes are consistent with out[.., m, n] = a[.., m, k] b[.., k, n]."""
     a, b, out = (given[role].shape for role in ("a", "b", "out"))
     assert len(a) in (2, 3) and a[-1] == b[-2] and a[:-2] == b[:-2] == out[:-2], (a, b, out)
     assert out[-2:] == (a[-2], b[-1]), (a, b, out)

@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, qkv: Any, sequence: int, form: tuple[int, int], causal: bool) -> Case:
-        """Return the `Case` of qkv [B*T, heads*(g+2)*D], whose `form` is the HeadForm (D, g)."""
+        """Return the `Case` of qkv [B*T, heads*(g+2)*D] for T = `sequence` and `form` = (D, g)."""
         (rows, columns), (width, queries) = qkv.shape, form
         heads, name = columns // ((queries + 2) * width), np.dtype(qkv.dtype).name
         return cls(rows // sequence, heads, queries, sequence, width, name, causal)
@@ -119,7 +119,7 @@ class Flash:
         with self.told("be started"):
             self.handle = self.cudnn.create_handle()
             self.cudnn.set_stream(handle=self.handle, stream=stream)
-        # cuDNN's bindings report every object that still exists when the interpreter exits.
+        # Destroy the graphs at exit: cuDNN's bindings report every object that still exists then.
         atexit.register(self.plans.clear)
 
     @staticmethod

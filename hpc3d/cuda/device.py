@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
 _DONE, _NOT_READY = 0, 600  # status codes of cudaEventQuery: cudaSuccess, cudaErrorNotReady
-GRACE = 1.0  # seconds allowed for pending calls at the end of the job
+GRACE = 1.0  # timeout in seconds for aborting pending communication calls at the end of the job
 QUEUES = ("blocks", "replicas", "offload")
 _FLOAT8 = 89  # minimum compute capability of float8 products
 
@@ -51,8 +51,8 @@ def bound(local_rank: int) -> Cuda:
 def _register(device: Cuda) -> None:
     """Register the array operations for which CuPy and NumPy differ.
 
-    Reads wait in `device.synchronize`, which drives MPI progress; CuPy's own synchronization does
-    not.
+    Copies to the host wait in `device.synchronize`, which makes progress on MPI calls. CuPy's own
+    synchronization makes no MPI progress while it waits.
     """
     cupy, kind = device.cupy, device.array_type
 

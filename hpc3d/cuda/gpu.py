@@ -1,8 +1,8 @@
-"""Interface to a device's kernels, GEMMs and memory for the CUDA rules of primitives.
+"""Kernels, GEMMs and memory of a GPU, used by the CUDA implementations of primitives.
 
-A rule is the implementation of a primitive for one backend. All work is enqueued on the current
-stream, without waiting for the device. Sums, moments and parameter gradients are float32; losses
-and norms are float64 arrays of shape [1].
+The implementation of a primitive for one backend is called a rule. All work is enqueued on the
+current stream, without waiting for the device. Sums, moments and parameter gradients are float32;
+losses and norms are float64 arrays of shape [1].
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Gpu:
     """Kernels, GEMMs and memory of one device.
 
     `launch(name, rows, columns, **arguments)` launches a kernel (kernel_loader.Kernels).
-    `multiply` is Lt.product, `coded` is Lt.coded_product, and `flash` is a Flash or None.
-    `empty(shape, dtype)` allocates an array on the device, and `bring(array)` copies a host array
-    to the device.
+    `multiply` computes GEMMs (Lt.product) and `coded` float8 GEMMs (Lt.coded_product). `flash`
+    computes fused attention with cuDNN, or is `None` if cuDNN is not available. `empty(shape,
+    dtype)` allocates an array on the device, and `bring(array)` copies a host array to the device.
     """
 
     def __init__(
@@ -58,14 +58,15 @@ class Gpu:
         return launch_table.kernels()[name].launch(None, 1, size).grid[0]
 
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-        """Yield the work items of a primitive.
+        """Yield all `pieces` of a primitive's work.
 
-        Items for which `kind` returns the same value launch identical kernels.
+        Pieces of the same `kind` launch identical kernels, so a simulated GPU yields only one of
+        them.
         """
         yield from pieces
 
     def by_arrays(self, primitive: Primitive, *arrays: Array) -> None:
-        """Run a primitive that has no CUDA kernel by applying its NumPy rule to device arrays."""
+        """Run a primitive that has no CUDA kernel: apply its NumPy code to device arrays."""
         primitive.numpy(*arrays)
 
     def contiguous(self, x: Array) -> Array:
@@ -87,7 +88,7 @@ class Gpu:
     def multiply_with(
         self, a: Array, b: Array, out: Array, add: Array | None, **epilogue: Any
     ) -> bool:
-        """Compute a product with a fused epilogue and return True, or return False if unsupported.
+        """Compute a GEMM with a fused epilogue and return True; return False if it is unsupported.
 
         Unsupported cases, such as a vector at an unaligned address, are remembered and not tried
         again.
@@ -104,12 +105,12 @@ class Gpu:
 
 
 def add_gpu(kind: type, gpu: Gpu) -> None:
-    """Register the CUDA rules of all primitives for arrays of type `kind`; the rules use `gpu`."""
+    """Register the CUDA implementations of all primitives for arrays of type `kind` on `gpu`."""
     add_backend(kind, lambda primitive: primitive.cuda_rule and partial(primitive.cuda_rule, gpu))
 
 
 def use(pool: DevicePool, tf32: bool = False) -> str:
-    """Register the CUDA rules of all primitives for CuPy arrays, with workspaces from `pool`.
+    """Register the CUDA implementations of all primitives; `pool` allocates their workspaces.
 
     Returns a log line that names the attention implementation.
     """

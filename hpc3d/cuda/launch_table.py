@@ -92,7 +92,7 @@ def tiles_of_strips(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def tiles_of_columns(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign 32 columns of one of `rows` sums to each block."""
+    """Assign each block 32 columns of one sum; the kernel computes `rows` sums."""
     return Launch((whole(columns, WARP), rows), (WARP, most // WARP))
 
 
@@ -102,7 +102,7 @@ def row_by_tiles(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def tiles_of_queries(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign 8 packs (16-byte loads) of columns in one of `rows` matrices to each block."""
+    """Assign each block 8 packs (16-byte loads) of columns of one of the `rows` matrices."""
     return Launch((rows, whole(columns, 8 * pack)), (8, most // 8))
 
 
@@ -114,12 +114,12 @@ SHAPES = {
     )
 }
 
-# A comment before each kernel names the function in SHAPES that maps the work (rows, columns) to a
-# launch, or `row_of` with a number of elements. The value of `rows` is 1 for flat arrays, the
-# number of result rows for sum_repeated and similar kernels, the number of sums (1 or 2) for
-# sum_strips, and the number of matrices (B heads), with T columns, for attention. The comment then
-# lists the arrays that the kernel reads before it writes them. All other arrays are either only
-# read or only written.
+# A comment before each kernel names the function in SHAPES that maps the work size (rows, columns)
+# to a launch configuration, or `row_of` and its number of elements per thread. `rows` is 1 for
+# flat arrays, the number of result rows for sum_repeated and similar kernels, the number of sums
+# (1 or 2) for sum_strips, and the number of matrices (B heads) of T columns for attention. The
+# comment also lists the arrays that the kernel both reads and writes. The kernel only reads or
+# only writes every other array.
 _DECLARATION = re.compile(
     r"// Launch: (\w+)(?: (\d+))?(?:; reads and writes ([\w, ]+))?\n"
     r"(template <typename T>\s)?__global__ void __launch_bounds__\((\d+)(?:, \d+)?\)\s+"

@@ -84,10 +84,10 @@ class MaskedLogitsSaved(NamedTuple):
 class MaskedHead(Head):
     """Head of BERT: logits Y[m, v] = norm(gelu(X W + b)) table' + b', and their cross-entropy.
 
-    Only masked tokens contribute to the cross-entropy. The lookup determines the layout of the
-    embedding table, so the product with the table requires its input to have the layout of the
-    blocks' output. The product with W therefore uses `Split.alike`, whose Y has the same layout as
-    its X.
+    Only masked tokens contribute to the cross-entropy. The logits reuse the embedding table, whose
+    layout is determined by the lookup. The input of the logits must therefore have the same layout
+    as the output of the blocks, so the product with W uses `Split.alike`, which gives Y the layout
+    of X.
     """
 
     def __init__(

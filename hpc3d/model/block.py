@@ -165,7 +165,7 @@ class Block:
         return y, BlockInput(x, self.parameters.value) if self.recompute == "full" else saved
 
     def _recomputed(self, kept: BlockInput, micro: Microbatch) -> BlockSaved:
-        """Repeat the forward pass with the original weights and return the saved activations."""
+        """Recompute the forward pass with its original weights; return the saved activations."""
         newest = self.parameters.value
         self.parameters.use(kept.weights)
         with self.mesh.trace.scope(phase="recompute"):

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.spec import ModelSpec
 
-_CHUNK, _CHUNKS = 256, 64  # without a ring: default tokens per chunk, maximum number of chunks
+# Without ring attention: default chunk size in tokens, and maximum number of chunks.
+_CHUNK, _CHUNKS = 256, 64
 
 
 def attention_of(mesh: Mesh, name: str, spec: ModelSpec) -> Any:
@@ -154,8 +155,8 @@ class RingAttention(HeadBlock):
     def _drop(self, micro: Microbatch) -> Mask | None:
         """Return the dropout `Mask` of the probabilities, or `None` without dropout.
 
-        The mask belongs to a matrix of shape [samples*heads*keys, T]. The `rows` of the mask
-        contain, for each sample, the first row of this rank's heads.
+        The mask is part of a matrix of shape [samples*heads*keys, T]. For each sample, its `rows`
+        contain the index of the first row that belongs to this rank's heads.
         """
         if not self.drops(micro):
             return None
@@ -269,9 +270,10 @@ class HeadExchange:
     def _columns(
         self, whole: Array, parts: Array, stretches: Sequence[slice]
     ) -> Iterator[tuple[Array, Array]]:
-        """For each column slice in `stretches`, yield two views [u, rows, ...] of the same heads.
+        """Yield views of `whole` and `parts` with the same heads, for each slice in `stretches`.
 
-        The first is a view of `whole` [rows, heads], the second of `parts` [u, rows, heads/u].
+        `whole` is [rows, heads], `parts` is [u, rows, heads/u], and both views are [u, rows,
+        columns/u], where `columns` is the number of columns in the slice.
         """
         u, start = self.members, 0
         for stretch in stretches:

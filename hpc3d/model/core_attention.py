@@ -34,10 +34,10 @@ class AttentionSaved(NamedTuple):
 class HeadBlock:
     """Tokens and attention heads processed by a rank between the all-to-alls.
 
-    With context parallelism, a rank has complete heads and `tokens` tokens of each of its
-    sequences: the tokens of its ring position. The rotary embedding uses token positions in the
-    full sequence. Dropout masks are generated from sample, head and position indices, so that the
-    same probabilities are dropped on every mesh.
+    With context parallelism, a rank processes complete heads for `tokens` tokens of each of its
+    sequences, namely the tokens assigned to its ring position. The rotary embedding uses token
+    positions in the full sequence. Dropout masks are generated from sample, head and position
+    indices, so that the same probabilities are dropped on every mesh.
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
@@ -68,7 +68,7 @@ class HeadBlock:
         return np.ascontiguousarray(table[:, np.concatenate(parts)])
 
     def drops(self, micro: Microbatch) -> bool:
-        """Return True if dropout is applied to the probabilities."""
+        """Return True if dropout is applied to the attention probabilities."""
         return self.sizes.dropout > 0 and micro.training
 
     def samples(self, micro: Microbatch) -> range:
@@ -138,14 +138,14 @@ class CoreAttention(HeadBlock):
         return self.turned(dqkv, micro, sign=-1)
 
     def recompute(self, qkv: Array, micro: Microbatch) -> Any:
-        """Recompute the probabilities, which takes half of the forward FLOPs."""
+        """Recompute the attention probabilities, at half the FLOPs of the forward pass."""
         trace, half = self.mesh.trace, self._flops(qkv) // 2
         empty, seen = self.mesh.empty, self._seen(micro)
         with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
             return attend_again(qkv, self.tokens, self.form, empty, **seen)
 
     def _seen(self, micro: Microbatch) -> dict[str, Any]:
-        """Return the attention mask and dropout of this rank's samples as keyword arguments."""
+        """Return the attention and dropout masks of this rank's samples as keyword arguments."""
         mask = AttentionMask(self.causal, self.padding(micro, 0))
         return {"drop": self._drop(micro), "mask": mask}
 
@@ -160,6 +160,6 @@ class CoreAttention(HeadBlock):
         return Mask(self.key(micro), self.sizes.dropout, rows, columns, width)
 
     def _flops(self, qkv: Array) -> int:
-        """Return the FLOPs of the products q k' and p v: 2 T D each per row and head."""
+        """Return the FLOPs of the products q k' and p v, each 2 T D per row and head."""
         width, queries = self.form
         return 4 * self.tokens * queries * width * qkv.size // self.form.columns

@@ -206,11 +206,11 @@ class ExpertMixture:
         self.auxiliary_loss: Any = 0.0
 
     def _precedes(self) -> Array:
-        """Return the argument `precedes` of `before_of`, int64 [k, pieces, c, k, pieces].
+        """Return the array `precedes`, int64 [k, pieces, c, k, pieces], for `before_of`.
 
-        An entry is 1 if the choices of another rank along c are assigned slots before this rank's
-        choices: their choice index is lower, or it is equal and their segment of the sequence is
-        earlier.
+        An entry is 1 if choices of another rank along c are assigned slots before this rank's
+        choices, because they have a lower choice index, or the same choice index and an earlier
+        segment of the sequence.
         """
         starts = self.context.starts()
         here, choice = self.mesh.coord(CONTEXT), np.arange(self.form.top_k)
@@ -293,7 +293,7 @@ class ExpertMixture:
         self.mesh.trace.routed(chosen, kept, losses)
 
     def _slots(self, rows: int, micro: Microbatch) -> SlotForm:
-        """Return the slot layout for a rank's `rows` rows of X."""
+        """Return the slot layout (`SlotForm`) for a rank with `rows` rows of X."""
         tokens, count = micro.tokens.shape[1], self.form.count
         capacity = self.form.slots(tokens * self.context.parts)
         held = -(-(rows // tokens * min(tokens, capacity)) // self.multiple) * self.multiple
@@ -369,9 +369,9 @@ def _flat(rows: Array) -> Array:
 
 
 def _least_rows(mesh: Mesh, split: Split) -> int:
-    """Return the integer by which the number of slot rows per rank of e must be divisible.
+    """Return the required divisor of the number of slot rows on each rank along e.
 
-    With this divisor, the rows of Y of the up product can be sharded evenly along k.
+    With this divisor, the axes of k can shard the output rows of the up projection evenly.
     """
     gathered = mesh.size(EXPERTS) * mesh.count(
         [axis for axis in split.n.split() if axis in split.x[0]]

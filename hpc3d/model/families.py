@@ -17,7 +17,7 @@ from hpc3d.model.spec import Experts, Family, ModelSizes, WeightProduct
 from hpc3d.ops.rotary import Rotation
 
 _BERT_EPSILON = 1e-12
-_EXPERT_KEYS = {  # key of [model] -> field of `Experts`
+_EXPERT_KEYS = {  # map from keys of [model] to fields of `Experts`
     "experts": "count",
     "moe_every": "every",
     "shared_experts": "shared",
@@ -77,7 +77,7 @@ def _block_products(sizes, mixes, gated):
 
 
 def _mlp_products(sizes, gated, name="", wide=1, **experts):
-    """Return the products of an MLP with `wide` times as many hidden features as a dense MLP."""
+    """Return the products of an MLP with `wide` times the hidden features of a dense MLP."""
     ffn = wide * sizes.ffn
     return (
         WeightProduct(f"{name}up", sizes.hidden, (1 + gated) * ffn, **experts),
@@ -225,13 +225,13 @@ def with_epsilon(model: Any) -> Any:
 def least_vocabulary(model: Any, tokens: int) -> int:
     """Return the minimum vocabulary size for a tokenizer with `tokens` tokens.
 
-    Families trained on masked tokens need one additional entry, the last, for the mask token.
+    Families trained on masked tokens need one additional entry, at the end, for the mask token.
     """
     return tokens if family_of(model).causal else tokens + 1
 
 
 def block_products(model: Any) -> list[tuple[int, WeightProduct]]:
-    """Return all block products of a model as pairs (number of blocks, `WeightProduct`)."""
+    """Return the matrix products of all blocks as pairs (number of blocks, `WeightProduct`)."""
     family = family_of(model)
     return family.block_products(family.sizes(model, model.vocabulary))
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class _Part(NamedTuple):
     """Weight and bias of q, k or v.
 
-    The rank's product uses the columns `needed` of the weight block; its results are the columns
-    `joined` of the rank's [q | k | v].
+    `needed` is the slice of weight columns that this rank multiplies, and `joined` is the slice of
+    the rank's result [q | k | v] that receives the product.
     """
 
     weight: Parameter
@@ -48,7 +48,8 @@ class GroupedSaved(NamedTuple):
     """Data saved for the backward pass of the qkv product: X and the gathered W.
 
     `w` is `None` if W is not saved, or if it is gathered without communication. In both cases, the
-    backward pass concatenates `weights` again, to avoid a copy of W for each microbatch in flight.
+    backward pass reassembles W from `weights`, so that microbatches in flight do not each store a
+    copy of W.
     """
 
     x: SavedActivation

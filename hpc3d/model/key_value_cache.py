@@ -56,7 +56,7 @@ class CachedAttention:
         return out, None
 
     def _flops(self, qkv, seen):
-        """Return the FLOPs of the products q k' and p v: 2 `seen` D each per row and head."""
+        """Return the FLOPs of q k' and p v for `seen` keys: 4 D `seen` per new token and head."""
         width, queries = self.form
         return 4 * seen * queries * width * qkv.size // self.form.columns
 

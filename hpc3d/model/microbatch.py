@@ -68,9 +68,9 @@ def microbatches(
 ) -> Iterator[Microbatch]:
     """Yield `count` microbatches of a batch [sequences, T], with sequences sharded by `context`.
 
-    By default, the accumulated gradient is the gradient of the mean loss over the full batch. If
-    `alone` is True, each microbatch has the gradient of its own mean loss. Means include only
-    tokens whose target is not IGNORE, so each microbatch is weighted by its number of such tokens.
+    By default, losses are divided by the number of targets in the full batch, so that the
+    accumulated gradient is the gradient of the batch's mean loss. If `alone` is True, the loss of
+    a microbatch is divided by its own number of targets. Targets equal to IGNORE do not count.
     """
     ends = [len(tokens) * number // count for number in range(count + 1)]
     whole, cut = valid_tokens(targets), context.cut if context else np.asarray

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Activation:
-    """GELU, or SwiGLU of pairs of columns, applied to a matrix or to a stack of matrices."""
+    """Activation of a matrix or a stack of matrices: GELU, or SwiGLU on pairs of columns."""
 
     def __init__(self, mesh: Mesh, spec: ModelSpec) -> None:
         self.mesh, self.gated, self.gelu = mesh, spec.family.gated, GELU[spec.sizes.gelu]
@@ -45,10 +45,10 @@ def _matrix(stack: Array) -> Array:
 
 
 class MlpSaved(NamedTuple):
-    """Data saved for the backward pass of an MLP: the operands of its products and `slopes`.
+    """Data saved for the backward pass of an MLP.
 
-    `slopes` contains the derivatives of the activation or, if GELU is fused into the products, the
-    input of GELU.
+    `up` and `down` contain the operands of the two matrix products. `slopes` contains the
+    derivatives of the activation or, if GELU is fused into the products, the input of GELU.
     """
 
     up: Saved

@@ -80,7 +80,7 @@ class Parameter:
     mean: float = 0.0
     partial: tuple[str, ...] = ()
     decay: bool = False
-    rows: int | None = None  # rows initialized at random; the padding rows that follow are 0
+    rows: int | None = None  # number of randomly initialized rows; padding rows are 0
     grad_layout: Layout | None = None
     tied_peer: int | None = None
     completed_last: bool = False
@@ -99,7 +99,7 @@ class Parameter:
 
     @property
     def updated_layout(self) -> Layout:
-        """Layout of the gradient, and of the undivided matrix block updated by one rank."""
+        """Layout of the gradient, and of a matrix block that is updated on a single rank."""
         return self.grad_layout or self.layout
 
     def start(self, seed: int, mesh: Mesh) -> None:
@@ -264,7 +264,7 @@ class Parameters:
             self.slices[item] = slices
         self.value = self.mesh.zeros((values[False],), self.dtype, "parameter")
         self.grad = self.mesh.zeros((grads,), self.wide, "gradient")
-        if any(map(self.lies_elsewhere, self.items)):  # empty if other ranks own the values
+        if any(map(self.lies_elsewhere, self.items)):  # size 0 on ranks without own values
             self.elsewhere = store_of(self.mesh.pool).empty((values[True],), self.dtype)
             self.elsewhere.fill(0)
         self.bind()

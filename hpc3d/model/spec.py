@@ -115,9 +115,9 @@ class WeightProduct(NamedTuple):
 
     `turned` selects `Split.next`, for the second of two consecutive products (Bian et al. 2021,
     section 3.1.2). `alike` selects the split whose Y has the layout of X, and `by_rows` the split
-    whose Y has complete rows. There are `experts` experts, each with its own W; each token is
-    routed to `rows` of them. All experts together have `slots` rows per token, which are computed
-    and communicated even if they are empty.
+    whose Y has complete rows. Each of `experts` experts has its own W, and each token is routed to
+    `rows` of the experts. All experts together have `slots` rows per token, including empty slots,
+    which are computed and communicated as well.
     """
 
     name: str
@@ -224,7 +224,7 @@ class Family:
         ]
 
     def blocks_kept(self, sizes: ModelSizes, recompute: _Recompute, chunked: bool) -> float:
-        """Return the number of elements saved per token by all blocks, the sum of `kept`."""
+        """Return the total number of elements that all blocks save per token."""
         if isinstance(recompute, str):
             counts = {(recompute, mixes): count for mixes, count in sizes.blocks().items()}
         else:

@@ -1,1 +1,1 @@
-"""Primitives: local array operations with rules for NumPy, CUDA and abstract arrays."""
+"""Primitives: local array operations, implemented for NumPy, CUDA and abstract arrays."""

@@ -352,7 +352,7 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
     ds = gpu.empty(kept.shape, kept.dtype)
     gpu.multiply(v, d.swapaxes(1, 2), ds)
     given = {"p": kept, "dweights": ds, **_masked(kept, form.width, drop, mask)}
-    del given["padding"]  # not needed: the probabilities of padding keys are 0
+    del given["padding"]  # the saved probabilities of padding keys are already 0
     gpu.launch("causal_softmax_grad", *kept.shape[:2], **given)
     gpu.multiply(ds.swapaxes(1, 2), k, grads[0])
     gpu.multiply(ds, q, grads[1])
@@ -390,7 +390,7 @@ def _samples(
 def _scored(
     qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty
 ) -> tuple[int, AbstractArray]:
-    """Record the cost of q k'; return the total number of query heads, and abstract scores."""
+    """Record the cost of q k'; return the number of score matrices and the abstract scores."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     shape = _chunks_of(batch, heads, form, sequence, qkv.itemsize)
     count = batch * heads * form.queries

@@ -158,7 +158,7 @@ class GpuTile(NamedTuple):
         return drop._replace(rows=range(row, row + _count(tile.keys)), columns=columns)
 
     def add(self, added: Array, out: Array, sequence: int, kept: Array | None = None) -> None:
-        """Update this tile of out [B*t, heads*g*D] to kept out + added [heads, g*query, D]."""
+        """Set this tile of out [B*t, heads*g*D] to kept * out + added [heads, g*query, D]."""
         (sample, heads), (width, g) = self.at, self.chunks.form
         rows = out[sample * sequence :][self.tile.queries]
         columns = len(added) * g * width

@@ -266,9 +266,9 @@ def _(qkv, dq, dkv, form, empty):
 
 
 def _as_numpy(op: Primitive) -> None:
-    """Register a primitive's NumPy rule for GPU arrays and for 16-bit arrays, too.
+    """Register a primitive's NumPy implementation for GPU arrays and for 16-bit arrays.
 
-    The rule must consist only of fills and copies.
+    The implementation must consist only of fills and copies.
     """
     op.cuda(lambda gpu, *args: op.numpy(*args))
     op.narrow(op.numpy)

@@ -14,7 +14,9 @@ from hpc3d.arrays.primitive import composite, primitive
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
-_PASSES = 3  # Gram-Schmidt passes; a column halved by the last pass consists of rounding errors
+# Number of Gram-Schmidt passes. If the last pass at least halves the norm of a column, the column
+# consists of rounding errors.
+_PASSES = 3
 
 
 @composite
@@ -47,7 +49,7 @@ def _(gpu, p):
 
 @composite
 def replace_columns(q: Array, total: Array) -> None:
-    """Replace each column of q by the same column of `total`, unless that column is zero."""
+    """Overwrite each column of q with the same column of `total`, unless the latter is zero."""
     q *= np.abs(total).max(0) == 0
     q += total
 

@@ -18,8 +18,8 @@ from hpc3d.arrays.primitive import primitive
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
-_CHUNK = 1 << 14  # elements that fit in a core's cache
-_DEVICE_CHUNK = 1 << 24  # elements that are processed in one GPU operation
+_CHUNK = 1 << 14  # number of elements that fit in a core's cache
+_DEVICE_CHUNK = 1 << 24  # number of elements processed in one GPU operation
 
 
 def _bands(block: Array) -> Iterator[slice]:
@@ -53,7 +53,7 @@ def _(gpu, grad, scale, rows, columns):
 
 @primitive
 def sum_squares_scaled(grad: Array, rows: Array, columns: Array, sums: Array) -> None:
-    """Set `sums` to the sum of (rows grad columns)^2 over each matrix."""
+    """Set `sums` to the sum over each matrix of (rows[i] grad[i, j] columns[j])^2."""
     sums.fill(0)
     for band in _bands(grad):
         update = grad[band] * rows[band]
@@ -81,7 +81,7 @@ def descend_scaled(
     columns: Array,
     keep: float,
 ) -> None:
-    """Update w = keep w - rows grad columns, with one factor per row and per column."""
+    """Set w[i, j] to keep w[i, j] - rows[i] grad[i, j] columns[j] for all elements."""
     exact = value if master is None else master
     for band in _bands(grad):
         update = grad[band] * rows[band]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-_FORM = {E4M3: (3, -6), E5M2: (2, -14)}  # mantissa bits, minimum exponent of normal numbers
+_FORM = {E4M3: (3, -6), E5M2: (2, -14)}  # (mantissa bits, minimum exponent of normal numbers)
 _EXPONENT = {"float32": 0xFF << 23, "float64": 0x7FF << 52}  # bit mask of the exponent
 
 
@@ -76,7 +76,7 @@ def nearest(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def divisors(maxima: np.ndarray, most: float) -> np.ndarray:
-    """Return the scales maxima / most, with zeros replaced by 1."""
+    """Return the scale of each tile, maxima / most; a scale of zero is replaced by 1."""
     scales = maxima / most
     return np.where(scales == 0, scales.dtype.type(1), scales)
 
@@ -97,12 +97,12 @@ def tile_maxima(x: Array, tiles: Tiles, maxima: Array) -> None:
 
 
 def _row_blocks(x: Array) -> list[slice]:
-    """Split the rows of x into slices that fit in the cache and end within x."""
+    """Split the rows of x into slices that fit in the cache; the last slice stops at len(x)."""
     return [slice(rows.start, min(rows.stop, len(x))) for rows in row_blocks(x)]
 
 
 def _starts(numbers: np.ndarray) -> np.ndarray:
-    """Return 0 and the indices at which the value of an ascending sequence changes."""
+    """Return the start index of each run of equal values in an ascending sequence."""
     return np.flatnonzero(np.diff(numbers, prepend=-1))
 
 
@@ -187,8 +187,8 @@ class Coded(NamedTuple):
     """Float8 matrix for GPUs that support float8 products.
 
     `codes` holds the bits of float8 numbers of type `kind` as uint8, row-major. The matrix equals
-    these numbers times `scale` [1], transposed if `turned` is True. Products with the matrix have
-    type `dtype`.
+    these numbers times `scale` [1], transposed if `turned` is True. The result of a GEMM with the
+    matrix has type `dtype`.
     """
 
     codes: Array

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-_PANEL, _BLOCK = 1 << 23, 1 << 21  # size in bytes of the float32 copies of b and of a
+_PANEL, _BLOCK = 1 << 23, 1 << 21  # approximate bytes of a float32 panel of b and block of a
 
 
 @composite

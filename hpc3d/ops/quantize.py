@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
 BLOCK = 256  # elements per scale
-_BLOCKS_AT_ONCE = 64  # blocks that fit in a core's cache
+_BLOCKS_AT_ONCE = 64  # number of blocks that fit in a core's cache
 _DECADES = 7
 _LARGEST_CODE = {"int8": 127, "uint8": LARGEST[E4M3]}
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-_DRAWS = 4  # 64-bit numbers per value of Philox's counter
-# Below this count, drawing all numbers is faster than positioning a generator for each row.
+_DRAWS = 4  # number of 64-bit numbers generated per value of Philox's counter
+# Up to this count, generating complete rows is faster than repositioning a generator per row.
 _SHORT = 1 << 14
 
 
@@ -62,9 +62,9 @@ _Rows = slice | range | np.ndarray
 def _by_rows(
     rows: _Rows, columns: slice | range, width: int, make: Callable[[int, int], np.ndarray]
 ) -> np.ndarray:
-    """Stack `make(first, count)` over the runs of consecutive global indices of a 2-D block.
+    """Return a 2-D block; `make(first, count)` generates each run of consecutive indices.
 
-    `rows` and `columns` are the indices of the block in a matrix with `width` columns.
+    `rows` and `columns` are the block's indices in a matrix with `width` columns.
     """
     count = columns.stop - columns.start
     if isinstance(rows, np.ndarray) and rows.size:
@@ -74,7 +74,7 @@ def _by_rows(
             return whole[rows - first, columns.start : columns.stop]
     parts = []
     for first, number in _runs(rows):
-        if count == width or number * width <= _SHORT:  # complete rows are one run
+        if count == width or number * width <= _SHORT:  # generate complete rows
             whole = make(first * width, number * width).reshape(number, width)
             parts.append(whole[:, columns.start : columns.stop])
         else:
@@ -160,7 +160,7 @@ def cuda_mask(mask: Mask | None, key: str) -> dict[str, Any]:
 def initialise(value: Array, item: Any, seed: int, block: tuple[slice, slice]) -> None:
     """Set `value` to a block of a parameter's initial tensor.
 
-    `block` holds the slices of rows and columns of the block in the tensor.
+    `block` contains the row slice and the column slice of the block in the tensor.
     """
     value.fill(item.mean)
     if item.std:

@@ -192,7 +192,7 @@ def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Arr
     sequences, here = rows // tokens, count // parts
     queues = choices.reshape(sequences, tokens, top_k).swapaxes(1, 2)
     queues = queues.reshape(sequences, top_k * tokens)
-    order = np.argsort(queues, axis=1, kind="stable")  # by expert, stable within the queue
+    order = np.argsort(queues, axis=1, kind="stable")  # sorted by expert, then by queue position
     heads = np.take_along_axis(_lower(queues, count), queues, 1)
     positions = np.empty_like(queues)
     np.put_along_axis(positions, order, np.arange(top_k * tokens)[None], 1)
@@ -208,7 +208,7 @@ def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Arr
 
 
 def _lower(queues: Array, count: int) -> Array:
-    """For each expert, count the choices of lower-numbered experts in each queue, int64[S, E]."""
+    """Count, for each sequence and expert, the choices of lower-numbered experts, int64[S, E]."""
     sequences = len(queues)
     numbers = queues + 1 + (count + 1) * np.arange(sequences)[:, None]
     found = np.bincount(numbers.ravel(), minlength=sequences * (count + 1))
@@ -473,7 +473,7 @@ def route_grad(
     dprobs -= np.einsum("ij,ij->i", dprobs, probs)[:, None]
     dprobs += (2 * loss.z * scale * lse)[:, None]
     np.multiply(probs, dprobs, out=out)
-    if experts.shape[1] > 1:  # weights are the softmax of the chosen logits
+    if experts.shape[1] > 1:  # the gate weights are the softmax of the chosen logits
         out[chosen] += weights * (dweights - np.einsum("ij,ij->i", weights, dweights)[:, None])
     return out
 

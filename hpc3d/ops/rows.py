@@ -1,7 +1,7 @@
 """Row-wise operations: bias, dropout, addition of a repeated table, and their gradients.
 
-To run at cache speed, the NumPy rules process rows in cache-sized blocks, in place, and without
-full-size temporaries.
+To run at cache speed, the NumPy implementations process rows in cache-sized blocks, in place, and
+without full-size temporaries.
 """
 
 from __future__ import annotations

@@ -77,16 +77,16 @@ class Layout(tuple):
         return next((dim for dim, axes in enumerate(self) if axis in axes), None)
 
     def owner(self, axis: str, mesh: Mesh) -> int:
-        """Return the coordinate along `axis` of the rank that owns this block, on the diagonal.
+        """Return the coordinate along `axis` of the rank that owns this block.
 
-        The owner depends only on the block's rows, so all column blocks of a row have the same
-        owner.  The context axis is excluded, so that all tokens of a sequence, which attend to
-        each other, have the same owner as well.
+        The coordinate is the index of the block's rows modulo the size of `axis`, so that all
+        column blocks of a row have the same owner. The context axis is excluded, so that all
+        tokens of a sequence, which attend to each other, have the same owner as well.
         """
         return mesh.index(other for other in self[0] if other != CONTEXT) % mesh.size(axis)
 
     def _holds_rows(self, mesh: Mesh) -> bool:
-        """Return True if this rank stores its block: it is the owner, or blocks have no owner."""
+        """Return True if this rank owns its block along every axis in `owned`."""
         return all(mesh.coord(axis) == self.owner(axis, mesh) for axis in self.owned)
 
     def slices(self, shape: Sequence[int], mesh: Mesh) -> tuple[slice, ...]:

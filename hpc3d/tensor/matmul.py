@@ -49,7 +49,8 @@ _NONE = ""  # placeholder for a missing axis; its size is 1
 class Saved(NamedTuple):
     """X and W saved for the backward pass.
 
-    Operands named in `kept` are saved as working blocks; all other operands as stored blocks.
+    `kept` names the operands that are saved after gathering, as working blocks. The other operands
+    are saved as stored blocks, which the backward pass gathers again.
     """
 
     x: SavedActivation
@@ -58,7 +59,10 @@ class Saved(NamedTuple):
 
 
 class SavedForWeight(NamedTuple):
-    """Operands of the product dW = X' dY: X as in `Saved`, and the working block of dY."""
+    """Operands saved to compute dW = X' dY.
+
+    `dy` is gathered (a working block); `x` is gathered only if `kept` contains its name.
+    """
 
     x: Array
     dy: Array
@@ -252,7 +256,7 @@ def _weight_layouts(split: Split, transposed: bool) -> list[Layout]:
 
 
 def _in_order(axes: str, layout: Layout) -> list[str]:
-    """Return foreign axes in the order of reductions.
+    """Return the foreign axes in the order in which blocks are reduced along them.
 
     Axes that shard the block come first, in the order of the layout, because the owner of a block
     depends on its rows.  All-reduces over replicated axes come last, when the block is smallest.
@@ -263,7 +267,7 @@ def _in_order(axes: str, layout: Layout) -> list[str]:
 
 
 class Summa(Matmul):
-    """SUMMA for X[m_x, k_y], W[k_x, n_y], Y[m_x, n_y], one panel of k at a time, Y stationary.
+    """SUMMA with stationary Y, one panel of k at a time: X[m_x, k_y], W[k_x, n_y], Y[m_x, n_y].
 
     Each panel of X is owned by one rank along y, and each panel of W by one rank along x.  Owners
     broadcast panels in the forward pass; gradients are reduced to the owners in the backward pass
@@ -328,7 +332,7 @@ class Summa(Matmul):
             stored[part] = total
 
     def _panel_slice(self, axis: str, size: int, panel: int) -> tuple[int, slice]:
-        """Return the owner of a panel along `axis`, and the panel's slice of its `size` rows."""
+        """Return a panel's owner along `axis`, and the panel's slice of the owner's rows."""
         each = self.panels // self.mesh.size(axis)
         owner, number = divmod(panel, each)
         width = size // each

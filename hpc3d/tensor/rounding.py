@@ -100,9 +100,10 @@ class _Dim(NamedTuple):
 
     @property
     def tiles(self) -> slice:
-        """Slice of this block's tiles in an all-reduce message.
+        """Slice of the all-reduce message that belongs to this block's tiles.
 
-        The message has all tiles of the dimension if ranks share tiles, else this block's tiles.
+        The message covers all tiles of the dimension if ranks share tiles; otherwise, it covers
+        only this block's tiles.
         """
         return slice(self.first, self.last) if self.shared else slice(self.last - self.first)
 

@@ -1,4 +1,4 @@
-"""Splits, which assign mesh axes to the dimensions m, n, k of a product, and published schemes."""
+"""Splits of a matrix product: the mesh axes that shard m, n and k. Also published schemes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpc3d.console.sanitize import Problems
 from hpc3d.tensor.layout import Layout
 
 LOOPS = "m", "n", "k"
-STORAGE = "replicate", "own", "panels"  # a foreign axis in none of these fields shards the block
+STORAGE = "replicate", "own", "panels"  # by default, a foreign axis shards the block
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class Split:
     def by_rows(self) -> Split:
         """Return the split of a product whose Y has few columns, such as the logits of a router.
 
-        X has the same layout as the X of this split, and each rank computes complete rows of Y.
-        If an axis of n shards X's rows, or one rank along it owns them, it becomes the outermost
-        axis of m, so that the axes added by `over` remain the innermost axes of W.  (The order of
+        X has the same layout as the X of this split, and each rank computes complete rows of Y. An
+        axis of n along which X's rows are sharded, or owned by one rank, becomes the outermost
+        axis of m, so that the axes added by `over` remain the innermost axes of W. (The order of
         the axes that shard X's rows is irrelevant, because the product does not communicate X.)
         All ranks along an axis that replicates X do the same work.
         """

@@ -75,15 +75,15 @@ def parameters(config: Config) -> float:
 
 
 def _bytes_held(config: Config, copies: int) -> float:
-    """Return the bytes per parameter on each of `copies` replicas, with the given ZeRO stage."""
+    """Return the bytes per parameter on each of `copies` replicas at the configured ZeRO stage."""
     e, wide, zero = itemsize(config.train.dtype), _wide(config), config.parallel.zero
     specs = optimizer_of(config).STATES
     states = sum((itemsize(spec.dtype) if spec.dtype else wide) * spec.density() for spec in specs)
     states += wide * (wide > e)
     states *= "optimizer" not in config.parallel.offload
     values = e * ("parameters" not in config.parallel.offload)
-    # Bytes per parameter of values, gradients and states, each with the lowest ZeRO stage that
-    # shards these arrays.
+    # (bytes per parameter, lowest ZeRO stage that shards the array) for values, gradients and
+    # states.
     shares = [(values, 3), (wide, 2), (states, 1)]
     return sum(size / (copies if zero >= stage else 1) for size, stage in shares)
 

@@ -55,7 +55,10 @@ _INDEX = "int32"
 
 
 class CompressionSpec(NamedTuple):
-    """Settings of gradient compression: powersgd with `rank`, or top-k with `share`."""
+    """Settings of gradient compression.
+
+    `rank` is the rank of PowerSGD, and `share` the fraction of elements sent by top-k.
+    """
 
     kind: str
     rank: int
@@ -63,7 +66,7 @@ class CompressionSpec(NamedTuple):
     seed: int
 
     def received(self, shape: Sequence[int], members: int, itemsize: int) -> float:
-        """Return the bytes received by each member to reduce a matrix or a stack of matrices."""
+        """Return the bytes received per replica in a compressed reduction of one block."""
         if self.kind == "top-k":
             return (members - 1) * self.kept(prod(shape)) * (itemsize + 4)
         sent = self.columns(shape) * (shape[0] + shape[-1]) * prod(shape[1:-1])
@@ -78,7 +81,7 @@ class CompressionSpec(NamedTuple):
         return min(self.rank, shape[0], shape[-1])
 
     def kept(self, size: int) -> int:
-        """Return the number of elements that are sent for a block of `size` elements."""
+        """Return the number of elements that top-k sends for a block of `size` elements."""
         return max(1, round(self.share * size))
 
 
@@ -107,7 +110,7 @@ class GradientCompression:
         return item in self.residuals
 
     def _saves(self, item: Parameter) -> bool:
-        """Return True for a matrix reduced only over replicas if compression saves bytes."""
+        """Return True if compression saves bytes and the matrix is reduced only over replicas."""
         if len(item.shape) < 2 or item.partial != (plane(item.replicas),) or item.sign_rate:
             return False
         members, itemsize = self.mesh.count(item.replicas), self.parameters.wide.itemsize
@@ -133,7 +136,7 @@ class GradientCompression:
         return dict(zip(shapes, _views(flat, shapes.values()), strict=True))
 
     def _start(self, item: Parameter, factor: Array) -> None:
-        """Initialize Q with standard normal numbers, the same on all members."""
+        """Initialize Q with standard normal numbers that are identical on all replicas."""
         rows, columns = prod(factor.shape[:-1]), factor.shape[-1]
         drawn = Parameter(f"{item.name}.{FACTOR}", (rows, columns), Layout("", ""), std=1.0)
         block = slice(0, rows), slice(0, columns)
@@ -182,7 +185,7 @@ class _CompressedSum(GradientBucket):
         self.kept = kept
 
     def _add_gradients(self) -> None:
-        """Add the gradients to the residuals, which then contain M."""
+        """Add each gradient G to its residual R, so that the residual array contains M = G + R."""
         for item, residual in zip(self.items, self.residuals, strict=True):
             add_to(residual, item.grad)
 

@@ -260,7 +260,7 @@ class ReplicaCheck:
         return GuardFinding(0, f"{who}: step {number}, {what}")
 
 
-_FACTORS = 1 << 18  # number of integers hashed at once; their factors take 2 MiB
+_FACTORS = 1 << 18  # number of integers hashed at once; their 64-bit factors use 2 MiB
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, an odd number
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 KEPT = "run kept in "  # prefix of the last line of a run, followed by its folder
 _LISTED = 8  # maximum number of hosts listed by name
-_RECENT = 20  # number of recent steps whose median time predicts the time left
+_RECENT = 20  # number of recent steps whose median duration is used to estimate the time left
 
 
 class Log:

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.data.token_file import Tokens
 
-# Fraction of tokens that are targets, and cumulative fractions of masked and replaced targets.
+# Fraction of tokens that are targets. Of the targets, the fraction _MASKED is masked, and the
+# fraction _REPLACED is either masked or replaced by a random token.
 _TARGETS, _MASKED, _REPLACED = 0.15, 0.8, 0.9
-_DRAWS = 4  # random numbers per token, from one value of Philox's counter; three are used
+_DRAWS = 4  # number of random numbers generated per token, of which three are used
 
 
 def batches_of(config: Config, tokens: Tokens) -> Batches:
@@ -76,7 +77,7 @@ class Masking(NamedTuple):
         return inputs.astype(np.int32), np.where(chosen, tokens, np.int32(IGNORE))
 
     def _tokens_of(self, draws: np.ndarray) -> np.ndarray:
-        """Return a random token for each draw, excluding the mask token and padding."""
+        """Map 64-bit random numbers to tokens other than the mask token and the padding token."""
         left_out = sorted({self.mask, self.padding} - {None})
         tokens = (draws % np.uint64(self.vocabulary - len(left_out))).astype(np.int32)
         for token in left_out:

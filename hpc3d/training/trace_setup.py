@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.trace.recorder import Recorder
 
-# Clocks of the trace (ns) and of the training loop (s), from the same source.
+# For each value of `trace.clock`: the clock of the trace in ns, and the same clock in s for the
+# training loop.
 CLOCKS = {
     "wall": (time.monotonic_ns, time.monotonic),
     "cpu": (time.process_time_ns, time.process_time),

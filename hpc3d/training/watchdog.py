@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _LOOKS = 20  # number of checks within the time limit, but at least one per second
 GRACE = 6  # number of further checks, to give the other ranks time to report
-LATER = 6  # more checks on other nodes, so that rank 0's node ends the job and its output arrives
+LATER = 6  # extra checks on other nodes, so that rank 0's node ends the job and prints the output
 TOLD = 10  # minimum time in seconds after SIGTERM before a rank assumes that its peers exited
 _SILENT = "silent: stopped or terminated"
 ANSWER = 2  # timeout in seconds for file operations: the file server may be unreachable
@@ -63,7 +63,7 @@ class Watchdog:
         self.over, self.thread = Event(), Thread(target=self.watch, daemon=True)
 
     def step(self, number: int) -> None:
-        """Record that step `number` begins; watching starts with the first step."""
+        """Record that step `number` begins; the first call starts the watchdog thread."""
         self.position.step = number
         if not self.thread.ident:
             self.thread.start()
@@ -136,7 +136,7 @@ class Watchdog:
 
 
 class RankPosition:
-    """Position of a rank: its `step`, and the call on one of `comms` that it waits for."""
+    """Position of a rank: its `step`, and the call on one of `comms` in which the rank waits."""
 
     def __init__(self, comms: Mapping[str, Communicator]) -> None:
         self.comms, self.step = comms, -1
@@ -167,7 +167,7 @@ class RankPosition:
 
 
 class Reports:
-    """Reports of the ranks of a job in `folder`, one file per rank."""
+    """Position reports of all ranks of a job, stored in `folder` as one file per rank."""
 
     def __init__(self, job: Job, folder: Path, homes: Homes) -> None:
         self.job, self.folder, self.homes, self.spoken = job, folder, homes, False
@@ -260,5 +260,5 @@ class Reports:
 
 
 def _suspicion(where: str) -> int:
-    """Return the sort key of a position: 0 if silent, 1 outside calls, 2 waiting in a call."""
+    """Return the sort key of a rank's position: 0 silent, 1 outside any call, 2 in a call."""
     return 0 if where == _SILENT else 1 + ("(call" in where)

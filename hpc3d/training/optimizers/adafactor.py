@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.parameters import Parameter, WholeMatrix
 
-_Sum = tuple["Array", Iterable[str]]  # a partial sum and the axes over which it is all-reduced
+_Sum = tuple["Array", Iterable[str]]  # (partial sum, axes of its all-reduce)
 
 
 class _Step(NamedTuple):
-    """Update of a matrix: an item of `Optimizer.matrices`, and U = rows grad columns."""
+    """Update of a matrix (see `Optimizer.matrices`): U[i, j] = rows[i] grad[i, j] columns[j]."""
 
     item: Parameter
     arrays: tuple[Array, Array | None, Array]
@@ -75,7 +75,7 @@ class _VectorStep(NamedTuple):
 
 
 class Adafactor(Optimizer):
-    EPSILON, LARGEST, EXPONENT = 1e-30, 1.0, -0.8  # eps, the limit of rms(U), the exponent of t
+    EPSILON, LARGEST, EXPONENT = 1e-30, 1.0, -0.8  # eps, threshold of rms(U), exponent of t in b
     STATES = (
         StateSpec("row_means", per=(1, None), of=is_matrix),
         StateSpec("column_means", per=(None, 1), of=is_matrix),
@@ -150,7 +150,7 @@ class Adafactor(Optimizer):
         total: Array,
         scale: float,
     ) -> _Step:
-        """Return the step of a matrix, given its column sums of squares and sum of row means."""
+        """Return a matrix's update, given column sums of g^2 and the sum of the row means."""
         count = _rows(part.item)
         self._move(states["column_means"], squares / count)
         scales = np.sqrt(total / count / states["row_means"]) * scale
@@ -184,7 +184,7 @@ def _rows(item: Parameter) -> int:
 
 
 def _elements(item: Parameter) -> int:
-    """Return the number of elements of a vector or matrix; for a stack, of one matrix."""
+    """Return the number of elements in a vector, a matrix, or one matrix of a stack."""
     return _rows(item) * (item.shape[-1] if is_matrix(item.name, item.shape) else 1)
 
 

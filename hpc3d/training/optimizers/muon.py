@@ -46,9 +46,10 @@ def _is_other(name: str, shape: Sequence[int]) -> bool:
 
 
 class Cut(NamedTuple):
-    """Mesh axis that shards the rows (dim 1) or the columns (dim 2) of a stack of blocks.
+    """Mesh axis along which the blocks of a stack of matrices are distributed.
 
-    If there is an `owner`, only the rank with this coordinate along the axis has the blocks.
+    The axis shards dimension `dim` of the stack (1: rows, 2: columns). If `owner` is not `None`,
+    only the rank with this coordinate along the axis stores the blocks, and `dim` is 0.
     """
 
     axis: str
@@ -69,7 +70,7 @@ def cuts_of(mesh: Mesh, layout: Layout) -> list[Cut]:
 
 
 class Exchange:
-    """Gather blocks of sharded matrices along the axes of `cuts`, and scatter the matrices."""
+    """Exchange that gathers sharded matrices along the axes of `cuts`, and scatters them back."""
 
     def __init__(self, mesh: Mesh, cuts: Iterable[Cut]) -> None:
         self.mesh = mesh
@@ -117,7 +118,7 @@ class Exchange:
         return self._moved(whole.reshape(*shape), [dim, *order])
 
     def _spread(self, blocks: Array, owner: int, size: int) -> Array:
-        """Expand [n, a, b] to [s, n, a, b], which is zero except at the index of the owner."""
+        """Return an array [size, n, a, b] with the blocks at index `owner` and zeros elsewhere."""
         parts = self.mesh.zeros((size, *blocks.shape), blocks.dtype, "workspace")
         parts[owner] = blocks
         return parts
@@ -230,7 +231,7 @@ class Muon(AdamW):
 
 
 class _Matrix(NamedTuple):
-    """Item of `Optimizer.matrices`: arrays and momentum of a matrix."""
+    """Matrix to update: its arrays and momentum, as yielded by `Optimizer.matrices`."""
 
     part: WholeMatrix
     arrays: tuple[Array, Array | None, Array]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
 _STRETCH = 1 << 20  # maximum number of elements loaded at once from an offloaded array
-_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # name and side of a typical large matrix
+_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # name and side length of a large square matrix
 
 
 def every(name: str, shape: Sequence[int]) -> bool:
@@ -124,7 +124,7 @@ class _Update(NamedTuple):
         return 1 - decay if self.item.decay else 1.0
 
 
-MASTER = StateSpec("master")  # state of every optimizer if parameters have 16 bits
+MASTER = StateSpec("master")  # float32 copy of 16-bit parameters in every optimizer
 
 
 class Optimizer:
@@ -283,7 +283,7 @@ class Optimizer:
         return part, arrays, states, update.keep(decay)
 
     def _at_hand(self, units: Sequence[Sequence[_Update]]) -> Iterator[list[dict[str, Array]]]:
-        """Yield the arrays of the updates of each unit; offloaded arrays are yielded as copies."""
+        """Yield, for each unit, the arrays of its updates; offloaded arrays are loaded copies."""
         mesh = self.parameters.mesh
         moved = [
             [
@@ -337,7 +337,8 @@ class SGD(Optimizer):
             descend(*arrays, (learning_rate * scale, keep))
 
 
-# Remaining fraction of the decay range as a function of the completed fraction of the decay.
+# Decay curves, from 1 (peak learning rate) to 0 (lowest rate), as functions of the completed
+# fraction of the decay.
 _LEFT: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + cos(pi * done)) / 2,
     "linear": lambda done: 1 - done,

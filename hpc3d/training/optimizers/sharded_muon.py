@@ -72,10 +72,10 @@ def _cuts(part: WholeMatrix) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _apart(blocks: Array, item: Parameter) -> Array:
-    """Return a view of blocks [n, a, b] with the shorter side first and the longer side last.
+    """Return a 5-D view of blocks [n, a, b], from the shorter to the longer side of the matrices.
 
-    The dimensions in between are n and the number of matrices with interleaved columns. The
-    columns are split into two dimensions.
+    The dimensions between the two sides are n and the number of matrices whose columns are
+    interleaved. The columns are split into two dimensions.
     """
     among, width = item.interleaved
     units = blocks.shape[2] // (among * width)
