@@ -56,11 +56,10 @@ class Lt:
     ) -> None:
         """Compute out[m, n] = scale a[m, k] b[k, n] + add[m, n] + bias[n], accumulated in float32.
 
-        All arrays must provide CuPy's attributes `data.ptr`, `shape`, `strides` and `dtype`. a and
-        b have the same type: float32, float16 or bfloat16. out has this type or float32, and all
-        other arrays have the type of out. `add` and out may be the same array. a and b may be
-        transposed views: one of their strides must be one element. All matrices may be batched,
-        [g, m, k]; the bias is shared.
+        Arrays provide CuPy's `data.ptr`, `shape`, `strides` and `dtype`. a and b have the same
+        type: float32, float16 or bfloat16. out has this type or float32, and all other arrays have
+        the type of out. `add` may be out. a and b may be transposed views: one of their strides
+        must be one element. Matrices may be batched, [g, m, k]; the bias is shared.
 
         `bias_grad[n]` receives the sum over the rows of b. If the product is a weight gradient X'
         dY, this sum is the bias gradient. `gelu_input[m, n]` receives the result before the

@@ -59,7 +59,7 @@ def whole(size: int, part: int) -> int:
 
 
 def strips(rows: int) -> int:
-    """Return the number of partial sums for `rows` rows; the kernel sum_strips adds them up."""
+    """Return the number of partial sums of `rows` rows, which the kernel sum_strips reduces."""
     return min(STRIPS, whole(rows, ROWS_PER_STRIP))
 
 
@@ -69,7 +69,7 @@ def block_per_row(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def row_of(elements: int) -> Callable[[int, int, int, int], Launch]:
-    """Return a launch shape with one block per row and `elements` elements per thread."""
+    """Return a function that assigns one block to each row and `elements` elements per thread."""
     return lambda rows, columns, pack, most: block_per_row(rows, columns, elements, most)
 
 
@@ -87,7 +87,7 @@ def one_block(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def tiles_of_strips(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign 32 packs (16-byte loads) of columns and one strip of rows to each block."""
+    """Assign each block 32 packs (16-byte loads) of columns of one strip of rows."""
     return Launch((whole(columns, WARP * pack), strips(rows)), (WARP, most // WARP))
 
 
@@ -97,7 +97,7 @@ def tiles_of_columns(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def row_by_tiles(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign 32 packs (16-byte loads) of one row to each block."""
+    """Assign each block 32 packs (16-byte loads) of one row."""
     return Launch((rows, whole(columns, WARP * pack)), (most, 1))
 
 

@@ -170,7 +170,7 @@ class RingAttention(HeadBlock):
 
 
 class Ring:
-    """Ring that consists of every `context.heads`-th rank along the context axis."""
+    """Ring of ranks along the context axis, with a stride of `context.heads` ranks."""
 
     def __init__(self, comm: Communicator, context: Context) -> None:
         self.comm, self.size = comm, context.rings

@@ -237,9 +237,9 @@ def block_products(model: Any) -> list[tuple[int, WeightProduct]]:
 
 
 class Total(NamedTuple):
-    """Total number of weight elements, and number of elements active per token.
+    """Total number of weights, and number of active weights per token.
 
-    Elements of experts to which a token is not routed are inactive.
+    The weights of experts to which a token is not routed are inactive.
     """
 
     total: float

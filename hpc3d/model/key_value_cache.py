@@ -1,4 +1,4 @@
-"""Attention with a key/value cache, so that a new token requires only one row per sample.
+"""Attention with a key/value cache, which processes only the new tokens of each sequence.
 
 `CachedAttention` replaces the core attention of a block (hpc3d.model.core_attention).
 """

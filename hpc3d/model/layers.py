@@ -151,7 +151,7 @@ def gradient(matmul: Matmul) -> dict[str, Any]:
 
 
 class NormSaved(NamedTuple):
-    """Data saved for the backward pass of a norm: the rows and the other inputs of `norm_grad`.
+    """Data saved for the backward pass of a norm: the arguments of `norm_grad`.
 
     On a CPU, the rows are (x - mean) / std, and `scales` is 1 / std.  On a GPU, unless features
     are sharded, the rows are X, and `scales` holds the mean and 1 / std.

@@ -55,7 +55,7 @@ class LayerRange(NamedTuple):
     last: bool
 
 
-# Layer ranges that consist of only the embedding, only one block, and only the head.
+# Three layer ranges: the embedding only, one block only, and the head only.
 FIRST = LayerRange(range(0), first=True, last=False)
 LAYER = LayerRange(range(1), first=False, last=False)
 LAST = LayerRange(range(0), first=False, last=True)

@@ -88,7 +88,7 @@ def _empty_merged(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Me
 
 @primitive
 def begin_merging(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Merged:
-    """Return the initial state of a merge: zero output and log-sum-exp -inf."""
+    """Return an empty `Merged`: the output is 0 and the log-sum-exp is -inf."""
     merged = _empty_merged(qkv, sequence, form, empty)
     merged.out[...], merged.sums[...] = 0, -np.inf
     return merged

@@ -357,7 +357,7 @@ def sharded_matmul(
         Operands saved as working blocks.  On a q^3 cube, "xw" saves 1/q^2 of X and W per rank (six
         collectives), and "" saves 1/q^3 (eight collectives).  Splits with panels save none.
     transposed, stacked
-        True if W is stored as [n, k]; True if experts are a middle dim, X[m, e, k] W[k, e, n].
+        True if W is stored as [n, k]; True for one product per expert, X[m, e, k] W[k, e, n].
     scales
         Scales of operands rounded to float8: "block" or "tensor"; None does not round.
 

@@ -58,9 +58,9 @@ class Best(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates the model of a trainer after every `train.eval_every`-th step and the last one.
+    """Evaluator of a trainer's model after every `train.eval_every`-th step and the last step.
 
-    Only rank 0 has `batches`.  The constructor and the methods are collective.  `best` is the
+    Only rank 0 has `batches`. The constructor and the methods are collective calls. `best` is the
     best evaluation so far.
     """
 

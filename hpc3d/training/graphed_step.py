@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GraphedStep:
-    """Runs the steps of `trainer` with the CUDA graph `graph` (hpc3d.cuda.graph)."""
+    """Training steps of `trainer`, replayed from the CUDA graph `graph` (hpc3d.cuda.graph)."""
 
     def __init__(self, trainer: Any, graph: CudaGraph) -> None:
         self.trainer, self.graph = trainer, graph

@@ -173,7 +173,7 @@ class ReplicaCheck:
             stop(self.mesh, found)
 
     def copies(self) -> dict[tuple[str, str], tuple[set[str], int]]:
-        """Return a dict from (name, kind) to (axes of replication, hash) of this rank's blocks.
+        """Return a dict from (name, kind) to (replication axes, hash) for this rank's blocks.
 
         Only blocks with replicas or a tied copy are included.
         """
@@ -189,7 +189,7 @@ class ReplicaCheck:
         }
 
     def blocks(self) -> Iterator[tuple[Parameter, str, set[str], Array]]:
-        """Yield (parameter, kind, axes of replication, block) for all blocks on this rank."""
+        """Yield (parameter, kind, replication axes, block) for all blocks on this rank."""
         parameters, optimizer = self.trainer.parameters, self.trainer.optimizer
         for item in parameters:
             axes = self._replicated(item.layout)

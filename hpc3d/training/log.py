@@ -39,7 +39,7 @@ _RECENT = 20  # number of recent steps whose median duration is used to estimate
 
 
 class Log:
-    """Writes rank 0's lines to the terminal and train.log, and its records to metrics.jsonl."""
+    """Writer of rank 0's log lines (terminal, train.log) and metrics records (metrics.jsonl)."""
 
     metrics: MetricsFile | None = None
 

@@ -54,7 +54,7 @@ class _PersistentDeviceCache(DeviceCache):
 
 
 class MicrobatchLoader:
-    """Reads batches on rank 0, broadcasts them and splits them into microbatches.
+    """Loader that reads batches on rank 0, broadcasts them and splits them into microbatches.
 
     On the other ranks, `batches` is `None`. In each training step, microbatches are numbered from
     0. Under an asynchronous schedule, the numbers continue from step to step, and the loader also

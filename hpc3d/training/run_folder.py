@@ -163,7 +163,7 @@ def fresh(parent: Path, name: str) -> Path:
 
 
 def describe(folder: Path, locations: Sequence[Mapping[str, Any]], mpi: str) -> None:
-    """Write environment.json: versions, platform, nodes of the ranks, git commit; no secrets."""
+    """Write environment.json: versions, platform, node of each rank, and commit; no secrets."""
     environment = {
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "hpc3d": hpc3d.__version__,

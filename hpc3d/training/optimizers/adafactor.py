@@ -104,7 +104,7 @@ class Adafactor(Optimizer):
                 step.descend(learning_rate / np.maximum(1.0, rms / self.LARGEST))
 
     def _move(self, state: Array, mean: Array) -> None:
-        """Update a state, a moving average of mean squared gradients, with a new mean."""
+        """Update a moving average of mean squared gradients with the means of this step."""
         rest = self.steps**self.EXPONENT
         state *= 1 - rest
         state += rest * (mean + self.EPSILON)

@@ -187,7 +187,7 @@ class Optimizer:
         return spec.layout(item.updated_layout).block(spec.shape(item.shape), self.parameters.mesh)
 
     def states_of(self, item: Parameter) -> Iterator[tuple[StateSpec, Array]]:
-        """Yield the spec of each state of a parameter, with this rank's elements of the state."""
+        """Yield (spec, this rank's elements) for each optimizer state of a parameter."""
         for spec in self.specs:
             if _keeps(spec, item):
                 yield spec, self.states[spec.name][self.slices[spec.name][item]]
