@@ -63,9 +63,10 @@ class Settings(NamedTuple):
     sizes     dict from a key of config.json to the equivalent key of [model]
     fixed     dict from a key of config.json to its only supported value
     dropouts  keys of the dropout rates; hpc3d has a single rate
-    others    all further keys of config.json
-    written   function that returns the `others` keys of config.json for a ModelConfig
-    told      function that returns keys of [model], given config.json and the keys known so far
+    others    all other keys of config.json
+    written   function that returns the other keys of config.json for a ModelConfig (export)
+    told      function that returns keys of [model] for a config.json and the keys from `sizes`
+              (import)
     """
 
     sizes: Mapping[str, str]

@@ -118,7 +118,7 @@ def nccl() -> Iterator[Finding]:
 
 
 def device_map(job: Job) -> Iterator[Finding]:
-    """Yield a finding on the ranks' devices: rank i of a host uses device i mod (device count)."""
+    """Yield a finding on the devices of ranks; local rank i uses device i mod (device count)."""
     location, taken = job.location(), None
     if present():
         import cupy

@@ -69,7 +69,7 @@ class TwoLevel(AllPairs):
         return super().buffer(shape, dtype) if short else self.node.buffer(shape, dtype)
 
     def shared(self, shape: Sequence[int], dtype: np.dtype) -> tuple[np.ndarray, Region]:
-        """Return an array in memory shared by the members on this host, and its region."""
+        """Return an array in memory shared by the group's ranks on this host, and its segment."""
         nbytes = prod(shape) * dtype.itemsize
         region = self.node.region(-(-nbytes // self.node.size))
         return self.node.lend(region, region.memory[:nbytes], shape, dtype), region

@@ -69,9 +69,9 @@ class Board:
 def meet(comm: MPI.Intracomm = MPI.COMM_WORLD, within: float = _WITHIN) -> Finding | None:
     """Exchange messages between ranks to check that they can reach each other.
 
-    Rank 0 returns a Finding if any two peers cannot reach each other, else None. Another rank
-    returns None if it reaches all of its peers. Otherwise, the rank exits, and the caller on rank
-    0 ends the job.
+    Rank 0 returns a Finding if any two peers cannot reach each other, else None. Every
+    other rank returns None if it reaches all of its peers; otherwise it exits, and the caller on
+    rank 0 ends the job.
     """
     board, end = Board(comm), time.monotonic() + within
     board.tell("host", socket.gethostname())

@@ -111,10 +111,10 @@ def _final_norm(sizes, centred):
 
 
 def _bert_vectors(sizes):
-    """Count the elements of BERT's segment table, and of the norms and biases outside blocks.
+    """Count the parameters of BERT's segment embedding, and norms and biases outside of blocks.
 
-    The embeddings and the head each have a norm; the head's dense product and the logits each have
-    a bias.
+    The embeddings and the head each have a norm. The head's dense layer and its output projection
+    each have a bias.
     """
     return (SEGMENTS + 2 * 2 + 1) * sizes.hidden + sizes.vocabulary
 

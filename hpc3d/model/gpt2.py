@@ -1,8 +1,8 @@
 """Embeddings and head of decoder-only models.
 
-The embeddings are token and position embeddings; the head has the final norm, logits and loss.
-Both are used by GPT-2 (Radford et al. 2019) and by Llama, which has no position table.  The blocks
-are in hpc3d.model.block; hpc3d.model.stage combines embeddings, blocks and head.
+The head consists of the final norm, the output projection and the loss.  GPT-2 (Radford et al.
+2019) and Llama share this code; GPT-2 also has learned position embeddings.  The blocks are in
+hpc3d.model.block; hpc3d.model.stage combines embeddings, blocks and head.
 """
 
 from __future__ import annotations

@@ -276,9 +276,9 @@ def _(gpu, choices, slots, count):
 
 @primitive
 def add_excess(grad: Array, choices: Array) -> None:
-    """Add E times the excess of each expert's number of choices over the mean to `grad`.
+    """For each of the E experts, add E (count - mean count) to `grad`.
 
-    The factor E makes the excess an integer.
+    `count` is the number of tokens routed to the expert. The factor E makes the sum an integer.
     """
     found = np.bincount(choices.ravel(), minlength=grad.size)
     grad += grad.size * found - choices.size

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @primitive
 def swiglu(h: Array, out: Array) -> Array:
-    """Compute out = silu(a) b for pairs (a, b): silu(a) = a s with s = 1 / (1 + exp(-a)).
+    """Compute out = silu(a) b for the pairs (a, b) in `h`; silu(a) = a s, s = 1 / (1 + exp(-a)).
 
-    h is overwritten by the derivatives d out / da = b s (1 + a (1 - s)) and d out / db = silu(a).
+    `h` is overwritten with d out / da = b s (1 + a (1 - s)) and d out / db = silu(a).
     """
     pairs = h.reshape(*out.shape, 2)
     for rows in row_blocks(out):

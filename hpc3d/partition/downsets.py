@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc3d.partition.atom_graph import Graph, bits
 
-MOST_WORK = 5e9  # limit on (number of downsets)^2 * (number of values): tens of seconds
+MOST_WORK = 5e9  # (number of downsets)^2 * (number of values), which takes tens of seconds
 _MOST_DOWNSETS = 5_000
 
 

@@ -141,10 +141,10 @@ class _StageKind(NamedTuple):
     def costs(
         self, flight: int, sending: bool, allowed: Allowed
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the stage loads, the terms of the sum, and a mask of the recomputing stages.
+        """Return the stage loads, their terms in the step time, and a mask of recomputation.
 
-        `flight` is the number of microbatches in flight. If `sending` is True, the memory also
-        contains a gradient that is being sent. If a stage does not fit in memory, its term is inf.
+        `flight` is the number of microbatches in flight. If `sending` is True, memory use includes
+        a gradient that is being sent. The term of a stage that does not fit in memory is inf.
         """
         least = self.always + (flight + sending) * self.received + self.saved
         keeps = least + (flight - 1) * self.saved <= allowed.memory

@@ -70,10 +70,10 @@ class Wanted(NamedTuple):
 class ModuleBorder(NamedTuple):
     """Boundary between two model chunks.
 
-    `nbytes` is the number of bytes that the busiest rank sends per microbatch, and `behind` the id
+    `nbytes` is the number of bytes that the busiest rank sends per microbatch. `behind` is the id
     of the last operation before the boundary. `next_best` is the step time in seconds if only this
-    boundary is moved to the best alternative location nearby, after the operation `instead`; both
-    are `None` if no such location fits in memory. `room` is False if some nearby location would
+    boundary moves to the best alternative location nearby, after the operation with id `instead`;
+    both are `None` if no such location fits in memory. `room` is False if a nearby location would
     shorten the step, but does not fit in memory.
     """
 

@@ -55,7 +55,7 @@ class SavedPlan(NamedTuple):
         return text_of("plan", self._asdict())
 
     def pieces(self, captured: Captured) -> list[list[int]]:
-        """Return the piece indices of each chunk; raise ValueError for a different model."""
+        """Return the piece indices of each chunk; raise ValueError if the model has changed."""
         if digest_of(captured) != self.graph:
             raise ValueError(
                 f"{self.model} or the version of torch has changed since the plan was made; make "

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def of_mixture(config: Config) -> dict[str, Any]:
-    """Return the sizes of a mixture of experts as plain values, or {} for a dense model.
+    """Return the sizes of a mixture of experts as Python numbers, or {} for a dense model.
 
     The vocabulary of `config` must be resolved. `parameters` is the total number of parameters,
     and `active` is the number used for a token. `blocks` is the number of blocks with experts.
-    `slots` is the maximum number of tokens per expert and sequence: `capacity` times the even
-    share top_k s / E for s tokens and E experts.
+    `slots` is the maximum number of tokens per expert and sequence: the capacity factor times
+    top_k s / E, for s tokens and E experts.
     """
     model = config.model
     experts = family_of(model).sizes(model, model.vocabulary).experts

@@ -62,7 +62,7 @@ _SPOKEN = 0.5  # s to wait for the launcher to forward printed output
 _ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # possible values of run.signal
 _POKE = signal.SIGURG  # signal that wakes the main thread; ignored by default
 _BUSY_ALONE = 5  # s to wait until the main thread has left a BLAS or HDF5 call
-_BUSY = 0.1  # the same in s if there is a launcher, which soon kills this process
+_BUSY = 0.1  # s to wait under a launcher, which kills this process soon afterwards
 _SAVED = 60  # timeout in s of the exit hooks in a forked child process
 
 

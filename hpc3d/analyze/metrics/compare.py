@@ -31,7 +31,7 @@ _LOAD = ("batch", *_MODEL, "setting")
 _PEERS = ("ranks", "p", "d", *_LOAD)
 _ALL = "all"  # axis and operation in the row that contains the totals
 _Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
-# For n >= 6 steps, the median is between the extremes with probability 1 - 2^(1 - n) > 95 %.
+# With probability 1 - 2^(1 - n), the true median is between the extremes of n samples: 97 % for 6.
 FEWEST = 6
 CONSTANT = 0.1  # relative tolerance for equal work per rank in weak scaling
 

@@ -201,7 +201,7 @@ def _exchanges(calls):
 
 
 def _order_in_pass(events, row):
-    """For each all-to-all, return 0 for a layer's first one in a pass, and 1 for the second."""
+    """Label each all-to-all: 0 if it is the first of its layer in a pass, 1 if the second."""
     _, which = combinations([events[key][row] for key in _PASS])
     order = np.lexsort((events["seq"][row], which))
     first = np.flatnonzero(np.diff(which[order], prepend=-1))

@@ -218,7 +218,7 @@ def _divided(work, indices, ways):
 
 
 def _part_of(captured, roles, ways):
-    """Return a copy of the captured module in which the sharded weights have one rank's shape."""
+    """Return a copy of the captured module with the local shapes of the sharded weights."""
     program = captured.program
     state = dict(program.state_dict)
     shares = [(node.args[0], 0) for node in roles.tables]

@@ -106,7 +106,7 @@ class OneRankRun:
         return times[1] - times[0], times[2] - times[1]
 
     def step(self) -> StepSeconds:
-        """Run the next training step and return the times of its parts."""
+        """Run the next training step; return the times of its passes, its update and the rest."""
         start = self.clock()
         self.trainer.step(self.steps)
         whole = self.clock() - start

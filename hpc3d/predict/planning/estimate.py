@@ -54,7 +54,7 @@ class Estimate(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Peak memory in bytes of the fullest rank."""
+        """Peak memory, in bytes, of the rank that uses the most memory."""
         return sum(self.kinds.values())
 
     @property

@@ -283,7 +283,7 @@ class Optimizer:
         return part, arrays, states, update.keep(decay)
 
     def _at_hand(self, units: Sequence[Sequence[_Update]]) -> Iterator[list[dict[str, Array]]]:
-        """Yield, for each unit, the arrays of its updates; offloaded arrays are loaded copies."""
+        """Yield the arrays needed to update each unit, with device copies of offloaded arrays."""
         mesh = self.parameters.mesh
         moved = [
             [
