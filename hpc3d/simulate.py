@@ -103,7 +103,7 @@ def _step(options, overrides):
             f"{' '.join(overrides) or '--ranks'} out, or simulate its config.toml"
         )
     if folder and not (folder / "config.toml").is_file():
-        raise ValueError(
+        problems.append(
             f"{folder}: a folder without config.toml; name an input file, or the folder of a run "
             "that has a trace"
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
 from hpc3d.comm.grid import AXES, Grid
 from hpc3d.config.constraints import AtLeast, AtMost, LessThan, MoreThan, ValidFor
@@ -23,8 +23,6 @@ from hpc3d.config.limits import INT32, MOST_LAYERS, MOST_PASSES, MOST_RANKS
 from hpc3d.model.context import Context
 from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split
-
-Table = TypeVar("Table")
 
 _LONG = 1024  # shortest sequence in tokens for which chunked attention is not slower in NumPy
 STRICT = {"extra": "forbid"}
@@ -38,16 +36,6 @@ CONSTANTS: dict[str, dict[str, float]] = {  # optimizer -> defaults of its const
     "sgd": {},
 }
 _OF_MIXTURES = ValidFor("model.kind", "gpt2", "llama"), ValidFor("model.experts")
-
-
-def replace(table: Table, **changes: Any) -> Table:
-    """Return a copy of a section, or of a Config, with other values of some keys.
-
-    It equals `dataclasses.replace`, which calls `getattr` for every key; a planner copies sections
-    a hundred thousand times.
-    """
-    values = vars(table)
-    return type(table)(**{key: values[key] for key in table.__match_args__} | changes)
 
 
 def _with(constant: str) -> tuple[str, ...]:

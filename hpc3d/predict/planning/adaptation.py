@@ -9,11 +9,11 @@ that do not fit in memory with even layers. The bucket sizes correspond to the g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import ceil, inf, log10
 from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpc3d.config.input_file import replace
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.planning.candidates import (

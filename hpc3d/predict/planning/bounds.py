@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from hpc3d.comm.mesh import CONTEXT, EXPERTS, data_axes, expert_data_axes, plane
 from hpc3d.config.cuboid import received_elements
-from hpc3d.config.input_file import MeshConfig, replace
+from hpc3d.config.input_file import MeshConfig
 from hpc3d.model.families import block_products, family_of
 from hpc3d.ops.float8 import E4M3
 from hpc3d.predict.machine.between_hosts import legs
@@ -217,7 +218,7 @@ def volumes(config: Config) -> Counter[str]:
     found: Counter[str] = Counter()
     for axis in (axis for axis in "xyz" if getattr(mesh, axis) > 1):
         size = getattr(mesh, axis)
-        alone = replace(one, mesh=MeshConfig(**{"x": 1, "y": 1, "z": 1, axis: size}))
+        alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
         found[axis] = 2 * mesh.p * layers * received_elements(alone, mesh.e) * size / tensor
     for axes, elements in _summed(config):
         ranks = prod(getattr(mesh, axis) for axis in axes)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from math import inf, log
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpc3d.config.input_file import replace
 from hpc3d.cuda.cudnn_attention import takes
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.planning import layouts

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpc3d.config.input_file import replace
 from hpc3d.config.size_rules import divisors
 from hpc3d.model.families import family_of
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from statistics import mean
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.comm.mesh import CONTEXT, DATA
-from hpc3d.config.input_file import replace
 from hpc3d.model.stage import FIRST, LAST
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.machine.between_hosts import legs

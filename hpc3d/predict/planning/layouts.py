@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import factorial, gcd
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpc3d.config.input_file import MeshConfig, replace
+from hpc3d.config.input_file import MeshConfig
 from hpc3d.config.limits import MOST_PASSES
 from hpc3d.config.parallel_rules import wrong_compression, wrong_context
 from hpc3d.config.pipeline_rules import wrong_pipeline
