@@ -16,7 +16,7 @@ def test_calls_benchmark_requires_several_ranks():
         words, cwd=ROOT, text=True, capture_output=True, check=False, timeout=250
     )
     assert done.returncode == 2
-    assert "calls needs several ranks; use mpirun -np 2" in done.stderr
+    assert "`bench calls` needs at least 2 ranks; run mpirun -np 2" in done.stderr
 
 
 @pytest.mark.slow

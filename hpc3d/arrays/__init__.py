@@ -1,1 +1,1 @@
-"""Arrays: a pool that reuses memory, 16-bit arrays, and abstract arrays without data."""
+"""Array types and memory: a memory pool, 16-bit float arrays, and arrays without data."""

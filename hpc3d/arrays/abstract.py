@@ -1,4 +1,4 @@
-"""Abstract arrays without data, which let the program count its operations for any model size.
+"""Abstract arrays without data, to predict the cost of a model of any size without executing it.
 
 An `AbstractArray` has the shape, dtype and lifetime of an array, but no data.  NumPy functions
 accept and return abstract arrays (NEP 13 and NEP 18).  A view keeps the memory of its base alive,
@@ -47,7 +47,7 @@ class CostMeter:
         """Record a kernel other than a matrix product; `nbytes` is its total memory traffic."""
 
     def fused(self, flop: float, nbytes: int, dtype: DTypeLike) -> None:
-        """Record a kernel that fuses matrix products; `nbytes` is its total memory traffic."""
+        """Record a fused kernel with `flop` FLOPs, such as attention, and `nbytes` of traffic."""
 
     def copied(self, nbytes: int) -> int:
         """Record an offload copy of `nbytes` bytes; return its completion time in ns."""
@@ -62,13 +62,13 @@ class CostMeter:
 
 
 class Flags(NamedTuple):
-    """Array flags; an array is read-only if members of a communicator share its memory."""
+    """Counterpart of `ndarray.flags`. An array whose memory several ranks share is read-only."""
 
     writeable: bool
 
 
 class AbstractLease:
-    """Lease on memory that is counted but not allocated; its deletion subtracts the bytes."""
+    """Owner of memory that is counted but not allocated; its deletion reduces the count."""
 
     __slots__ = ("give_back", "kind", "shared", "slot_of")
 
@@ -265,10 +265,10 @@ _FUNCTIONS = {
 
 
 def counted(primitive: Primitive) -> Callable[..., Any]:
-    """Return a primitive's rule for abstract arrays, which also notifies the meter.
+    """Return a primitive's implementation for abstract arrays, extended to notify the meter.
 
-    The rule reports the total bytes of all operands and results.  If the primitive is a composite,
-    the operations that it calls notify the meter instead.
+    The meter receives the total bytes of all operands and results.  If the primitive is a
+    composite, the operations that it calls notify the meter instead.
     """
     rule = primitive.abstract_rule
     if rule is primitive.numpy:
@@ -276,7 +276,10 @@ def counted(primitive: Primitive) -> Callable[..., Any]:
 
     def with_meter(first, *rest, **named):
         if rule is None:
-            raise NotImplementedError(f"{primitive.__name__} has no rule for abstract arrays")
+            raise NotImplementedError(
+                f"{primitive.__name__} has no rule for abstract arrays; define one with the "
+                "decorator `abstract` of the primitive"
+            )
         result = rule(first, *rest, **named)
         touched = of_shapes([first, *rest])
         made = of_shapes(result if isinstance(result, tuple) else [result])

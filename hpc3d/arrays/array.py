@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Array(Protocol):
     """Array methods that the program calls directly, with NumPy semantics.
 
-    All other operations are primitives (hpc3d.arrays.primitive).  The annotations of a primitive's
-    rule state the array type that the rule supports.
+    All other operations are primitives (hpc3d.arrays.primitive), each with an implementation per
+    array type.  The type annotations of an implementation name its array type.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Offloaded arrays, stored outside of the memory of a rank until they are needed.
+"""Offloading: arrays are stored outside the memory of their rank while they are not in use.
 
 See ZeRO-Offload (Ren et al., arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al.,
 arXiv:2104.07857).
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class HostStore(Protocol):
     """Store of the offloaded arrays of a `pool`.
 
-    `copied` is the number of bytes copied so far.  `exposed` is the time in seconds that the rank
-    spent only on copying, or `None` if a device copies asynchronously.
+    `copied` is the number of bytes copied so far.  `exposed` is the total time in seconds of the
+    copies that did not overlap with computation, or `None` if a device copies asynchronously.
     """
 
     copied: int
@@ -80,7 +80,7 @@ class _FilePool(Pool):
     def _mapped(self, size: int) -> np.ndarray:
         start = self.size
         try:
-            os.posix_fallocate(self.file, start, size)  # otherwise, a full disk causes SIGBUS
+            os.posix_fallocate(self.file, start, size)  # avoids SIGBUS if the disk is full
         except OSError as error:
             what = f"cannot offload {size / 1e6:,.1f} MB more ({error.strerror})"
             raise OSError(

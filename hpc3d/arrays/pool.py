@@ -87,15 +87,16 @@ class Lease:
 
 
 def lent(lease: Lease, dtype: np.dtype) -> np.ndarray:
-    """Return an array in the memory of a lease: a Narrow array for 16-bit floats."""
+    """Return an array that uses the memory of `lease`; 16-bit floats become a Narrow array."""
     return of_type(np.asarray(lease).view(dtype))
 
 
 class Pool:
-    """Memory pool of one rank, with counts of live and peak bytes for each kind of array.
+    """Memory pool of one rank, which counts the live and peak bytes of each kind of array.
 
-    If `on_device` is true, a matrix product call can also add a bias, a residual or a gradient. If
-    `float8` is true, the device multiplies float8 matrices with one scale per matrix.
+    If `on_device` is true, the arrays are in GPU memory, and a GEMM can fuse the addition of a
+    bias, a residual or a gradient. If `float8` is true, the GPU has float8 GEMMs with one scale
+    per matrix.
     """
 
     on_device = float8 = False

@@ -1,4 +1,4 @@
-"""Primitives: functions on the arrays of one rank, each with a rule per kind of array.
+"""Primitives: array functions of one rank, each with one implementation (rule) per array type.
 
     @primitive
     def gelu_tanh(h, out): ...              NumPy
@@ -27,7 +27,7 @@ PRIMITIVES: list[Primitive] = []
 
 
 class Primitive:
-    """Function with one rule per kind of array, and `numpy` as the rule for all other arguments.
+    """Function with one implementation (rule) per array type; `numpy` is the default.
 
     `abstract_rule`, `cuda_rule` and `narrow_rule` are `None` if no such rule is defined.
     """
@@ -73,9 +73,9 @@ primitive = Primitive
 
 
 def composite(function: _Rule) -> Primitive:
-    """Return a primitive composed of operations that abstract arrays support.
+    """Return a primitive whose implementation consists of operations on any array type.
 
-    The function is therefore also the abstract rule.
+    Abstract arrays therefore need no implementation of their own.
     """
     return Primitive(function, function)
 

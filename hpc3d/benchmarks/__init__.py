@@ -1,1 +1,1 @@
-"""Benchmarks and predictions performed by `python -m hpc3d.bench`."""
+"""Benchmarks and predictions of the command `python -m hpc3d.bench`."""

@@ -1,4 +1,4 @@
-"""Calibration and validation of a model of this machine, with runs on up to 8 ranks."""
+"""Calibrate a performance model of this machine, and validate it, with runs on up to 8 ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def calibrate(options: Namespace) -> dict[str, Any]:
     )
     if not out.parent.is_dir():
         raise ValueError(
-            f"--machine {out}: folder {out.parent} does not exist; create it or use another"
+            f"--machine {out}: folder {out.parent} does not exist; create it or choose an "
+            "existing folder"
         )
     with tempfile.TemporaryDirectory() as folder:
         told = []
@@ -47,7 +48,7 @@ def calibrate(options: Namespace) -> dict[str, Any]:
             told += _works_of(line, folder, how)
         machine = machine_of(told, **_this_machine(options.transport))
         free = [line for line in CALIBRATE if 1 < settings(line)[0] <= machine.cores]
-        print(f"calibrate: measuring {len(free)} runs again in wall-clock time", flush=True)
+        print(f"calibrate: repeating {len(free)} runs to measure wall-clock times", flush=True)
         timed = [(config_of(line, **how), min(_steps_of(line, folder, how))) for line in free]
         machine = with_wakeup(machine, timed)
         with naming(out):

@@ -1,7 +1,7 @@
 """Comparison of hpc3d's collectives with the MPI library's collectives, over all ranks.
 
-A lower bound on the time of a collective is the time to transfer the bytes that a NIC must send,
-at the bandwidth of a message from the first rank to the last rank.
+The lower bound on the time of a collective is the number of bytes that a NIC must send, divided by
+the measured point-to-point bandwidth between the first and the last rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # number of bloc
 _HEAD = ("op", "members", "bytes", "hpc3d ms", "MPI ms", "bound ms")
 _KEYS = ("op", "members", "bytes", "ours_s", "mpi_s", "bound_s")
 _ROUNDS = 5
-_MESSAGE = 1 << 22  # size in bytes of the message with which the bandwidth is measured
+_MESSAGE = 1 << 22  # message size in bytes for measuring the bandwidth
 
 
 def calls(job: Job, options: Namespace) -> None:
@@ -34,7 +34,9 @@ def calls(job: Job, options: Namespace) -> None:
     from hpc3d.comm.cartesian import build
 
     if job.size == 1:
-        job.refuse("calls needs several ranks; use mpirun -np 2 python -m hpc3d.bench calls")
+        job.refuse(
+            "`bench calls` needs at least 2 ranks; run mpirun -np 2 python -m hpc3d.bench calls"
+        )
     ours, mpi = (build({"x": job.size}, transport=way).comm("x") for way in ("auto", "mpi"))
     mpi.long = inf
     hosts = len(set(job.gather(job.location()["host"])))
@@ -61,9 +63,9 @@ def _say(job: Job, row: Sequence[object]) -> None:
 def _seconds(
     job: Job, op: str, size: int, comms: Sequence[Communicator], rounds: int
 ) -> list[float]:
-    """Return the median time of a collective on each of the communicators, in seconds.
+    """Return the median time of a collective in seconds, one value per communicator.
 
-    The time is measured on the slowest rank. The communicators are used alternately.
+    The time of a call is the time of the slowest rank. Calls on the communicators alternate.
     """
     rows = size // 4 // job.size
     block = np.ones(rows if op == "all_gather" else rows * job.size, np.float32)

@@ -1,4 +1,4 @@
-"""Overhead of the guards against silent errors, from alternating steps with and without checks."""
+"""Measure the overhead of checks for silent errors: steps with and without checks alternate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EVERY = 100  # number of steps between comparisons of replicas (guard.replicas_
 
 
 def guards(options: Namespace) -> dict[str, Any]:
-    """Print and return the CPU time of the guards, summed over all ranks."""
+    """Print and return the CPU time of checks for silent errors, summed over all ranks."""
     results = {}
     for ranks, name in _RUNS.items():
         found = results[f"{name}, {ranks} ranks"] = _measured(ranks, name, options.rounds or 10)
@@ -30,7 +30,7 @@ def guards(options: Namespace) -> dict[str, Any]:
         every = max(1, ceil(cost / _SHARE))
         print(f"{name}, {ranks} ranks: {step:.2f} s of CPU time per step")
         spread = f"{1 + cost:.3f} ({low:.3f} to {high:.3f})"
-        print(f"    ratio of a step with checked products and messages: {spread}")
+        print(f"    step time with checks of products and messages / without: {spread}")
         print(f"    guard.abft_every = {every}: {cost / every:.1%} of a step")
         print(f"    guard.replicas_every = {_EVERY}: {replicas / _EVERY / step:.2%} of a step")
     return results

@@ -222,9 +222,9 @@ def _times(recorded: Trace) -> dict[str, Any]:
 
 
 def _calls_along(recorded: Trace, axis: str, steps: int) -> dict[str, Any]:
-    """Return the time and the bytes of the calls along a mesh axis, per rank and step.
+    """Return the communication time [s] and received bytes along a mesh axis, per rank and step.
 
-    The time is in seconds. The first step is excluded.
+    The first step is excluded.
     """
     groups = [number for number, group in enumerate(recorded.groups) if group.axis == axis]
     events = recorded.events
@@ -235,7 +235,7 @@ def _calls_along(recorded: Trace, axis: str, steps: int) -> dict[str, Any]:
 
 
 def with_sizes(config: Config, **sizes: Any) -> Config:
-    """Return `config` with different model sizes. The size `batch` is in sequences."""
+    """Return a copy of `config` with new model sizes, and optionally a new batch size `batch`."""
     batch = sizes.pop("batch", config.train.batch)
     model = replace(config.model, **sizes)
     return replace(config, model=model, train=replace(config.train, batch=batch))

@@ -110,6 +110,6 @@ def _serial_configs() -> dict[str, Config]:
 
 
 def _pair(found: Mapping[str, float]) -> str:
-    """Format a pair of measurements as the second time and the ratio of the two times."""
+    """Format the time of the second variant, and the ratio of the first to the second."""
     low, high = found["ratio_min"], found["ratio_max"]
     return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"

@@ -111,7 +111,7 @@ def _costs(model: str, captured: Captured, ranks: int, folder: Path) -> ModelCos
 def _plan(
     model: str, captured: Captured, costs: ModelCosts, how: dict[str, Any]
 ) -> tuple[SavedPlan, float]:
-    """Return the best plan with the settings `how`, and its predicted step time in seconds."""
+    """Plan with the planner settings `how`; return the plan and its predicted step time in s."""
     from hpc3d.partition.module_plan import Wanted, best_plan
     from hpc3d.partition.plan_file import saved
 

@@ -96,7 +96,7 @@ def _block(
 def _last_norm_block(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any, seen: torch.Tensor
 ) -> torch.Tensor:
-    """Return the output of a BERT block, in which each norm follows a residual addition."""
+    """Return the output of a BERT block with post-norm: LayerNorm after each residual addition."""
     a = linear(weights, f"{name}.proj", _attention(weights, name, x, shape, seen))
     x = norm(weights, f"{name}.norm1", x + a, shape.epsilon)
     h = linear(weights, f"{name}.down", _hidden(weights, name, x, shape))

@@ -1,4 +1,4 @@
-"""Argument parser of all commands, and error handling of commands that run without a launcher."""
+"""Argument parser of all commands, and error handling of commands that do not use MPI."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT)
 
     def parse_known_args(self, *words: Any, **how: Any) -> Any:
-        """Parse a command line (`parse_args` calls this method, too).
+        """Parse a command line; `parse_args` also calls this method.
 
-        The help text may be written to a pipe that its reader has closed.
+        Printing the help text to a closed pipe, as in `--help | head`, is not an error.
         """
         with sanitized_streams():
             try:
@@ -75,11 +75,11 @@ class Parser(argparse.ArgumentParser):
         sys.stdout.flush()
 
     def _get_values(self, action: argparse.Action, words: list[str]) -> Any:
-        """Convert the values of an option; collect wrong values, so that all are reported."""
+        """Convert the values of an option; collect errors, so that all are reported together."""
         try:
             return super()._get_values(action, words)
         except argparse.ArgumentError as error:
-            if action.nargs == argparse.PARSER:  # unknown subcommand: no further options
+            if action.nargs == argparse.PARSER:  # an unknown subcommand ends the parsing
                 raise
             self._problems.append(str(error))
             return action.default
@@ -114,9 +114,9 @@ def complain(verb: str, lines: Iterable[str]) -> None:
 
 
 def split_options(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Split a command line into its own arguments and the options `--section.key value`.
+    """Separate the command's own arguments from configuration options `--section.key value`.
 
-    `also` lists options without a section that belong to the second list.
+    Returns both lists. The options named in `also` count as configuration options.
     """
     ours, settings, words = [], [], iter(words)
     for word in words:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 FAILED = 1  # a rank failed, which ends the job
 BAD_INPUT = 2
-CHECK_FAILED = 3  # stored or computed data are wrong
+CHECK_FAILED = 3  # a check found corrupt data, stored or computed
 NOT_FINITE = 4
-STALLED = 5  # no progress for run.watchdog_s
+STALLED = 5  # no progress for run.watchdog_s seconds
 STOPPED = 75  # stopped on request before the last step, with a checkpoint (EX_TEMPFAIL)
 INTERRUPTED = 130  # interrupted by Ctrl-C after printing partial results (128 + SIGINT)
 

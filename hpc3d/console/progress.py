@@ -125,9 +125,9 @@ def progress(
 
 @contextmanager
 def _speaking() -> Iterator[tuple[Callable[[str], object], float]]:
-    """Yield a function that prints a progress line to stderr, and the interval of the lines in s.
+    """Yield a function that prints a line to stderr, and the seconds to wait between two lines.
 
-    On a terminal, each line replaces the previous one, and the line stays below other output.
+    On a terminal, each progress line replaces the previous one and remains the last line.
     """
     stdout, stderr = sys.stdout, sys.stderr
     if not stderr.isatty() or os.environ.get("TERM") == "dumb":

@@ -20,7 +20,7 @@ _MEMORY = (
     "(python -m hpc3d.plan finds layouts that fit)"
 )
 _LONGEST_LINE = 1000  # characters
-_NO_READER = (errno.EPIPE, errno.EIO)  # errors of writes to a closed pipe or terminal
+_NO_READER = (errno.EPIPE, errno.EIO)  # errno after writing to a closed pipe or terminal
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
@@ -115,8 +115,8 @@ class SanitizedStream:
     """Text stream that escapes control characters, and characters missing in its encoding.
 
     A text is not escaped if it is "\\r", "\\t" or a `Controls` string.  If the reader has closed
-    the stream, `unread` is set and all output is discarded.  If the stream is not `needed`, any
-    other write error has the same effect.
+    the stream, `unread` is set and all output is discarded.  Other write errors raise OutputError
+    if the stream is `needed`; otherwise, they also discard all output.
     """
 
     def __init__(self, stream: TextIO, needed: bool = True) -> None:
@@ -176,9 +176,9 @@ def sanitized_streams() -> Iterator[None]:
 
 
 def _open_missing_streams() -> None:
-    """Connect each standard stream that was closed at the start of the process to /dev/null.
+    """Open /dev/null in place of each standard stream that the parent process has closed.
 
-    These connections occupy the file descriptors 0 to 2, so that no other file gets one of them.
+    Otherwise, the next opened file would get the descriptor 0, 1 or 2 and receive printed text.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

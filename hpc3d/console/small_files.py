@@ -40,7 +40,7 @@ def read(path: Path | str, most: int = _MOST_TEXT, remedy: str = "name a file") 
     try:
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "a device or a pipe"
-            raise ValueError(f"{path} is {kind}, and only regular files are read; {remedy}")
+            raise ValueError(f"{path} is {kind}, but must be a regular file; {remedy}")
         with path.open("rb") as file:
             content = file.read(most + 1)
     except OSError as error:
@@ -52,7 +52,7 @@ def read(path: Path | str, most: int = _MOST_TEXT, remedy: str = "name a file") 
 
 def toml(text: str) -> dict[str, Any]:
     """Parse TOML into nested dicts; raise ValueError if it is invalid or too large."""
-    import tomllib  # not at the top, because training ranks do not need it
+    import tomllib  # imported here, because training ranks do not need it
 
     if len(text) > _MOST_TEXT:
         raise ValueError(f"{len(text)} characters, more than the limit of {_MOST_TEXT}")
@@ -66,7 +66,7 @@ def toml(text: str) -> dict[str, Any]:
 
 @contextmanager
 def replacing(path: Path, crowded: bool = False) -> Iterator[Path]:
-    """Yield a temporary path, whose file is synced and replaces `path` if the block succeeds.
+    """Yield a temporary path; if the block succeeds, sync the file and rename it to `path`.
 
     Set `crowded` if every rank writes to the folder.  The folder is then not searched for
     temporary files of killed processes.
@@ -99,7 +99,7 @@ def new_folder(folder: Path) -> Iterator[None]:
 
 
 def temporary_of(path: Path) -> Path:
-    """Return this process's temporary path for `path`, and remove those of killed processes."""
+    """Return a temporary path for `path`; remove temporary files left by killed processes."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
         host, _, process = left.name[len(path.name) + 1 : -len(".tmp")].rpartition(".")
         with suppress(OSError):  # another process removed the file, or the disk is read-only
@@ -120,7 +120,7 @@ def _has_ended(host: str, process: str, left: Path) -> bool:
         os.kill(int(process), 0)
     except ProcessLookupError:
         return True
-    except (PermissionError, ValueError, OverflowError):  # process of another user, or other file
+    except (PermissionError, ValueError, OverflowError):  # not our process, or no PID in the name
         return False
     return False
 

@@ -32,14 +32,14 @@ class Sampling(NamedTuple):
         """
         if not np.isfinite(logits.max()):
             raise BadData(
-                f"the model gives a logit of {logits.max()}: its weights have diverged; use an "
-                "earlier checkpoint"
+                f"the model's largest logit is {logits.max()}, because its weights have diverged; "
+                "use an earlier checkpoint"
             )
         if not self.temperature:
             return int(logits.argmax())
         chances = self.probabilities(logits).cumsum()
         bits = philox_draws(philox_key((self.seed, "generate", sample)), position, 1)
-        uniform = int(bits[0] >> np.uint64(11)) * 2.0**-53  # uniform * sum rounds to less than sum
+        uniform = int(bits[0] >> np.uint64(11)) * 2.0**-53  # < 1, also after scaling and rounding
         return int(np.searchsorted(chances, uniform * chances[-1], side="right"))
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:

@@ -52,7 +52,7 @@ def _wrong_keys(config: Config) -> list[str]:
 
 
 def _base(trained: Config, words: Sequence[str], ranks: int) -> Config:
-    """Return the default configuration, without options: the training run's scheme in float64."""
+    """Return the defaults of generation: the training run's parallel scheme, and float64."""
     given = {option.removeprefix("--") for option, _ in options(words)}
     scheme = trained.parallel.scheme
     split = trained.parallel.split if "parallel.scheme" not in given else None
@@ -82,6 +82,6 @@ def _other_axes(mesh: MeshConfig) -> Iterator[str]:
     for axis in AXES:
         if axis not in "xyz" and getattr(mesh, axis) > 1:
             yield (
-                f"mesh.{axis} = {getattr(mesh, axis)}: a text is continued on tensor axes only: "
-                f"give --mesh.{axis} 1, and the ranks to x, y and z"
+                f"mesh.{axis} = {getattr(mesh, axis)}: generation supports only tensor "
+                f"parallelism; give --mesh.{axis} 1 and distribute the ranks over x, y and z"
             )

@@ -1,6 +1,7 @@
 """Trained model for text generation, from a run's checkpoint or a Hugging Face model folder.
 
-Rank 0 identifies the model.  Every rank then opens the weight files and reads its own blocks.
+Rank 0 finds and validates the model. Every rank then opens the weight files and reads its own
+blocks.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class TrainedModel(NamedTuple):
         try:
             ids = self.tokenizer.encode(text, whole=True).astype(np.int64)
         except UnicodeDecodeError:
-            raise ValueError("--prompt: not UTF-8; convert it with iconv") from None
+            raise ValueError(
+                "--prompt: the text is not valid UTF-8; convert it to UTF-8 with iconv"
+            ) from None
         except ValueError as error:
             raise ValueError(f"--prompt: {error}; leave it out") from error
         if not len(ids):
@@ -85,8 +88,8 @@ class TrainedModel(NamedTuple):
         known = self.config.model.vocabulary
         if ids.max() >= known:
             raise ValueError(
-                f"--prompt: it has token {ids.max()}, but the model has {known} tokens; use the "
-                f"{_TOKENIZER} that the model was trained with"
+                f"--prompt contains token {ids.max()}, but the model's vocabulary has {known} "
+                f"tokens; use the {_TOKENIZER} from the training of the model"
             )
         return ids
 
@@ -125,7 +128,8 @@ def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
         able = [kind for kind, family in FAMILIES.items() if family.causal]
         kind = found.config.model.kind
         raise ValueError(
-            f"{path}: a {kind} cannot continue a text; supported are {', '.join(able)}"
+            f"{path}: {kind} models do not support text generation; supported models: "
+            f"{', '.join(able)}"
         )
     return found
 
@@ -133,7 +137,7 @@ def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
 def _refuse_others(words: Iterable[str], known: Sequence[str]) -> None:
     names = ", ".join(f"--{name}" for name in known)
     problems = [
-        f"{option}: fixed by the model; generate only takes keys of {names}"
+        f"{option}: the trained model determines this key; generate accepts only {names}"
         for option, _ in options(words)
         if not option.removeprefix("--").startswith(tuple(known))
     ]
@@ -161,7 +165,8 @@ def _of_run(path: Path, words: Sequence[str]) -> TrainedModel:
     config = config_of(opened)
     if config.torch.factory:
         raise ValueError(
-            f"{path}: a run of {config.torch.factory}, which generate does not support"
+            f"{path}: generate does not support torch modules ({config.torch.factory}); choose a "
+            "run of an hpc3d model"
         )
     given = dict(options(_words(words, ("data.path",))))
     tokenizer = _tokenizer_of_run(config, path, given.get("--data.path"))
@@ -180,8 +185,9 @@ def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer
         return ByteTokenizer()
     if text is None and name is None:
         raise ValueError(
-            f"{path}: trained on no text yet, and a vocabulary of {vocabulary} is not bytes: give "
-            "--data.path TOKENS.h5 with its tokenizer, or the folder that it was imported from"
+            f"{path}: the tokenizer for its vocabulary of {vocabulary} tokens is unknown; set "
+            "--data.path to a token file (.h5) with this tokenizer, or generate from the folder "
+            "from which the model was imported"
         )
     return tokenizer_of(package_data.text_path(text or config.data.path))
 
@@ -205,7 +211,7 @@ def _published_tokenizer(path: Path, vocabulary: Any) -> Tokenizer:
             raise ValueError(f"{file}: not UTF-8") from None
     if vocabulary != ByteTokenizer.vocabulary:
         raise ValueError(
-            f"{path}: no {_TOKENIZER}, and a vocabulary of {vocabulary} is not bytes: write it "
-            "there with tokenizer.save_pretrained(FOLDER) of transformers"
+            f"{path}: no {_TOKENIZER} for the vocabulary of {vocabulary} tokens; write the "
+            "tokenizer to this folder with tokenizer.save_pretrained(FOLDER) of transformers"
         )
     return ByteTokenizer()

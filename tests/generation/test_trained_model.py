@@ -99,7 +99,7 @@ def test_tokenizer_json_in_the_model_folder_is_used(tmp_path):
     pytest.importorskip("tokenizers")
     _, theirs = saved(tmp_path, BYTES.replace("vocabulary=256", "vocabulary=280"))
     with pytest.raises(
-        ValueError, match=elided("no tokenizer.json, ... 280 is not bytes: ...save_pretrained")
+        ValueError, match=elided("no tokenizer.json ... 280 tokens; ...save_pretrained")
     ):
         find_model(theirs, [])
     tokenizer = train_bpe([b"the theme of the thesis"], 270)
@@ -128,7 +128,7 @@ def test_tokenizer_is_read_from_the_token_file(tmp_path):
     made = ["--tokenizer", "bpe", "--vocabulary", "262", "-o", str(tokens)]
     assert prepare.main([str(text), *made]) == 0
     run, _ = saved(tmp_path, BYTES.replace("vocabulary=256", "vocabulary=262"))
-    with pytest.raises(ValueError, match=elided("262 is not bytes: give --data.path")):
+    with pytest.raises(ValueError, match=elided("262 tokens is unknown; set --data.path")):
         find_model(run, [])
     found = find_model(run, ["--data.path", str(tokens)])
     assert found.tokenizer.decode(found.prompt(b"the theme")) == b"the theme"
@@ -141,7 +141,7 @@ def test_prompt_token_beyond_the_vocabulary_is_rejected(tmp_path):
     found = find_model(run, [])
     small = replace(found.config, model=replace(found.config.model, vocabulary=100))
     with pytest.raises(
-        ValueError, match=elided("--prompt: it has token 255, ... 100 tokens; ...")
+        ValueError, match=elided("--prompt contains token 255, ... 100 tokens; ...")
     ):
         found._replace(config=small).prompt(b"a\xff")
 
@@ -149,7 +149,7 @@ def test_prompt_token_beyond_the_vocabulary_is_rejected(tmp_path):
 def test_bert_is_rejected_for_generation(tmp_path):
     for path in saved(tmp_path, f"{BYTES} kind=bert"):
         with pytest.raises(
-            ValueError, match=elided("bert cannot continue a text; ... gpt2, llama, ")
+            ValueError, match=elided("bert models do not support ... gpt2, llama, ")
         ):
             find_model(path, [])
 
