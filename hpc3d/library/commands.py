@@ -43,7 +43,7 @@ def open_run(path: Path | str) -> OpenedRun:
     Raises
     ------
     ValueError
-        For any other path, or if the trace is damaged.
+        If the path is neither a run folder nor a trace, or if the trace is damaged.
     """
     from hpc3d.analyze.opened_run import OpenedRun
 
@@ -143,7 +143,8 @@ def find_layouts(
     source, options
         Input file or its name, and values of its keys.
     ranks, machine, memory
-        Number of ranks; machine file or its name; memory per rank in B (None: the machine's).
+        Number of ranks; machine file, or a name in inputs/machines; memory per rank in B (None:
+        the value in the machine file).
     top
         Maximum number of layouts.
 
@@ -188,7 +189,7 @@ def simulate_schedule(
     name
         One of `hpc3d.SCHEDULES`, or csv:FILE.
     stages, microbatches
-        Numbers of pipeline stages, and of microbatches per step.
+        Number of pipeline stages, and number of microbatches per step.
     chunks, steps
         Model chunks per stage (None: set by the schedule); training steps, for asynchronous
         schedules.
@@ -214,7 +215,7 @@ def simulate_schedule(
 
 
 def _words(options: _Options | None) -> list[str]:
-    """Convert options to command-line arguments, with their values in TOML."""
+    """Convert options to command-line arguments `--section.key VALUE`, with TOML values."""
     return [word for key, value in (options or {}).items() for word in (f"--{key}", _text(value))]
 
 

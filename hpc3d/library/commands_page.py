@@ -22,7 +22,8 @@ The command `python -m hpc3d.library.commands_page > docs/commands.md` writes th
 parsers, and a test compares the two.
 """
 
-# Command -> module and function of its parser; "" if the help is the docstring of the module.
+# Maps a command to the module and the function that return its parser. If the function is "",
+# the module has no argparse parser, and its docstring is the help text.
 _PARSERS = {
     "init": ("init", "parser"),
     "train": ("train", ""),
@@ -87,13 +88,13 @@ def _option(action: argparse.Action) -> str:
 
 
 def _spelled(action: argparse.Action, short: bool = False) -> str:
-    """Return an option with its placeholder, or a positional argument, as on a command line."""
+    """Return an option or argument as in a usage line, such as `-o, --output FILE`."""
     names = action.option_strings[:1] if short else action.option_strings
     return " ".join(filter(None, [", ".join(names), _values(action)]))
 
 
 def _values(action: argparse.Action) -> str:
-    """Return the placeholder of the values of an option or argument."""
+    """Return the placeholder for the value, or values, of an option or argument."""
     choices = action.choices if action.metavar is None else None
     name = "|".join(map(str, choices)) if choices else action.metavar or action.dest.upper()
     forms = {"+": f"{name} [{name} ...]", "*": f"[{name} ...]", "?": f"[{name}]", 0: ""}

@@ -46,7 +46,7 @@ complete -o filenames -F _hpc3d hpc3d
 
 
 def script(shell: str, commands: Iterable[str]) -> str:
-    """Return the completion script of a shell for these commands."""
+    """Return the shell script that completes `commands` and their options in `shell`."""
     options = {command: _options(command) for command in commands}
     if shell == "fish":
         return _fish(options)

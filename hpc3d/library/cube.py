@@ -208,7 +208,7 @@ class Cube:
 
 
 def _split(scheme: str | Split) -> Split:
-    """Return the Split for a scheme, given its name or as a Split."""
+    """Return the Split of a scheme; `scheme` is its name, or already a Split."""
     if not isinstance(scheme, str):
         return scheme
     if scheme not in SCHEMES:
@@ -221,7 +221,10 @@ def _refuse_idle(split: Split, sizes: Mapping[str, int]) -> None:
     cut = f"{split.m} {split.n} {split.k}".split()
     for axis, size in sizes.items():
         if size > 1 and axis not in cut:
-            raise ValueError(f"{axis} = {size}: the scheme shards nothing along {axis}; use 1")
+            raise ValueError(
+                f"{axis} = {size}: the scheme does not shard any matrix along {axis}; set the "
+                "size of this axis to 1"
+            )
 
 
 def _check(split, x, w, dy, sizes):

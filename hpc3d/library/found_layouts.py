@@ -57,7 +57,7 @@ class FoundLayouts(list[dict[str, Any]]):
         Returns
         -------
         pandas.DataFrame
-            One row per `reason`: the `count` of its layouts, and the columns of `frame` for the
+            One row per `reason`, with the `count` of layouts, and the columns of `frame` for the
             fastest layout that fits in memory (or else for the smallest layout).
         """
         losers = self._planned.ranking.losers(self._rows[0])

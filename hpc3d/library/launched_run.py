@@ -82,7 +82,7 @@ def _ended(command: list[str], settings: dict[str, str]) -> tuple[int, str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # an interrupt of the notebook does not reach the ranks
+        start_new_session=True,  # do not forward a notebook's SIGINT to the ranks
     )
     try:
         _, err = process.communicate()

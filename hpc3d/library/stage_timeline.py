@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StageTimeline:
-    """Timeline of the stages of a schedule; its repr is the diagram as text.
+    """Timeline of the pipeline stages under a schedule; `repr` returns a text diagram.
 
     Attributes
     ----------

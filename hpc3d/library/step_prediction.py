@@ -43,12 +43,12 @@ class StepPrediction(dict[str, Any]):
 
     @property
     def memory(self) -> pd.DataFrame:
-        """Peak memory per rank [B] by stage and kind; `all` is the peak of the sum over kinds."""
+        """Peak memory per rank [B] by stage and kind; `all` is the peak of the total memory."""
         return _frame([{"stage": n, **row} for n, row in enumerate(self["memory"]["stages"])])
 
     @property
     def received(self) -> pd.DataFrame:
-        """Calls and received bytes per step on each stage-0 rank, by axis and operation."""
+        """Calls and received bytes of a stage-0 rank in a step, by mesh axis and operation."""
         return _frame(
             [
                 {"axis": axis, "op": op, **each}

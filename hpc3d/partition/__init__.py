@@ -1,4 +1,4 @@
-"""Partition a torch module, or a graph of costs, into pipeline stages."""
+"""Partition a torch module, or a cost-annotated graph, into pipeline stages."""
 
 
 def main(argv: list[str] | None = None) -> int:

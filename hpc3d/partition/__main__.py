@@ -1,4 +1,4 @@
-"""Partition a torch module, or a graph of costs, into pipeline stages.
+"""Partition a torch module, or a cost-annotated graph, into pipeline stages.
 
     python -m hpc3d.partition inputs.partition.bert:large --ranks 8 --machine a100-selene
     python -m hpc3d.partition --graph COSTS.json --ranks 4 --microbatches 8
@@ -13,8 +13,8 @@
 MODULE:FACTORY is a function that returns an nn.Module and a tuple of example inputs, whose
 dimension 0 is the batch of a step. The module is not changed and needs no memory: it is captured
 on fake tensors. The costs of its operations come from a machine file, or from the measurements of
-`profile`. The stages, the replicas and the recomputation of each stage, the microbatches and the
-schedule are searched together, except those that are set by an option.
+`profile`. The planner jointly searches for the stages, the replicas and recomputation of each
+stage, the number of microbatches, and the schedule. Options fix individual values.
 
 COSTS.json is {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
 "edges": [{"from", "to", "bytes"}], "together": [[ids]]}. Times are in seconds per microbatch.
@@ -55,15 +55,15 @@ _RUN = "hpc3d.partition.execution.module_run"
 _TORCHRUN = "hpc3d.partition.execution.torchrun_file"
 
 JSON = """\
-print one JSON object on the last line: objective, schedule, microbatches, time [s] of a step,
-load [s] of the busiest stage, memory [B] of the stage with the most, proven, stages (ids),
-replicas, and borders (nbytes, behind, next_best [s], instead). For a module also recompute and
-pieces of each model chunk, chunks per stage, zero, and room of a border (memory for a faster
-step)"""
+print one JSON object on the last line, with the keys objective, schedule, microbatches, time (step
+time [s]), load (of the busiest stage [s]), memory (maximum per rank [B]), proven, stages (ids of
+the operations), replicas, and borders (stage boundaries: nbytes, behind, next_best [s], instead).
+The plan of a module also has the keys recompute and pieces (per model chunk), chunks (per stage)
+and zero; its borders have the key room (false if a faster location does not fit in memory)"""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand or make a plan; return exit code 2 if the request cannot be planned."""
+    """Run a subcommand or the planner; return 0, or exit code 2 if no plan can be made."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["run"]:
         from hpc3d.runtime import launch
@@ -86,44 +86,47 @@ def parser() -> Parser:
     add = parser.add_argument
     text = "function that returns a module and its inputs"
     add("model", nargs="?", metavar="MODULE:FACTORY", help=text)
-    add("--graph", type=Path, metavar="COSTS.json", help="graph with costs")
+    add("--graph", type=Path, metavar="COSTS.json", help="graph with the cost of each node")
     ranks = {"type": number_of_ranks, "required": True, "metavar": "N"}
     add("--ranks", **ranks, help="number of ranks (stages times replicas)")
     text = f"module: machine in inputs/machines, or a machine file (default: {DEFAULT_MACHINE})"
     add("--machine", metavar="NAME|FILE", help=text)
     text = (
-        "module: measured costs, which replace those of the machine, and without --machine also "
-        "those of messages"
+        "module: use measured compute costs instead of those from the machine file; without "
+        "--machine, also use measured message costs"
     )
     add("--profile", type=Path, metavar="PROFILE.json", help=text)
     text = "samples per step (default: batch of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=text)
     text = (
-        "memory of a rank, in GB if it has no unit (default: that of the machine; unlimited for a "
-        "graph)"
+        "memory per rank, in GB if no unit is given (default: from the machine file; for a graph: "
+        "unlimited)"
     )
     add("--memory", type=size, metavar="32GB", help=text)
-    text = "graph: bytes per second between stages (default: unlimited)"
+    text = "graph: bandwidth between stages in bytes/s (default: unlimited)"
     add("--bandwidth", type=rate, metavar="10GB", help=text)
-    text = "microbatches per step (default: searched; 1 for a graph)"
+    text = "number of microbatches per step (default: the planner chooses; for a graph: 1)"
     add("--microbatches", type=integer(1, MOST_PASSES), metavar="M", help=text)
-    text = "module: replicas of all stages, or of each stage: 16,8,8 (default: searched)"
+    text = (
+        "module: number of replicas, the same for all stages or one per stage, such as 16,8,8 "
+        "(default: the planner chooses)"
+    )
     add("--replicas", type=_counts, metavar="R", help=text)
     asked = ", ".join(each.name for each in FOR_PARTITIONS if each.on_request)
     text = (
-        f"pipeline schedule (default: the fastest one, without {asked}; for a graph "
+        f"pipeline schedule (default: the fastest one, except {asked}; a graph supports only "
         f"{' or '.join(_OF_GRAPHS)})"
     )
     add("--schedule", choices=_SCHEDULES, help=text)
-    text = "stages with activation checkpointing (stage: searched for each stage)"
+    text = "module: activation checkpointing of no, all or selected stages (default: stage)"
     add("--recompute", choices=("none", "full", "stage"), help=text)
-    text = "module: fraction of the memory that stays free (default: 0.1)"
+    text = "module: fraction of the memory to leave free (default: 0.1)"
     add("--margin", type=_part, metavar="X", help=text)
     text = "module: ZeRO stage; 1 shards the optimizer state over replicas (default: 0)"
     add("--zero", type=int, choices=(0, 1), help=text)
     text = "objective to minimize (default: time)"
     add("--objective", choices=("time", "load"), default="time", help=text)
-    text = "module: write the plan for `partition run`, or as a Python file for torchrun"
+    text = "module: write the plan to a JSON file (`partition run`) or a Python file (torchrun)"
     add("-o", "--output", type=Path, metavar="PLAN.json|PLAN.py", help=text)
     text = "module: draw the graph and the stage boundaries"
     add("--draw", type=Path, metavar="FILE.svg", help=text)
@@ -139,13 +142,13 @@ def _counts(text):
 def _part(text):
     """Parse a fraction f with 0 <= f < 1."""
     if not re.fullmatch(r"0?\.[0-9]+|0", text):
-        raise ArgumentTypeError(f"{text:.40}: must be a fraction below 1, such as 0.1")
+        raise ArgumentTypeError(f"{text:.40}: must be at least 0 and less than 1, such as 0.1")
     return float(text)
 
 
 def _plan(options):
     if (options.model is None) == (options.graph is None):
-        raise ValueError("give either MODULE:FACTORY or --graph COSTS.json")
+        raise ValueError("give either MODULE:FACTORY or --graph COSTS.json, but not both")
     need("partition", "networkx")
     printed = (_of_file if options.graph else _of_module)(options)
     if options.json:
@@ -166,10 +169,10 @@ def _of_file(options):
     given, problems = [name for name in _OF_MODULES if getattr(options, name) is not None], []
     if given:
         names = ", ".join(f"--{name}" for name in given)
-        problems.append(f"{names}: only for a module; remove from a command with --graph")
+        problems.append(f"{names}: valid only for a module; remove from the command with --graph")
     if options.schedule not in (None, *_OF_GRAPHS):
         known = " or ".join(_OF_GRAPHS)
-        problems.append(f"--schedule {options.schedule}: only for a module; use {known}")
+        problems.append(f"--schedule {options.schedule}: valid only for a module; use {known}")
     if problems:
         raise Problems(problems)
     graph = cost_file.load(options.graph)
@@ -192,7 +195,8 @@ def _of_module(options):
 
     if options.bandwidth:
         raise ValueError(
-            "--bandwidth: only for --graph; the bandwidth for a module is in --machine"
+            "--bandwidth: valid only with --graph; for a module, the bandwidth is in the machine "
+            "file (--machine)"
         )
     gc.set_threshold(_SELDOM)
     captured = captured_of(options.model)
@@ -253,10 +257,11 @@ def _show_whole(modules):
         reasons.setdefault(each.reason, {})[each.path] = None
     for reason, paths in reasons.items():
         names = _some([*paths])
-        operations = "one operation" if len(paths) == 1 else "one operation each"
+        operations = "one opaque operation" if len(paths) == 1 else "one opaque operation each"
         print(
             sanitized(
-                f"{names}: kept as {operations}: torch.export cannot trace the code ({reason})"
+                f"{names}: treated as {operations}, because torch.export cannot trace the code "
+                f"({reason})"
             )
         )
 
@@ -266,10 +271,10 @@ def _show(plan, limits):
     _show_head(plan.schedule, stages, limits.microbatches, stages, limits.ranks)
     _show_sums(plan.time, plan.load, plan.memory)
     if plan.all_cuts:
-        proof = "optimal" if plan.proven else "stopped at its limit, perhaps not optimal"
+        proof = "optimal" if plan.proven else "search limit reached, possibly not optimal"
         searched = f"all {plan.cuts} downsets of the graph; {proof}"
     else:
-        searched = f"one topological order of {plan.cuts - 1} nodes; perhaps not optimal"
+        searched = f"one topological order of {plan.cuts - 1} nodes; possibly not optimal"
     print(f"searched        {searched}\n")
     print("stage   forward [s]  backward [s]     in [MB]    out [MB] memory [MB]  nodes")
     for number, stage in enumerate(plan.stages):
@@ -292,12 +297,12 @@ def _show_head(schedule, stages, microbatches, used, ranks):
 def _show_sums(seconds, load, memory):
     print(f"step time       {readable_time(seconds)}")
     print(f"busiest stage   {load:.6g} s per microbatch, including messages")
-    print(f"fullest stage   {memory / 1e6:.6g} MB per rank")
+    print(f"peak memory     {memory / 1e6:.6g} MB per rank")
 
 
 def _show_borders(borders, seconds):
     if borders:
-        print("\nboundary  message [MB]  after; step time with this boundary elsewhere")
+        print("\nboundary  message [MB]  last node; step time at the next-best location")
     for number, border in enumerate(borders, 1):
         print(
             f"{number:8d}  {border.nbytes / 1e6:12.6g}  {sanitized(_explained(border, seconds))}"
@@ -308,8 +313,8 @@ def _show_module(plan, ranks):
     choice, step = plan.choice, plan.step
     _show_head(choice.schedule, choice.width, choice.microbatches, choice.ranks, ranks)
     _show_sums(step.seconds, plan.load, max(step.held))
-    print(f"memory limit    {plan.memory / 1e6:.6g} MB per rank, without the margin")
-    print(f"searched        one topological order of {plan.costs.count} nodes, simulated steps\n")
+    print(f"memory limit    {plan.memory / 1e6:.6g} MB per rank, excluding the margin")
+    print(f"searched        one topological order of {plan.costs.count} nodes, by simulation\n")
     print(
         "stage  ranks  recompute   forward [s]  backward [s]  all-reduce [s]  memory [MB]  nodes"
     )

@@ -74,7 +74,7 @@ class Graph:
         self, atoms: Sequence[Atom], values: Sequence[Value], shared: Sequence[Shared] = ()
     ):
         self.atoms, self.values, self.shared = tuple(atoms), tuple(values), tuple(shared)
-        self.inputs = [0] * len(self.atoms)  # per atom: bit set of its source atoms
+        self.inputs = [0] * len(self.atoms)  # bit set of the source atoms of each atom
         for value in self.values:
             for target in value.targets:
                 self.inputs[target] |= 1 << value.source
@@ -201,7 +201,7 @@ def _as_one(atoms):
 
 
 def _shared_by_several(shared, new_index, merged):
-    """Return the weights and inputs that are still read by several atoms after the merge.
+    """Return the weights and inputs that several atoms of the merged graph read.
 
     If several members of a merged atom read the same weight or input, the merged atom's entry in
     `merged` is corrected to count the weight or input only once.

@@ -139,14 +139,15 @@ class _SizedByData(ValueError):
 
 
 def _example(module, inputs, with_data):
-    """Return the model with real tensors, and a function that runs it on a number of samples."""
+    """Return the model with real tensors, and a function `run(samples)` that executes it."""
     batch = _batch_of(inputs)
     held = [*module.parameters(), *module.buffers(), *tensors(inputs)]
     if any(isinstance(each, FakeTensor) for each in held):
         _refuse_large(module)
         if with_data is None:
             raise ValueError(
-                "a submodule cannot be traced, so a run with data is needed; pass `with_data`"
+                "a submodule cannot be traced and must be run on real data; pass `with_data`, a "
+                "function that returns the model and its inputs with data"
             )
         module, inputs = with_data()
     else:
@@ -165,9 +166,9 @@ def _refuse_large(module):
     needed = sum(each.numel() * each.element_size() for each in module.parameters())
     if needed > _PART_OF_MEMORY * host_memory.total():
         raise ValueError(
-            "a submodule cannot be traced, so a run with data is needed, but the model has "
-            f"{needed / 1e9:.3g} GB, more than {_PART_OF_MEMORY:.0%} of the memory; use a machine "
-            "with more memory"
+            "a submodule cannot be traced and must be run on real data, but the parameters need "
+            f"{needed / 1e9:.3g} GB, more than {_PART_OF_MEMORY:.0%} of the host memory; use a "
+            "machine with more memory"
         )
 
 
@@ -179,9 +180,9 @@ def _explained(error):
         return str(error)
     said = described(error).removeprefix("ValueError: ")
     if "Constraints violated" in said or "specialized" in str(error):
-        return "it fixes the batch size, or a size that depends on it; " + said
+        return "the code assumes a fixed batch size, or a size derived from it; " + said
     if "data-dependent" in said:
-        return "its operations depend on the values of tensors; " + said
+        return "the control flow or a tensor size depends on tensor values; " + said
     return said
 
 
@@ -192,14 +193,14 @@ def _refuse(program):
     for node in nodes:
         for tensor in tensors(node.meta.get("val")):
             if sum(isinstance(size, torch.SymInt) for size in tensor.shape) > 1:
-                what = "a tensor has the batch in two dimensions, so samples depend on each other"
+                what = "a tensor has the batch in two dimensions; make the samples independent"
                 raise ValueError(f"{what}: {node.name}{where(node)}")
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     parameters = [node for node in nodes if kinds.get(node.name) is InputKind.PARAMETER]
     memory = {number for node in parameters for number in _memory(node)}
     for node in nodes:
         if any(memory & _memory(target) for target in written_by(node)):
-            what = "the model writes to one of its parameters; make it a buffer"
+            what = "the model writes to one of its parameters; register this tensor as a buffer"
             raise ValueError(f"{what}: {node.name}{where(node)}")
 
 
@@ -207,9 +208,11 @@ def _batch_of(inputs):
     for leaf in tensors(inputs):
         if leaf.dim():
             if leaf.shape[0] < 2:
-                raise ValueError("the example inputs need a batch of 2 or more in dimension 0")
+                raise ValueError(
+                    "the example inputs must have a batch size (dimension 0) of at least 2"
+                )
             return leaf.shape[0]
-    raise ValueError("the example inputs need a tensor with the batch in dimension 0")
+    raise ValueError("at least one example input must be a tensor with the batch in dimension 0")
 
 
 def _carries(leaf, batch):
@@ -281,7 +284,7 @@ def _followers(nodes, inputs):
                 follows.add(node)
                 for target in written_by(node):
                     if of_inputs & _memory(target):
-                        what = "the model writes to one of its inputs; let it write to a copy"
+                        what = "the model writes to one of its inputs; copy the input first"
                         raise ValueError(f"{what}: {node.name}{where(node)}")
                     memory |= _memory(target)
     return follows

@@ -1,4 +1,4 @@
-"""JSON file of a graph with costs, for `python -m hpc3d.partition --graph COSTS.json`.
+"""Reader of cost-annotated graphs, for `python -m hpc3d.partition --graph COSTS.json`.
 
     {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
      "edges": [{"from", "to", "bytes"}],
@@ -88,7 +88,7 @@ def _explained(error):
         "json_invalid": f"not valid JSON: {error.get('ctx', {}).get('error', '')}",
         "unexpected_keyword_argument": f"{key}: unknown key; remove it",
         "missing": f"{key} is missing",
-        "dataclass_type": f"{key}: must be an object in braces",
+        "dataclass_type": f"{key}: must be a JSON object, {{...}}",
     }
     if error["loc"][-1:] in (("str",), ("int",)):
         return f"{key}: must be a string or an integer"
@@ -100,7 +100,10 @@ def _wrong(found):
     if not found.nodes:
         yield "the graph has no nodes; add at least one"
     if len(found.nodes) > MOST_NODES:
-        yield f"{len(found.nodes)} nodes, but at most {MOST_NODES}; merge operations into one node"
+        yield (
+            f"the graph has {len(found.nodes)} nodes, more than the limit of {MOST_NODES}; "
+            "represent several operations by one node"
+        )
     known = Counter(node.id for node in found.nodes)
     for name, count in known.items():
         if count > 1:

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc3d.partition.atom_graph import Graph, bits
 
-MOST_WORK = 5e9  # (number of downsets)^2 * (number of values), which takes tens of seconds
+MOST_WORK = 5e9  # maximum (number of downsets)^2 * (number of values), for a search of < 1 min
 _MOST_DOWNSETS = 5_000
 
 
@@ -153,10 +153,10 @@ class Chain(_Stages):
         return np.cumsum(np.bincount(ends, weights, self.count + 1))[: self.count]
 
     def working(self, before: int | np.ndarray, after: int) -> float | np.ndarray:
-        """Return the peak memory in bytes of a stage's backward pass, beyond the result of `kept`.
+        """Return the bytes that a stage's backward pass needs in addition to those from `kept`.
 
-        The stage is between two cuts. While the backward pass of atom a reads and writes
-        gradients, the memory also contains
+        The stage contains the atoms from cut `before` to cut `after`. The result is the peak over
+        these atoms. During the backward pass of atom a, memory contains its gradients, and
 
             the saved activations of all atoms up to a,
             the gradients of values that are read both before and after a,
@@ -179,7 +179,7 @@ class Chain(_Stages):
     def _kept(self, after):
         """Return the cumulative saved bytes of the first 0 to `after` atoms.
 
-        Bytes that are saved only by an atom after the cut `after` are excluded.
+        Results that are saved only for an atom after the cut `after` are excluded.
         """
         if after not in self._sums:
             open_ = (self.source < after) & (self.next >= after)

@@ -211,7 +211,7 @@ class ModelCosts:
     overhead of each rank (None: no overhead).
 
     The ranks of a stage are contiguous and follow the ranks of the previous stage. If two adjacent
-    stages span several nodes, messages between the stages are as slow as between nodes.
+    stages span several nodes, all messages between the stages are assumed to cross the network.
     """
 
     def __init__(
@@ -367,14 +367,19 @@ def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
     ends = [0, *(stage.end for stage in stages)]
     if any(after <= before for before, after in pairwise(ends)) or ends[-1] != costs.count:
         raise ValueError(
-            f"stages end at {ends[1:]}: every stage must have an atom, and the last stage must "
-            f"end at {costs.count}; use fewer stages"
+            f"stages end at {ends[1:]}: every stage must contain at least one atom, and the last "
+            f"stage must end at {costs.count}; use fewer stages"
         )
     if len(stages) % choice.chunks:
-        raise ValueError(f"{len(stages)} parts do not divide into {choice.chunks} per stage")
+        raise ValueError(
+            f"the number of model chunks, {len(stages)}, must be a multiple of the number of "
+            f"chunks per stage, {choice.chunks}"
+        )
     unequal = (stage.replicas != stages[n % width].replicas for n, stage in enumerate(stages))
     if any(unequal):
-        raise ValueError("the parts of a pipeline stage must have the same number of replicas")
+        raise ValueError(
+            "all model chunks of a pipeline stage must have the same number of replicas"
+        )
     if not 1 <= micros <= costs.batch:
         samples = counted(costs.batch, "sample")
         few = f"a batch of {samples} is too small for {micros} microbatches"

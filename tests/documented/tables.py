@@ -103,7 +103,7 @@ SHOWN = {
     ],
     "docs/partition.md": [
         r"4 stages, \d+ microbatch(es)?, schedule \S+\nstep time ",
-        r"boundary  message \[MB\]  after; step time with this boundary elsewhere",
+        r"boundary  message \[MB\]  last node; step time at the next-best location",
     ],
     "docs/questions.md": [
         r"memory: peak of 21\.1 GB on the fullest rank, 169 GB on all ranks; fits in the .*",

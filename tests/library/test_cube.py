@@ -71,7 +71,7 @@ def test_each_rank_stores_an_equal_shard(matrices):
         (lambda x, w: Cube(x=0), "Cube: x = 0"),
         (lambda x, w: Cube(x=2.0), r"Cube: x = 2\.0"),
         (lambda x, w: Cube(x=32, y=32), "Cube: 1024 ranks exceed .* 512 "),
-        (lambda x, w: Cube(x=2, y=2).matmul(x, w, "1d"), "y = 2: .* along y; use 1"),
+        (lambda x, w: Cube(x=2, y=2).matmul(x, w, "1d"), "y = 2: .* along y; set the size"),
         (lambda x, w: Cube(x=2).matmul(x, w, "4d"), "4d: no such scheme"),
         (lambda x, w: Cube(x=5).matmul(x, w), "x .*: dimension 0 must be divisible by 5"),
         (lambda x, w: Cube().matmul(x, x), "x .* and w .*: must be matrices"),

@@ -74,7 +74,7 @@ def test_times_and_bytes_have_the_units_that_are_printed(second, byte, step, tmp
     assert f"step time       {step}" in lines
     for pattern, value in [
         (r"busiest stage   (\S+) s per microbatch.*", 63 * second),
-        (r"fullest stage   (\S+) MB per rank", 18 * mb),
+        (r"peak memory     (\S+) MB per rank", 18 * mb),
         (r" +1 +(\S+)  2; \S+ % if after 1.*", 3 * mb),
     ]:
         (found,) = filter(None, (re.fullmatch(pattern, line) for line in lines))
@@ -178,12 +178,12 @@ def test_invalid_module_options_are_rejected(words, capsys):
     [
         ((), "either MODULE:FACTORY or --graph"),
         (("a:b", "--graph", "c"), "either MODULE:FACTORY or --graph"),
-        (("a:b", "--bandwidth", "1GB"), "--bandwidth: only for --graph"),
+        (("a:b", "--bandwidth", "1GB"), "--bandwidth: valid only with --graph"),
         (
             ("--graph", "c", "--machine", "h100", "--draw", "d"),
-            "--machine, --draw: only for a module",
+            "--machine, --draw: valid only for a module",
         ),
-        (("--graph", "c", "--margin", "0"), "--margin: only for a module"),
+        (("--graph", "c", "--margin", "0"), "--margin: valid only for a module"),
         (("--graph", "c", "--schedule", "zb-h1"), "use 1f1b or gpipe"),
         (("no.such.module:b",), "there is no module no"),
         (("tests.partition.sample_models:decides",), "sample_models.py:"),
@@ -211,9 +211,9 @@ def test_opaque_modules_are_listed(capsys, tmp_path):
     words = model, "--ranks", "2", "--replicas", "1", "--microbatches", "2"
     assert main([*words, "-o", str(tmp_path / "plan.json")]) == 0
     choosy, experts, *_ = capsys.readouterr().out.splitlines()
-    assert re.match(r"parts.0 parts.1: .* \(its operations depend on the values", choosy)
+    assert re.match(r"parts.0 parts.1: .* \(the control flow or a tensor size depends on", choosy)
     assert re.match(r"parts.2: .* \(the size of a tensor depends on", experts)
     assert re.search(r"untraceable_models.py:\d+\)", choosy)
     assert main([*words, "-o", str(tmp_path / "plan.py")]) == 2
     err = capsys.readouterr().err.splitlines()
-    assert len(err) == 3 and "parts.0: " in err[0] and "write PLAN.json" in err[0]
+    assert len(err) == 3 and "parts.0: " in err[0] and "use -o PLAN.json" in err[0]

@@ -87,5 +87,5 @@ def test_cost_file_must_be_json(tmp_path):
 
 def test_too_many_nodes_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(cost_file, "MOST_NODES", 1)
-    with pytest.raises(ValueError, match="at most 1;"):
+    with pytest.raises(ValueError, match="more than the limit of 1;"):
         load(file_with(tmp_path, nodes=nodes(*"ab")))

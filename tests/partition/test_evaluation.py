@@ -172,11 +172,11 @@ def test_plan_fits_exactly_at_its_memory_limit():
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [
-        (choice((2,), (2,), (4,)), "every stage must have an atom"),
+        (choice((2,), (2,), (4,)), "every stage must contain at least one atom"),
         (choice((3,)), "the last stage must end at 4"),
         (choice((4,), micros=5), "4 samples is too small for 5 microbatches"),
         (choice((4, 3), micros=2), "2 samples is too small for 3 replicas"),
-        (choice((2,), (4,), chunks=4), "2 parts do not divide into 4 per stage"),
+        (choice((2,), (4,), chunks=4), "model chunks, 2, must be a multiple of .*, 4$"),
         (choice((2,), (4, 2), chunks=2), "the same number of replicas"),
     ],
 )

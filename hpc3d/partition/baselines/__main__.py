@@ -1,20 +1,19 @@
-"""Compare the plan of hpc3d for a torch module with the plans of other planners.
+"""Compare hpc3d's plan for a torch module with the plans of other planners.
 
     python -m hpc3d.partition compare inputs.partition.bert:large --ranks 32 --machine v100-8x4
 
-All planners have the same machine, batch, memory and cost model. They arrange the ranks
-differently:
+All planners plan for the same machine, batch size and memory per rank, and the same cost model
+evaluates all plans. The other planners are:
 
-    GPipe with equal numbers of layers per rank, with about equal times per rank (torchgpipe), or
-    with replicas (hybrid)
-    stages with about equal numbers of parameters (DeepSpeed)
-    Megatron-LM with and without a pipeline
-    PipeDream's partition, run synchronously
-    RaNNC
+    GPipe         equal layers per stage, balanced times (torchgpipe), or replicas (hybrid)
+    DeepSpeed     stages with balanced numbers of parameters
+    Megatron-LM   tensor and data parallelism, with and without a pipeline
+    PipeDream     PipeDream's partition with a synchronous schedule
+    RaNNC         RaNNC's automatic partition
 
-If a planner leaves the microbatches, the recomputation or the replicas to its user, the fastest
-ones that fit are used. All plans use the type of the module and AdamW.
-hpc3d.partition.baselines lists the assumptions.
+Some planners leave the number of microbatches, the recomputation or the replicas to the user. For
+these planners, the fastest combination that fits in memory is used. All plans train with AdamW in
+the data type of the module. hpc3d.partition.baselines lists the assumptions.
 """
 
 from __future__ import annotations
@@ -35,8 +34,10 @@ if TYPE_CHECKING:
 
 _MARGIN = 0.1
 _JSON = """\
-print one JSON object on the last line: batch, memory [B], and rows (name, stages, replicas, ways,
-microbatches, recompute, schedule, fits, fullest [B], step [s], samples_s, note)"""
+print one JSON object on the last line, with the keys batch, memory [B], and rows: one object per
+planner with the keys name, stages, replicas, ways (tensor-parallel ranks), microbatches,
+recompute, schedule, fits, fullest (memory of the stage that needs the most [B]), step [s],
+samples_s and note"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,9 +52,11 @@ def parser() -> Parser:
     add = parser.add_argument
     add("model", metavar="MODULE:FACTORY", help="function that returns a module and its inputs")
     ranks = {"type": number_of_ranks, "required": True, "metavar": "N"}
-    add("--ranks", **ranks, help="number of ranks of each planner")
-    add("--machine", metavar="NAME|FILE", help=f"machine (default: {DEFAULT_MACHINE})")
-    memory = "memory of a rank, 10 %% of which stay free (default: machine)"
+    add("--ranks", **ranks, help="number of ranks in each plan")
+    add(
+        "--machine", metavar="NAME|FILE", help=f"machine name or file (default: {DEFAULT_MACHINE})"
+    )
+    memory = "memory per rank, of which 10 %% is left free (default: from the machine file)"
     add("--memory", type=size, metavar="32GB", help=memory)
     batch = "samples per step (default: batch of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=batch)

@@ -34,7 +34,7 @@ _Stepper = Callable[[ModelCosts, PipelineChoice, float], Evaluated]
 
 _MOST_MICROBATCHES = 128  # largest number of microbatches tried
 _SAMPLE = 64  # to balance stages, layer times are computed for 1/64 of the batch
-_LONG = 64_000_000  # message size in bytes for which the bandwidth is computed
+_LONG = 64_000_000  # size in bytes of the message that determines the bandwidth
 
 
 class Contender(NamedTuple):
@@ -94,7 +94,7 @@ def torchgpipe(task: Task) -> Contender:
 
 
 def gpipe_hybrid(task: Task) -> Contender:
-    """Return GPipe's arrangement with two or more stages of equal layer and replica counts."""
+    """Return GPipe's arrangement with at least two stages, all with equal layers and replicas."""
     cut = partial(even, layer_runs(task.costs.graph(1)))
     counts = divisors(task.ranks)[1:]
     return fastest("GPipe hybrid", task, pipelines(task, cut, GPIPE, counts))
@@ -211,7 +211,7 @@ def fastest(
     If none fits, the arrangement that needs the least memory is returned.
     """
     found = [Contender(name, choice, step(task.costs, choice, task.memory)) for choice in choices]
-    few = "too few layers for the stages, or too few samples for the ranks"
+    few = "no arrangement exists: too few layers for the stages, or too few samples for the ranks"
     none = Contender(name, None, None, few)
     return min(found, key=rank_of, default=none)
 

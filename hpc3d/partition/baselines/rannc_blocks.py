@@ -92,7 +92,7 @@ class _Groups:
                 del self.after[best]
 
     def _merged(self, group, other, most, measured):
-        """Return the gain in seconds from merging two groups, or None if they must stay apart."""
+        """Return the gain in seconds from merging two groups; None if merging is not allowed."""
         one, two = self.seconds[group], self.seconds[other]
         if max(one, two) > most or (measured and one + two > most):
             return None

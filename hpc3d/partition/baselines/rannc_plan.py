@@ -40,7 +40,9 @@ def rannc(task: Task) -> Contender:
     devices = Devices(task.ranks, node, task.memory)
     plan = first_feasible(lambda rows: _of_blocks(costs.graph(rows), groups), costs.batch, devices)
     if plan is None:
-        return Contender("RaNNC", None, None, "it finds no partition that fits in memory")
+        return Contender(
+            "RaNNC", None, None, "RaNNC's search finds no partition that fits in memory"
+        )
     ends = np.cumsum([len(group) for group in groups])
     stages = tuple(
         StageChoice(int(ends[end - 1]), replicas, plan.microbatches > 1)
@@ -48,7 +50,9 @@ def rannc(task: Task) -> Contender:
     )
     choice = PipelineChoice(stages, plan.microbatches, GPIPE)
     step = _offloaded(costs.reordered([*chain.from_iterable(groups)]), choice, task.memory)
-    return Contender("RaNNC", choice, step, f"it estimates a step of {plan.seconds:.4g} s")
+    return Contender(
+        "RaNNC", choice, step, f"RaNNC itself estimates a step time of {plan.seconds:.4g} s"
+    )
 
 
 def _offloaded(costs, choice, memory) -> Evaluated:

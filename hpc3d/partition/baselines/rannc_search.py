@@ -97,8 +97,8 @@ def _powers(most):
 class _Costs(NamedTuple):
     """Times of all possible stages in seconds, as arrays indexed [first cut, last cut].
 
-    `moved` is the time of messages and `summed` the time of the gradient all-reduce. All times of
-    a stage that does not fit in memory are inf.
+    `moved` is the message time, and `summed` the time of the gradient all-reduce. If a stage does
+    not fit in memory, all its times are inf.
     """
 
     forward: np.ndarray

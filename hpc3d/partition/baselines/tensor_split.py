@@ -28,7 +28,7 @@ from hpc3d.partition.operation_costs import OperationCost, Operations, Work
 from hpc3d.predict.machine.machine import Machine
 
 _aten = torch.ops.aten
-_PADDED = 128  # minimum rows per rank of sharded embeddings and of weights that need padding
+_PADDED = 128  # minimum rows per rank for sharding an embedding, or a weight with padding
 _LOSS_SUMS = 3  # values per token: maximum, sum of exponentials, logit of the label
 
 # Operations that can be applied to a shard of the columns without communication.
@@ -87,7 +87,7 @@ class _Flow:
 
     def __init__(self, captured, ways, barred):
         self.captured, self.ways, self.barred = captured, ways, barred
-        self.origins = {}  # sharded value -> the column-parallel layers it is computed from
+        self.origins = {}  # maps a sharded value to its column-parallel layers
         self.columns, self.rows, self.tables, self.losses = set(), set(), set(), set()
         self.wrong = set()
         for node in captured.program.graph.nodes:

@@ -65,12 +65,15 @@ _apply = vars(torch.autograd.Function)["apply"]
 
 def _checked_apply(cls, *args, **kwargs):
     if cls.__module__.partition(".")[0] != "torch":
-        raise ValueError(f"{cls.__name__} defines its backward pass, which cannot be traced")
+        raise ValueError(
+            f"{cls.__name__} defines a custom backward pass, which torch.export cannot trace; use "
+            "differentiable torch operations instead"
+        )
     return _apply.__get__(None, cls)(*args, **kwargs)
 
 
 class _Modes:
-    """Graph pass that removes gradient-mode changes; operands are detached instead."""
+    """Graph pass that replaces torch.no_grad blocks by explicit detach operations."""
 
     def __init__(self, program):
         self.graph = program.graph
@@ -81,7 +84,7 @@ class _Modes:
             if node.op == "placeholder" and kinds[node.name] is not InputKind.PARAMETER
         }
         self.enabled, self.detached = True, {}
-        self.written = {}  # result of an in-place operation under no_grad -> its first operand
+        self.written = {}  # maps results of in-place operations to the modified operand
 
     def settle(self):
         for node in [*self.graph.nodes]:

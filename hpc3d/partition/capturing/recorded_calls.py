@@ -21,7 +21,7 @@ class CannotStayWhole(ValueError):
     """Error raised if the module at `path` cannot be converted to one opaque operation."""
 
     def __init__(self, path: str, why: str) -> None:
-        super().__init__(f"{path} cannot be one operation: {why}")
+        super().__init__(f"{path} cannot be converted to an opaque operation: {why}")
         self.path = path
 
 
@@ -56,7 +56,7 @@ class NestedValues(NamedTuple):
         return tree_unflatten(leaves, self.spec)
 
     def tensors_in(self, values: Any) -> list[torch.Tensor] | None:
-        """Return the tensors in `values`, the arguments or the result of another call.
+        """Return the tensors in `values`, which are the arguments or the result of another call.
 
         Returns None if `values` differs from the recorded call in its structure or constants.
         """
@@ -123,10 +123,12 @@ def _seen(model, run, count, paths):
 
 def _combined(path, low, high, samples):
     if len(low) != len(high):
-        raise CannotStayWhole(path, "the number of its calls depends on the number of samples")
+        raise CannotStayWhole(
+            path, "the number of calls to the module depends on the number of samples"
+        )
     for few, many in zip(low, high, strict=True):
         if (few.taken.spec, few.returned.spec) != (many.taken.spec, many.returned.spec):
-            why = "the structure of its arguments or results depends on the number of samples"
+            why = "the nesting of the arguments or results depends on the number of samples"
             raise CannotStayWhole(path, why)
         forward, backward = (count / (2 * samples) for count in many.flop)
         yield RecordedCall(
@@ -154,7 +156,7 @@ def _combined_leaf(path, few, many, samples):
             raise CannotStayWhole(path, why)
         return few
     if few.dim() != many.dim() or few.dtype != many.dtype:
-        why = "the type or the dimensions of a tensor depend on the number of samples"
+        why = "a dtype or a number of dimensions depends on the number of samples"
         raise CannotStayWhole(path, why)
     sizes = []
     for one, other in zip(few.shape, many.shape):
@@ -203,7 +205,7 @@ class _Watch:
     def _check(self, leaves, constants, how):
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor | constants):
-                raise CannotStayWhole(self.path, f"it {how} a {type(leaf).__name__}")
+                raise CannotStayWhole(self.path, f"the module {how} a {type(leaf).__name__}")
 
     def _written(self, before, after):
         """Return the names of the buffers that a call has modified.
@@ -216,18 +218,18 @@ class _Watch:
             if before.attributes.get(key) != after.attributes.get(key)
         }
         if changed:
-            raise CannotStayWhole(self.path, f"it changes its attribute {min(changed)}")
+            raise CannotStayWhole(self.path, f"the module changes its attribute {min(changed)}")
         if before.versions != after.versions:
-            raise CannotStayWhole(self.path, "it writes to one of its inputs")
+            raise CannotStayWhole(self.path, "the module writes to one of its inputs")
         if not torch.equal(before.random, after.random):
-            raise CannotStayWhole(self.path, "it draws random numbers")
+            raise CannotStayWhole(self.path, "the module draws random numbers")
         written = set()
         for name, (tensor, version) in before.held.items():
             now, later = after.held.get(name, (None, 0))
             trained = isinstance(tensor, torch.nn.Parameter)
             if now is not tensor or (later != version and trained):
                 raise CannotStayWhole(
-                    self.path, f"it replaces the buffer or changes the parameter {name}"
+                    self.path, f"the module replaces the buffer or changes the parameter {name}"
                 )
             if later != version or not (trained or torch.equal(tensor, before.buffers[name])):
                 written.add(name)
@@ -243,7 +245,7 @@ class _Watch:
                 continue
             seen.add(node)
             if hasattr(node, "variable") and id(node.variable) not in known:
-                raise CannotStayWhole(self.path, "it reads a parameter of another module")
+                raise CannotStayWhole(self.path, "the module reads a parameter of another module")
             todo += [source for source, _ in node.next_functions]
 
 

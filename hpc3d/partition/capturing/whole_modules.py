@@ -1,8 +1,8 @@
 """Opaque operations for modules that torch.export cannot trace.
 
 While the model is traced, a stand-in replaces the module. The stand-in calls a placeholder
-operation whose results have the shapes recorded in a run with data. After tracing, a WholeModule,
-which calls the module, replaces the placeholder operation.
+operation whose results have the shapes recorded in a run on real data. After tracing, a
+WholeModule, which calls the module, replaces the placeholder operation.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class WholeModule:
         ]
 
     def _samples(self, values):
-        """Derive the number of samples from an argument size that depends on it."""
+        """Compute the number of samples from the shape of an argument."""
         sizes = [
             (a, size - b if b else size)
             for like, value in zip(self.call.taken.likes, values, strict=True)
@@ -103,13 +103,22 @@ class WholeModule:
             raise BadData(f"{self.path} raised {described(error)}") from error
         found = self.call.returned.tensors_in(result)
         if not torch.equal(before[0], torch.get_rng_state()):
-            raise BadData(f"{self.path} cannot be traced, so it must not draw random numbers")
+            raise BadData(
+                f"{self.path} cannot be traced and must not draw random numbers; remove the "
+                "random operation or make the module traceable"
+            )
         if before[1] != [each._version for each in values]:
-            raise BadData(f"{self.path} cannot be traced, so it must not write to its inputs")
+            raise BadData(
+                f"{self.path} cannot be traced and must not write to its inputs; write to a copy "
+                "of the input instead"
+            )
         samples = self._samples(values)
         expected = [(like.shape(samples), like.dtype) for like in self.call.returned.likes]
         if found is None or expected != [([*each.shape], each.dtype) for each in found]:
-            raise BadData(f"{self.path} cannot be traced, so it must return {expected} as planned")
+            raise BadData(
+                f"{self.path} cannot be traced and must return {expected}, the shapes and dtypes "
+                "recorded for the plan"
+            )
         theirs = {storage_of(each) for each in (*values, *weights)}
         return [each.clone() if storage_of(each) in theirs else each for each in found]
 
@@ -146,7 +155,9 @@ def _without_data(path, module):
     for part in module.modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor):
-                raise CannotStayWhole(path, f"its tensor {name} is not registered as a buffer")
+                raise CannotStayWhole(
+                    path, f"the tensor attribute {name} is not registered as a buffer"
+                )
     known = {id(tensor): emptied(tensor, "meta") for _, tensor in _held(module)}
     found = copy.deepcopy(module, known)
     found._forward_hooks.clear()
@@ -179,7 +190,9 @@ _SCHEMA = "(Tensor[] values, Tensor[] weights, int number) -> Tensor[]"
 
 @torch.library.custom_op("hpc3d::whole_module", mutates_args=(), schema=_SCHEMA)
 def _whole_module(values, weights, number):
-    raise NotImplementedError("this operation is only traced and never runs")
+    raise NotImplementedError(
+        "hpc3d::whole_module is a placeholder for tracing and must not be executed"
+    )
 
 
 @_whole_module.register_fake
@@ -197,7 +210,10 @@ class _StandIn:
         whole = next(self.calls, None)
         values = whole and whole.call.taken.tensors_in((args, kwargs))
         if values is None:
-            raise ValueError(f"the calls of {self.path} differ from those in a run with data")
+            raise ValueError(
+                f"the calls of {self.path} during tracing differ from the calls during a run on "
+                "real data"
+            )
         held = dict(_held(self.part))
         weights = [held[name] for name in whole.weights]
         results = torch.ops.hpc3d.whole_module(values, weights, whole.number)
@@ -260,7 +276,9 @@ class WholeModules:
         except CannotStayWhole:
             raise
         except (Exception, SystemExit) as error:
-            raise ValueError(f"the run with data raised {described(error)}") from error
+            raise ValueError(
+                f"running the model on real data raised {described(error)}"
+            ) from error
 
 
 def _alike(model, path):

@@ -1,1 +1,1 @@
-"""Execution of the stages of a plan on the engine of hpc3d.pipeline, or with torchrun."""
+"""Run a plan on hpc3d's pipeline engine, or export it for torchrun."""

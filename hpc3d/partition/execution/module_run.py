@@ -3,11 +3,11 @@
     mpirun -np N python -m hpc3d.partition run PLAN.json --steps 100 --torch.inputs data:batch
     mpirun -np N python -m hpc3d.partition run --resume RUN_DIR [PLAN.json]
 
-N is the number of ranks of the plan. The module must return its loss, a mean over the samples;
+N is the number of ranks of the plan. The module must return its loss as a mean over the samples;
 other outputs are ignored. The options are keys of an input file (docs/configuration.md): all keys
-of [train] (--steps is short for --train.steps), [checkpoint], [guard], [trace], [run] and [torch],
-and seed, name, parallel.bucket_mb, parallel.overlap and parallel.zero. The plan sets the other
-keys.
+of [train], [checkpoint], [guard], [trace], [run] and [torch], and the keys seed, name,
+parallel.bucket_mb, parallel.overlap and parallel.zero. --steps is an abbreviation of
+--train.steps. The plan determines all other keys.
 
 With --resume, the run in RUN_DIR continues with its own plan, or with another plan of the same
 model.
@@ -85,14 +85,14 @@ class RunRequest(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """Plan of the run, and the lock file of its folder; exists only on rank 0."""
+    """Run plan, and the open lock file of the run folder. Only rank 0 creates this object."""
 
     plan: RunPlan
     lock: TextIO
 
 
 class _Source(NamedTuple):
-    """Initial weights of the model, and the inputs of each step; exists only on rank 0."""
+    """Initial weights, and the inputs of each step. Only rank 0 creates this object."""
 
     values: dict[str, torch.Tensor]
     batches: StepInputs
@@ -130,8 +130,8 @@ def asked_for(words: list[str]) -> RunRequest:
         key = option.removeprefix("--")
         if not key.startswith(_OF_RUN) or key in _OF_PLAN:
             raise ValueError(
-                f"{option}: the plan sets this key; remove it, and use only keys that begin with "
-                f"{', '.join(_OF_RUN)}"
+                f"{option}: the plan sets this key; remove the option. Valid keys are, or begin "
+                f"with, {', '.join(_OF_RUN)}"
             )
     return RunRequest(plan_file.load(path), words, resumed)
 
@@ -195,8 +195,8 @@ def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
     if schedule.v_shaped:
         split = " or ".join(each.name for each in FOR_PARTITIONS if each.splits_backward)
         yield (
-            f"schedule {plan.schedule}: it requires part S on the last of S stages, but a plan "
-            f"places it on the first; use {split}"
+            f"schedule {plan.schedule}: not supported for torch modules, because its chunks are "
+            f"placed in a V shape, but a plan places chunk n on stage n mod S; use {split}"
         )
     if max(plan.replicas) > rows:
         samples = counted(rows, "sample")
@@ -245,17 +245,17 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
     """Yield log lines that describe how the model is partitioned over the ranks."""
     counts = [len(program.module.graph.nodes) for program in model.programs]
     replicas = " ".join(map(str, model.replicas))
-    yield f"{config.torch.factory}: operations by part {' '.join(map(str, counts))}"
+    yield f"{config.torch.factory}: operations per model chunk {' '.join(map(str, counts))}"
     yield (
         f"schedule {config.parallel.schedule}, microbatches {config.parallel.microbatches}, "
-        f"replicas by stage {replicas}; ZeRO {config.parallel.zero}"
+        f"replicas per stage {replicas}; ZeRO {config.parallel.zero}"
     )
     batch, micros = config.train.batch, config.parallel.microbatches
     yield from traffic_lines(border_traffic(model, batch, micros), sum_traffic(model))
 
 
 class StepInputs:
-    """Inputs of a module for each step; `given(step)` returns the `samples` samples of a step."""
+    """Inputs of a module; `given(step)` returns the inputs of a step, with `samples` samples."""
 
     def __init__(
         self, captured: Captured, given: Callable[[int], tuple | dict], samples: int

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ModuleTrainer(Trainer):
-    """Trainer for a rank's part of a torch module, on a mesh from hpc3d.comm.stage_mesh.
+    """Trainer for the model chunks of one rank, on a mesh from hpc3d.comm.stage_mesh.
 
     `line(ranks)` creates a communicator for a list of ranks. `batches(step)` returns the inputs of
     a step as a flat list; `batches` is `None` on all ranks except rank 0. The weights are

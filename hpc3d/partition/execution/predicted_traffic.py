@@ -1,9 +1,9 @@
 """Predicted communication volume and message count of a partitioned model in each step.
 
-boundaries    values are sent forward and gradients backward; the volume is their total size
-              for all samples. There is one message for each microbatch, value or gradient, and
+boundaries    Values are sent forward and gradients backward. The volume is their total size for
+              all samples. Each value or gradient of a microbatch causes one message between each
               pair of ranks that process common samples.
-all-reduces   each of n replicas receives 2 (n - 1) / n times the size of its gradients. The
+all-reduces   Each of n replicas receives 2 (n - 1) / n times the size of its gradients. The
               gradient of a weight on several stages is reduced over all ranks of these stages.
 """
 

@@ -42,8 +42,8 @@ def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
         return
     if packet not in _RULES:
         raise ValueError(
-            f"{original.name}: the numbers that {packet} draws would depend on the partition; use "
-            "dropout"
+            f"{original.name}: the random numbers of {packet} would depend on the partition; use "
+            "dropout instead of this operation"
         )
     sizes = enumerate(original.meta["val"].shape)
     batch_dim = next((dim for dim, size in sizes if isinstance(size, torch.SymInt)), None)

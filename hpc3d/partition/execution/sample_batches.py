@@ -55,13 +55,13 @@ def flat_inputs(captured: Captured, inputs: tuple | dict) -> list[Any]:
         names = captured.program.call_spec.in_spec.child(1).context
         if {*inputs} != {*names}:
             raise ValueError(
-                f"the inputs are {', '.join(map(str, inputs)) or 'none'}, but the model takes "
-                f"{wanted}"
+                f"the given inputs are {', '.join(map(str, inputs)) or 'none'}, but the model "
+                f"takes {wanted}"
             )
         inputs = tuple(inputs[name] for name in names)
     flat = tree_leaves(inputs)
     if len(flat) != len(captured.inputs):
-        raise ValueError(f"the inputs are {len(flat)} values, but the model takes {wanted}")
+        raise ValueError(f"{len(flat)} inputs were given, but the model takes {wanted}")
     return flat
 
 
@@ -69,8 +69,8 @@ class SampleLoader:
     """Loader that broadcasts batches from rank 0 and splits them by rows.
 
     `batches(step)` returns the flat inputs of the model; it is `None` on all ranks except rank 0.
-    All tensors with a batch dimension have `samples` samples. Each rank stores only its own rows
-    of the inputs in `read`.
+    All tensors with a batch dimension have `samples` samples. `read` contains the inputs that the
+    rank's stages read; the rank stores only its own rows of these inputs.
     """
 
     asynchronous = False

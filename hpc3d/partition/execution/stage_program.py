@@ -96,8 +96,8 @@ def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
             readers = [part_of[piece] for piece in captured.readers[node]]
             if min(readers) < first:
                 raise ValueError(
-                    f"{node.name} of stage {first} is needed on stage {min(readers)}: values only "
-                    "flow forward"
+                    f"chunk {min(readers)} reads {node.name}, which the later chunk {first} "
+                    "computes; assign the operation to the same or an earlier chunk"
                 )
             if max(readers) > first:
                 yield node, (first, max(readers))

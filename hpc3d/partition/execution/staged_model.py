@@ -15,7 +15,7 @@ from hpc3d.partition.execution.stage_program import (
     stage_programs,
 )
 
-Owners = dict[str, tuple[int, ...]]  # weight name -> stages that hold a copy
+Owners = dict[str, tuple[int, ...]]  # maps a weight name to the stages that hold a copy
 
 
 class StagedModel(NamedTuple):
@@ -64,7 +64,7 @@ def staged_model(
     with_gradient = graded(captured, programs)
     loss = loss_of(captured)
     if loss not in with_gradient:
-        raise ValueError("the model must return its loss, a scalar with a gradient")
+        raise ValueError("the model must return its loss as a scalar that requires a gradient")
     if loss not in programs[-1].outputs:
         raise ValueError(
             f"the loss, {loss.name}, must be computed by the last stage; make a new plan"

@@ -4,8 +4,8 @@ The file contains the operations of each model chunk as source code. Under torch
 chunks as stages of torch.distributed.pipelining. It does not import hpc3d. It consists of
 
     hpc3d.partition.execution.torchrun_loop    copied without its module docstring
-    class Part0(ModelPart): ...                a chunk: def forward(self, received ..., inputs)
-    def border_1(rows): ...                    tensors received by chunk 1, for `rows` samples
+    class Part0(ModelPart): ...                model chunk 0, with its method `forward`
+    def border_1(rows): ...                    meta tensors that chunk 1 receives (`rows` samples)
     CUT = CutModel(...)                        description of the model, passed to main(CUT)
 """
 
@@ -65,20 +65,20 @@ def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
     """Yield one error message for each opaque module, which has no source code, and for each
     property of a plan that cannot be exported."""
     for path in dict.fromkeys(each.path for each in captured.whole):
-        yield f"{path}: cannot be traced, so its source cannot be written; write PLAN.json"
+        yield f"{path}: cannot be traced, so no source code can be written; use -o PLAN.json"
     stages, micros, replicas = len(plan.replicas), plan.microbatches, plan.replicas[0]
     here = "torch.distributed.pipelining"
     if plan.schedule not in SCHEDULES:
         yield f"schedule {plan.schedule}: not supported by {here}; use 1f1b, gpipe or interleaved"
     if len({*plan.replicas}) > 1:
         counts = " ".join(map(str, plan.replicas))
-        yield f"replicas {counts}: must be equal for {here}; use --replicas {replicas}"
+        yield f"replicas {counts}: {here} requires equal numbers; use --replicas {replicas}"
     if plan.zero and replicas > 1:
         yield f"zero = {plan.zero}: {here} does not shard optimizer moments; use --zero 0"
     if plan.batch % (micros * replicas):
         yield (
             f"a batch of {plan.batch} samples must be divisible by {micros} microbatches x "
-            f"{replicas} replicas for {here}; change --batch, --microbatches or --replicas"
+            f"{replicas} replicas in {here}; change --batch, --microbatches or --replicas"
         )
     if plan.schedule == "1f1b" and 1 < micros < stages:
         yield (
@@ -87,8 +87,8 @@ def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
         )
     if plan.schedule == "interleaved" and micros % max(1, micros // stages):
         yield (
-            f"{micros} microbatches must divide into {micros // stages} equal groups for "
-            f"ScheduleInterleaved1F1B of {here}; use --microbatches {stages}"
+            f"{micros} microbatches cannot be divided into {micros // stages} equal groups, as "
+            f"required by ScheduleInterleaved1F1B of {here}; use --microbatches {stages}"
         )
 
 
@@ -102,8 +102,9 @@ def _head(plan):
     torchrun --nproc-per-node {plan.ranks} THIS_FILE --steps 10
 
 Written by python -m hpc3d.partition -o with torch {torch.__version__}, for steps of
-{plan.batch} samples.  It needs torch, and {module} for the initial weights
-and the inputs: every process creates the full model once.  Dropout uses torch's generator.
+{plan.batch} samples.  This file requires torch, and the module {module}, which creates
+the initial weights and the inputs.  Every process creates the full model once.  Dropout uses
+torch's random number generator.
 """'''
 
 
@@ -117,7 +118,7 @@ def _parts(plan: SavedPlan, model: StagedModel) -> Iterator[str]:
         forward = _PartSource(program, output).text()
         yield f'''\
 class Part{number}(ModelPart):
-    """From {names[0]} to {names[-1]}: {count} operations."""
+    """Model chunk from {names[0]} to {names[-1]}, with {count} operations."""
 
     reads_weights = {_tuple_of(program.weights)}
     writes_buffers = {_tuple_of(program.written)}
@@ -169,7 +170,7 @@ class _PartSource:
         code = self.graph.python_code("self")
         if unknown := code.globals.keys() - _KNOWN:
             names = ", ".join(sorted(unknown))
-            raise ValueError(f"the source of {names} cannot be written; write PLAN.json")
+            raise ValueError(f"no source code can be written for {names}; use -o PLAN.json")
         return "".join(f"    {line}\n" for line in code.src.strip().splitlines())
 
     def _named(self, name):
@@ -209,7 +210,10 @@ class _PartSource:
             if carries_batch(original):
                 size = original.meta["val"].shape[0].node.expr
                 return node, int(size.subs(dict.fromkeys(size.free_symbols, 1)))
-        raise ValueError(f"a part reads no tensor with a batch dimension: {self.program.weights}")
+        raise ValueError(
+            "the model chunk with the following weights reads no tensor with a batch dimension; "
+            f"use -o PLAN.json: {self.program.weights}"
+        )
 
     def _result(self):
         made = self.graph.output_node().args[0]
@@ -254,7 +258,7 @@ def _borders(model: StagedModel) -> Iterator[str]:
         names = ", ".join(node.name for node in program.received)
         yield (
             f"def border_{number}(rows):\n"
-            f'    """Return {names} of part {number}, without data."""\n'
+            f'    """Return meta tensors for {names}, which chunk {number} receives."""\n'
             f"    return [\n{lines}    ]"
         )
 
@@ -281,7 +285,7 @@ def _named(model: StagedModel) -> str:
         for number, node in enumerate(captured.inputs)
         if node in needed
     )
-    docstring = '"""Return the inputs by the names that the parts use."""'
+    docstring = '"""Return a dict from name to value of the inputs that the model chunks read."""'
     return f"def named(inputs):\n    {docstring}\n    return {{\n{lines}    }}"
 
 
@@ -330,7 +334,7 @@ def _constants(model: StagedModel) -> Iterator[str]:
         if made_here and type(value) is torch.Tensor:
             if value.numel() > _MOST_NUMBERS:
                 raise ValueError(
-                    f"{name}: a constant of {value.numel()} numbers is too large to write; "
-                    "make it a buffer of the model"
+                    f"{name}: a constant with {value.numel()} elements is too large for a source "
+                    "file; register it as a buffer of the model"
                 )
             yield f"{name!r}: torch.tensor({value.tolist()}, dtype={value.dtype})"

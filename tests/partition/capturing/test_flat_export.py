@@ -80,7 +80,7 @@ def test_operations_of_a_block_keep_their_module_and_line():
 
 
 def test_export_restores_the_state_of_torch():
-    with pytest.raises(ValueError, match="Rounded defines its backward pass"):
+    with pytest.raises(ValueError, match="Rounded defines a custom backward pass"):
         exported(Function(lambda y, x: Rounded.apply(y)), torch.rand(6, 4))
     assert torch.autograd.Function.__dict__["apply"] is APPLY
     y = torch.ones(2, requires_grad=True)

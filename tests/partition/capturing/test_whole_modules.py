@@ -176,10 +176,10 @@ def test_parent_of_a_module_that_returns_a_number_is_opaque():
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
-        ("Number", "data-dependent.*parts.0 cannot be one operation: it returns a float"),
-        ("Holds", "parts.0 cannot .*: its tensor table is not registered as a buffer"),
-        ("Draws", "parts.0 cannot .*: it draws random numbers"),
-        ("Raises", r"with data raised RuntimeError: .* is no number .*models.py:\d+\)"),
+        ("Number", "data-dependent.*parts.0 cannot be .*: the module returns a float"),
+        ("Holds", "parts.0 cannot .*: the tensor attribute table is not registered"),
+        ("Draws", "parts.0 cannot .*: the module draws random numbers"),
+        ("Raises", r"on real data raised RuntimeError: .* is no number .*models.py:\d+\)"),
     ],
 )
 def test_module_that_cannot_be_opaque_is_rejected_in_one_line(kind, line):
@@ -196,7 +196,9 @@ def test_untraceable_module_without_data_is_rejected():
 
 def test_model_too_large_for_a_run_with_data_is_rejected(monkeypatch):
     monkeypatch.setattr("hpc3d.runtime.host_memory.total", lambda: 100)
-    with pytest.raises(ValueError, match=r"the model has 3.2e-07 GB, more than 50% of the memory"):
+    with pytest.raises(
+        ValueError, match=r"the parameters need 3.2e-07 GB, more than 50% of the host"
+    ):
         captured_of(f"{HERE}:of('Choosy')")
 
 

@@ -217,8 +217,8 @@ def test_inputs_must_match_the_captured_model():
             lambda step: [each.int() for each in points_of(step)],
             "input x is int32 .*, not float64 ",
         ),
-        (lambda step: points_of(step)[:1], "step 3: the inputs are 1 values, .* takes x, y"),
-        (lambda step: {"x": points_of(step)[0]}, "step 3: the inputs are x, .* takes x, y"),
+        (lambda step: points_of(step)[:1], "step 3: 1 inputs were given, .* takes x, y"),
+        (lambda step: {"x": points_of(step)[0]}, "step 3: the given inputs are x, .* takes x, y"),
     ):
         with pytest.raises(BadData, match=line):
             StepInputs(captured, given, 12)(3)

@@ -38,7 +38,7 @@ def test_named_inputs_follow_the_order_of_the_model():
 def test_nested_inputs_are_flattened():
     _, _, captured = prepared(f"{HERE}:chain")
     assert flat_inputs(captured, ([{"a": (2,)}], 4)) == [2, 4]
-    with pytest.raises(ValueError, match=r"the inputs are 3 values, .* takes x, y"):
+    with pytest.raises(ValueError, match=r"3 inputs were given, .* takes x, y"):
         flat_inputs(captured, ([1, {"a": 2}], 3))
 
 

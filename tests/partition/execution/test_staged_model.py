@@ -35,7 +35,10 @@ def function(which, x=None):
 @pytest.mark.parametrize(
     ("captured", "line"),
     [
-        (lambda: function(lambda y, x: y + x), "must return its loss, a scalar with a gradient"),
+        (
+            lambda: function(lambda y, x: y + x),
+            "must return its loss as a scalar that requires a gradient",
+        ),
         (lambda: function(lambda y, x: x.sum()), "found: none|must return its loss"),
         (
             lambda: capture(

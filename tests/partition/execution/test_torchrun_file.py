@@ -211,7 +211,7 @@ def test_constant_that_is_too_long_is_rejected():
     module = nn.Sequential(nn.Linear(4, 4), Constant())
     captured = capture(module, (torch.ones(4, 4),))
     plan = plan_of(captured, "nowhere:made", (1,), 1, "none")
-    with pytest.raises(ValueError, match="10001 numbers"):
+    with pytest.raises(ValueError, match="10001 elements"):
         torchrun_file(plan, captured)
 
 
