@@ -24,8 +24,8 @@ def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
     """Call `MODULE:FACTORY` and return its module and example inputs.
 
     The inputs are a tuple of positional arguments or a dict of keyword arguments. The name may
-    include literal arguments for the factory, as in `MODULE:FACTORY(1024, layers=24)`. If the
-    factory works with fake tensors, all tensors are fake, and a model of any size needs no memory.
+    include literal arguments for the factory, as in `MODULE:FACTORY(1024, layers=24)`. The factory
+    is called on fake tensors, which need no memory, or on real tensors if it needs their values.
     Raises ValueError with a one-line message if the factory fails.
     """
     return _as_pair(name, _called(name, function_at(name)))
@@ -53,7 +53,9 @@ def function_at(name: str) -> Callable[..., Any]:
     module_name, colon, call = name.partition(":")
     factory, given, _ = call.partition("(")
     if not colon or not module_name or not factory:
-        raise ValueError(f"{name}: must name a module and a function: package.module:factory")
+        raise ValueError(
+            f"{name}: must have the form MODULE:FUNCTION, as in package.module:factory"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     factory = factory.strip()

@@ -25,7 +25,7 @@ from hpc3d.partition.evaluation import (
 )
 from hpc3d.partition.joint_search import Allowed, JointSearch, Timed, timed
 
-_NEAR = 6  # number of atoms (and of block boundaries) tried on each side of a stage boundary
+_NEAR = 6  # atoms, and block boundaries, tried on each side of a stage boundary
 _AROUND = 60  # number of atoms tried on one side of a boundary, summed over all boundaries
 _CLIMB_BUDGET = 600_000  # maximum number of passes simulated by `_climbed`
 _NEAR_CUTS = 16  # maximum number of downsets tried per stage boundary
@@ -38,8 +38,8 @@ def improved(
     """Improve an arrangement that fits in memory by local search.
 
     Returns the improved arrangement and its predicted step. The search stops if no single change
-    shortens the step, or if its budget is used up. Short moves of a boundary may end at any atom,
-    and long moves only at one of the `positions`.
+    shortens the step, or if its budget is used up. A boundary moves either by a few atoms, or to
+    one of the nearest `positions`.
     """
     for _ in range(2):
         choice = _climbed(costs, choice, allowed, positions)
@@ -120,8 +120,8 @@ def moved(choice: PipelineChoice, border: int, positions: np.ndarray) -> Iterato
 def _shifted(costs, choice, stage, ranks):
     """Yield the arrangements in which a stage has one more replica.
 
-    The new replica uses an idle rank or a rank of another stage. The stage boundaries do not
-    change here; later moves adapt them.
+    The new replica uses an idle rank or a rank of another stage. The stage boundaries stay the
+    same; the search moves them in separate steps.
     """
     replicas, idle = choice.replicas, ranks - choice.ranks
     if replicas[stage] == costs.rows(choice.microbatches, 1):

@@ -61,12 +61,12 @@ from hpc3d.pipeline.step_model import StepModel, reduced
 from hpc3d.pipeline.timeline import Cost
 
 SEARCH_BUDGET = 1_000_000  # maximum number of passes simulated by a call of `fastest`
-_LOOK = 32  # cost of expanding one branch, as a number of simulated passes
+_LOOK = 32  # cost of expanding one branch, in units of one simulated pass
 _BLOCKS = 48  # number of blocks into which the candidate cuts divide the chain
 _MOST_UNITS = 63  # maximum number of units into which the ranks are grouped
 _STEPS = (0.8, 0.97)  # ratio of successive load limits in the coarse and the fine search
 _NEAR_BEST = 2.0  # candidates with estimates within this factor of the best are simulated
-_FEW = 6  # maximum number of arrangements kept per limit, each with another number of stages
+_FEW = 6  # maximum number of arrangements per load limit, with different stage counts
 
 
 class Allowed(NamedTuple):
@@ -141,10 +141,10 @@ class _StageKind(NamedTuple):
     def costs(
         self, flight: int, sending: bool, allowed: Allowed
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the stage loads, their terms in the step time, and a mask of recomputation.
+        """Return the load and `weight` of each stage, and True for each stage that recomputes.
 
         `flight` is the number of microbatches in flight. If `sending` is True, memory use includes
-        a gradient that is being sent. The term of a stage that does not fit in memory is inf.
+        a gradient that is being sent. The weight of a stage that does not fit in memory is inf.
         """
         least = self.always + (flight + sending) * self.received + self.saved
         keeps = least + (flight - 1) * self.saved <= allowed.memory
@@ -307,8 +307,8 @@ def _flight_choices(schedule, micros, stages):
 
     Under GPipe, all microbatches are in flight. Under 1F1B, the only candidate is None, because
     the number decreases from stage to stage. Under schedules that defer weight gradients, all
-    stages have the same number. This number depends on the number of stages, for which powers of
-    two and `stages` are tried.
+    stages have the same number, which depends on the number of stages. The candidates correspond
+    to `stages` stages, and to all smaller powers of two.
     """
     if schedule.keeps_all:
         return [micros]
@@ -333,7 +333,7 @@ class _Under(NamedTuple):
 
 
 class _OfWay:
-    """Search with a given schedule and given numbers of microbatches, in total and in flight."""
+    """Search with a fixed schedule, microbatch count, and number of microbatches in flight."""
 
     def __init__(self, search, name, micros, flight):
         self.search, self.allowed = search, search.allowed
@@ -411,7 +411,7 @@ class _OfWay:
         return _Under(best.seconds, min(start), load, [each for each, _ in found])
 
     def _sums(self, limit):
-        """Return one array of minimal sums [cut, remaining units] per number of stages."""
+        """Return the minimal sums G[s, i, d] as a list over s of arrays [cut i, units d]."""
         shape = len(self.search.positions), self._units() + 1
         sums = [np.full(shape, inf)]
         sums[0][-1] = 0.0
@@ -437,7 +437,7 @@ class _OfWay:
         return np.where(load <= limit, weight, inf)
 
     def _traced(self, sums, limit, stages):
-        """Return the arrangement that minimizes the sum, and the load of its heaviest stage."""
+        """Return the arrangement with the smallest estimated step time, and its largest load."""
         index, units, chosen, loads = 0, self._units(), [], []
         for left in range(stages, 0, -1):
             ways = {

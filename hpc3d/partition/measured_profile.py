@@ -36,7 +36,7 @@ _ONE_NODE = 4096  # ranks per node, large enough to place all ranks on one node
 # the backward time that is spent on weight gradients.
 UNIT = Machine(
     "unit",
-    "a second an operation and a byte",
+    "one second per FLOP and per byte",
     ranks_per_node=1,
     cores=0,
     memory_gb=1.0,
@@ -118,14 +118,15 @@ class ModuleProfile(NamedTuple):
             )
         if {*names_of(captured)} != {*self.pieces}:
             raise ValueError(
-                "the profile and its model differ in pieces; run partition profile again"
+                "the profile does not contain the same pieces as the model; run partition profile "
+                "again"
             )
         operations = MeasuredOperations(captured, self)
         return costs_of(operations, machine, batch, RunCosts(**self.run))
 
 
 def _link_of(tables):
-    """Fit a link to the measured messages between two ranks, for calls without measurements."""
+    """Fit latency and bandwidth to the measured messages, to predict calls not measured."""
     for table in tables:
         if table.op == "send":
             more = table.bytes[-1] - table.bytes[0], table.seconds[-1] - table.seconds[0]
@@ -184,7 +185,9 @@ def load(path: Path | str) -> ModuleProfile:
     profile = ModuleProfile(**fields_of(path, "profile", _SOUND, _REMEDY))
     size = len(profile.rows)
     if any(len(times) != size for each in profile.pieces.values() for times in each):
-        raise ValueError(f"{path}: every piece must have one time per entry of rows; {_REMEDY}")
+        raise ValueError(
+            f"{path}: every piece must have as many times as `rows` has entries; {_REMEDY}"
+        )
     return profile
 
 

@@ -60,7 +60,7 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
 
 
 def _saved_later(operations, found):
-    """Yield a zero-byte Value for each result that is saved only by another piece."""
+    """Yield a Value, of 0 bytes to send, for each result that only another piece saves."""
     piece_of = operations.captured.piece_of
     for node, saver in operations.savers.items():
         if node in piece_of and piece_of.get(saver, piece_of[node]) != piece_of[node]:
@@ -68,9 +68,9 @@ def _saved_later(operations, found):
 
 
 def _before_loss(captured):
-    """Connect all pieces without readers to the loss, so that the loss becomes the last atom.
+    """Return edges from all pieces without readers to the loss, which becomes the last atom.
 
-    Returns the connections as values of size 0.
+    An edge is a Value of 0 bytes.
     """
     loss = loss_of(captured)
     if loss is None:

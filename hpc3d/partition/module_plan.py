@@ -39,7 +39,7 @@ _AT_LEAST, _IMPROVED = 4, 8  # minimum and maximum number of arrangements to imp
 _FAR = 1.1  # maximum time of a candidate's busiest stage, relative to the best step time
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if not each.on_request)
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
-_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # limits: downsets searched, passes simulated
+_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # limits of the search over downsets
 _MOST_LAID_OUT = 2**14  # maximum number of stages * microbatches in a simulated schedule
 _CLOSE = 1e-3  # relative accuracy of the memory reported in an error message
 
@@ -136,7 +136,9 @@ def best_plan(costs: ModelCosts, wanted: Wanted) -> ModulePlan:
     rank; the message reports how much memory would suffice.
     """
     if not costs.count:
-        raise ValueError("the model computes nothing from its inputs")
+        raise ValueError(
+            "no output of the model depends on its inputs; check what the module returns"
+        )
     memory = (1 - wanted.margin) * (wanted.memory or costs.machine.memory_gb * 1e9)
     allowed = _allowed(costs, wanted, memory)
     _refuse_few(costs, wanted, allowed)
@@ -220,7 +222,8 @@ def _quickest(costs, allowed):
 def _sorted_on_the_clock(costs, choices):
     """Return the arrangements, sorted by simulated step time.
 
-    Arrangements whose busiest stage alone takes much longer than the best step are omitted.
+    An arrangement is omitted if the compute time of its busiest stage exceeds the best step time
+    by far.
     """
     seconds, best = {}, inf
     for choice in sorted(choices, key=lambda each: busiest(costs, each)):
@@ -308,7 +311,7 @@ def _borders(costs, choice, step, memory):
 
 
 def _nothing_fits(costs, allowed, wanted):
-    """Return an error message that reports how much memory would suffice."""
+    """Return the error message if no partition fits, with the memory that would suffice."""
     low, high = allowed.memory, 2 * allowed.memory
     while not JointSearch(costs, allowed._replace(memory=high)).fits():
         low, high = high, 2 * high
@@ -321,6 +324,6 @@ def _nothing_fits(costs, allowed, wanted):
     others += ["--recompute stage"] * (wanted.recompute == "none")
     return (
         f"no partition over {counted(wanted.ranks, 'rank')} fits in {allowed.memory:.6g} bytes "
-        f"per rank ({wanted.margin:.0%} is left free); the smallest needs {high:.6g} bytes; use "
+        f"per rank ({wanted.margin:.0%} is left free); at least {high:.6g} bytes are needed; use "
         f"--memory {as_size(enough)}, {', '.join(others[:-1])} or {others[-1]}"
     )

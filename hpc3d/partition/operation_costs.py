@@ -3,10 +3,10 @@
 The graph runs on fake tensors, which have shapes and an autograd graph but no data. FLOPs are
 counted for GEMMs, convolutions and attention, and bytes for all other operations:
 
-    GEMM        2 m n k; in backward, the same for each operand that requires a gradient
-    attention   4 b h s t d; in backward, 10 b h s t d (one recomputed GEMM and four others)
-    others      read inputs and write outputs once; backward reads the output gradient and the
-                saved tensors, and writes the input gradients
+    GEMM        forward 2 m n k; backward 2 m n k for each operand that requires a gradient
+    attention   forward 4 b h s t d; backward 10 b h s t d (one recomputed GEMM and four others)
+    others      The forward pass reads the inputs and writes the outputs once. The backward pass
+                reads the output gradient and saved tensors, and writes the input gradients.
 
 A tensor saved for backward is counted once per storage, for the operation that produces the
 tensor. Saved parameters and model inputs are not counted.
@@ -112,7 +112,7 @@ _LOW, _HIGH = 2, 4
 
 
 def _on_the_line(low, high, way):
-    """Interpolate linearly between nested tuples; `way` is 0 at `low` and 1 at `high`."""
+    """Interpolate linearly between nested tuples: low + way * (high - low)."""
     if not isinstance(low, tuple):
         return low + way * (high - low)
     parts = [_on_the_line(*each, way) for each in zip(low, high, strict=True)]
@@ -174,7 +174,7 @@ class _Meter(fx.Interpreter):
             if maker is not self.node:
                 self.savers.setdefault(maker, self.node)
                 self.later[maker] += storage.nbytes()
-            self.kept.append(value)  # keeps the storage alive, so that its id is not reused
+            self.kept.append(value)  # a live storage's id cannot be reused
         return value
 
     def run_node(self, node):
@@ -229,7 +229,7 @@ class _Meter(fx.Interpreter):
         return (is_one and (name != _aten.matmul or weight.dim() == 2)) / products
 
     def _counted(self, node):
-        """Run an operation; return the result and the FLOPs (0 if not decomposed into GEMMs)."""
+        """Run an operation; return its result, and its FLOPs if it is in _COMPOSED (else 0)."""
         if getattr(node.target, "overloadpacket", None) not in _COMPOSED:
             return super().run_node(node), 0
         with FlopCounterMode(display=False) as counter:
@@ -369,7 +369,7 @@ _LATE_WEIGHTS = {
 }  # index of the weight operand, for operations with a split backward pass
 _COMPOSED = {_aten.einsum, _aten.tensordot, _aten.inner, _aten.bilinear, _aten.mv, _aten.dot}
 _LOOKUPS = {_aten.embedding}
-_SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # backward is counted as free
+_SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # the backward pass costs nothing
 
 
 def _nbytes(values):

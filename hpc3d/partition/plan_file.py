@@ -63,7 +63,9 @@ class SavedPlan(NamedTuple):
             )
         numbers = {name: number for number, name in enumerate(names_of(captured))}
         if sorted(name for part in self.parts for name in part) != sorted(numbers):
-            raise ValueError("the plan and its model differ in pieces; make a new plan")
+            raise ValueError(
+                "the plan does not contain the same pieces as the model; make a new plan"
+            )
         return [[numbers[name] for name in part] for part in self.parts]
 
 
@@ -136,7 +138,9 @@ def load(path: Path | str) -> SavedPlan:
     """Read a plan file; raise ValueError with a one-line message if the file is invalid."""
     plan = SavedPlan(**fields_of(path, "plan", _SOUND, _REMEDY))
     if {len(plan.parts), len(plan.recompute)} != {len(plan.replicas) * plan.chunks}:
-        raise ValueError(f"{path}: chunks, replicas, recompute and parts disagree; {_REMEDY}")
+        raise ValueError(
+            f"{path}: chunks, replicas, recompute and parts are inconsistent; {_REMEDY}"
+        )
     return plan
 
 

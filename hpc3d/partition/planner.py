@@ -15,7 +15,7 @@ from hpc3d.partition.joint_search import fastest, lightest, timed
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if each.undivided)
-_MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # limits of the dynamic program: entries, candidates
+_MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # maximum table entries and candidates
 
 
 class _PlannedStage(NamedTuple):
@@ -165,7 +165,7 @@ def _last(graph, cuts, before, after):
 
 
 def _nothing_fits(cuts: Downsets | Chain, limits):
-    """Return an error message that reports how much memory would suffice."""
+    """Return the error message if no partition fits, with the memory that would suffice."""
     low, high = limits.memory, float(cuts.fixed(0, -1) + limits.microbatches * cuts.saved[-1])
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
@@ -174,6 +174,6 @@ def _nothing_fits(cuts: Downsets | Chain, limits):
     what = "partition" if cuts.exact else "partition in topological order"
     return (
         f"no {what} into at most {counted(limits.ranks, 'stage')} fits in {limits.memory:.6g} "
-        f"bytes per rank; the smallest needs {high:.6g} bytes; use --memory {as_size(high)}, more "
-        "ranks, or fewer microbatches"
+        f"bytes per rank; at least {high:.6g} bytes are needed; use --memory {as_size(high)}, "
+        "more ranks, or fewer microbatches"
     )

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Tally(CostMeter):
     """Cost meter that counts the operations of a model.
 
-    `asked` is a dict from (method, arguments) to the number of operations. Called with these
-    arguments, the method of `Machine` predicts the time of one such operation.
+    `asked` maps (method, arguments) to the number of operations. This call of a `Machine` method
+    predicts the time of one such operation.
     """
 
     def __init__(self) -> None:

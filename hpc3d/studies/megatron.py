@@ -99,14 +99,15 @@ WEAK_SCALING = [
 ]
 # Modified rows of WEAK_SCALING with a different microbatch size or number of chunks.
 OTHERWISE = [("39.1B", {"micro": 1}), ("39.1B", {"chunks": 2}), ("145.6B", {"chunks": 1})]
-_LATER = 258.74e12  # maximum GEMM rate in FLOP/s with newer software, see the machine file
+_LATER = 258.74e12  # peak GEMM rate in FLOP/s with newer software (see the machine file)
 
 ASSUMED = """\
-Assumptions for both tables: dropout 0.1, AdamW, float16 with float32 gradients. Gathered blocks
-are saved, while Megatron-LM re-gathers them and overlaps this with products. The network has no
-contention.
-Differences for the second table: Megatron-LM reduces float16 gradients, half the bytes of those
-here. It also splits the messages between stages into t parts, which are sent in full here."""
+Assumptions for both tables: dropout 0.1, AdamW, float16 with float32 gradients, no network
+contention. The predicted runs save gathered activations; Megatron-LM gathers them again in the
+backward pass and overlaps this communication with GEMMs.
+Differences in the second table: Megatron-LM all-reduces gradients in float16, the predicted runs
+in float32, which is twice the volume. Each of the t tensor-parallel ranks of Megatron-LM sends 1/t
+of the activations to the next stage; in the predicted runs, each rank sends all of them."""
 
 
 def weak(row: tuple) -> PublishedStep:

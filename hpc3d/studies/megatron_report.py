@@ -75,9 +75,9 @@ def _layers(machine: Machine) -> list[dict[str, Any]]:
 
 
 def _states() -> list[dict[str, Any]]:
-    print("\narXiv:2205.05198, figure 1: GiB of parameters and optimizer state per rank, 18 bytes")
-    print("for each of 12 L h^2 / n parameters: published, predicted without embedding tables,")
-    print("its error, and predicted with embedding tables")
+    print("\narXiv:2205.05198, figure 1: GiB of parameters and optimizer state per rank (18 bytes")
+    print("per parameter, 12 L h^2 / n parameters). Columns: published; predicted without the")
+    print("embedding tables; relative error; predicted with the embedding tables")
     found = megatron.states()
     for row in found:
         sizes = f"{row['published_GiB']:9.2f} {row['predicted_GiB']:9.2f} {row['error']:+6.1%}"
@@ -86,7 +86,9 @@ def _states() -> list[dict[str, Any]]:
 
 
 def _facts(machine: Machine) -> dict[str, list[float]]:
-    print("\nErrors for 22B (full and selective recomputation) without one machine property")
+    print(
+        "\nErrors (full, selective recomputation) of 22B without one property of the machine model"
+    )
     found = megatron.facts(machine)
     for fact, (full, selective) in found.items():
         print(f"    {fact:24s}{full:+8.1%}{selective:+8.1%}")

@@ -1,4 +1,4 @@
-"""Predictions for RaNNC's two experiments: enlarged BERT on 32 devices, and ResNet on 8 and 32.
+"""Predictions for RaNNC's experiments: enlarged BERT on 32 devices, ResNet on 8 and 32 devices.
 
 M. Tanaka et al., "Automatic Graph Partitioning for Very Large-scale Deep Learning",
 arXiv:2103.16063, claim that RaNNC trains models five times larger than Megatron-LM can train, is
@@ -34,15 +34,15 @@ _NONE = {"fits": False}  # default row for a planner that was not run
 _TIMES_LARGER, _CLOSE = 5.0, 0.1
 
 _ASSUMED = """\
-The paper's abstract and the README leave some conditions open. Assumptions: nodes of 8 V100 with
-one EDR port (inputs/machines/v100-8x4.toml) and 32 GB per device, of which 10 % is left free;
+The paper's abstract and the README do not specify all conditions. Assumptions: nodes of 8 V100
+with one EDR port (inputs/machines/v100-8x4.toml) and 32 GB per device, of which 10 % is left free;
 float32 and AdamW, 16 bytes per parameter; BERT on 256 sequences of 512 tokens with dropout; ResNet
-on 16 images per device. All times come from formulas, none from measurements.
-Megatron-LM shards layers over t <= 8 ranks and may recompute layer by layer. Without a pipeline,
-as in its first version, it has a single microbatch; with a pipeline, up to 128. GPipe has two or
-more stages with equal numbers of layers or equal times, up to 128 microbatches, and recomputation.
-RaNNC has up to 32 microbatches and recomputation, and its stages store the received tensors in
-host memory at no cost in time."""
+on 16 images per device. All times are predicted with a cost model; nothing is measured.
+Megatron-LM shards layers over t <= 8 ranks and may use activation checkpointing per layer. Without
+a pipeline, as in its first version, it has a single microbatch; with a pipeline, up to 128. GPipe
+has at least two stages, with equal numbers of layers or equal times, up to 128 microbatches, and
+recomputation. RaNNC has up to 32 microbatches and recomputation. Its stages offload the received
+tensors to host memory, which is assumed to take no time."""
 
 
 class Setting(NamedTuple):
@@ -178,7 +178,7 @@ def _larger(points, other):
         for name in ("RaNNC", other)
     )
     if not theirs:
-        return f'"five times larger" than {other}: it trains none of these models'
+        return f'"five times larger" than {other}: this planner can train none of the models'
     largest = max(each["billions"] for each in points)
     open_ended = theirs < ours == largest and ours < _TIMES_LARGER * theirs
     verdict = "not decided" if open_ended else _verdict(ours >= _TIMES_LARGER * theirs)
@@ -196,7 +196,7 @@ def _comparable(points, other):
     """
     ratios = [ratio for _, ratio in _ratios(points, "RaNNC", (other,))]
     if not ratios:
-        return f'"comparable on the same models" to {other}: no model is trained by both'
+        return f'"comparable on the same models" to {other}: no model can be trained by both'
     middle = median(ratios)
     return (
         f'"comparable on the same models" to {other}: {_verdict(abs(middle - 1) <= _CLOSE)}; '

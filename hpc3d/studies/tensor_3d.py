@@ -36,14 +36,16 @@ _BATCH = (64, 128, 192, 256, 512)
 _BLOCKS = {"layers": 2, "heads": RANKS, "vocabulary": RANKS}
 
 _UNTOLD = """\
-The paper's abstract does not state the nodes and their network, the number type, the batch, the
-hidden size, the sequence length, the number of heads, the recomputation, or the broadcast.
+The paper's abstract does not specify the type of the nodes and the network, the data type, the
+batch size, the hidden size, the sequence length, the number of heads, activation checkpointing, or
+the broadcast algorithm.
 Assumptions: nodes of 4 V100 with one EDR port each (inputs/machines/v100-4x16.toml); sequences of
-512 tokens; 64 heads; the same batch for all schemes; no recomputation, but blocks are re-gathered
-in backward (as in the first code of the authors, hpcaitech/ColossalAI 404ecbdcc); the cheapest
-broadcast of common libraries; two Transformer blocks only (the cost of a vocabulary of 64 tokens
-is negligible); and a GPU with more memory if a layout does not fit (m).  With the same batch for
-all schemes, both speed-ups agree only if 1-D has such a GPU."""
+512 tokens; 64 heads; the same batch size for all schemes; no activation checkpointing, but
+re-gathering of gathered blocks in the backward pass (as in the first code of the authors,
+hpcaitech/ColossalAI 404ecbdcc); the fastest broadcast algorithm of common libraries; a model of
+two Transformer blocks (the cost of a vocabulary of 64 tokens is negligible); and, for layouts that
+do not fit in memory (m), a GPU with more memory.  With the same batch size for all schemes, both
+predicted speed-ups agree with the paper only if 1-D runs on such a GPU."""
 
 
 class _Spent(NamedTuple):
@@ -165,7 +167,7 @@ def cuboids() -> list[tuple[int, int, int]]:
 
 
 def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
-    """Return a dict from alternative assumption to (machine, keyword arguments of `rows`)."""
+    """Return alternative assumptions: a dict from name to (machine, arguments of `rows`)."""
     inside, outside = machine.links
     ports = inside, replace(outside, node_bandwidth=2 * outside.bandwidth)
     return {
@@ -177,7 +179,7 @@ def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print and return the sweeps for a machine file. The default machine has 64 V100 GPUs."""
+    """Print and return the predicted speed-ups on a machine (default: 64 V100 GPUs)."""
     machine = load(options.machine or shipped(V100))
     found = {dtype: _sweep(machine, dtype) for dtype in _DTYPES}
     found["variants"] = [
@@ -190,14 +192,18 @@ def main(options: Namespace) -> dict[str, Any]:
 
 def _sweep(machine: Machine, dtype: str) -> dict[str, Any]:
     found = rows(machine, dtype)
-    print(f"\n{dtype}: 3-D (4 x 4 x 4) over 1-D (64) and 2-D (8 x 8); the paper has 2.32 and 1.57")
-    print("   Within 10 % of the paper: a over 1-D, b over 2-D, * both. m: does not fit in memory")
+    print(
+        f"\n{dtype}: speed-up of 3-D (4 x 4 x 4) over 1-D (64; paper: 2.32) and 2-D (8 x 8; 1.57)"
+    )
+    print(
+        "   Within 10 % of the paper: a over 1-D, b over 2-D, * over both. m: exceeds the memory"
+    )
     _print_table(found, _cell)
     alone = own_batches(found)
-    print("   Both within 10 % if each scheme has its own batch (hidden, 2-D batch, 3-D batch):")
-    print(f"   {', '.join(map(str, alone)) or 'nowhere'}")
+    print("   Batch sizes per scheme that bring both speed-ups within 10 % of the paper:")
+    print(f"   (hidden, 2-D batch, 3-D batch) {', '.join(map(str, alone)) or 'none'}")
     plans = [planned(machine, row) for row in found]
-    print("\n   Fastest cuboid x y z, and its speed-up over the cube")
+    print("\n   Fastest 3-D mesh (x, y, z), and its speed-up over the cubic mesh (4 x 4 x 4)")
     _print_table([row | plan for row, plan in zip(found, plans, strict=True)], _plan_cell)
     return {"rows": found, "own_batches": alone, "planned": plans}
 
@@ -206,7 +212,7 @@ def _vary(label: str, dtype: str, machine: Machine, options: Mapping[str, Any]) 
     """Print and return the sizes that reproduce both speed-ups under alternative assumptions."""
     found = rows(machine, dtype, **options)
     both = [(row["hidden"], row["batch"]) for row in found if reproduces(row)]
-    print(f"   {dtype}, {label}: both within 10 % at (hidden, batch) {both or 'none'}")
+    print(f"   {dtype}, {label}: both speed-ups within 10 % at (hidden, batch) {both or 'none'}")
     return {"dtype": dtype, "label": label, "both": both}
 
 

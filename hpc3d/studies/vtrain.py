@@ -104,7 +104,7 @@ def _impossible(row: Mapping[str, float]) -> str | None:
 
 
 class Published(NamedTuple):
-    """Properties that all training steps in a file have in common.
+    """Properties shared by all training steps in a file.
 
     `recompute` is the value of parallel.recompute. If `pad` is positive, the vocabulary is padded
     so that the shard of each rank is a multiple of `pad`, as in Megatron-LM. If `pad` is 0, the

@@ -71,13 +71,15 @@ def _spread(errors: np.ndarray) -> dict[str, float]:
 def report(composed: Path | str, measured: Path | str, machine: Path | str) -> dict[str, Any]:
     """Print and return the accuracy of the predictions.
 
-    The machine model is calibrated with a tenth of the rows in the file `composed`. Its
-    predictions are compared with the remaining rows and with all rows in the file `measured`.
+    The machine model is calibrated on a tenth of the rows in the file `composed`. Its predictions
+    are validated on the remaining rows, and on all rows in the file `measured`.
     """
     rows, base = read(composed), load(machine)
     held = np.arange(len(rows)) % EVERY > 0
-    print(f"{composed}: {len(rows)} rows; one of {EVERY} calibrates, the others are predicted")
-    print(f"deviation of the step time from a line in layers: at most {bends(rows):.6f} ms")
+    print(
+        f"{composed}: {len(rows)} rows; calibration on every {EVERY}th row, validation on the rest"
+    )
+    print(f"maximum second difference of step time over layers: {bends(rows):.6f} ms")
     steps, found = Steps(rows), {"rows": len(rows), "calibrate": int((~held).sum())}
     for label, profiles in (("with a factor a profile", True), ("the machine alone", False)):
         calibration = calibrate(rows[::EVERY], base, profiles)
@@ -87,7 +89,9 @@ def report(composed: Path | str, measured: Path | str, machine: Path | str) -> d
         if profiles:
             _factors(calibration)
     rows = read(measured)
-    print(f"\n{measured}: {len(rows)} rows, predicted with the machine alone, as calibrated above")
+    print(
+        f"\n{measured}: {len(rows)} rows, predicted with the last calibration (no profile factors)"
+    )
     seconds = Steps(rows, MEASURED).seconds(calibration)
     everything = np.ones(len(rows), bool)
     return found | {"measured": _outcome(rows, seconds, everything, ["hidden", "t", "p"])}
@@ -139,7 +143,7 @@ def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
     losses = np.array([choice.loss for choice in found])
     close = int((losses <= _CLOSE).sum())
     print(f"    chosen layout within {_CLOSE:.0%} of the best: {close} of {len(found)} models")
-    print(f"    slowdown over the best: mean {losses.mean():.2%}, maximum {losses.max():.2%}")
+    print(f"    slowdown over the best layout: mean {losses.mean():.2%}, max {losses.max():.2%}")
     for choice in sorted(found, key=lambda choice: -choice.loss)[:5]:
         names = (_layout(rows[row], _LAYOUT) for row in (choice.chosen, choice.best))
         text = " chosen, best ".join(names) if choice.loss else f"{next(names)} chosen, the best"

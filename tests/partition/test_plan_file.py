@@ -68,7 +68,7 @@ def test_plan_of_another_model_is_rejected():
     with pytest.raises(ValueError, match="has changed since the plan was made"):
         saved().pieces(other)
     _, _, captured = prepared(CHAIN)
-    with pytest.raises(ValueError, match="differ in pieces"):
+    with pytest.raises(ValueError, match="not contain the same pieces"):
         saved()._replace(parts=[["tanh"], ["linear"]]).pieces(captured)
 
 
@@ -84,7 +84,7 @@ def test_plan_of_another_model_is_rejected():
         ({"replicas": [1, -1]}, "replicas is missing or invalid"),
         ({"parts": [["a"], []]}, "parts is missing or invalid"),
         ({"recompute": [1, 0]}, "recompute is missing or invalid"),
-        ({"chunks": 2}, "parts disagree"),
+        ({"chunks": 2}, "parts are inconsistent"),
         ({"model": None}, "model is missing or invalid"),
     ],
 )

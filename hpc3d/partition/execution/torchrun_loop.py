@@ -265,7 +265,9 @@ def _options():
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and dropout")
     inputs = "function(step) that returns the inputs of a step (default: the example inputs)"
     parser.add_argument("--inputs", metavar="MODULE:FUNCTION", help=inputs)
-    parser.add_argument("--save", metavar="FOLDER", help="write the state, one file per stage")
+    parser.add_argument(
+        "--save", metavar="FOLDER", help="write the final state dict, one file per stage"
+    )
     return parser.parse_args()
 
 
@@ -274,7 +276,7 @@ def main(cut: CutModel) -> None:
     options = _options()
     if int(os.environ.get("WORLD_SIZE", "0")) != cut.processes:
         command = f"torchrun --nproc-per-node {cut.processes} {sys.argv[0]}"
-        sys.exit(f"this plan requires {cut.processes} processes; use {command}")
+        sys.exit(f"this plan requires {cut.processes} processes; run {command}")
     device = _device()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":

@@ -1,1 +1,1 @@
-"""Measurement of a module's compute and message times, for plans based on measured times."""
+"""Profiling of a torch module: compute times, overheads and message times for the planner."""

@@ -1,13 +1,14 @@
-"""Measure the costs of a torch module on this machine, for its plans.
+"""Profile a torch module on this machine, so that the planner can use measured costs.
 
     python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
     mpirun -np N python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
     python -m hpc3d.partition MODULE:FACTORY --ranks N --profile PROFILE.json -o PLAN.json
 
 The module runs forward and backward passes on real data and one core, in microbatches of 1, 2, 4,
-... samples up to the batch. The command times every operation, and the overheads of a pipeline
-stage, of a step and of the update. N ranks measure at the same time, as they compute in a run, and
-also time messages and reductions between them. The module must return its loss.
+... samples up to the batch size. The command measures the time of every operation, and the
+overhead of a model chunk, a step and an optimizer update. All N ranks measure at the same time,
+because they also compute at the same time during training. With several ranks, the command also
+measures messages and all-reduces. The module must return its loss.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ def parser() -> Parser:
     add("model", metavar="MODULE:FACTORY", help="function that returns a module and its inputs")
     path = {"type": Path, "required": True, "metavar": "PROFILE.json"}
     add("-o", "--output", **path, help="file to write")
-    batch = "samples of the largest microbatch (default: batch of the example inputs)"
+    batch = "size of the largest microbatch in samples (default: batch of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=batch)
-    repeats = f"repetitions of each measurement, whose median is used (default: {_REPEATS})"
+    repeats = f"number of repetitions, of which the median is used (default: {_REPEATS})"
     add("--repeats", type=positive, default=_REPEATS, metavar="R", help=repeats)
     return parser
 
@@ -120,7 +121,7 @@ def _say(job, line):
 
 def _show(job, constants):
     part = f"{constants['forward'] * 1e6:.3g} and {constants['backward'] * 1e6:.3g} us"
-    _say(job, f"overhead of a pipeline part, forward and backward: {part}")
+    _say(job, f"overhead of a model chunk, forward and backward: {part}")
     step = f"{constants['step'] * 1e3:.3g} ms"
     _say(job, f"overhead of a step: {step}; update: {constants['update'] * 1e9:.3g} ns per byte")
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CLOCK = time.thread_time
 _PARTS = 8  # number of model chunks for measuring the overhead per chunk
-_MORE = 5  # messages are fast, so they are repeated this many times as often
+_MORE = 5  # factor for the number of repetitions of messages, which are fast
 _SIZES = [1 << power for power in (10, 13, 16, 18, 20, 22, 24)]  # message sizes in bytes
 
 

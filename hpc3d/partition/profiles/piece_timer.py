@@ -33,7 +33,7 @@ class PieceTimer:
         (self.program,) = stage_programs(captured, [range(self.pieces)])
         self.loss = self.program.outputs.index(loss_of(captured))
         self.seconds = np.zeros((2, self.pieces))
-        self.last, self.owners = 0.0, {}  # last clock value; autograd node -> piece index
+        self.last, self.owners = 0.0, {}  # last clock reading; piece index by autograd node
         self._read_clock(captured)
 
     def _read_clock(self, captured):
@@ -87,9 +87,9 @@ class PieceTimer:
 
 
 def _pieces_of(captured: Captured) -> list[int]:
-    """Return, in program order, the piece index of each operation in a program of all pieces.
+    """Return the piece index of each operation of the captured module, in program order.
 
-    An operation that is duplicated in several pieces is assigned to the first of these pieces.
+    An operation that several pieces duplicate is assigned to the first of these pieces.
     """
     copied: dict[fx.Node, int] = {}
     for number, piece in enumerate(captured.pieces):

@@ -58,9 +58,9 @@ def race(
 ) -> dict[str, Any]:
     """Compare a pipeline of `ranks` stages with data parallelism on `ranks` replicas.
 
-    Only the pipeline uses microbatches. Per step, an inner stage receives 2 T h e bytes, and a
-    replica 2 (d-1)/d 12 L h^2 g bytes, for T tokens, hidden size h, L layers, d replicas, e bytes
-    per activation and g per gradient. The pipeline moves fewer bytes if T < `boundary` =
+    Only the pipeline uses microbatches. With T tokens, hidden size h, L layers, d replicas, e
+    bytes per activation and g per gradient, an inner stage receives 2 T h e bytes per step, and a
+    replica receives 2 (d-1)/d 12 L h^2 g. The pipeline receives fewer bytes if T < `boundary` =
     12 L h (d-1)/d g/e. Exposed communication is the share of the step time spent blocked in calls.
     """
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
@@ -97,7 +97,7 @@ def _received(run: StageRun, axis: str) -> float:
 
 
 def _verdict(row: dict[str, Any], quantity: str) -> str:
-    """Return the strategy with the smaller value of a quantity: "pipeline" or "data"."""
+    """Return "pipeline" or "data", whichever has the smaller value of `quantity` in `row`."""
     return "pipeline" if row[f"pipeline_{quantity}"] < row[f"data_{quantity}"] else "data"
 
 

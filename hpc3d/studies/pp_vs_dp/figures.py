@@ -57,7 +57,7 @@ def races(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
         image = _race_panel(panel, rows)
     panels[-1].set_xlabel("tokens per step")
     ticks = [0.25, 0.5, 1, 2, 4]
-    text = "step time of the pipeline / of data parallelism"
+    text = "step time ratio, pipeline / data parallelism"
     bar = figure.colorbar(image, ax=panels, label=text, extend="both", aspect=40)
     bar.set_ticks(np.log2(ticks), labels=ticks)
     handles, names = panels[0].get_legend_handles_labels()
@@ -79,7 +79,7 @@ def _race_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> QuadMesh:
         panel.contour(tokens, hidden, ratios, levels=[0], colors="black", linewidths=1.8)
     panel.plot([], [], color="black", linewidth=1.8, label="equal step time")
     lines = sorted({(row["boundary"], row["hidden"]) for row in rows})
-    text = "equal bytes: T = 12 L h (d-1)/d (bytes of a gradient / bytes of an activation)"
+    text = "equal traffic: T = 12 L h (d-1)/d (bytes per gradient / bytes per activation)"
     panel.plot(*zip(*lines), color=GREEN, linestyle="--", linewidth=1.8, label=text)
     panel.set(xscale="log", yscale="log", title=rows[0]["network"], ylabel="hidden")
     panel.set(xlim=_edges(tokens)[[0, -1]], ylim=_edges(hidden)[[0, -1]])
@@ -121,7 +121,7 @@ def _partition_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
         values = np.array([row[part] for row in rows]) / 1e9
         panel.bar(xs, values, 0.6, bottom, color=color, label=part)
         bottom = bottom + values
-    how = {"color": NAVY, "linestyle": "--", "label": "layers in flight, closed form"}
+    how = {"color": NAVY, "linestyle": "--", "label": "with closed-form layers in flight"}
     panel.hlines([_closed(row) for row in rows], xs - 0.4, xs + 0.4, **how)
     panel.plot(xs, [row["worst"] / 1e9 for row in rows], "o-", c="black", label="worst rank")
     above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "size": 7}
@@ -148,7 +148,7 @@ def _messages(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     for overlap, (color, label) in _OVERLAP.items():
         rows = [row for row in found["buckets"] if row["overlap"] is overlap]
         _curve(above, rows, "step_s", color=color, label=f"step, reductions {label}")
-    _half(above, rows, "black", "half of the bandwidth (n1/2) of a reduction")
+    _half(above, rows, "black", "n1/2 of an all-reduce (half of the peak bandwidth)")
     for scheme, color in _SCHEMES.items():
         rows = [row for row in found["microbatches"] if row["scheme"] == scheme]
         _curve(below, rows, "step_s", color=color, label=f"{scheme}: step")
@@ -183,7 +183,7 @@ def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
         bottom = bottom + values
     labels = [f"{', '.join(map(str, row['stages']))}\n{row['imbalance']:+.0%}" for row in rows]
     panel.set_xticks(xs, labels)
-    panel.set_xlabel("layers per stage, and excess of the longest stage over the mean")
+    panel.set_xlabel("layers per stage; layers of the largest stage relative to the mean")
     panel.set_ylabel("time in calls [ms]")
     panel.legend(frameon=False, fontsize=8)
     return figure

@@ -74,15 +74,16 @@ def _print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any
             f"fewer bytes in {fewer}"
         )
         _print_grid(cells)
+    print("   b, m, s: the pipeline moves fewer bytes, but is slower, because of its bubble (b),")
     print(
-        "   The pipeline moves fewer bytes, but is slower because of its bubble (b), messages (m)"
-    )
-    print(
-        "   or small passes (s). d: it moves more bytes, but the gradient reduction takes longer"
+        "   messages (m) or small passes (s). d: the pipeline moves more bytes, but is faster,"
+        "\n   because the gradient reduction of data parallelism is slow"
     )
     large = sorted({row["hidden"] for row in rows if not row["data_fits"]})
     if large:
-        print(f"   replicas do not fit in memory for hidden sizes {', '.join(map(str, large))}")
+        print(
+            f"   data parallelism does not fit in memory with hidden {', '.join(map(str, large))}"
+        )
     first, many = counted[0], [row["microbatches"] for row in counted if row["wins"] == "pipeline"]
     where = f"hidden {first['hidden']}, {first['tokens']:,} tokens"
     wins = ", ".join(map(str, many)) or "no number of"
@@ -128,7 +129,7 @@ def _print_partitions(rows: Sequence[dict[str, Any]]) -> None:
             f"   {name}, {row['count']} stages: {times:.2f} times the memory of a single rank",
             end="",
         )
-        print(f", {worst:.2f} times on the worst rank")
+        print(f"; on the worst rank, {worst:.2f} times this memory")
 
 
 def _gb(row: dict[str, Any], key: str) -> float:
@@ -157,7 +158,7 @@ def ends(rows: Sequence[dict[str, Any]], *keys: str) -> float:
 
 def _print_buckets(sums: Sequence[dict[str, Any]]) -> None:
     half = sums[0]["half"] / 1e6
-    print(f"\n3. Gradient reduction by bucket size; half of the bandwidth at n1/2 = {half:.1f} MB")
+    print(f"\n3. Gradient reduction by bucket size; n1/2 (half of peak bandwidth) = {half:.1f} MB")
     print("   bucket [MB]  calls  message [MB]  step [ms], overlapped  after backward")
     hidden, after = ([row for row in sums if row["overlap"] is each] for each in (True, False))
     for row, late in zip(hidden, after, strict=True):
@@ -167,9 +168,10 @@ def _print_buckets(sums: Sequence[dict[str, Any]]) -> None:
     best = min(hidden, key=lambda row: row["step_s"])
     first, last = (row["step_s"] / best["step_s"] - 1 for row in (hidden[0], hidden[-1]))
     print(
-        f"   with overlap, {best['bucket_mb']:g} MB is best; the step is {first:+.0%} with", end=""
+        f"   with overlap, {best['bucket_mb']:g} MB is fastest; step time {first:+.0%} at",
+        end="",
     )
-    print(f" {hidden[0]['bucket_mb']:g} MB and {last:+.0%} with {hidden[-1]['bucket_mb']:g}")
+    print(f" {hidden[0]['bucket_mb']:g} MB and {last:+.0%} at {hidden[-1]['bucket_mb']:g} MB")
 
 
 def _print_waiting(rows: Sequence[dict[str, Any]]) -> None:
@@ -182,8 +184,8 @@ def _print_waiting(rows: Sequence[dict[str, Any]]) -> None:
         layers = ",".join(map(str, row["stages"]))
         print(f"   {layers:12s}{row['imbalance']:+8.0%}{row['step_s'] * 1e3:7.1f}{cells}")
     (wait, transfer), (waits, transfers) = map(_blocked, (rows[0], rows[-1]))
-    print(f"   last row relative to the first: wait time {waits / wait:.1f} times, ", end="")
-    print(f"transfer time {transfers / transfer:.2f} times")
+    print(f"   growth from the first to the last row: wait time x {waits / wait:.1f}, ", end="")
+    print(f"transfer time x {transfers / transfer:.2f}")
 
 
 def _blocked(row: dict[str, Any]) -> tuple[float, float]:
