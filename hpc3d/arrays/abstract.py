@@ -34,7 +34,7 @@ class CostMeter:
 
     This class discards the notifications; the meter of a simulated machine is in
     simulated_clock.py.  `widest` is the largest head size that the machine's fused attention
-    supports.  `float8` is True if the machine has a float8 rate for matrix products.
+    supports.  `float8` is True if the machine model has a rate for float8 GEMMs.
     """
 
     widest = 128
@@ -57,7 +57,7 @@ class CostMeter:
         """Advance the clock to the time `end`, in ns."""
 
     def counting(self, times: int) -> AbstractContextManager[None]:
-        """Return a context manager within which every operation is counted `times` times."""
+        """Return a context manager that counts each enclosed operation `times` times."""
         return nullcontext()
 
 
@@ -118,7 +118,7 @@ class AbstractArray(NDArrayOperatorsMixin):
     T = property(lambda self: self.view(self.shape[::-1]))
 
     def view(self, shape: Iterable[int]) -> AbstractArray:
-        """Return a view with another shape."""
+        """Return a view of this array with the shape `shape`."""
         return type(self)(shape, self.dtype, self.pool, self.lease)
 
     def __repr__(self) -> str:

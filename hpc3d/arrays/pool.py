@@ -45,7 +45,7 @@ def has_values(array: Array) -> bool:
 
 @composite
 def writeable(array: Array) -> bool:
-    """Return True if an array is not shared with other ranks."""
+    """Return True if an array is writable, that is, not shared with other ranks."""
     return array.flags.writeable
 
 
@@ -137,7 +137,7 @@ class Pool:
         return array
 
     def synchronize(self) -> None:
-        """Wait until all requested operations are complete."""
+        """Wait until the device has finished all launched operations."""
 
     def count(self, kind: str, size: int) -> None:
         """Add `size` to the live bytes of `kind`; `size` is negative for freed memory."""
@@ -158,7 +158,7 @@ class Pool:
 
 
 def _nameable(dtype: np.dtype) -> np.dtype:
-    """Return a dtype of the same size that has a NumPy type string, unlike bfloat16."""
+    """Replace bfloat16, which has no NumPy type string, by an integer type of the same size."""
     return np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
 
 
@@ -177,7 +177,7 @@ def lease_of(array: object) -> Lease | None:
 
 @composite
 def contiguous(block: Array) -> Array:
-    """Return the block in contiguous row-major memory."""
+    """Return a block as a row-major contiguous array; copy the block only if necessary."""
     return np.ascontiguousarray(block)
 
 

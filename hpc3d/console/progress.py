@@ -1,4 +1,4 @@
-"""Progress display of long operations: the newest log record, first shown after two seconds.
+"""Progress display that shows the newest log record if an operation takes over two seconds.
 
 On a terminal, one status line is updated; otherwise, a line is printed every 30 s.  All modules
 log their progress with `logging`, which costs almost nothing.  The records are displayed only
@@ -18,7 +18,7 @@ from typing import TextIO
 
 from hpc3d.console.sanitize import Controls, sanitized
 
-FIRST = 2  # s until the first progress line
+FIRST = 2  # seconds until the first progress line
 _EVERY, _REDRAWN = 30, 0.5  # interval in s between lines, and between updates of a status line
 _ERASED = "\r\x1b[K"
 

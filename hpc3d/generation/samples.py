@@ -1,4 +1,4 @@
-"""Sampling on rank 0: draw the next token of each sample from its logits, and write the texts."""
+"""Sampling on rank 0: draw the next token of each sample, and write the generated texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout of the ranks for text generation: tensor axes only, independent of the training run."""
+"""Rank layout for text generation: tensor parallelism only, independent of the training run."""
 
 from __future__ import annotations
 

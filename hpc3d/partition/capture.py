@@ -187,8 +187,8 @@ def _explained(error):
 
 
 def _refuse(program):
-    """Raise ValueError if two sizes of a tensor depend on the batch size, or if an operation
-    writes to a parameter."""
+    """Raise ValueError if several dimensions of a tensor depend on the batch size, or if an
+    operation writes to a parameter."""
     nodes = program.graph.nodes
     for node in nodes:
         for tensor in tensors(node.meta.get("val")):
@@ -228,9 +228,10 @@ def _emptied(module, inputs):
 
 
 def _first_names(module):
-    """Return a dict from each parameter or buffer name to the first name of the same tensor.
+    """Return a dict from each parameter or buffer name to the canonical name of its tensor.
 
-    If a tensor has several names, torch.export uses an arbitrary one.
+    The canonical name of a tensor is its first name. torch.export, in contrast, uses an arbitrary
+    name of a tensor with several names.
     """
     named = [
         *module.named_parameters(remove_duplicate=False),

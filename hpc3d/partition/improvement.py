@@ -68,9 +68,9 @@ def _climbed(costs, choice, allowed, positions):
 
 
 def _refined(costs, choice, allowed):
-    """Return the best arrangement whose boundaries are all near the current ones.
+    """Return the best arrangement with each boundary near its current location.
 
-    The numbers of replicas and microbatches and the schedule stay the same.
+    The replicas, the number of microbatches and the schedule do not change.
     """
     near = _AROUND // max(1, len(choice.stages) - 1)
     ends = [stage.end for stage in choice.stages[:-1]]

@@ -175,9 +175,9 @@ class JointSearch:
         self.best = inf
 
     def found(self) -> list[PipelineChoice]:
-        """Return the nearly optimal arrangements that fit in memory.
+        """Return the best arrangements that fit in memory, sorted by estimated step time.
 
-        The arrangements are sorted by estimated step time.
+        The estimate of each arrangement is within a factor _NEAR_BEST of the best estimate.
         """
         found = [each for way in self._ways() for each in self._of_way(*way)]
         near = [each for each in found if each.seconds <= _NEAR_BEST * self.best]

@@ -1,4 +1,4 @@
-"""Predictions of published Megatron-LM step times with a model of the machine.
+"""Predictions of published Megatron-LM step times with a performance model of the machine.
 
 V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 arXiv:2205.05198: tables 4 and 5, figure 1. D. Narayanan et al., "Efficient Large-Scale Language
@@ -6,8 +6,9 @@ Model Training on GPU Clusters Using Megatron-LM", SC 2021, arXiv:2104.04473: ta
 
 For the second paper, the microbatch size, model chunks, dropout, gradient clipping and, for the
 smaller models, the overlap of the gradient reduction with the backward pass are taken from the
-authors' scripts (NVIDIA/Megatron-LM examples/sc21/run_table_1.sh). The first paper's results
-showed which properties the machine model must have, but no parameter is fitted to these results.
+authors' scripts (NVIDIA/Megatron-LM examples/sc21/run_table_1.sh). The machine model contains the
+properties that the first paper's results showed to be necessary, but no parameter is fitted to
+these results.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def rows(
 
 
 def _close(scheme: str, speedup: float) -> bool:
-    """Return whether a speed-up over `scheme` is close to the published speed-up.
+    """Return True if a speed-up over `scheme` is close to the published speed-up.
 
     CLOSE is the maximum relative difference.
     """

@@ -1,4 +1,4 @@
-"""Report on predictions of vTrain's step times, and on layouts chosen by predicted step time."""
+"""Report the accuracy of predicted vTrain step times and of layouts selected by prediction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _MODEL = ["ranks", "hidden", "heads", "sequence", "layers", "batch"]
 _LAYOUT = ["t", "d", "p", "micro"]
 _SHORT = ["ranks", "hidden", "layers", "batch"]
-_CLOSE = 0.03  # maximum slowdown of a layout that is considered close to the best
+_CLOSE = 0.03  # maximum slowdown of a layout that counts as close to the best layout
 
 
 class Choice(NamedTuple):

@@ -67,9 +67,9 @@ def even(runs: Sequence[LayerRun], stages: int) -> list[int] | None:
 def balanced(weights: Sequence[float], stages: int) -> list[int] | None:
     """Return the exclusive ends of non-empty stages that minimize the largest stage weight.
 
-    Of equally good cuts, the first one is chosen. Returns None if there are fewer weights than
-    stages. T[s, j] is the smallest possible load of the heaviest of s stages for the first j
-    weights:
+    If several partitions are optimal, the first one is returned. Returns None if there are fewer
+    weights than stages. T[s, j] is the minimum, over all partitions of the first j weights into s
+    stages, of the largest stage weight:
 
       T[s, j] = min over i < j of max(T[s - 1, i], sum of weights i to j)
     """

@@ -19,7 +19,7 @@ HEAD = (
 
 
 def ours(task: Task) -> Contender:
-    """Return hpc3d's own plan, or a contender whose `note` gives the reason why none exists."""
+    """Return hpc3d's own plan; if no plan exists, the `note` of the result gives the reason."""
     try:
         found = best_plan(task.costs, Wanted(task.ranks, task.memory, margin=0.0))
     except ValueError as error:

@@ -77,7 +77,7 @@ def _fastest_split(name, task, pipeline):
 
 
 def _split(task, ways):
-    """Return the task with `ways` ranks per replica.
+    """Return the planning task for replicas that consist of `ways` tensor-parallel ranks.
 
     Returns None if `ways` is 1 and the model has no linear layers that could be sharded.
     """

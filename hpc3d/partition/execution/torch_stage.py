@@ -82,7 +82,7 @@ class TorchStage:
         received = [_tensor(array) for array in _arrays(x)]
         for tensor, has_gradient in zip(received, self.graded_in, strict=True):
             tensor.requires_grad_(has_gradient)
-        # Recomputation uses these copies, so that no buffer is updated twice.
+        # Recomputation writes to these copies, so that each buffer is updated only once.
         names = self.program.written if self.recompute else ()
         buffers = {name: self.weights.tensors[name].clone() for name in names}
         with self.trace.span("operations", "gemm"), torch.set_grad_enabled(not self.recompute):

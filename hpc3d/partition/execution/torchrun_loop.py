@@ -283,7 +283,7 @@ def main(cut: CutModel) -> None:
         torch.cuda.set_device(device)
     try:
         _train(cut, options)
-        dist.barrier()  # no process may exit while another one is still sending
+        dist.barrier()  # a process must not exit while a peer is sending
     finally:
         dist.destroy_process_group()
 

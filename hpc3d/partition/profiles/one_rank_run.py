@@ -24,7 +24,7 @@ from hpc3d.pipeline.schedule import ONE_STAGE
 
 
 class StepSeconds(NamedTuple):
-    """Time in seconds of a one-microbatch step: passes, optimizer update, and the rest."""
+    """Times in seconds within a one-microbatch step: passes, update, and everything else."""
 
     passes: float
     update: float
@@ -106,7 +106,7 @@ class OneRankRun:
         return times[1] - times[0], times[2] - times[1]
 
     def step(self) -> StepSeconds:
-        """Run the next training step; return the times of its passes, its update and the rest."""
+        """Run the next training step; return the times of the passes, the update and the rest."""
         start = self.clock()
         self.trainer.step(self.steps)
         whole = self.clock() - start

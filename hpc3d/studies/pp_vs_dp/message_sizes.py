@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _RANKS = 16  # number of replicas
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # gradient bucket sizes in MB
-# Dict from scheme to (mesh, operation that moves the most bytes along the innermost axis).
+# Maps a scheme to its mesh, and to the collective with the most bytes along the innermost axis.
 _TENSOR = {"1d": ({"x": 8}, "all_reduce"), "2d-summa": ({"x": 2, "y": 4}, "broadcast")}
 _MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -62,7 +62,7 @@ def microbatches(
 
 
 def half_bytes(machine: Machine, op: str, members: Iterable[int]) -> float:
-    """Return the message size at which a call reaches half of its asymptotic bandwidth.
+    """Return the message size in bytes at which a call reaches half of its peak bandwidth.
 
     If a call with n bytes takes the time alpha + beta n, this is Hockney's n1/2 = alpha / beta.
     """

@@ -23,8 +23,7 @@ def partitions(
 ) -> list[dict[str, Any]]:
     """Return the memory of an even and a poor layer partition for each number of stages.
 
-    In the poor partition, each stage has one layer, except that the first stage has all remaining
-    layers.
+    In the poor partition, all stages except the first have one layer each.
     """
     sizes = {"hidden": hidden, "vocabulary": vocabulary, "sequence": 512}
     whole, half = (_memory(machine, [n], microbatches, sizes) for n in (layers, layers // 2))

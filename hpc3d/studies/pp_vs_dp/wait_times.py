@@ -1,8 +1,8 @@
 """Wait and transfer times of calls in a simulated step, based on one rank of each stage.
 
-As in wait_states.py, the time during which a call blocks consists of the wait before the last
-member arrives and the transfer after this arrival. Ranks along a tensor or data axis arrive
-simultaneously, so only calls between stages wait. A send never waits.
+As in wait_states.py, the blocking time of a call is the sum of the wait time, until the last
+member enters the call, and the transfer time after that. Ranks along a tensor or data axis enter
+a call simultaneously, so only calls between stages wait. A send never waits.
 """
 
 from __future__ import annotations
