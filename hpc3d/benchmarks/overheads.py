@@ -54,7 +54,7 @@ def step(options: Namespace) -> dict[str, Any]:
     results = {}
     for label, config in _serial_configs().items():
         found = results[label] = harness.against_torch(config, options.rounds or 5)
-        print(f"{label}: hpc3d {found['ours_s']:.2f} s per step, torch eager {_pair(found)}")
+        print(f"{label}: hpc3d {found['ours_s']:.2f} s per step, eager torch {_pair(found)}")
     return results
 
 
@@ -65,8 +65,11 @@ def trace(options: Namespace) -> dict[str, Any]:
     small = harness.with_sizes(config, batch=24)
     found = harness.tracing(small, options.rounds or 20)
     share = found["events"] * found["event_us"] / (found["theirs_s"] * 1e6)
-    print(f"with trace {found['ours_s']:.3f} s per step, without {_pair(found)}")
-    print(f"{found['events']:.0f} events of {found['event_us']:.2f} us: {share:.2%} of a step")
+    print(f"with tracing {found['ours_s']:.3f} s per step, without tracing {_pair(found)}")
+    print(
+        f"{found['events']:.0f} events at {found['event_us']:.2f} us each: {share:.2%} of the "
+        "step time"
+    )
     return {**found, "share": share}
 
 
@@ -81,7 +84,10 @@ def overlap(options: Namespace) -> dict[str, Any]:
             f"{found['ours_s'] * 1e3:.1f} ms per step with overlap, {found['theirs_s'] * 1e3:.1f}"
         )
         spread = f"{found['ratio']:.3f} ({found['ratio_min']:.3f} to {found['ratio_max']:.3f})"
-        print(f"{label}: exposed {times} ms without, ratio {spread}; bytes {found['bytes']}")
+        print(
+            f"{label}: exposed reduction {times} ms without, ratio {spread}; received bytes "
+            f"{found['bytes']}"
+        )
     return results
 
 

@@ -143,7 +143,7 @@ def summary(steps: Sequence[PlannedStep]) -> dict[str, Any]:
     errors = [abs(step.predicted / step.measured - 1) for step in steps]
     middle, most = median(errors), max(errors)
     plans = counted(len(steps), "plan")
-    print(f"error of {plans}: median {middle:.1%}, maximum {most:.1%}")
+    print(f"prediction error of {plans}: median {middle:.1%}, maximum {most:.1%}")
     chosen = {}
     for model in dict.fromkeys(step.model for step in steps):
         times = {step.plan: step.measured for step in steps if step.model == model}

@@ -91,9 +91,9 @@ def progress(
 ) -> Iterator[None]:
     """Print progress lines to stderr while the block runs: `hpc3d.NAME: 40 s: PROGRESS`.
 
-    PROGRESS is `doing` or the newest log record.  Inside another `progress`, `doing` is only
-    logged.  The first line is printed after `first` seconds.  The printed time is counted from
-    `since`, a value of `time.monotonic` (None: now).
+    PROGRESS is `doing` or the newest log record.  A nested call only logs `doing`.  The first line
+    is printed after `first` seconds.  The printed time is the time since `since`, a value of
+    `time.monotonic` (None: now).
     """
     log, begin = logging.getLogger("hpc3d"), time.monotonic() if since is None else since
     inside = any(isinstance(handler, Newest) for handler in log.handlers)

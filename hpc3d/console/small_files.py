@@ -55,9 +55,11 @@ def toml(text: str) -> dict[str, Any]:
     import tomllib  # imported here, because training ranks do not need it
 
     if len(text) > _MOST_TEXT:
-        raise ValueError(f"{len(text)} characters, more than the limit of {_MOST_TEXT}")
+        raise ValueError(
+            f"the text has {len(text)} characters, more than the limit of {_MOST_TEXT}"
+        )
     if any(part.count(".") > MOST_PARTS for part in re.split("[=,\n]", text)):
-        raise ValueError(f"a key has more than {MOST_PARTS} parts")
+        raise ValueError(f"a dotted key has more than {MOST_PARTS} components")
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -78,7 +78,7 @@ class TrainedModel(NamedTuple):
                 "--prompt: the text is not valid UTF-8; convert it to UTF-8 with iconv"
             ) from None
         except ValueError as error:
-            raise ValueError(f"--prompt: {error}; leave it out") from error
+            raise ValueError(f"--prompt: {error}; use a different prompt") from error
         if not len(ids):
             ids = np.array([] if self.begin is None else [self.begin], np.int64)
         if not len(ids):

@@ -68,7 +68,10 @@ class Shared(NamedTuple):
 
 
 class Graph:
-    """Atoms in topological order, the values passed between them, and shared weights."""
+    """Graph of atoms in topological order, with the values passed between them and shared tensors.
+
+    `shared` contains the weights and model inputs that several atoms read.
+    """
 
     def __init__(
         self, atoms: Sequence[Atom], values: Sequence[Value], shared: Sequence[Shared] = ()

@@ -85,7 +85,7 @@ def capture(
     """Capture a module that is called with `inputs`, whose dimension 0 is the batch.
 
     The module is not changed. A submodule that cannot be traced becomes one opaque operation,
-    whose shapes and costs are recorded in a run with data. If the given tensors have no data,
+    whose shapes and costs are recorded in a run on real data. If the given tensors have no data,
     `with_data()` must return the module and the inputs for this run.
 
     Raises ValueError with the user's file and line if the module cannot be captured, for example

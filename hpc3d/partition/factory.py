@@ -65,9 +65,9 @@ def function_at(name: str) -> Callable[..., Any]:
         for part in factory.split("."):
             function = getattr(function, part)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{name}: there is no module {error.name}") from None
+        raise ValueError(f"{name}: no module named {error.name}; check the name") from None
     except AttributeError:
-        raise ValueError(f"{name}: {module_name} has no {factory}") from None
+        raise ValueError(f"{name}: module {module_name} has no function {factory}") from None
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name}: importing {module_name} raised {described(error)}") from error
     if not given:

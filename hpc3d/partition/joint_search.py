@@ -220,7 +220,10 @@ class JointSearch:
         ]
 
     def _of_way(self, name, micros, flight) -> Iterator[Estimated]:
-        """Yield the best arrangements for decreasing load limits, and for limits near the best."""
+        """Yield the best arrangements for decreasing load limits, then for a fine grid of limits.
+
+        The fine grid is near the load limit with the shortest estimated step.
+        """
         search = _OfWay(self, name, micros, flight)
         first = search.under(inf)
         if (micros - 1) * search.least + first.weight > _NEAR_BEST * self.best:

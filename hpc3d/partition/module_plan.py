@@ -39,7 +39,7 @@ _AT_LEAST, _IMPROVED = 4, 8  # minimum and maximum number of arrangements to imp
 _FAR = 1.1  # maximum time of a candidate's busiest stage, relative to the best step time
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if not each.on_request)
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
-_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # limits of the search over downsets
+_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # maximum downsets, and simulated passes
 _MOST_LAID_OUT = 2**14  # maximum number of stages * microbatches in a simulated schedule
 _CLOSE = 1e-3  # relative accuracy of the memory reported in an error message
 

@@ -181,7 +181,7 @@ def _text(value):
 
 
 def list_of(sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a rule that accepts a non-empty list if the rule `sound` accepts all its items."""
+    """Return a rule that accepts a non-empty list whose items all satisfy the rule `sound`."""
     return lambda value: isinstance(value, list) and bool(value) and all(map(sound, value))
 
 

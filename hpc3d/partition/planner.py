@@ -15,7 +15,7 @@ from hpc3d.partition.joint_search import fastest, lightest, timed
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if each.undivided)
-_MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # maximum table entries and candidates
+_MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # maximum size of the table, and number of candidates
 
 
 class _PlannedStage(NamedTuple):

@@ -62,7 +62,9 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _layers(machine: Machine) -> list[dict[str, Any]]:
-    print("\narXiv:2205.05198, table 4: ms per layer of the 22B model, forward and backward")
+    print(
+        "\narXiv:2205.05198, table 4: forward and backward times per layer of the 22B model in ms"
+    )
     print("    scheme      recompute       published       predicted")
     found = megatron.layers(machine)
     for row in found:
@@ -96,7 +98,7 @@ def _facts(machine: Machine) -> dict[str, list[float]]:
 
 
 def _otherwise(machine: Machine) -> list[dict[str, Any]]:
-    print("\nPredictions with other options than in the published scripts")
+    print("\nPredictions with options that differ from the published scripts")
     found = megatron.otherwise(machine)
     for row in found:
         (name, value), *_ = row["change"].items()

@@ -200,7 +200,7 @@ def _comparable(points, other):
     middle = median(ratios)
     return (
         f'"comparable on the same models" to {other}: {_verdict(abs(middle - 1) <= _CLOSE)}; '
-        f"{_spread(ratios)} times its samples/s on {len(ratios)} models"
+        f"{_spread(ratios)} times its throughput in samples/s on {len(ratios)} models"
     )
 
 
@@ -214,8 +214,8 @@ def _better(points, name, others):
     best = "GPipe" if name == "RaNNC" else "all others"
     found = f'{name} "better than {best} in all settings": {_verdict(not worse)}'
     if ratios:
-        found += f"; {_spread([*ratios.values()])} times its samples/s in {len(ratios)}"
-    return found + (f", less for {', '.join(worse)}" if worse else "")
+        found += f"; {_spread([*ratios.values()])} times the throughput in {len(ratios)} settings"
+    return found + (f", slower for {', '.join(worse)}" if worse else "")
 
 
 def _ratios(points, name, others) -> Iterator[tuple[str, float]]:

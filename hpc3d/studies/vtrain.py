@@ -96,7 +96,7 @@ def _impossible(row: Mapping[str, float]) -> str | None:
         if not 0 < value < inf:
             return f"{name} = {value}: must be positive"
     if row["ranks"] != row["t"] * row["d"] * row["p"]:
-        return f"ranks = {row['ranks']}: must be t d p = {row['t']} x {row['d']} x {row['p']}"
+        return f"ranks = {row['ranks']}: must equal t d p, {row['t']} x {row['d']} x {row['p']}"
     for whole, parts in _DIVISORS.items():
         if row[whole] % prod(row[part] for part in parts):
             return f"{whole} = {row[whole]}: must be divisible by {' x '.join(parts)}"

@@ -142,7 +142,10 @@ def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
     found = [*choices(rows, seconds)]
     losses = np.array([choice.loss for choice in found])
     close = int((losses <= _CLOSE).sum())
-    print(f"    chosen layout within {_CLOSE:.0%} of the best: {close} of {len(found)} models")
+    print(
+        f"    the chosen layout is within {_CLOSE:.0%} of the best one for {close} of "
+        f"{len(found)} models"
+    )
     print(f"    slowdown over the best layout: mean {losses.mean():.2%}, max {losses.max():.2%}")
     for choice in sorted(found, key=lambda choice: -choice.loss)[:5]:
         names = (_layout(rows[row], _LAYOUT) for row in (choice.chosen, choice.best))

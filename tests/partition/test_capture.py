@@ -159,7 +159,7 @@ def test_number_of_pieces_of_unusual_modules(name, pieces):
         ("fails", r"raised RuntimeError: no such size \(.*sample_models.py:\d+\)"),
         ("without_batch", "must be a tensor with the batch"),
         ("one_sample", "a batch size .* of at least 2"),
-        ("absent", "has no absent"),
+        ("absent", "has no function absent"),
     ],
 )
 def test_uncapturable_module_is_rejected_in_one_line(name, line):

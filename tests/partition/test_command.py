@@ -185,7 +185,7 @@ def test_invalid_module_options_are_rejected(words, capsys):
         ),
         (("--graph", "c", "--margin", "0"), "--margin: valid only for a module"),
         (("--graph", "c", "--schedule", "zb-h1"), "use 1f1b or gpipe"),
-        (("no.such.module:b",), "there is no module no"),
+        (("no.such.module:b",), "no module named no"),
         (("tests.partition.sample_models:decides",), "sample_models.py:"),
     ],
 )

@@ -29,7 +29,7 @@ def test_factory_accepts_literal_arguments(call, inputs):
         ("sized(3); 4", "must be numbers or strings"),
         ("sized(*3)", "must be numbers or strings"),
         ("sized(3, depth=2)", "raised TypeError: .*depth"),
-        ("absent(3)", "has no absent"),
+        ("absent(3)", "has no function absent"),
     ],
 )
 def test_invalid_factory_arguments_are_rejected_in_one_line(call, line):

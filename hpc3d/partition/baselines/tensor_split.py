@@ -29,7 +29,7 @@ from hpc3d.predict.machine.machine import Machine
 
 _aten = torch.ops.aten
 _PADDED = 128  # minimum rows per rank for sharding an embedding, or a weight with padding
-_LOSS_SUMS = 3  # values per token: maximum, sum of exponentials, logit of the label
+_LOSS_SUMS = 3  # all-reduced values per token: maximum, sum of exponentials, label's logit
 
 # Operations that can be applied to a shard of the columns without communication.
 _LOCAL = {

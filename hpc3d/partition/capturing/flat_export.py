@@ -89,7 +89,10 @@ class _Modes:
     def settle(self):
         for node in [*self.graph.nodes]:
             if isinstance(node.target, HigherOrderOperator):
-                raise ValueError(f"the operator {node.target} is not supported{where(node)}")
+                raise ValueError(
+                    f"the operator {node.target} is not supported; remove it from the model"
+                    f"{where(node)}"
+                )
             if node.target is _set_grad_enabled:
                 (self.enabled,), self.detached = node.args, {}
             elif node.target is _enter_autocast:
@@ -145,7 +148,7 @@ def _refuse_autocast(node):
     if enabled:
         while (line := where(node)) == "" and node.op != "output":
             node = node.next
-        raise ValueError(f"autocast to 16-bit types is not supported; remove it{line}")
+        raise ValueError(f"autocast to 16-bit types is not supported; remove the autocast{line}")
 
 
 def where(node: fx.Node) -> str:

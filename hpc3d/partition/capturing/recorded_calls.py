@@ -152,7 +152,7 @@ def _combined_leaf(path, few, many, samples):
     """
     if not isinstance(few, torch.Tensor) or not isinstance(many, torch.Tensor):
         if type(few) is not type(many) or few != many:
-            why = f"an argument is {few!r:.40}, but {many!r:.40} for more samples"
+            why = f"an argument or result is {few!r:.40}, but with more samples {many!r:.40}"
             raise CannotStayWhole(path, why)
         return few
     if few.dim() != many.dim() or few.dtype != many.dtype:

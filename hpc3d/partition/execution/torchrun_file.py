@@ -196,7 +196,7 @@ class _PartSource:
             node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
 
     def _inputs_read(self, inputs, also):
-        """Yield the source lines that read the inputs used by the chunk, and the input `also`."""
+        """Yield source lines that read the chunk's inputs, and the input `also` if it is given."""
         for node, original in zip(self.inputs, self.program.inputs, strict=True):
             if node.users or node is also:
                 row = "" if carries_batch(original) else "[0]"

@@ -308,7 +308,7 @@ def _train(cut, options):
 
 
 def _batches(cut, place, example):
-    """Return a function from a step number to a dict of named inputs."""
+    """Return a function that maps a step number to a dict of named inputs."""
     module, _, function = (place or "").partition(":")
     given = getattr(import_module(module), function) if place else lambda step: example
 

@@ -70,7 +70,7 @@ def _print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any
         cells = [*group]
         fewer, wins = (_count(cells, key) for key in ("moves_less", "wins"))
         print(
-            f"   {network}: pipeline faster in {wins} of {len(cells)} settings, "
+            f"   {network}: the pipeline is faster in {wins} of {len(cells)} settings and moves "
             f"fewer bytes in {fewer}"
         )
         _print_grid(cells)
@@ -147,11 +147,11 @@ def _print_messages(sums: Sequence[dict[str, Any]], tensors: Sequence[dict[str, 
             print(f"   {scheme:10s}{row['microbatches']:12d}{row['calls']:8d}{sizes}{times}")
         moved, took = ends(rows, "calls", "message"), ends(rows, "calls_s")
         print(f"   {scheme}: {moved:.2f} times the bytes take {took:.1f} times as long", end="")
-        print(f" in messages of 1/{1 / ends(rows, 'message'):.0f} the size")
+        print(f" if the messages are 1/{1 / ends(rows, 'message'):.0f} as large")
 
 
 def ends(rows: Sequence[dict[str, Any]], *keys: str) -> float:
-    """Return the last row's product of the columns `keys`, divided by the first row's product."""
+    """Return the ratio of the last to the first row, for the product of the columns `keys`."""
     first, last = (prod(row[key] for key in keys) for row in (rows[0], rows[-1]))
     return last / first
 

@@ -82,7 +82,7 @@ def test_contender_row_has_plain_values():
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("inputs.partition.mlp:absent", "--ranks", "2"), "has no absent"),
+        (("inputs.partition.mlp:absent", "--ranks", "2"), "has no function absent"),
         (("tests.partition.sample_models:decides", "--ranks", "2"), "sample_models.py:"),
         (("inputs.partition.mlp:small", "--ranks", "2", "--memory", "10B"), "--memory"),
     ],

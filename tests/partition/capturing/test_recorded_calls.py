@@ -121,7 +121,11 @@ class Collects(nn.Module):
         (Borrows().float(), None, "the module reads a parameter of another module"),
         (Replaces(4), None, "the module replaces the buffer .* running_mean"),
         (Trains(4, 4), None, ".* changes the parameter bias"),
-        (Loose(), lambda x: (x, x.shape[0]), "an argument is 3, but 6 for more samples"),
+        (
+            Loose(),
+            lambda x: (x, x.shape[0]),
+            "an argument or result is 3, but with more samples 6",
+        ),
         (Loose(), lambda x: (x, iter([x])), "the module takes a list_iterator"),
         (Loose(), lambda x: (x[: len(x) ** 2 // 4],), "the size of a tensor depends"),
         (
