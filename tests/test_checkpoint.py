@@ -213,14 +213,14 @@ def settings(before, after):
         (unknown, " layers.0.gate"),
         (integers, "rank-00000.bin ... invalid piece"),
         (put(step=7), "manifest ... step 7"),
-        (put(step="2"), "manifest ... number step"),
+        (put(step="2"), "manifest ... step must"),
         (put(format="other"), "step-00000002 ... checkpoint: ... manifest"),
         (put(version=99), "step-00000002 ... checkpoint: ... manifest"),
         (put(config=5), " configuration "),
         (put(config="x ="), " configuration "),
         (put(config="[modl]"), "modl: "),
         (without("config"), " configuration "),
-        (without("updates"), "manifest ... number updates"),
+        (without("updates"), "manifest ... updates must"),
         (without("files"), "step-00000002 ... checkpoint: ... manifest"),
         (settings("layers = 4", "layers = 5"), "4 layers, ... model.layers = 5"),
         (settings("layers = 4", "layers = 1000000000"), "model.layers = 1000000000"),
@@ -267,7 +267,7 @@ def test_export_reports_that_a_mixtral_drops_no_token(tmp_path, capsys):
     folder = drawn_models.saved(tmp_path / "run", mixture)
     code, lines, errors = call(capsys, "export", folder, "-o", tmp_path / "out")
     assert (code, errors) == (0, [])
-    assert "model.capacity = 1.25: a Mixtral has no capacity limit, and drops no token" in lines
+    assert "model.capacity = 1.25: Mixtral has no capacity limit and drops no tokens" in lines
 
 
 def test_export_overwrites_only_with_force(original, tmp_path, capsys):

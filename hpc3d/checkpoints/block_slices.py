@@ -1,4 +1,4 @@
-"""Boxes (slices) of a tensor, as held by ranks and stored in checkpoint files."""
+"""Boxes, which are slices of a tensor that ranks own and that checkpoint files store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BlockSlices(NamedTuple):
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Edges of the box as stored in a manifest: four for a matrix, six with experts."""
+        """Edges of the box in the manifest format: four for a matrix, six for stacked experts."""
         return self if self[4:] != (0, 1) else self[:4]
 
     def intersection(self, other: BlockSlices) -> BlockSlices:
@@ -48,18 +48,18 @@ class BlockSlices(NamedTuple):
         )
 
     def index_in(self, outer: BlockSlices) -> tuple[slice, slice, slice]:
-        """Return the slices that select this box in an array with the contents of box `outer`.
+        """Return the slices that select this box in an array that stores the box `outer`.
 
-        The array has the shape [rows, experts, columns].
+        The array has the shape [rows, experts, columns] of `outer`.
         """
         rows = slice(self.top - outer.top, self.bottom - outer.top)
         experts = slice(self.front - outer.front, self.back - outer.front)
         return rows, experts, slice(self.left - outer.left, self.right - outer.left)
 
     def rectangles(self, columns: int) -> Iterator[BlockSlices]:
-        """Yield the rectangles covered by this box in the matrix [rows, experts x columns].
+        """Yield the rectangles that this box occupies if the tensor is stored as a matrix.
 
-        `columns` is the number of columns per expert.
+        The matrix has the shape [rows, experts x columns], with `columns` columns per expert.
         """
         whole = self.right - self.left == columns
         step = self.back - self.front if whole else 1
@@ -69,7 +69,7 @@ class BlockSlices(NamedTuple):
 
 
 def stored_shape(dims: Sequence[int]) -> tuple[int, ...]:
-    """Return a tensor's shape in checkpoint files: 1-D, or 2-D with all but dim 0 merged."""
+    """Return a tensor's shape in checkpoint files: 1-D, or 2-D with dims 1 and up flattened."""
     return (prod(dims),) if len(dims) < 2 else (dims[0], prod(dims[1:]))
 
 
@@ -89,10 +89,10 @@ def box_of(slices: Sequence[slice]) -> BlockSlices:
 
 
 def boxes(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
-    """Return a few boxes that cover elements `start` to `stop` of a block, in row-major order.
+    """Return the boxes that cover elements `start` to `stop` of a block in row-major order.
 
-    The boxes cover the end of a row, complete rows, and the beginning of a row. With several
-    experts, an incomplete row is split in the same way at expert boundaries.
+    There are at most three boxes: the end of the first row, all complete rows, and the beginning
+    of the last row. With several experts, an incomplete row is split again at expert boundaries.
     """
     _, experts, columns = block.shape
     stop = min(stop, block.size)
@@ -103,8 +103,8 @@ def boxes(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
 def _stretches(start: int, stop: int, widths: Sequence[int]) -> list[tuple[int, int]]:
     """Split the range from `start` to `stop` at multiples of decreasing `widths`.
 
-    Complete units of the first width form one range. Incomplete units at both ends are split at
-    multiples of the next width.
+    The longest range between two multiples of the first width remains in one piece. The rest at
+    both ends is split at multiples of the next width.
     """
     if start >= stop:
         return []
@@ -149,7 +149,7 @@ def coverage_error(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | No
 
 
 def overlap(parts: Sequence[BlockSlices]) -> BlockSlices | None:
-    """Return the intersection of two overlapping rectangles, or `None` if all are disjoint.
+    """Return the intersection of two rectangles that overlap, or `None` if no two overlap.
 
     A sweep line moves down the rows. `across` holds the rectangles that intersect the line, from
     left to right.

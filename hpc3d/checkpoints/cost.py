@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.training.trainer import Trainer
 
-_LARGEST = 4 << 20  # maximum size in bytes of the file written to measure the disk
+_LARGEST = 4 << 20  # maximum size in bytes of the file that measures disk bandwidth
 _FILES = 2  # number of files written by each rank per checkpoint
 
 
@@ -35,10 +35,10 @@ class Probe(NamedTuple):
 
 
 def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
-    """Return log lines with the size and time of a run's checkpoints; collective over all ranks.
+    """Return log lines with the size and estimated write time of a run's checkpoints.
 
-    One rank of each node writes a few megabytes to `folder`. If a write fails, the job stops with
-    an error.
+    This function is collective over all ranks. One rank of each node writes a few megabytes to
+    `folder`. If a write fails, the job stops with an error.
     """
     share = shares(trainer.parameters, trainer.optimizer)
     host, size = socket.gethostname(), sum(elements.nbytes for *_, elements in share)
@@ -85,8 +85,8 @@ def seconds(ranks: Sequence[tuple[str, int]], probes: Sequence[Probe]) -> float:
     """Return the estimated time of a checkpoint in seconds.
 
     All nodes write their shards concurrently, then rank 0 reads all of them. `ranks` lists (host,
-    bytes) for each rank and `probes` one probe for each node. The estimate uses the slowest probe
-    values.
+    bytes) for each rank, and `probes` lists the Probe of each node. The estimate uses the longest
+    times of all probes.
     """
     slowest = Probe(*map(max, zip(*probes, strict=True)))
     count, held = Counter(host for host, _ in ranks), Counter()
@@ -98,7 +98,7 @@ def seconds(ranks: Sequence[tuple[str, int]], probes: Sequence[Probe]) -> float:
 
 
 def shortage(folder: Path, size: int, keep: int) -> str | None:
-    """Return a warning if the disk is too small for the kept checkpoints plus one, or `None`."""
+    """Return a warning if the disk cannot store `keep` + 1 checkpoints, otherwise `None`."""
     present = steps_of(folder / "checkpoints")
     has = sum(path.stat().st_size for step in present for path in step.iterdir())
     free, wanted = shutil.disk_usage(folder).free + has, (keep + 1) * size
@@ -106,5 +106,5 @@ def shortage(folder: Path, size: int, keep: int) -> str | None:
         return None
     return (
         f"checkpoints: {keep + 1} need {wanted / 1e6:.1f} MB, but {folder} has only "
-        f"{free / 1e6:.1f} MB free; free some space, or lower checkpoint.keep"
+        f"{free / 1e6:.1f} MB free; delete files, or reduce checkpoint.keep"
     )

@@ -36,7 +36,7 @@ def _written_by(target: Path) -> list[Path]:
     if target.suffix == ".safetensors":
         return [target]
     if target.is_file():
-        raise ValueError(f"{target} is a file; name a folder, or a file NAME.safetensors")
+        raise ValueError(f"{target} is a file; specify a folder or a file NAME.safetensors")
     return [target / WEIGHTS, target / CONFIG]
 
 
@@ -47,15 +47,14 @@ def refuse_to_replace(target: Path) -> None:
     for path in (*written, *with_it):
         if path.exists():
             raise ValueError(
-                f"{path} already exists; name another path, or replace it with --force"
+                f"{path} already exists; use another path, or overwrite it with --force"
             )
 
 
 def earlier_files(target: Path) -> list[Path]:
-    """Return the files of an earlier export in a folder.
+    """Return the files that an earlier export wrote to a folder.
 
-    The list is empty if the folder has no model.safetensors, because its files then do not come
-    from an export.
+    The list is empty if the folder has no model.safetensors, which every export writes.
     """
     if not (target / WEIGHTS).is_file():
         return []
@@ -100,14 +99,14 @@ def notes(opened: Checkpoint) -> list[str]:
     if not (model.experts and model.capacity):
         return []
     return [
-        f"model.capacity = {model.capacity}: a Mixtral has no capacity limit, and drops no token"
+        f"model.capacity = {model.capacity}: Mixtral has no capacity limit and drops no tokens"
     ]
 
 
 def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ...]]:
-    """Export the state_dict of a torch module for `load_state_dict`.
+    """Export the weights of a torch module in a form that `load_state_dict` accepts.
 
-    A tensor with several names is stored once under each name.
+    A tensor with several names is stored under each of its names.
     """
     module, arrays = opened.header["module"], {}
     for name, stored in shapes_in(opened).items():

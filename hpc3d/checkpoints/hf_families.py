@@ -56,14 +56,14 @@ _PARTS = {"gamma": "weight", "beta": "bias"}
 
 
 class PublishedFamily(NamedTuple):
-    """Description of a family in `transformers`.
+    """Conversion between an hpc3d model family and its counterpart in `transformers`.
 
     types         model_type values; the first one is used for export
     architecture  name of the model class in `transformers`
     prefix        prefix of all array names, except names that begin with `bare`
     block         text before the layer number in an array name
-    ends          dict from hpc3d parameter of the embedding or the head to its array name
-    layers        dict from hpc3d layer to the names of its arrays; {} is the expert index
+    ends          dict from each hpc3d parameter of the embedding and head to its array name
+    layers        dict from each hpc3d layer to the names of its arrays; {} is the expert index
     transposed    True if layer weights have the shape [out, in]
     measured      dict from key of [model] to the (array name, dimension) that gives its value
     copies        dict from duplicate array to its original, if head and embedding are untied
@@ -178,10 +178,10 @@ class PublishedFamily(NamedTuple):
         return np.concatenate(parts, -1).reshape(whole.shape)
 
     def _widths(self, ours: str, columns: int, model: ModelConfig) -> tuple[int, ...]:
-        """Return the number of adjacent columns of each component of a matrix.
+        """Return the interleaving widths, in columns, of the components of a matrix.
 
-        The q, k and v columns of qkv are interleaved by head, and the gate and up columns of a
-        gated MLP by unit. Any other matrix has a single component with all columns.
+        In qkv, blocks of q, k and v columns alternate, each as wide as a head. In a gated MLP,
+        single gate and up columns alternate. Any other matrix has one component with all columns.
         """
         layer = ours.split(".")[-2]
         if layer == "qkv":
@@ -350,10 +350,10 @@ def published(model: ModelConfig) -> PublishedFamily:
     if model.kind != LLAMA.kind:
         raise ValueError(
             f"model.kind = {model.kind} with experts has no counterpart in transformers; use "
-            f"model.kind = {LLAMA.kind}, which is a Mixtral"
+            f"model.kind = {LLAMA.kind}, which is exported as Mixtral"
         )
     if problem := hf_settings.no_mixtral(model):
         raise ValueError(
-            f"{problem}, so transformers has no such model; train one with these settings"
+            f"{problem}, so transformers does not support this model; train with the stated value"
         )
     return _TRANSFORMERS_MIXTRAL

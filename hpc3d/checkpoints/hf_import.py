@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, ModelConfig
 
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
-# Names of buffers stored by older versions of `transformers`, and of BERT layers for unsupported
-# tasks.
+# Names of ignored arrays: buffers stored by older versions of `transformers`, and BERT layers for
+# tasks that hpc3d does not support.
 _IGNORED = re.compile(
     r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     r"|embeddings\.position_ids|pooler\.dense\.\w+|cls\.seq_relationship\.\w+"
@@ -47,9 +47,9 @@ class Pretrained:
     """Pretrained model in a folder or a weights file.
 
     `model` holds the known keys of the `[model]` section, and `settings` the content of
-    config.json. The keys of `undecided` must be set by the user; the values explain why. Raises a
-    one-line ValueError if hpc3d cannot train the model. NaN and infinite weights are an error
-    unless `allow_nonfinite` is true.
+    config.json. `undecided` maps each key that the user must set to the reason. Raises a one-line
+    ValueError if hpc3d cannot train the model. NaN and infinite weights are an error unless
+    `allow_nonfinite` is true.
     """
 
     def __init__(self, path: Path, allow_nonfinite: bool = False) -> None:
@@ -83,13 +83,13 @@ class Pretrained:
         odd = value.size - np.count_nonzero(np.isfinite(value))
         if odd and not self.allow_nonfinite:
             raise ValueError(
-                f"{stored}: {odd} of {value.size} numbers are NaN or infinite; use earlier "
-                "weights, or import these with --allow-nonfinite"
+                f"{stored}: {odd} of {value.size} values are NaN or infinite; import an earlier "
+                "checkpoint, or accept these values with --allow-nonfinite"
             )
         return value
 
     def tied(self, settings: Mapping[str, Any]) -> bool:
-        """Return True if the head is tied to the token embedding; discard redundant arrays."""
+        """Return True if the head is tied to the token embedding; forget duplicate arrays."""
         head, table = (self.family.ends[name] for name in ("head.table", "embedding.token"))
         same = head not in self.locations or np.array_equal(
             self.read(head), self.read(table), equal_nan=True
@@ -104,14 +104,15 @@ class Pretrained:
             self.locations.pop(head, None)
         for copy, name in self.family.copies.items():
             location = self.locations.pop(copy, None)
-            if location and not tied:  # untied models use this copy
+            if location and not tied:  # the head of an untied model uses the copy
                 self.locations[name] = location
         return tied
 
     def parameter(self, ours: str, config: Config) -> np.ndarray:
-        """Return a parameter by its hpc3d name, with position embeddings cut to the run's length.
+        """Return a parameter by its hpc3d name.
 
-        Raises ValueError if a value exceeds the range of the run's data type.
+        Position embeddings are truncated to the sequence length of the run. Raises ValueError if a
+        value exceeds the range of the run's data type.
         """
 
         def read(name):
@@ -123,9 +124,9 @@ class Pretrained:
         return value[: config.model.sequence] if ours == "embedding.position" else value
 
     def check(self, model: ModelConfig) -> None:
-        """Raise ValueError unless the arrays have the names and shapes of `model`.
+        """Raise ValueError if the names or shapes of the stored arrays do not match `model`.
 
-        The check uses the sequence length of the pretrained model.
+        Position embeddings must have the sequence length of the pretrained model, not of `model`.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         model = replace(model, sequence=self.model["sequence"])
@@ -147,11 +148,11 @@ class Pretrained:
         reasons = {}
         if "heads" not in self.model:
             theirs = {ours: key for key, ours in self.family.settings.sizes.items()}
-            reasons["heads"] = f"there is no {CONFIG} with {theirs['heads']}"
+            reasons["heads"] = f"{CONFIG} is missing or does not contain {theirs['heads']}"
         if self.family.settings.rates(settings) and "dropout" not in self.model:
             keys = (key for key in self.family.settings.dropouts if key in settings)
             rates = ", ".join(f"{key} = {settings[key]!r}" for key in keys)
-            reasons["dropout"] = f"{CONFIG} has {rates}, but hpc3d has a single rate"
+            reasons["dropout"] = f"{CONFIG} has {rates}, but hpc3d supports only one dropout rate"
         return reasons
 
 
@@ -164,13 +165,17 @@ def _weight_files(path: Path) -> list[Weights]:
         names = object_in(path / INDEX).get("weight_map")
         names = sorted({*map(str, names.values())}) if isinstance(names, dict) else []
         if not names or not all(map(_FILE.fullmatch, names)):
-            raise ValueError(f"{path / INDEX}: its weight_map must name files in the same folder")
+            raise ValueError(
+                f"{path / INDEX}: weight_map must contain names of .safetensors files in the same "
+                "folder"
+            )
         return [Weights(path / name) for name in names]
     file = path / WEIGHTS if path.is_dir() else path
     if file.suffix != ".safetensors" or not file.is_file():
         raise ValueError(
-            f"{path} has no {WEIGHTS}; pickles, such as pytorch_model.bin, are not read, because "
-            "they can run code: convert them with model.save_pretrained(FOLDER) of transformers"
+            f"{path} has no {WEIGHTS}. hpc3d does not read pickle files, such as "
+            "pytorch_model.bin, because they can run code; convert them with "
+            "model.save_pretrained(FOLDER) in transformers"
         )
     return [Weights(file)]
 
@@ -181,7 +186,7 @@ def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> Publish
     if (kind := settings.get("model_type")) is not None:
         if str(kind) not in known:
             raise ValueError(
-                f"{CONFIG}: model_type = {kind!r} is not supported; supported are "
+                f"{CONFIG}: model_type = {kind!r} is not supported; the supported types are "
                 f"{', '.join(known)}"
             )
         return known[str(kind)]
@@ -191,7 +196,9 @@ def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> Publish
         if {table, family.prefix + table} & stored:
             return family
     kinds = ", ".join(family.architecture for family in PUBLISHED.values())
-    raise ValueError(f"no token embedding of a supported model was found; supported are {kinds}")
+    raise ValueError(
+        f"no token embedding of a supported model was found; supported models: {kinds}"
+    )
 
 
 def _locations(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights, str]]:
@@ -202,8 +209,8 @@ def _locations(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights
             name = stored.removeprefix(prefix)
             if name.endswith(_FUSED):
                 raise ValueError(
-                    f"{stored} has all experts in one array; write one array per expert with "
-                    "model.save_pretrained(FOLDER, save_original_format=True) of transformers"
+                    f"{stored} stores all experts in one array; use transformers to save one "
+                    "array per expert: model.save_pretrained(FOLDER, save_original_format=True)"
                 )
             for old, new in _OLD_NAMES.items():
                 name = name.replace(old, new)
@@ -218,7 +225,10 @@ def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str
     """Determine the sizes of a model from the shapes of its stored arrays."""
     for name, _ in family.measured.values():
         if name not in entries or len(entries[name].shape) != 2:
-            raise ValueError(f"the matrix {name} is missing, so this is no {family.architecture}")
+            raise ValueError(
+                f"the matrix {name} is missing, so the weights do not belong to a "
+                f"{family.architecture}"
+            )
     block = f"{family.block}."
     sizes = {ours: entries[name].shape[dim] for ours, (name, dim) in family.measured.items()}
     return sizes | {
@@ -229,7 +239,7 @@ def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Format the first three names and the number of remaining names."""
+    """Format a list of names: at most three names, and the number of omitted names."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + rest
 
@@ -245,13 +255,14 @@ def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
     config = validate(tree)
     for key, reason in pretrained.undecided.items():
         if key not in tree["model"]:
-            raise ValueError(f"{pretrained.path}: {reason}; give --model.{key}")
+            raise ValueError(f"{pretrained.path}: {reason}; set --model.{key}")
     for key, known in pretrained.model.items():
         asked = getattr(config.model, key)
         shorter = key == "sequence" and asked < known
         if asked != known and key not in _OF_TRAINING and not shorter:
             raise ValueError(
-                f"--model.{key} {asked}: it is {known} in {pretrained.path}; leave it out"
+                f"--model.{key} {asked}: the model in {pretrained.path} has {known}; remove this "
+                "option"
             )
     resolve(config, None)
     refuse([*untrainable(config)])

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
 
 CONFIG = "config.json"
-# Tokenizer files: rules, settings for transformers, special tokens, chat template.
+# Files of a Hugging Face tokenizer: its rules, its settings, its special tokens, and the chat
+# template.
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TOKENIZER_FILES += ("chat_template.jinja",)
 GENERATION = "generation_config.json"  # the publisher's generation settings
@@ -37,7 +38,7 @@ _OF_MIXTRAL = {  # dict from key of [model] to (only supported value, descriptio
     "balance_bias": (0.0, "no router bias"),
 }
 _BALANCE = "router_aux_loss_coef"
-_LARGEST = 1e6  # upper bound on the loss coefficient
+_LARGEST = 1e6  # maximum coefficient of the load-balancing loss
 # Keys that concern tokenization, files or training and do not affect a model's output.
 _HARMLESS = """
     _name_or_path architectures bos_token_id dtype eos_token_id gradient_checkpointing id2label
@@ -50,7 +51,7 @@ _HARMLESS = """
 """
 
 
-# BERT keys: the activation function, and settings of tasks other than masked language modeling.
+# BERT keys for the activation function and for tasks other than masked language modeling.
 _OF_BERT = """
     chunk_size_feed_forward classifier_dropout directionality hidden_act pooler_fc_size
     pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
@@ -58,7 +59,7 @@ _OF_BERT = """
 
 
 class Settings(NamedTuple):
-    """Description of a family's config.json.
+    """Conversion of a family's config.json to and from the `[model]` section.
 
     sizes     dict from a key of config.json to the equivalent key of [model]
     fixed     dict from a key of config.json to its only supported value
@@ -88,7 +89,7 @@ class Settings(NamedTuple):
     def model(self, settings: Mapping[str, Any], measured: Mapping[str, int]) -> dict[str, Any]:
         """Derive the keys of [model] from a config.json and the `measured` array sizes.
 
-        Raises ValueError for contradicting sizes and for unsupported settings.
+        Raises ValueError if config.json contradicts the array sizes or has unsupported settings.
         """
         self._refuse(settings)
         model = dict(measured)
@@ -97,7 +98,9 @@ class Settings(NamedTuple):
                 model[ours] = settings[theirs]
             elif ours in measured and settings.get(theirs, measured[ours]) != measured[ours]:
                 value = settings[theirs]
-                raise ValueError(f"{CONFIG}: {theirs} = {value!r}, but it is {measured[ours]}")
+                raise ValueError(
+                    f"{CONFIG}: {theirs} = {value!r}, but the weights have {measured[ours]}"
+                )
         rates = self.rates(settings)
         if rates and rates == rates[:1] * len(rates):
             model["dropout"] = rates[0]
@@ -116,8 +119,8 @@ class Settings(NamedTuple):
                 raise ValueError(f"{CONFIG}: {key} = {value!r}: only {only!r} is supported")
             if key not in known | self.fixed.keys() and value is not None:
                 raise ValueError(
-                    f"{CONFIG}: {key} = {value!r} is unknown; remove it if it does not change "
-                    "what the model computes"
+                    f"{CONFIG}: {key} = {value!r} is unknown; remove it if it does not affect the "
+                    "output of the model"
                 )
 
 
@@ -139,7 +142,7 @@ def _gelu_of(settings: Mapping[str, Any], key: str, usual: str) -> str:
     name = str(settings.get(key, usual))
     if name not in _ACTIVATIONS:
         raise ValueError(
-            f"{CONFIG}: {key} = {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+            f"{CONFIG}: {key} = {name!r} is not supported; use one of {', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[name]
 
@@ -173,7 +176,7 @@ def _llama_written(model: ModelConfig) -> dict[str, Any]:
 def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     for theirs in ("num_attention_heads", "max_position_embeddings"):
         if theirs not in settings:
-            raise ValueError(f"there is no {CONFIG} with {theirs}")
+            raise ValueError(f"{CONFIG} is missing or does not contain {theirs}")
     heads = settings["num_attention_heads"]
     if isinstance(heads, int) and heads > 0:
         width = model["hidden"] / heads
@@ -188,10 +191,11 @@ def no_mixtral(model: ModelConfig) -> str | None:
     """Return an error message for a setting that Mixtral does not support, or `None`."""
     for key, (only, what) in _OF_MIXTRAL.items():
         if (value := getattr(model, key)) != only:
-            return f"model.{key} = {value}: a Mixtral has {what} ({only})"
+            return f"model.{key} = {value}: Mixtral has {what} ({only})"
     if model.top_k == 1:
         return (
-            "model.top_k = 1: a Mixtral weights a single expert by 1, not by its probability (2)"
+            "model.top_k = 1: Mixtral weights a single expert by 1, not by its router probability "
+            "(2 or more)"
         )
     return None
 
@@ -202,7 +206,7 @@ def _mixtral_written(model: ModelConfig) -> dict[str, Any]:
 
 
 def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the config.json of a Mixtral to keys of [model].
+    """Convert the config.json of a Mixtral model to keys of [model].
 
     `transformers` computes one load-balancing loss from the token fractions of all layers
     together, which sum to top_k. hpc3d adds one loss per layer, computed from fractions that sum
@@ -212,10 +216,10 @@ def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
     if type(top_k) is not int or not 2 <= top_k <= model["experts"]:
         raise ValueError(
             f"{CONFIG}: num_experts_per_tok = {top_k!r}: must be from 2 to {model['experts']}; "
-            "with 1, a Mixtral weights the expert by 1, and hpc3d by its probability"
+            "with a single expert, Mixtral uses the weight 1, but hpc3d the router probability"
         )
     if type(coefficient) not in (int, float) or not 0 <= coefficient <= _LARGEST:
-        raise ValueError(f"{CONFIG}: {_BALANCE} = {coefficient!r}: must be a number of at least 0")
+        raise ValueError(f"{CONFIG}: {_BALANCE} = {coefficient!r}: must be a nonnegative number")
     usual = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}  # the defaults of transformers
     balance = coefficient * top_k / model["layers"]
     return {
@@ -250,7 +254,7 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
         return found
     keys = f" with {', '.join(sorted(table))}" if form in ("default", "llama3") else ""
     raise ValueError(
-        f"{CONFIG}: rope_type = {form!r}{keys} is not supported; supported are default, llama3"
+        f"{CONFIG}: rope_type = {form!r}{keys} is not supported; use default or llama3"
     )
 
 

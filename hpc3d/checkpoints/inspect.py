@@ -1,4 +1,4 @@
-"""Contents of a checkpoint, and checks that the checkpoint is complete."""
+"""Inspection of a checkpoint: list its contents and check that it is complete."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def checkpoints(path: Path) -> list[Path]:
     found = steps_of(path / "checkpoints") or steps_of(path)
     if not found:
         raise ValueError(
-            f"{path} has no checkpoint; name a run with checkpoints (checkpoint.every), or a "
-            "folder step-00000010"
+            f"{path} has no checkpoint; specify a run that saves checkpoints (checkpoint.every), "
+            "or a checkpoint folder such as step-00000010"
         )
     return found
 
@@ -74,9 +74,9 @@ def latest(parent: Path) -> str:
 
 
 def best_of(folders: Sequence[Path]) -> str:
-    """Return the name of a run's checkpoint with the best evaluation, or '' if it is unknown.
+    """Return the name of a run's checkpoint with the lowest evaluation loss, or '' if unknown.
 
-    The name is stored in the newest readable checkpoint of `folders`.
+    The name is read from the newest readable checkpoint in `folders`.
     """
     for folder in folders:
         with suppress(OSError, ValueError):
@@ -97,7 +97,7 @@ def config_of(opened: Checkpoint) -> Config:
             raise ValueError("model.vocabulary is not set")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = "; ".join(lines_of(error))
-        raise ValueError(f"{opened.folder}: its configuration cannot be read: {reason}") from None
+        raise ValueError(f"{opened.folder}: invalid configuration in manifest: {reason}") from None
     return config
 
 
@@ -228,7 +228,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
-    """Return the first intact checkpoint in `folders`, and the problems of all earlier entries.
+    """Return the first intact checkpoint in `folders`, and the problems of those before it.
 
     Raises ValueError with all problems if no checkpoint is intact.
     """
@@ -252,7 +252,7 @@ def inconsistencies(
     """
     step = opened.header["step"]
     if opened.folder.name.startswith("step-") and opened.folder.name != named(step):
-        yield f"its manifest belongs to step {step}"
+        yield f"manifest.json belongs to step {step}, which differs from the folder name"
     specs = _specs_in(opened)
     held = {
         (name, kind): each

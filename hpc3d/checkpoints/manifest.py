@@ -21,7 +21,7 @@ from hpc3d.training.optimizers.catalog import state_kinds
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
 _BFLOAT16 = "bfloat16"  # NumPy has no type code for bfloat16
-_TYPES = {"|u1": 1, "<f2": 2, _BFLOAT16: 2, "<f4": 4, "<f8": 8}  # bytes per element, by type
+_TYPES = {"|u1": 1, "<f2": 2, _BFLOAT16: 2, "<f4": 4, "<f8": 8}  # size of an element in bytes
 _SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # tensor name
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -37,13 +37,13 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     path = folder / "manifest.json"
     size = path.stat().st_size
-    _require(path.is_file(), "its manifest is not a file")
-    _require(size <= _LARGEST, f"its manifest is too large, {size} bytes")
+    _require(path.is_file(), "manifest.json is not a regular file")
+    _require(size <= _LARGEST, f"manifest.json is too large ({size} bytes)")
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise ValueError("its manifest is not JSON") from None
-    _require(isinstance(header, dict), "its manifest is not a JSON object")
+        raise ValueError("manifest.json is not valid JSON") from None
+    _require(isinstance(header, dict), "manifest.json is not a JSON object")
     files = header.pop("files", None)
     _check_header(header)
     _check_files(files)
@@ -51,12 +51,12 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def name_of(dtype: np.dtype) -> str:
-    """Return the name of a dtype in a manifest."""
+    """Return the name that represents a dtype in a manifest."""
     return _BFLOAT16 if dtype.name == _BFLOAT16 else dtype.str
 
 
 def type_of(name: str) -> np.dtype:
-    """Return the dtype with the given name in a manifest.
+    """Return the dtype that a name in a manifest represents.
 
     Raises ValueError for bfloat16 if ml_dtypes is not installed.
     """
@@ -64,12 +64,12 @@ def type_of(name: str) -> np.dtype:
         try:
             import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
         except ImportError:
-            raise ValueError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from None
+            raise ValueError("bfloat16 requires ml_dtypes; run pip install ml_dtypes") from None
     return np.dtype(name)
 
 
 def narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Cast the values to `dtype`, or return them unchanged if the cast loses no precision.
+    """Cast the values to `dtype`; values whose type can be cast without loss are not copied.
 
     Raises ValueError if a finite value exceeds the range of `dtype` and would become infinite.
     """
@@ -100,23 +100,23 @@ def _number(value: object, most: int = _MOST) -> bool:
 def _check_header(header: Any) -> None:
     version = header.get("version")
     known = header.get("format") == FORMAT and _number(version) and version <= VERSION
-    _require(known, "its manifest has a format that this hpc3d does not read")
+    _require(known, "this version of hpc3d does not support the format of manifest.json")
     for key in ("step", "updates"):
         known = _number(header.get(key), MOST_COUNT)
-        _require(known, f"its manifest has no number {key} below {MOST_COUNT}")
+        _require(known, f"manifest.json: {key} must be an integer from 0 to below {MOST_COUNT}")
     position = header.get("position") or {}
-    _require(isinstance(position, dict), "its manifest has an invalid position")
+    _require(isinstance(position, dict), "manifest.json: position must be a JSON object")
     for key in position:
         known = _number(position[key], MOST_COUNT)
-        _require(known, f"its manifest has no number position.{key!s:.20} below {MOST_COUNT}")
+        _require(known, f"manifest.json: position.{key!s:.20} must be below {MOST_COUNT}")
     best = header.get("best")
-    _require(best is None or _sound_best(best), "its manifest has an invalid best evaluation")
+    _require(best is None or _sound_best(best), "manifest.json: invalid entry best")
     texts = header.get("texts") or {}
-    _require(isinstance(texts, dict), "its manifest describes no texts")
+    _require(isinstance(texts, dict), "manifest.json: texts must be a JSON object")
     for key, text in texts.items():
-        _require(_sound_text(text), f"its manifest does not describe the text {key!s:.20}")
+        _require(_sound_text(text), f"manifest.json: invalid entry texts.{key!s:.20}")
     module = header.get("module")
-    _require(module is None or _sound_module(module), "its manifest describes no torch module")
+    _require(module is None or _sound_module(module), "manifest.json: invalid entry module")
 
 
 def _sound_best(best: Any) -> bool:
@@ -149,8 +149,8 @@ def _sound_module(module: Any) -> bool:
 
 
 def _check_files(files: Any) -> None:
-    _require(isinstance(files, list), "its manifest lists no files")
-    _require(all(isinstance(file, dict) for file in files), "its manifest lists no files")
+    _require(isinstance(files, list), "manifest.json: files must be a list")
+    _require(all(isinstance(file, dict) for file in files), "manifest.json: files is invalid")
     names = set()
     for file in files:
         name = file.get("file")
@@ -162,18 +162,18 @@ def _check_files(files: Any) -> None:
 
 
 def _check_file(file: Any) -> None:
-    """Check that a file's entry has a size, a digest, and only pieces that lie within the file."""
+    """Check a file's entry: its size, its SHA-256, and that all its pieces are within the file."""
     name, digest, pieces = file["file"], file.get("sha256"), file.get("pieces")
-    _require(_number(file.get("bytes")), f"{name} has no size")
-    _require(isinstance(digest, str) and _DIGEST.fullmatch(digest), f"{name} has no SHA-256")
-    _require(isinstance(pieces, list), f"{name} has no pieces")
+    _require(_number(file.get("bytes")), f"manifest.json: {name} has no valid size in bytes")
+    _require(isinstance(digest, str) and _DIGEST.fullmatch(digest), f"{name} has no valid SHA-256")
+    _require(isinstance(pieces, list), f"manifest.json: {name} has no list of pieces")
     kinds = {"value", *state_kinds(), *OWN_STATES}
     for piece in pieces:
         sound = isinstance(piece, list) and len(piece) == 5 and _sound_piece(*piece, kinds)
-        _require(sound, f"{name} has an invalid piece")
+        _require(sound, f"manifest.json: {name} has an invalid piece")
         *_, dtype, offset, boxes = piece
         end = offset + _TYPES[dtype] * sum(map(_elements, boxes))
-        _require(end <= file["bytes"], f"{name} has a piece beyond its end")
+        _require(end <= file["bytes"], f"manifest.json: a piece exceeds the size of {name}")
 
 
 def _sound_piece(

@@ -69,7 +69,7 @@ def begin(
     """
     if run.exists() and not (run.is_dir() and not any(run.iterdir())):
         raise ValueError(
-            f"{run} already exists, and runs are never overwritten; name another folder"
+            f"{run} already exists, and runs are never overwritten; use another folder"
         )
     shapes, text = shapes_of(config.model), to_toml(config)
     header = {"run_id": run.name, "config": text, "position": None, "step": 0, "updates": 0}

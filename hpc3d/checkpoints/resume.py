@@ -41,14 +41,19 @@ if TYPE_CHECKING:
 
 _Differs = Callable[[Checkpoint], str | None]
 
-_MAY_CHANGE = "dropout", "capacity", "balance_loss", "z_loss"  # keys that affect no parameter
+_MAY_CHANGE = (
+    "dropout",
+    "capacity",
+    "balance_loss",
+    "z_loss",
+)  # keys of [model] without effect on the parameters
 # Keys of [parallel] that determine a rank's parameter blocks and gradient compression states.
 _OF_LAYOUT = "scheme", "split", "schedule", "chunks", "layers_per_stage", "compression"
 _OF_LAYOUT += ("compression_rank", "compression_share")
-_OF_ANOTHER = "it belongs to another model or optimizer"
+_OF_ANOTHER = "the checkpoint belongs to another model or optimizer"
 _ANEW = (
-    "resume: the error feedback of parallel.compression restarts from 0, because the checkpoint "
-    "has another layout, type or compression"
+    "resume: the error feedback of parallel.compression is reset to 0, because the checkpoint "
+    "was written with another layout, data type or compression method"
 )
 _DROPPED = "resume: the error feedback of parallel.compression is discarded"
 _NOTHING = "{}: no checkpoint to resume from; start a new run"
@@ -67,12 +72,12 @@ def run_to_resume(words: list[str]) -> Path | None:
     try:
         if (run / "config.toml").exists() or steps_of(run / "checkpoints"):
             return run.absolute()
-        problem = "not the folder of a run"
+        problem = "this is not a run folder"
         if (run / "config.json").is_file():
-            problem = "these are imported weights; first run python -m hpc3d.checkpoint import"
+            problem = "this is a Hugging Face model; first run python -m hpc3d.checkpoint import"
     except OSError as error:
         problem = error.strerror
-    raise ValueError(f"--resume {run!s:.200}: {problem}; name a folder results/NAME-STAMP")
+    raise ValueError(f"--resume {run!s:.200}: {problem}; specify a folder results/NAME-STAMP")
 
 
 def config_of_run(run: Path, words: Sequence[str]) -> Config:
@@ -100,7 +105,7 @@ def config_of_run(run: Path, words: Sequence[str]) -> Config:
 
 
 def checkpointed_config(run: Path) -> Config:
-    """Return the configuration in a run's newest readable checkpoint, or else in config.toml."""
+    """Return the configuration of a run: from its newest readable checkpoint or config.toml."""
     opened = _newest_readable(run)
     return config_of(opened) if opened else config_of_run(run, [])
 
@@ -163,10 +168,10 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
 
 
 def with_free_schedule(config: Config, stored: Config) -> Config:
-    """Reset schedule, chunks and layers per stage of `config` if they no longer apply.
+    """Reset the schedule, chunks and layers per stage of `config` if they no longer apply.
 
-    A setting is reset if the user left it unchanged, but changed the number of stages or the
-    schedule on which the setting depends.
+    A setting is reset to its default if the user has not changed it, but has changed a setting on
+    which it depends: the number of stages or the schedule.
     """
     now, before = config.parallel, stored.parallel
     free: dict[str, Any] = {}
@@ -207,7 +212,7 @@ def continued(
 def changes(stored: Config, config: Config) -> list[str]:
     """Return a line for each setting that differs from the run's `stored` settings.
 
-    Settings that were unset before are not listed.
+    Settings without a stored value are omitted.
     """
     before, now = flat(stored), flat(config)
     usual, constants = stored.train.constants(), config.train.constants()
@@ -229,18 +234,18 @@ def _other_share(before: float | str | None, now: float | str | None) -> Iterato
     """Report an error if a resumed run would hold out a different part of its training text."""
     if before != now and float in (type(before), type(now)):
         was = f"it was {before}" if before else "nothing was held out"
-        keep = f"leave it at {before}" if isinstance(before, float) else "name another text"
+        keep = f"leave it at {before}" if isinstance(before, float) else "use a separate text"
         yield (
-            f"data.validation = {now or ''!r}: {was} until now, and a run cannot change which "
-            f"part of the text it trains on; {keep}, or start a new run"
+            f"data.validation = {now or ''!r}: {was} until now, and a resumed run must train on "
+            f"the same part of the text; {keep}, or start a new run"
         )
 
 
 def _check(run: Path, config: Config, differs: _Differs) -> Checkpoint:
-    """Return the newest checkpoint that appears intact.
+    """Return the newest checkpoint that appears intact, without reading its data files in full.
 
-    Data files are not read in full. Raises ValueError, before anything is changed, if no such
-    checkpoint exists or if all steps are already done.
+    Raises ValueError, before anything is changed, if no such checkpoint exists or if all steps
+    are already done.
     """
     wrong = []
     for folder in steps_of(run / "checkpoints"):
@@ -253,7 +258,7 @@ def _check(run: Path, config: Config, differs: _Differs) -> Checkpoint:
     opened = Checkpoint(folder)
     if (done := opened.header["step"]) >= config.train.steps:
         how = "increase --train.steps"
-        raise ValueError(f"--resume: the run has already done {counted(done, 'step')}; {how}")
+        raise ValueError(f"--resume: the run has already completed {counted(done, 'step')}; {how}")
     return opened
 
 
@@ -263,17 +268,17 @@ def _other_optimizer(stored: Config, config: Config) -> Iterator[str]:
     kept, wanted = (optimizer_of(each).STATES for each in (stored, config))
     if {*wanted} - {*kept}:
         yield (
-            f"train.optimizer = {now}: it was {before} until now, whose checkpoints lack the "
-            f"state of {now}; leave it at {before}, or start a new run"
+            f"train.optimizer = {now}: it was {before} until now, and the checkpoints do not have "
+            f"the state of {now}; leave it at {before}, or start a new run"
         )
 
 
 def with_decay_steps(config: Config, begun: TrainConfig | None = None) -> Config:
     """Resolve `train.decay_steps` of `config`.
 
-    An unset value is taken from `begun`, the `[train]` section with which the run started, so that
-    extending a run does not raise the learning rate again. Raises ValueError if the warm-up is
-    longer than the decay.
+    If the key is unset, its value comes from `begun`, the `[train]` section with which the run
+    started, so that extending a run does not raise the learning rate again. Raises ValueError if
+    the warm-up takes more steps than `train.decay_steps`.
     """
     steps = config.train.decay_steps or (begun or config.train).decaying()
     config = replace(config, train=replace(config.train, decay_steps=steps))
@@ -298,7 +303,7 @@ def rate_notes(begun: TrainConfig, train: TrainConfig, done: int) -> Iterator[st
         first, rate = max(done, train.decay_steps), learning_rate(train, train.decay_steps)
         yield (
             f"the learning rate decays over train.decay_steps = {train.decay_steps}; from step "
-            f"{first} it stays at its minimum {rate:.3e}; for a decay over all steps, set "
+            f"{first} it stays at its minimum, {rate:.3e}; to decay over all steps, set "
             f"--train.decay_steps {train.steps}"
         )
 
@@ -315,8 +320,8 @@ def resume(
     """Restore the newest intact checkpoint of a run, and return the number of the next step.
 
     `say(line)` logs the restored checkpoint and the problems of newer checkpoints. `differs`
-    returns the reason why a checkpoint does not fit the model. `evaluator` gets the best
-    evaluation so far if the run still uses the same `texts`.
+    returns the reason why a checkpoint does not fit the model. If the data files in `texts` are
+    unchanged, the best evaluation loss so far is restored in `evaluator`.
     """
     opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
     owned = bool(trainer.parameters.own_states) and _same_layout(opened, trainer.config)
@@ -348,7 +353,7 @@ def _take(opened: Checkpoint, trainer: Trainer, owned: bool) -> None:
 
 
 def _same_layout(opened: Checkpoint, config: Config) -> bool:
-    """Return True if each rank has the same blocks and rank-local states as in the checkpoint."""
+    """Return True if the blocks and local states of each rank match those in the checkpoint."""
     before = config_of(opened)
     if before.train.dtype != config.train.dtype:
         return False
@@ -358,7 +363,7 @@ def _same_layout(opened: Checkpoint, config: Config) -> bool:
 
 
 def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
-    """Move rank 0's `batches` to the data position that is stored in a manifest.
+    """Advance the data loader `batches` of rank 0 to the position stored in a manifest.
 
     Without a stored position, the number of steps and the current batch size determine the
     position.
@@ -412,7 +417,7 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     model, may_change = config.model, {*_MAY_CHANGE}
     shorter = not opened.header["step"] and model.sequence < before.model.sequence
     if shorter and "embedding.position" not in shapes_of(model):
-        may_change.add("sequence")  # not used before step 1, and affects no parameter
+        may_change.add("sequence")  # has no effect on the parameters or on step 0
     for key in stored:
         if stored[key] != asked[key] and key not in may_change:
             return (

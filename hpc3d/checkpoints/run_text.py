@@ -40,8 +40,8 @@ def recorded(texts: _Texts, config: Config, run: Path) -> dict[str, dict[str, An
 def located(config: Config, run: Path | None = None, texts: _Texts | None = None) -> Config:
     """Return `config` with absolute data paths, which are valid in any working directory.
 
-    If a path recorded in the `texts` of a `run` no longer exists, the path relative to the run
-    folder is tried. Paths of files that are not found remain unchanged.
+    If a path recorded in the `texts` of a `run` no longer exists, the file is searched for at its
+    path relative to the run folder. If a file is not found, its path remains unchanged.
     """
 
     def found(key: str, path: str) -> str:
@@ -63,8 +63,8 @@ def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
     Raises
     ------
     ValueError
-        If the training text has changed and a fraction of it is held out for validation. The run
-        may already have been trained on this fraction, and would train on text held out before.
+        If the training text has changed and a fraction of it is held out for validation: training
+        may already have used the new validation text.
     """
     for key in (key for key in now if key in before):
         if before[key]["sha256"] == now[key]["sha256"]:
@@ -85,8 +85,8 @@ def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
             yield f"{line}; training continues on the new text"
             if VALIDATION in now and now[VALIDATION]["sha256"] == before[key]["sha256"]:
                 yield (
-                    f"data.validation: {config.data.validation} was the training text until now; "
-                    "name another text"
+                    f"data.validation: {config.data.validation} was the training text until now, "
+                    "so its loss does not measure generalization; use another text"
                 )
 
 
@@ -96,5 +96,5 @@ def trained_on(tokens: Tokens, held: Tokens | None, config: Config) -> Iterator[
         whole = "" if held.sha256 == tokens.sha256 else "partly "
         yield (
             f"data.validation: {config.data.validation} is {whole}the training text, so its loss "
-            "does not measure generalization; name another text"
+            "does not measure generalization; use another text"
         )

@@ -48,7 +48,7 @@ def kept_tokenizer(path: Path) -> BpeTokenizer | None:
 
 
 def keep(folder: Path, tokens: Tokens) -> None:
-    """Write the tokenizer of `tokens` to the folder of a run, unless the folder has one."""
+    """Write the tokenizer of `tokens` to a run folder, unless the folder already has one."""
     if tokens.tokenizer != ByteTokenizer.name and not (folder / RULES).exists():
         _write(folder, tokens.json, tokens.end_name)
 
@@ -97,7 +97,7 @@ def take_along(source: Path, run: Path) -> bool:
     if RULES in [*_copied(home, run)]:
         return True
     try:
-        older = tokenizer_from(str(home))  # vocabulary and merges in two files, as for GPT-2
+        older = tokenizer_from(str(home))  # a GPT-2 tokenizer has vocab.json and merges.txt
     except ValueError:
         return False
     _write(run, older.json, older.end_name)
@@ -105,9 +105,9 @@ def take_along(source: Path, run: Path) -> bool:
 
 
 def _copied(home: Path, target: Path) -> Iterator[str]:
-    """Copy tokenizer files and yield their names.
+    """Copy generation_config.json and the tokenizer files, and yield their names.
 
-    Without tokenizer.json, no other tokenizer file is copied, only generation_config.json.
+    Tokenizer files are copied only if tokenizer.json exists.
     """
     for name in (GENERATION, *(TOKENIZER_FILES if (home / RULES).is_file() else ())):
         if (home / name).is_file():
@@ -169,7 +169,7 @@ def _name_in(run: Path) -> str | None:
 
 
 def refuse_another(run: Path, tokens: Tokens) -> None:
-    """Raise ValueError if the `tokens` for a resumed run were made with another tokenizer."""
+    """Raise ValueError if `tokens` and a resumed run have different tokenizers."""
     rules = rules_of_bytes() if tokens.tokenizer == ByteTokenizer.name else tokens.json
     if (run / RULES).is_file():
         where = str(run / RULES)
@@ -180,7 +180,7 @@ def refuse_another(run: Path, tokens: Tokens) -> None:
         same = where in (None, tokens.tokenizer)
     if not same:
         raise ValueError(
-            f"data.path: its tokenizer ({tokens.tokenizer}, vocabulary {tokens.vocabulary}) is "
-            f"not the tokenizer of {run}; make a token file with python -m hpc3d.prepare TEXT -o "
-            f"tokens.h5 --tokenizer {where}"
+            f"data.path: the tokenizer of this text ({tokens.tokenizer}, vocabulary "
+            f"{tokens.vocabulary}) differs from the tokenizer of {run}; create a token file with "
+            f"python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer {where}"
         )

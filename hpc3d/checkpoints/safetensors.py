@@ -26,7 +26,7 @@ class Entry(NamedTuple):
 class Weights:
     """Weights file opened for reading; `entries` maps each array name to an `Entry`.
 
-    Raises a one-line ValueError if the file is damaged or has another format.
+    Raises a one-line ValueError if the file is damaged or is not in safetensors format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,20 +47,20 @@ class Weights:
         dtype = self.entries[name].dtype
         if dtype not in _WIDE:
             raise ValueError(
-                f"{self.path}: {name!r} has type {dtype!r}; supported are {', '.join(_WIDE)}"
+                f"{self.path}: {name!r} has type {dtype!r}; supported types: {', '.join(_WIDE)}"
             )
         with _library().safe_open(self.path, "np") as file:
             return file.get_tensor(name).astype(_WIDE[dtype], copy=False)
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write a dict of arrays; the file gets its final name after all data is on disk."""
+    """Write a dict of arrays to `path`, which appears only when all data is on disk."""
     package = _library()
     from safetensors.numpy import save_file
 
     try:
         with replacing(path) as temporary:
-            temporary.touch()  # create with default permissions; the package would use 0600
+            temporary.touch()  # default permissions; safetensors would use 0600
             mode = temporary.stat().st_mode
             save_file(arrays, temporary, {"format": "pt"})
             temporary.chmod(mode)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Periodic saver of a trainer's state, configured by `how`.
+    """Periodic saver of a trainer's state, configured by the `[checkpoint]` section `how`.
 
-    The state is saved every `every` steps and after the last step (0: never), and the newest
-    `keep` checkpoints are kept. With `keep_best`, the state is also saved after the best
-    evaluation so far, and that checkpoint is kept too.
+    The state is saved every `every` steps and after the last step, unless `every` is 0. The newest
+    `keep` checkpoints are kept. With `keep_best`, the state is also saved after each evaluation
+    with the lowest loss so far, and the best checkpoint is kept, too.
 
     Training continues as soon as the rank's shard is copied. A thread writes the copy to disk, and
     rank 0's thread completes the checkpoint. `header(done)` returns plain data for the manifest,
@@ -59,10 +59,10 @@ class Saver:
             self.save(done)
 
     def stop(self, number: int) -> bool:
-        """Save the state after step `number` if not yet saved; return False if that is impossible.
+        """Save the state after step `number`, unless it is saved already.
 
-        With an asynchronous schedule, the state includes passes in flight, which are not part of a
-        checkpoint.
+        Returns False if the state cannot be saved: with an asynchronous schedule, a step ends with
+        passes in flight, which a checkpoint cannot store.
         """
         if self.trainer.feed.asynchronous:
             return False

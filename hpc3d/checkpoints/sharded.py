@@ -151,8 +151,8 @@ class InitialState(NamedTuple):
 def write_shard(folder: Path, rank: int, snapshot: Snapshot | InitialState) -> None:
     """Write rank-NNNNN.bin, then rank-NNNNN.json with the list of pieces and the SHA-256 hash.
 
-    The JSON file, written after the data is on disk, signals rank 0, which may then rename the
-    folder. This function therefore does not access the folder afterwards.
+    The JSON file signals to rank 0 that the data is on disk. Rank 0 may then rename the folder, so
+    this function does not access the folder afterwards.
     """
     path, digest = folder / f"rank-{rank:05d}.bin", hashlib.sha256()
     with replacing(path, crowded=True) as temporary, temporary.open("wb") as file:
@@ -177,7 +177,7 @@ def complete(
     `spared` are kept. If the new checkpoint is damaged, the problem is returned and no checkpoint
     is removed.
 
-    Checkpoints of later steps, which remain from an earlier attempt, are also kept.
+    Checkpoints of later steps, which an earlier attempt of the run has left, are also kept.
     """
     paths = [folder / f"rank-{rank:05d}.json" for rank in range(ranks)]
     while not all(path.exists() for path in paths):
@@ -189,7 +189,7 @@ def complete(
     for path in paths:
         path.unlink()
     final = folder.with_suffix("")
-    if final.exists():  # an incomplete checkpoint, or one of an earlier attempt
+    if final.exists():  # incomplete, or from an earlier attempt of the run
         _discard(final)
     os.replace(folder, final)
     sync(final.parent)
@@ -207,7 +207,8 @@ def complete(
 def _discard(folder: Path) -> None:
     """Remove a checkpoint, manifest first, so that a partly deleted checkpoint is never valid.
 
-    Subfolders created by a user remain, and so do open files, which NFS does not delete.
+    Subfolders, which a user must have created, are not removed. On NFS, files that are open also
+    remain.
     """
     for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):
         if not path.is_dir():
@@ -239,7 +240,7 @@ def steps_of(parent: Path) -> list[Path]:
 class Checkpoint:
     """Checkpoint opened for reading; `header` is its manifest without the list of files.
 
-    Raises ValueError with the problem if the manifest is invalid or a file has the wrong size.
+    Raises ValueError if the manifest is invalid or a file has the wrong size.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -277,7 +278,7 @@ class Checkpoint:
         return sources
 
     def exact(self, name: str) -> str:
-        """Return the kind of a tensor's most precise array: its master copy, or else its value."""
+        """Return the kind of a tensor's most precise array: the master copy if there is one."""
         return MASTER.name if (name, MASTER.name) in self.sources else "value"
 
     def damage(self, number: int = 0, of: int = 1) -> str | None:
@@ -308,7 +309,7 @@ class Checkpoint:
         if missing := np.count_nonzero(absent):
             raise ValueError(
                 f"{self.folder} lacks {missing} of {box.size} elements of {name}, {kind}: "
-                "it belongs to another model or optimizer"
+                "the checkpoint belongs to another model or optimizer"
             )
 
 

@@ -31,11 +31,13 @@ def _bytes(text, bare):
     units = _UNITS | {"": bare}
     if not number or number[2] not in units or not float(number[1]):
         known = ", ".join(_UNITS)
-        raise argparse.ArgumentTypeError(f"{text:.40}: must be a size like 80GB (units: {known})")
+        raise argparse.ArgumentTypeError(
+            f"{text:.40}: must be a size such as 80GB (units: {known})"
+        )
     return float(number[1]) * units[number[2]]
 
 
-size = partial(_bytes, bare=1e9)  # in bytes, from 80GB or 40GiB; GB if no unit is given
-rate = partial(_bytes, bare=1)  # in bytes/s, from 10GB or 10GiB; bytes/s if no unit is given
+size = partial(_bytes, bare=1e9)  # parses 80GB or 40GiB to bytes; the default unit is GB
+rate = partial(_bytes, bare=1)  # parses 10GB or 10GiB (per second) to bytes/s; the default is B
 positive = integer(1, INT32)
 number_of_ranks = integer(1, MOST_RANKS)

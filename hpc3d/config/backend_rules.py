@@ -27,7 +27,7 @@ def _wrong_transport(config: Config) -> Iterator[str]:
 
 
 def _wrong_types(config: Config) -> Iterator[str]:
-    """Report data types that need a missing package, save no memory, or underflow gradients."""
+    """Report data types that save no memory, underflow in gradients, or need a missing package."""
     dtype, kept = config.train.dtype, config.parallel.keep_dtype
     reduced = config.parallel.reduce_dtype
     types = {"train.dtype": dtype, "parallel.keep_dtype": kept, "parallel.reduce_dtype": reduced}
@@ -37,7 +37,7 @@ def _wrong_types(config: Config) -> Iterator[str]:
     if kept == "bfloat16" and dtype in ("float16", "bfloat16"):
         yield (
             f"parallel.keep_dtype = bfloat16 saves no memory with train.dtype = {dtype}; use "
-            "int8, or leave it out"
+            "int8, or remove the key"
         )
     if reduced == "float16" and dtype != "float16":
         yield (
@@ -56,12 +56,14 @@ def _wrong_graph(config: Config) -> Iterator[str]:
     if config.context().rings > 1:
         yield (
             f"{key}: a CUDA graph cannot record the messages of ring attention (mesh.c = {c}, "
-            f"parallel.context = {parallel.context}); use false, or parallel.context = all-to-all"
+            f"parallel.context = {parallel.context}); use parallel.context = all-to-all, or set "
+            "train.cuda_graph = false"
         )
     length = config.model.sequence
     if config.train.dtype != "float32" and not config.chunked() and not Flash.replays(length):
         yield (
-            f"{key}: model.sequence = {length} must be a multiple of 128; change it, or use false"
+            f"{key}: model.sequence = {length} must be a multiple of 128; change the length, or "
+            "set train.cuda_graph = false"
         )
 
 
@@ -75,6 +77,6 @@ def known(package: str) -> bool:
 
 
 def untrainable(config: Config) -> Iterator[str]:
-    """Report settings that need a missing optional package for training, but not to simulate."""
+    """Report settings for which training, but not simulation, needs a missing optional package."""
     if (config.train.backend, config.model.gelu) == ("numpy", "exact"):
         yield from lacking("model.gelu = exact", "scipy")

@@ -78,10 +78,10 @@ def test_every_expert_layout_exports_the_same_bytes(tmp_path, line):
             "kind=gpt2 experts=4 top_k=2",
             "kind = gpt2 with experts has no counterpart in transformers",
         ),
-        (f"{MIXTRAL} shared_experts=1", "shared_experts = 1: a Mixtral has no shared experts"),
-        (f"{MIXTRAL} moe_every=2", "moe_every = 2: a Mixtral has experts in every block"),
-        (f"{MIXTRAL} balance_bias=0.01", "balance_bias = 0.01: a Mixtral has no router bias"),
-        (f"{MIXTRAL} top_k=1", "top_k = 1: a Mixtral weights a single expert by 1"),
+        (f"{MIXTRAL} shared_experts=1", "shared_experts = 1: Mixtral has no shared experts"),
+        (f"{MIXTRAL} moe_every=2", "moe_every = 2: Mixtral has experts in every block"),
+        (f"{MIXTRAL} balance_bias=0.01", "balance_bias = 0.01: Mixtral has no router bias"),
+        (f"{MIXTRAL} top_k=1", "top_k = 1: Mixtral weights a single expert by 1"),
     ],
 )
 def test_mixtures_without_a_transformers_equivalent_are_rejected(tmp_path, line, said):
@@ -93,14 +93,14 @@ def test_mixtures_without_a_transformers_equivalent_are_rejected(tmp_path, line,
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (f"{MIXTRAL} capacity=1.5", ["model.capacity = 1.5: a Mixtral has no capacity limit"]),
+        (f"{MIXTRAL} capacity=1.5", ["model.capacity = 1.5: Mixtral has no capacity limit"]),
         (MIXTRAL, []),
         ("kind=llama", []),
     ],
 )
 def test_export_notes_that_a_mixtral_never_drops_tokens(tmp_path, line, said):
     found = notes(Checkpoint(drawn_models.saved(tmp_path / "run", f"{SERIAL} {line}")))
-    assert [text.partition(",")[0] for text in found] == said
+    assert [text.partition(" and ")[0] for text in found] == said
 
 
 def test_export_removes_vocabulary_padding(tmp_path):

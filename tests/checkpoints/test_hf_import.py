@@ -72,7 +72,7 @@ def test_import_reads_sharded_files_through_the_index(files, tmp_path):
     found = values(imported(source, tmp_path / "other"))
     assert all((found[name] == array).all() for name, array in plain.items())
     index.write_text(json.dumps({"weight_map": dict.fromkeys(where, "../model-0.safetensors")}))
-    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: .* weight_map "):
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: weight_map "):
         Pretrained(source)
 
 
@@ -203,7 +203,7 @@ def test_a_tied_table_that_is_not_finite_is_still_tied(files):
     ("told", "said"),
     [
         ({"model_type": "bloom"}, "model_type = 'bloom' is not .* gpt2, llama, mistral"),
-        ({"model_type": "llama"}, "matrix embed_tokens.weight is missing, so this is no Llama"),
+        ({"model_type": "llama"}, "matrix embed_tokens.weight is missing, .* belong to a Llama"),
         ({"rope_alpha": 2.0}, "rope_alpha = 2.0 is unknown"),
         ({"activation_function": "relu"}, "activation_function = 'relu' is not .* gelu_new"),
         ({"activation_function": ["gelu"]}, "activation_function"),
@@ -249,7 +249,7 @@ def test_key_projection_shape_must_match_the_kv_heads(llama, tmp_path):
 
 def test_llama_without_a_configuration_is_rejected(llama, tmp_path):
     shutil.copy(llama.parent / "model.safetensors", tmp_path)
-    with pytest.raises(ValueError, match=r"there is no config.json with num_attention_h"):
+    with pytest.raises(ValueError, match=r"config.json is missing or .* num_attention_h"):
         Pretrained(tmp_path / "model.safetensors")
 
 
@@ -298,10 +298,10 @@ def test_dropout_comes_from_config_json_or_the_command_line(files):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model.layers", "3"], "--model.layers 3: .* 4 "),
-        (["--model.sequence", "4"], "--model.sequence 4: .* 3 "),
+        (["--model.layers", "3"], "--model.layers 3: .* has 4;"),
+        (["--model.sequence", "4"], "--model.sequence 4: .* has 3;"),
         (["--model.sequence", "0"], "model.sequence = 0: .* 1"),
-        (["--model.tied", "false"], "--model.tied False: .* True "),
+        (["--model.tied", "false"], "--model.tied False: .* has True;"),
         (["--train.dtype", "float8"], "train.dtype: .* 'float16', .* 'float8'"),
         (["--mesh.x", "7"], "train.batch.* mesh.x = 7"),
         (["--modl.heads", "3"], "modl: .* model[?]"),
@@ -345,11 +345,11 @@ def mixtral(tmp_path_factory):
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("moe_every 2", "--model.moe_every 2: it is 1 "),
-        ("shared_experts 1", "--model.shared_experts 1: it is 0 "),
-        ("balance_bias 0.1", "--model.balance_bias 0.1: it is 0.0 "),
-        ("top_k 1", "--model.top_k 1: it is 2 "),
-        ("experts 8", "--model.experts 8: it is 4 "),
+        ("moe_every 2", "--model.moe_every 2: .* has 1;"),
+        ("shared_experts 1", "--model.shared_experts 1: .* has 0;"),
+        ("balance_bias 0.1", "--model.balance_bias 0.1: .* has 0.0;"),
+        ("top_k 1", "--model.top_k 1: .* has 2;"),
+        ("experts 8", "--model.experts 8: .* has 4;"),
     ],
 )
 def test_mixtral_options_that_change_the_architecture_are_rejected(mixtral, word, said):
@@ -364,7 +364,7 @@ def test_mixtral_import_accepts_capacity_and_auxiliary_loss_options(mixtral):
 
 
 def test_expert_options_are_rejected_for_a_llama(llama):
-    with pytest.raises(ValueError, match=r"--model\.experts 4: it is 0 "):
+    with pytest.raises(ValueError, match=r"--model\.experts 4: .* has 0;"):
         configured(Pretrained(llama.parent), ["--model.experts", "4"])
 
 
@@ -373,7 +373,7 @@ def test_expert_options_are_rejected_for_a_llama(llama):
     [
         (
             {"block_sparse_moe.gate.weight": None},
-            "matrix .*gate.weight is missing, so this is no Mixtral",
+            "matrix .*gate.weight is missing, .* belong to a Mixtral",
         ),
         ({"block_sparse_moe.experts.3.w2.weight": None}, "lacks 'layers.0.*experts.3.w2.weight'"),
         (

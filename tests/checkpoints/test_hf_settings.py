@@ -30,9 +30,12 @@ PARAMETERS = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 2.0, "low_fr
         ({"attention_bias": True}, "attention_bias = True: .* False"),
         ({"head_dim": 4}, "head_dim = 4: .* num_attention_heads = 2$"),
         ({"sliding_window": 4096}, "sliding_window = 4096 is unknown"),
-        ({"intermediate_size": 97}, "intermediate_size = 97, but it is 96"),
-        ({"num_attention_heads": None}, "no config.json with num_attention_heads"),
-        ({"max_position_embeddings": None}, "no config.json with max_position_embeddings"),
+        ({"intermediate_size": 97}, "intermediate_size = 97, but the weights have 96"),
+        ({"num_attention_heads": None}, "config.json is missing or .* num_attention_heads"),
+        (
+            {"max_position_embeddings": None},
+            "config.json is missing or .* max_position_embeddings",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not .*llama3$"),
         ({"rope_scaling": {"factor": 4.0}}, "'default' with factor is not supported"),
         ({"rope_scaling": [1]}, r"rope_scaling = \[1\]: must be a table"),
@@ -75,10 +78,10 @@ MIXTURE = ModelConfig("llama", **SIZES, experts=6, top_k=3, capacity=0.0, balanc
         ({"num_experts_per_tok": 1}, "num_experts_per_tok = 1: .* from 2 to 6"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7: .* from 2 to 6"),
         ({"num_experts_per_tok": 2.0}, "num_experts_per_tok = 2.0: .* from 2 to 6"),
-        ({"num_local_experts": 8}, "num_local_experts = 8, but it is 6"),
+        ({"num_local_experts": 8}, "num_local_experts = 8, but the weights have 6"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: only 0.0 is"),
-        ({"router_aux_loss_coef": -1}, "router_aux_loss_coef = -1: .* at least 0"),
-        ({"router_aux_loss_coef": True}, "router_aux_loss_coef = True: .* at least 0"),
+        ({"router_aux_loss_coef": -1}, "router_aux_loss_coef = -1: .* nonnegative"),
+        ({"router_aux_loss_coef": True}, "router_aux_loss_coef = True: .* nonnegative"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': .* 'silu'"),
     ],
 )
@@ -100,12 +103,12 @@ def test_mixtral_config_json_maps_to_model_settings(told, found):
         ("shared_experts", 2, r"no shared experts \(0\)"),
         ("moe_every", 2, r"experts in every block \(1\)"),
         ("balance_bias", 0.01, r"no router bias \(0.0\)"),
-        ("top_k", 1, r"weights a single expert by 1, not by its probability \(2\)"),
+        ("top_k", 1, r"weights a single expert by 1, .* router probability \(2 or more\)"),
     ],
 )
 def test_mixture_settings_that_mixtral_lacks_are_reported(key, value, said):
     problem = no_mixtral(replace(MIXTURE, **{key: value}))
-    assert re.match(rf"model.{key} = {value}: a Mixtral .*{said}$", problem)
+    assert re.match(rf"model.{key} = {value}: Mixtral .*{said}$", problem)
 
 
 @pytest.mark.parametrize(

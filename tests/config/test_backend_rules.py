@@ -35,7 +35,7 @@ from tests.elided import elided
         (["--train.tf32", "true", "--train.dtype", "float16"], "train.tf32 = true: ... float32"),
         (
             ["--parallel.keep_dtype", "bfloat16", "--train.dtype", "float16"],
-            "parallel.keep_dtype = bfloat16 ... train.dtype = float16; ... int8, or leave it out",
+            "parallel.keep_dtype = bfloat16 ... train.dtype = float16; ... or remove the key",
         ),
         (
             ["--train.fused_gelu", "true", "--train.product_dtype", "float8"],

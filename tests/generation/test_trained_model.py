@@ -167,7 +167,7 @@ def test_unrelated_keys_are_rejected(tmp_path):
 def test_weights_without_config_json_require_the_head_count(tmp_path):
     _, theirs = saved(tmp_path, BYTES)
     (theirs / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"give --model\.heads"):
+    with pytest.raises(ValueError, match=r"set --model\.heads"):
         find_model(theirs, [])
     found = find_model(theirs / "model.safetensors", ["--model.heads", "12"])
     assert found.config.model.heads == 12

@@ -321,7 +321,7 @@ def test_residuals_are_reset_and_reported_on_other_data_axes(tmp_path, monkeypat
     run = "batch=8 layers=1 schedule=none decay=constant steps=1000000 compression=powersgd"
     monkeypatch.setitem(LAYOUTS, "d=2", f"{run} d=2 compression_rank=2")
     monkeypatch.setitem(LAYOUTS, "alone", f"{run} compression_rank=2")
-    line = "resume: the error feedback of parallel.compression restarts from 0"
+    line = "resume: the error feedback of parallel.compression is reset to 0"
     begun, whole = tmp_path / "begun", tmp_path / "whole"
     for folder, stops in ((whole, [4]), (begun, [2, 4])):
         folder.mkdir()
