@@ -206,7 +206,7 @@ def test_mixture_assumptions_are_printed(capsys):
 REFUSED = {
     "no layout on 7 ranks is valid for this model; ": ["--ranks", "7"],
     "no layout fits in 1.00 MB per rank; ": ["--ranks", "2", "--memory", "1MB"],
-    "nothing.toml: there is no such machine": ["--machine", "nothing.toml"],
+    "nothing.toml: no such machine": ["--machine", "nothing.toml"],
     "model.hiden: unknown key; did you mean model.hidden?": ["--model.hiden", "3"],
     "model.layers = 0: must be at least 1": ["--model.layers", "0"],
     "train.tf32 = true: only valid for train.backend = cupy": ["--train.tf32", "true"],

@@ -46,10 +46,10 @@ class LessThan(Bound):
 
 
 class ValidFor:
-    """Constraint that allows a key to be set only if another key has one of certain values.
+    """Constraint that makes a key valid only for some values of another key.
 
-    The key may differ from its default only if the key `other` has one of `values` or, if no
-    values are given, is greater than 0.
+    The key may differ from its default only if the value of the key `other` is one of `values`
+    or, if `values` is empty, greater than 0.
     """
 
     def __init__(self, other: str, *values: Any) -> None:
@@ -66,7 +66,10 @@ class ValidFor:
 
 @cache
 def constraints_of(table: type, kind: type, section: str = "") -> dict[str, tuple[Any, ...]]:
-    """Return a dict from section.key to the constraints of type `kind` on each key in `table`."""
+    """Return a dict from section.key to the key's constraints of type `kind`.
+
+    `table` is the dataclass of an input file or of a section.
+    """
     found = {}
     for name, annotated in get_type_hints(table, include_extras=True).items():
         if is_dataclass(annotated):
@@ -79,7 +82,7 @@ def constraints_of(table: type, kind: type, section: str = "") -> dict[str, tupl
 
 
 def invalid_keys(config: Any) -> Iterator[str]:
-    """Report every key that is set although the values of other keys do not allow it."""
+    """Report every key that is set, but invalid for the current values of other keys."""
     model = with_epsilon(type(config.model)(kind=config.model.kind))
     defaults, config = type(config)(model=model), replace(config, model=with_epsilon(config.model))
     for key, required in constraints_of(type(config), ValidFor).items():

@@ -33,9 +33,9 @@ def with_cuboid(config: Config, ranks: int) -> Config:
     if best is None:
         experts = ", and mesh.e for its experts" if config.model.experts else ""
         raise ValueError(
-            f"mesh: no cuboid of {counted(ranks // others, 'rank')} divides the sizes of this "
-            f"model with {config.parallel.way}; set mesh.x, mesh.y and mesh.z{experts}, or "
-            "change [model] or train.batch"
+            f"mesh: no cuboid of {counted(ranks // others, 'rank')} has axes that divide the "
+            f"model and batch sizes ({config.parallel.way}); set mesh.x, mesh.y and "
+            f"mesh.z{experts}, or change [model] or train.batch"
         )
     return best
 
@@ -51,10 +51,10 @@ def _cuboids(config: Config, ranks: int) -> Iterator[Config]:
 
 
 def received_elements(config: Config, parts: int = 1) -> float:
-    """Return the mean number of elements received per rank and block in the forward pass.
+    """Return the mean number of elements that a rank receives per block in the forward pass.
 
-    This number is [MK (n-1) + KN (m-1) + MN (k-1)] / P. The all-to-all of tokens along e is
-    excluded. Only 1/`parts` of the expert weights is counted.
+    The number is the sum of [MK (n-1) + KN (m-1) + MN (k-1)] / P over the matrix products. It
+    excludes the all-to-all of tokens along e and includes only 1/`parts` of the expert weights.
     """
     split, sizes = config.splits["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence
@@ -75,9 +75,9 @@ def received_elements(config: Config, parts: int = 1) -> float:
 
 
 def enlarged_default(config: Config, ranks: int) -> Config:
-    """Return the default configuration, enlarged if no cuboid of `ranks` fits it.
+    """Return the default configuration, with larger sizes if it supports no cuboid of `ranks`.
 
-    The enlarged number of heads and batch size are multiples of `ranks`.
+    The number of heads and the batch size are then multiples of `ranks`.
     """
     try:
         with_cuboid(config, ranks)

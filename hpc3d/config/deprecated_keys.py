@@ -65,7 +65,7 @@ def _rename_values(
 
 
 def rename_options(keys: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace deprecated `section.key` names of a command line; return the names and notices.
+    """Replace deprecated names in a list of `section.key` names; return the list and notices.
 
     Raises ValueError if a key is given under both its old and its new name.
     """

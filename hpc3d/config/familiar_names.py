@@ -67,19 +67,20 @@ _OTHERWISE = {  # keys of other programs -> advice, if no hpc3d key has the same
     ),
     "micro_batch_size train_micro_batch_size_per_gpu per_device_train_batch_size "
     "local_batch_size": (
-        "use train.batch, the global batch: this x parallel.microbatches x mesh.d x mesh.e"
+        "use train.batch, the global batch size: this value x parallel.microbatches x mesh.d x "
+        "mesh.e"
     ),
     "batch_size": (
-        "use train.batch, the global batch in sequences: nanoGPT's batch_size x "
+        "use train.batch, the global batch size in sequences; it equals nanoGPT's batch_size x "
         "gradient_accumulation_steps"
     ),
     "compile torch_compile": (
-        "hpc3d compiles nothing; train.cuda_graph launches a step as one CUDA graph"
+        "hpc3d does not compile models; train.cuda_graph launches each step as one CUDA graph"
     ),
-    "eval_only": "hpc3d has no such mode; train.eval_every evaluates during training",
-    "bias": 'model.kind decides: "gpt2" and "bert" have biases, "llama" has none',
+    "eval_only": "hpc3d has no evaluation-only mode; use train.eval_every during training",
+    "bias": 'set model.kind; "gpt2" and "bert" have biases, "llama" does not',
     "bucket_cap reduce_bucket_size": "use parallel.bucket_mb, in megabytes",
-    "min_lr_factor min_lr_ratio": "use train.min_learning_rate, a rate and not a factor",
+    "min_lr_factor min_lr_ratio": "use train.min_learning_rate, which is an absolute rate",
     "warmup_ratio lr_warmup_fraction": "use train.warmup, in steps",
     "decay_ratio": "use train.cooldown, in steps",
     "decay_lr": 'use train.decay; "constant" disables the decay',
@@ -89,21 +90,21 @@ _OTHERWISE = {  # keys of other programs -> advice, if no hpc3d key has the same
     "untie_embeddings_and_output_weights": "use model.tied = false",
     "swiglu": 'use model.kind = "llama"',
     "resume resume_from_checkpoint init_from load load_dir": (
-        "use the option --resume RUN_DIR, for a run with checkpoint.every > 0"
+        "use the option --resume RUN_DIR; the run must have saved checkpoints (checkpoint.every)"
     ),
     "gradient_accumulation_steps grad_accum_steps num_microbatches": (
-        "use parallel.microbatches, into which the global train.batch is split"
+        "use parallel.microbatches; the global batch, train.batch, is split into microbatches"
     ),
-    "epochs num_epochs num_train_epochs": "use train.steps, of train.batch sequences each",
+    "epochs num_epochs num_train_epochs": "use train.steps; each processes train.batch sequences",
     "fp16": 'use train.dtype = "float16"',
     "bf16": 'use train.dtype = "bfloat16"',
     "fp8": 'use train.product_dtype = "float8"',
     "sequence_parallel": 'use parallel.scheme = "1d-sequence"',
     "ranks world_size nproc_per_node num_gpus": (
-        "use mpirun -np N, or --dry-run --ranks N; N is the product of mesh.p to mesh.z"
+        "use mpirun -np N, or --dry-run --ranks N; N is the product of all sizes in [mesh]"
     ),
     "machine": (
-        "only --dry-run, simulate and plan take a machine; training uses this one (train.backend)"
+        "only --dry-run, simulate and plan accept a machine; training always uses the local one"
     ),
     "device": 'use train.backend = "numpy" or "cupy"',
     "fsdp": "use parallel.zero = 3",

@@ -4,8 +4,8 @@ config/load.py creates the dataclasses from an input file, and config/rules.py v
 string below a key is its description, which `hpc3d train --help` prints. The dataclasses are not
 pydantic models, so that they can be broadcast to ranks that do not import pydantic.
 
-The default of a new key must preserve the behavior before the key existed, because the stored
-configuration of an older run lacks the key and is read with its default.
+The default of a new key must preserve the previous behavior, because the stored configurations of
+older runs do not contain the key.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def grid_of(mesh: MeshConfig) -> Grid:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Parallel algorithms, and the data that they store, send and recompute."""
+    """Parallelization: algorithms, communication, saved data and recomputation."""
 
     __pydantic_config__ = STRICT
     scheme: Literal["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d", "3d-broadcast"] = "3d"
@@ -161,7 +161,7 @@ class ParallelConfig:
 
     @property
     def way(self) -> str:
-        """Name of the setting that determines how matrix products are sharded, for messages."""
+        """Name, for messages, of the setting that determines how matrix products are sharded."""
         return f"scheme {self.scheme}" if self.split is None else "parallel.split"
 
 
@@ -433,8 +433,8 @@ class GuardConfig:
         ValidFor("train.dtype", "float32", "float64"),
         ValidFor("parallel.reduce_dtype", None, "float32"),
     ] = 0
-    """Interval in steps between steps in which all matrix products and messages are verified by
-    checksums (algorithm-based fault tolerance, ABFT). 0 disables the verification."""
+    """Interval in steps between checks of all matrix products and messages by checksums
+    (algorithm-based fault tolerance, ABFT). 0 disables the checks."""
     loss_spike_sigma: Annotated[float, AtLeast(0), LessThan(inf)] = 6.0
     """Log a warning if the loss exceeds the mean of recent losses by more than this many standard
     deviations. 0 disables the warning."""
@@ -500,10 +500,10 @@ class Config:
 
     @cached_property
     def splits(self) -> Mapping[str, Split]:
-        """Dict from layer kind (dense, experts) to the split of the layer's first matrix product.
+        """Dict from layer kind to the `Split` of the first matrix product in a layer of this kind.
 
-        The split includes the data axes. The kind `dense` stands for blocks, embedding and head.
-        Experts are sharded along axis e, so the split of `experts` does not contain this axis.
+        The kinds are `dense` (blocks, embedding and head) and `experts`. A split includes the data
+        axes. Experts are sharded along axis e, so the split of `experts` does not contain e.
         """
         letters, zero = self.parallel.split, self.parallel.zero
         split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
@@ -515,9 +515,10 @@ class Config:
         return splits
 
     def keep(self) -> str:
-        """Return the GEMM operands, among x and w, whose gathered blocks are saved for backward.
+        """Return the GEMM operands to save after gathering: "x", "xw" or "" (none).
 
-        ZeRO-3 re-gathers W, because otherwise every microbatch in flight would save its own copy.
+        The backward pass re-gathers the other operands. ZeRO-3 always re-gathers W, because
+        otherwise every microbatch in flight would save its own copy of W.
         """
         kept = "x" if self.parallel.zero == 3 and self.mesh.replicas() > 1 else "xw"
         return kept if self.parallel.keep_gathered else ""

@@ -13,7 +13,7 @@ INT32 = 2**31 - 1  # largest value of an int32 column in a trace
 MOST_RANKS = 2**20
 MOST_LAYERS = 10_000
 MOST_PASSES = 2**18  # maximum number of forward passes in a schedule, which is held in memory
-_MOST_ELEMENTS = 2**56  # maximum size of an array in elements; its bytes must fit into int64
+_MOST_ELEMENTS = 2**56  # maximum array size in elements, so that its bytes fit into int64
 # Maximum number of steps, updates or sequences in a run, so that sums of them fit into int64.
 MOST_COUNT = 2**53
 
@@ -21,7 +21,7 @@ MOST_COUNT = 2**53
 def too_large(config: Any, products: Sequence[tuple[int, Any]]) -> Iterator[str]:
     """Yield a message if the mesh is too large, and a message for each array that is too large.
 
-    `products` lists pairs (number of blocks, matrix product in each of these blocks).
+    `products` lists pairs: a matrix product, preceded by the number of blocks that contain it.
     """
     model, ranks = config.model, config.mesh.grid().size
     if ranks > MOST_RANKS:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _PATHS = "run.out", "data.path", "data.validation", "data.tokenizer"
-# Last of the keys that every version of hpc3d writes to the config.toml of a run.
+# Last key in config.toml that every version of hpc3d writes; without it, the file is truncated.
 _LAST = "run", "watchdog_s"
-# Components of a pydantic error location that name a member type of a union instead of a key.
+# Components of a pydantic error location that are types of a union, not keys of the input file.
 _KINDS = re.compile(r"float|str|(literal|tuple)\[.*")
 
 
@@ -46,7 +46,8 @@ def load(
     Parameters
     ----------
     path
-        Path of an input file, or the name of an input shipped with hpc3d (None: all defaults).
+        Path of an input file, or the name of an input shipped with hpc3d. If it is `None`, all
+        keys have their defaults.
     overrides
         Command-line options, such as ["--mesh.x", "4"].
     of_run
@@ -62,7 +63,8 @@ def load(
     Raises
     ------
     ValueError
-        With one line per error, which names the key and the fix. A stored file must be complete.
+        If the input is invalid or a stored configuration is incomplete. The message has one line
+        per error, with the key and a fix.
     """
     tree = {} if path is None else read(find(path, INPUT))
     notices = deprecated_keys.use_new_names(tree)
@@ -107,7 +109,7 @@ def _expanded(key: str, text: str) -> str:
 def read(path: Path | str) -> dict[str, Any]:
     from hpc3d.console import small_files
 
-    content = small_files.read(path, remedy="name a file that can be read")
+    content = small_files.read(path, remedy="specify a readable file")
     try:
         return small_files.toml(content.decode())
     except ValueError as error:
@@ -122,16 +124,14 @@ def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
     pairs = [*options(words)]
     keys, notices = deprecated_keys.rename_options([option[2:] for option, _ in pairs])
     for (option, text), name in zip(pairs, keys, strict=True):
-        if option.count(".") > 2:  # --parallel.split.m has two dots, the maximum
+        if option.count(".") > 2:  # at most two dots, as in --parallel.split.m
             raise ValueError(f"{option:.60}: unknown key; write --section.key VALUE")
         *sections, key = name.split(".")
         table = tree
         for section in sections:
             table = table.setdefault(section, {})
             if not isinstance(table, dict):
-                raise ValueError(
-                    f"{option}: {section} is a key, not a section; leave {option} out"
-                )
+                raise ValueError(f"{option}: {section} is a key, not a section; remove {option}")
         value = _toml_value(text)
         is_path = name in _PATHS and isinstance(value, str)
         table[key] = _expanded(name, value) if is_path else value
@@ -152,7 +152,7 @@ def options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
             if text.startswith("--"):
                 raise ValueError(f"{option}: the value is missing; write {option} VALUE")
         if _not_text(option + text):
-            raise ValueError(f"{option} {text}: not UTF-8; use a name that is")
+            raise ValueError(f"{option} {text}: not valid UTF-8; use another value")
         yield option, text
 
 
@@ -193,8 +193,8 @@ def stored(text: str) -> Config:
 def validate(tree: dict[str, Any], rules: _Rules = lambda config: ()) -> Config:
     """Convert a parsed input file to a `Config`.
 
-    Raises Problems that lists all unknown keys, all values of wrong type, and the problems found
-    by `rules` in the remaining values.
+    Raises `Problems` with all unknown keys, all values of a wrong type, and the errors that
+    `rules` find in the remaining values.
     """
     import json
 
@@ -222,8 +222,8 @@ def _of_valid_keys(
 ) -> Config:
     """Return the Config of `tree`, with WRONG as the value of each key in `wrong`.
 
-    Unset keys that are mentioned in `lines` also get the value WRONG, because an unknown key may
-    be a misspelling of one of them.
+    If the error messages `lines` mention an unset key, its value is also WRONG, because an unknown
+    key may be a misspelling of it.
     """
     words = {*re.findall(r"\w+(?:\.\w+)?", " ".join(lines))}
     tables = {name: table for name, table in tree.items() if isinstance(table, dict)}
@@ -252,9 +252,9 @@ def _adapter() -> TypeAdapter[Config]:
 
 
 def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield one message for the value of a key, for which pydantic reports an error per type.
+    """Combine the pydantic errors for a key, one per allowed type, into one message and yield it.
 
-    For an unknown table, also yield a message for each of its keys that other programs use.
+    For an unknown table, also yield a message for each key that other programs use.
     """
     first = errors[0]
     if first["type"] == "unexpected_keyword_argument":

@@ -70,10 +70,10 @@ def _name_of(word: Path | str, kind: Kind) -> str:
 
 def _unknown(word: Path | str, kind: Kind, known: Collection[str]) -> str:
     """Return the error message for an unknown name `word`, with the most similar known name."""
-    wrong = "is a folder" if os.path.isdir(word) else f"there is no such {kind.title}"
+    wrong = "is a folder" if os.path.isdir(word) else f"no such {kind.title}"
     near = get_close_matches(_name_of(word, kind), known, 1)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"{word}: {wrong}; {hint}name a file, or one of {', '.join(sorted(known))}"
+    return f"{word}: {wrong}; {hint}specify a path, or one of {', '.join(sorted(known))}"
 
 
 def text_path(word: Path | str) -> Path | str:
@@ -86,9 +86,9 @@ def text_path(word: Path | str) -> Path | str:
 
 
 def new_path(name: str, kind: Kind) -> Path:
-    """Return the path for a new file of a `kind` that `find` will find by `name`.
+    """Return the path of a new file of a `kind`, so that `find` finds the file by its `name`.
 
-    The path is in the folder for this kind in inputs/ if that folder exists, and otherwise in the
+    The file is in the folder of its kind in inputs/ if this folder exists, otherwise in the
     current folder.
     """
     folder = Path(_INPUTS, kind.folder)

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def wrong_context(config: Config) -> Iterator[str]:
-    """Report incompatible context-parallel settings, and a sequence length that is indivisible."""
+    """Report invalid context-parallel settings and sequence lengths that cannot be sharded."""
     parallel, c, u = config.parallel, config.mesh.c, config.parallel.ulysses
     if parallel.context != "both" and u != 1:
-        yield f'parallel.ulysses = {u}: only valid for parallel.context = "both"; leave it out'
+        yield f'parallel.ulysses = {u}: only valid for parallel.context = "both"; remove the key'
     elif parallel.context == "both" and not (1 < u < c and c % u == 0):
         fitting = [str(size) for size in range(2, c) if c % size == 0]
         remedy = f"use {' or '.join(fitting)}" if fitting else 'use context = "ring"'
@@ -24,14 +24,14 @@ def wrong_context(config: Config) -> Iterator[str]:
         yield from _uneven_sequences(config)
         if parallel.attention == "full" and config.context().rings > 1:
             why = f"ring attention (mesh.c = {c}) is always chunked"
-            remedy = 'leave it out, or use parallel.context = "all-to-all"'
+            remedy = 'remove the key, or use parallel.context = "all-to-all"'
             yield f"parallel.attention = full: {why}; {remedy}"
 
 
 def _uneven_sequences(config: Config) -> Iterator[str]:
     """Report a sequence length that is not divisible by the number of chunks.
 
-    Ring attention has two chunks per rank, the other algorithms have one.
+    The number of chunks per rank is two for ring attention and one for other algorithms.
     """
     context, length = config.context(), config.model.sequence
     parts, chunks = context.parts, ""
@@ -47,9 +47,9 @@ def _uneven_sequences(config: Config) -> Iterator[str]:
 
 
 def unexchanged_heads(config: Config, members: int) -> Iterator[str]:
-    """Report an error if the KV heads per rank are not divisible by the size of an all-to-all.
+    """Report an error if the Ulysses all-to-all cannot shard the KV heads of a rank evenly.
 
-    Before the all-to-all, the heads are already sharded over `members` tensor-parallel ranks.
+    The heads are already sharded over `members` tensor-parallel ranks.
     """
     model, u = config.model, config.context().heads
     heads = model.kv_heads or model.heads
@@ -81,8 +81,9 @@ def wrong_experts(config: Config) -> Iterator[str]:
         yield f"{key}: {why}; use parallel.scheme = 3d"
     if model.balance_bias and dtype in ("float16", "bfloat16"):
         yield (
-            f"model.balance_bias = {model.balance_bias}: {dtype} is too coarse for its small "
-            "steps; use model.balance_loss and model.balance_bias = 0, or train.dtype = float32"
+            f"model.balance_bias = {model.balance_bias}: {dtype} is not precise enough for the "
+            "small bias updates; use model.balance_loss instead of model.balance_bias, or "
+            "train.dtype = float32"
         )
 
 
@@ -94,9 +95,12 @@ def wrong_compression(config: Config) -> Iterator[str]:
     if zero > 1:
         yield f"{key}: parallel.zero = {zero} shards the gradients; use parallel.zero = 0 or 1"
     if config.train.dtype == "float16":
-        yield f"{key}: the loss scale of float16 varies; use train.dtype = bfloat16 or float32"
+        yield (
+            f"{key}: error feedback does not support the varying loss scale of float16; use "
+            "train.dtype = bfloat16 or float32"
+        )
     if config.train.cuda_graph:
-        yield f"{key}: a CUDA graph cannot record it; use train.cuda_graph = false"
+        yield f"{key}: a CUDA graph cannot record compression; use train.cuda_graph = false"
 
 
 def wrong_offload(config: Config) -> Iterator[str]:
@@ -107,12 +111,12 @@ def wrong_offload(config: Config) -> Iterator[str]:
         yield f"{key} has duplicates; list each item once"
     if "optimizer" in listed and train.optimizer in ("sgd", "adafactor"):
         small = f"train.optimizer = {train.optimizer} has almost no state to offload"
-        yield f'{key}: {small}; leave "optimizer" out, or use another one'
+        yield f'{key}: {small}; remove "optimizer", or use another optimizer'
     schedule = find(config.parallel.schedule)
     if "parameters" in listed and schedule.asynchronous:
         yield (
             f"{key}: schedule {schedule.name} keeps several versions of the weights; "
-            'leave "parameters" out, or use a synchronous schedule'
+            'remove "parameters", or use a synchronous schedule'
         )
     if train.cuda_graph and {*listed} - {"optimizer"}:
         yield f"{key}: a CUDA graph cannot record copies to the host; use train.cuda_graph = false"

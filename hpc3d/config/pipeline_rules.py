@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.schedule import Schedule
 
-# Maximum number of forward passes of an asynchronous schedule, which covers the full run.
+# Maximum number of forward passes in a run with an asynchronous schedule.
 _PASSES_OF_RUN = 50_000
 
 
@@ -33,7 +33,7 @@ def _wrong_chunks(config: Config) -> Iterator[str]:
         unit = "model chunks" if chunks else "stages"
         remedy = f"use at most {layers} {unit}, or more layers"
         key = f"mesh.p = {config.mesh.p}{chunks}"
-        yield f"{key}: {parts} {unit} need as many layers, but model.layers = {layers}; {remedy}"
+        yield f"{key}: {parts} {unit} need a layer each, but model.layers = {layers}; {remedy}"
     elif parallel.layers_per_stage is not None:
         yield from _wrong_stages(parallel.layers_per_stage, parts, layers)
 
@@ -58,7 +58,7 @@ def _wrong_zero(config: Config) -> Iterator[str]:
 
 
 def _wrong_layers(listed: str | Sequence[int], layers: int) -> Iterator[str]:
-    """Report Transformer blocks to recompute that do not exist or are listed twice."""
+    """Report indices of recomputed Transformer blocks that are out of range or listed twice."""
     if isinstance(listed, str):
         return
     key = f"parallel.recompute = {list(listed)}"
@@ -76,8 +76,8 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
     if passes > _PASSES_OF_RUN:
         most = counted(_PASSES_OF_RUN // a_step, "step")
         yield (
-            f"train.steps = {config.train.steps}: schedule {schedule.name} is computed in advance "
-            f"for all steps, and {passes} forward passes are too many; use at most {most}"
+            f"train.steps = {config.train.steps}: schedule {schedule.name} is generated for all "
+            f"steps in advance, but {passes} forward passes are too many; use at most {most}"
         )
     saving = config.checkpoint
     for key, value, none in (("every", saving.every, 0), ("keep_best", saving.keep_best, "false")):
@@ -88,7 +88,7 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
             )
     if config.train.cuda_graph:
         why = f"the steps of schedule {schedule.name} overlap"
-        yield f"train.cuda_graph = true: {why}; use false, or a synchronous schedule"
+        yield f"train.cuda_graph = true: {why}; set it to false, or use a synchronous schedule"
     if config.train.dtype == "float16":
         yield (
             f"train.dtype = float16: schedule {schedule.name} cannot skip a step whose gradient "
@@ -100,19 +100,19 @@ def _wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[st
     """Report an invalid distribution of the layers over the model chunks."""
     key, found = f"parallel.layers_per_stage = {list(stages)}", counted(sum(stages), "layer")
     if len(stages) != parts:
-        yield f"{key}: {counted(len(stages), 'number')} for {parts} chunks; give one per chunk"
+        yield f"{key}: {counted(len(stages), 'number')} for {parts} chunks; set one per chunk"
     elif min(stages) < 0:
         yield f"{key}: a chunk cannot have {min(stages)} layers; use 0 or more"
     elif sum(stages) != layers:
-        yield f"{key}: {found} in total, but model.layers = {layers}; make the sum {layers}"
+        yield f"{key}: {found} in total, but model.layers = {layers}; use a total of {layers}"
 
 
 def _wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
-    """Report settings that need a joint update of all stages, if each stage updates separately."""
+    """Report settings that are invalid if the schedule updates each stage separately."""
     if not schedule.update_per_microbatch:
         return
     if config.train.clip:
-        why = f"no stage of schedule {schedule.name} knows the global gradient norm"
+        why = f"schedule {schedule.name} updates stages separately, without a global gradient norm"
         yield f"train.clip = {config.train.clip}: {why}; use train.clip = 0"
     if config.model.tied and config.mesh.p > 1:
         why = f"with schedule {schedule.name} the two copies of the embedding would diverge"

@@ -29,7 +29,7 @@ def test_axis_unused_by_the_scheme_is_rejected():
 
 def test_model_without_a_valid_cuboid_error_names_the_mesh_keys():
     (said,) = problems(*sized({}), ranks=7)
-    assert re.match("mesh: .* 7 ranks .* 3d; .* mesh.x, mesh.y .* mesh.z", said)
+    assert re.match("mesh: .* 7 ranks .* 3d.; .* mesh.x, mesh.y .* mesh.z", said)
 
 
 @pytest.mark.parametrize("ranks", [*range(1, 71), 100, 128])

@@ -55,7 +55,7 @@ def test_converted_sizes_are_reported_with_their_equation():
     (said,) = problems("--mesh.tp", "1")
     assert said.startswith("mesh.tp: unknown key; use mesh.x, mesh.y and mesh.z; their product ")
     (said,) = problems("--micro_batch_size", "4")
-    assert said.endswith("this x parallel.microbatches x mesh.d x mesh.e")
+    assert said.endswith("this value x parallel.microbatches x mesh.d x mesh.e")
 
 
 def test_unknown_name_has_no_suggestion():

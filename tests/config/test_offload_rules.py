@@ -22,7 +22,7 @@ WRONG = {
     ),
     f"{ALL} --train.optimizer sgd": "parallel.offload = ...: train.optimizer = sgd ...",
     f"{STATES} --train.optimizer adafactor": (
-        'parallel.offload = ...: train.optimizer = adafactor ... leave "optimizer" out, or ...'
+        'parallel.offload = ...: train.optimizer = adafactor ... remove "optimizer", or ...'
     ),
     f"{ALL} {PIPEDREAM}": (
         "parallel.offload = ...: schedule pipedream ... use a synchronous schedule"

@@ -119,17 +119,21 @@ def test_folder_with_a_shipped_name_is_ignored(elsewhere):
 @pytest.mark.parametrize(
     ("word", "kind", "begins"),
     [
-        ("gpt-3d-46", INPUT, "gpt-3d-46: there is no such input; did you mean gpt-3d-64? name a "),
-        ("inputs/gpt-4d.toml", INPUT, "inputs/gpt-4d.toml: there is no such input; did you mean "),
-        ("machines/H100", MACHINE, "machines/H100: there is no such machine; did you mean h100? "),
-        ("mine/x.toml", MACHINE, "mine/x.toml: there is no such machine; name a file, or one of "),
-        ("h100", INPUT, "h100: there is no such input; name a file, or one of bert-64, "),
-        ("gpt-serial", MACHINE, "gpt-serial: there is no such machine; name a file, or one of a1"),
-        (".", MACHINE, ".: is a folder; name a file, or one of a100-selene, a100-vtrain, h100, "),
-        ("", INPUT, ": there is no such input; name a file, or one of bert-64, "),
-        ("\0", INPUT, "\0: there is no such input; name a file, or one of bert-64, "),
-        ("x" * 5000, INPUT, "x" * 5000 + ": there is no such input; name a file, or one of "),
-        ("../inputs/gpt-3d-64", MACHINE, "../inputs/gpt-3d-64: there is no such machine; name a"),
+        ("gpt-3d-46", INPUT, "gpt-3d-46: no such input; did you mean gpt-3d-64? specify "),
+        ("inputs/gpt-4d.toml", INPUT, "inputs/gpt-4d.toml: no such input; did you mean "),
+        ("machines/H100", MACHINE, "machines/H100: no such machine; did you mean h100? "),
+        ("mine/x.toml", MACHINE, "mine/x.toml: no such machine; specify a path, or one of "),
+        ("h100", INPUT, "h100: no such input; specify a path, or one of bert-64, "),
+        ("gpt-serial", MACHINE, "gpt-serial: no such machine; specify a path, or one of a1"),
+        (
+            ".",
+            MACHINE,
+            ".: is a folder; specify a path, or one of a100-selene, a100-vtrain, h100, ",
+        ),
+        ("", INPUT, ": no such input; specify a path, or one of bert-64, "),
+        ("\0", INPUT, "\0: no such input; specify a path, or one of bert-64, "),
+        ("x" * 5000, INPUT, "x" * 5000 + ": no such input; specify a path, or one of "),
+        ("../inputs/gpt-3d-64", MACHINE, "../inputs/gpt-3d-64: no such machine; specify"),
     ],
 )
 def test_unknown_name_is_rejected_with_its_kind_and_the_known_names(word, kind, begins, elsewhere):

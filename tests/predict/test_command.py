@@ -104,8 +104,8 @@ def test_an_empty_configuration_of_a_run_is_refused(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["absent.toml", *MACHINE], "absent.toml: there is no such"),
-        ([INPUT, "--machine", "absent.toml"], "absent.toml: there is no such"),
+        (["absent.toml", *MACHINE], "absent.toml: no such"),
+        ([INPUT, "--machine", "absent.toml"], "absent.toml: no such"),
         (
             [str(ROOT / "inputs/gpt-dp-vs-pp.toml"), *MACHINE, "--mesh.d", "3"],
             "must be divisible by mesh.d = 3",

@@ -93,7 +93,7 @@ def test_rank_count_defaults_to_the_mesh(said, ranks, head):
     [
         (["--ranks", "0"], "--ranks 0: .* integer from 1"),
         (["--ranks"], "--ranks: the value is missing"),
-        (["--machine", "nowhere"], "nowhere: there is no such machine"),
+        (["--machine", "nowhere"], "nowhere: no such machine"),
         (["--train.stepz", "1"], "train.stepz: unknown key"),
         (["--mesh.x", "3", "--ranks", "8"], "mesh: "),
         (["--data.path", "nowhere.txt"], "data.path: "),
