@@ -101,10 +101,11 @@ _OTHERWISE = {  # keys of other programs -> advice, if no hpc3d key has the same
     "fp8": 'use train.product_dtype = "float8"',
     "sequence_parallel": 'use parallel.scheme = "1d-sequence"',
     "ranks world_size nproc_per_node num_gpus": (
-        "use mpirun -np N, or --dry-run --ranks N; N is the product of all sizes in [mesh]"
+        "use mpirun -np N, or --dry-run --ranks N; N is the product of the sizes mesh.p to mesh.z"
     ),
     "machine": (
-        "only --dry-run, simulate and plan accept a machine; training always uses the local one"
+        "only --dry-run, simulate and plan accept a machine; training uses the local machine, on "
+        "CPUs or GPUs (train.backend)"
     ),
     "device": 'use train.backend = "numpy" or "cupy"',
     "fsdp": "use parallel.zero = 3",
