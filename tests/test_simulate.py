@@ -79,9 +79,9 @@ def test_schedule_figure_is_written(capsys, tmp_path):
     ("words", "line"),
     [
         (["--name", "1f1c", *SMALL], "'1f1c': did you mean 1f1b"),
-        (["--name", "none", *SMALL], "mesh.p = 2: schedule none is for one stage"),
+        (["--name", "none", *SMALL], "mesh.p = 2: schedule none supports only one stage"),
         (["--name", "1f1b", *SMALL, "--chunks", "0"], "parallel.chunks = 0: must be at least 1"),
-        (["--name", "1f1b", *SMALL, "--steps", "2"], "steps = 2: schedule 1f1b repeats"),
+        (["--name", "1f1b", *SMALL, "--steps", "2"], "steps = 2: all steps of schedule 1f1b"),
         (["--name", "pipedream", *SMALL, "--steps", "0"], "steps = 0: must be at least 1"),
         (
             ["--name", "pipedream", *SMALL, "--csv", "x.csv"],
@@ -93,9 +93,12 @@ def test_schedule_figure_is_written(capsys, tmp_path):
             ["--name", "1f1b", *SMALL, "--forward", "0", "--backward", "0", "--weight", "0"],
             "are all 0",
         ),
-        (["--name", "1f1b", *SMALL, "--forward", "1,2,3"], "--forward: 3 values for 2 parts"),
+        (
+            ["--name", "1f1b", *SMALL, "--forward", "1,2,3"],
+            "--forward: 3 values for 2 model chunks",
+        ),
         (["--name", "gpipe", *SMALL, "--comm", "1,2"], "--comm: 2 values for 1 boundaries"),
-        (["--name", "zb-v", *SMALL, "--weight", "1,2"], "--weight: 2 values for 4 parts"),
+        (["--name", "zb-v", *SMALL, "--weight", "1,2"], "--weight: 2 values for 4 model chunks"),
     ],
 )
 def test_invalid_input_is_one_line_and_exits_with_2(capsys, words, line):

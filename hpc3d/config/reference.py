@@ -35,8 +35,8 @@ This reference lists every key of an input file, with its default, its choices a
 An input file is TOML: top-level keys, then the sections below. Every key has a default and is also
 a command-line option, such as `--parallel.scheme 1d` or `--mesh.x 4`. hpc3d stores the resolved
 configuration in the run's folder, its trace and its checkpoints. It reports every problem on its
-own line, with the key and a fix, before training starts. A rule that needs a wrong value is
-checked after that value is corrected. [limits.md](limits.md) lists the bounds.
+own line, with the key and a fix, before training starts. A rule that depends on an invalid value
+is checked once you have corrected the value. [limits.md](limits.md) lists the bounds.
 `python -m hpc3d.train` prints the same keys with `--help`, and one key with `--help train.decay`.
 
 To complete and check input files in an editor, start a file with `#:schema hpc3d.schema.json` and
@@ -85,7 +85,7 @@ def about(name: str, width: int = _WIDTH) -> str:
 
 
 def page_width() -> int:
-    """Return the maximum line width in characters, which depends on the terminal, if any."""
+    """Return the line width in characters: the width of the terminal, within fixed limits."""
     return max(_NARROWEST, min(_WIDTH, get_terminal_size((_WIDTH, 0)).columns))
 
 
@@ -112,7 +112,7 @@ def _rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
 
 
 def _entry(key: str, value: Any, kind: Any, meaning: str, width: int) -> list[str]:
-    """Format a key as lines: its default value, and a comment with its choices and description."""
+    """Return the lines of a key: its default, and a comment with its choices and description."""
     choices = " | ".join(choices_of(kind))
     left = f"# {key} =" if value is None else f"{key} = {literal(value)}"
     return _with_comment(left, f"{choices}; {meaning}" if choices else meaning, width)
@@ -159,7 +159,7 @@ def schema() -> dict[str, Any]:
             bounds = constraints_of(Config, Bound).get(prefix + key, ())
             finite = [each for each in bounds if isfinite(each.limit)]
             entry.get("anyOf", [entry])[0].update({each.keyword: each.limit for each in finite})
-    title = "An input file of hpc3d"
+    title = "hpc3d input file"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **found}
 
 

@@ -64,7 +64,7 @@ def _wrong_heads(model: ModelConfig) -> Iterator[str]:
         yield f"{key} must be divisible by model.heads = {model.heads}; change one of them"
     elif family_of(model).rotary and model.hidden // model.heads % 2:
         width = model.hidden // model.heads
-        yield f"model.hidden / model.heads = {width} must be even for RoPE; change one of them"
+        yield f"model.hidden / model.heads = {width} must be even for RoPE; change one of the keys"
 
 
 def _wrong_kv_heads(model: ModelConfig) -> Iterator[str]:
@@ -90,20 +90,23 @@ def wrong_tokens(model: ModelConfig) -> Iterator[str]:
     last = (model.vocabulary or inf) - 1
     if model.padding is not None and model.padding >= last:
         key = f"model.padding = {model.padding}"
-        yield f"{key} must be below {last}, the mask token; lower it, or raise model.vocabulary"
+        yield (
+            f"{key} must be below {last}, the ID of the mask token; use a smaller ID, or increase "
+            "model.vocabulary"
+        )
 
 
 def _alike(model: ModelConfig) -> bool:
-    """Return True if the head has a matrix product whose output Y is laid out like its input X."""
+    """Return True if the head has a matrix product with equal layouts of input X and output Y."""
     return any(each.alike for each in family_of(model).head(_SMALLEST))
 
 
 def _wrong_head(config: Config) -> Iterator[str]:
-    """Report columns of X that are sharded over several axes if the head supports only one."""
+    """Report a split of the columns of X over several axes, if the head supports only one axis."""
     split = config.splits["dense"]
     if _alike(config.model) and len(split.x[1]) > 1:
         head = f"the head of model.kind = {config.model.kind}"
-        yield f"parallel.split.k = {split.k}: {head} allows one axis; put the others on m or n"
+        yield f"parallel.split.k = {split.k}: {head} supports one axis; move the others to m or n"
 
 
 def _wrong_sizes(config: Config) -> Iterator[str]:
@@ -120,9 +123,9 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
 
 
 def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
-    """Return a dict from (key, value) of a size to the groups of mesh axes that shard it.
+    """Return a dict from the (key, value) of each size to the groups of mesh axes that shard it.
 
-    The size must be divisible by the number of ranks in each group.
+    A size must be divisible by the number of ranks in each of its groups.
     """
     model, split = config.model, config.splits["dense"]
     sizes, turned, outer = config.mesh.grid().sizes, split.next(), split.without_panels()
@@ -152,14 +155,14 @@ def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
 
 
 def _used(axis_groups: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
-    """Return the groups of axes without the axes of size 1."""
+    """Remove the axes of size 1 from each group of axes; return the set of groups."""
     return {tuple([axis for axis in axes if sizes[axis] > 1]) for axes in axis_groups}
 
 
 def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
-    """Return the axes that shard the rows and input features of products with special layouts.
+    """Return the axes that shard the rows and input features of matrix products in two layers.
 
-    These products are the router, and products of the head whose output has the input's layout.
+    The layers are the router, and a head whose output has the same layout as its input.
     """
     split = config.splits["dense"]
     rows, inputs = set(), set()
@@ -173,7 +176,7 @@ def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
 
 
 def _unshared_keys(model: ModelConfig, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Report a number of KV heads that is neither a multiple nor a divisor of the rank count."""
+    """Report KV heads whose number is neither a multiple nor a divisor of the number of ranks."""
     count, keys = prod(sizes[axis] for axis in axes), model.kv_heads or model.heads
     if model.heads % count or keys % count == 0 or count % keys == 0:
         return
@@ -196,8 +199,8 @@ def _uneven_tiles(config: Config, axes: Axes, sizes: Mapping[str, int]) -> Itera
     if keys < model.heads and any(each % TILE for each in columns):
         yield (
             f"train.product_scale = block: with {_named(axes)} = {count}, a rank has {columns[0]} "
-            f"columns of queries and {columns[1]} of keys, which must be multiples of {TILE}; use "
-            "tensor, or other [mesh] sizes"
+            f"query columns and {columns[1]} key columns, but both must be multiples of {TILE}; "
+            "use train.product_scale = tensor, or other [mesh] sizes"
         )
 
 
@@ -213,7 +216,7 @@ def _named(axes: Iterable[str]) -> str:
 
 
 def _wrong_blocks(config: Config) -> Iterator[str]:
-    """Report shards whose number of columns is not a multiple of the block of 8-bit moments."""
+    """Report shards whose columns do not divide into the blocks of 8-bit optimizer moments."""
     if config.train.optimizer != "adamw-8bit":
         return
     model, family = config.model, family_of(config.model)
@@ -227,9 +230,9 @@ def _wrong_blocks(config: Config) -> Iterator[str]:
         columns = item.updated_layout.block(item.shape, mesh)[-1]
         if in_blocks(item.shape) and columns % BLOCK:
             yield (
-                f"train.optimizer = adamw-8bit: a rank has {columns} columns of {item.name}, "
-                f"which must be a multiple of {BLOCK}; use other sizes in [model] or [mesh], or "
-                "train.optimizer = adamw"
+                f"train.optimizer = adamw-8bit: a rank has {columns} columns of {item.name}, but "
+                f"the number must be a multiple of {BLOCK}; use other sizes in [model] or [mesh], "
+                "or train.optimizer = adamw"
             )
             return
 

@@ -26,9 +26,9 @@ def from_csv(path: str) -> ScheduleTable:
     """Read a schedule from a CSV file.
 
     Cells contain only F, B, W and BW; `passes.lower` adds the other instructions.  If the first
-    row is the single word `turn`, the placement is `v_shaped` (see `Placement`).  Blank cells and
-    rows are ignored, and rows may have any length.  Raises ValueError with the row and column of
-    the error, both counted from 1.
+    row contains only the word `turn`, the placement is `v_shaped` (see `Placement`).  Blank cells
+    and rows are ignored, and rows may have any length.  Raises ValueError with the one-based row
+    and column of the error.
     """
     content = small_files.read(
         path, small_files.MOST_SCHEDULE, "use a CSV file with one row per stage"
@@ -66,7 +66,7 @@ def _table(rows):
         raise ValueError("the file has no instructions; write one row per stage")
     micros, chunks = (1 + max(numbers) for numbers in list(zip(*passes))[1:])
     if turn and chunks != 2:
-        wrong = f"a schedule with turn must have chunks 0 and 1, but this one has {chunks}"
+        wrong = f"with turn, each stage must have 2 model chunks, but this schedule has {chunks}"
         raise ValueError(f"row {rows[0][0]}: {wrong}")
     for row, stream in streams.items():
         _refuse_gaps(row, stream, micros, chunks)
@@ -93,7 +93,7 @@ def _pass(text, done):
     instruction = parse(text)
     op, mb, chunk = instruction
     if op not in COMPUTE:
-        raise ValueError(f"{text} is added automatically; use only F, B, W and BW")
+        raise ValueError(f"{text} is not a pass and is added automatically; remove it")
     for letter in op:
         before = {"F": None, "B": "F", "W": "B"}[letter]
         if before and (before, mb, chunk) not in done:
@@ -105,7 +105,7 @@ def _pass(text, done):
 
 
 def _refuse_gaps(row, stream, micros, chunks):
-    """Raise ValueError unless each of `micros` microbatches has an F and a B on every chunk."""
+    """Raise ValueError unless a stage runs F and B of all `micros` microbatches on each chunk."""
     done = {(op[0], mb, chunk) for op, mb, chunk in stream}
     for letter, chunk, mb in (
         (x, c, m) for x in "FB" for c in range(chunks) for m in range(micros)
@@ -113,5 +113,6 @@ def _refuse_gaps(row, stream, micros, chunks):
         if (letter, mb, chunk) not in done:
             missing = Instruction(letter, mb, chunk)
             raise ValueError(
-                f"row {row}: no {missing}, but other cells have its microbatch or chunk; add it"
+                f"row {row}: {missing} is missing; each stage must run F and B for every "
+                "microbatch and chunk in the file"
             )

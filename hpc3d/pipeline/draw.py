@@ -19,9 +19,9 @@ class Scale(NamedTuple):
     cells: int
 
     def cell(self, time: float) -> int:
-        """Return the index of the cell whose start is nearest to `time`, in seconds.
+        """Return the index of the cell that starts closest to `time` (in seconds).
 
-        Times are rounded first, so that accumulated rounding errors do not change the result.
+        `time` is rounded first, so that accumulated rounding errors do not change the result.
         """
         return int(round(time / self.unit, 6) + 0.5)
 
@@ -30,9 +30,9 @@ def draw(rows: Sequence[Row], columns: int = 99, unit: float = 0.0) -> str:
     """Return a diagram with one line per stage and one cell per `unit` seconds.
 
     If `unit` is 0, a cell is as long as the shortest pass.  A pass is drawn as its letter
-    (lowercase for chunk 1) and its microbatch, followed by dashes until its end.  A vertical bar
-    marks a Step, and blank space is idle time.  A diagram wider than `columns` characters is
-    truncated, and a final line reports the truncation.
+    (lowercase for chunk 1) and its microbatch, followed by dashes up to its end time.  A vertical
+    bar marks a Step, and blank space is idle time.  A diagram wider than `columns` characters is
+    truncated; a final line then states how many cells are shown.
     """
     spans = [span for row in rows for span in row]
     heads = [f"{stage:>{len(str(len(rows) - 1))}} |" for stage in range(len(rows))]
@@ -48,7 +48,7 @@ def draw(rows: Sequence[Row], columns: int = 99, unit: float = 0.0) -> str:
 def _scale(spans, columns, unit):
     """Return a scale whose cells are as wide as the longest label.
 
-    Cells also have a gap if the diagram has a Step, or if it fits in `columns` with the gap.
+    Passes are separated by a blank if the diagram has a Step or if the blanks fit in `columns`.
     """
     label = max(len(_label(instruction)) for *_, instruction in spans)
     cells = Scale(unit, 0, 0, 0).cell(max(end for _, end, _ in spans))

@@ -1,7 +1,7 @@
 """Pipeline engine, which executes the lowered instruction stream of a stage.
 
-A receive is posted at its position in the stream, and the engine waits for the block just before
-its first use.  A send is completed before the next send to the same peer in the same direction.
+The engine posts a receive when it reaches the instruction, and waits for the block just before its
+first use.  A send is completed before the next send to the same peer in the same direction.
 `passes.check` makes the stricter assumption that each group waits for all of its messages, so a
 program that passes this check cannot deadlock.
 """
@@ -45,7 +45,7 @@ EVALUATION = dict.fromkeys(PHASE, "evaluation")  # dict from operation to phase
 
 
 class DeferredWeightGrads:
-    """Queue of weight-gradient computations deferred until W, each with its layer number."""
+    """Queue of (layer number, weight-gradient computation) entries, which are deferred until W."""
 
     def __init__(self, trace: MeshRecorder) -> None:
         self.trace = trace
@@ -65,9 +65,10 @@ class Engine:
     """Pipeline engine of this rank, which runs one `PipelineStage` per chunk.
 
     The engine calls `update()` at every `Step`.  `losses` maps a training step to this rank's
-    share of the summed loss; in an evaluation, the values are the sums returned by the last model
-    chunk.  `seconds` maps an operation to its total time in the last call of `run`, measured with
-    `clock`.  `peak` is the maximum number of forward passes in flight, summed over all chunks.
+    share of the summed loss.  In an evaluation, the values are the outputs of the last model chunk
+    instead, summed over the microbatches.  `seconds` maps an operation to its total time in the
+    last call of `run`, measured with `clock`.  `peak` is the maximum number of forward passes in
+    flight, summed over all chunks.
     """
 
     def __init__(
@@ -171,8 +172,11 @@ class Engine:
         self.deferred.pop(instruction[1:]).run()
 
     def finished(self, unit: str) -> None:
-        """Mark the gradient of `unit` as complete if this is the chunk's last backward pass of
-        the step and its reductions overlap with this pass."""
+        """Mark the gradient of `unit` as complete, so that its reduction may start.
+
+        This has an effect only in the chunk's last backward pass of a step, and only if gradient
+        reductions overlap with this pass.
+        """
         if self.closing:
             with self.mesh.trace.scope(phase="optimizer"):
                 self.buckets.finished(unit)

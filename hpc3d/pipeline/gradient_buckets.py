@@ -55,8 +55,11 @@ class Buckets:
         self.begin()
 
     def bucket(self, shared: type[Bucket], owned: type[Bucket], items: Sequence[Parameter]) -> Any:
-        """Return a bucket for `items`: of class `owned` if a single replica updates the items, or
-        of class `shared` if each replica updates a shard of them."""
+        """Return a bucket for `items`.
+
+        Its class is `owned` if a single replica updates the items, and `shared` if each replica
+        updates a shard of them.
+        """
         return (owned if items[0] in self.parameters.owners else shared)(self.parameters, items)
 
     def compresses(self, item: Parameter) -> bool:
@@ -75,9 +78,9 @@ class Buckets:
         self.posted: list[GradientBucket] = []
 
     def finished(self, unit: str) -> None:
-        """Mark `unit` as finished and post the buckets that are now complete.
+        """Mark `unit` as finished, and start the reductions of the buckets that are now complete.
 
-        Buckets that are `posted_last` are posted in `wait`.
+        The reductions of `posted_last` buckets start in `wait`.
         """
         for bucket in [b for b, units in self.left.items() if not b.posted_last]:
             self.left[bucket].discard(unit)
@@ -92,8 +95,8 @@ class Buckets:
     def wait(self) -> None:
         """Wait until all gradients are reduced over the replicas.
 
-        The gradient of a tied embedding table is also summed over its two copies.  With ZeRO, the
-        result is complete only for this rank's shards.
+        The gradient of a tied embedding table is also summed over its two copies.  With ZeRO, only
+        the shards of this rank contain reduced gradients afterwards.
         """
         for bucket in [*self.left]:
             self.post(bucket)
@@ -116,9 +119,10 @@ class Buckets:
         mine += self.mesh.pool.bring(theirs)
 
     def gather(self) -> None:
-        """All-gather the updated values; store each bucket while the next one is in flight.
+        """All-gather the updated values, one bucket at a time.
 
-        At most two buckets are in memory at a time.
+        Each bucket is stored while the all-gather of the next one is in flight, so that at most
+        two buckets are in memory.
         """
         ahead = iter(self.gathers)
         for bucket in [None, *self.gathers]:
@@ -131,8 +135,8 @@ class Buckets:
 class Bucket:
     """Adjacent parameters that are communicated together.
 
-    If they are sharded, the communicated block has one row per replica.  A row contains the
-    replica's shard of each parameter, in the column ranges `columns`.
+    For sharded parameters, the communicated block has one row per replica.  A row contains the
+    replica's shard of every parameter; `columns` lists the column range of each parameter.
     """
 
     pending: Any  # the collective in flight, or None
@@ -158,7 +162,7 @@ class GradientBucket(Bucket):
     `post` starts the reduction over the first axis, and `wait` reduces over the remaining axes,
     with the data axes last.  Only the gradients of vectors have remaining axes.  If the first axis
     is a tensor axis, the bucket is `posted_last`, because an earlier reduction would delay
-    messages on the critical path of this pass and of other stages.
+    messages that are on the critical path.
     """
 
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
@@ -268,8 +272,8 @@ def _make_buckets(
 ) -> Iterator[list[Parameter]]:
     """Yield lists of adjacent parameters that have the same reduction and the same owner.
 
-    Each list is as long as possible within `size` bytes of gradients, but has at least one
-    parameter.  Parameters for which `apart` returns True are not mixed with others.
+    Each list contains at least one parameter, and otherwise as many as fit in `size` bytes of
+    gradients.  Parameters for which `apart` returns True are in separate lists.
     """
     owners, itemsize = parameters.owners, parameters.wide.itemsize
     for _, alike in groupby(

@@ -13,7 +13,7 @@ from hpc3d.pipeline.timeline import Cost, Row, bubble, makespan, timeline
 
 TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "comm": 0.0}  # default times in s
 MOST_SIMULATED = 1_000_000  # maximum number of forward passes in a simulation
-_SHORTEST, _LONGEST = 1e-12, 1e9  # bounds on times in s; keep sums and ratios finite
+_SHORTEST, _LONGEST = 1e-12, 1e9  # bounds on times in s, so that sums and ratios are finite
 
 Seconds = float | list[float] | tuple[float, ...]
 
@@ -49,9 +49,9 @@ class IdealRun(NamedTuple):
     def found(self) -> dict[str, Any]:
         """Return the results as a dict of plain values.
 
-        The dict contains the simulated sizes and times, the makespan in seconds, the bubble rate
-        as defined in arXiv:2401.10241, and two peaks per stage: the number of microbatches in
-        flight, and the number of microbatches with a pending W.
+        The dict contains the simulated sizes and times, the makespan in seconds, and the bubble
+        rate as defined in arXiv:2401.10241.  For each stage, it also contains the peak number of
+        microbatches in flight and the peak number of microbatches with a pending W.
         """
         from hpc3d.pipeline.step_model import in_flight  # --help must not import NumPy
 
@@ -99,8 +99,8 @@ def ideal_run(
 def _refuse_large(*sizes: int) -> None:
     if min(sizes) > 0 and math.prod(sizes) > MOST_SIMULATED:
         raise ValueError(
-            f"--stages x --microbatches x --chunks x --steps = {math.prod(sizes)} forward passes: "
-            f"must be at most {MOST_SIMULATED}"
+            f"--stages x --microbatches x --chunks x --steps = {math.prod(sizes)} forward passes "
+            f"exceed the limit of {MOST_SIMULATED}; reduce one of these sizes"
         )
 
 
@@ -119,7 +119,7 @@ def _costs(times: Mapping[str, Seconds], stages: int, chunks: int) -> Cost | lis
         return Cost(**times)  # type: ignore[arg-type]  # all values are numbers
     parts, lists = stages * chunks, {}
     for name, value in times.items():
-        count, what = (parts - 1, "boundaries") if name == "comm" else (parts, "parts")
+        count, what = (parts - 1, "boundaries") if name == "comm" else (parts, "model chunks")
         if not isinstance(value, list | tuple):
             lists[name] = [value if name == "comm" else value / chunks] * count
         elif len(value) == count:
@@ -127,12 +127,12 @@ def _costs(times: Mapping[str, Seconds], stages: int, chunks: int) -> Cost | lis
         else:
             given = counted(len(value), "value")
             raise ValueError(f"--{name}: {given} for {count} {what}; use 1 or {count} values")
-    lists["comm"].append(0.0)  # the last model chunk sends no message
+    lists["comm"].append(0.0)  # no message follows the last model chunk
     return [Cost(*each) for each in zip(*(lists[name] for name in TIMES), strict=True)]
 
 
 def bounds_of_times() -> str:
-    """Return a text that describes the valid range of a time."""
+    """Return an error message that states the valid range of times."""
     return f"must be 0, or from {_SHORTEST:g} to {_LONGEST:g} seconds"
 
 

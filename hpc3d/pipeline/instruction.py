@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 COMPUTE = ("F", "B", "W", "BW")
-# Dict from message operation to (the peer's matching operation, offset of the peer's model chunk).
+# Dict from message operation to the peer's operation and the offset of the peer's model chunk.
 MESSAGES = {
     "SendF": ("RecvF", +1),
     "RecvF": ("SendF", -1),
@@ -23,10 +23,11 @@ _WRITTEN = re.compile(
 class Instruction(NamedTuple):
     """Operation of a stage on microbatch `mb` (-1 if it has none) and model chunk `chunk`.
 
-    F is a forward pass, B computes the gradient of its input, W the gradient of its weights, and
-    BW both at once.  RecvF and SendF transfer an activation, RecvB and SendB its gradient.  Reduce
-    sums the gradients of a chunk over the data axis, and Step is the optimizer update.  In text
-    form, the chunk is a prefix unless it is 0: F3, 1B0, Reduce, 1Reduce, Step.
+    F is a forward pass.  B computes the gradient with respect to the input, W the gradient with
+    respect to the weights, and BW both.  RecvF and SendF transfer an activation, RecvB and SendB
+    its gradient.  Reduce sums the gradients of a chunk over the data axis, and Step is the
+    optimizer update.  In text form, the chunk is a prefix unless it is 0: F3, 1B0, Reduce,
+    1Reduce, Step.
     """
 
     op: str
@@ -51,7 +52,7 @@ def parse(text: str) -> Instruction:
 
 
 def from_pattern(pattern: Iterable[str]) -> Iterator[Instruction]:
-    """Yield the instructions of a pattern of letters: F, B, W for chunk 0, lowercase for chunk 1.
+    """Yield the instructions for a string of F, B and W, in lowercase for passes of chunk 1.
 
     Microbatches are numbered in order for each letter: "FFBFB" is F0 F1 B0 F2 B1.
     """
@@ -115,9 +116,9 @@ class Placement(NamedTuple):
         return self.part(stage, chunk) == self.parts - 1
 
     def neighbor(self, stage: int, chunk: int, further: int) -> tuple[int, int] | None:
-        """Return the (stage, chunk) that is `further` model chunks ahead in model order.
+        """Return the location of the model chunk that is `further` chunks later in model order.
 
-        The result is `None` if there is no such model chunk.
+        The location is a (stage, chunk) pair, or `None` if the model has no such chunk.
         """
         part = self.part(stage, chunk) + further
         return self.location(part) if 0 <= part < self.parts else None
@@ -125,19 +126,19 @@ class Placement(NamedTuple):
     def other(self, stage: int, instruction: Instruction) -> tuple[int, Instruction]:
         """Return the peer stage of a message and the matching instruction on that stage.
 
-        Raises ValueError if the message has no peer, because there is no such model chunk, or
-        because both model chunks are on the same stage.
+        Raises ValueError if the message has no peer: the neighboring model chunk does not exist or
+        is on the same stage.
         """
         op, further = MESSAGES[instruction.op]
         place = self.neighbor(stage, instruction.chunk, further)
         if place is None or place[0] == stage:
             raise ValueError(
-                f"stage {stage}: {instruction}: no other stage has the matching message"
+                f"stage {stage}: {instruction} has no matching message on another stage; remove it"
             )
         return place[0], Instruction(op, instruction.mb, place[1])
 
     def needs(self, stage: int, instruction: Instruction) -> list[tuple[int, Instruction]]:
-        """Return the (stage, pass) pairs whose results a pass needs.
+        """Return the passes on which an instruction depends, as (stage, pass) pairs.
 
         F needs the F of the previous model chunk.  B and BW need the B of the next model chunk and
         the F of the same model chunk.  W needs the B of the same model chunk.  BW counts as B.

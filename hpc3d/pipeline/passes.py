@@ -50,8 +50,8 @@ def _add_messages(
     """Return the streams with the required messages between stages added.
 
     The time of a message is the end time of the pass that produces it in an ideal simulation, in
-    which F, B and W take one time unit and messages take none.  Sender and receiver post it before
-    their first pass that starts at or after this time: the sender right after the pass that
+    which F, B and W take one time unit and messages take none.  Sender and receiver post a message
+    before their first pass that starts at or after this time: the sender right after the pass that
     produces it, the receiver no later than right before the pass that needs it.  Messages with
     equal times are ordered by sending stage and instruction, which both stages know.
 
@@ -89,9 +89,9 @@ def _goes_on(placement, stage, op, chunk):
 
 
 def _merged(row, posts):
-    """Merge messages into a row of passes.
+    """Merge messages into the timeline row of a stage.
 
-    Messages with times up to the start time of a pass are placed before this pass.
+    A message precedes the first pass that starts at or after the time of the message.
     """
     posts = iter([*posts, (float("inf"), None)])
     time, message = next(posts)
@@ -200,8 +200,7 @@ def _check_passes(stage, stream, placement, micros, passes):
 
 
 def _needs_here(stage, instruction, placement):
-    """Return the instructions that must precede an instruction on its stage: passes, or receives
-    of remote results."""
+    """Return the passes and receives that must precede an instruction on the same stage."""
     op, mb, chunk = instruction
     if op.startswith("Send"):
         return [Instruction(op[-1], mb, chunk)]
@@ -212,9 +211,9 @@ def _needs_here(stage, instruction, placement):
 
 
 def _results(instruction):
-    """Return the passes or messages of an instruction that may occur only once.
+    """Return the passes or messages that an instruction performs; BW performs B and W.
 
-    BW counts as B and W.
+    Each of them may occur only once per stage.
     """
     op, mb, chunk = instruction
     if op in ("Reduce", "Step"):
@@ -238,7 +237,7 @@ def _check_pairs(streams, placement):
 
 
 def _check_pair(sender, receiver, sent, received):
-    # A send without a receive is already reported by `_check_passes`, as a pass without its input.
+    # A send without a receive needs no check here: `_check_passes` reports the missing input.
     for send, receive in sorted(set(received) - set(sent)):
         raise ValueError(f"stage {receiver}: {receive} has no matching {send} on stage {sender}")
     for (send, due), (_, receive) in zip(sent, received):

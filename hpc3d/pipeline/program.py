@@ -21,11 +21,11 @@ STEP = (Instruction("Step"),)
 class Program(NamedTuple):
     """Instruction groups of every stage, and the placement of the model chunks.
 
-    `stages` has the groups of one training step for a synchronous schedule, and the groups of all
-    steps for an asynchronous schedule.  At the end of an asynchronous step, microbatches of up to
-    `ahead` later steps are in flight.  A training step has `updates` optimizer updates; an
-    evaluation has none.  `alone` is true if each microbatch is a minibatch with its own optimizer
-    update.  `weights` is the class that manages weight versions.
+    `stages` contains the groups of one training step if the schedule is synchronous, otherwise of
+    all steps.  At the end of an asynchronous step, microbatches of up to `ahead` later steps are
+    in flight.  A training step performs `updates` optimizer updates, and an evaluation none.
+    `alone` is true if each microbatch is a minibatch with its own optimizer update.  `weights` is
+    the class that manages weight versions.
     """
 
     stages: list | dict

@@ -19,7 +19,7 @@ from hpc3d.pipeline.instruction import Instruction, Placement, from_pattern
 from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
-ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"  # schedule names used by other modules
+ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"  # names of schedules that other modules use
 _CHUNKS = (2, 3, 4, 6, 8)  # numbers of chunks to try if a schedule allows any number
 
 
@@ -118,19 +118,21 @@ def _updated(stream: Iterable[Instruction], every: int) -> Iterator[Instruction]
 
 
 def _anything(name, stages, micros):
-    """Accept all sizes by returning `None`; used for schedules without restrictions."""
+    """Return `None` (no error) for all sizes: the rule of schedules without restrictions."""
 
 
 def _one_stage(name, stages, micros):
     if stages > 1:
-        return f"mesh.p = {stages}: schedule {name} is for one stage; use 1f1b or mesh.p = 1"
+        return (
+            f"mesh.p = {stages}: schedule {name} supports only one stage; use 1f1b or mesh.p = 1"
+        )
 
 
 def _one_a_stage(name, stages, micros):
     if micros < stages:
         return (
-            f"parallel.microbatches = {micros}: schedule {name} needs at least one per stage; use "
-            f"{stages} or more, or mesh.p = {micros}"
+            f"parallel.microbatches = {micros}: schedule {name} needs at least one microbatch per "
+            f"stage; use {stages} or more, or mesh.p = {micros}"
         )
 
 
@@ -144,10 +146,11 @@ class Schedule(NamedTuple):
     message, or None if the sizes are valid.
 
     If `splits_backward` is true, the streams contain W.  `weights` is the class that manages
-    weight versions.  If `update_per_microbatch` is true, every microbatch is a minibatch.  If
-    `keeps_all` is true, all forward passes come first, so the activations of all microbatches of a
-    step are in flight at once.  A stage defers `late_weights` W for each preceding stage.  A
-    partitioner considers an `on_request` schedule only if the user requests it.
+    weight versions.  If `update_per_microbatch` is true, every microbatch is a minibatch with its
+    own optimizer update.  If `keeps_all` is true, all forward passes of a step come first, so all
+    of its microbatches are in flight.  Stage i defers its W passes by i times `late_weights`
+    backward passes.  Model partitioners consider an `on_request` schedule only if the user
+    requests it.
     """
 
     name: str
@@ -286,7 +289,7 @@ def instruction_streams(
     if steps < 1:
         problem = f"steps = {steps}: must be at least 1"
     elif steps > 1 and not schedule.asynchronous:
-        problem = f"steps = {steps}: schedule {name} repeats the same step; use 1"
+        problem = f"steps = {steps}: all steps of schedule {name} are identical; use 1"
     if problem:
         raise ValueError(problem)
     placement = Placement(stages, chunks, schedule.v_shaped)

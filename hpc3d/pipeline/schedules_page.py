@@ -78,7 +78,7 @@ def page() -> str:
 
 
 def _section(schedule: Schedule) -> str:
-    """Return the section about a schedule: its generator's docstring, a diagram and the peaks."""
+    """Return the section about a schedule: its description, a diagram, and the peaks per stage."""
     stages, micros, steps = _sizes(schedule)
     chunks = schedule.chunks or 2
     passes, placement = instruction_streams(schedule.name, stages, micros, chunks, steps)
@@ -89,8 +89,8 @@ def _section(schedule: Schedule) -> str:
     return (
         f"## {schedule.name}\n\n{getdoc(schedule.generate)}\n\n"
         f"```text\n{draw(rows, columns=125)}\n```\n\n"
-        f"Bubble: {bubble(rows):.4f} of the time. "
-        f"In flight, from stage 0: {activations}{waiting}.\n"
+        f"Bubble rate: {bubble(rows):.4f}. "
+        f"Peaks of stages 0, 1, ... in flight: {activations}{waiting}.\n"
     )
 
 

@@ -1,6 +1,6 @@
 """Interface between the pipeline engine and its stages.
 
-`model.stage.Stage` implements it with the layers of hpc3d.
+`model.stage.Stage` implements the interface with the layers of hpc3d.
 `predict.simulation.replay.ReplayedStage` replays recorded costs for most passes.
 """
 
@@ -11,11 +11,11 @@ from typing import Any, Protocol
 class PipelineStage(Protocol):
     """Model chunk of a pipeline stage on one rank.
 
-    A block passed between stages is this rank's shard of the arrays that `incoming` describes: a
-    tuple, or a single array if there is only one.
-    A stage stores no state between passes except its `auxiliary_loss`.  The data for the backward
-    pass is in `saved`, so any number of microbatches may be in flight, and their backward passes
-    may run in any order.  All ranks of the stage make the same calls in the same order.
+    Stages exchange blocks.  A block contains this rank's shards of the arrays that `incoming`
+    describes, as a tuple or, if there is only one, as an array.  A stage stores no state between
+    passes except its `auxiliary_loss`.  The data for the backward pass is in `saved`, so any
+    number of microbatches may be in flight, and their backward passes may run in any order.  All
+    ranks of the stage make the same calls in the same order.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Step time and memory of a pipeline schedule, from the costs and bytes of each model chunk.
+"""Model of a pipeline schedule: step time and memory, given the costs of each model chunk.
 
 Planners use this module to predict the time of a step's passes and gradient reductions, and the
 memory of each stage.  The order of the passes depends only on the schedule and its sizes, so it is
@@ -23,12 +23,12 @@ from hpc3d.pipeline.timeline import Cost
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
 _KINDS = ("F", "B", "W", "BW")
-_NOWHERE, _START = -2, -1  # sentinel indices: no remote input; start of a stage
-# Numbers of microbatches per stage to reach the steady state of a schedule and to measure its
-# period.
+_NOWHERE, _START = -2, -1  # special indices: pass without remote input, start of a stage
+# Numbers of simulated microbatches per stage: enough to reach the steady state of a schedule, and
+# then to measure its period.
 _FILL, _ROUNDS = 4, 4
-# Dict from pass to the changes in two numbers: microbatches with saved activations, and
-# microbatches with saved inputs of W.
+# Changes that a pass makes to two counts: the number of microbatches with saved activations, and
+# the number of microbatches with saved inputs of W.
 _KEPT = {"F": (1, 0), "B": (-1, 1), "W": (0, -1), "BW": (-1, 0)}
 
 
@@ -45,7 +45,7 @@ class InFlight(NamedTuple):
 
 
 def in_flight(stream: Iterable[Instruction]) -> InFlight:
-    """Return the peak numbers of microbatches with saved data in a stream of passes."""
+    """Return the peak numbers of microbatches for which a stream of passes saves data."""
     return InFlight(*_kept([*whole(stream)], 1).max((0, 2)).tolist())
 
 
@@ -99,7 +99,7 @@ class StepModel:
 
     @cached_property
     def messages(self) -> list[int]:
-        """Number of messages that each model chunk sends and receives in a pass.
+        """Number of messages per pass that each model chunk exchanges with other stages.
 
         Adjacent model chunks on the same stage exchange no messages.
         """
@@ -143,10 +143,10 @@ class StepModel:
         return [*zip(kinds, nbytes.tolist(), strict=True)]
 
     def _fullest_moments(self, stage):
-        """Return the passes, as (op, chunk), that may start with the highest memory use.
+        """Return the passes, as (op, chunk), before which the stage may have its peak memory use.
 
-        Also returns the numbers of saved blocks when these passes start; `held` multiplies them
-        by the block sizes in bytes.
+        Also returns the numbers of saved blocks when these passes start; `held` multiplies the
+        numbers by the block sizes in bytes.
         """
         # Unless all forward passes come first, 4 * stages microbatches suffice to reach the peak.
         most = self.micros if self.schedule.keeps_all else min(self.micros, 4 * self.stages)
@@ -271,9 +271,9 @@ def reduced(
 ) -> list[float]:
     """Return the end time of each stage's gradient reductions, given the `ends` of its passes.
 
-    `seconds` is the time of the reductions within each stage.  `shared` has pairs (stages,
-    seconds) for subsequent reductions across several stages, which start when all of these stages
-    are ready.
+    `seconds` lists the time of the reductions within each stage.  `shared` contains a (stages,
+    seconds) pair for each subsequent reduction across stages, which starts when all of these
+    stages are ready.
     """
     found = [end + each for end, each in zip(ends, seconds, strict=True)]
     for stages, more in shared:
@@ -298,17 +298,18 @@ def _busy_and_fill(model, times):
 
 
 def _all_forward_first(model, times):
-    """GPipe: the longest forward pass and the longest backward pass limit the throughput."""
+    """Return the step time of GPipe, limited by the longest forward and backward passes."""
     _, fill = _busy_and_fill(model, times)
     paces = max(times.forward) + max(times.backward)
     return model.micros * paces + fill + 2 * (model.stages - 1) * times.message
 
 
 def _alternating(model, times):
-    """1F1B: the period of the slowest stage or message loop, plus fill and exposed messages.
+    """Return the step time of 1F1B: m periods, plus the pipeline fill and exposed messages.
 
-    The last k stages form a loop, from the first of them to the last stage and back, in which k
-    microbatches are in flight.  k is at most the number of microbatches per step.
+    The period is determined by the slowest stage or the slowest loop of messages.  A loop consists
+    of the last k stages and the messages between them in both directions.  k microbatches are in
+    flight in the loop, and k is at most m, the number of microbatches per step.
     """
     micros, message = model.micros, times.message
     _, fill = _busy_and_fill(model, times)
@@ -320,14 +321,14 @@ def _alternating(model, times):
 
 
 def _interleaved(model, times):
-    """Interleaved 1F1B: the fill time is divided by the number of chunks per stage."""
+    """Return the step time of interleaved 1F1B, whose fill time is divided by `chunks`."""
     busy, fill = _busy_and_fill(model, times)
     messages = 2 * (model.chunks * model.stages - 1)
     return busy + fill / model.chunks + messages * times.message
 
 
 def _late_weights(model, times):
-    """ZB-H1 and ZB-H2: a stage defers W passes in proportion to its index to fill the drain."""
+    """Return the step time of ZB-H1 or ZB-H2, in which deferred W passes fill the drain."""
     late, micros, count = model.schedule.late_weights, model.micros, model.stages
     busy, _ = _busy_and_fill(model, times)
     ahead, back, slack = _ways(model, times)
@@ -340,7 +341,7 @@ def _late_weights(model, times):
 
 
 def _down_and_up(model, times):
-    """ZB-V: W passes of later microbatches fill the bubble, ideally completely if m >= 2p-1."""
+    """Return the step time of ZB-V, in which W passes fill the bubble if m is at least 2p-1."""
     micros, count = model.micros, model.stages
     busy, _ = _busy_and_fill(model, times)
     ahead, back, slack = _ways(model, times)
@@ -353,8 +354,9 @@ def _down_and_up(model, times):
 
 
 def _ways(model, times):
-    """Return three times in seconds: the forward and the backward time of a microbatch on all
-    stages except the slowest one, and the slack.
+    """Return three times in seconds: forward time, backward time and slack.
+
+    The first two are the times of a microbatch on all stages except the slowest one.
 
     The slack is the work of the slowest stage minus the mean work of the other stages, per
     microbatch.

@@ -11,10 +11,11 @@ Row = list[tuple[float, float, Instruction]]
 
 
 class Cost(NamedTuple):
-    """Pass times of a microbatch on a stage, summed over its chunks, and message time, in s.
+    """Times in seconds of the passes of a microbatch on a stage, and of a message.
 
-    In a list of one Cost per model chunk, each Cost contains the pass times of a model chunk, and
-    the time of a message to the next model chunk.
+    The pass times are summed over the chunks of the stage.  In a list with one Cost per model
+    chunk, each Cost contains the pass times of that chunk and the time of a message to the next
+    chunk.
     """
 
     forward: float
@@ -68,7 +69,9 @@ def refuse_deadlock(stuck: dict[int, str]) -> None:
     """Raise ValueError unless `stuck`, a dict from stage to blocked instruction, is empty."""
     if stuck:
         where = ", ".join(f"stage {stage} at {text}" for stage, text in sorted(stuck.items()))
-        raise ValueError(f"deadlock: {where}; each stage waits for another; change the order")
+        raise ValueError(
+            f"deadlock: {where}; each stage waits for another; reorder the instructions"
+        )
 
 
 class _Clock:
@@ -82,7 +85,7 @@ class _Clock:
         self.placement = placement
         if isinstance(cost, Cost):
             cost = [cost.share(placement.chunks)] * placement.parts
-        self.messages = [each.comm for each in cost]  # by model chunk before the boundary
+        self.messages = [each.comm for each in cost]  # indexed by the chunk before a boundary
         self.seconds = {placement.location(part): each.seconds() for part, each in enumerate(cost)}
         self.given = [list(stream) for stream in streams]
         self.streams = [list(whole(stream)) for stream in self.given]
@@ -121,7 +124,7 @@ class _Clock:
             yield from self.finish(stage, instruction, clock)
 
     def _arrival(self, location, need):
-        """Return the time in seconds at which the result of a pass arrives at a (stage, chunk)."""
+        """Return the time in seconds at which a (stage, chunk) receives the result of a pass."""
         stage, instruction = need
         if stage == location[0]:
             return self.ends[need]

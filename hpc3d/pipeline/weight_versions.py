@@ -22,7 +22,7 @@ class InPlace:
         self.parameters = parameters
 
     def before_forward(self, generation: int) -> None:
-        """Select the weights for a microbatch of the batch with zero-based index `generation`."""
+        """Select the weights for a microbatch of batch number `generation`, counted from 0."""
 
     def before_update(self) -> None:
         """Make the next update write to new memory, if old weight versions must be kept."""

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def of_mixture(config: Config) -> dict[str, Any]:
-    """Return the sizes of a mixture of experts as Python numbers, or {} for a dense model.
+    """Return the sizes of a mixture of experts as a dict, which is empty for a dense model.
 
-    The vocabulary of `config` must be resolved. `parameters` is the total number of parameters,
+    The vocabulary size of `config` must be known. `parameters` is the total number of parameters,
     and `active` is the number used for a token. `blocks` is the number of blocks with experts.
     `slots` is the maximum number of tokens per expert and sequence: the capacity factor times
     top_k s / E, for s tokens and E experts.
@@ -34,9 +34,9 @@ def of_mixture(config: Config) -> dict[str, Any]:
 
 
 def lines(config: Config) -> list[str]:
-    """Format the sizes and assumptions of a mixture of experts as lines; [] for a dense model.
+    """Return lines that describe a mixture of experts and the assumptions of its prediction.
 
-    Predictions do not depend on the routing of tokens to experts.
+    A dense model has no lines. Predictions do not depend on the routing of tokens to experts.
     """
     found = of_mixture(config)
     if not found:
@@ -47,11 +47,11 @@ def lines(config: Config) -> list[str]:
     blocks = f"{found['blocks']} of {counted(model.layers, 'block')}"
     slots = counted(found["slots"], "slot")
     return [
-        f"parameters      {total}, of which a token uses {active}; FLOP and MFU count only these",
+        f"parameters      {total}, of which {active} are active per token (used for FLOP and MFU)",
         f"experts         {model.experts} in {blocks}, top_k {model.top_k}",
-        f"assumed         {room}: {slots} per expert for a sequence of {model.sequence}",
-        "                the step time is independent of the load balance, because unused slots",
-        "                are also sent and computed",
+        f"assumed         {room}: {slots} per expert for a sequence of {model.sequence} tokens",
+        "                the step time does not depend on the load balance, because unused slots",
+        "                are also sent and processed",
     ]
 
 

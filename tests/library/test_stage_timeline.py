@@ -43,7 +43,7 @@ def test_simulation_accepts_times_per_stage_and_message():
         ("1f1b", {"fwd": 1}, "fwd: .* forward, backward, weight, comm"),
         ("1f1b", {"forward": -1}, "--forward = -1: "),
         ("1f1b", {"weight": [1, "2"]}, "--weight = '2': "),
-        ("1f1b", {"forward": [1, 2, 3]}, "forward: 3 values for 2 parts"),
+        ("1f1b", {"forward": [1, 2, 3]}, "forward: 3 values for 2 model chunks"),
         ("1f1b", {"steps": 2}, "steps = 2: "),
     ],
 )

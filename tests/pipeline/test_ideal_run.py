@@ -20,7 +20,7 @@ def test_list_of_equal_times_equals_one_number():
 @pytest.mark.parametrize(
     ("sizes", "times", "line"),
     [
-        ((2, MOST_SIMULATED), {}, f"at most {MOST_SIMULATED}"),
+        ((2, MOST_SIMULATED), {}, f"limit of {MOST_SIMULATED}"),
         ((2, 2), {"forward": 0, "backward": 0, "weight": 0}, "all 0"),
         ((3, 2), {"comm": [1.0]}, "--comm: 1 value for 2 boundaries"),
     ],

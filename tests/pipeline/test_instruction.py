@@ -73,5 +73,5 @@ def test_v_shaped_placement_turns_without_messages():
     assert placement.first(0, 0)
     assert placement.last(0, 1)
     for stage, message in ((3, "SendF0"), (3, "1RecvF0"), (0, "RecvF0"), (0, "1SendF0")):
-        with pytest.raises(ValueError, match=f"stage {stage}: {message}: "):
+        with pytest.raises(ValueError, match=f"stage {stage}: {message} has "):
             placement.other(stage, parse(message))

@@ -62,7 +62,7 @@ def test_published_mixtures_are_predicted_on_h100(name, capsys):
     words, (cut, mixtures, columns) = PLANNED[name]
     assert main([name, "--machine", "h100", "--ranks", "512", *words.split(), "--json"]) == 0
     out = capsys.readouterr().out
-    assert "independent of the load balance" in out
+    assert "does not depend on the load balance" in out
     found, config = json.loads(out.splitlines()[-1]), load(name, [])
     assert found["memory"]["fits"] and 0 < found["mfu"] <= found["hfu"] < 1
     # bfloat16; an expert has one slot for a sequence, of which a rank has 1/64.

@@ -34,8 +34,8 @@ _EXTRA = [CATEGORY.index(name) for name in ("copy", "io")]
 _SAME = ("category", "op", "phase", "layer", "microbatch", "chunk", "bytes", "flops")
 _TIMES = ("t_start", "dur", "posted")
 _REMEDY = (
-    "{}: the events of rank {} differ from those of the program; train again with this version "
-    "for more than two steps"
+    "{}: the events of rank {} differ from the events that this version of hpc3d records; repeat "
+    "the run with this version, for more than two steps"
 )
 
 
@@ -103,7 +103,7 @@ class _ExpectedRows(NamedTuple):
 def _expected_rows(config: Config, coords: Mapping[str, int], program: Program) -> _ExpectedRows:
     """Run the program on abstract arrays; return the expected rows of the rank at `coords`.
 
-    `coords` maps an axis to the rank's coordinate.
+    `coords` maps an axis to the rank's coordinate along it.
     """
     log = _MeterLog()
     mesh = abstract_mesh(config.mesh.sizes(), coords, AbstractPool(log))
@@ -120,7 +120,7 @@ def _expected_rows(config: Config, coords: Mapping[str, int], program: Program) 
 
 
 def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
-    """Return the work of a step on all ranks of an open trace, as a list of TimedWork.
+    """Return the work of a training step, from the trace rows of all ranks.
 
     Durations are medians over the steps after the first `skip`. Raises ValueError if a different
     version of the program wrote the trace, or if its clock does not measure CPU time: wall-clock
@@ -141,10 +141,11 @@ def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
 
 
 def _parts(computed: tuple, call: Call | None, before: float, inside: float) -> list[TimedWork]:
-    """Split the time of a trace row into the work before it and its communication call.
+    """Split the time of a trace row between the preceding computation and the row's call.
 
-    `before` and `inside` are the seconds before and within the row. If nothing is computed before
-    a call, the time before it is Python overhead, which counts as part of the call.
+    `before` and `inside` are the times in seconds before and within the row. If nothing is
+    computed before a communication call, the time before the row is Python overhead, which counts
+    as part of the call.
     """
     if call is None or not computed:
         return [TimedWork(computed, call, before + inside)]
@@ -179,12 +180,12 @@ def _rows_of(trace: Trace, rank: int) -> np.recarray:
 def _aligned(
     rows: np.recarray, expected: _ExpectedRows, step: int, begin: int, end: int
 ) -> np.ndarray | None:
-    """Return the times in seconds before and within each expected row; `None` if rows differ.
+    """Return the times in seconds before and within each row of a step.
 
-    The result has the shape [2, rows + 1]: the end of the step counts as a row of zero length. The
-    time before a row starts at the end of the preceding row. If the wait for a call starts later
-    than its post, the time to post it (a row of category copy) is part of the call, even if other
-    rows are in between.
+    The result has the shape [2, rows + 1], because the end of the step counts as a row of zero
+    length. It is `None` if the rows differ from the expected rows. The time before a row starts at
+    the end of the preceding row. If the wait for a call starts later than its post, the time to
+    post it (a row of category copy) is part of the call, even if other rows are in between.
     """
     rows = rows[rows.step == step]
     extra = np.isin(rows.category, _EXTRA)

@@ -5,8 +5,8 @@ products and calls are averaged in bins, one per doubling of the size. The bandw
 and the common launch time come from a least-squares fit to the measured times, so they include the
 Python overhead between kernels.
 
-All times are CPU times of the ranks. The wall-clock time of a step also includes, for every call,
-the wake-up time of the ranks that waited.
+All times are CPU times of the ranks. The wall-clock time of a step also includes the time in which
+waiting ranks wake up at the end of a communication call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulator import StageRun
 
 _LEAST_S = 1e-7  # minimum duration of a call in seconds
-_PROBE_S = 1e-4  # wake-up time in seconds of the second simulation in `with_wakeup`
+_PROBE_S = 1e-4  # trial value in seconds of the wake-up time, in `with_wakeup`
 # Longest plausible wake-up time in seconds: a sleep in hpc3d.comm.mpi plus the timer slack.
 MOST_S = 3e-4
 
@@ -56,7 +56,7 @@ def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
 
 
 def _rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
-    """Return a dict from dtype to Rates, measured on work with exactly one matrix product."""
+    """Return a dict from dtype to Rates, based on each work that is a single matrix product."""
     found = defaultdict(list)
     for work in works:
         if work.call is None and len(work.computed) == 1 and isinstance(work.computed[0], Product):
