@@ -210,7 +210,7 @@ REFUSED = {
     "model.hiden: unknown key; did you mean model.hidden?": ["--model.hiden", "3"],
     "model.layers = 0: must be at least 1": ["--model.layers", "0"],
     "train.tf32 = true: only valid for train.backend = cupy": ["--train.tf32", "true"],
-    "machine h100: no rates of float64": ["--train.dtype", "float64"],
+    "machine h100: no GEMM rates for float64": ["--train.dtype", "float64"],
     "--apply /no/folder/planned.toml: must be a file": ["--apply", "/no/folder/planned.toml"],
     "--apply /tmp: must be a file": ["--apply", "/tmp"],
     "64: unexpected argument": ["64"],

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 _UNMEASURED = (
-    "this machine has not been measured; run python -m hpc3d.bench calibrate, or name another "
-    "machine, as in --machine h100"
+    "this machine has not been measured; run python -m hpc3d.bench calibrate, or select another "
+    "machine, for example with --machine h100"
 )
 
 
@@ -44,7 +44,7 @@ def taken(words: list[str], option: str) -> str | None:
 
 
 def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
-    """Yield the lines of a dry run of a resolved `config`.
+    """Yield the lines that `train --dry-run` prints for a resolved `config`.
 
     `machine` is the name of a machine; the default is the local machine if it has been measured.
     `windows` is the number of training sequences in the text. Raises ValueError if the machine
@@ -57,7 +57,7 @@ def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
     yield _learning_rate(config.train)
     yield _text(config, windows)
     if any(split.own for split in config.splits.values()):
-        why = "a layout whose blocks have owner ranks cannot be simulated"
+        why = "layouts that assign blocks to owner ranks cannot be simulated"
         yield f"memory: at least {_size(least(config))} per rank; {why}"
         return
     found = summary(simulate(config, config.model.vocabulary, known), config, known)
@@ -80,7 +80,7 @@ def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
         return _stand_in(), _UNMEASURED
     if dtype in (machine := load(path)).gemm:
         return machine, ""
-    return _stand_in(), f"{path} has no rates of {dtype}"
+    return _stand_in(), f"{path} has no GEMM rates for {dtype}"
 
 
 def _stand_in() -> Machine:
@@ -124,7 +124,10 @@ def _text(config: Config, windows: int) -> str:
 
 
 def _memory(config: Config, found: dict, machine: Machine | None) -> str:
-    """Format the peak memory of the fullest rank and of all ranks, and whether the run fits."""
+    """Return a line with the peak memory of the fullest rank and of all ranks.
+
+    The line also states whether the run fits in memory.
+    """
     peak = found["worst"]["all"]
     line = (
         f"memory: peak of {_size(peak)} on the fullest rank, {_size(found['total'])} on all ranks"
@@ -141,12 +144,14 @@ def _memory(config: Config, found: dict, machine: Machine | None) -> str:
 
 
 def _parts(found: dict) -> Iterator[str]:
-    """Yield a line with the fullest rank's peak memory by kind, and a line with peaks by stage."""
+    """Yield two lines: the peak memory of the fullest rank by kind, and the peak of each stage."""
     kinds = [kind for kind in MEMORY_KIND if kind != "all" and found["worst"][kind]]
     held = ", ".join(f"{kind} {_size(found['worst'][kind])}" for kind in kinds)
-    yield f"peak of each kind on the fullest rank: {held}"
+    yield f"peak memory of the fullest rank by kind: {held}"
     if len(found["stages"]) > 1:
-        yield "peak by stage: " + ", ".join(_size(stage["all"]) for stage in found["stages"])
+        yield "peak memory by stage: " + ", ".join(
+            _size(stage["all"]) for stage in found["stages"]
+        )
 
 
 def _bytes(received: dict) -> str:

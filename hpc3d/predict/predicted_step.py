@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class PredictedStep(NamedTuple):
     """Simulated step of a resolved `config` on a `machine`.
 
-    `runs` has one StageRun per stage. `summary` is a dict of plain values. It covers evaluation
-    and the mixture of experts if the input uses them.
+    `runs` has one StageRun per stage. `summary` is a dict that can be serialized to JSON. It
+    includes the evaluation and the mixture of experts if the input uses them.
     """
 
     config: Config

@@ -46,7 +46,7 @@ def test_measured_machine_has_a_time_only_for_its_types(said, monkeypatch):
     assert any(line.startswith("time on v100-4x16: ") for line in lines)
     assert any("all ranks fit in the 1 GB" in line for line in lines)
     lines = said(2, *SMALL, "--train.dtype", "bfloat16")
-    assert any("v100-4x16.toml has no rates of bfloat16" in line for line in lines)
+    assert any("v100-4x16.toml has no GEMM rates for bfloat16" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_dry_run_reports_whether_the_ranks_fit_on_this_machine(
     words = ["--mesh.p", "2", "--parallel.microbatches", "4", "--train.steps", "1000"]
     found = {line.partition(":")[0]: line for line in said(2, *SMALL, *words)}
     assert verdict in found["memory"]
-    assert found["peak by stage"].count(" MB") == 2
-    assert "optimizer" in found["peak of each kind on the fullest rank"]
+    assert found["peak memory by stage"].count(" MB") == 2
+    assert "optimizer" in found["peak memory of the fullest rank by kind"]
 
 
 def test_dry_run_rejects_what_a_run_would_reject(said, monkeypatch):

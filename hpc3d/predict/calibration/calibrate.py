@@ -94,8 +94,8 @@ def _kernels_of(
     """Fit the launch time and the rates of kernels.
 
     Returns the launch time in seconds, a dict from kernel to its rate in bytes/s, and the mean
-    rate of all kernels in bytes/s. They result from a weighted least-squares fit to all work that
-    is not a call:
+    rate of all kernels in bytes/s. The values are the weighted least-squares solution of one
+    equation for each work without a communication call:
 
     seconds - products = sum over kernels of launch + bytes / rate
 
@@ -156,9 +156,9 @@ def _tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable,
 
 
 def _table(found: tuple, bandwidth: float) -> tuple:
-    """Return the (bytes, seconds) columns of a table with at least two knots.
+    """Return the (bytes, seconds) columns of a table, extended to at least two points.
 
-    If there is only one knot, a second knot with twice the bytes is extrapolated at the memory
+    If only one size was measured, the time for twice the bytes is extrapolated with the memory
     bandwidth.
     """
     (bytes_, *more), (seconds, *_) = found

@@ -1,6 +1,6 @@
-"""Runs that calibrate a machine (CALIBRATE) and independent runs that check it (CHECK).
+"""Runs to calibrate a machine model (CALIBRATE), and other runs to verify it (CHECK).
 
-Each line sets mesh sizes (1 by default) and other input file keys, without section names.
+Each line sets mesh sizes (1 by default) and other keys of an input file, without section names.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ p=2 x=2 y=2 hidden=256 layers=4 batch=32 microbatches=4
 
 
 def settings(line: str, **more: str) -> tuple[int, list[str]]:
-    """Return the number of ranks and the command-line options of a run, given a line of settings.
+    """Convert a line of CALIBRATE or CHECK to a number of ranks and command-line options.
 
     `more` overrides settings in the line.
     """
@@ -69,6 +69,6 @@ def settings(line: str, **more: str) -> tuple[int, list[str]]:
 
 
 def config_of(line: str, **more: str) -> Config:
-    """Return the Config of a run, given a line of settings; `more` overrides some of them."""
+    """Return the Config for a line of CALIBRATE or CHECK; `more` overrides its settings."""
     ranks, words = settings(line, **more)
     return load_resolved(None, words, ranks)

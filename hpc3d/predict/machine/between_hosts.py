@@ -1,9 +1,9 @@
-"""Cost of communication calls between hosts without devices: CPU time and NIC time.
+"""Cost of communication calls between hosts without GPUs: CPU time and NIC time.
 
-A call on a group with r members on each of h hosts has two levels: shared memory within each host,
-and the network between the hosts, where each member transfers 1/r of the block.  The NIC of a host
-therefore carries the same volume for any r, as if the group had one member per host.  The model
-is also used for groups with different numbers of members on the hosts.
+A call of a group with r members on each of h hosts has two levels: shared memory within each host,
+and the network between the hosts, over which each member transfers 1/r of the block.  The NIC of a
+host therefore carries the same volume for any r, as if the group had one member per host.  The
+model is also used if the hosts have different numbers of members.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpc3d.comm.communicator import received_share
 from hpc3d.predict.machine.collective_costs import best
 from hpc3d.trace.schema import MESSAGES
 
-# Dict from a collective on several hosts to the collectives that it performs within each host.
+# Dict from a collective across hosts to the collectives within each host that it consists of.
 _INSIDE = {
     "all_gather": ("all_gather",),
     "reduce_scatter": ("reduce_scatter",),
@@ -29,9 +29,9 @@ _INSIDE = {
 class Crossing(NamedTuple):
     """Group of `size` members on several `hosts`.
 
-    `local` lists the members on the host with the most members.  The NIC of that host takes
-    `alpha` seconds per message and `beta` seconds per byte of the group, while the other ranks of
-    the host communicate in their own groups.
+    `local` lists the members on the host with the most members.  The NIC of that host needs
+    `alpha` seconds per message and `beta` seconds per byte for this group, while it also serves
+    the groups of the other ranks on the host.
     """
 
     size: int
@@ -54,7 +54,7 @@ def crossing(machine: Any, members: Sequence[int]) -> Crossing | None:
     if len(hosts) == 1:
         return None
     local, link = tuple(max(hosts, key=len)), machine.link(members)
-    # If pipeline stages are adjacent on a host, only stages next to another host use the NIC.
+    # If a host runs adjacent pipeline stages, only the first and the last of them use the NIC.
     apart = max(members) - min(members) if len(members) == 2 else machine.ranks_per_node
     beta = link.beta(len(local), min(apart, machine.ranks_per_node))
     return Crossing(len(members), len(hosts), local, link.alpha_s, beta)
@@ -74,7 +74,7 @@ def carried(op: str, nbytes: float, there: Crossing) -> float:
 def legs(machine: Any, op: str, nbytes: float, members: Sequence[int]) -> Legs:
     """Return the CPU and network time of a call in which each member receives `nbytes` bytes.
 
-    If the group is on one host, or if ranks have devices, the full time counts as CPU time.
+    If the group is on one host, or if the ranks have GPUs, all of the time counts as CPU time.
     """
     there = machine.crossing(members) if machine.cores else None
     if there is None:
@@ -90,10 +90,10 @@ def legs(machine: Any, op: str, nbytes: float, members: Sequence[int]) -> Legs:
 
 
 def _handed(machine: Any, op: str, nbytes: float, hosts: int) -> float:
-    """Return a member's CPU time, in seconds, to transfer `nbytes` bytes to and from the NIC.
+    """Return the CPU time, in seconds, in which a member passes `nbytes` to and from the NIC.
 
-    If the same call has been measured in shared memory, with `hosts` members, the measured time
-    is returned.
+    If the operation has been measured in shared memory with `hosts` members, the result is the
+    measured time.
     """
     table = machine.anywhere.get((op, hosts))
     return table(nbytes) if table else machine.launch_s + nbytes / machine.memory_bandwidth

@@ -87,8 +87,8 @@ def scatter_all_gather(alpha: float, beta: float, g: int, nbytes: float) -> floa
 def chain(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """Pipelined broadcast or reduce along a chain of neighbors, in k segments.
 
-    The cost is (g - 2 + k)(alpha + n beta / k), with the optimal k = sqrt((g - 2) n beta / alpha),
-    but at least 1.
+    The cost is (g - 2 + k)(alpha + n beta / k) for n bytes. The optimal number of segments is
+    k = sqrt((g - 2) n beta / alpha), but at least 1.
     """
     fill = (g - 2) * nbytes * beta
     if fill <= alpha:
@@ -101,7 +101,7 @@ def _power_of_two(g: int) -> bool:
 
 
 def _summed(g: int, nbytes: float) -> float:
-    """Return the size in bytes of the array in an all-reduce that receives `nbytes`."""
+    """Return the array size, in bytes, of an all-reduce in which a rank receives `nbytes`."""
     return nbytes * g / (2 * (g - 1))
 
 
@@ -117,8 +117,8 @@ def short_power_of_two(g: int, nbytes: float) -> bool:
     return nbytes <= _SHORT and _power_of_two(g)
 
 
-# Algorithms of each operation, with the condition under which libraries use them.  Recursive
-# doubling sends to distant ranks, so long messages would contend for the same links.
+# Pairs (algorithm, condition): libraries use an algorithm for an operation if the condition holds.
+# Recursive doubling sends to distant ranks, so long messages would contend for the same links.
 ALGORITHMS = {
     "all_gather": ((ring, always), (doubling, short)),
     "reduce_scatter": ((ring, always), (doubling, short_power_of_two)),
@@ -140,9 +140,9 @@ _NEIGHBOURS = {ring, ring_all_reduce, chain}  # algorithms that send to neighbor
 def best(
     op: str, g: int, nbytes: float, alpha: float, beta: float, hop: float | None = None
 ) -> float:
-    """Return the time of a call in seconds with the fastest algorithm that libraries would use.
+    """Return the time in seconds of a call with the fastest algorithm that libraries would use.
 
-    `hop` is the latency in seconds between neighbors, if it differs from `alpha`.
+    `hop` is the latency between neighboring ranks in seconds; it defaults to `alpha`.
     """
     if g == 1:
         return 0.0

@@ -28,7 +28,7 @@ TYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")  # dtypes
 
 
 class Curve:
-    """Curve y(x) through given knots: log-log linear between the knots and constant outside."""
+    """Curve y(x) through given points: linear in log-log scale between them, constant outside."""
 
     def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
         self.x, self.y = tuple(map(float, x)), tuple(map(float, y))
@@ -48,8 +48,8 @@ class Curve:
 class Rates:
     """Rates of matrix products in one dtype.
 
-    `peak` in FLOP/s is the reference for MFU. A product with `flop` floating-point operations runs
-    at `rate` FLOP/s; both are lists of measured points.
+    `peak` in FLOP/s is the reference for MFU. `flop` and `rate` list the measured points: a
+    product with `flop` floating-point operations runs at `rate` FLOP/s.
     """
 
     __pydantic_config__ = STRICT
@@ -66,10 +66,10 @@ class Rates:
 class Link:
     """Network link that connects `ranks` consecutive ranks (0: all ranks).
 
-    `alpha_s` is the latency of a message in seconds. Bandwidths are in bytes/s: `bandwidth` of a
-    single rank, `node_bandwidth` of all ranks of a node together (0: no shared limit), and
-    `pair_bandwidth` from one rank to one other rank (0: same as `bandwidth`; it is lower if pairs
-    of ranks are connected directly, without a switch).
+    `alpha_s` is the latency of a message in seconds. Bandwidths are in bytes/s. `bandwidth` is the
+    bandwidth of a rank, and `node_bandwidth` limits the total of all ranks on a node (0: no
+    limit). `pair_bandwidth` is the bandwidth between two ranks (0: the same as `bandwidth`). It is
+    lower than `bandwidth` if pairs of ranks are connected directly, without a switch.
     """
 
     __pydantic_config__ = STRICT
@@ -93,9 +93,9 @@ class Link:
 class CallTable:
     """Measured times of an operation `op`, in `seconds`, as a function of its size in `bytes`.
 
-    `bytes` are counted as in a trace. The group consists of `members` ranks with a rank stride of
-    `stride` (0: any stride, on one node). `groups` is "alone" if only this group made calls, and
-    "at once" if all groups of the axis made calls concurrently.
+    `bytes` are counted as in a trace. The group consists of `members` ranks with the stride
+    `stride`; if it is 0, the table applies to any stride on a single node. `groups` is "alone" if
+    only this group made calls, and "at once" if all groups of the axis made calls concurrently.
     """
 
     __pydantic_config__ = STRICT
@@ -130,8 +130,8 @@ class Route(NamedTuple):
 
     Measured `tables` take precedence. Otherwise, a message takes `alpha` seconds, or `hop` seconds
     between neighbors in a ring, plus `beta` seconds per byte, or `spread` seconds per byte in an
-    all-to-all. If the group has several members on each of several nodes, `levels` has the Levels
-    within and across the nodes.
+    all-to-all. If the group has several members on each of several nodes, `levels` contains the
+    `Level` within the nodes and the `Level` across the nodes.
     """
 
     members: int
@@ -160,7 +160,9 @@ def _over_nodes(
     near, far = ceil(log2(inside.members)), ceil(log2(across.members))
     alpha = (near * inside.alpha + far * across.alpha) / (near + far)
     hop = inside.alpha + across.members / size * (across.alpha - inside.alpha)
-    elsewhere = (size - inside.members) / (size - 1)  # off-node share of an all-to-all
+    elsewhere = (size - inside.members) / (
+        size - 1
+    )  # fraction of an all-to-all that leaves the node
     return Route(
         members=size,
         alpha=alpha,
@@ -213,12 +215,11 @@ class Machine:
         return self.fused(2.0 * m * n * k * batch, moved, dtype)
 
     def fused(self, flop: float, nbytes: float, dtype: str) -> float:
-        """Return the time in seconds of a kernel with `flop` FLOPs and `nbytes` of memory
-        traffic."""
+        """Return the time in seconds of a kernel that computes `flop` FLOPs and moves `nbytes`."""
         if dtype not in self.gemm:
             raise ValueError(
-                f"machine {self.name}: no rates of {dtype} (it has {', '.join(self.gemm)}); add "
-                f"[gemm.{dtype}] to its file or train in another type"
+                f"machine {self.name}: no GEMM rates for {dtype}, only {', '.join(self.gemm)}; "
+                f"add [gemm.{dtype}] to the machine file, or train in another data type"
             )
         computed = flop / self.gemm[dtype].curve(flop)
         return max(self.launch_s, computed, nbytes / self.memory_bandwidth)
@@ -260,12 +261,12 @@ class Machine:
 
     @cached_property
     def _crossings(self) -> dict[tuple[int, ...], Crossing | None]:
-        """Cache: dict from members to their Crossing or None."""
+        """Cache of `crossing`, with the members of a group as key."""
         return {}
 
     @cached_property
     def anywhere(self) -> dict[tuple[str, int], Callable[[float], float]]:
-        """Dict from (op, number of members) to a time function, for tables without a stride."""
+        """Dict from (op, number of members) to the `time` method of the table for any stride."""
         return {
             (each.op, each.members): each.time
             for groups in ("alone", "at once")
@@ -275,11 +276,11 @@ class Machine:
 
     @cached_property
     def _routes(self) -> dict[tuple[int, ...], Route]:
-        """Cache: dict from members to their Route."""
+        """Cache of `route`, with the members of a group as key."""
         return {}
 
     def route(self, members: tuple[int, ...]) -> Route:
-        """Return the Route of a group with at least two ranks, the same number on each node."""
+        """Return the Route of a group of two or more ranks, distributed evenly over the nodes."""
         on_node, ranks = self.by_node(members), self.ranks_per_node
         here = max(on_node, key=len)
         near, far = self.link(here), self.link(members)
@@ -308,11 +309,12 @@ class Machine:
     def tables(
         self, members: Sequence[int], alone_serves: bool
     ) -> dict[str, Callable[[float], float]]:
-        """Return a dict from operation to the function for a group's measured time in seconds.
+        """Return a dict from operation to a function that returns the measured time in seconds.
 
-        Tables measured "at once" take precedence. Tables measured "alone" are used only if
-        `alone_serves` is true, which means that the group shares no link with other groups. Tables
-        without a stride are used for groups on one node.
+        Only tables that apply to the group `members` are included. Tables measured "at once" take
+        precedence. Tables measured "alone" are used only if `alone_serves` is true, which means
+        that the group shares no link with other groups. Tables without a stride are used for
+        groups on one node.
         """
         ranks, across = sorted(members), len(self.by_node(members)) > 1
         strides = {there - here for here, there in pairwise(ranks)}

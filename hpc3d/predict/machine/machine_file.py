@@ -31,7 +31,7 @@ def load(path: Path | str) -> Machine:
     """
     found = find(path, MACHINE)
     if not (tree := read(found)):
-        raise ValueError(f"{found}: empty; name another machine file")
+        raise ValueError(f"{found}: the file is empty; specify another machine file")
     return _validate(tree)
 
 
@@ -128,9 +128,9 @@ def _wrong_numbers(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_rates(machine: Machine) -> Iterator[str]:
-    """Yield an error for missing GEMM rates, invalid knots, and rates above the peak."""
+    """Yield an error for missing or invalid GEMM rates, and for rates above the peak."""
     if not machine.gemm:
-        yield "gemm: missing; add [gemm.float32], or the table of another type"
+        yield "gemm: missing; add [gemm.float32] or another data type"
     for dtype, rates in machine.gemm.items():
         if dtype not in TYPES:
             yield f"gemm.{dtype}: unknown type; use one of {', '.join(TYPES)}"
@@ -151,8 +151,8 @@ def _wrong_links(machine: Machine) -> Iterator[str]:
     for place, (inner, outer) in enumerate(pairwise(machine.links[:-1]), 1):
         if outer.ranks <= inner.ranks or inner.ranks < 1 or outer.ranks % inner.ranks:
             yield (
-                f"links.{place}.ranks = {outer.ranks}: must be a multiple of the ranks of the "
-                f"previous link, {inner.ranks}; order the links from the innermost outwards"
+                f"links.{place}.ranks = {outer.ranks}: must be a larger multiple of the number of "
+                f"ranks of the previous link, {inner.ranks}; sort the links by size"
             )
 
 
@@ -161,7 +161,7 @@ def _wrong_link(key: str, link: Link, last: bool) -> Iterator[str]:
     if last and link.ranks:
         yield f"{key}.ranks = {link.ranks}: must be 0, because the last link connects all ranks"
     if not last and link.ranks < 2:
-        yield f"{key}.ranks = {link.ranks}: must be at least 2; only the last link has 0"
+        yield f"{key}.ranks = {link.ranks}: must be at least 2; only the last link may have 0"
     if not _SLOWEST <= link.bandwidth < inf:
         yield f"{key}.bandwidth = {link.bandwidth}: must be at least {_SLOWEST:g} bytes/s"
     if not 0 <= link.alpha_s <= _LONGEST:
@@ -192,16 +192,16 @@ def _wrong_tables(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterator[str]:
-    """Yield an error unless two columns are valid knots of a curve.
+    """Yield an error if two columns are not the valid points of a curve.
 
-    The columns must have the same length, at least `least`, and positive values. The first column
-    must be in ascending order.
+    The columns must contain positive values and have the same length, which must be at least
+    `least`. The first column must be in ascending order.
     """
     (first, x), (second, y) = columns.items()
     if len(x) != len(y) or len(x) < least:
         yield (
-            f"{key}: {first} has {len(x)} values and {second} has {len(y)}; use equal numbers, at "
-            f"least {least}"
+            f"{key}: {first} has {len(x)} values and {second} has {len(y)}; both need the same "
+            f"number of values, at least {least}"
         )
     elif not all(map(_sound, (*x, *y))):
         yield f"{key}: {first} and {second} must be positive numbers"

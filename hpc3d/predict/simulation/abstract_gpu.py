@@ -1,6 +1,6 @@
 """CUDA backend on abstract arrays, which reports kernels, GEMMs and workspaces to a meter.
 
-The real GPU code selects the kernels and their arrays, so this selection is not modeled.
+The GPU code of real runs selects the kernels and their arrays, so the selection is exact.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class AbstractGpu(Gpu):
         self.workspace = empty((WORKSPACE,), np.uint8)
 
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-        """Yield one of the `pieces` for each kind.
+        """Yield the first of the `pieces` of each kind.
 
-        The meter multiplies the work on the yielded piece by the number of pieces of its kind.
+        The meter multiplies the work on this piece by the number of pieces of the same kind.
         """
         first, counts = {}, Counter()
         for piece in pieces:
@@ -158,7 +158,7 @@ class _AbstractAttention:
 
 
 def _on_pool(primitive: Primitive) -> Callable[..., Any]:
-    """Return a primitive's CUDA implementation, run on the abstract GPU of its first array."""
+    """Return the CUDA implementation of a primitive, for the abstract GPU of the first array."""
     rule = primitive.cuda_rule
     if rule is None:
         return counted(primitive)

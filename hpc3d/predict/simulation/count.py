@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.program import Program
 
-CAPACITY = 1 << 12  # initial number of rows; small, because every Prediction keeps its table
+CAPACITY = 1 << 12  # initial number of rows; each Prediction keeps a table of this size
 _COMM = CATEGORY.index("comm")
 
 
@@ -53,8 +53,9 @@ class ZeroBatches(MicrobatchLoader):
 class Prediction(NamedTuple):
     """Predicted steady-state training step of one rank.
 
-    `events` has trace rows as in EVENTS; their times are meaningless. `axes` lists the mesh axis
-    of each group. `peak` maps a kind of memory to its peak in bytes; "all" is the peak of the sum.
+    `events` contains the rows of the trace table EVENTS, but without valid times. `axes` lists the
+    mesh axis of each group. `peak` maps a kind of memory to its peak in bytes; the key "all" is
+    the peak of the sum over all kinds.
     """
 
     events: np.ndarray
@@ -84,8 +85,8 @@ def predict(
 ) -> Prediction:
     """Predict the second training step of the rank at `coords`, a dict from axis to coordinate.
 
-    Raises ValueError if blocks have owner ranks (scheme 3d-broadcast), because a single rank does
-    not know all shapes then.
+    Raises ValueError if blocks have owner ranks (scheme 3d-broadcast), because a single rank then
+    does not know all shapes.
     """
     mesh = abstract_mesh(config.mesh.sizes(), coords, pool_of(config))
     return predict_on(mesh, config, vocabulary, program)
@@ -94,7 +95,7 @@ def predict(
 def predict_on(
     mesh: Mesh, config: Config, vocabulary: int, program: Program | None = None
 ) -> Prediction:
-    """Predict the second training step of the rank of `mesh`, an abstract mesh."""
+    """Predict the second training step on an abstract `mesh`, for the rank that it represents."""
     config = unrecorded(config)
     recorder = InMemory(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
     program = program or program_of(config)

@@ -24,7 +24,7 @@ def seconds_of_batch(config: Config, vocabulary: int, machine: Machine) -> float
     """Return the time in seconds to evaluate `train.batch` sequences on all stages.
 
     `config` must be resolved. If ranks share cores, all CPU times are multiplied by the number of
-    ranks per core that belong to the same stage.
+    ranks of the same stage per core.
     """
     config = unrecorded(replace(config, train=replace(config.train, steps=1)))
     grid = config.mesh.grid()

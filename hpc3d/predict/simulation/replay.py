@@ -34,10 +34,11 @@ class RecordedPass(NamedTuple):
     """Recorded effects of a pass.
 
     `start`, `length`, `busy` (CPU time) and `wired` (wait for the network) are in ns. `rows`
-    contains the trace rows of the pass. `first` and `calls` map a call sequence to the number of
-    its first call and to the number of calls. `live` and `peak` map a kind of memory to the change
-    of its bytes from the start to the end and to the peak of the pass. `brought` maps names to
-    placeholders of the arrays that the pass copied to the device.
+    contains the trace rows of the pass. For each call sequence, `first` is the number of its first
+    call in the pass, and `calls` is the number of calls. For each kind of memory, `live` is the
+    number of bytes at the end of the pass, and `peak` the maximum number of bytes, both relative
+    to the start of the pass. `brought` maps names to placeholders of the arrays that the pass
+    copied to the device.
     """
 
     start: int
@@ -55,7 +56,7 @@ class RecordedPass(NamedTuple):
 class PassRecorder:
     """Recorder of a rank's passes.
 
-    A replay advances the clock, counts the memory and adds the trace rows to the ledger.
+    A replay advances the clock, updates the memory usage and adds the trace rows to the ledger.
     """
 
     def __init__(self, mesh: Mesh, ledger: MemoryRecorder, clock: Clock) -> None:
@@ -118,7 +119,7 @@ class PassRecorder:
         pool.peak |= Counter(high | {"all": held + recorded.peak["all"]})
 
     def _shifted_rows(self, recorded: RecordedPass, microbatch: int) -> np.ndarray:
-        """Return the trace rows of a pass, adapted to a microbatch that begins now."""
+        """Return a pass's trace rows, with the times and numbers of the current microbatch."""
         rows, now = recorded.rows.copy(), self.clock.now
         for name in ("t_start", "t_global", "posted"):
             rows[name] += now - recorded.start
@@ -129,10 +130,10 @@ class PassRecorder:
         return rows
 
     def _calls(self, rows: np.ndarray, group: int, key: Any) -> np.ndarray:
-        """Return a mask of the rows that belong to a sequence of calls.
+        """Return a mask of the trace rows that belong to the call sequence `key` of a group.
 
-        A sequence consists of the collectives of a group, or of the messages of one kind with one
-        peer.
+        The sequence contains either all collectives of the group, or all messages of one kind
+        that are exchanged with one peer.
         """
         calls = (rows["group"] == group) & (rows["seq"] >= 0)
         if key == "collective":
@@ -160,7 +161,7 @@ def _placeholder(array: Any) -> np.ndarray:
 
 
 class KeptArrays:
-    """References to the arrays that a replayed pass keeps alive, as the real pass does."""
+    """References to the arrays that the replayed pass, like the real pass, keeps in memory."""
 
     def __init__(self, arrays: list[Any]) -> None:
         self.arrays = arrays
@@ -263,7 +264,7 @@ _SAME_ARRAY = object()  # a stage without layers returns its input
 
 
 def _array_spec(array: Any, given: Any) -> Any:
-    """Return an ArraySpec from which the array can be recreated, without keeping its memory.
+    """Return an ArraySpec that describes an array, so that the array itself can be freed.
 
     Returns _SAME_ARRAY if the array shares memory with `given`.  Other objects are returned
     unchanged.

@@ -3,8 +3,8 @@
 The model, the optimizer and the engine run unchanged, and the recorder reads this clock. All ranks
 along a tensor, data or context axis do the same work at the same time, so one rank represents
 them. In a ring, a rank receives its predecessor's message at the same time as its successor
-receives the rank's own message. Pipeline stages exchange the times at which messages have been
-sent.
+receives the rank's own message. Pipeline stages send each other the times at which their messages
+are complete.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _LONG = 1e6  # message size in bytes used to compare pairs of ranks
 class Clock(CostMeter):
     """Simulated clock in integer nanoseconds from the start of a run, as in a trace.
 
-    `busy` is the total compute time of the rank. `ends` maps a queue to the end time of its last
-    collective. The collectives in a queue run sequentially, concurrently with computation and with
-    the other queue. If ranks share cores, all CPU times are multiplied by `slowdown`.
+    `busy` is the total compute time of the rank. `ends` maps each queue of collectives to the end
+    time of the last one. The collectives of a queue run one at a time, but overlap with
+    computation and with other queues. If ranks share cores, all CPU times are multiplied by
+    `slowdown`.
     """
 
     wired = 0
@@ -91,7 +92,7 @@ class Clock(CostMeter):
     def copied(self, nbytes: float) -> int:
         """Start a copy between device and host; return its end time in ns.
 
-        Copies run sequentially, concurrently with computation.
+        Copies run one at a time and overlap with computation.
         """
         length = _nanoseconds(self.count * nbytes / self.machine.host_bandwidth)
         self.ends[_HOST] = max(self.now, self.ends[_HOST]) + length
@@ -125,10 +126,10 @@ class Clock(CostMeter):
         self.now = max(self.now, arrival)
 
     def pass_on(self, nbytes: float, pair: Sequence[int], axis: str) -> int:
-        """Return the arrival time, in ns, of messages that all members of a group send at once.
+        """Return the arrival time, in ns, of messages that all members of a group send now.
 
-        Transfers begin now, or when the earlier calls in the queue of the axis have ended. `pair`
-        is the pair of ranks with the slowest message.
+        The transfers begin when the earlier calls in the queue of the axis have ended. `pair` is
+        the pair of ranks with the slowest transfer.
         """
         queue = queue_of(axis)
         self.ends[queue] = self.send_done(nbytes, pair, self.ends[queue])
@@ -154,7 +155,7 @@ class Clock(CostMeter):
 
 
 class HostDrivenClock(Clock):
-    """Clock of a machine without devices, where the rank's core copies the blocks of calls.
+    """Clock of a machine without GPUs, on which the cores copy the data of communication calls.
 
     The NIC of the host transfers data to other hosts, one call at a time, concurrently with the
     rank. `wired` is the time in ns during which the rank waits for the NIC. Other ranks may use
@@ -185,8 +186,8 @@ class HostDrivenClock(Clock):
     def _card_done(self, ready: int, seconds: float) -> int:
         """Return the time in ns at which the NIC has transferred data that is ready at `ready`.
 
-        Sets `since`, the time since which the NIC has been continuously busy, and `done`, the time
-        until which the most recent call waits for the NIC.
+        Sets `since`, the start of the current busy period of the NIC, and `done`, the time up to
+        which the most recent call waits for the NIC.
         """
         if seconds:
             begin = max(ready, self.ends[_CARD])
@@ -196,7 +197,7 @@ class HostDrivenClock(Clock):
         return ready
 
     def until(self, end: int, pending: Pending) -> Pending:
-        # A call's Pending is created right after its post: `since` and `done` are for this call.
+        # The Pending of a call is created right after the post, so `since` and `done` are current.
         begin, done, ended = self.since, self.done, super().until(end, pending)
 
         def finish():
@@ -283,7 +284,7 @@ class ContextTimed(TimedCommunicator):
         return self.clock.taken(nbytes, self.slowest(peer), end, pending)
 
     def slowest(self, peer: int) -> tuple[int, int]:
-        """Return the pair of ranks with the slowest message while this rank sends to `peer`."""
+        """Return the pair of ranks with the slowest message when this rank sends to `peer`."""
         if peer not in self.pairs:
             others = (self.context.peer(number, peer) for number in range(self.size))
             pairs = [(rank, self.members[other]) for rank, other in zip(self.members, others)]
@@ -292,7 +293,7 @@ class ContextTimed(TimedCommunicator):
 
 
 class PipelineTimed(TimedCommunicator):
-    """Communicator whose calls advance the simulated clock, with members on several stages.
+    """Communicator across pipeline stages, whose calls advance the simulated clock.
 
     `stages` maps a member to its simulated stage. `peers` is the communicator of the stage
     threads, which exchange times through it. The transfer of a message begins when the message is
@@ -343,7 +344,7 @@ def representative(grid: Grid, pool: Pool, peers: Any, context: Context | None =
     """Return the mesh of the first rank of a stage, which represents all ranks of the stage.
 
     `peers` is the communicator of the stage threads, and its rank is the stage number. The meter
-    of `pool` must be a Clock. `context` describes the context parallelism, if there is any.
+    of `pool` must be a Clock. `context` describes the partition of sequences, if any.
     """
     column = grid.ranks_along("p", {})
     coords = grid.coords(column[peers.rank])

@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _NEAR, _ROUNDS = 1e-3, 4  # tolerance and maximum number of iterations of `with_shared_cores`
-_SECOND = 1  # index of the recorded step: neither first nor last, because steps may overlap
+_SECOND = 1  # recorded step; not the first or the last, because steps may overlap
 
 
 class StageRun(NamedTuple):
     """Simulated step of the first rank of a stage.
 
-    `rows`, `step` and `memory` are its rows of the trace tables /events, /steps and /memory. Times
-    are in ns from the start of the run. `names` and `axes` list the strings and the mesh axes to
-    which `rows` refer by index. `peak` maps a kind of array memory to its peak in bytes; "all" is
-    the peak of the sum. It includes the values of token tables (`tables` bytes) and the logits of
-    a microbatch (`logits` bytes). `busy` is the compute time of the rank in ns, and `wired` the
-    time in ns during which it waits for the NIC of its host.
+    `rows`, `step` and `memory` are the rank's rows in the trace tables /events, /steps and
+    /memory. Times are in ns from the start of the run. `names` and `axes` list the strings and the
+    mesh axes to which `rows` refer by index. `peak` maps a kind of array memory to its peak in
+    bytes; the key "all" is the peak of the sum. The peaks include the values of token tables
+    (`tables` bytes) and the logits of a microbatch (`logits` bytes). `busy` is the compute time of
+    the rank in ns, and `wired` the time in ns during which it waits for the NIC of its host.
     """
 
     rank: int
@@ -101,13 +101,13 @@ def load_resolved(
 def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun]:
     """Simulate a step of a resolved `config` on a machine; return the StageRun of each stage.
 
-    Raises ValueError if blocks have owner ranks (scheme 3d-broadcast), because one rank cannot
-    represent all ranks then.
+    Raises ValueError if blocks have owner ranks (scheme 3d-broadcast), because one rank then
+    cannot represent all ranks.
     """
     if any(split.own for split in config.splits.values()):
         raise ValueError(
-            f"{config.parallel.way}: a layout whose blocks have owner ranks cannot be simulated; "
-            "use scheme 3d"
+            f"{config.parallel.way}: layouts that assign blocks to owner ranks cannot be "
+            "simulated; use scheme 3d"
         )
     ranks = config.mesh.grid().size
     machine = replace(machine, ranks_per_node=min(ranks, machine.ranks_per_node))
@@ -161,7 +161,7 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
 def _bytes_of_tables(parameters: Parameters) -> int:
     """Return the size in bytes of the token tables on this rank.
 
-    The first stage has the tables, and the last stage may have a copy.
+    The first stage stores the tables, and the last stage may store a copy.
     """
     tables = [item for item in parameters if item.rows and len(item.shape) == 2]
     slices = [parameters.slices[item].value for item in tables]
@@ -171,7 +171,7 @@ def _bytes_of_tables(parameters: Parameters) -> int:
 def _bytes_of_logits(trainer: Trainer) -> int:
     """Return the size in bytes of this rank's logits for the largest microbatch.
 
-    The size is 0 if the rank does not have the head.
+    The size is 0 if the rank is not on the stage with the head.
     """
     train, count = trainer.config.train, trainer.config.parallel.microbatches
     rows = -(-train.batch // count) * trainer.config.model.sequence
@@ -212,8 +212,8 @@ class CoreSharing(NamedTuple):
     """Numbers of ranks and groups that share a core of a node.
 
     `ranks` is the number of ranks per core, and `stage` is the number of ranks per core that
-    belong to the same pipeline stage. `lanes` is the number of distinct inter-host groups to which
-    the latter ranks belong.
+    belong to the same pipeline stage. `lanes` is the number of different groups in which the
+    `stage` ranks communicate with other hosts.
     """
 
     ranks: float
@@ -225,11 +225,12 @@ class CoreSharing(NamedTuple):
 
         All times have the same unit. `alone` is the step time with a dedicated core per rank. The
         ranks of a stage synchronize in every layer, so their CPU time on the critical path,
-        `chain`, is multiplied by `stage`; the wait for the network, `wired`, is not. If lanes run
-        alternately, a lane sends its blocks as soon as its rank is done. On average, this is
-        earlier than in the last lane by a fraction (1 - 1 / lanes) / 2 of the work. Other stages
-        use the remaining core time. The result is at least the CPU time of all ranks that share a
-        core, if each of them is `busy` for the given time.
+        `chain`, is multiplied by `stage`; the wait for the network, `wired`, is not. The lanes
+        (groups that communicate with other hosts) take turns on a core, and each lane sends its
+        blocks as soon as its rank is done. On average, this is earlier than in the last lane by a
+        fraction (1 - 1 / lanes) / 2 of the work. Other stages use the remaining core time. `busy`
+        is the CPU time of each rank, and the result is at least the CPU time of all ranks that
+        share a core.
         """
         early = (1 - 1 / self.lanes) / 2 * min(self.stage * busy, wired)
         return max(alone + (self.stage - 1) * chain - early, self.ranks * busy)
@@ -246,11 +247,11 @@ def core_sharing(config: Config, machine: Machine) -> CoreSharing:
 
 
 def _lanes_of(grid: Grid, together: int, here: range) -> int:
-    """Return the number of distinct inter-host groups of the ranks of a stage on one host.
+    """Return the number of groups in which a stage's ranks on a host communicate with other hosts.
 
     `together` is the number of these ranks, and `here` contains all ranks of the host. The result
-    is 1 if an axis connects all ranks of the stage on this host, so that they synchronize, or if
-    no axis extends to another host.
+    is 1 if an axis connects all ranks of the stage on this host, because they are then
+    synchronized, or if no axis extends to another host.
     """
     lanes, crossing = together, False
     for axis in (axis for axis, size in grid.sizes.items() if axis != "p" and size > 1):

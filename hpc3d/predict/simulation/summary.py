@@ -22,16 +22,16 @@ COMM, _COPY = CATEGORY.index("comm"), CATEGORY.index("copy")
 
 
 def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[str, Any]:
-    """Return a dict of plain values for `--json`, in seconds, bytes and FLOPs per step.
+    """Return a simulated step as a dict for `--json`, with values in seconds, bytes and FLOPs.
 
     `memory` contains the peak memory of a rank by kind, for each stage and for the `worst` stage.
     Activations in flight count as kind activation; gathered blocks and buffers count as kind
-    communication. These include `tables`, the values of the token tables, and the `logits` of a
-    microbatch. `total` is the sum of the peaks of all ranks. `bytes` contains the bytes received
-    by a rank of stage 0, by axis and operation. `mfu` is the ratio of the model FLOPs, including
-    the masked half of attention, to the peak of the machine. `hfu` is the same ratio for the
-    executed FLOPs; chunked attention skips most of the masked half. `communication` is a fraction
-    of the step.
+    communication. The peaks include `tables`, the size of the token tables, and `logits`, the size
+    of the logits of a microbatch. `total` is the sum of the peaks of all ranks. `bytes` contains
+    the bytes that a rank of stage 0 receives, by axis and operation. `mfu` is the ratio of the
+    model FLOPs, including the masked half of attention, to the peak of the machine. `hfu` is the
+    same ratio for the executed FLOPs; chunked attention skips most of the masked half.
+    `communication` is a fraction of the step.
     """
     ranks = config.mesh.grid().size
     here = ranks // len(runs)  # ranks per stage
@@ -69,8 +69,7 @@ def bubble(runs: Sequence[StageRun]) -> float:
 
 
 def _span_and_work(run: StageRun) -> tuple[int, int]:
-    """Return two times in ns: from the start of the first pass to the end of the last pass, and
-    the same time without waits for messages."""
+    """Return the time in ns from the first to the last pass, with and without message waits."""
     rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != _COPY)]
     message = np.isin(rows["op"], MESSAGE_CODES)
     passes, waits = rows[~message], rows[message]

@@ -45,13 +45,13 @@ def write_trace(
     """Write FOLDER/trace.h5 with the events of every rank, and return its path.
 
     The events of a rank are derived from the events of the simulated rank of its stage. Raises
-    ValueError if there would be too many ranks or events, or if the schedule is asynchronous,
-    because its steps overlap.
+    ValueError if the trace would have too many ranks or events, or if the schedule is
+    asynchronous, so that training steps overlap.
     """
     if find(config.parallel.schedule).asynchronous:
         raise ValueError(
-            f"parallel.schedule = {config.parallel.schedule}: its steps overlap, so a trace of "
-            "one step cannot be written; remove --out"
+            f"parallel.schedule = {config.parallel.schedule}: training steps overlap, so a trace "
+            "of one step cannot be written; remove --out"
         )
     grid = config.mesh.grid()
     total = sum(len(run.rows) for run in runs) * grid.size // len(runs)
@@ -133,10 +133,10 @@ def _tables_of(
 def _turn_peers(
     events: np.ndarray, group: int, members: Sequence[int], number: int, context: Context
 ) -> None:
-    """Set the peers of messages for member `number` along the context axis, in place.
+    """Set the peers of the messages of member `number` along the context axis, in place.
 
-    On entry, each peer is the peer of the simulated rank (the first member), shifted by the
-    difference between the two ranks.
+    On entry, each peer is that of the simulated rank, which is the first member, plus the
+    difference between the ranks of the two members.
     """
     messages = np.isin(events["op"], MESSAGE_CODES) & (events["peer"] >= 0)
     rows = np.flatnonzero((events["group"] == group) & messages)
@@ -149,7 +149,8 @@ def _turn_roots(
 ) -> None:
     """Set, in place, the root and the received bytes of each broadcast and reduction of a group.
 
-    `mine` lists the group's members for this rank, and `others` for the simulated rank.
+    `mine` lists the members of this rank's group, and `others` those of the simulated rank's
+    group.
     """
     for op in ("broadcast", "reduce"):
         called = (events["group"] == group) & (events["op"] == OP.index(op))
@@ -164,7 +165,7 @@ def prediction(runs: Sequence[StageRun], found: Mapping[str, Any]) -> dict[str, 
     """Return the columns of the table /prediction for a summary.
 
     The rows are the step time and, for the first rank of each stage, the peak memory by kind.
-    Values that do not belong to a single stage or rank have -1 in these columns.
+    The stage and rank are -1 if a value does not belong to a single stage or rank.
     """
     rows = [("step_s", -1, -1, found["step_time_s"])]
     for stage, (run, peaks) in enumerate(zip(runs, found["memory"]["stages"], strict=True)):

@@ -35,7 +35,7 @@ def test_simulated_trace_is_consistent(line, tmp_path):
 
 def test_overlapping_steps_cannot_be_written_as_a_trace(tmp_path):
     config, runs = simulated(ASYNCHRONOUS[0])
-    with pytest.raises(ValueError, match="its steps overlap"):
+    with pytest.raises(ValueError, match="training steps overlap"):
         write_trace(tmp_path, runs, config, MACHINE)
 
 
