@@ -27,7 +27,7 @@ _FILES = 2  # number of files written by each rank per checkpoint
 
 
 class Probe(NamedTuple):
-    """Measured times in seconds per small file, per byte written, and per byte hashed."""
+    """Measured times in seconds: per small file, per byte written, and per byte hashed."""
 
     file: float
     write: float

@@ -163,7 +163,7 @@ def tensors(opened: Checkpoint) -> Iterator[Tensor]:
 
 
 def _specs_in(opened: Checkpoint) -> list[StateSpec]:
-    """Return the specs of the optimizer states in a checkpoint."""
+    """Return a `StateSpec` for each optimizer state that a checkpoint contains."""
     kinds = kinds_of(opened)
     specs = MASTER, *optimizer_of(config_of(opened)).STATES
     return [spec for spec in specs if spec.name in kinds]

@@ -1,4 +1,4 @@
-"""Resumption of a run: its folder, its changed settings, and its newest intact checkpoint."""
+"""Resume a run: find its folder, check changed settings, and load the newest intact checkpoint."""
 
 from __future__ import annotations
 

@@ -228,8 +228,8 @@ class ModelConfig:
     """Capacity factor: number of token slots per expert and sequence, relative to top_k x sequence
     / experts. Tokens beyond the capacity are dropped. With 0, no token is dropped."""
     moe_every: Annotated[int, AtLeast(1), AtMost(MOST_LAYERS), *_OF_MIXTURES] = 1
-    """Interval in blocks between mixture-of-experts layers. The last of every moe_every blocks has
-    such a layer; the other blocks have an MLP."""
+    """Interval, in blocks, between mixture-of-experts layers. In every group of moe_every blocks,
+    the last block has a mixture-of-experts layer, and the others have an MLP."""
     shared_experts: Annotated[int, AtLeast(0), AtMost(2**10), *_OF_MIXTURES] = 0
     """Number of shared experts, which process all tokens. Together they form one MLP with
     shared_experts times the width of an expert."""

@@ -46,8 +46,7 @@ def load(
     Parameters
     ----------
     path
-        Path of an input file, or the name of an input shipped with hpc3d. If it is `None`, all
-        keys have their defaults.
+        Path of an input file, or name of an input shipped with hpc3d; `None` for all defaults.
     overrides
         Command-line options, such as ["--mesh.x", "4"].
     of_run
@@ -63,8 +62,7 @@ def load(
     Raises
     ------
     ValueError
-        If the input is invalid or a stored configuration is incomplete. The message has one line
-        per error, with the key and a fix.
+        If the input is invalid or a stored file is incomplete, with one line (key, fix) per error.
     """
     tree = {} if path is None else read(find(path, INPUT))
     notices = deprecated_keys.use_new_names(tree)

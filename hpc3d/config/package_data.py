@@ -77,7 +77,7 @@ def _unknown(word: Path | str, kind: Kind, known: Collection[str]) -> str:
 
 
 def text_path(word: Path | str) -> Path | str:
-    """Return `word` if this path exists, otherwise the shipped text of that name, if any."""
+    """Return the path of a text: `word` if it exists, or else the shipped text with this name."""
     parts = Path(word).parts
     name = Path(*parts[parts[:1] == (_INPUTS,) :])
     there = shipped(name)
