@@ -69,7 +69,7 @@ class BlockSlices(NamedTuple):
 
 
 def stored_shape(dims: Sequence[int]) -> tuple[int, ...]:
-    """Return a tensor's shape in checkpoint files: 1-D, or 2-D with dims 1 and up flattened."""
+    """Return a tensor's shape in checkpoint files: all dimensions after the first are merged."""
     return (prod(dims),) if len(dims) < 2 else (dims[0], prod(dims[1:]))
 
 
@@ -103,8 +103,8 @@ def boxes(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
 def _stretches(start: int, stop: int, widths: Sequence[int]) -> list[tuple[int, int]]:
     """Split the range from `start` to `stop` at multiples of decreasing `widths`.
 
-    The longest range between two multiples of the first width remains in one piece. The rest at
-    both ends is split at multiples of the next width.
+    The longest range between two multiples of the first width is not split further. The remaining
+    elements at both ends are split at multiples of the next width.
     """
     if start >= stop:
         return []

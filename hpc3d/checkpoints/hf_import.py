@@ -89,7 +89,7 @@ class Pretrained:
         return value
 
     def tied(self, settings: Mapping[str, Any]) -> bool:
-        """Return True if the head is tied to the token embedding; forget duplicate arrays."""
+        """Return True if the head is tied to the token embedding; drop duplicate arrays."""
         head, table = (self.family.ends[name] for name in ("head.table", "embedding.token"))
         same = head not in self.locations or np.array_equal(
             self.read(head), self.read(table), equal_nan=True

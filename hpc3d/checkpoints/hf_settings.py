@@ -216,7 +216,7 @@ def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
     if type(top_k) is not int or not 2 <= top_k <= model["experts"]:
         raise ValueError(
             f"{CONFIG}: num_experts_per_tok = {top_k!r}: must be from 2 to {model['experts']}; "
-            "with a single expert, Mixtral uses the weight 1, but hpc3d the router probability"
+            "with 1, Mixtral weights the expert by 1, and hpc3d by its router probability"
         )
     if type(coefficient) not in (int, float) or not 0 <= coefficient <= _LARGEST:
         raise ValueError(f"{CONFIG}: {_BALANCE} = {coefficient!r}: must be a nonnegative number")

@@ -228,7 +228,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
-    """Return the first intact checkpoint in `folders`, and the problems of those before it.
+    """Return the first intact checkpoint in `folders`, and the problems of preceding folders.
 
     Raises ValueError with all problems if no checkpoint is intact.
     """

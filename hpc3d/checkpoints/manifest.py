@@ -69,7 +69,7 @@ def type_of(name: str) -> np.dtype:
 
 
 def narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Cast the values to `dtype`; values whose type can be cast without loss are not copied.
+    """Cast the values to `dtype` if that may lose precision; otherwise, return them unchanged.
 
     Raises ValueError if a finite value exceeds the range of `dtype` and would become infinite.
     """
@@ -150,7 +150,9 @@ def _sound_module(module: Any) -> bool:
 
 def _check_files(files: Any) -> None:
     _require(isinstance(files, list), "manifest.json: files must be a list")
-    _require(all(isinstance(file, dict) for file in files), "manifest.json: files is invalid")
+    _require(
+        all(isinstance(file, dict) for file in files), "manifest.json: files must list objects"
+    )
     names = set()
     for file in files:
         name = file.get("file")

@@ -105,7 +105,7 @@ def config_of_run(run: Path, words: Sequence[str]) -> Config:
 
 
 def checkpointed_config(run: Path) -> Config:
-    """Return the configuration of a run: from its newest readable checkpoint or config.toml."""
+    """Return the configuration in a run's newest readable checkpoint or, if none, config.toml."""
     opened = _newest_readable(run)
     return config_of(opened) if opened else config_of_run(run, [])
 
@@ -417,7 +417,7 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     model, may_change = config.model, {*_MAY_CHANGE}
     shorter = not opened.header["step"] and model.sequence < before.model.sequence
     if shorter and "embedding.position" not in shapes_of(model):
-        may_change.add("sequence")  # has no effect on the parameters or on step 0
+        may_change.add("sequence")  # affects no parameters and no completed step
     for key in stored:
         if stored[key] != asked[key] and key not in may_change:
             return (

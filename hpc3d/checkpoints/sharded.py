@@ -278,7 +278,7 @@ class Checkpoint:
         return sources
 
     def exact(self, name: str) -> str:
-        """Return the kind of a tensor's most precise array: the master copy if there is one."""
+        """Return the kind of a tensor's most precise array: master copy if stored, else value."""
         return MASTER.name if (name, MASTER.name) in self.sources else "value"
 
     def damage(self, number: int = 0, of: int = 1) -> str | None:

@@ -95,7 +95,9 @@ _OTHERWISE = {  # keys of other programs -> advice, if no hpc3d key has the same
     "gradient_accumulation_steps grad_accum_steps num_microbatches": (
         "use parallel.microbatches; the global batch, train.batch, is split into microbatches"
     ),
-    "epochs num_epochs num_train_epochs": "use train.steps; each processes train.batch sequences",
+    "epochs num_epochs num_train_epochs": (
+        "use train.steps; each step processes train.batch sequences"
+    ),
     "fp16": 'use train.dtype = "float16"',
     "bf16": 'use train.dtype = "bfloat16"',
     "fp8": 'use train.product_dtype = "float8"',

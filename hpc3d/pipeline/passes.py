@@ -179,7 +179,7 @@ def check(
 
 
 def _check_passes(stage, stream, placement, micros, passes):
-    """Check that a stage runs every pass once, after its local inputs and receives."""
+    """Check that a stage runs every pass once, after the passes and receives that it needs."""
     done = set()
     for instruction in stream:
         for need in _needs_here(stage, instruction, placement):

@@ -341,7 +341,7 @@ def _late_weights(model, times):
 
 
 def _down_and_up(model, times):
-    """Return the step time of ZB-V, in which W passes fill the bubble if m is at least 2p-1."""
+    """Return the step time of ZB-V, in which W passes ideally fill the bubble if m >= 2p-1."""
     micros, count = model.micros, model.stages
     busy, _ = _busy_and_fill(model, times)
     ahead, back, slack = _ways(model, times)

@@ -36,7 +36,7 @@ def of_mixture(config: Config) -> dict[str, Any]:
 def lines(config: Config) -> list[str]:
     """Return lines that describe a mixture of experts and the assumptions of its prediction.
 
-    A dense model has no lines. Predictions do not depend on the routing of tokens to experts.
+    The list is empty for a dense model. Predictions do not depend on the routing of tokens.
     """
     found = of_mixture(config)
     if not found:

@@ -57,7 +57,7 @@ class TimedKernel(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Communication call: operation, number of bytes as counted in a trace, and group size."""
+    """Communication call: operation, number of bytes as counted in traces, and group size."""
 
     op: str
     bytes: int

@@ -56,7 +56,7 @@ def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
 
 
 def _rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
-    """Return a dict from dtype to Rates, based on each work that is a single matrix product."""
+    """Return a dict from dtype to Rates, from all `works` that are a single matrix product."""
     found = defaultdict(list)
     for work in works:
         if work.call is None and len(work.computed) == 1 and isinstance(work.computed[0], Product):
@@ -95,7 +95,7 @@ def _kernels_of(
 
     Returns the launch time in seconds, a dict from kernel to its rate in bytes/s, and the mean
     rate of all kernels in bytes/s. The values are the weighted least-squares solution of one
-    equation for each work without a communication call:
+    equation per TimedWork without a communication call:
 
     seconds - products = sum over kernels of launch + bytes / rate
 

@@ -15,7 +15,7 @@ from hpc3d.comm.communicator import received_share
 from hpc3d.predict.machine.collective_costs import best
 from hpc3d.trace.schema import MESSAGES
 
-# Dict from a collective across hosts to the collectives within each host that it consists of.
+# Dict from a collective across hosts to its component collectives within each host.
 _INSIDE = {
     "all_gather": ("all_gather",),
     "reduce_scatter": ("reduce_scatter",),

@@ -113,7 +113,8 @@ class CallTable:
     def time(self, nbytes: float) -> float:
         """Return the time of a call in seconds.
 
-        The interpolation is log-log between the knots and linear (alpha + beta nbytes) outside.
+        The interpolation is log-log between the measured sizes and linear (alpha + beta nbytes)
+        outside.
         """
         x, y = self.bytes, self.seconds
         if x[0] <= nbytes <= x[-1]:
