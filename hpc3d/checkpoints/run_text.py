@@ -71,7 +71,10 @@ def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
             continue
         sizes = [counted(each[key]["tokens"], "token") for each in (now, before)]
         path = getattr(config.data, key.removeprefix("data."))
-        line = f"{key}: {path} differs from the text of the checkpoint ({sizes[0]} now, {sizes[1]} then)"
+        line = (
+            f"{key}: {path} differs from the text of the checkpoint ({sizes[0]} now, "
+            f"{sizes[1]} then)"
+        )
         if key == VALIDATION:
             yield f"{line}; the best evaluation loss is reset"
         elif isinstance(share := config.data.validation, float):
