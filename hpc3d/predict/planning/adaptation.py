@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _FEW = 6  # maximum number of layouts for which uneven layers are tried
 _SCHEDULES = 3  # maximum number of schedules per candidate
-_LESS = 2  # number of options to try that save less memory but may fit with uneven layers
+_LESS = 2  # maximum number of options with more memory use to try with uneven layers
 _PASSES = 12_000_000  # budget of simulated passes for all layouts together
 _WORTH = 0.01  # minimum relative reduction of the step time that justifies non-default keys
 _BUCKETS = 6  # number of bucket sizes: 1, 2, 4, ... layers
@@ -47,10 +47,10 @@ class Offer(NamedTuple):
 
 
 def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
-    """Yield estimates of layouts with uneven layers that are faster or fit in memory.
+    """Yield estimates of layouts that are faster, or fit in memory, with uneven layers per stage.
 
-    For comparison, each estimate is preceded by an estimate with even layers from the same
-    simulator.
+    Each estimate is preceded by an estimate of the same layout with even layers, which is made by
+    the same simulator and is therefore comparable.
     """
     estimator = candidates.estimator
     limit = min((each.best.seconds for each in timed if each.fits), default=inf)
@@ -87,8 +87,8 @@ def _with_layers(config: Config, counts: Sequence[int]) -> Config:
 def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
     """Yield layouts with even layers that may become faster with uneven layers.
 
-    These are the layouts with the fastest schedules of each pipeline-parallel candidate, and the
-    fastest layouts whose memory options do not save enough memory with even layers.
+    These are the layouts with the fastest schedules of each pipeline-parallel candidate, and
+    variants of the fastest candidates that save less memory and fit only with uneven layers.
     """
     for number, each in enumerate(timed):
         if each.best.config.mesh.p == 1:
@@ -120,7 +120,7 @@ def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
 
 
 def least_uneven(estimator: Estimator, estimate: Estimate) -> float:
-    """Return the step time, in seconds, of a layout if all stages had the same work."""
+    """Return the step time in seconds that a layout would have if all stages had equal work."""
     config = estimate.config
     stages = [stage_content(each) for each in contents(config)]
     works = estimator.works(config, estimator.costs.parts(config), stages)
@@ -145,9 +145,9 @@ def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> Layer
 
 
 def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float]:
-    """Return a function from (stage, layers) to the exposed time of its gradient reductions in s.
+    """Return a function (stage, layers) -> exposed time in seconds of the gradient reductions.
 
-    All stages are assumed to have the same time per byte as the first stage.
+    The time per byte is assumed to be the same on all stages as on the first stage.
     """
     chunks = contents(config)
     first = stage_content(chunks[0])
@@ -163,7 +163,7 @@ def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float
 
 
 def _held_of(costs: CostTable, config: Config) -> Callable[[int, tuple[int, ...]], float]:
-    """Return a function (stage, layers of its chunks) -> peak memory of a rank in bytes."""
+    """Return a function (stage, layers of each chunk) -> peak memory of a rank in bytes."""
     parts, placement = costs.parts(config), model_of(config).placement
     sums, rest = costs.update(config, stage_content(contents(config)[0]))
     sample = costs.sample(config, config.parallel.zero)
@@ -198,9 +198,9 @@ def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]
 
 
 def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
-    """Return the bucket sizes to try, in MB: gradients of 1, 2, 4, ... layers up to a full stage.
+    """Return the bucket sizes to try, in MB, without the configured size.
 
-    The configured size is excluded.
+    The sizes correspond to the gradients of 1, 2, 4, ... layers, up to those of a full stage.
     """
     layer = estimator.costs.layer_gradient(config) / config.model.moe_every
     whole = max(

@@ -37,11 +37,11 @@ def with_context(config: Config, c: int, context: str, ulysses: int) -> Config:
 def may_cut(config: Config, c: int, memory: float) -> bool:
     """Return True if a layout may benefit from c-way context parallelism.
 
-    Using c times as many replicas instead gives ranks the same work with less communication. This
-    is not an option in three cases: the batch is not divisible by the number of replicas, too few
-    microbatches remain for a pipeline, or the saved activations of the full sequences in flight
-    exceed the fraction _FULL of `memory` bytes. In the last case, a context-parallel size far
-    above the size that memory requires does not help.
+    Data parallelism with c times as many replicas gives each rank the same work with less
+    communication. Context parallelism is therefore useful only in three cases: the batch is not
+    divisible by the larger number of replicas, too few microbatches remain for a pipeline, or the
+    saved activations of full sequences exceed the fraction _FULL of `memory` bytes. In the last
+    case, c need not be much larger than the memory limit requires.
     """
     mesh = config.mesh
     batch, copies, stages = config.train.batch, mesh.d * mesh.e * c, mesh.p
@@ -68,8 +68,8 @@ def _kept(config: Config) -> float:
 def ring_words(config: Config) -> float:
     """Return the number of elements that a rank receives per step in ring attention.
 
-    The number includes keys, values and their gradients, in units of `train.dtype`. Gradients have
-    at least 32 bits per element.
+    The number includes keys, values and their gradients, and counts in elements of `train.dtype`.
+    Gradients have at least 32 bits per element.
     """
     itemsize = np.dtype(config.train.dtype).itemsize
     wide = max(4, itemsize) / itemsize
@@ -98,7 +98,7 @@ def attention_flops(config: Config) -> float:
 
 
 def _elements(config: Config, keys: bool) -> float:
-    """Return the number of elements of a rank's keys (or queries) per step, in all layers."""
+    """Return the number of key (or query) elements of a rank per step, summed over all layers."""
     model, mesh = config.model, config.mesh
     width = model.hidden * (model.kv_heads or model.heads) / model.heads if keys else model.hidden
     rows = config.train.batch * model.sequence / mesh.replicas()

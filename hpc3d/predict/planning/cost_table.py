@@ -1,4 +1,4 @@
-"""Cache of the costs of passes, gradient reductions, updates and messages of layouts.
+"""Cache of layout costs: passes, gradient reductions, optimizer updates and messages.
 
 Many layouts of a search share costs. The cache key, `CostKey`, contains all values on which a cost
 depends.
@@ -40,8 +40,8 @@ class CostKey(NamedTuple):
     (axis, size, stride) for d and p, respectively. `context` contains this tuple for c, followed
     by the keys for context parallelism and attention. `keep` is parallel.keep_gathered. `halves`
     is True if the backward pass is split, and `together` is True if the embedding and the head are
-    on the same stage. `times` is the number of layers in an update, in units of the sample's
-    layers.
+    on the same stage. `times` is the ratio of the number of layers in an update to the number of
+    layers in the LayerSample.
     """
 
     cost: str
@@ -95,9 +95,10 @@ def _axes_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
 
 
 class CostTable:
-    """Cost table of a model with a vocabulary of `vocabulary` tokens, on a machine.
+    """Table of the costs of a model with `vocabulary` tokens on a machine.
 
-    `measured` is the number of costs that were measured by running the program.
+    A cost is computed when it is first needed. `measured` counts the costs that were measured by
+    running the program.
     """
 
     def __init__(self, vocabulary: int, machine: Machine) -> None:
@@ -205,7 +206,7 @@ class CostTable:
         return self._between_stages("message", config, nbytes, seconds)
 
     def handled(self, config: Config, nbytes: float) -> Pass:
-        """Return the CPU cost of sending or receiving a message (mean of both), as a Pass."""
+        """Return the mean CPU cost of sending a message and of receiving a message, as a Pass."""
 
         def work(pair):
             return mean(legs(self.machine, op, nbytes, pair).work for op in MESSAGES)
@@ -232,7 +233,7 @@ class CostTable:
         return self._once(_key_of(cost, config, nbytes=nbytes, pipeline=pipeline), measure)
 
     def tied_exchange(self, config: Config, stages: Sequence[StageContent]) -> Pass:
-        """Return the cost of exchanging gradients between both copies of a tied embedding."""
+        """Return the cost of exchanging gradients between the two copies of a tied embedding."""
         if not config.model.tied or config.mesh.p == 1 or stages[0].last:
             return NOTHING
         ends = config.mesh.grid().ranks_along("p", {})

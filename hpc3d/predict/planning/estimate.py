@@ -40,8 +40,8 @@ class Estimate(NamedTuple):
     """Estimated step of a layout.
 
     The step time `seconds` is the sum of `compute`, `bubble` and the communication times in
-    `waits` (a dict from axis to seconds), all for the stage with the most work. `kinds` maps a
-    kind of memory to bytes, for the rank with the highest peak, which is on stage `stage`.
+    `waits` (a dict from axis to seconds). These times are for the stage with the most work.
+    `kinds` maps a kind of memory to bytes on the rank with the highest peak, on stage `stage`.
     """
 
     config: Config
@@ -64,7 +64,10 @@ class Estimate(NamedTuple):
 
 
 class Estimator:
-    """Estimator of steps of a model with `vocabulary` tokens on a machine."""
+    """Estimator of step time and memory for layouts of a model on a machine.
+
+    The vocabulary of the model has `vocabulary` tokens.
+    """
 
     def __init__(self, vocabulary: int, machine: Machine) -> None:
         self.vocabulary, self.machine = vocabulary, machine
@@ -169,10 +172,10 @@ class Estimator:
         return model_of(config).seconds(times)
 
     def hidden(self, config: Config, parts: PartCosts, stage: StageContent, sums: Pass) -> Counter:
-        """Return a dict from axis to the hidden time of gradient reductions, in seconds.
+        """Return a dict from axis to the time of hidden gradient reductions, in seconds.
 
-        These reductions overlap with the last backward pass of the stage. Buckets are posted after
-        each layer, so the last one is posted at the end of the pass and is not hidden.
+        Hidden reductions overlap with the last backward pass of the stage. Buckets are posted
+        after each layer, so the last bucket is posted at the end of the pass and is not hidden.
         """
         parallel = config.parallel
         if not parallel.overlap:

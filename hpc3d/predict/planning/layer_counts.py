@@ -24,8 +24,8 @@ from typing import NamedTuple
 from hpc3d.pipeline.step_model import StepModel, reduced
 from hpc3d.pipeline.timeline import Cost
 
-# Costs relative to the cost of one simulated pass: building the simulator (per pass), and checking
-# the lower bound of a partition (per model chunk).
+# Costs in units of one simulated pass: _BUILT per pass to build the simulator, and _LOOK per model
+# chunk to check the lower bound of a partition.
 _BUILT = 150
 _LOOK = 3
 _GAIN = 1e-9  # minimum relative improvement of the step time, above rounding errors
@@ -96,9 +96,9 @@ class LayerCounts:
     def level_with(self, counts: list[int], part: int) -> tuple[float, float, float]:
         """Return the sort key for adding a layer to model chunk `part`.
 
-        With the added layer, the key consists of the bytes by which the stage exceeds the memory
-        limit, the time of the stage in a step, and the time of the model chunk for a microbatch,
-        both in seconds.
+        The key has three values, which apply after the layer is added: the number of bytes by
+        which the stage exceeds the memory limit, the time of the stage per step, and the time of
+        the model chunk per microbatch. Times are in seconds.
         """
         stage = self.stage_of[part]
         counts[part] += 1
@@ -133,14 +133,15 @@ class LayerCounts:
         return more > excess or (more == excess and self.least(counts) >= seconds)
 
     def key(self, counts: Sequence[int]) -> tuple[float, float]:
-        """Return the sort key of a partition: bytes above the memory limit, step time in seconds.
+        """Return the sort key of a partition; smaller keys are better.
 
-        Smaller keys are better.
+        The key consists of the number of bytes above the memory limit and the step time in
+        seconds.
         """
         return self.excess(counts), self.seconds(counts)
 
     def seconds(self, counts: Sequence[int]) -> float:
-        """Simulate the time in seconds from the first pass to the last gradient reduction."""
+        """Return the simulated time in seconds from the first pass to the last reduction."""
         pipeline, layer = self.pipeline, self.pipeline.layer
         self.left -= self.passes
         costs = [

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class MemoryOption(NamedTuple):
-    """Values of the keys in [parallel] that save memory at the cost of recomputation.
+    """Values of keys in [parallel] that save memory, but need recomputation or communication.
 
-    If `attention` is `None`, the default is used.
+    If `attention` is `None`, the key has its default.
     """
 
     keep_gathered: bool
@@ -36,9 +36,9 @@ def _options(*ways: tuple[str, ...]) -> tuple[MemoryOption, ...]:
     return tuple(MemoryOption(keep, *way) for way in ways for keep in (True, False))
 
 
-# Options in order of increasing time. Chunked attention also recomputes the probabilities. On
-# CPUs, it is no slower than "selective" and has a lower peak; on devices, it launches far more
-# kernels.
+# Options in order of increasing step time. Like "selective", chunked attention recomputes the
+# probabilities. On CPUs, it is no slower than "selective" and has a lower peak memory; on GPUs, it
+# launches far more kernels.
 MEMORY_OPTIONS = _options(("none",), ("selective",), ("full",))
 WITH_CHUNKS = {
     "numpy": _options(("none",), ("none", "chunked"), ("full", "chunked")),
@@ -154,7 +154,7 @@ def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], .
 
 
 def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the valid ZeRO stages of a layout; stages with identical passes form a group."""
+    """Return the valid ZeRO stages of a layout, grouped by stages that have the same passes."""
     if config.mesh.replicas() == 1:
         return ((0,),)
     allowed = [group for group in _ZEROS if not [*wrong_compression(_with_zero(config, group[0]))]]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class SingleStage(NamedTuple):
-    """Stand-in for the pipeline communicator of a single stage: its rank and size."""
+    """Substitute for the pipeline communicator if the pipeline has a single stage."""
 
     rank: int = 0
     size: int = 1
@@ -67,7 +67,7 @@ class Pass(NamedTuple):
     def __add__(self, other: Pass) -> Pass:
         """Combine two passes that run in sequence.
 
-        The peak of the second pass adds to the bytes that the first one leaves allocated.
+        During the second pass, the bytes that the first one leaves allocated add to the peak.
         """
         if self is NOTHING:
             return other
@@ -97,7 +97,7 @@ NOTHING = Pass(0.0, _NONE, 0, 0, 0.0, _NONE)
 
 
 def replicas_of(config: Config, waits: Mapping[str, float]) -> Counter:
-    """Return only the entries of `waits` for axes over which gradients are reduced."""
+    """Return the entries of `waits` for the axes over which gradients are reduced."""
     sizes = config.mesh.sizes()
     planes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}
     return Counter({axis: waits[axis] for axis in planes if axis in waits})
@@ -124,8 +124,8 @@ class _WaitClock(Clock):
 
     The time of kernels and the bytes of calls are multiplied by `times`, and calls are split so
     that each has at most `most` bytes. The time of matrix products is multiplied by `products`.
-    `waited` maps an axis to the time of the calls along the axis, and `idle` to the part of this
-    time in which the rank does not work on the calls.
+    `waited` maps an axis to the time of the calls along the axis. `idle` maps an axis to the part
+    of this time in which the core of the rank is not busy with the calls.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -136,9 +136,9 @@ class _WaitClock(Clock):
 
     @contextmanager
     def repeated(self, times: float, most: float, products: float = 1) -> Iterator[None]:
-        """Count all work in this context `times` times, with calls of at most `most` bytes.
+        """Multiply the work in this context by `times`, and limit calls to `most` bytes.
 
-        Matrix products are counted `products` times.
+        The number of matrix products is multiplied by `products` instead.
         """
         self.times, self.most, self.products = times, most, products
         try:
@@ -164,7 +164,7 @@ class _WaitClock(Clock):
             self._again(self.times, begin, busy)
 
     def cut(self, nbytes: int) -> tuple[int, float]:
-        """Return the number of calls into which a call is split, and the bytes of each."""
+        """Split a call into calls of at most `most` bytes; return their number and their size."""
         calls = ceil(self.times * nbytes / self.most) or 1
         return calls, self.times * nbytes / calls
 
@@ -203,7 +203,7 @@ class _WaitClock(Clock):
 class _HostDrivenWaitClock(_WaitClock, HostDrivenClock):
     """Clock that accumulates the time of calls by axis on a machine without devices.
 
-    The time of a call includes the rank's own CPU time for it.
+    The time of a call includes the CPU time that the rank spends on the call.
     """
 
     def post(self, op: str, nbytes: int, members: Sequence[int], axis: str) -> int:
@@ -233,10 +233,11 @@ def _seconds(nanoseconds: Mapping[str, int]) -> Counter:
 class LayerSample:
     """One layer, the embedding and the head of a model, on the first rank of an abstract mesh.
 
-    If only every n-th block has a mixture of experts, `layers` has n layers, and `kinds` has one
-    layer without and one with a mixture. Each section of the model has separate parameters, as on
-    different pipeline stages. `ends` is (FIRST,), (LAST,) if the embedding and the head are on
-    different stages, or (FIRST, LAST), in one tuple, if they share parameters on one stage.
+    If only every n-th block has a mixture of experts, `layers` contains n layers, and `kinds`
+    contains a dense layer and a mixture-of-experts layer. Each section of the model has separate
+    parameters, as on different pipeline stages. `ends` contains the two tuples (FIRST,) and
+    (LAST,) if the embedding and the head are on different stages, and the tuple (FIRST, LAST) if
+    they share parameters on one stage.
     """
 
     def __init__(
@@ -285,8 +286,8 @@ class LayerSample:
     def add(self, *parts: LayerRange) -> tuple[Parameters, Any, GradientCompression | None]:
         """Build the stages of `parts`, and record their memory in `held[parts]`.
 
-        The entry maps a kind of memory to bytes, without offloaded bytes. `held[()]` has the bytes
-        that are allocated before any stage is built.
+        The entry maps a kind of memory to bytes, without offloaded bytes. `held[()]` contains the
+        memory that is allocated before any stage is built.
         """
         before = Counter(self.pool.live)
         parameters, optimizer, stages = self.built(parts)

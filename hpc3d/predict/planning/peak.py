@@ -1,8 +1,8 @@
 """Peak memory of the fullest rank, from the costs of the passes of a step.
 
-When a pass begins, a stage holds the saved activations of all microbatches and chunks that wait
-for their backward pass, and the tensors that are saved between the two halves of a split backward
-pass. The peak memory of the pass itself is added to the size of this data.
+When a pass begins, a stage stores the saved activations of all microbatches and chunks that wait
+for their backward pass. If the backward pass is split, the stage also stores the tensors that are
+saved between its two halves. The peak memory of the pass itself is added to the size of this data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
 
 
 class StageWork(NamedTuple):
-    """Costs of the passes of a model chunk or stage on a microbatch."""
+    """Costs of the passes of a microbatch on a model chunk or stage."""
 
     forward: Pass
     backward: Pass
@@ -92,7 +92,7 @@ def stage_content(chunks: tuple[StageContent, ...]) -> StageContent:
 
 @cache
 def work_of(parts: PartCosts, content: StageContent, split: bool) -> StageWork:
-    """Return the costs of the passes of a StageContent on a microbatch.
+    """Return the costs of the passes of a microbatch on a stage with the given content.
 
     If `split` is true, the backward pass is split into two halves.
     """
@@ -118,10 +118,10 @@ def fullest(
     sums: int,
     rest: int,
 ) -> tuple[int, dict[str, int]]:
-    """Return the index of the stage with the highest peak memory, and its bytes by memory kind.
+    """Return the index of the stage with the highest peak memory, and the peak by kind of memory.
 
-    `chunks` lists the content of each stage. `sums` is the peak in bytes of a layer's gradient
-    reductions, and `rest` is the peak of its update.
+    Sizes are in bytes. `chunks` lists the content of each stage. `sums` is the peak of a layer's
+    gradient reductions, and `rest` is the peak of the layer's update.
     """
     last, sample = len(chunks) - 1, costs.sample(config, config.parallel.zero)
     numbers = {0, min(1, last), max(0, last - 1), last} if even(config) else range(last + 1)
@@ -144,8 +144,8 @@ def stage_bytes(
 ) -> Counter:
     """Return the peak memory of a rank on stage `number`, as a dict from kind to bytes.
 
-    `chunks` is the content of the stage's chunks. `sums` is the peak in bytes of a layer's
-    gradient reductions, and `rest` is the peak of its update.
+    `chunks` lists the contents of the stage's chunks. `sums` is the peak, in bytes, of a layer's
+    gradient reductions, and `rest` is the peak of the layer's update.
     """
     parallel, model, content = config.parallel, model_of(config), stage_content(chunks)
     held, layer = sample.held_by(content), sample.layer_gradient

@@ -36,7 +36,7 @@ class PlannedLayouts(NamedTuple):
 
 
 class ResortedLayouts(NamedTuple):
-    """Plan with a memory-saving technique, for an input that does not fit in memory otherwise.
+    """Plan with a memory-saving technique, without which no layout fits in memory.
 
     `planned` is the plan with the technique, and `fit` describes the technique. `nearest` is the
     smallest layout without the technique. `others` lists other techniques that make a layout fit.
@@ -96,7 +96,7 @@ def _resorted(
     for fit in fitting:
         again = _planned(fit.config, search.ranks, machine, search.memory, top)
         if again.best:
-            mildest = {fit.resort.keys: fit}  # first technique that fits, per set of keys
+            mildest = {fit.resort.keys: fit}  # first technique for each set of keys
             for other in fitting:
                 mildest.setdefault(other.resort.keys, other)
             _, *others = mildest.values()
@@ -105,7 +105,7 @@ def _resorted(
 
 
 def _nothing_fits(planned: PlannedLayouts, memory: float) -> str:
-    """Format the error message if no layout fits: the smallest layout and possible fixes."""
+    """Return the error message if no layout fits; it states the smallest layout and fixes."""
     row = _smallest(planned)
     return (
         f"no layout fits in {gigabytes(memory)} per rank; {nearest_in_words(row)}; use --memory "
@@ -114,7 +114,7 @@ def _nothing_fits(planned: PlannedLayouts, memory: float) -> str:
 
 
 def _smallest(planned: PlannedLayouts) -> RankedLayout:
-    """Return the layout with the lowest peak memory; used if no layout fits in memory."""
+    """Return the layout with the lowest peak memory, for a plan in which no layout fits."""
     timed = planned.found.timed
     rows = planned.ranking.known.values() or [estimated(each.best) for each in timed]
     return min(rows, key=lambda row: row.peak)

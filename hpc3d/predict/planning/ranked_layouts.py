@@ -59,7 +59,7 @@ def ranked(
 def searched(found: Found, ranking: Ranking) -> dict[str, int]:
     """Return the numbers of layouts, mesh candidates, estimates and simulations of a search.
 
-    Mesh candidates are counted by outcome: timed, pruned, or left when the budget was spent.
+    Mesh candidates are counted by outcome: timed, pruned, or not considered within the budget.
     """
     return {
         "layouts": found.considered,

@@ -1,4 +1,4 @@
-"""Ranking of layouts: the best by simulation, the best per scheme, and why others are slower."""
+"""Ranking of the layouts of a search by step time, and the reasons why layouts are slower."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ _NAMED = {
 }
 _EACH = 2  # number of candidates to time for each class in _NAMED
 _SHOWN = 0.25  # fraction of the budget reserved for layouts that rank below the fastest
-_RESIZED, _SIZES = 6, 3  # other bucket sizes: number of layouts, and of sizes per layout
+_RESIZED, _SIZES = 6, 3  # number of layouts to try with other bucket sizes, and sizes per layout
 _SIZED = 0.25  # extra budget for bucket sizes, as a fraction of the budget
-# Lower bounds on the simulated step time, relative to the estimate if no layout of its family has
-# been simulated, and otherwise relative to the estimate times the family's smallest ratio.
+# Factors for a lower bound on the simulated step time. _NEW multiplies an estimate if no layout of
+# its family has been simulated. Otherwise, _KIN multiplies the product of the estimate and the
+# family's smallest ratio of simulated to estimated time.
 _NEW, _KIN = 0.9, 0.97
 
 
@@ -66,7 +67,10 @@ class RankedLayout(NamedTuple):
 
 
 class Loser(NamedTuple):
-    """Reason why `count` layouts are slower than the best; `nearest` is the best of them."""
+    """Group of `count` layouts that are slower than the best for the same `reason`.
+
+    `nearest` is the best layout of the group.
+    """
 
     reason: str
     count: int
@@ -149,7 +153,7 @@ class Ranking:
     def try_buckets(self) -> None:
         """Simulate other bucket sizes for layouts that may become the fastest.
 
-        Layouts that gain enough from another size are added to the candidate's offers.
+        Layouts that are sufficiently faster with another size are added to the candidate's offers.
         """
         kept, self.left = self.left, _SIZED * self.most
         for seconds, other, each in sorted(self._resized(), key=lambda one: one[0]):
@@ -181,7 +185,7 @@ class Ranking:
         return [row.seconds for row in self.known.values() if self.fits(row)]
 
     def promising(self, offers: Sequence[Estimate], shortest: float) -> Estimate | None:
-        """Return the most promising of the `offers`, or None if none justifies a simulation.
+        """Return the most promising of the `offers`, or None if no simulation is worthwhile.
 
         `shortest` is the shortest step time in seconds of a simulated layout that fits.
         """
@@ -196,14 +200,14 @@ class Ranking:
         return estimate.seconds * (_KIN * min(ratios) if ratios else _NEW)
 
     def peak(self, estimate: Estimate) -> float:
-        """Return the expected peak memory in bytes of a simulation that has not been run yet."""
+        """Return the peak memory in bytes that a simulation of the layout is expected to have."""
         return estimate.peak * fmean(self.peaks.get(_family(estimate.config), [1]))
 
     def room(self, estimate: Estimate) -> float:
-        """Return the maximum likely peak, in bytes, for which a layout is simulated.
+        """Return the maximum expected peak memory, in bytes, with which a layout is simulated.
 
         The limit decreases with the remaining budget, so that the layouts that are simulated last
-        are likely to fit.
+        are likely to fit in memory.
         """
         left = (self.left - _simulation_cost(estimate.config)) / self.most
         return self.search.candidates.memory * (1 + NEAR * max(-1, left))
@@ -264,7 +268,7 @@ class Ranking:
         return row.peak <= self.search.candidates.memory
 
     def widen(self, mesh: MeshConfig | None = None) -> None:
-        """Also time the most promising candidates of each class of layouts in `_NAMED`.
+        """Add estimates for the most promising candidates of each class of layouts in `_NAMED`.
 
         If `mesh` is given, only candidates with the same p, d, c and e are considered.
         """
@@ -329,7 +333,7 @@ class Ranking:
         return min(fitting, key=lambda each: each.seconds, default=smallest)
 
     def reason(self, each: TimedCandidate, winner: Estimate) -> str:
-        """Return the name of the largest contribution to the extra step time over `winner`.
+        """Return the component of the step time that exceeds the time of `winner` by most.
 
         The result is "memory" if no layout of the candidate fits.
         """

@@ -2,7 +2,7 @@
 
 Fallbacks that leave all results unchanged are tried first, followed by fallbacks with an
 increasing effect on the results. Each fallback is checked on the layouts with the lowest peak
-memory, and the first fallback that makes a layout fit is used in a new search.
+memory. The search is then repeated with the first fallback that makes a layout fit.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Fit(NamedTuple):
 def fits(
     source: Path | str, overrides: Sequence[str], search: Search, found: Found
 ) -> Iterator[Fit]:
-    """Yield a Fit for each fallback that makes any of the layouts with the lowest peaks fit."""
+    """Yield a Fit for each fallback with which at least one of the smallest layouts fits."""
     nearest = sorted(
         (min(each.offers, key=lambda offer: offer.peak) for each in found.timed),
         key=lambda offer: offer.peak,
@@ -112,6 +112,6 @@ def fits(
 
 
 def _changed(layout: Config, config: Config) -> Config:
-    """Return `layout` with the training and memory keys of the input `config`."""
+    """Return `layout` with the `[train]` section and the memory keys of the input `config`."""
     kept = {key: getattr(config.parallel, key) for key in ("keep_dtype", "offload")}
     return replace(layout, train=config.train, parallel=replace(layout.parallel, **kept))

@@ -50,7 +50,7 @@ _OF_MUON = (("train.orthogonalize", "sharded"),)
 
 
 class Effect(NamedTuple):
-    """Simulated step with a change of the input.
+    """Simulated step after one `change` of the input.
 
     `memory` maps a kind of memory to the peak in bytes on the fullest rank, as in `summary`.
     `received` is the number of bytes that a rank of stage 0 receives per step, and `seconds` is
@@ -82,7 +82,7 @@ class Effect(NamedTuple):
 def effects(
     source: Path | str, overrides: Sequence[str], ranks: int, machine: Machine
 ) -> Iterator[Effect]:
-    """Yield the Effect of the unchanged input and of each technique that is not in use yet."""
+    """Yield the Effect of the unchanged input, and of each technique that is not in use."""
     config = load_resolved(source, overrides, ranks)
     yield _effect("as it is", config, machine)
     techniques = TECHNIQUES + (_OF_MUON if config.train.optimizer == "muon" else ())
