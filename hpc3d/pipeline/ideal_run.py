@@ -47,7 +47,7 @@ class IdealRun(NamedTuple):
         return sanitized(f"{self.name}: {', '.join(words)}")
 
     def found(self) -> dict[str, Any]:
-        """Return the results as a dict of plain values.
+        """Return the results as a JSON-serializable dict.
 
         The dict contains the simulated sizes and times, the makespan in seconds, and the bubble
         rate as defined in arXiv:2401.10241.  For each stage, it also contains the peak number of

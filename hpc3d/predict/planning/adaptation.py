@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _FEW = 6  # maximum number of layouts for which uneven layers are tried
 _SCHEDULES = 3  # maximum number of schedules per candidate
-_LESS = 2  # maximum number of options with more memory use to try with uneven layers
+_LESS = 2  # number of less memory-saving options to try with uneven layers
 _PASSES = 12_000_000  # budget of simulated passes for all layouts together
 _WORTH = 0.01  # minimum relative reduction of the step time that justifies non-default keys
 _BUCKETS = 6  # number of bucket sizes: 1, 2, 4, ... layers

@@ -48,7 +48,7 @@ class ResortedLayouts(NamedTuple):
     others: list[Fit]
 
     def plain(self) -> dict[str, Any]:
-        """Return a dict of plain values for `--json`."""
+        """Return a JSON-serializable dict for `--json`."""
         rows = [(each, estimated(each.estimate)) for each in self.others]
         others = [each.resort.plain() | as_plain(row) for each, row in rows]
         nearest = as_plain(self.nearest)

@@ -72,7 +72,7 @@ def searched(found: Found, ranking: Ranking) -> dict[str, int]:
 
 
 def as_plain(row: RankedLayout) -> dict[str, Any]:
-    """Return a RankedLayout as a dict of plain values for `--json`."""
+    """Convert a RankedLayout to a JSON-serializable dict for `--json`."""
     return {
         "layout": layout(row.config),
         "step_time_s": row.seconds,

@@ -200,11 +200,11 @@ class Ranking:
         return estimate.seconds * (_KIN * min(ratios) if ratios else _NEW)
 
     def peak(self, estimate: Estimate) -> float:
-        """Return the peak memory in bytes that a simulation of the layout is expected to have."""
+        """Return the peak memory, in bytes, that a simulation of the layout is likely to report."""
         return estimate.peak * fmean(self.peaks.get(_family(estimate.config), [1]))
 
     def room(self, estimate: Estimate) -> float:
-        """Return the maximum expected peak memory, in bytes, with which a layout is simulated.
+        """Return the limit, in bytes, on the expected peak memory of a layout to be simulated.
 
         The limit decreases with the remaining budget, so that the layouts that are simulated last
         are likely to fit in memory.
@@ -333,7 +333,7 @@ class Ranking:
         return min(fitting, key=lambda each: each.seconds, default=smallest)
 
     def reason(self, each: TimedCandidate, winner: Estimate) -> str:
-        """Return the component of the step time that exceeds the time of `winner` by most.
+        """Return the component of the step time with the largest increase over `winner`.
 
         The result is "memory" if no layout of the candidate fits.
         """

@@ -55,7 +55,7 @@ class Resort(NamedTuple):
         return "which leaves results unchanged" if self.exact else "which changes results"
 
     def plain(self) -> dict[str, Any]:
-        """Return a dict of plain values for `--json`."""
+        """Return a JSON-serializable dict for `--json`."""
         return {"changes": dict(self.changes), "exact": self.exact}
 
 

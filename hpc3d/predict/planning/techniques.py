@@ -64,7 +64,7 @@ class Effect(NamedTuple):
     refused: str = ""
 
     def plain(self, first: Effect) -> dict[str, Any]:
-        """Return a dict of plain values for `--json`, including ratios to the `first` Effect."""
+        """Return a JSON-serializable dict for `--json`, with ratios to the `first` Effect."""
         if self.refused:
             return {"change": self.change, "refused": self.refused}
         return {
