@@ -200,7 +200,7 @@ class Ranking:
         return estimate.seconds * (_KIN * min(ratios) if ratios else _NEW)
 
     def peak(self, estimate: Estimate) -> float:
-        """Return the peak memory, in bytes, that a simulation of the layout is likely to report."""
+        """Return the peak memory, in bytes, that a simulation of a layout will likely report."""
         return estimate.peak * fmean(self.peaks.get(_family(estimate.config), [1]))
 
     def room(self, estimate: Estimate) -> float:
