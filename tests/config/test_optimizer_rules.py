@@ -33,8 +33,9 @@ def test_8_bit_adamw_rejects_partial_blocks_of_columns(words):
     with pytest.raises(ValueError) as refused:
         resolved(words)
     assert str(refused.value) == (
-        "train.optimizer = adamw-8bit: a rank has 384 columns of layers.0.qkv.weight, which must "
-        "be a multiple of 256; use other sizes in [model] or [mesh], or train.optimizer = adamw"
+        "train.optimizer = adamw-8bit: a rank has 384 columns of layers.0.qkv.weight, but the "
+        "number must be a multiple of 256; use other sizes in [model] or [mesh], or "
+        "train.optimizer = adamw"
     )
 
 
