@@ -136,7 +136,7 @@ def test_manifest_names_bfloat16(first):
 def test_missing_ml_dtypes_is_rejected_in_one_line(first, monkeypatch):
     folder = first("bfloat16").folder
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with pytest.raises(ValueError, match="bfloat16 needs ml_dtypes: pip install") as caught:
+    with pytest.raises(ValueError, match="bfloat16 requires ml_dtypes; run pip install") as caught:
         Checkpoint(folder)
     assert len(str(caught.value).splitlines()) == 1
     Checkpoint(first("float16").folder)
