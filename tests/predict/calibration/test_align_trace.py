@@ -13,13 +13,13 @@ from tests.runs import train
 @pytest.mark.parametrize("other", ["layers=3", "batch=16", "zero=1 d=2 y=1", "hidden=192"])
 def test_trace_of_another_configuration_is_rejected(tmp_path, other):
     line = "y=2 hidden=96 batch=8"
-    refused = pytest.raises(ValueError, match="differ from those of the program")
+    refused = pytest.raises(ValueError, match="differ from the events that")
     with traced(tmp_path / "run", line, said=f"{line} {other}") as trace, refused:
         works(trace, skip=0)
 
 
 def test_trace_with_too_few_steps_is_rejected(tmp_path):
-    refused = pytest.raises(ValueError, match=r"train again .* for more than two steps")
+    refused = pytest.raises(ValueError, match=r"repeat the run .* for more than two steps")
     with traced(tmp_path / "run", RUNS[0]) as trace, refused:
         works(trace)
 
