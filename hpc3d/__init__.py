@@ -1,11 +1,11 @@
-"""Training Transformers on a cube of MPI ranks: 1-D, 2-D, 2.5-D and 3-D in one algebra.
+"""Training Transformers on a cube of MPI ranks: 1-D, 2-D, 2.5-D and 3-D tensor parallelism.
 
 From Python (docs/api.md):
 
     import hpc3d
 
     cube = hpc3d.Cube(x=2, y=2, z=2)        # ranks are threads
-    y = cube.matmul(x, w)                   # the 3-D algorithm; cube.calls: who received what
+    y = cube.matmul(x, w)                   # 3-D algorithm; cube.calls: calls and received bytes
     run = hpc3d.open("results/RUN")         # run.verdict, run.losses, run.timeline()
 """
 

@@ -1,6 +1,7 @@
-"""The commands: `hpc3d COMMAND` is `python -m hpc3d COMMAND` and `python -m hpc3d.COMMAND`.
+"""Entry point: `hpc3d COMMAND` and `python -m hpc3d COMMAND` run the module hpc3d.COMMAND.
 
-Ranks come through here: nothing is imported before the command, which settles their environment.
+MPI ranks also start here. Nothing is imported before the module of the command, because this
+module sets environment variables that NumPy and MPI read when they are loaded.
 """
 
 import sys
@@ -12,7 +13,7 @@ COMMANDS = (
 )
 USAGE = """
     hpc3d COMMAND ...  =  python -m hpc3d COMMAND ...  =  python -m hpc3d.COMMAND ...
-    mpirun -np N hpc3d train ...         on N ranks
+    mpirun -np N hpc3d train ...         run a command on N ranks
     hpc3d COMMAND --help                 description and arguments of a command
     hpc3d --version
     hpc3d --completion bash|zsh|fish     shell completion: source <(hpc3d --completion bash)
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     from hpc3d.runtime import environment
 
     if environment.number_in(environment.OWN_RANK, default=0):
-        return 0  # after a failure code, the launcher would kill rank 0 before it prints
+        return 0  # on a nonzero exit code, the launcher kills rank 0 before it prints the error
     from hpc3d.console.exit_codes import BAD_INPUT
     from hpc3d.console.sanitize import OutputError, file_and_reason, sanitized_streams
 
@@ -47,14 +48,14 @@ def complete(words: list[str]) -> int:
     from hpc3d.library.completion import SHELLS, script
 
     if len(words) != 1 or words[0] not in SHELLS:
-        print(f"hpc3d: --completion: give one of {', '.join(SHELLS)}", file=sys.stderr)
+        print(f"hpc3d: --completion: choose one of {', '.join(SHELLS)}", file=sys.stderr)
         return BAD_INPUT
     print(script(words[0], COMMANDS))
     return 0
 
 
 def answer(word: str) -> int:
-    """Handle the options --help and --version; report any other word as an unknown command."""
+    """Handle the options --help and --version; report any other argument as an unknown command."""
     import hpc3d
 
     if word in ("-h", "--help"):

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mpi = mpi_library.found()
     if mpi is None or mpi_library.started_by_other_mpi(mpi) or mpi_library.world() == 1 < meant:
         if environment.number_in(environment.OWN_RANK, default=0):
-            return 0  # after a failure code, the launcher would kill rank 0 before it prints
+            return 0  # on a nonzero exit code, the launcher kills rank 0 before it prints
         return _conclude(told(_lonely(options, meant)), options)
     _unmet(options)
     return launch.run("doctor", lambda job: _meet(job, options))

@@ -24,7 +24,7 @@ from hpc3d.runtime.metrics_file import NAME, MetricsReader
 from hpc3d.training.log import KEPT, duration
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
-_QUIET = 60  # minimum number of seconds without a step before a run counts as silent
+_QUIET = 60  # seconds without a new step after which a run counts as silent
 _TAIL = 2000  # number of bytes at the end of the log that are searched for the final state
 _RECENT = 20  # number of most recent steps over which the speed is computed
 # A straggler is the last rank to join a call at least _LATE times as often as the average rank. At
@@ -127,7 +127,7 @@ class LiveRun:
             f"{rate:,.0f} tokens/s",
             f"{duration(seconds)} per step",
             f"communication {share:.1%}",
-            f"peak {self.peak / 1e6:,.1f} MB on the fullest rank",
+            f"peak memory per rank up to {self.peak / 1e6:,.1f} MB",
         ]
 
     def _evaluations(self) -> list[str]:

@@ -62,7 +62,7 @@ class OpenedRun:
     Raises
     ------
     ValueError
-        If `path` is neither the folder of a run nor a trace.
+        If `path` is neither a run folder nor a trace file.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -166,8 +166,8 @@ class OpenedRun:
         run = self._of(step)
         if run.timeline is None:
             raise ValueError(
-                f"{self.path}: no timeline, because each rank measured its own CPU time; train"
-                ' with trace.clock = "wall"'
+                f"{self.path}: no timeline is available, because each rank measured its own"
+                ' CPU time; train with trace.clock = "wall"'
             )
         return self._drawn("timeline", step)
 
@@ -240,7 +240,7 @@ class OpenedRun:
         pictures = {each.name: each for each in figure_list.of_run(self._of(step))}
         if name not in pictures:
             raise ValueError(
-                f"{name}: no such figure of this run; use one of {', '.join(pictures)}"
+                f"{name}: this run has no such figure; use one of {', '.join(pictures)}"
             )
         return Drawing(plot_matplotlib.draw(pictures[name].chart), pictures[name].title)
 

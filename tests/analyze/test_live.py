@@ -98,7 +98,10 @@ def test_live_screen_shows_progress_loss_and_axis_waits(tmp_path):
     text = "\n".join(found.screen(100))
     assert "step 4 of 10, 40%, 12 s left, last step 1.00 s ago" in text
     assert "loss 3.0000, initially 6.0000  █▆▃▁" in text
-    assert "1,000 tokens/s, 2.00 s per step, communication 50.0%, peak 10.0 MB" in text
+    assert (
+        "1,000 tokens/s, 2.00 s per step, communication 50.0%, peak memory per rank up to 10.0 MB"
+        in text
+    )
     assert "validation 3.2500 after step 3, the best so far" in text
     assert "\nx           30.0%" in text
     line = f"{tmp_path.name}   running: step 4 of 10, loss 3.0000, 1,000 tokens/s, 12 s left"
@@ -136,7 +139,7 @@ def test_live_screen_fits_the_terminal_width(tmp_path, width):
     segment(tmp_path, 0, 0, [("recv", 0, 0, 100)])
     lines = live(tmp_path, bars=ASCII_BARS).screen(width)
     assert max(map(len, lines)) <= width and lines[0].endswith("   running")
-    assert width == 20 or any("on the fullest rank" in line for line in lines)
+    assert width == 20 or any("peak memory per rank" in line for line in lines)
     assert "\n".join(lines).isascii()
 
 

@@ -48,8 +48,8 @@ def test_timeline_is_displayed_and_saved(run, tmp_path):
     ("ask", "said"),
     [
         (lambda run: run.table("x"), "x: no such table; use one of "),
-        (lambda run: run.figure("x"), "x: no such figure of this run; use one of "),
-        (lambda run: run.pipeline(), "pipeline: no such figure"),
+        (lambda run: run.figure("x"), "x: this run has no such figure; use one of "),
+        (lambda run: run.pipeline(), "pipeline: this run has no such figure"),
         (lambda run: run.timeline(step=99), ".*step 99"),
         (lambda run: hpc3d.open("nowhere"), "nowhere"),
     ],

@@ -23,7 +23,7 @@ def test_trace_without_steps_names_the_attempt_that_has_them(tmp_path):
         attempt(tmp_path, 2, 2)
     with hpc3d.trace.open(tmp_path) as trace, pytest.raises(ValueError, match="no step") as wrong:
         require_steps(trace)
-    assert str(wrong.value).endswith(f"steps of an earlier attempt are in {tmp_path}/trace-1.h5")
+    assert str(wrong.value).endswith(f"use the trace of an earlier attempt, {tmp_path}/trace-1.h5")
 
 
 def test_previous_trace_is_named_if_the_attempt_has_none(tmp_path):

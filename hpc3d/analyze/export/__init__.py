@@ -1,1 +1,1 @@
-"""Export of the events of a trace to other tools."""
+"""Export of trace events to other tools."""

@@ -56,7 +56,7 @@ def write(events: Events, folder: Path) -> Path:
     with otf2.writer.open(str(path), "trace", timer_resolution=10**9) as archive:
         archive.creator = "hpc3d"
         if not events.one_time:
-            archive.description = "Each rank measured its own CPU time."
+            archive.description = "Times are CPU times, measured separately by each rank."
         definitions = _Definitions(otf2, archive.definitions, events)
         for (rank, stream), location in definitions.locations.items():
             own = events.rows[rank].start + np.flatnonzero(
@@ -145,7 +145,7 @@ class _Definitions:
         return self.registry.metric_class((moved, computed), otf2.MetricOccurrence.SYNCHRONOUS)
 
     def region(self, number: int, op: str) -> Any:
-        """Return the region of an event. Events with equal name and operation share a region."""
+        """Return the region of an event, which all events with its name and operation share."""
         key = self.names[number], op
         if key not in self.regions:
             role = getattr(self.otf2.RegionRole, _ROLES.get(op, "FUNCTION"))

@@ -43,7 +43,7 @@ def require_steps(trace: Trace) -> None:
     if len(trace.steps):
         return
     before = latest_with_steps(trace.path.parent)
-    remedy = f"steps of an earlier attempt are in {before}" if before else "train for more steps"
+    remedy = f"use the trace of an earlier attempt, {before}" if before else "train for more steps"
     raise ValueError(f"{trace.path}: no step was completed; {remedy}")
 
 

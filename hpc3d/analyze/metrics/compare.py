@@ -29,11 +29,12 @@ T95 = (
 _MODEL = ("layers", "hidden", "heads", "sequence")
 _LOAD = ("batch", *_MODEL, "setting")
 _PEERS = ("ranks", "p", "d", *_LOAD)
-_ALL = "all"  # axis and operation in the row that contains the totals
+_ALL = "all"  # value of the columns `axis` and `op` in the totals row
 _Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
-# With probability 1 - 2^(1 - n), the true median is between the extremes of n samples: 97 % for 6.
+# The true median lies between the extremes of n samples with probability 1 - 2^(1 - n), which is
+# 97 % for n = 6.
 FEWEST = 6
-CONSTANT = 0.1  # relative tolerance for equal work per rank in weak scaling
+CONSTANT = 0.1  # weak scaling: relative tolerance for the work per rank to count as equal
 
 
 # Comparison of two runs

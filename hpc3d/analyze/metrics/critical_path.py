@@ -89,7 +89,7 @@ class _Rows:
     def __init__(self, trace, calls, step):
         events, size = trace.events, len(trace.events)
         leaf, parent = np.ones(size + 1, bool), events["parent"]
-        leaf[parent] = False  # -1 (no parent) indexes the extra last entry
+        leaf[parent] = False  # a parent of -1 (none) refers to the extra last entry
         lasting = (events["step"] == step) & (own_time(trace) > 0) & ~overlapped(trace)
         self.row = rows = np.flatnonzero(leaf[:size] & lasting)
         if not len(rows):
@@ -164,7 +164,10 @@ class _Walk:
 
 
 def _described(trace, rows):
-    """Return a dict with the keys of _HOST for each row of /events, or _HOST for row -1."""
+    """Describe each row of /events by a dict with the keys of _HOST.
+
+    Row -1 represents host time and is described by _HOST itself.
+    """
     columns = []
     for key, other in _HOST.items():
         names, values = labels(trace, key), event_values(trace, key, rows).tolist()

@@ -27,15 +27,15 @@ _GROUPS = {  # configuration section -> group; "" is for the top-level keys
     **dict.fromkeys(("checkpoint", "guard", "trace", "run"), EXECUTION),
 }
 _EXCEPTIONS = {
-    # Lower precision or compression set by these keys changes the training result.
+    # These keys select reduced precision or compression, which changes the training result.
     **dict.fromkeys(("parallel.keep_dtype", "parallel.reduce_dtype"), WORK),
     **{f"parallel.compression{end}": WORK for end in ("", "_rank", "_share")},
     # These keys change the training result only by rounding errors.
     **dict.fromkeys(("name", "mesh.transport", "train.max_minutes"), EXECUTION),
     **dict.fromkeys(("train.backend", "train.cuda_graph", "train.fused_gelu"), EXECUTION),
 }
-_ALWAYS_NAMED = 2  # name the runs with the most frequent value only if there are at most this many
-_OF_MACHINE = ("hosts", "MPI", "program")  # compared entries of the report header
+_ALWAYS_NAMED = 2  # if more runs have the most frequent value of a key, they are not listed
+_OF_MACHINE = ("hosts", "MPI", "program")  # report header entries that are compared
 
 
 def group_of(key: str) -> str:
@@ -64,7 +64,7 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
 
 
 def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
-    """Describe the trace kind (measured or simulated) and all keys in `load` except SIZES.
+    """Return the trace kind (measured or simulated) and the keys in `load` except SIZES as text.
 
     The result is `None` if the load is unknown.
     """
@@ -83,7 +83,7 @@ def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
         return []
     named = [*zip(traces, labels)]
     unknown = [label for trace, label in named if configuration(trace) is None]
-    missing = f"the configuration of {' and '.join(unknown)} is unknown, so no keys are compared"
+    missing = f"the configuration of {' and '.join(unknown)} is unknown: no settings are compared"
     crowded = [f"{label}: {line}" for trace, label in named if (line := outnumbered(trace))]
     return [missing, *crowded] if unknown else crowded
 

@@ -57,7 +57,7 @@ def layout_of(trace: Trace) -> RunLayout:
 
 
 def _tensor_axes(config):
-    """Return a dict from each sharded loop dimension to the tensor axes that shard it."""
+    """Return a dict from each sharded loop dimension to the tensor-parallel axes that shard it."""
     split = config.splits["dense"]
     axes = {loop: {*getattr(split, loop).split()}.difference(_DATA) for loop in "mnk"}
     return {loop: names for loop, names in axes.items() if names}

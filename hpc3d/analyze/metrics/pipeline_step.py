@@ -66,7 +66,7 @@ def configuration(trace: Trace) -> Config | None:
         return None
     try:
         config = stored(text)
-        _ = config.splits  # this property raises an error if the loop dimensions are invalid
+        _ = config.splits  # raises an error if the loop dimensions are invalid
     except (ValueError, TypeError):
         return None
     return config
@@ -245,7 +245,7 @@ def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
     removed or changed since the run.
     """
     parallel, stages = config.parallel, config.mesh.p
-    # The first stage runs p-1 microbatches, and thus less than p steps, ahead of the last stage.
+    # The first stage is p-1 microbatches, and thus less than p steps, ahead of the last stage.
     steps = min(config.train.steps, step + 1 + stages) if is_asynchronous(config) else 1
     try:
         passes, placement = instruction_streams(
@@ -308,7 +308,7 @@ def _stage_rows(
 
 
 def _seconds(row, op):
-    """Return the total seconds of the passes of kind `op`, or `None` without passes."""
+    """Return the total time in s of the passes of kind `op`, or `None` if there are none."""
     times = [end - start for start, end, what in row if what.op == op]
     return sum(times) if times else None
 
@@ -331,7 +331,7 @@ def _panels(
         times = ideal.cost.share(config.parallel.chunks).seconds()
         present = {what.op for row in ideal.rows for *_, what in row}
         text = ", ".join(f"{op} {times[op] * 1e3:.3g} ms" for op in COMPUTE if op in present)
-        title = f"simulated: mean over stages of median times ({text}), instantaneous messages"
+        title = f"simulated: stages take mean pass times ({text}), messages are instantaneous"
         found.append((f"{title}, {_mean_idle(ideal.rows)}", spans(ideal.rows)))
     return found
 

@@ -48,6 +48,6 @@ def averaged(steady: Steady) -> str:
     if steady.attrs.get("kind") == "simulated":
         return "of the simulated step"
     if len(recorded) == 1:
-        return f"only step {steps[0]}, which is the warmup; train for more steps"
+        return f"only the warmup step {steps[0]}; train for more steps to exclude it"
     span = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-    return f"over {span}, without step {recorded[0]}, which is the warmup"
+    return f"over {span}, without the warmup step {recorded[0]}"

@@ -41,8 +41,12 @@ if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
     from hpc3d.trace.reader import Trace
 
-_UNBOUND = ("send", "broadcast", "reduce")  # operations that may end before all members arrive
-_EARLY = ("broadcast",)  # operations that may block when they are called, before their wait
+_UNBOUND = (
+    "send",
+    "broadcast",
+    "reduce",
+)  # operations that may end before all members have arrived
+_EARLY = ("broadcast",)  # operations whose call may block before the separate wait
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class CallInstances:
 
     @property
     def violation(self) -> np.ndarray:
-        """For each call, return the time in ns from its end to a later required arrival, or 0."""
+        """Return the time in ns by which each call ended before a required arrival, or 0."""
         return np.maximum(0, self.until - self.end)
 
     @property
@@ -181,7 +185,7 @@ def _broadcast_calls(events, row):
     waits = np.flatnonzero(kind[row] & (events["posted"] < events["t_start"])[row])
     both = np.concatenate([called, row[waits]])
     times = np.concatenate([events["t_start"][called], events["posted"][row[waits]]])
-    # Replace the times by their indices in sorted order: `combinations` needs small integers.
+    # `combinations` requires small integers: replace the times by their sorted index.
     _, when = np.unique(times, return_inverse=True)
     _, key = combinations([events["rank"][both], events["group"][both], when])
     _, call, end = np.intersect1d(key[: len(called)], key[len(called) :], return_indices=True)
@@ -197,9 +201,9 @@ def _times(trace, row):
 
 
 def _first_where(true, first):
-    """For each call instance, return the index of its first call for which `true` is set.
+    """Return the index of the first call of each call instance for which `true` is set.
 
-    If `true` is not set for any call of an instance, its index is the total number of calls.
+    If an instance has no such call, its index is the total number of calls.
     """
     index = np.where(true, np.arange(len(true)), len(true))
     return np.minimum.reduceat(index, first)

@@ -56,7 +56,7 @@ def _straggler(rows):
     if rows[0]["straggler"] is None:
         return "unknown", "too few steps to decide"
     if not named:
-        return "none", "no rank is significantly slower"
+        return "none", "no rank is significantly slower than the others"
     imposed = f"the other ranks wait {seconds(named[0]['imposed_s'])} per step for it"
     return f"rank {named[0]['rank']}", imposed
 
@@ -73,7 +73,7 @@ def _memory(rows):
         where = f"highest peak, on rank {most['rank']}" if len(ranks) > 1 else "peak"
         return f"{prefixed(most['all'])}B", where
     peaks = sum(value for key, value in total.items() if key != "rank")
-    return f"{prefixed(peaks)}B", "sum of the peaks of all kinds and ranks"
+    return f"{prefixed(peaks)}B", "peaks summed over all kinds and ranks"
 
 
 def _written(value, write):
@@ -96,11 +96,11 @@ def _waiting(ranks):
         f"computing with an outstanding call {percent(_mean(ranks, 'outstanding_s') / step)}"
     )
     if not any(row["wait_s"] for row in ranks):
-        return outstanding  # wait time unknown, one rank, or identical ranks in a simulated step
+        return outstanding  # waits are unknown, or 0 (one rank, or identical simulated ranks)
     return f"waiting {percent(_mean(ranks, 'wait_s') / step)}; {outstanding}"
 
 
 def _simulated(stages):
     if stages[0]["idle_share_simulated"] is None:
-        return "mean idle share of the stages"
+        return "idle share, averaged over the stages"
     return f"{percent(_mean(stages, 'idle_share_simulated'))} in the ideal schedule"

@@ -119,7 +119,7 @@ def over_runs(labels: Sequence[str]) -> tuple[TableSpec, ...]:
 
 
 def _received(labels):
-    """Return the specification of the table of received bytes, with columns for every run.
+    """Return the specification of the received-bytes table, which has columns for every run.
 
     Text tables show only the columns for the first _RUNS_SHOWN runs.
     """

@@ -32,7 +32,7 @@ def of_runs(
     if any(map(any_loss, runs)):
         yield Picture("loss", "Loss by training step", "", charts.loss(runs))
     if tables["scaling"]:
-        caption = "Composition of a step, mean over steps and ranks."
+        caption = "Step time breakdown, averaged over steps and ranks."
         yield Picture("runs", "Time of the runs", caption, charts.runs(runs))
     if tables["scaling"] and (speedup := charts.speedup(tables["scaling"])):
         caption = (
@@ -47,20 +47,19 @@ def of_run(run: RunAnalysis) -> Iterator[Picture]:
     if run.timeline:
         yield Picture("timeline", f"Step {run.step}", _shown(run.timeline), run.timeline)
     caption = (
-        "Composition of the mean step of each rank. Wait and transfer are the exposed time in"
-        " calls."
+        "Mean step time breakdown of each rank. Wait and transfer are the exposed time in calls."
     )
     yield Picture("ranks", "Time by rank", caption, charts.ranks(run))
-    caption = "Composition of a step, mean over steps and ranks. Calls are listed by mesh axis."
+    caption = "Step time breakdown, averaged over steps and ranks. Calls are listed by mesh axis."
     yield Picture("phases", "Time by phase", caption, charts.phases(run.tables["time"]))
     if run.tables["path"]:
-        caption = f"Work that determined the length of step {run.step}, without any waiting."
+        caption = f"Work that determined the time of step {run.step}. The path includes no waits."
         yield Picture("path", "Critical path", caption, charts.phases(run.tables["path"]))
     if run.tables["waits"]:
         caption = "Time in calls before (wait) and after (transfer) the last member arrives."
         yield Picture("waits", "Wait and transfer time", caption, charts.waits(run))
     if any(row["imposed_s"] for row in run.tables["stragglers"]):
-        caption = "Time that all other ranks together wait for a rank."
+        caption = "Total time that the other ranks spend waiting for a rank."
         yield Picture("stragglers", "Stragglers", caption, charts.stragglers(run))
     for number, (axis, matrix) in enumerate(run.matrices.items()):
         title = f"Bytes {along(axis)}" if axis else "Bytes between ranks"
@@ -68,14 +67,14 @@ def of_run(run: RunAnalysis) -> Iterator[Picture]:
         suffix = axis if re.fullmatch(r"\w*", axis, re.ASCII) else str(number)
         yield Picture(f"traffic-{suffix}".strip("-"), title, "", charts.traffic(matrix))
     if run.tables["crossing"]:
-        caption = "Bytes that the ranks of each host receive in a step."
+        caption = "Bytes received per step by the ranks of each host."
         yield Picture("hosts", "Bytes by host", caption, charts.host_traffic(run))
     if run.panels:
-        caption = "First rank of each stage, above the ideal schedule."
+        caption = "Measured passes on the first rank of each stage, above the ideal schedule."
         yield Picture("pipeline", f"Pipeline of {run.label}", caption, Panels(run.panels))
     if run.loads:
         caption = (
-            "Tokens routed to each expert, relative to the mean expert. White is a balanced load."
+            "Tokens routed to each expert, relative to the mean. White marks a balanced load."
         )
         yield Picture("experts", "Expert load", caption, charts.expert_loads(run.loads))
     memory = charts.memory(run)

@@ -37,7 +37,7 @@ _SCRIPTS = ("state.js", "steps.js", "timeline.js", "tables.js")
 class Shown(NamedTuple):
     """Figure on the HTML page.
 
-    `placeholder` is the HTML element of the interactive plot, or "" without one. `image` is
+    `placeholder` is the HTML element of the interactive plot, or "" if there is none. `image` is
     the data URL of the image for printing.
     """
 

@@ -20,17 +20,18 @@ _MEANS = (
     " steps except the first one, if there are others."
 )
 _NOTES = {
-    "pipeline": "Step {step}, on the first rank of each stage. The simulated columns are the ideal"
-    " schedule. In flight: microbatches and chunks from the start of F to the end of B.",
-    "bubble": "Step {step}: idle time before the first backward pass, in between, and after the"
-    " last forward pass.",
-    "path": "Work that determined the length of step {step}.",
+    "pipeline": "Passes of step {step} on the first rank of each stage. Simulated columns refer"
+    " to the ideal schedule. A microbatch is in flight on a model chunk from the start of its"
+    " forward pass F to the end of its backward pass B or BW.",
+    "bubble": "Idle time in step {step}: before the first backward pass, after the last forward"
+    " pass, and in between.",
+    "path": "Sequence of work across ranks that determined the time of step {step}.",
 }
 
 
 def page(report: Report) -> str:
     """Return the report as Markdown text."""
-    sections = ["# Report", _MEANS, *_listed("Before these runs are compared:", report.notes)]
+    sections = ["# Report", _MEANS, *_listed("Limits of this comparison:", report.notes)]
     for group, keys in report.differing.items():
         title = f"Differences in {GROUPS[group]}:"
         sections += _listed(title, [f"{key}: {text}" for key, text in keys.items()])
@@ -78,5 +79,5 @@ def _section(level, spec, rows, step=None):
     rest = [f"{more} more rows are in tables/{spec.name}.csv."] if more else []
     narrow = spec.narrowed()
     if narrow.fields != spec.fields:
-        rest.append(f"The columns of the other runs are in tables/{spec.name}.csv.")
+        rest.append(f"The columns for the other runs are in tables/{spec.name}.csv.")
     return [f"{level} {spec.title}", *note, markdown(narrow.known(shown), shown), *rest]

@@ -96,7 +96,7 @@ def _ticks(times, tick):
 
 
 def _small(values):
-    """Convert an array to the smallest type of JavaScript arrays that can hold its values."""
+    """Convert an array to the smallest JavaScript typed-array type that can hold its values."""
     if values.dtype.kind == "f":
         return values.astype("f4")
     bounds = (int(values.min(initial=0)), int(values.max(initial=0)))

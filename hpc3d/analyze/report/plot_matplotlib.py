@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 7.2  # figure width in inches
-_NARROW = 48  # maximum number of vertical bars that are drawn separately
+_NARROW = 48  # maximum number of vertical bars that are drawn with gaps between them
 
 
 def save(figure: Figure, path: Path) -> None:

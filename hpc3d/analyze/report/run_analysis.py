@@ -69,11 +69,11 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _NO_COMMON_TIME = (
-    "wall-clock time, because each rank measured its own CPU time (trace.clock): tokens/s, FLOP/s,"
+    "wall-clock times: each rank measured its own CPU time (trace.clock), so tokens/s, FLOP/s,"
     " MFU, scaling, differences between runs, waits, stragglers, the critical path, the rates of"
     " collectives, the timeline and the pipeline stages are not available"
 )
-_DROPPED = "events of {ranks}, which were dropped: only the step, loss and memory tables are valid"
+_DROPPED = "dropped events of {ranks}, so only the step, loss and memory tables are valid"
 
 
 @dataclass(frozen=True)
@@ -338,11 +338,11 @@ def _wait_warnings(calls, tables):
     worst = max((row["worst_s"] for row in tables["waits"]), default=0)
     if partial:
         yield (
-            f"the calls of some members of {partial} collectives and messages, whose waits may be"
-            " longer than reported"
+            f"calls of some members in {partial} collectives and messages, where ranks may have"
+            " waited longer than reported"
         )
     if early:
         yield (
-            f"synchronized clocks: {early} calls ended before a required member arrived, by up to"
-            f" {worst * 1e6:.0f} us"
+            f"synchronized clocks: {early} calls ended up to {worst * 1e6:.0f} us before a"
+            " required member arrived"
         )

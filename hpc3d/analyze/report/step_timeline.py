@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 EVENTS = 100_000  # maximum number of events of one step on an HTML page
 OTHERS = 400_000  # maximum total number of events of all other steps on the page
-_STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of steps; minimum event limit per step
+_STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of timelines, lowest event limit of each
 
 _KIND_INDEX = {kind: number for number, kind in enumerate(KINDS)}
 DETAILS = (
@@ -104,7 +104,7 @@ def timeline(
     columns |= {key: event_values(trace, key, rows) for key in ("rank", "stream", *DETAILS)}
     axes = list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
     if prod(size for _, size in axes) != trace.attrs["world_size"]:
-        axes = []  # stages have different numbers of replicas, so there are no mesh coordinates
+        axes = []  # no mesh coordinates exist if stages have different numbers of replicas
     axes, names = sanitized_tree((axes, names))
     extents = _extents(trace, step, shown)
     return Timeline(

@@ -5,97 +5,98 @@ numbers are computed.
 """
 
 GENERAL = """\
-A training step has three parts: the forward pass computes the loss, the backward pass computes
-its gradient with respect to every weight, and the optimizer updates the weights.
+A training step has three parts: the forward pass computes the loss, the backward pass computes its
+gradient with respect to every weight, and the optimizer updates the weights.
 
-Times, calls and bytes are means over the ranks and steps of a run, unless a table has one row
-per rank or step or its heading says median. Averages exclude the first recorded step, which is
-the warmup, if there are other steps. The list at the top of a run names the steps of its
-averages. Losses, the work between steps and the memory peaks cover all steps.
+Times, calls and bytes are means over the ranks and steps of a run, unless a table has one row per
+rank or step or its heading says median. Averages exclude the first recorded step, which is the
+warmup, if there are other steps. The list at the top of each run states which steps are averaged.
+Losses, the work between steps and the memory peaks cover all steps.
 
 A dash marks an unknown value. Nested events are not counted twice: the time of a pass or call
-excludes the events inside it. The files in tables/ contain the same numbers in seconds, bytes
-and floating-point operations (FLOP), without prefixes."""
+excludes the events inside it. The files in tables/ contain the same numbers in seconds, bytes and
+floating-point operations (FLOP), without prefixes."""
 
 MEANING = {
     "runs": """\
-`step [ms]` is the median step time of the slowest rank, with the quartiles `25 % [ms]` and
-`75 % [ms]`. `tokens/s` is the number of tokens per step divided by this median. `communication`
-is the share of the ranks' time in calls: collectives and messages. `received [B]` is the number
-of bytes that a rank receives in a step with bandwidth-optimal algorithms.
+`step [ms]` is the median step time of the slowest rank, with the quartiles `25 % [ms]` and `75 %
+[ms]`. `tokens/s` is the number of tokens per step divided by this median. `communication` is the
+share of the step time spent in calls (collectives and messages). `received [B]` is the number of
+bytes that a rank receives in a step with bandwidth-optimal algorithms.
 
-`loss [nat]` is the loss of the last step that all runs have, `loss after step`. The `max loss
-difference [nat]` to the first run, over all steps, shows whether two layouts train the same
-model.""",
+`loss [nat]` is the loss after the last step that all runs have in common, `loss after step`. The
+`max loss difference [nat]` from the first run, over all common steps, shows whether two layouts
+train the same model.""",
     "received": """\
-Bytes that a rank receives in a step of each run along a mesh axis, with bandwidth-optimal
-algorithms. `difference` is relative to the first run. `time [ms]` is the time of a rank in these
-calls. The CSV file numbers the runs from 1, as in bytes_2.""",
+Bytes that a rank receives per step along each mesh axis, with bandwidth-optimal algorithms.
+`difference` is relative to the first run. `time [ms]` is the time per step that a rank spends in
+these calls. In the CSV file, the columns are numbered by run, starting from 1, as in bytes_2.""",
     "scaling": """\
 `forward [ms]` and `backward [ms]` are the mean time of a rank in its forward and backward passes,
-over all microbatches. The `average step time [ms]` is their sum divided by `batch`, the number
-of sequences per step, as defined in arXiv:2105.14450. It excludes the messages between pipeline
+over all microbatches. The `average step time [ms]` is their sum divided by `batch`, the number of
+sequences per step, as defined in arXiv:2105.14450. It excludes the messages between pipeline
 stages, the gradient reduction over replicas and the optimizer. `tokens/s` and `tokens/s per rank`
 refer to complete steps.
 
 `scaling` is strong if a run does the same work as the first run, and weak if each rank does as
 much work as a rank of the first run (parameters of the blocks times tokens, within 10 %). It is
-other in all other cases, such as different models, number types or optimizers. In strong scaling,
-`speedup` is the step time of the first run divided by that of this run. In weak scaling, it is
-the ratio of the FLOP/s. It is blank for any other work. Its 95 % confidence interval is `from` to
-`to` (ratio of the medians of at least 6 steps, assumed independent). `efficiency` is the speedup
+other in all other cases, such as different models, data types or optimizers. In strong scaling,
+`speedup` is the step time of the first run divided by that of this run. In weak scaling, it is the
+ratio of the FLOP/s. It is blank for any other work. Its 95 % confidence interval is `from` to `to`
+(ratio of the medians of at least 6 steps, assumed independent). `efficiency` is the speedup
 divided by the ratio of the rank counts.""",
     "gains": """\
 `tensor parallelism` is the number of dimensions in which the matrix products are sharded. `over
 1-D` is the `average step time [ms]` of the best 1-D run divided by that of this run. Both runs
-have the same model, batch, number type, optimizer, and number of ranks, stages and replicas.
-`over 2-D` is the ratio to the best 2-D run. arXiv:2105.14450 reports 2.32 and 1.57 for 3-D on 64
-ranks. `step over 1-D` and `step over 2-D` are the same ratios of `step [ms]`, the complete step
-of the slowest rank, including the optimizer. `from` and `to` after a ratio are its 95 %
-confidence interval, as for the speedup.""",
+have the same model, batch, data type, optimizer, and number of ranks, stages and replicas. `over
+2-D` is the same ratio for the best 2-D run. arXiv:2105.14450 reports 2.32 and 1.57 for 3-D on 64
+ranks. `step over 1-D` and `step over 2-D` are the same ratios of `step [ms]`, the complete step of
+the slowest rank, including the optimizer. `from` and `to` after a ratio are its 95 % confidence
+interval, as for the speedup.""",
     "differences": """\
-Time of a step in the first run and in this run, by category, phase, axis and operation. The
-`difference [ms]` is between `from [ms]` and `to [ms]` with 95 % confidence (Welch's interval over
-the steps, assumed independent).""",
+Time of a step in the first run and in this run, by category, phase, axis and operation. The 95 %
+confidence interval of the `difference [ms]` extends from `from [ms]` to `to [ms]` (Welch's
+interval; steps are assumed to be independent).""",
     "step": """\
 `min [ms]`, `25 % [ms]`, `median [ms]`, `75 % [ms]` and `max [ms]` are quantiles over the averaged
-`steps`, which have the indices `from` to `to`. The time of a step is that of its slowest rank.
+`steps`, which have the indices `from` to `to`. The time of a step is the time of its slowest rank.
 `forward [ms]` and `backward [ms]` are the mean time of a rank in these passes. They include the
 calls inside a pass, but not the messages between stages, the gradient reduction over replicas and
 the optimizer. `tokens/s` is the number of tokens per step divided by the median. `communication`
-is the share of the ranks' time in calls.""",
+is the share of the step time spent in calls.""",
     "efficiency": """\
 `model [FLOP]` is the number of floating-point operations that a step of this model requires, by
 equation 7 of arXiv:2205.05198: 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)) for B sequences of s
-tokens, L layers of width h and a vocabulary of V. Other model families have an equivalent
-formula. A token counts only the experts that it is routed to. `recorded [FLOP]` is the number of
-operations in the recorded matrix products and attention. It is larger than the model FLOP with
-recomputation, a padded vocabulary or unused expert capacity. It is smaller if tokens are dropped
-or if attention skips masked chunks, because `model [FLOP]` includes the masked half of the
-attention matrix. `model [FLOP/s]` and `recorded [FLOP/s]` divide these numbers by the median step
-time. `MFU` and `HFU` divide these rates by the peak rate of all ranks (--peak): the utilization of
-the hardware by the model, and by all recorded operations.""",
+tokens, L layers of width h and a vocabulary of V. Other model families have an equivalent formula.
+A token counts only the experts that it is routed to. `recorded [FLOP]` is the number of operations
+in the recorded matrix products and attention. It is larger than the model FLOP with recomputation,
+a padded vocabulary or unused expert capacity. It is smaller if tokens are dropped or if attention
+skips masked chunks, because `model [FLOP]` includes the masked half of the attention matrix.
+`model [FLOP/s]` and `recorded [FLOP/s]` divide these numbers by the median step time. `MFU` and
+`HFU` divide these rates by the peak rate of all ranks (--peak): the utilization of the hardware by
+the model, and by all recorded operations.""",
     "prediction": """\
-Prediction of python -m hpc3d.simulate for this run, and the measured value. If `predicted /
-measured` is below 1, the run needed more than predicted. step_s is the median step time of the
-slowest rank [s]. peak_KIND_bytes is the highest peak of one kind of memory on a rank [B].""",
+Values predicted by python -m hpc3d.simulate for this run, and the measured values. If `predicted /
+measured` is below 1, the run needed more time or memory than predicted. step_s is the median step
+time of the slowest rank [s]. peak_KIND_bytes is the highest peak of one kind of memory on a rank
+[B].""",
     "loss": """\
 Mean loss per token after each step, and the `gradient norm` before clipping.""",
     "evaluation": """\
-Evaluation of the model on held-out text: the mean loss of the evaluated `tokens`, the
-`perplexity` exp(loss), and the `accuracy`, which is the share of tokens to which the model
-assigns the highest probability. The `time [ms]` of an evaluation is not part of a step.""",
+Evaluation of the model on held-out text: the mean loss of the evaluated `tokens`, the `perplexity`
+exp(loss), and the `accuracy`, which is the share of tokens to which the model assigns the highest
+probability. The `time [ms]` of an evaluation is not part of a step.""",
     "time": """\
-Composition of the mean step, in `time [ms]`. `category` is the activity of a rank: compute, comm
+Breakdown of the mean step time, `time [ms]`. `category` is the activity of a rank: compute, comm
 (waiting for the result of a call), copy (a call with a deferred wait), optimizer, or io (reading
 the text). unrecorded is the part of the step without any event. `phase` is the part of the step,
-`axis` the mesh axis of a call, and `operation` the computation or call. Bytes count once, as
-`received [B]` of the receiver. `rate [FLOP/s]` is the rate of one rank.""",
+`axis` the mesh axis of a call, and `operation` the computation or call. Bytes are counted only at
+the receiver, as `received [B]`. `rate [FLOP/s]` is the rate of one rank.""",
     "between": """\
-Work of the ranks between steps, which no step time includes. snapshot copies the state, which a
-thread then writes in the background; checkpoint is the time that a rank waits until a checkpoint
-is on disk. `count` is the number of times per rank, `mean [ms]` and `longest [ms]` are the
-durations of one, and `total [ms]` is the sum per rank.""",
+Work of the ranks between steps, which is not included in the step times. snapshot copies the
+state, which a thread then writes in the background; checkpoint is the time that a rank waits until
+a checkpoint is on disk. `count` is the number of occurrences per rank, `mean [ms]` and `longest
+[ms]` are the mean and maximum duration, and `total [ms]` is the total time per rank.""",
     "layers": """\
 Time of a step by Transformer layer. The row without a layer number contains the embedding, head,
 loss and optimizer.""",
@@ -105,55 +106,56 @@ loss and optimizer.""",
 [ms]` (calls with a deferred wait), `other [ms]` (such as reading data) and `unrecorded [ms]`.
 
 `outstanding call [ms]` is the part of `compute [ms]` during which the rank had posted a call
-without waiting for it yet. The call may have completed long before, so this is an upper bound of
+without waiting for it yet. The call may have completed long before, so this is an upper bound on
 the communication hidden by computation.""",
     "imbalance": """\
-Compute time of the busiest rank and of the mean rank. Their ratio, `max / mean`, is 1 if the load
-is balanced.""",
+Compute time of the busiest rank, and mean over all ranks. Their ratio, `max / mean`, is 1 if the
+load is balanced.""",
     "waits": """\
-A rank is `blocked [ms]` from the start of its wait for a call until it has the result. `wait
-[ms]` is the part before the last member arrives, and `transfer [ms]` the part after. A broadcast
-waits only for its root. Violations are calls that ended before a required member arrived. They
-show that the clocks of two hosts disagree by at least `worst [us]`.""",
+A rank is `blocked [ms]` from the start of its wait for a call until it has the result. `wait [ms]`
+is the part before the last member arrives, and `transfer [ms]` the part after. A broadcast waits
+only for its root. Violations are calls that ended before a required member arrived. They show that
+the clocks of two hosts disagree by at least `worst [us]`.""",
     "stragglers": """\
-`arrives last` is the number of `calls`, collectives and messages, at which a rank arrived last.
+`arrives last` is the number of `calls` (collectives and messages) at which a rank arrived last.
 `imposed wait [ms]` is the time per step that all other ranks wait for it. A rank may be late
-because it waited for another rank; the critical path shows this. `busy [ms]` is the median step
-time that the rank is not blocked in calls. A rank is a `straggler` if both conditions hold: it has
-the longest busy time in significantly more steps than expected by chance (5 % level), and its busy
-time exceeds the median of the other ranks by at least 1 % of a step. A dash means that there are
-too few steps to decide.""",
+because it waited for another rank; the critical path shows this. `busy [ms]` is the median time
+per step during which the rank is not blocked in calls. A rank is a `straggler` if both conditions
+hold: it has the longest busy time in significantly more steps than expected by chance (5 % level),
+and its busy time exceeds the median of the other ranks by at least 1 % of a step. A dash means
+that there are too few steps to decide.""",
     "path": """\
-Critical path of the step: the sequence of work across ranks that determined its length. It
-contains no waiting. To shorten the step, some work on it must become faster. host is time between
-two events.""",
+Critical path of the step: the sequence of work across ranks that determined the step time. The
+path contains no waiting. The step becomes shorter only if work on this path becomes faster. host
+is time between two events.""",
     "collectives": """\
 `median [us]` is the time from the arrival of the last member to the end of the call. `size [B]` is
 the size of the complete array, `algbw [B/s]` the size divided by the time, and `busbw [B/s]` is
-algbw times (n-1)/n for n members, or 2(n-1)/n for all-reduce: the rate of the link of each member
-(nccl-tests). `deferred wait` is the share of calls in which a rank did other work before it waited
-for the result; the recorded end may then be late.""",
+algbw times (n-1)/n for n members, or 2(n-1)/n for all-reduce: the bandwidth used on each member's
+link (nccl-tests). `deferred wait` is the share of calls in which a rank did other work before it
+waited for the result; the recorded end may then be late.""",
     "traffic": """\
-Bytes per step from rank to rank, independent of the route that the library takes. The root sends
-a broadcast and receives a reduction. In other collectives, all members send equal shares.""",
+Bytes sent per step from each rank to each other rank, regardless of the route chosen by the MPI
+library. The root is the only sender of a broadcast and the only receiver of a reduction. In other
+collectives, all members send equal shares.""",
     "crossing": """\
-Totals per step over the ranks of a host: calls with ranks of other hosts, `received [B]` by the
-formulas of the trace, and the part that comes `from other hosts [B]`. `through NICs [B]` is the
-number of bytes that the NIC of the host receives. If a group has the same number of ranks on each
-of its h hosts, large blocks enter a host once and are then distributed inside it. An all-gather or
-reduce-scatter thus receives (h-1)/h of the complete block, an all-reduce twice as much, and a
-broadcast or reduction one block. Other groups communicate as in MPI: at most, every rank receives
-its data separately.""",
+Totals per step over the ranks of a host: the number of calls with ranks on other hosts, the bytes
+`received [B]` (computed as in the trace), and the bytes received `from other hosts [B]`. `through
+NICs [B]` is the number of bytes that the NIC of the host receives. If a group has the same number
+of ranks on each of its h hosts, large blocks enter a host once and are then distributed inside it.
+An all-gather or reduce-scatter thus receives (h-1)/h of the complete block, an all-reduce twice as
+much, and a broadcast or reduction one block. For other groups, the number is an upper bound, for
+which every rank receives its data separately.""",
     "crossing_pairs": """\
-Bytes per step from host to host, summed over the ranks of each host. The diagonal is the traffic
-inside a host.""",
+Bytes sent per step from each host to each other host, summed over their ranks. The diagonal is the
+traffic within a host.""",
     "pipeline": """\
 Time of a stage in its forward passes, `F [ms]`, and in its backward passes: `BW [ms]` is the full
 backward pass; a split backward pass has `B [ms]` for the input gradient and `W [ms]` for the
 weight gradients. `idle` is the share of the time between the first and the last pass of all stages
 in which this stage runs no pass. `idle, simulated` is the same share for the ideal schedule, with
-instantaneous messages and identical stages. `in flight` is the maximum number of microbatches
-that await their backward pass.""",
+instantaneous messages and identical stages. `in flight` is the maximum number of microbatches that
+await their backward pass.""",
     "bubble": """\
 Idle time of a stage, in three parts: `warmup [ms]` before its first backward pass, `drain [ms]`
 after its last forward pass, and `steady [ms]` in between. `all passes [ms]` is the time from the
@@ -167,30 +169,30 @@ that would remain with a balanced load. `unused [FLOP]` is the number of operati
 unused slots, forward and backward. `wait along e [ms]` is the mean wait of a rank in dispatch and
 combine, and `share of step` its share of the step time. Ranks wait longest `for rank`, which owns
 `experts` in every layer. `load` is the number of tokens in the slots of these experts relative to
-the mean expert. If it is close to 1, the load is not the reason for the wait.""",
+the mean over all experts. If it is close to 1, the load is not the reason for the wait.""",
     "experts": """\
 Totals over the averaged steps: the `share of tokens` routed to an expert, and its `load`, which is
 this share times the number of experts (1 with a balanced load). `dropped` is the share of its
-tokens that exceeded the capacity, and `unused capacity` the share of its empty slots.""",
+tokens that exceeded the capacity, and `unused capacity` the share of its slots that are empty.""",
     "routers": """\
 Expert load of each layer in each step: the highest load, `max / mean`, of the `busiest expert`,
-and the lowest load, `min / mean`. `dropped` is the share of all routed tokens, and `unused
-capacity` the share of all slots. `balance loss [nat]` and `z loss [nat]` are the auxiliary losses
-per token, including their factors. The balance loss divided by model.balance_loss is 1 if the load
-is balanced.""",
+and the lowest load, `min / mean`. `dropped` is the dropped share of all routed tokens, and `unused
+capacity` the unused share of all slots. `balance loss [nat]` and `z loss [nat]` are the auxiliary
+losses per token, including their factors. The balance loss divided by model.balance_loss is 1 if
+the load is balanced.""",
     "exchanges": """\
 Dispatch sends tokens to the experts of other ranks, and combine returns the results. The backward
 pass sends gradients in the opposite direction and starts with the combine. `received [B]` does not
 depend on the load, because unused slots are also sent. `blocked [ms]` is the sum of `wait [ms]`
 and `transfer [ms]`, as for all calls.""",
     "memory": """\
-Highest peak of each kind of array over all steps, including the first one, and the rank that has
-it. The kind all is the total of a rank at one time, which decides whether a run fits in memory.
-The peaks of different kinds may occur at different times, so their sum is an upper bound.""",
+Highest peak of each kind of memory over all steps, including the first one, and the rank on which
+it occurred. The kind all is the total memory of a rank, whose peak decides whether a run fits. The
+peaks of different kinds may occur at different times, so their sum is an upper bound.""",
     "memory_ranks": """\
-Highest peak of each kind on each rank. The last row is the sum over the ranks.""",
+Peak of each kind of memory on each rank. The last row is the sum over the ranks.""",
     "copies": """\
 Offload copies per rank and step: `direction` offload is a copy to the offload memory, and fetch a
 copy back. `exposed [ms]` is the time that the rank is blocked. It equals the full time if the rank
-copies, and the wait time if its device copies in parallel with the computation.""",
+itself copies, and the wait time if its device copies in parallel with the computation.""",
 }

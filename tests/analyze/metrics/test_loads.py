@@ -44,7 +44,7 @@ def test_report_lists_configuration_differences_before_the_comparison(tmp_path, 
     }
     assert [row["speedup"] for row in found["scaling"]] == [1, None]
     text = (tmp_path / "out" / "report.md").read_text()
-    assert f"Before these runs are compared:\n\n* {found['notes'][0]}\n" in text
+    assert f"Limits of this comparison:\n\n* {found['notes'][0]}\n" in text
     assert f"* train.batch: 192 in {three}; 96 in {flat}\n" in text
 
 

@@ -23,12 +23,12 @@ def run_of(path, steps, **attributes):
 @pytest.mark.parametrize(
     ("steps", "kept", "said"),
     [
-        ([0], [90], "only step 0, which is the warmup; train for more steps"),
-        ([0, 1], [10], "over step 1, without step 0, which is the warmup"),
+        ([0], [90], "only the warmup step 0; train for more steps to exclude it"),
+        ([0, 1], [10], "over step 1, without the warmup step 0"),
         (
             [4, 5, 6],  # of a run that went on, on other ranks
             [10, 10],
-            "over steps 5 to 6, without step 4, which is the warmup",
+            "over steps 5 to 6, without the warmup step 4",
         ),
     ],
 )

@@ -154,6 +154,6 @@ WITHOUT_RANK_1 = [
     CUT_OFF[0],
     "rank 1: no segment",
     *CUT_OFF[2:],
-    "the calls of some members of 5 collectives and messages, whose waits may be longer than"
+    "calls of some members in 5 collectives and messages, where ranks may have waited longer than"
     " reported",
 ]

@@ -72,9 +72,7 @@ def test_step_memory_and_loss_tables(run, capsys):
         {"kind": "activation", "peak": 5000, "rank": 0},
     ]
     assert [row["loss"] for row in result["loss"]] == [4.0, 3.5, 3.25]
-    assert result["about"]["averages"] == (
-        "over steps 1 to 2, without step 0, which is the warmup"
-    )
+    assert result["about"]["averages"] == ("over steps 1 to 2, without the warmup step 0")
 
 
 def test_run_with_one_step_reports_the_warmup_step(tmp_path, capsys):
@@ -83,7 +81,7 @@ def test_run_with_one_step_reports_the_warmup_step(tmp_path, capsys):
     assert (step["steps"], step["first"], step["last"]) == (1, 0, 0)
     assert step["step_s_median"] == pytest.approx(9.3e-3)
     assert result["about"]["averages"] == (
-        "only step 0, which is the warmup; train for more steps"
+        "only the warmup step 0; train for more steps to exclude it"
     )
 
 

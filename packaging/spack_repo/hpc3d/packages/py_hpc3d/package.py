@@ -5,7 +5,7 @@ from spack_repo.builtin.build_systems.python import PythonPackage
 
 
 class PyHpc3d(PythonPackage):
-    """Training Transformers on a cube of MPI ranks: 1-D, 2-D, 2.5-D and 3-D in one algebra."""
+    """Training Transformers on a cube of MPI ranks: 1-D, 2-D, 2.5-D and 3-D tensor parallelism."""
 
     license("MIT")
 
