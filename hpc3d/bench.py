@@ -2,27 +2,30 @@
 
     python -m hpc3d.bench NAME ... [--rounds N] [--machine FILE] [--out DIR] [--json]
 
-    overhead   a step on 64 ranks compared with one rank on all cores
-    step       a step on one rank and one thread compared with the same model in eager torch
-    trace      a step with and without tracing
-    overlap    the gradient reduction along d during and after the backward pass
+    overhead   step time on 64 ranks, compared with one rank on all cores
+    step       step time on one rank with one thread, compared with the same model in eager PyTorch
+    trace      step time with and without tracing
+    overlap    step time with the gradient reduction along d during and after the backward pass
     schemes    loss and bytes of four schemes on 64 ranks, in one figure
     guards     the cost of checking products, messages and replicas, on 1, 8 and 64 ranks
 
-    calls      collectives of hpc3d and of MPI by message size: `mpirun -np N python -m hpc3d.bench
-               calls`, without other names
+    calls      time of the collectives of hpc3d and of MPI by message size; run it separately:
+               mpirun -np N python -m hpc3d.bench calls
 
     calibrate  measure this machine with runs on up to 8 ranks, for `--machine this-machine`;
                --check also predicts and measures the steps of 12 other runs
     plans      plans of torch modules from a profile of this machine, on 1 and 2 ranks: predicted
                and measured steps, and whether the chosen plan is the fastest
-    findings   when a pipeline is faster than replicas, cost of a poor partition, message sizes,
-               waiting and transfer: tables, and figures in DIR/findings
-    published  steps of Megatron-LM on A100 (arXiv:2205.05198, arXiv:2104.04473)
-    speedups   speedups of 3-D over 1-D and 2-D on 64 V100 (arXiv:2105.14450)
-    vtrain     the published rows of vTrain (arXiv:2312.12391), a tenth of them for calibration
+    findings   tables and figures (in DIR/findings) on pipelines compared with replicas, on poor
+               partitions, on message sizes, and on wait and transfer times
+    published  predicted and published step times of Megatron-LM on A100 (arXiv:2205.05198,
+               arXiv:2104.04473)
+    speedups   predicted and published speedups of 3-D over 1-D and 2-D on 64 V100
+               (arXiv:2105.14450)
+    vtrain     predicted and published step times of vTrain (arXiv:2312.12391); a tenth of the
+               published rows is used for calibration
     partition  RaNNC's experiments on 32 V100 (arXiv:2103.16063): BERT and ResNet of many sizes,
-               planned by hpc3d and by others; takes tens of minutes, and a few with --quick
+               partitioned by hpc3d and by others; takes tens of minutes, or a few with --quick
 
 Ratios are medians of pairs of consecutive runs. Single times are not meaningful on a busy machine.
 """
@@ -60,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.names == ["calls"]:
         return launch.run("bench", lambda job: _benchmark("calls")(job, options))
-    if _SINGLE & {*options.names}:  # must be set before NumPy is loaded
+    if _SINGLE & {*options.names}:  # NumPy reads these variables when it is loaded
         os.environ |= dict.fromkeys(environment.THREAD_VARIABLES, "1")
     return run("bench", lambda: _measure(options))
 
@@ -88,12 +91,12 @@ def parser() -> Parser:
         type=positive,
         default=0,
         metavar="N",
-        help="number of pairs of runs (default: a few)",
+        help="number of pairs of runs (default: depends on the benchmark)",
     )
     add(
         "--out", default="results", metavar="DIR", help="folder for the figures (default: results)"
     )
-    add("--machine", metavar="NAME|FILE", help="machine to predict, or output file of calibrate")
+    add("--machine", metavar="NAME|FILE", help="machine to predict, or output of calibrate")
     add("--transport", default="auto", help="calibrate: value of mesh.transport for the runs")
     add("--check", action="store_true", help="calibrate: also predict and measure other runs")
     add("--quick", action="store_true", help="partition: plan only a few of the models")
@@ -106,7 +109,7 @@ class Names(argparse.Action):
 
     def __call__(self, parser, options, names, option=None):
         if "calls" in (names or ()) and len(names) > 1:
-            parser.error("calls runs on the ranks of mpirun; run it without other names")
+            parser.error("calls is started with mpirun; run it without other benchmarks")
         options.names = names
 
 

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _act(options: Namespace, settings: Sequence[str]) -> int:
     if settings and options.work is not _begin:
-        raise ValueError(f"{settings[0]}: only import takes settings; see --help")
+        raise ValueError(f"{settings[0]}: only import accepts configuration keys; see --help")
     found = options.work(options, settings)
     if options.json:
         print(json.dumps(found))
@@ -68,19 +68,19 @@ def parser() -> Parser:
         return one
 
     verb("show", show, "print the step, the layout, the tensors and the size of checkpoints")
-    verb("verify", verify, "verify the SHA-256 of files, and that no tensor has gaps or overlaps")
+    verb("verify", verify, "verify file checksums, and that tensors have no gaps or overlaps")
     files = "FOLDER|FILE.safetensors"
     text = (
-        "export the parameters as a GPT-2, BERT, Llama, Qwen2 or Mixtral model of transformers: "
-        "a folder with config.json, model.safetensors and the tokenizer of the run, or only a "
-        "safetensors file"
+        "export the parameters as a Hugging Face Transformers model (GPT-2, BERT, Llama, Qwen2 or "
+        "Mixtral): a folder with config.json, model.safetensors and the tokenizer of the run, or "
+        "a single safetensors file"
     )
     out = verb("export", export, text, output=files)
     out.add_argument("--force", action="store_true", help="replace an existing export")
     text = (
-        "create a run from a GPT-2, BERT, Llama or Qwen2 model of transformers, or from a "
-        "Mistral or Mixtral model without a sliding window; `train --resume RUN_DIR` continues it "
-        "on any layout; keys of the run, such as --data.path, are options as for train"
+        "create a run from a Hugging Face Transformers model: GPT-2, BERT, Llama, Qwen2, or "
+        "Mistral or Mixtral without a sliding window; `train --resume RUN_DIR` trains it on any "
+        "layout; configuration keys, such as --data.path, are options as for train"
     )
     usage = f"%(prog)s {files} -o RUN_DIR [--section.key value ...] [--allow-nonfinite] [--json]"
     begin = verb("import", _begin, text, source=files, output="RUN_DIR", usage=usage)
@@ -137,7 +137,7 @@ def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
 
 
 def _print_tensors(found: Mapping[str, Any]) -> None:
-    """Print a table of the tensors in a checkpoint, with one row for equal tensors of all layers.
+    """Print a table of the tensors in a checkpoint; equal tensors of all layers share a row.
 
     Tensors are equal if their names differ only in the layer, and shapes, types and kinds agree.
     """
@@ -157,7 +157,7 @@ def _print_tensors(found: Mapping[str, Any]) -> None:
 
 
 def verify(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
-    """Verify all data of the checkpoints; in the result, `whole` is True if all are complete."""
+    """Verify all data of the checkpoints; `whole` in the result is True if there is no damage."""
     from hpc3d.checkpoints.inspect import checkpoints, problems
 
     found = []
@@ -187,7 +187,7 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     files = [] if alone else run_tokenizer.export(opened.folder, options.output)
     written = {hf_export.WEIGHTS, *([] if module else [hf_export.CONFIG]), *files}
     for path in earlier:
-        if path.name not in written:  # left by an earlier export
+        if path.name not in written:  # obsolete file of an earlier export
             path.unlink()
     count = sum(map(prod, shapes.values()))
     print(sanitized(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))

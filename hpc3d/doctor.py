@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.trace.clock import Clocks
 
-_EXITS = "exit codes: 0 no check FAILs, 2 invalid input, 3 a check FAILs"
+_EXITS = "exit codes: 0 no check failed, 2 invalid input, 3 a check failed"
 _STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 _JSON = """\
 print one JSON object on the last line: the worst verdict, and findings (verdict, subject, text,
 remedy, printed)"""
-# Excerpt of the error message if ranks cannot be started -> remedy.
+# Dict from an excerpt of the error message of a failed launch to a remedy.
 _SAID = {
     "as root": f"run export {mpi_library.CONSENT[0]}=1 {mpi_library.CONSENT[1]}=1",
     "not enough slots": "use mpirun --oversubscribe; in a job, request more tasks",
@@ -48,8 +48,8 @@ _SAID = {
     "cannot open shared object": "load the modules that were loaded when hpc3d was installed",
     "No module named": "with this Python, run python -m pip install -e . in the source folder",
     "No space left": "free space in the folder TMPDIR, or set TMPDIR to another folder",
-    "listener thread failed to start": "remove ompi.*, left by killed jobs, in TMPDIR or /tmp",
-    "PMI": "use the mpirun of the MPI library; in Slurm, see srun --mpi=list",
+    "listener thread failed to start": "remove ompi.*, left by killed jobs, from TMPDIR or /tmp",
+    "PMI": "use the mpirun of the MPI library, or a PMI of srun --mpi=list",
 }
 _ONE_RANK = """\
 from hpc3d.runtime.environment import mpi_environment
@@ -59,14 +59,14 @@ with mpi_environment():
 _BY_HAND = "for more output, run mpirun -np 2 python -m hpc3d.doctor"
 _SHOWN = 8  # maximum number of output lines that are shown
 _CLOCKS_APART = 1  # largest acceptable clock difference between hosts in s
-_INSTALL_H5PY = "if the message names a filter, reinstall h5py from pip's wheel"
+_INSTALL_H5PY = "if the message mentions a filter, reinstall h5py from its wheel on PyPI"
 _HANGS = """\
 select an interface that all hosts can use: --mca btl_tcp_if_include NAME (Open MPI), FI_TCP_IFACE
 (MPICH); or check that the host name has an address: getent hosts $(hostname)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the checks and print the findings; return 3 if a check FAILs."""
+    """Run the checks and print the findings; return 3 if a check fails."""
     options = _parsed(argv)
     if not _started():
         return run("doctor", lambda: _conclude(told(_alone(options)), options))
@@ -94,7 +94,7 @@ def _parsed(argv: Sequence[str] | None) -> Namespace:
     ours = parser()
     options = ours.parse_args(argv)
     if options.together and not _started():
-        ours.error("--together is for ranks: mpirun -np N python -m hpc3d.doctor --together")
+        ours.error("--together requires mpirun -np N python -m hpc3d.doctor --together")
     return options
 
 
@@ -124,7 +124,7 @@ def _seconds(text: str) -> float:
     """Parse a timeout in seconds, which must be between 0 and 3600."""
     value = float(text)
     if not 0 < value < 3600:
-        raise argparse.ArgumentTypeError(f"{text}: must be seconds between 0 and 3600")
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds between 0 and 3600")
     return value
 
 
@@ -165,7 +165,7 @@ def _alone(options: Namespace) -> Iterator[Finding]:
     yield from examine(mpi_library.slurm, mpi)
     yield from examine(one_rank, options)
     if launcher is None:
-        yield Finding(WARN, "2 ranks", "not checked, because there is no mpirun")
+        yield Finding(WARN, "2 ranks", "not checked, because mpirun was not found")
         return
     yield from examine(two_ranks, launcher.path, options)
     if cuda_aware_probe.present():
@@ -275,7 +275,7 @@ def _meet(job: Job, options: Namespace) -> NoReturn:
 
 
 def together(job: Job, options: Namespace) -> Iterator[Finding]:
-    """Run the checks of all ranks together, after the checks of a single process on rank 0."""
+    """Run the single-process checks on rank 0, and then the collective checks on all ranks."""
     from hpc3d.diagnose import job_checks
 
     if job.rank == 0 and not options.together:
@@ -306,9 +306,7 @@ def clocks(job: Job) -> Iterator[Finding]:
     world = build({"x": job.size}, job.comm, transport="mpi").world
     compared = Clocks(world, nodes, time.time_ns)
     ahead = apart(compared, job.gather(compared.synchronize()))
-    text = (
-        f"those of {len(ahead)} hosts differ from rank 0's by at most {max(map(abs, ahead)):.3g} s"
-    )
+    text = f"{len(ahead)} hosts differ from rank 0's host by at most {max(map(abs, ahead)):.3g} s"
     if max(map(abs, ahead)) < _CLOCKS_APART:
         yield Finding(OK, "clocks", text)
     else:

@@ -68,7 +68,7 @@ class _Reading(NamedTuple):
 
 
 class _Words(Parser):
-    """Argument parser on rank 0, which raises errors instead of exiting, to end all ranks."""
+    """Argument parser on rank 0. It raises errors instead of exiting, so that all ranks end."""
 
     def refuse(self, problems: Sequence[str]) -> NoReturn:
         raise Problems(problems)
@@ -240,7 +240,7 @@ def parser() -> Parser:
         "--top-p",
         type=_number(0, 1),
         default=1.0,
-        help="sample from the most likely tokens, whose probabilities sum to P (default: 1)",
+        help="sample from the fewest most likely tokens with total probability P (default: 1)",
     )
     add("--seed", type=integer(0, _MOST_SEED), default=1234, help="random seed (default: 1234)")
     add(

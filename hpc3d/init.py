@@ -1,4 +1,4 @@
-"""Copy the inputs and job scripts that come with hpc3d into a folder, to edit them there.
+"""Copy the input files and job scripts of hpc3d to a new folder, where they can be edited.
 
 python -m hpc3d.init my-experiments
 """
@@ -20,8 +20,8 @@ from hpc3d.console.small_files import new_folder
 
 _TEXT = """\
 Create FOLDER with inputs/ (one TOML file per experiment, machine files, models and a text) and
-jobs/ (Slurm scripts that run from there, see jobs/README.md). If one of the files exists, nothing
-is written."""
+jobs/ (Slurm scripts, which are submitted from FOLDER; see jobs/README.md). If one of the files
+exists, nothing is written."""
 
 _NOT = {"__pycache__", f"{MEASURED}.toml"}
 
@@ -46,7 +46,7 @@ def _init(options: Namespace) -> None:
         for _, target in copies:
             if target.exists():
                 raise ValueError(
-                    f"{target} already exists, so nothing was written; name a new folder"
+                    f"{target} already exists, so nothing was written; choose a new folder"
                 )
         try:
             _copy(copies, folder / "results")
@@ -57,11 +57,11 @@ def _init(options: Namespace) -> None:
     print(sanitized(f"{len(copies)} files written to {folder}. Next steps:"))
     print(sanitized(f"    cd {folder}"))
     print("    mpirun -np 8 python -m hpc3d.train inputs/gpt-3d-8.toml")
-    print("    sbatch jobs/train.sbatch          # set up for a cluster: jobs/README.md")
+    print("    sbatch jobs/train.sbatch          # first adapt it to the cluster: jobs/README.md")
 
 
 def _copy(copies: Sequence[tuple[Path, Path]], results: Path) -> None:
-    """Copy the files and create the folder of results; if an error occurs, remove all of them."""
+    """Copy the files and create the results folder; if an error occurs, remove all of them."""
     with ExitStack() as created:
         for folder in (*(target.parent for _, target in copies), results):  # of Slurm logs
             if not folder.exists():

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.resorts import Fit
     from hpc3d.predict.planning.search import Found
 
-# Key of a relative effect -> (key of the absolute effect, its unit, name of the unit).
+# Dict from the key of a relative effect to (key of the absolute effect, unit, name of the unit).
 _SHARES = {
     "of_peak": ("peak_bytes", 1e6, "MB"),
     "of_received": ("received_bytes", 1e6, "MB"),
@@ -56,9 +56,10 @@ _JSON = """\
 print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
 searched, applied, and mixture as in simulate. A layout has layout (tables of the input file),
 step_time_s, simulated, bubble, communication, axis, waits_s, peak_bytes, stage and memory. If no
-layout fits without a technique, resort has with (changes, exact), nearest, and others (each with
-changes, exact, layout). With --techniques: machine, ranks and techniques (change, peak_bytes,
-memory, received_bytes, step_time_s and, as of_..., their ratios to the first row, or refused)"""
+layout fits without a technique, resort contains with (changes, exact), nearest, and others (each
+with changes, exact, layout). With --techniques: machine, ranks and techniques (change, refused if
+not possible, or else peak_bytes, memory, received_bytes, step_time_s, and their ratios of_... to
+the first row)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +117,7 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
     from hpc3d.predict.simulation.simulator import load_resolved
 
     if options.apply or options.memory or options.top:
-        raise ValueError("--techniques excludes --apply, --memory and --top; leave them out")
+        raise ValueError("--techniques cannot be combined with --apply, --memory or --top")
     machine = machine_file.load(options.machine or default_machine())
     found = [*effects(options.input, overrides, options.ranks, machine)]
     rows = [each.plain(found[0]) for each in found]
@@ -149,7 +150,7 @@ def _effect_line(row: Mapping[str, Any], first: bool) -> str:
 
 
 def _search(options: Namespace, overrides: Sequence[str]) -> None:
-    """Search for layouts and print them; if no layout fits in memory, add a technique."""
+    """Search for layouts and print them. If none fits in memory, add a memory-saving technique."""
     from hpc3d.predict.machine import machine_file
     from hpc3d.predict.planning.planned_layouts import TOP, plan_layouts
 
@@ -207,10 +208,10 @@ def _resort_lines(resorted: ResortedLayouts) -> Iterator[str]:
     from hpc3d.predict.planning.ranking import estimated
 
     resort = resorted.fit.resort
-    yield f"No layout fits as it is: {nearest_in_words(resorted.nearest)}."
+    yield f"No layout fits without a technique: {nearest_in_words(resorted.nearest)}."
     yield f"All layouts below use {resort.text}, {resort.effect}."
     if resorted.others:
-        yield "Other techniques also make a layout fit:"
+        yield "Other techniques that also make a layout fit:"
     for other in resorted.others:
         row = line(estimated(other.estimate))
         yield f"   {_mark(other)}{row}; with {other.resort.text}, {other.resort.effect}"
@@ -221,7 +222,7 @@ def _told(
     named: Mapping[str, Mapping[str, RankedLayout | None]],
     losers: Sequence[tuple[str, int, RankedLayout]],
 ) -> dict[str, Any]:
-    """Return the best layouts, the named schemes and the slower layouts in a form for JSON."""
+    """Return the best layouts, also by scheme, and the slower layouts as JSON-compatible data."""
     from hpc3d.predict.planning.ranked_layouts import as_plain
 
     return {
@@ -273,7 +274,7 @@ def show(
         for name, row in rows.items():
             print(f"{name}:")
             print(f"   {mark}{line(row)}{_over(row, memory)}" if row else "    none")
-    print("\nWhy other layouts are slower, each reason with its best layout:")
+    print("\nWhy other layouts are slower (number of layouts, reason, and best of them):")
     for reason, count, nearest in losers:
         print(f"{count:5d} {_because(reason, nearest)}")
 
@@ -281,9 +282,9 @@ def show(
 def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
     """Print how many layouts the search has excluded, considered, estimated and simulated."""
     sizes = len(found.timed) + len(found.cut) + len(found.left)
-    print(f"{len(found.cut):5d} were excluded: their lower bound is longer")
+    print(f"{len(found.cut):5d} mesh sizes were excluded: their lower bound is longer")
     if found.left:
-        print(f"{len(found.left):5d} were not timed: they were less promising")
+        print(f"{len(found.left):5d} mesh sizes were not timed: they were less promising")
     print(
         f"\n{counted(found.considered, 'layout')} of {sizes:,} sizes and schemes (not "
         "3d-broadcast); "
@@ -319,9 +320,9 @@ def _because(reason: str, row: RankedLayout) -> str:
     kind, _, axis = reason.partition(" ")
     texts = {
         "memory": lambda: f"do not fit: {held(row)}",
-        "bubble": lambda: f"idle longer in the pipeline: {row.bubble:.1%} of a step",
-        "compute": lambda: "compute longer: smaller products, or a larger optimizer update",
-        "recompute": lambda: f"compute longer with recompute={row.config.parallel.recompute}",
+        "bubble": lambda: f"have more pipeline idle time: {row.bubble:.1%} of a step",
+        "compute": lambda: "have more compute time: smaller products, or a larger update",
+        "recompute": lambda: f"have more compute time (recompute={row.config.parallel.recompute})",
         "axis": lambda: f"wait longer on axis {axis}: {readable_time(row.waits[axis])}",
     }
     return f"{texts[kind]()}; ~{readable_time(row.seconds)} {shown_layout(row.config)}".rstrip()

@@ -89,7 +89,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     tokenizer = _make_tokenizer(arguments, texts)
     size = sum(text.stat().st_size for text in texts)
     if not size:
-        raise ValueError(f"{arguments.texts[0]}: the text is empty; name another")
+        raise ValueError(f"{arguments.texts[0]}: the text is empty; specify another file")
     write_tokens(output, texts, tokenizer, _progress(size), arguments.field)
     _describe(output, arguments.json, bytes=size, seconds=time.perf_counter() - start)
     return 0
@@ -98,7 +98,7 @@ def prepare(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     """Verify all data of a token file and print the summary of the file."""
     if arguments.texts or arguments.output:
-        raise ValueError("--verify excludes TEXT and -o; leave them out")
+        raise ValueError("--verify cannot be combined with TEXT or -o; leave them out")
     if not arguments.verify.is_file():
         raise ValueError(f"--verify {arguments.verify}: no such file")
     start = time.perf_counter()
@@ -119,13 +119,13 @@ def _new_file(arguments: argparse.Namespace) -> Path:
     elif output.suffix != SUFFIX:
         problems.append(f"-o {output}: the name of a token file must end in {SUFFIX}")
     elif not output.parent.is_dir():
-        problems.append(f"-o {output}: the folder {output.parent} does not exist; make it first")
+        problems.append(f"-o {output}: the folder {output.parent} does not exist; create it first")
     elif output.exists() and not arguments.force:
         problems.append(
-            f"-o {output} already exists; name another file, or replace it with --force"
+            f"-o {output} already exists; choose another file, or replace it with --force"
         )
     if end and arguments.tokenizer in (None, "byte", "bpe"):
-        problems.append(f"--end {end}: only valid for --tokenizer FILE; leave it out")
+        problems.append(f"--end {end}: only valid with --tokenizer FILE; leave it out")
     if problems:
         raise Problems(problems)
     return output
@@ -136,7 +136,7 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
     name, numbered = arguments.tokenizer, [text for text in texts if text.suffix in BIN]
     if numbered and name in ("byte", "bpe"):
         raise ValueError(
-            f"{numbered[0]}: its token ids were not made by {name}; use --tokenizer FILE"
+            f"{numbered[0]}: its token ids are not from the tokenizer {name}; use --tokenizer FILE"
         )
     if name == "bpe":
         log.info("training a tokenizer on %d texts", len(texts))
@@ -146,15 +146,15 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
     if name not in (None, "byte") or numbered:
         if arguments.vocabulary is not None:
             raise ValueError(
-                f"--vocabulary {arguments.vocabulary}: the tokenizer sets it; leave it out"
+                f"--vocabulary {arguments.vocabulary}: the tokenizer sets the size; leave this out"
             )
         found = tokenizer_from(name, arguments.end) if name else _of_numbers(numbered[0])
         _refuse_others(numbered, found, name or f"next to {numbered[0]}")
         return _with_end(found, texts)
     if arguments.vocabulary not in (None, ByteTokenizer.vocabulary):
         raise ValueError(
-            f"--vocabulary {arguments.vocabulary}: byte has {ByteTokenizer.vocabulary} ids; leave "
-            "it out, or use --tokenizer bpe"
+            f"--vocabulary {arguments.vocabulary}: byte has {ByteTokenizer.vocabulary} tokens; "
+            "leave this out, or use --tokenizer bpe"
         )
     return ByteTokenizer()
 
@@ -163,7 +163,7 @@ def _with_end(tokenizer: Tokenizer, texts: Sequence[Path]) -> Tokenizer:
     """Return the tokenizer; raise ValueError if the texts need an end token that it lacks."""
     if tokenizer.end is None and any(text.suffix not in BIN for text in texts):
         raise ValueError(
-            "the tokenizer has no known end-of-document token; name it, such as --end '<eos>'"
+            "the tokenizer has no known end-of-document token; specify it, such as --end '<eos>'"
         )
     return tokenizer
 
@@ -173,7 +173,7 @@ def _of_numbers(path: Path) -> BpeTokenizer:
     if tokenizer := meta_tokenizer(path):
         return tokenizer
     raise ValueError(
-        f"{path}: the tokenizer of its ids is unknown; give it with --tokenizer gpt2, or "
+        f"{path}: the tokenizer of its token ids is unknown; use --tokenizer gpt2, or "
         "--tokenizer tokenizer.json (hf download gpt2 tokenizer.json)"
     )
 

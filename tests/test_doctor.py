@@ -254,7 +254,7 @@ def test_unwritable_table_fails_the_hdf5_check(tmp_path, monkeypatch):
 
     monkeypatch.setattr(file, "write_table", without_filter)
     found = only(doctor.hdf5(tmp_path))
-    assert found.verdict == FAIL and "pip's wheel" in found.remedy
+    assert found.verdict == FAIL and "wheel on PyPI" in found.remedy
 
 
 def test_table_read_back_differently_fails_the_hdf5_check(tmp_path, monkeypatch):

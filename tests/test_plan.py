@@ -287,7 +287,7 @@ def test_techniques_are_evaluated_on_the_layout_of_the_input(capsys):
     assert any(line.endswith("no change") for line in lines)
     for words in (["--memory", "1GB"], ["--top", "3"], ["--apply", "planned.toml"]):
         code, _, err = plan(capsys, *SMALL, "--techniques", *words)
-        assert code == 2 and "--techniques excludes --apply" in err
+        assert code == 2 and "--techniques cannot be combined with --apply" in err
     code, _, err = plan(capsys, SMALL[0], "--ranks", "4", "--techniques")
     assert code == 2 and "= 8 ranks, but the job has 4 ranks; change [mesh], or start 8" in err
 
@@ -309,7 +309,7 @@ def test_exact_technique_comes_first_if_nothing_fits(capsys, tmp_path):
     """8.62 MB at least, of which AdamW's states are 3.88."""
     lines, found, written = resorted(capsys, "8.5MB", tmp_path / "planned.toml")
     text = "\n".join(lines)
-    assert "No layout fits as it is: " in text
+    assert "No layout fits without a technique: " in text
     assert 'below use parallel.offload=["optimizer"], which changes no result.' in text
     first = next(line for line in lines if line.startswith("  1"))
     assert first.startswith("  1 ") and "offload=[optimizer]" in first

@@ -73,7 +73,7 @@ def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
             "cannot share memory or devices"
         )
         remedy = (
-            "use one container per node; in Slurm, a NodeName equal to the host name; or mpirun"
+            "start one container per node; in Slurm, set NodeName to the host name, or use mpirun"
         )
         yield Finding(WARN, "local ranks", text, remedy)
 
@@ -94,7 +94,7 @@ def _oversubscription(host: str, ranks: int, used: int, cores: int) -> Iterator[
 
 
 def alike(job: Job) -> Iterator[Finding]:
-    """Check that all ranks run the same versions from the same sources."""
+    """Check that all ranks use the same package versions and the same hpc3d source files."""
     mine = {
         "hpc3d": hpc3d.__version__,
         "sources": _sources(),

@@ -21,7 +21,7 @@ from mpi4py import MPI
 from hpc3d.diagnose.job_checks import spans
 from hpc3d.runtime.finding import FAIL, Finding
 
-_WITHIN = 5  # time limit for the messages in s
+_WITHIN = 5  # time limit in s for the messages
 _LATER = 2  # additional time in s for the reports of other ranks
 # In jobs with at most ALL_PAIRS ranks, all pairs exchange messages. In larger jobs, each rank
 # exchanges messages with the ranks at distances 1, 2, 4, ...
@@ -29,8 +29,8 @@ ALL_PAIRS = 128
 _SIZE = 64  # message size in bytes
 _SPOKEN = 0.2  # time in s to wait until the launcher has forwarded printed output
 _REMEDY = """\
-export OMPI_MCA_btl_tcp_if_include=NAME, the network interface that connects these hosts (see ip
--br addr), and open all ports of a firewall between them"""
+set OMPI_MCA_btl_tcp_if_include to the network interface that connects these hosts (see ip -br
+addr), and open all ports of any firewall between them"""
 
 
 class Board:
@@ -49,7 +49,7 @@ class Board:
             self.works = False
 
     def read(self, what: str, until: float) -> list[str]:
-        """Return the text that each rank published before the time `until`, or "" without one."""
+        """Return the texts of all ranks, "" for ranks that have published none by time `until`."""
         return [self.text(what, rank, until) for rank in range(self.comm.size)]
 
     def text(self, what: str, rank: int, until: float) -> str:

@@ -42,7 +42,7 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Check that the required packages have sufficient versions and can be loaded."""
+    """Check that the required packages are recent enough and can be loaded."""
     found, wrong = [], []
     for name, least in requirements():
         version = installed(name)
@@ -128,10 +128,10 @@ def quota(cores: int) -> Iterator[Finding]:
 
 
 def shared_memory(ranks: int) -> Iterator[Finding]:
-    """Check the shared memory, which collectives within a node use instead of MPI if possible."""
+    """Check whether collectives within a node can use shared memory instead of MPI."""
     from hpc3d.comm.shared_memory import SHARED, usable
 
-    remedy = "enlarge it: docker run --shm-size=8g, or mount /dev/shm"
+    remedy = "provide more shared memory: docker run --shm-size=8g, or mount /dev/shm"
     if not os.path.isdir(SHARED):
         text = f"{SHARED} does not exist, so the ranks of a node use MPI"
         yield Finding(WARN, "shared memory", text, remedy)

@@ -42,12 +42,12 @@ def _standing(folder: Path | str) -> Path:
 
 
 def scratch(folder: Path) -> tempfile.TemporaryDirectory:
-    """Return a temporary folder in `folder`. A `with` block removes it at the end."""
+    """Return a temporary folder in `folder`, for a `with` block that removes it at its end."""
     return tempfile.TemporaryDirectory(prefix=".doctor-", dir=_standing(folder))
 
 
 def replaced(folder: Path) -> None:
-    """Write a file as for a checkpoint: sync it, rename it over an old file, sync the folder."""
+    """Write a file like a checkpoint: sync it, rename it over an old file, sync the folder."""
     new, old = folder / "new", folder / "old"
     old.touch()
     with new.open("wb") as file:
@@ -67,10 +67,10 @@ def lies_on(folder: Path) -> Iterator[Finding]:
     kind = file_system(_standing(folder))
     if kind.startswith(_NETWORK):
         text = f"{folder} is on a network file system ({kind})"
-        remedy = "it works, but a parallel file system or a local disk is faster"
+        remedy = "no fix is required, but a parallel file system or a local disk is faster"
         yield Finding(WARN, "file system", text, remedy)
     elif kind in _MEMORY:
-        text = f"{folder} is in memory ({kind}), so runs are lost at a restart"
+        text = f"{folder} is in memory ({kind}), so a reboot deletes the runs"
         yield Finding(WARN, "file system", text, "use another folder (--run.out)")
     else:
         yield Finding(OK, "file system", kind)

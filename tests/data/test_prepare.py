@@ -87,7 +87,7 @@ def test_missing_tokenizers_library_is_reported(capsys, monkeypatch, text, outpu
         (["empty.txt", "-o", "new.h5"], "empty.txt: the text is empty"),
         (["text.txt", "-o", "new.h5", "--end", "x"], "--end x: "),
         (["--verify", "none.h5"], "none.h5: "),
-        (["text.txt", "--verify", "old.h5"], "TEXT and -o; leave"),
+        (["text.txt", "--verify", "old.h5"], "TEXT or -o; leave"),
     ],
 )
 def test_error_is_one_line_and_nothing_is_written(capsys, monkeypatch, text, words, part):

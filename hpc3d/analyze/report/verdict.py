@@ -59,7 +59,7 @@ def _composition(parts: Mapping[str, float | None]) -> str:
     if calls > _ROUNDING * step:
         waiting = ""
         waits = (parts["wait_s"] or 0) - parts["copy_wait_s"]
-        if waits > _ROUNDING * step:  # in a simulated step, identical ranks do not wait
+        if waits > _ROUNDING * step:  # identical ranks of a simulated step do not wait
             waiting = f", {_share(waits, calls)} of it waiting for other ranks"
         clauses.append(f"{_share(calls, step)} communication{waiting}")
     if offload > _MENTIONED * step:
