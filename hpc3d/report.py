@@ -66,14 +66,14 @@ def parser() -> Parser:
         help="write only tables, which requires only NumPy and h5py",
     )
     add("--step", type=int, help="step to draw (default: a step with the median time)")
-    add("--peak", type=_peak, metavar="FLOPS", help="peak FLOP/s of one rank, for the MFU")
+    add("--peak", type=_peak, metavar="FLOPS", help="peak FLOP/s of one rank (for MFU and HFU)")
     add(
         "--export",
         type=_formats,
         default=[],
         metavar="FORMAT,...",
-        help="also export the events for Perfetto (perfetto), Pipit (pipit) and Holistic Trace"
-        " Analysis (hta), up to 400 bytes per event, or for Vampir (otf2)",
+        help="also export the events, with up to 400 bytes per event: perfetto, pipit, hta"
+        " (Holistic Trace Analysis), or otf2 (Vampir)",
     )
     add(
         "--steps",
@@ -94,7 +94,7 @@ def _peak(text):
     except ValueError:
         peak = math.nan
     if not 0 < peak < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be FLOP/s, such as 1e12")
+        raise argparse.ArgumentTypeError(f"{text}: must be a positive rate, such as 1e12")
     return peak
 
 
@@ -110,7 +110,7 @@ def _steps(text):
     try:
         return int(first or 0), int(last) if last else None if several else int(first)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: must be FIRST:LAST, such as 3:5") from None
+        raise argparse.ArgumentTypeError(f"{text}: must be a step or range, such as 3:5") from None
 
 
 def _report(options):
@@ -150,7 +150,7 @@ def _cleared(out):
         clear(out)
     except OSError as error:
         raise ValueError(
-            f"{out}: cannot write there ({reason_of(error)}); name another folder with --out"
+            f"{out}: cannot write there ({reason_of(error)}); choose another folder with --out"
         ) from error
     return out
 
@@ -170,11 +170,11 @@ def _plain(report):
 
 
 def _trace_path(path, again):
-    """Return the path of a run's trace, into which missing segments are merged first."""
+    """Merge new segments into a run's trace, and return the path of the trace."""
     if path.is_dir():
         return trace_of(path, again)
     if again:
-        raise ValueError(f"{path}: --merge needs the folder of a run")
+        raise ValueError(f"{path}: --merge requires a run folder, not a trace file")
     return path
 
 

@@ -24,27 +24,28 @@ from hpc3d.pipeline.schedule import SCHEDULES, find
 from hpc3d.runtime.optional_packages import need
 
 _STEP = """\
-Predict a training step on a machine. The program runs on arrays without data, one rank per
-pipeline stage, and a clock advances by the time that the machine needs for each product, kernel
-and call. The number of ranks is arbitrary, and the machine itself is not needed.
+Predict a training step on a machine. The training program runs on arrays without data, with one
+rank per pipeline stage. A simulated clock advances by the time that each matrix product, kernel
+and communication call takes on the machine. The number of ranks is arbitrary, and the command runs
+on any machine.
 
 The command prints the step time, the pipeline bubble, the memory of each stage by kind, and the
 bytes that a rank receives along each axis. --out writes the events of all ranks as a trace, which
-`python -m hpc3d.report` reads like a measured one. If RUN_DIR is the folder of a run, the
-prediction is added to the trace of that run, and its report shows both.
+`python -m hpc3d.report` reads like a measured one. If RUN_DIR is a run folder, the prediction is
+added to the trace of this run, and the report of the run shows both.
 
-Keys of the input file are options (--mesh.x 4). `python -m hpc3d.simulate schedule` simulates only
-a pipeline schedule."""
+Keys of the input file can be given as options (--mesh.x 4). `python -m hpc3d.simulate schedule`
+simulates only a pipeline schedule."""
 
 _SCHEDULE = """\
 Simulate a pipeline schedule with given times. A stage starts a pass when its previous pass has
-ended and its input has arrived. Messages take --comm and never wait for each other.
+ended and its input has arrived. A message takes --comm seconds and never waits for other messages.
 
 The command prints a diagram, the makespan, and the bubble as defined in Zero Bubble
 (arXiv:2401.10241). For each stage, it prints the peak numbers of microbatches in flight and of
 microbatches that wait for W. In the diagram, F is a forward pass and B a backward pass. If the
-schedule has W, the gradient of the weights, then B is the gradient of the input. Small letters are
-chunk 1."""
+schedule splits the backward pass, B computes the input gradient and W the weight gradient.
+Lowercase letters mark passes of model chunk 1."""
 
 _SCHEDULE_JSON = """\
 print one JSON object on the last line: name, stages, microbatches, chunks, steps, the times,
@@ -73,9 +74,7 @@ def parser() -> Parser:
     usage = "%(prog)s INPUT.toml|RUN_DIR --machine NAME|FILE [options] [--section.key value ...]"
     parser = Parser("simulate", _STEP, usage=usage)
     add = parser.add_argument
-    add(
-        "input", type=Path, metavar="INPUT.toml|RUN_DIR", help="input file, or the folder of a run"
-    )
+    add("input", type=Path, metavar="INPUT.toml|RUN_DIR", help="input file or run folder")
     add(
         "--machine",
         required=True,
@@ -99,16 +98,16 @@ def _step(options, overrides):
     folder, problems = options.input if options.input.is_dir() else None, []
     if folder and (overrides or options.ranks):
         problems.append(
-            f"{folder} is a run, whose settings are fixed; leave "
-            f"{' '.join(overrides) or '--ranks'} out, or simulate its config.toml"
+            f"{folder} is a run, whose settings are fixed; leave out "
+            f"{' '.join(overrides) or '--ranks'}, or simulate its config.toml"
         )
     if folder and not (folder / "config.toml").is_file():
         problems.append(
-            f"{folder}: a folder without config.toml; name an input file, or the folder of a run "
-            "that has a trace"
+            f"{folder}: this folder has no config.toml; specify an input file, or a run folder "
+            "with a trace"
         )
     if options.out and options.out.exists():
-        problems.append(f"--out {options.out} already exists; name a new folder")
+        problems.append(f"--out {options.out} already exists; choose a new folder")
     if problems:
         raise Problems(problems)
     source = folder / "config.toml" if folder else options.input
@@ -129,7 +128,7 @@ def _batches(train, seconds):
     """Describe the evaluations: the number of batches, the time, and the interval in steps."""
     often = f"every {train.eval_every} steps" if train.eval_every > 1 else "every step"
     if not train.eval_batches:
-        return f"all batches of the text, {often}"
+        return f"all batches of the validation text, {often}"
     return f"at most {train.eval_batches}, {readable_time(train.eval_batches * seconds)}, {often}"
 
 
@@ -156,7 +155,7 @@ def _print_step(config, found):
     print(f"step            {step}, {found['tokens_per_s']:.4g} tokens/s")
     print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
     print(f"bubble          {found['bubble']:.4f}")
-    waits = "of the step on the busiest stage, without messages between stages"
+    waits = "of the step on the busiest stage, excluding messages between stages"
     print(f"communication   {found['communication']:.1%} {waits}")
     if seconds := found.get("evaluation_batch_s"):
         print(
@@ -166,7 +165,7 @@ def _print_step(config, found):
     print()
     _print_memory(found["memory"])
     print("\naxis    operation         calls     received [MB]")
-    print("(one rank of the first stage in a step; axis world: calls of all ranks)")
+    print("(per step of one rank of the first stage; axis world: calls over all ranks)")
     for axis, ops in found["bytes"].items():
         for op, each in ops.items():
             print(f"{axis:7s} {op:15s} {each['calls']:7d} {each['bytes'] / 1e6:17.3f}")
@@ -175,10 +174,10 @@ def _print_step(config, found):
 def _print_memory(memory):
     kinds = [*memory["stages"][0]]
     print("stage " + "".join(f"{kind:>14s}" for kind in kinds) + "   [MB] at the peak")
-    print("(parameter includes embeddings; activation and communication include logits)")
+    print("(embeddings count as parameter, logits as activation and communication)")
     for stage, peaks in enumerate(memory["stages"]):
         print(f"{stage:5d} " + "".join(f"{peaks[kind] / 1e6:14.3f}" for kind in kinds))
-    fits = "fits" if memory["fits"] else "does not fit; use more stages, ZeRO or recomputation"
+    fits = "fits" if memory["fits"] else "does not fit; use more stages, ZeRO or recompute"
     print(f"all ranks {memory['total'] / 1e9:.3f} GB; {fits}")
 
 
@@ -227,7 +226,7 @@ _size = integer(0, MOST_SIMULATED)  # each schedule checks its own minimum
 
 def _time(what):
     return (
-        f"time in s of {what} of a microbatch in all chunks of a stage (default: 1), or a "
+        f"time in s of {what} per microbatch and stage, summed over its chunks (default: 1), or a "
         "list with the time of each model chunk: 8,13,19,20"
     )
 
@@ -280,8 +279,8 @@ def _write_csv(options, passes, placement):
 
     if find(options.name).asynchronous:
         raise ValueError(
-            f"--csv {options.csv}: the steps of {options.name} overlap, but a file has one step; "
-            "use a synchronous schedule"
+            f"--csv {options.csv}: the steps of {options.name} overlap, but a file holds one "
+            "step; use a synchronous schedule"
         )
     with naming(options.csv):
         to_csv(options.csv, passes, placement)

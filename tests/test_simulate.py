@@ -162,4 +162,4 @@ def test_help_lists_all_options_without_importing_numpy():
 def test_folder_that_is_not_a_run_is_named_with_what_it_lacks(tmp_path, capsys):
     assert main([str(tmp_path), "--machine", "h100"]) == 2
     line = capsys.readouterr().err
-    assert line.startswith(f"hpc3d.simulate: {tmp_path}: a folder without config.toml; ")
+    assert line.startswith(f"hpc3d.simulate: {tmp_path}: this folder has no config.toml; ")

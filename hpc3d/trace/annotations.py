@@ -40,7 +40,7 @@ def write_calibration(path: Path | str, measured: Measured) -> None:
     for op, axis in measured:
         if op not in OP or not axis or {"/", "."} & {*axis}:
             raise ValueError(
-                f"calibration of {op!r} along {axis!r}: must be an operation and a mesh axis"
+                f"calibration key ({op!r}, {axis!r}): must be an operation and a mesh axis"
             )
     with _changing(path) as file:
         add_supplements(file, measured)
@@ -66,7 +66,7 @@ def _changing(path):
 def add_supplements(
     file: File, measured: Measured, predicted: Mapping[str, Any] | None = None
 ) -> None:
-    """Write calibrations, and a prediction if there is one, to a file opened for writing."""
+    """Write calibrations and, if given, a prediction to a file opened for writing."""
     for (op, axis), (rows, alpha, beta) in measured.items():
         path = f"calibration/{op}/{axis}"
         remove(file, path)
@@ -83,7 +83,7 @@ def _whole(columns, rows):
     if lacking:
         raise ValueError(f"missing columns: {', '.join(lacking)}")
     if len({len(rows[column.name]) for column in columns}) > 1:
-        raise ValueError("the columns have different lengths")
+        raise ValueError("the columns must have equal lengths")
     return rows
 
 

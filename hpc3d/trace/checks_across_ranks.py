@@ -30,15 +30,17 @@ def collectives(trace: Trace) -> list[Violation]:
     """Check that all members of a group make the same calls and that no call ends too early."""
     calls = GroupCalls(trace)
     wrong = {
-        "its rank is not in the group of the call": calls.member < 0,
-        "its rank makes the call twice": calls.repeated(),
-        "a call that some members do not make": calls.partial() & trace.attrs["complete"],
-        "its op differs from the other members": calls.unlike("op"),
-        "its step differs from the other members": calls.unlike("step"),
-        "its dtype differs from the other members": calls.unlike("dtype"),
-        "its count differs from the other members": calls.unlike("count") & ~calls.of("broadcast"),
-        "its bytes do not match its count": calls.miscounted(),
-        "ends before all members have posted it": calls.early(),
+        "the rank is not in the group of the call": calls.member < 0,
+        "the rank makes the same call twice": calls.repeated(),
+        "some group members do not make the call": calls.partial() & trace.attrs["complete"],
+        "the op differs between the members of the call": calls.unlike("op"),
+        "the step differs between the members of the call": calls.unlike("step"),
+        "the dtype differs between the members of the call": calls.unlike("dtype"),
+        "the count differs between the members of the call": (
+            calls.unlike("count") & ~calls.of("broadcast")
+        ),
+        "the bytes do not match the count": calls.miscounted(),
+        "the call ends before all members have posted it": calls.early(),
     }
     return [("events", what, calls.rows[rows]) for what, rows in wrong.items()]
 
@@ -58,9 +60,13 @@ def messages(trace: Trace) -> Iterator[Violation]:
     unequal = events["bytes"][sent] != events["bytes"][received]
     early = _times(trace, received)[1] < _times(trace, sent)[0]
     early &= _comparable(trace, sent) & _comparable(trace, received)
-    yield "events", "a message without its other end", lone[: len(lone) * trace.attrs["complete"]]
-    yield "events", "its bytes differ from the bytes sent", received[unequal]
-    yield "events", "ends before it was sent", received[early]
+    yield (
+        "events",
+        "send or receive without counterpart",
+        lone[: len(lone) * trace.attrs["complete"]],
+    )
+    yield "events", "the bytes of the receive differ from the bytes of the send", received[unequal]
+    yield "events", "the receive ends before the send is posted", received[early]
 
 
 def _calls(trace, ops):
@@ -150,7 +156,10 @@ class GroupCalls:
         return np.maximum.reduceat(values, self.first)[self.call] if len(values) else values
 
     def early(self) -> np.ndarray:
-        """Return True for each exchange row that ends before the last member posts the call."""
+        """Return True for each row of an exchange that ends before its last member posts the call.
+
+        Exchanges are the collectives that wait for all members.
+        """
         posted, ended = _times(self.trace, self.rows)
         known = _comparable(self.trace, self.rows)
         last = self._highest(np.where(known, posted, posted.min(initial=0)))

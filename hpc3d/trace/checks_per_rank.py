@@ -101,11 +101,15 @@ def order(trace: Trace) -> Iterator[Violation]:
     rank, start = trace.events["rank"], trace.events["t_start"]
     same = rank[1:] == rank[:-1]
     unsorted = np.where(same, start[1:] < start[:-1], rank[1:] < rank[:-1])
-    yield "events", "not sorted by rank and t_start", 1 + np.flatnonzero(unsorted)
+    yield "events", "rows are not sorted by rank and t_start", 1 + np.flatnonzero(unsorted)
     size = np.diff(trace.rank_ptr)
     elsewhere = np.flatnonzero(rank != np.repeat(np.arange(len(size)), size))
-    yield "events", "not in the rows that /index/rank_ptr assigns to its rank", elsewhere
-    yield "ranks", "n_events is wrong", np.flatnonzero(trace.ranks["n_events"] != size)
+    yield "events", "the row is not in the range of its rank in /index/rank_ptr", elsewhere
+    yield (
+        "ranks",
+        "n_events is not the event count",
+        np.flatnonzero(trace.ranks["n_events"] != size),
+    )
 
 
 def overlap(trace: Trace) -> Iterator[Violation]:
@@ -118,7 +122,7 @@ def overlap(trace: Trace) -> Iterator[Violation]:
     together = np.all([np.diff(columns[name]) == 0 for name in names[:3]], axis=0)
     start, end = columns["t_start"], columns["t_start"] + columns["dur"]
     early = together & (start[1:] < end[:-1])
-    yield "events", "begins before the previous row has ended", lasting[line[1:][early]]
+    yield "events", "the event begins before the previous event ends", lasting[line[1:][early]]
 
 
 def _nesting(trace: Trace) -> Iterator[Violation]:
@@ -132,7 +136,7 @@ def _nesting(trace: Trace) -> Iterator[Violation]:
         wrong |= values[child] != values[parent]
     start, end = _interval(trace.events)
     wrong |= (start[child] < start[parent]) | (end[child] > end[parent])
-    yield "events", "not inside of its parent", child[wrong]
+    yield "events", "the event is not inside of its parent", child[wrong]
 
 
 def _interval(events):
@@ -151,15 +155,15 @@ def inside(trace: Trace) -> Iterator[Violation]:
     cell, (start, end) = cell[known], (values[known] for values in _interval(events))
     outside = (start < step["t_start"][cell]) | (end > step["t_end"][cell])
     outside &= events["stream"][known] < _COMMUNICATION
-    yield "events", "not inside of its step", known[outside]
+    yield "events", "the event is not inside of its step", known[outside]
     posted = events["posted"] > events["t_start"]
-    yield "events", "waited for before it was posted", np.flatnonzero(posted)
+    yield "events", "the wait begins before the call is posted", np.flatnonzero(posted)
     stream, duration = events["stream"][known], end - start
     duration[events["parent"][known] >= 0] = 0
     length = step["t_end"] - step["t_start"]
     for number in np.unique(stream[stream < _COMMUNICATION]):
         busy = np.bincount(cell, duration * (stream == number), len(length))
-        yield "steps", "takes less time than its events", np.flatnonzero(busy > length)
+        yield "steps", "the step is shorter than its events", np.flatnonzero(busy > length)
 
 
 def _cells(trace):
@@ -176,20 +180,20 @@ def _steps(trace: Trace) -> Iterator[Violation]:
     """Check that steps of a rank do not overlap, and that complete traces cover all ranks."""
     rank, number = trace.steps["rank"], trace.steps["step"]
     start, end = trace.steps["t_start"], trace.steps["t_end"]
-    yield "steps", "ends before it begins", np.flatnonzero(end < start)
+    yield "steps", "the step ends before it begins", np.flatnonzero(end < start)
     line = np.lexsort((number, rank))
     together = np.diff(rank[line]) == 0
     early = start[line][1:] < end[line][:-1]
-    yield "steps", "begins before the previous row has ended", line[1:][together & early]
+    yield "steps", "the step begins before the previous step ends", line[1:][together & early]
     if trace.attrs["complete"]:
         _, which, ranks = np.unique(number, return_inverse=True, return_counts=True)
-        yield "steps", "missing on some ranks", np.flatnonzero(ranks[which] != len(trace.ranks))
+        yield "steps", "some ranks lack the step", np.flatnonzero(ranks[which] != len(trace.ranks))
 
 
 def memory(trace: Trace) -> Iterator[Violation]:
     """Check that the peak memory of each step is at least the memory in use at its end."""
     low = trace.memory["peak"] < trace.memory["bytes"]
-    yield "memory", "its peak is less than its bytes", np.flatnonzero(low)
+    yield "memory", "the peak is less than the bytes", np.flatnonzero(low)
 
 
 def _evaluations(trace: Trace) -> Iterator[Violation]:
@@ -197,17 +201,17 @@ def _evaluations(trace: Trace) -> Iterator[Violation]:
     steps = trace.evaluation["step"]
     yield (
         "evaluation",
-        "its step is not after the step before",
+        "the step is not greater than in the previous row",
         1 + np.flatnonzero(np.diff(steps) <= 0),
     )
     inside = labeled(trace.events, "phase", "evaluation") & (trace.events["step"] >= 0)
-    yield "events", "an evaluation inside of a step", np.flatnonzero(inside)
+    yield "events", "an event of an evaluation belongs to a step", np.flatnonzero(inside)
 
 
 def _loads(trace: Trace) -> Iterator[Violation]:
     """Check that no expert keeps more tokens than were routed to it."""
     table = trace.experts
-    yield "experts", "kept exceeds chosen", np.flatnonzero(table["kept"] > table["chosen"])
+    yield "experts", "kept is greater than chosen", np.flatnonzero(table["kept"] > table["chosen"])
 
 
 def _together(trace: Trace) -> Iterator[Violation]:
@@ -231,4 +235,4 @@ def _together(trace: Trace) -> Iterator[Violation]:
         reduce.at(into, cell[summed], values[summed])
     low, high = peak < highest[cell], peak > peaks[cell]
     wrong = whole & (low | high | (live != sums[cell]))
-    yield "memory", "all is inconsistent with the other kinds of arrays", np.flatnonzero(wrong)
+    yield "memory", "the kind all is inconsistent with the other kinds", np.flatnonzero(wrong)

@@ -151,7 +151,7 @@ def knot(samples: np.ndarray) -> tuple[float, float, float]:
 
 
 def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
-    """Fit a clock model to the samples of all synchronizations; IDENTITY without samples.
+    """Fit a clock model to the samples of all synchronizations (IDENTITY if there are none).
 
     `above` is the model of the peer's clock.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _POOL = 1024  # number of events created before the first step
 CHUNK = 64  # maximum number of timestamps resolved at once
-_FIRST, _MOST = 16, 8  # number of clock readings for the first reference; maximum extra
+_FIRST, _MOST = 16, 8  # clock readings for the first reference, most additional ones
 _MILLISECOND = 1_000_000  # ns
 _LONG = 1e9  # minimum interval in ns between two references for measuring the rate
 
@@ -121,10 +121,10 @@ class DeviceClock:
 class Timestamps:
     """Timestamps of a stream, numbered from 0.
 
-    `times` has the host times in ns of the resolved timestamps, from number `first` on.  `events`
-    has the events of the unresolved timestamps.  `references` has pairs of a reference and the
-    number of the first timestamp that uses it.  Recording a timestamp also resolves old
-    timestamps, so that no work accumulates until the end of a step.
+    `times` holds the host times in ns of the resolved timestamps, starting at number `first`.
+    `events` holds the events of the unresolved timestamps.  `references` holds pairs of a
+    reference and the number of the first timestamp that uses it.  Recording a timestamp also
+    resolves old timestamps, so that no work accumulates until the end of a step.
     """
 
     def __init__(self, stream: Any, clock: DeviceClock) -> None:

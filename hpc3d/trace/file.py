@@ -34,7 +34,7 @@ _SHRINKS = 1100  # upper bound on the compression ratio; deflate reaches 1032 fo
 # written by a single process under a temporary name.
 _WITHOUT_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS
 _LONGEST, _MOST_TEXT = 4096, 1 << 26  # maximum characters per string and per column
-_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # maximum bytes per attribute and chunk
+_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # maximum bytes per attribute, per chunk
 REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 
 
@@ -194,11 +194,11 @@ def open_file(path: Path) -> File:
     import h5py
 
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; give a run folder or its trace.h5")
+        raise ValueError(f"{path}: no such file; specify a run folder or its trace.h5")
     if not h5py.is_hdf5(path):
         raise ValueError(
-            f"{path}: not an HDF5 file; give a run folder or its trace.h5. If this is the trace "
-            f"of a run, {REMEDY}"
+            f"{path}: not an HDF5 file; specify a run folder or its trace.h5. If this is the "
+            f"trace of a run, {REMEDY}"
         )
     with explained(path):
         check_heaps(path)
@@ -210,7 +210,7 @@ def open_file(path: Path) -> File:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
             return h5py.File(path, "r", locking=False)
-    raise ValueError(f"{path}: another process is writing it; wait for it")
+    raise ValueError(f"{path}: another process is writing this file; try again later")
 
 
 def attributes(node: Group) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def _linked(group, name):
     if not _has(group, name):
         raise ValueError(f"{name} is missing")
     if group.id.links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
-        raise ValueError(f"{name} is a link instead of data")
+        raise ValueError(f"{name} is a soft or external link, which is not allowed")
     return group[name]
 
 

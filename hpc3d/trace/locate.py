@@ -33,17 +33,17 @@ def _has(path, segments):
 def _absent(run_dir):
     """Return a message with the reason why a folder has no trace, and a remedy."""
     if (run_dir / "trace.h5").exists():
-        return f"{run_dir}: no segments to merge; remove --merge, because trace.h5 exists"
+        return f"{run_dir}: no segments to merge; omit --merge to use the existing trace.h5"
     if count_segments(run_dir.absolute().parent):
-        return f"{run_dir}: a folder of trace segments; give its parent folder"
+        return f"{run_dir}: a folder of trace segments; specify its parent folder"
     settings = run_dir / "config.toml"
     if not settings.is_file():
-        return f"{run_dir}: not a run folder; give one, such as results/NAME-STAMP"
+        return f"{run_dir}: not a run folder; specify one, such as results/NAME-STAMP"
     if configured(read(settings).decode(errors="replace"), "trace", "enabled") is False:
-        return f"{run_dir}: no trace; set enabled = true in [trace] and run again"
+        return f"{run_dir}: no trace was recorded; set trace.enabled = true and run again"
     if before := latest_with_steps(run_dir):
-        return f"{run_dir}: no trace of this attempt yet; the previous one is in {before}"
+        return f"{run_dir}: no trace of this attempt yet; use that of an earlier attempt, {before}"
     return (
         f"{run_dir}: no trace yet; segments are written after 30 s and one step, or at the end of "
-        "the run. Wait if the run continues. If it was killed, run again"
+        "the run; wait if the run is active, or start it again if it was killed"
     )

@@ -39,7 +39,7 @@ def merge(run_dir: Path | str) -> Path:
     run_dir, path = Path(run_dir), Path(run_dir) / "trace.h5"
     count = count_segments(run_dir)
     if not count:
-        raise ValueError(f"{run_dir}: no trace segments to merge; give a run folder")
+        raise ValueError(f"{run_dir}: no trace segments to merge; specify a run folder")
     with (
         earlier(run_dir, count) as before,
         replacing(path) as temporary,
@@ -67,8 +67,8 @@ class _Merge:
         }
         self.strings, self.groups = {}, {}
         self.headers, self.n_events, self.missing = {}, {}, []
-        self.steps, self.begun = {}, {}  # by rank: completed steps; last step begun
-        self.clocks, self.leaders = {}, {}  # Models by node and by first rank of the node
+        self.steps, self.begun = {}, {}  # completed steps and last started step of each rank
+        self.clocks, self.leaders = {}, {}  # clock models by node and by first rank of a node
 
     @property
     def first(self):
@@ -188,9 +188,9 @@ class _Merge:
             found.append(f"the end of step {self.begun[rank]}")
         apart = self.clocks[node] is IDENTITY and node != _node(self.first)
         if apart and self.first["kind"] == "measured":
-            found.append("its clock, which was not synchronized with rank 0's")
+            found.append("the synchronization of its clock with rank 0's clock")
         if dropped := self.headers[rank]["dropped"]:
-            found.append(f"{dropped} events, dropped because its event table was full")
+            found.append(f"{dropped} events, which were dropped because its event table was full")
         return found
 
     def _unfinished(self, steps):
@@ -198,7 +198,7 @@ class _Merge:
         wanted = configured(self.first["config"], "train", "steps")
         done = 1 + int(steps.max(initial=-1))
         if self.first["kind"] == "measured" and isinstance(wanted, int) and done < wanted:
-            yield f"steps from {done} on: the run stopped or continues, after {done} of {wanted}"
+            yield f"steps from {done} on: the run has completed {done} of {wanted} steps"
 
     def _write_ranks(self, ranks):
         unknown = dict.fromkeys(_OWN, -1) | {"host": "", "device": "", "dropped": 0}

@@ -132,7 +132,7 @@ def _first_segment(run_dir: Path, rank: int, count: int) -> Segment | None:
 
 
 def _shared(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the settings in trace attributes or a segment header that must not change."""
+    """Return the settings in trace attributes or a segment header that all attempts must share."""
     axes = attrs["axes"]
     mesh = axes.split() if isinstance(axes, str) else axes
     return attrs["world_size"], mesh, attrs["axis_sizes"], work(attrs["config"])

@@ -91,7 +91,7 @@ def test_prediction_is_stored_next_to_its_measurement(capsys, tmp_path):
 def test_all_wrong_options_for_a_run_are_reported(capsys, tmp_path):
     (tmp_path / "config.toml").touch()
     code, _, err = simulate(capsys, tmp_path, *MACHINE, "--ranks", "2", "--out", tmp_path)
-    assert code == 2 and re.fullmatch(r".* leave --ranks out, .*\n.*--out .* exists; .*\n", err)
+    assert code == 2 and re.fullmatch(r".* leave out --ranks, .*\n.*--out .* exists; .*\n", err)
 
 
 def test_an_empty_configuration_of_a_run_is_refused(capsys, tmp_path):

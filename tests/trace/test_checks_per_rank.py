@@ -131,7 +131,7 @@ COPY = schema.CATEGORY.index("copy")
 TAMPERED = {
     "overlap": (
         change("events/dur", 5, (SLOT,)),
-        "/events: begins before ...: 1 row, ... 6 (rank 0, step 0)",
+        "/events: ... begins before ...: 1 row, ... 6 (rank 0, step 0)",
     ),
     "order": (swap, "/events: ... t_start: 1 row, ... 9"),
     "index": (move_pointer, "/events: ... /index/rank_ptr ...: 1 row"),
@@ -146,24 +146,27 @@ TAMPERED = {
     "after": (change("steps/t_end", 0, (-SLOT,)), "/events: ... inside ... step: 1 row"),
     "before": (change("steps/t_start", 1, (SLOT,)), "/events: ... inside ... step: 1 row"),
     "sum": (long_events, "/steps: ... events: 1 row, ... 6 (rank 2"),
-    "backwards": (change("steps/t_end", 4, 0), "/steps: ends ... begins: 1 row"),
+    "backwards": (change("steps/t_end", 4, 0), "/steps: ... ends ... begins: 1 row"),
     "two steps": (
         change("steps/t_end", 3, (SLOT,)),
-        "/steps: begins before ...: 1 row, ... 4 (rank 1, step 1)",
+        "/steps: ... begins before ...: 1 row, ... 4 (rank 1, step 1)",
     ),
-    "own step": (change("steps/step", 5, 9), "/steps: ... ranks: 16 rows"),
-    "evaluated twice": (change("evaluation/step", 1, 0), "/evaluation: ... before: 1 row, ... 1"),
+    "own step": (change("steps/step", 5, 9), "/steps: ... ranks ... step: 16 rows"),
+    "evaluated twice": (
+        change("evaluation/step", 1, 0),
+        "/evaluation: ... previous row: 1 row, ... 1",
+    ),
     "evaluated before": (change("evaluation/step", 0, -1), "/evaluation: step is less than 0: 1"),
     "evaluation in a step": (
         change("events/phase", 5, schema.PHASE.index("evaluation")),
-        "/events: an evaluation ... step: 1 row",
+        "/events: ... evaluation ... step: 1 row",
     ),
     "load": (change("experts/kept", 3, 9), "/experts: kept ...: 1 row, ... 3 (rank 0, step 1)"),
     "peak": (change("memory/peak", 8, 1), "/memory: ... peak ... bytes: 1 row"),
     **{
         name: (
             change(f"memory/{column}", 6, value),
-            "/memory: all ... kinds ...: 1 row, ... 6 (rank 0, step 0)",
+            "/memory: ... all ... kinds: 1 row, ... 6 (rank 0, step 0)",
         )
         for name, column, value in (
             ("all above the sum", "peak", (6 << 21) + 1),
@@ -172,7 +175,7 @@ TAMPERED = {
     },
     "all below a kind": (
         change("memory/peak", 0, (6 << 21) + 1),
-        "/memory: all ... kinds ...: 1 row, ... 6 (rank 0, step 0)",
+        "/memory: ... all ... kinds: 1 row, ... 6 (rank 0, step 0)",
     ),
     "op": (
         change("events/op", call("all_gather"), schema.OP.index("reduce_scatter")),
@@ -208,23 +211,23 @@ TAMPERED = {
     ),
     "early": (
         change("events/t_global", call("all_reduce"), (-SLOT,)),
-        "/events: ends before all ...: 1 row",
+        "/events: ... ends before all ...: 1 row",
     ),
     "one end": (
         change("events/category", call("recv"), COPY),
-        "/events: ... message ... end: 1 row",
+        "/events: ... without ...: 1 row",
     ),
     "other peer": (
         change("events/peer", call("send"), 4),
-        "/events: ... message ... end: 2 rows",
+        "/events: ... without ...: 2 rows",
     ),
     "short": (
         change("events/bytes", call("recv"), (-4,)),
-        "/events: ... bytes ... sent: 1 row",
+        "/events: ... bytes ... send: 1 row",
     ),
     "prophecy": (
         change("events/t_global", call("recv"), (-2 * SLOT,)),
-        "/events: ends ... sent: 1 row",
+        "/events: ... ends ... posted: 1 row",
     ),
     "negative": (
         change("events/dur", 3, -1),

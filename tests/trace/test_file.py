@@ -245,7 +245,7 @@ def test_file_that_is_being_written_is_rejected(path):
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=False
         )
-    assert done.stderr.endswith(f"{path}: another process is writing it; wait for it\n")
+    assert done.stderr.endswith(f"{path}: another process is writing this file; try again later\n")
 
 
 def test_truncated_file_is_rejected(path):

@@ -245,7 +245,7 @@ def test_step_without_events_is_complete(run, ranks):
     ("kind", "steps", "missing"),
     [
         ("measured", 2, ""),
-        ("measured", 5, "steps from 2 ... after 2 of 5"),
+        ("measured", 5, "steps from 2 ... completed 2 of 5 steps"),
         ("simulated", 5, ""),
         ("measured", '"many"', ""),
     ],
@@ -284,7 +284,7 @@ def test_merge_reports_the_last_complete_step_of_each_rank(tmp_path):
         "rank 0: ... after step 6",
         "rank 1: steps 2 to 3, 5",
         "rank 2: ... segment",
-        "rank 3: ... clock, ... rank 0...",
+        "rank 3: ... clock ... rank 0...",
     ]
     assert re.fullmatch("\n".join(map(elided, facts)), "\n".join(lines))
     assert [each.tolist() for each in steps] == [[*range(7)], [0, 1, 4, 6, 7], [], [*range(8)]]

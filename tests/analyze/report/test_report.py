@@ -38,19 +38,22 @@ def test_run_labels_are_distinct(run, tmp_path, capsys):
     ("arguments", "reason"),
     [
         (["absent"], "absent: no such file"),
-        ([""], "not a run folder; give one"),
-        (["."], "not a run folder; give one"),
-        (["silent"], "silent: no trace; set enabled = true"),
+        ([""], "not a run folder; specify one"),
+        (["."], "not a run folder; specify one"),
+        (["silent"], "silent: no trace was recorded; set trace.enabled = true"),
         (["killed"], "killed: no trace yet; segments are written after 30 s"),
-        (["whole/trace"], "whole/trace: a folder of trace segments; give its parent"),
-        (["merged", "--merge"], "merged: no segments to merge; remove --merge"),
-        (["trace.h5", "--merge"], "--merge needs the folder of a run"),
-        (["text"], "text: not an HDF5 file; give a run folder or its trace.h5"),
+        (["whole/trace"], "whole/trace: a folder of trace segments; specify its parent"),
+        (["merged", "--merge"], "merged: no segments to merge; omit --merge"),
+        (["trace.h5", "--merge"], "--merge requires a run folder"),
+        (["text"], "text: not an HDF5 file; specify a run folder or its trace.h5"),
         (["whole/trace/rank-00000-0000.npz"], "not an HDF5 file"),
         (["whole", "--out", "text"], r"text: cannot write there \(File exists\); .*--out"),
-        (["whole", "--steps", "a"], "--steps: a: must be FIRST:LAST"),
+        (["whole", "--steps", "a"], "--steps: a: must be a step or range"),
         (["whole", "--export", "x"], "--export: x: use perfetto"),
-        *((["whole", f"--peak={peak}"], f"--peak: {peak}: must be FLOP/s") for peak in PEAKS),
+        *(
+            (["whole", f"--peak={peak}"], f"--peak: {peak}: must be a positive rate")
+            for peak in PEAKS
+        ),
     ],
 )
 def test_invalid_input_is_one_line_and_exits_with_2(
