@@ -67,7 +67,7 @@ def train(job: Job, words: list[str]) -> None:
     from hpc3d.runtime.stop_request import Stop
     from hpc3d.training.run_loop import trained
 
-    with job.progress(f"{counted(job.size, 'rank')}: loading the text and making the model"):
+    with job.progress(f"{counted(job.size, 'rank')}: loading the text and building the model"):
         plan = job.from_root(lambda: read_command_line(job.size, words))
         ours, homes = hardware(job, plan.config), homes_of(job.gather(job.location()))
         refuse_unshared(job, homes, lambda: plan.resumed or Path(plan.config.run.out).absolute())
@@ -84,7 +84,9 @@ def train(job: Job, words: list[str]) -> None:
 
 
 def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
-    """Return the run requested on the command line, with a valid configuration, on rank 0.
+    """Return the run requested on the command line, with a validated configuration.
+
+    Only rank 0 calls this function.
 
     `ranks` is the number of ranks of the job (None: the number of ranks of the mesh).
 
@@ -194,12 +196,12 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
 
 
 def checked_program(config: Config, this_machine: bool = True) -> Program:
-    """Return the program of all pipeline stages on rank 0.
+    """Return the training program of all pipeline stages; called only on rank 0.
 
     Raises
     ------
     ValueError
-        If the ranks on `this_machine` need more memory than it has.
+        If `this_machine` is true, and its ranks need more memory than it has.
     """
     from hpc3d.pipeline.program import program_of
     from hpc3d.training.footprint import refuse_what_cannot_fit
@@ -335,7 +337,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
     lines = [*dry_run(plan.config, machine, batches.windows), *plan.notes]
     lines += [f"resume: {line}" for line in plan.changes]
     where = plan.resumed or f"a new folder {plan.config.run.out}/{plan.config.name}-DATE"
-    lines += [f"dry run: nothing was written; the folder of the run would be {where}"]
+    lines += [f"dry run: nothing was written; the run folder would be {where}"]
     print("\n".join(map(sanitized, lines)), flush=True)
 
 

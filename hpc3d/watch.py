@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _TEXT = """\
 Show the progress of a run until Ctrl-C: step, remaining time, loss, tokens/s, memory, evaluations,
-and for each mesh axis the fractions of a step that ranks spend in calls and wait for other ranks.
+and, for each mesh axis, the fractions of the step time spent in calls and waiting for other ranks.
 
 The command only reads files, so it runs on any machine that sees the folder of the run, also over
 ssh. Activities inside a step come from the last trace segments, which are at most half a minute
@@ -49,7 +49,7 @@ def parser() -> Parser:
         nargs="?",
         type=Path,
         metavar="RUN",
-        help="folder of the run (default: the newest run)",
+        help="run folder (default: the newest run in results/)",
     )
     parser.add_argument(
         "--every",
@@ -139,10 +139,10 @@ def _run(given: Path | None) -> Path:
     if given is None:
         runs = [path.parent for path in Path("results").glob("*/config.toml")]
         if not runs:
-            raise ValueError("results/ contains no run; name one: python -m hpc3d.watch RUN")
+            raise ValueError("results/ contains no run; specify one: python -m hpc3d.watch RUN")
         return max(runs, key=lambda path: (path / "config.toml").stat().st_mtime_ns)
     if not (given / "config.toml").is_file():
-        raise ValueError(f"{given} is not the folder of a run; name a folder results/NAME-STAMP")
+        raise ValueError(f"{given} is not a run folder; specify one, such as results/NAME-STAMP")
     return given
 
 

@@ -65,7 +65,7 @@ class Trace:
     Parameters
     ----------
     path
-        The trace.h5.
+        Path of the trace.h5.
 
     Attributes
     ----------
@@ -88,10 +88,12 @@ class Trace:
     def _check_version(self):
         version = self.attrs.get("version")
         if self.attrs.get("format") != schema.FORMAT or not isinstance(version, int):
-            raise ValueError(f"{self.path}: not an hpc3d trace; give a run folder or its trace.h5")
+            raise ValueError(
+                f"{self.path}: not an hpc3d trace; specify a run folder or its trace.h5"
+            )
         if version > schema.VERSION:
             raise ValueError(
-                f"{self.path}: trace version {version}, but this hpc3d reads at most version "
+                f"{self.path}: trace version {version} is newer than the supported version "
                 f"{schema.VERSION}; update hpc3d"
             )
 
@@ -173,7 +175,7 @@ class Trace:
         }
         lines = [(table.attrs.get("alpha"), table.attrs.get("beta")) for table in found.values()]
         sound = all(isinstance(number, float) and isfinite(number) for number in sum(lines, ()))
-        self._require(sound, "/calibration has no alpha and beta")
+        self._require(sound, "/calibration lacks the attributes alpha and beta")
         return found
 
     @cached_property
@@ -185,7 +187,7 @@ class Trace:
     def strings(self) -> list[str]:
         """Names of events and hosts, to which other tables refer by row index."""
         names = self._strings["name"].tolist()
-        self._require(len({*names}) == len(names), "/strings contains a name twice")
+        self._require(len({*names}) == len(names), "/strings contains duplicate names")
         return names
 
     @cached_property

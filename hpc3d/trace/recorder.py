@@ -51,7 +51,7 @@ _PHASE_NUMBER = {name: number for number, name in enumerate(PHASE)}
 MOST = (1 << 30) // ROW.size  # maximum number of rows in a table (1 GiB per rank)
 _NANOSECONDS = 1_000_000_000
 
-Context = tuple[int, int, int, int, int]  # phase, microbatch, stage, chunk, layer
+Context = tuple[int, int, int, int, int]  # (phase, microbatch, stage, chunk, layer)
 
 
 class Recorder:

@@ -45,7 +45,7 @@ OP = (
     "elementwise",
     "lookup",
     "loss",
-    "graph",  # the replay of a CUDA graph
+    "graph",  # replay of a CUDA graph
 )
 MESSAGES = ("send", "recv")  # the point-to-point operations
 MESSAGE_CODES = tuple(map(OP.index, MESSAGES))
@@ -57,7 +57,7 @@ MEMORY_KIND = (
     "communication",
     "workspace",
     "all",  # total of the kinds above; its peak decides whether a run fits in memory
-    "offloaded",  # stored outside of the memory counted above, not included in "all"
+    "offloaded",  # arrays in the offload memory, which are not included in "all"
 )
 # Streams of a rank that computes on a device.
 STREAM = ("host", "computation", "communication", "replicas", "offload")
@@ -90,38 +90,40 @@ class Column(NamedTuple):
 
 
 EVENTS = (
-    Column("t_start", "i8", "ns", "start on the rank's own clock, raw"),
-    Column("t_global", "i8", "ns", "start on rank 0's clock, corrected by /clock/model"),
+    Column("t_start", "i8", "ns", "start time on the rank's own clock, uncorrected"),
+    Column("t_global", "i8", "ns", "start time on rank 0's clock, by /clock/model"),
     Column("dur", "i8", "ns", "duration on the rank's own clock", 0),
-    Column("posted", "i8", "ns", "time when a call was posted, raw; its wait begins at t_start"),
+    Column(
+        "posted", "i8", "ns", "time of posting the call, uncorrected; the wait begins at t_start"
+    ),
     Column("name", "u4", "index", "name of the event", 0, "strings"),
     Column("category", "u1", "enum", "category of the event"),
     Column("phase", "u1", "enum", "phase of the training step"),
     Column("op", "u1", "enum", "operation"),
     Column("rank", "i4", "1", "rank in the mesh", 0, "ranks"),
     Column("step", "i4", "1", "training step, -1 outside of steps", -1),
-    Column("microbatch", "i4", "1", "microbatch of the step, -1 if not applicable", -1),
+    Column("microbatch", "i4", "1", "microbatch index, -1 if not applicable", -1),
     Column("stage", "i2", "1", "pipeline stage, -1 if not applicable", -1),
     Column("chunk", "i2", "1", "model chunk of the stage, -1 if not applicable", -1),
     Column("layer", "i4", "1", "Transformer layer, -1 outside of the layers", -1),
     Column("stream", "i2", "1", "execution stream of the device, 0 on the CPU", 0),
-    Column("group", "i4", "index", "communicating ranks, -1 for none", -1, "groups"),
+    Column("group", "i4", "index", "group of communicating ranks, -1 for none", -1, "groups"),
     Column("seq", "i4", "1", "sequence number of the call, -1 for none", -1),
     Column("peer", "i4", "1", "mesh rank of the peer or root, -1 for none", -1, "ranks"),
-    Column("bytes", "i8", "B", "bytes that the rank must receive; the size of a send or copy", 0),
-    Column("count", "i8", "1", "elements of the input block", 0),
-    Column("dtype", "u1", "enum", "type of the elements"),
+    Column("bytes", "i8", "B", "bytes that the rank must receive, or size of a send or copy", 0),
+    Column("count", "i8", "1", "number of elements of the input block", 0),
+    Column("dtype", "u1", "enum", "data type of the elements"),
     Column("flops", "f8", "flop", "floating-point operations of the event", 0),
     Column("parent", "i8", "index", "enclosing event, -1 for none", -1, "events"),
-    Column("flags", "u2", "bits", "reserved, 0"),
+    Column("flags", "u2", "bits", "reserved, always 0"),
 )
 
 STEPS = (
     Column("rank", "i4", "1", "rank in the mesh", 0, "ranks"),
     Column("step", "i4", "1", "training step", 0),
-    Column("t_start", "i8", "ns", "start on the rank's own clock, raw"),
-    Column("t_end", "i8", "ns", "end on the rank's own clock, raw"),
-    Column("tokens", "i8", "1", "tokens of the global batch", 0),
+    Column("t_start", "i8", "ns", "start time on the rank's own clock, uncorrected"),
+    Column("t_end", "i8", "ns", "end time on the rank's own clock, uncorrected"),
+    Column("tokens", "i8", "1", "number of tokens in the global batch", 0),
     Column("loss", "f8", "nat", "mean loss per token, NaN if unknown", optional=True),
     Column(
         "grad_norm",
@@ -133,22 +135,22 @@ STEPS = (
     Column("learning_rate", "f8", "1", "learning rate of the step, NaN if unknown", optional=True),
     Column("forward_s", "f8", "s", "forward time of the rank, NaN if unknown", 0, optional=True),
     Column("backward_s", "f8", "s", "backward time of the rank, NaN if unknown", 0, optional=True),
-    Column("skipped", "u1", "1", "1 if the update was skipped"),
+    Column("skipped", "u1", "1", "1 if the optimizer update was skipped, otherwise 0"),
 )
 
 MEMORY = (
     Column("rank", "i4", "1", "rank in the mesh", 0, "ranks"),
     Column("step", "i4", "1", "training step", 0),
-    Column("kind", "u1", "enum", "purpose of the arrays"),
+    Column("kind", "u1", "enum", "memory kind (purpose of the arrays)"),
     Column("bytes", "i8", "B", "bytes allocated at the end of the step", 0),
-    Column("peak", "i8", "B", "peak bytes during the step", 0),
+    Column("peak", "i8", "B", "peak of the allocated bytes during the step", 0),
 )
 
 EVALUATION = (
     Column("step", "i4", "1", "training step before the evaluation", 0),
     Column("loss", "f8", "nat", "mean loss per target token, NaN if unknown", optional=True),
-    Column("tokens", "i8", "1", "tokens with a target", 0),
-    Column("accuracy", "f8", "1", "fraction of them that is predicted correctly", optional=True),
+    Column("tokens", "i8", "1", "number of target tokens", 0),
+    Column("accuracy", "f8", "1", "fraction of correctly predicted target tokens", optional=True),
     Column("seconds", "f8", "s", "duration on rank 0", 0),
 )
 
@@ -157,16 +159,29 @@ EXPERTS = (
     Column("step", "i4", "1", "training step", 0),
     Column("layer", "i4", "1", "Transformer layer", 0),
     Column("expert", "i4", "1", "expert of the layer", 0),
-    Column("chosen", "i8", "1", "tokens routed to the expert", 0),
-    Column("kept", "i8", "1", "routed tokens within the capacity; the rest is dropped", 0),
+    Column("chosen", "i8", "1", "number of tokens routed to the expert", 0),
+    Column(
+        "kept", "i8", "1", "number of routed tokens within the capacity; the others are dropped", 0
+    ),
 )
 
 ROUTERS = (
     Column("rank", "i4", "1", "mesh rank that stores the tokens", 0, "ranks"),
     Column("step", "i4", "1", "training step", 0),
     Column("layer", "i4", "1", "Transformer layer", 0),
-    Column("balance_loss", "f8", "nat", "sum over the rank's tokens, times model.balance_loss"),
-    Column("z_loss", "f8", "nat", "sum over the rank's tokens, times model.z_loss", 0),
+    Column(
+        "balance_loss",
+        "f8",
+        "nat",
+        "load-balancing loss, summed over the rank's tokens and scaled by model.balance_loss",
+    ),
+    Column(
+        "z_loss",
+        "f8",
+        "nat",
+        "router z-loss, summed over the rank's tokens and scaled by model.z_loss",
+        0,
+    ),
 )
 
 RANKS = (
@@ -175,32 +190,34 @@ RANKS = (
     Column("local_rank", "i4", "1", "rank on the host, -1 if unknown", -1),
     Column("device", TEXT, "text", "compute device of the rank"),
     Column("pid", "i8", "1", "process id on the host, -1 if unknown", -1),
-    Column("n_events", "i8", "1", "rows of the rank in /events", 0),
-    Column("dropped", "i8", "1", "events dropped because the rank's table was full", 0),
+    Column("n_events", "i8", "1", "number of the rank's rows in /events", 0),
+    Column(
+        "dropped", "i8", "1", "number of events dropped because the rank's event table was full", 0
+    ),
 )
-COORDS = Column("coords", "i4", "1", "coordinates [ranks, axes] in the mesh, -1 if unknown", -1)
+COORDS = Column("coords", "i4", "1", "mesh coordinates, shape [ranks, axes], -1 if unknown", -1)
 
 GROUPS = (
-    Column("group_id", "i4", "index", "row index, the value of /events/group", 0, "groups"),
+    Column("group_id", "i4", "index", "row index, to which /events/group refers", 0, "groups"),
     Column("axis", TEXT, "text", "mesh axis or axes of the group, or world"),
     Column("size", "i4", "1", "number of members", 1),
-    Column("offset", "i8", "index", "index of the first member in members", 0),
+    Column("offset", "i8", "index", "index of the group's first member in members", 0),
 )
 MEMBERS = Column("members", "i4", "1", "ranks of all groups, concatenated", 0, "ranks")
 
 CLOCK_SAMPLES = (
     Column("rank", "i4", "1", "rank in the mesh", 0, "ranks"),
     Column("t_local", "i8", "ns", "time of the exchange on the rank's own clock"),
-    Column("offset_ns", "f8", "ns", "the peer's clock minus the rank's own"),
+    Column("offset_ns", "f8", "ns", "the peer's clock minus the rank's own clock"),
     Column("rtt_ns", "i8", "ns", "round-trip time of the exchange", 0),
-    Column("round", "i4", "1", "number of the synchronization", 0),
+    Column("round", "i4", "1", "index of the synchronization", 0),
     Column("peer", "i4", "1", "reference rank: 0, or the parent in the tree of hosts", 0, "ranks"),
 )
 
 CLOCK_MODEL = (
     Column("rank", "i4", "1", "rank in the mesh", 0, "ranks"),
     Column("t0", "i8", "ns", "origin of the model on the rank's own clock"),
-    Column("offset_ns", "f8", "ns", "rank 0's clock minus the rank's own at t0"),
+    Column("offset_ns", "f8", "ns", "rank 0's clock minus the rank's own clock at t0"),
     Column("drift", "f8", "1", "change of the offset per unit of time"),
     Column("resid_p99_ns", "f8", "ns", "99th percentile of the samples' residuals", 0),
 )
@@ -209,20 +226,24 @@ CALIBRATION = (
     Column("bytes", "i8", "B", "bytes that a rank must receive in a call", 0),
     Column("t_min", "f8", "s", "shortest time of a call", 0),
     Column("t_median", "f8", "s", "median time of a call", 0),
-    Column("t_p95", "f8", "s", "95th percentile of the times", 0),
+    Column("t_p95", "f8", "s", "95th percentile of the call times", 0),
     Column("reps", "i8", "1", "number of timed calls", 1),
 )
 
 PREDICTION = (
-    Column("step", "i4", "1", "training step, -1 for any", -1),
-    Column("quantity", TEXT, "text", "predicted quantity; ends in its unit: _s, _bytes, _flop"),
+    Column("step", "i4", "1", "training step, -1 for all steps", -1),
+    Column(
+        "quantity", TEXT, "text", "predicted quantity, with the unit as suffix: _s, _bytes, _flop"
+    ),
     Column("stage", "i2", "1", "pipeline stage, -1 for all stages", -1),
     Column("rank", "i4", "1", "rank in the mesh, -1 for all ranks", -1, "ranks"),
-    Column("value", "f8", "SI", "the predicted value"),
+    Column("value", "f8", "SI", "predicted value"),
 )
 
-STRINGS = (Column("name", TEXT, "text", "name, unique in the table"),)
-RANK_PTR = Column("rank_ptr", "i8", "index", "rank r owns rows rank_ptr[r] to rank_ptr[r + 1]", 0)
+STRINGS = (Column("name", TEXT, "text", "unique name of an event or host"),)
+RANK_PTR = Column(
+    "rank_ptr", "i8", "index", "first row of each rank; the last entry is the number of rows", 0
+)
 
 
 class TableSchema(NamedTuple):
@@ -244,13 +265,13 @@ LAYOUT = {
     "groups": TableSchema("One row per group of communicating ranks.", (*GROUPS, MEMBERS)),
     "clock": TableSchema("Offsets between the clocks of the hosts and the clock of rank 0."),
     "clock/samples": TableSchema(
-        "One row per message exchange between the clocks of two hosts. Half of its round trip"
-        " bounds the error of the offset.",
+        "One row per message exchange that compares the clocks of two hosts. The error of the"
+        " offset is at most half of the round-trip time.",
         CLOCK_SAMPLES,
     ),
     "clock/model": TableSchema(
         "One row per linear segment of a rank's clock: t_global = t + offset_ns + drift (t - t0)."
-        " The segment with the last t0 <= t applies; before all segments, the first one does.",
+        " The segment with the largest t0 <= t applies; earlier times use the first one.",
         CLOCK_MODEL,
     ),
     "events": TableSchema(
@@ -259,11 +280,11 @@ LAYOUT = {
         EVENTS,
     ),
     "index": TableSchema("Row ranges of the ranks in /events.", (RANK_PTR,)),
-    "memory": TableSchema("One row per rank, completed step and kind of arrays.", MEMORY),
+    "memory": TableSchema("One row per rank, completed step and memory kind.", MEMORY),
     "steps": TableSchema("One row per rank and completed step.", STEPS),
     "evaluation": TableSchema(
-        "One row per evaluation on held-out text, for all ranks together. Its events have phase"
-        " evaluation and step -1.",
+        "One row per evaluation on held-out text, over all ranks. The events of an evaluation have"
+        " phase evaluation and step -1.",
         EVALUATION,
     ),
     "experts": TableSchema(
@@ -273,16 +294,18 @@ LAYOUT = {
     ),
     "routers": TableSchema(
         "One row per completed step, mixture-of-experts layer and routing rank, with the rank's"
-        " part of the router losses in the summed loss.",
+        " contribution to the auxiliary router losses.",
         ROUTERS,
     ),
     "calibration": TableSchema(
-        "Times of calls measured in isolation, one group per operation and mesh axis."
+        "Call times measured in isolation, with one HDF5 group per operation and mesh axis."
     ),
-    "calibration/<op>": TableSchema("Calls of one operation, one group per mesh axis."),
+    "calibration/<op>": TableSchema(
+        "Call times of one operation, with one HDF5 group per mesh axis."
+    ),
     "calibration/<op>/<axis>": TableSchema(
-        "One row per message size. The attributes alpha in s and beta in s/B fit the times by"
-        " t = alpha + beta bytes.",
+        "One row per message size. The times are fitted by t = alpha + beta * bytes, with the"
+        " attributes alpha in s and beta in s/B.",
         CALIBRATION,
     ),
     "prediction": TableSchema("One row per predicted quantity of the run.", PREDICTION),
@@ -307,7 +330,7 @@ ATTRIBUTES = (
     Attribute("created_utc", str, "start of the run, ISO 8601"),
     Attribute("world_size", int, "number of ranks", True),
     Attribute("axes", str, "mesh axes; the last one varies fastest with the rank", True),
-    Attribute("axis_sizes", list, "sizes of the axes (d: of the largest pipeline stage)", True),
+    Attribute("axis_sizes", list, "sizes of the axes (for d, the largest over all stages)", True),
     Attribute("time_unit", str, '"ns"'),
     Attribute("config", str, "resolved input file, TOML", True),
     Attribute("git", str, "revision of the source"),
@@ -316,7 +339,7 @@ ATTRIBUTES = (
     Attribute("transport", str, "transport of the communication along the mesh axes"),
     Attribute("cores", int, "usable CPU cores of rank 0's host, 0 if unknown"),
     Attribute("segments", int, "number of merged segment files"),
-    Attribute("complete", bool, "true if nothing of the configured run is missing", True),
+    Attribute("complete", bool, "true if no data of the configured run is missing", True),
     Attribute("missing", str, "missing data, one item per line", True),
 )
 

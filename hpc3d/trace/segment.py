@@ -63,7 +63,7 @@ def segment_path(run_dir: Path | str, rank: int, number: int) -> Path:
 
 
 def count_segments(run_dir: Path | str) -> dict[int, int]:
-    """Return a dict from rank to the index of the rank's last segment, plus one."""
+    """Return a dict from rank to its number of segments (index of the last segment plus 1)."""
     count: dict[int, int] = {}
     for path in sorted((Path(run_dir) / "trace").glob("rank-*.npz")):
         if match := _NAME.fullmatch(path.name):
@@ -106,11 +106,11 @@ def _check(segment, rank):
     header, events = segment.header, segment.events
     for columns, table in zip(TABLES.values(), segment[1:]):
         if table.dtype != record_type(columns):
-            raise ValueError(f"its columns differ from version {VERSION}")
+            raise ValueError(f"its columns differ from those of version {VERSION}")
         own = "rank" not in table.dtype.names or (table["rank"] == rank).all()
         if header["rank"] != rank or not own:
             raise ValueError(f"it contains rows of ranks other than {rank}")
     limits = {"name": header["strings"], "group": header["groups"], "parent": events}
     for column, target in limits.items():
         if (events[column] < -1).any() or (events[column] >= len(target)).any():
-            raise ValueError(f"its column {column} points outside of the segment")
+            raise ValueError(f"its column {column} contains an invalid index")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ALL = slice(None)
 _KEPT = 2**28  # maximum total size of the cached columns in bytes
-_MOST_INTEGER = 2**60  # bound on integers (36 years in ns); sums of a few fit in int64
+_MOST_INTEGER = 2**60  # largest integer (36 years in ns); sums of several fit in int64
 
 
 class Table:
@@ -102,7 +102,7 @@ class Table:
         return {name: self[name] for name in self}
 
     def labels(self, name: str) -> dict[int, str]:
-        """Return the value names of an enumerated column.
+        """Return the names of the values in an enumerated column.
 
         Parameters
         ----------
@@ -131,7 +131,7 @@ class Table:
         Returns
         -------
         pandas.DataFrame
-            The columns; enumerations and names as categories.
+            One column per name. Enumerations and event names are converted to categories.
         """
         need("a DataFrame", "pandas")
         from pandas import DataFrame
@@ -177,5 +177,5 @@ class Table:
         elif column.type == "f8" and not column.optional:
             wrong = ~np.isfinite(values)
         if wrong.any():
-            problem = "points outside of its table" if column.into else "has an invalid value"
+            problem = "contains an invalid row index" if column.into else "has an invalid value"
             raise ValueError(f"{self._name}/{column.name} {problem}: {values[wrong][0]}")

@@ -34,8 +34,8 @@ attempt. Call numbers and times continue. If the host was rebooted or replaced, 
 new attempt are shifted by the elapsed wall-clock time.
 
 The files `trace-1.h5`, `trace-2.h5` and so on contain the trace at the end of each earlier
-attempt, including the steps that were repeated later. An attempt with another layout has a
-separate file, and `missing` names the previous one.
+attempt, including the steps that were repeated later. The trace of an attempt with another layout
+is a separate file, and the attribute `missing` names the file of the previous attempt.
 
 ## Attributes of the root
 """
@@ -87,17 +87,17 @@ these phases.
 The times come from CUDA events, and no step waits for them. Their resolution is 0.5 us. The
 reference is taken at the beginning and end of each step, while the device is idle, between two
 readings of the host's clock. The row `clock of the device` spans these two readings. All times of
-a step may therefore be shifted together by up to half of its duration. For a replayed CUDA graph,
-only the total time is known.
+a step may therefore be shifted together by up to half of the duration of this row. For a replayed
+CUDA graph, only the total time is known.
 
 ### Calls
 
 A call posts a collective, a send or a receive, and the rank waits for it later. A row of category
 `comm` is this wait: `t_start` is the start of the wait, and `posted` the time of the call.
 
-* If the rank did something in between, the call itself is a row of category `copy` with `seq` -1
+* If the rank did other work in between, the call itself is a row of category `copy` with `seq` -1
   and no bytes. The rank could compute between the two rows while the data was in flight.
-* If it waited at once, a single row spans both, and `posted` equals `t_start`.
+* If the rank waited immediately, a single row spans both, and `posted` equals `t_start`.
 * A broadcast also waits when it is called, because the size of the block is sent first. Its row of
   category `copy` may therefore be long.
 
@@ -107,13 +107,13 @@ the rank that reads the data, `io`.
 ### Copies of offloaded arrays
 
 A copy of an offloaded array is a row of category `copy` without a group, named `offload` or
-`fetch`, with its `bytes`. On a CPU, the rank does nothing else during the copy. On a GPU, it is a
-row of stream 4. The time that stream 1 waits for it is a row of category `wait`.
+`fetch`, with its `bytes`. On a CPU, the rank does nothing else during the copy. On a GPU, the
+copy is a row of stream 4, and the time that stream 1 waits for it is a row of category `wait`.
 
 ### Groups
 
 A group contains the ranks that communicate along one mesh axis. It is a row of `/groups`: its
-members are the `size` entries of `/groups/members` from `offset`.
+members are the `size` entries of `/groups/members` that start at `offset`.
 
 `seq` numbers the collectives of a group. All rows of category `comm` with the same `group` and
 `seq` belong to one collective, one row per member. Messages are numbered separately for each pair
@@ -124,7 +124,7 @@ are never matched by name or time.
 ### Bytes
 
 The bytes of a collective are the bytes that the rank must receive with a bandwidth-optimal
-algorithm, whatever algorithm the library uses. In a group of g ranks:
+algorithm, regardless of the algorithm used by the library. In a group of g ranks:
 
 | op | bytes |
 |---|---|
@@ -135,7 +135,7 @@ algorithm, whatever algorithm the library uses. In a group of g ranks:
 | send, recv | the block |
 
 The chain of a reduction begins at the member after the root, so this member receives nothing. The
-received bytes of a rank are the bytes of category `comm` without `send`.
+received bytes of a rank are the bytes of category `comm`, excluding sends.
 
 ### Clocks
 
@@ -149,18 +149,18 @@ model and the round trips of the samples bound the accuracy of comparisons betwe
 
 Each token is counted on exactly one of the ranks that route it. The sum of `/experts` over ranks
 and experts is therefore the number of routed tokens of a step and layer, over all microbatches.
-The sum of `/routers` is what the routers add to the summed loss of the step. Recomputed forward
-passes, evaluations and simulated runs are not counted.
+The sum of `/routers` is the contribution of the routers to the summed loss of the step. Recomputed
+forward passes, evaluations and simulated runs are not counted.
 
 Dispatch and combine are the all_to_all calls of groups along e. In a layer's forward pass, the
 dispatch is first; in its backward pass, the combine is first.
 
 ### Memory
 
-Each row has the bytes of one kind of arrays: the allocated bytes at the end of a step, and the
-peak during it. Different kinds may reach their peaks at different times. The peak of the kind
-`all` is the largest total at any time. It is at most the sum of the peaks, and it decides whether
-a run fits in memory. Older traces lack this kind.
+Each row contains the bytes of one kind of memory: the allocated bytes at the end of a step, and
+the peak during the step. Different kinds may reach their peaks at different times. The peak of the
+kind `all` is the largest total at any time. It is at most the sum of the peaks, and it decides
+whether a run fits in memory. Older traces lack this kind.
 
 ### Predictions
 
@@ -181,11 +181,11 @@ with hpc3d.trace.open("results/RUN") as trace:  # or its trace.h5
     names = [trace.strings[i] for i in trace.events["name"]]
     trace.groups[0]  # Group(axis="x", members=(0, 1))
     trace.attrs["complete"], trace.attrs["missing"]
-    [*trace.calibration]  # (op, axis) of the calls that were timed in isolation
+    [*trace.calibration]  # (op, axis) of calls timed in isolation
     {call: table.attrs["beta"] for call, table in trace.calibration.items()}  # s/B
 ```
 
-In pandas, with names instead of numbers:
+In pandas, with names instead of codes:
 
 ```python
     events = trace.events.frame(["rank", "step", "category", "op", "group", "dur", "bytes"])
@@ -201,7 +201,7 @@ h5dump -A trace.h5            # every table and column with its unit and descrip
 h5ls -v -d trace.h5/steps     # one table: types, units, descriptions and values
 ```
 
-With h5py only, the matrix products of rank 3:
+The durations of the matrix products of rank 3, read with h5py only:
 
 ```python
 import h5py

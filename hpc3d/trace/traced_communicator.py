@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
 
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
-AT_ONCE = 20_000  # maximum gap in ns between a call and its wait to record one row
+AT_ONCE = 20_000  # longest gap in ns between a call and its wait that are recorded as one row
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
 
 

@@ -192,7 +192,7 @@ def other_format(file, _):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (newer, "version 2, .* 1; update hpc3d"),
+        (newer, "version 2 .* 1; update hpc3d"),
         (other_format, "hpc3d trace;"),
         (absent_attribute, "attributes world_size, missing "),
         (external_link, "dur .*link"),
@@ -305,7 +305,7 @@ def test_intact_file_is_read(whole):
         ("calibration/send/x/t_min", np.nan, "t_min .*: nan"),
         ("prediction/value", np.nan, "prediction/value .*: nan"),
         ("strings/name", "x" * 5000, "/strings/name .*5000 "),
-        ("strings/name", "node1", "/strings .*twice"),
+        ("strings/name", "node1", "/strings .*duplicate names"),
     ],
 )
 def test_invalid_value_is_rejected(whole, column, value, reason):

@@ -268,7 +268,7 @@ def test_waits_count_in_completed_steps_but_use_all_arrivals(tmp_path):
 def test_peer_out_of_range_is_rejected(tmp_path):
     rows = rows_of(None, MEETINGS["late sender"][1:])
     rows[0]["peer"] = 3
-    with pytest.raises(ValueError, match="events/peer points outside"):
+    with pytest.raises(ValueError, match="events/peer contains an invalid row index"):
         calls_of(opened(tmp_path, rows))
 
 

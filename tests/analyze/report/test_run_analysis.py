@@ -150,7 +150,7 @@ def test_index_outside_its_table_is_rejected(run, capsys):
     with h5py.File(run / "trace.h5", "r+") as file:
         file["events/group"][0] = 4
     assert report.main([str(run), "--tables"]) == 2
-    assert "events/group points outside of its table" in capsys.readouterr().err
+    assert "events/group contains an invalid row index" in capsys.readouterr().err
 
 
 def test_run_without_a_completed_step_is_rejected(tmp_path, capsys):
