@@ -45,7 +45,7 @@ def bad_tokens(tmp_path):
 
 
 def missing_text(tmp_path):
-    return {"data__path": "nowhere"}, ["data.path: nowhere does not exist; name a text"]
+    return {"data__path": "nowhere"}, ["data.path: nowhere does not exist; use a text"]
 
 
 def short_text(tmp_path):
@@ -57,14 +57,14 @@ def short_text(tmp_path):
 def short_validation(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("abc")
-    line = "data.validation: 4 tokens, but model.sequence = 4 needs at least 5; hold out more"
+    line = "data.validation: 4 tokens, but model.sequence = 4 needs at least 5; hold out a larger"
     return {"data__validation": path, "train__eval_every": 1}, [line]
 
 
 def no_validation(tmp_path):
     """A share that rounds to no token."""
     return {"data__validation": 1e-9, "train__eval_every": 1}, [
-        "data.validation: 0 tokens, but model.sequence = 4 needs at least 5; hold out more"
+        "data.validation: 0 tokens, but model.sequence = 4 needs at least 5; hold out a larger"
     ]
 
 

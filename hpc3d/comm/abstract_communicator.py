@@ -23,9 +23,8 @@ class AbstractCommunicator(Communicator):
     """Communicator that moves no data but allocates the same memory as a real one.
 
     Arrays with real data are passed through, and resized if needed. Gathered blocks are allocated
-    in full. On a node (hpc3d.comm.shared_memory), a block to be reduced is also copied unless it
-    is in a `buffer`, and the ranks share a single result of a large all-reduce. Neither applies to
-    devices (hpc3d.comm.nccl).
+    in full. CPU ranks of one node (hpc3d.comm.shared_memory) also copy a block to be reduced,
+    unless it is in a `buffer`, and share the result of a large all-reduce. Devices do neither.
     """
 
     @property

@@ -1,15 +1,15 @@
 """Collectives based on messages between all pairs of ranks, for long blocks and 16-bit sums.
 
-MPI uses the rendezvous protocol for long messages, and over TCP the reply waits behind the data
-that the peer sends. In collectives of Open MPI, members receive before they send, so about half of
-all calls use only one direction of the network at a time. Here, all sends are posted first. Each
-member sends each peer no more data than the standard algorithms do:
+MPI uses the rendezvous protocol for long messages. Over TCP, the receiver's reply is queued behind
+the data that it sends. In collectives of Open MPI, members receive before they send, so about half
+of all calls use only one direction of the network at a time. Here, all sends are posted first.
+Each member sends each peer no more data than the standard algorithms do:
 
     reduce_scatter        each member sends chunk j to member j, and sums the received chunks
     all_gather            each member sends its block to all other members (at most 8 members)
     all_reduce            2 members exchange their blocks; 3 use reduce_scatter and all_gather
 
-MPI has no 16-bit floats, so their sums are always computed here, in float32 (`fold`).
+MPI has no 16-bit floating-point types, so this class always sums them itself, in float32 (`fold`).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def build(
     nodes = [None] * cart.size if transport == "mpi" else node_of_rank(cart)
 
     def talk(line, members):
-        """Return the communicator of the ranks `members`, whose MPI communicator is `line`."""
+        """Return the communicator of the ranks `members`, based on the MPI communicator `line`."""
         if line.size == 1:
             return Self(pool, cart.rank)
         return _communicator_of(line, members, pool, [nodes[rank] for rank in members])

@@ -133,7 +133,7 @@ class Communicator:
         return self.pool.empty(shape, dtype, "communication")
 
     def wrapped(self, wrapper: Any, axis: str) -> Any:
-        """Return this communicator of `axis`, wrapped by a `hpc3d.comm.mesh.Wrapper`."""
+        """Wrap this communicator, which belongs to `axis`, with a `hpc3d.comm.mesh.Wrapper`."""
         return wrapper.wrap(self, axis)
 
     def all_gather(self, block: Array, dim: int = 0) -> Pending:
@@ -240,7 +240,7 @@ REDUCTIONS = {"sum": np.add, "max": np.maximum}
 def fold(operation: Callable[..., object], blocks: Any, out: Array) -> None:
     """Reduce the blocks with `operation` into `out`, in the order of the members.
 
-    `out` may be one of the first two blocks.  Narrow types are summed in float32 and rounded once.
+    `out` may be one of the first two blocks. 16-bit floats are summed in float32, rounded once.
     """
     if isinstance(out, Narrow):
         total = np.empty(out.shape, WIDE)

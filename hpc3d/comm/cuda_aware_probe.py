@@ -37,8 +37,8 @@ _KEPT = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_PREFIX", "PMIX_MCA_")
 def devices() -> Iterator[Finding]:
     """Yield findings on the visible devices, CUDA and NCCL, or a note if CuPy is missing."""
     if find_spec("cupy") is None:
-        here = "an NVIDIA driver, but no CuPy" if os.path.exists(_DRIVER) else "no CuPy"
-        yield Finding(OK, "GPU", f"{here}, so no GPU backend; run {EXTRAS}")
+        here = "an NVIDIA driver is installed, but " if os.path.exists(_DRIVER) else ""
+        yield Finding(OK, "GPU", f"{here}CuPy is missing; to use the GPU backend, run {EXTRAS}")
         return
     wheels = [name for name in _WHEELS if installed(name)]
     if len(wheels) > 1:
@@ -48,9 +48,7 @@ def devices() -> Iterator[Finding]:
 
     if not cupy.cuda.is_available():
         text = f"CuPy {cupy.__version__} finds no device"
-        yield Finding(
-            WARN, "GPU", text, "run nvidia-smi to find the cause, or request --gpus-per-node"
-        )
+        yield Finding(WARN, "GPU", text, "run nvidia-smi, or set --gpus-per-node in the Slurm job")
         return
     yield from _versions(cupy.cuda.runtime)
     for number in range(cupy.cuda.runtime.getDeviceCount()):
@@ -79,7 +77,7 @@ def _versions(runtime: Any) -> Iterator[Finding]:
 
 
 def _dotted(version: int) -> str:
-    """Return a CUDA version as text: 12090 is 12.9."""
+    """Format a CUDA version number: 12090 becomes "12.9"."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
@@ -103,7 +101,7 @@ def nccl_version() -> int:
 
 
 def release_of(whole: int) -> str:
-    """Return an NCCL version as text: 23203 is 2.32.3."""
+    """Format an NCCL version number: 23203 becomes "2.32.3"."""
     return f"{whole // 10000}.{whole // 100 % 100}.{whole % 100}"
 
 
@@ -130,7 +128,7 @@ def device_map(job: Job) -> Iterator[Finding]:
     pairs = list(zip(hosts, devices, strict=True))
     listed = ", ".join(f"{rank}:{device}" for rank, device in enumerate(devices))
     if None in devices:
-        remedy = "request --gpus-per-node, or use train.backend = numpy"
+        remedy = "set --gpus-per-node in the Slurm job, or use train.backend = numpy"
         yield Finding(WARN, "devices of ranks", f"{listed}: some ranks have no device", remedy)
     elif len(set(pairs)) < len(pairs):
         remedy = "start one rank per device, with --gpus-per-node instead of --gpus-per-task"
@@ -167,19 +165,19 @@ def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
     runtime = cupy.cuda.runtime
     driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     if driver == 0:
-        yield "there is no NVIDIA driver", "start on a machine with a GPU"
+        yield "no NVIDIA driver is installed", "run on a machine with a GPU"
     if driver // 1000 < needed // 1000:
         text = f"the driver is for CUDA {_dotted(driver)}, CuPy for {_dotted(needed)}"
         yield text, f"install a newer driver, or the wheel cupy-cuda{driver // 1000}x"
     if not cupy.cuda.is_available():
-        remedy = "run nvidia-smi to find the cause, request --gpus-per-node"
+        remedy = "run nvidia-smi, set --gpus-per-node in the Slurm job"
         yield "CuPy finds no device", remedy
     if dtype == "bfloat16" and find_spec("ml_dtypes") is None:
         yield "bfloat16 needs ml_dtypes", f"run {EXTRAS}"
     major = runtime.getDeviceProperties(0)["major"]
     if dtype == "bfloat16" and major < 8:
         yield (
-            f"a device of compute capability {major} has no bfloat16",
+            f"devices with compute capability {major} do not support bfloat16",
             "use train.dtype = float16",
         )
     if asked == "nccl" and not nccl_version():
@@ -190,9 +188,9 @@ def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterat
     """Yield a finding on CUDA-aware MPI; two ranks verify the support that MPI reports."""
     answer, problem = tried(mpirun, seconds, environment)
     if answer == STAGED:
-        yield Finding(OK, "CUDA-aware MPI", "no: messages go through host memory")
+        yield Finding(OK, "CUDA-aware MPI", "not supported: messages go through host memory")
     elif answer == TAKEN:
-        yield Finding(OK, "CUDA-aware MPI", "yes: sums, gathers and messages are correct")
+        yield Finding(OK, "CUDA-aware MPI", "supported: reductions and messages are correct")
     else:
         remedy = "use mesh.transport = host-staged, or repair MPI (UCX with CUDA)"
         yield Finding(FAIL, "CUDA-aware MPI", f"MPI reports support, but {problem}", remedy)
@@ -201,8 +199,8 @@ def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterat
 def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[str, str]:
     """Test CUDA-aware MPI with two ranks; return the result and a description of the problem.
 
-    The result is TAKEN, STAGED or WRONG. The ranks form a separate job, even if this process is
-    part of a job.
+    The result is TAKEN (device memory works), STAGED (MPI lacks CUDA support) or WRONG (the test
+    failed). The ranks form a separate MPI job, even if this process is part of one.
     """
     forgotten = [word for name in os.environ if _told_by_launcher(name) for word in ("-u", name)]
     words = [mpirun, "-np", "2", sys.executable, "-m", "hpc3d.comm.cuda_aware_probe"]
@@ -215,7 +213,7 @@ def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[
 
 
 def _told_by_launcher(name: str) -> bool:
-    """Return True if an environment variable marks this process as part of a job."""
+    """Return True if a launcher sets the variable `name` in the processes of an MPI job."""
     return name.startswith(_LAUNCHED) and not name.startswith(_KEPT)
 
 
@@ -233,7 +231,7 @@ def says_yes(path: str | None) -> bool:
 
 
 def _attempt() -> str:
-    """Test all calls of CudaAwareMpi between two ranks; return TAKEN, STAGED or WRONG."""
+    """Test every CudaAwareMpi call between two ranks; return TAKEN, STAGED or WRONG."""
     from mpi4py import MPI
 
     if not says_yes(library.library_file()):

@@ -31,8 +31,8 @@ class Hardware(NamedTuple):
 def hardware(job: Job, config: Any) -> Hardware:
     """Return the device and transport of this rank, as a `Hardware`, for a Config.
 
-    With `train.backend = cupy`, the device becomes the current device.  If any rank lacks a
-    requirement, the job is refused on all ranks.
+    With `train.backend = cupy`, the device becomes the current device.  If any rank does
+    not meet a requirement, all ranks end with an error.
     """
     train, asked = config.train, config.mesh.transport
     if train.backend == "numpy":
@@ -42,7 +42,7 @@ def hardware(job: Job, config: Any) -> Hardware:
     found = Hardware(*transport.choose_transport(job, asked, train.dtype))
     if train.cuda_graph and found.transport not in _RECORDED:
         job.refuse(
-            f"train.cuda_graph = true: transport {found.transport} needs the host in every step; "
+            f"train.cuda_graph = true: transport {found.transport} cannot be captured in a graph; "
             "use train.cuda_graph = false, or mesh.transport = nccl with a device for each rank"
         )
     return found

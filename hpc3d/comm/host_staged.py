@@ -154,7 +154,7 @@ class HostStaged(Communicator):
         return Pending(finish)
 
     def bring(self, host: np.ndarray, target: Any) -> None:
-        """Copy a host array to `target` on the device, before any later computation."""
+        """Copy a host array to `target` on the device; later computation waits for the copy."""
         chunk: Any = (
             target if target.flags.c_contiguous else self.pool.empty(target.shape, target.dtype)
         )

@@ -65,7 +65,7 @@ def queue_of(axis: str) -> str:
 
 
 def along(axis: str) -> str:
-    """Return a phrase that describes the ranks of a call: over all ranks, or along an axis."""
+    """Describe the ranks of a call for a message: "over all ranks" or "along AXIS"."""
     return "over all ranks" if axis == WORLD else f"along {axis}"
 
 

@@ -145,7 +145,7 @@ class SharedMemory(MpiCommunicator):
         self.free[region.memory.size].append(region)
 
     def publish(self, region: Region | None = None, value: int = 0) -> int:
-        """Set this member's flag, which publishes its writes so far; return the post number."""
+        """Set this member's flag, so that peers can read its writes; return the post number."""
         self.posted += 1
         if self.posted - self.seen >= _RING:
             self.wait_for_all(self.posted - _RING + 1)

@@ -84,14 +84,17 @@ class SplitRows(Communicator):
         return found
 
     def _shared(self, peer: int) -> Iterator[tuple[int, slice]]:
-        """Yield each rank of stage `peer` that shares samples with this rank, and their slice."""
+        """Yield the ranks of stage `peer` that share samples with this rank, and the samples.
+
+        The samples are a slice of this rank's samples.
+        """
         for rank, theirs in zip(self.stages[peer], self.rows[peer], strict=True):
             first, stop = max(self.mine.start, theirs.start), min(self.mine.stop, theirs.stop)
             if first < stop:
                 yield rank, slice(first - self.mine.start, stop - self.mine.start)
 
     def _parts(self, rows: int, peer: int) -> Iterator[tuple[int, slice]]:
-        """Yield each rank of stage `peer` that shares samples, and its slice of a block's rows."""
+        """Yield the ranks of `_shared`, and the samples' rows in a block of `rows` rows."""
         each = rows // len(self.mine)
         for rank, samples in self._shared(peer):
             yield rank, slice(samples.start * each, samples.stop * each)

@@ -52,8 +52,8 @@ class RankDevice(NamedTuple):
 def choose_transport(job: Job, asked: str, dtype: str) -> tuple[Cuda, str, tuple[str, ...]]:
     """Bind this rank's device and choose the transport of all ranks.
 
-    `asked` is mesh.transport and `dtype` train.dtype.  Returns the device, the transport, and log
-    lines that explain the choice.  The job is refused if the request cannot be met.
+    `asked` is mesh.transport, and `dtype` is train.dtype. Returns the device, the transport, and
+    log lines that explain the choice. If the request cannot be met, the job ends with an error.
     """
     refuse(job, job.gather(cuda_aware_probe.missing(asked, dtype)))
     device, devices = _rank_devices(job)
@@ -82,7 +82,7 @@ def explained(job: Job) -> Iterator[Finding]:
 
 
 def refuse(job: Job, problems: Sequence[str | None]) -> None:
-    """Refuse the job, with one line per distinct problem, if any rank's problem is not `None`."""
+    """If any rank reports a problem, end the job and print one line per distinct problem."""
     ranks: dict[str | None, list[int]] = {}
     for rank, problem in enumerate(problems):
         ranks.setdefault(problem, []).append(rank)
@@ -154,7 +154,7 @@ def sharing(devices: Sequence[RankDevice]) -> list[str]:
     for rank, rank_device in enumerate(devices):
         there.setdefault((rank_device.host, rank_device.device, rank_device.name), []).append(rank)
     return [
-        f"ranks {spans(ranks)} share device {name} of {host}, which serves one rank at a time"
+        f"ranks {spans(ranks)} share device {name} of {host}, so only one of them runs at a time"
         for (host, _, name), ranks in there.items()
         if len(ranks) > 1
     ]
@@ -168,7 +168,7 @@ def cuda_aware_support(devices: Sequence[RankDevice]) -> tuple[str, str]:
     """
     said = os.environ.get(OVERRIDE)
     if said is not None and said not in _WAYS:
-        raise ValueError(f"{OVERRIDE}={said}: use none, p2p or full, or unset it")
+        raise ValueError(f"{OVERRIDE}={said}: set it to none, p2p or full, or unset it")
     if said is not None:
         return said, f"{OVERRIDE}={said}"
     if not all(rank_device.aware for rank_device in devices):
@@ -179,5 +179,5 @@ def cuda_aware_support(devices: Sequence[RankDevice]) -> tuple[str, str]:
     answer, problem = cuda_aware_probe.tried(mpirun, _PATIENCE, cuda_aware_probe.surroundings())
     if answer == cuda_aware_probe.TAKEN:
         return "full", "MPI supports device memory, as tested with two ranks"
-    problem = problem or "a test of two ranks found none"
+    problem = problem or "a test with two ranks found no such support"
     return "none", f"MPI reports support for device memory, but {problem}"

@@ -75,7 +75,7 @@ class TwoLevel(AllPairs):
         return self.node.lend(region, region.memory[:nbytes], shape, dtype), region
 
     def seen(self, whole: np.ndarray, region: Region | None = None) -> np.ndarray:
-        """Return `whole` once all members on this host have written their slice of it."""
+        """Wait until all members on this host have written their slices of `whole`; return it."""
         whole.flags.writeable = False
         self.node.wait_for_all(self.node.publish(region))
         return whole

@@ -20,7 +20,8 @@ from hpc3d.cuda.cublaslt_library import (
 )
 from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
 
-# Masks of the reduction schemes allowed for split-K GEMMs: all, or only those in the compute type.
+# Masks of the reduction schemes allowed for split-K GEMMs: all of them, or only the scheme that
+# sums in the compute type (CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE).
 _ANY_REDUCTION, _COMPUTE_TYPE_REDUCTION = 7, 2
 
 
@@ -163,14 +164,14 @@ def _without_terms(
     bias_grad: Any,
     gelu: Any,
 ) -> None:
-    """Write the result of a GEMM with an empty operand, without a call of cuBLASLt.
+    """Write the result of a GEMM with an empty operand, without calling cuBLASLt.
 
     If k is 0, the product a b is zero; otherwise, out has no elements.
     """
     if bias_grad is not None and b.size:
-        raise Unsupported("cuBLASLt does not support bias_grad of a product without rows")
+        raise Unsupported("cuBLASLt does not support bias_grad if out has no rows")
     if gelu is not None and out.size:
-        raise Unsupported("cuBLASLt does not support GELU of a product with k = 0")
+        raise Unsupported("cuBLASLt does not support a GELU epilogue if k = 0")
     if bias_grad is not None:
         bias_grad.fill(0)
     if add is None:

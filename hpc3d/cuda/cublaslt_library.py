@@ -89,7 +89,7 @@ def load() -> ctypes.CDLL:
         with suppress(OSError):
             return ctypes.CDLL(name)
     raise ValueError(
-        f"no {' or '.join(NAMES)}, which products on a GPU need; run"
+        f"{' or '.join(NAMES)}, required for GPU matrix products, was not found; run"
         " python -m pip install 'hpc3d[gpu-cuda12]' (or gpu-cuda13, depending on the driver)"
     )
 

@@ -123,7 +123,9 @@ class ProductPlan:
         if name in "AB":
             self.set(f"TRANS{name}", transposed)
         elif transposed:
-            raise ValueError(f"out and add must be row-major: {operand.shape}, {operand.strides}")
+            raise ValueError(
+                f"out and add must be row-major: {operand.shape}, strides {operand.strides}"
+            )
         made = self.library.create("MatrixLayout", operand.type, rows, columns, step)
         count, offset = operand.batches
         self.library.set("MatrixLayout", made, "BATCH_COUNT", count)
@@ -169,7 +171,7 @@ def _check_types(given: Mapping[str, Operand]) -> None:
     if a != b or a not in _TYPES or out not in (a, "float32"):
         raise ValueError(
             f"{out} = {a} x {b}: a and b must both be {' or '.join(_TYPES)}, and out "
-            "must have their type or be float32"
+            "must be float32 or have the type of a and b"
         )
 
 
@@ -200,7 +202,7 @@ def _check_fused(given: Mapping[str, Operand], fused: tuple[str, ...]) -> None:
         raise Unsupported(f"no epilogue of cuBLASLt combines {' and '.join(fused)}")
     for role in given.keys() - {"a", "b", "out"}:
         if given[role].dtype != given["out"].dtype:
-            raise Unsupported(f"cuBLASLt supports {role} only in the type of out")
+            raise Unsupported(f"cuBLASLt requires {role} and out to have the same type")
     for role in fused:
         if given[role].alignment < 16:
             raise Unsupported(f"cuBLASLt requires {role} to be aligned to 16 bytes")
@@ -212,5 +214,5 @@ def _check_fused(given: Mapping[str, Operand], fused: tuple[str, ...]) -> None:
         transposed, *_, step = given[role].columns()
         if transposed or step % 8 or given[role].batches[1] % 8:
             raise Unsupported(
-                f"cuBLASLt requires rows of {role} to be a multiple of 8 elements long"
+                f"cuBLASLt requires the row length of {role} to be a multiple of 8 elements"
             )

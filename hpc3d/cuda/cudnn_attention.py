@@ -135,7 +135,7 @@ class Flash:
         return None if sum(map(loads, RUNTIMES)) == 1 else "one-libcudart"
 
     def suits(self, dtype: DTypeLike, width: int, drop: object = None) -> bool:
-        """Return True if cuDNN supports this dtype and head width and there is no dropout mask."""
+        """Return True if cuDNN supports this dtype, head width and dropout mask."""
         return takes(dtype, width, drop, self.widest)
 
     @staticmethod

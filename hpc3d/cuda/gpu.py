@@ -127,4 +127,4 @@ def use(pool: DevicePool, tf32: bool = False) -> str:
     gpu = Gpu(Kernels(), lt.product, flash, empty, pool.bring, lt.coded_product)
     gpu.workspace = workspace  # keep the buffer alive: lt holds only its address
     add_gpu(device.array_type, gpu)
-    return f"attention by matrix products: no {missing}" if missing else "attention by cuDNN"
+    return f"attention by matrix products (no {missing})" if missing else "attention by cuDNN"

@@ -54,7 +54,7 @@ class Launch(NamedTuple):
 
 
 def whole(size: int, part: int) -> int:
-    """Return the number of chunks of `part` elements that cover `size` elements, at least one."""
+    """Return the number of chunks of `part` elements needed for `size` elements (minimum 1)."""
     return max(1, -(-size // part))
 
 
@@ -169,7 +169,7 @@ class Kernel(NamedTuple):
         assert given.keys() == self.parameters.keys(), f"{self.name}: {[*given]}"
         reals = {dtype_of(given[n]) for n in self.pointers("T") if given[n] is not None}
         real = reals.pop() if self.template else None
-        assert not reals, f"{self.name}: arrays of T have several types"
+        assert not reals, f"{self.name}: arrays of type T have different dtypes"
         assert real in REALS or not self.template, f"{self.name}: T is {real}"
         for name, value in given.items():
             wanted = self.pointee(name, real)

@@ -65,7 +65,7 @@ class Source:
     def _encoded(self, group: Sequence[_DocumentPart]) -> np.ndarray:
         """Return the ids of document segments, with an end token after each document."""
         end = np.array([self.tokenizer.end])
-        with reading(self.path, "not a text for this tokenizer", "give another --tokenizer"):
+        with reading(self.path, "not encodable with this tokenizer", "choose another --tokenizer"):
             encoded = self.tokenizer.encode_batch([part.text for part in group])
         rows = []
         for ids, part in zip(encoded, group, strict=True):
@@ -82,7 +82,7 @@ class Source:
             if wrong := [each for each in (part.min(), part.max()) if not 0 <= each < known]:
                 raise ValueError(
                     f"data.path: {self.path}: id {wrong[0]} is not among the {known} ids of the "
-                    "tokenizer; give its own --tokenizer, or ids of the type uint16"
+                    "tokenizer; set --tokenizer to the matching one, or write ids as uint16"
                 )
             first, last = np.searchsorted(ends, [start, start + len(part)], "right")
             whole = self._ended(part, np.unique(ends[first:last] - start))
@@ -148,20 +148,20 @@ def _text_file(path: Path) -> Iterator[_DocumentPart]:
 def _json_lines(path: Path, field: str) -> Iterator[_DocumentPart]:
     """Yield the document in field `field` of each JSON object."""
     found = 0
-    with reading(path, "not a readable JSON lines file", "name another"), path.open("rb") as file:
+    with reading(path, "not a readable JSON lines file", "use another"), path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LINE), b""), 1):
             if line.isspace():
                 continue
             yield from _cut(_field(line, number, field), f"line {number}", len(line))
             found += 1
         if not found:
-            raise ValueError("it has no documents")
+            raise ValueError("the file has no documents")
 
 
 def _field(line: bytes, number: int, field: str) -> str:
     """Parse a line as a JSON object, and return the text in field `field`."""
     if len(line) == _LINE:
-        raise ValueError(f"line {number}: longer than the limit of {_LINE} bytes")
+        raise ValueError(f"line {number} exceeds the limit of {_LINE} bytes")
     try:
         found = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
@@ -171,8 +171,8 @@ def _field(line: bytes, number: int, field: str) -> str:
     if not isinstance(found.get(field), str):
         keys = ", ".join(key for key, value in found.items() if isinstance(value, str))
         raise ValueError(
-            f'line {number}: no text "{field:.60}", only {keys or "none":.200}; name one with '
-            "--field"
+            f'line {number}: no text "{field:.60}", only {keys or "none":.200}; set --field to an '
+            "existing one"
         )
     return found[field]
 
@@ -183,15 +183,17 @@ def _parquet(path: Path, column: str) -> Iterator[_DocumentPart]:
     from pyarrow import parquet
 
     with (
-        reading(path, "not a readable parquet file", "name another"),
+        reading(path, "not a readable Parquet file", "use another file"),
         parquet.ParquetFile(path, pre_buffer=False, buffer_size=PIECE) as table,
     ):
         rows, row = table.metadata.num_rows, 0
         if column not in (names := table.schema_arrow.names):
             known = ", ".join(names)
-            raise ValueError(f"no column {column:.60}, only {known:.200}; name one with --field")
+            raise ValueError(
+                f"no column {column:.60}, only {known:.200}; set --field to one of them"
+            )
         if not rows:
-            raise ValueError("it has no documents")
+            raise ValueError("the file has no documents")
         share = path.stat().st_size // rows
         for batch in table.iter_batches(_ROWS, columns=[column]):
             for value in batch.column(0):
@@ -224,12 +226,12 @@ def opened_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
     The array of document ends is empty if they are unknown.
     """
     index = path.with_suffix(".idx")
-    with reading(path, "not a readable token file", "name another"):
+    with reading(path, "not a readable token file", "use another file"):
         size = path.stat().st_size
         if index.exists():
             return _megatron(path, index)
         if not size or size % 2:
-            raise ValueError(f"{size} bytes are not uint16 ids, as in a file of nanoGPT")
+            raise ValueError(f"{size} bytes cannot hold uint16 ids, the format of nanoGPT")
         return np.memmap(path, "<u2", mode="r"), np.empty(0, np.int64)
 
 
@@ -242,7 +244,7 @@ def _megatron(path: Path, index: Path) -> tuple[np.ndarray, np.ndarray]:
     with index.open("rb") as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(_MEGATRON):
-        raise ValueError(f"{index.name} is not an index of Megatron-LM")
+        raise ValueError(f"{index.name} is not a Megatron-LM index file")
     _, version, code, sequences, edges = _HEAD.unpack(head)
     if version != _VERSION or code not in _TYPES:
         raise ValueError(f"{index.name} has the unsupported version {version} or type {code}")
@@ -255,7 +257,7 @@ def _megatron(path: Path, index: Path) -> tuple[np.ndarray, np.ndarray]:
     starts = np.memmap(index, "<i8", "r", offset + sizes.nbytes, (sequences,))
     firsts = np.memmap(index, "<i8", "r", offset + 12 * sequences, (edges,))
     if path.stat().st_size % np.dtype(_TYPES[code]).itemsize:
-        raise ValueError("it ends within an id")
+        raise ValueError("the file ends in the middle of a token id")
     ids = np.memmap(path, _TYPES[code], mode="r")
     total = _length(index, sizes, starts, ids.itemsize)
     if total != len(ids):

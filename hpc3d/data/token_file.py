@@ -41,7 +41,7 @@ _MOST_IDS = 1 << 31  # maximum vocabulary size: ids are returned as int32
 _END = "tokenizer_end"  # HDF5 attribute; absent in older token files
 _CHUNK = 1 << 16  # tokens per checksum
 _SELF_CHECKING = "v110"  # the HDF5 1.10 format also has metadata checksums
-_PREPARE = "make it with python -m hpc3d.prepare"
+_PREPARE = "create it with python -m hpc3d.prepare"
 
 _Report = Callable[[int], None]
 
@@ -102,13 +102,13 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
     else:
         texts = text_files(path)
         if not any(text.stat().st_size for text in texts):
-            raise ValueError(f"data.path: {path} is empty; name another text")
+            raise ValueError(f"data.path: {path} is empty; use a non-empty text")
         tokens = TextTokens(texts)
     if tokenizer not in (None, tokens.tokenizer):
         tokens.close()
         raise ValueError(
             f'data.path: {path} has "{tokens.tokenizer}" tokens, but data.tokenizer is '
-            f'"{tokenizer}"; set it to "{tokens.tokenizer}" or leave it out, or make a token file '
+            f'"{tokenizer}"; set it to "{tokens.tokenizer}", omit it, or create a token file '
             f"with python -m hpc3d.prepare --tokenizer {tokenizer}"
         )
     return tokens
@@ -126,7 +126,7 @@ def tokenizer_of(path: str | Path) -> Tokenizer:
 
 
 class TextTokens(Tokens):
-    """Byte tokens of text files; only the file lengths are kept in memory."""
+    """Byte tokens of text files, which are read on demand and never held in memory."""
 
     tokenizer = ByteTokenizer.name
     vocabulary = ByteTokenizer.vocabulary
@@ -161,7 +161,7 @@ class TextTokens(Tokens):
             with reading_text(self._texts[document]) as text:
                 part = np.fromfile(text, np.uint8, high - low, offset=low - begin)
                 if len(part) < high - low:
-                    raise ValueError("it was shortened during the run")
+                    raise ValueError("the file was truncated during the run")
             tokens[low - start : high - start] = part
         return tokens
 
@@ -237,7 +237,7 @@ def verify(path: str | Path) -> None:
             piece = tokens.read(start, min(start + PIECE, len(tokens)))
             digest.update(piece.astype(tokens.dtype))
         if digest.hexdigest() != tokens.sha256:
-            raise ValueError(f"data.path: {path} has tokens with another SHA-256; {_PREPARE}")
+            raise ValueError(f"data.path: {path} does not match its SHA-256; {_PREPARE}")
 
 
 def write_tokens(

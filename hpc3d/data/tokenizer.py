@@ -44,7 +44,7 @@ def reading(path: Path, fault: str, remedy: str) -> Iterator[Path]:
 _COMPRESSED = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"PK\3\4"
 
 reading_text = partial(
-    reading, fault="not a readable UTF-8 text", remedy="name another, or convert it with iconv"
+    reading, fault="not a readable UTF-8 text", remedy="use another file, or convert it with iconv"
 )
 
 
@@ -60,14 +60,14 @@ def text_files(path: str | Path) -> list[Path]:
         return [Path(path)]
     if not os.path.isdir(path):
         what = "is not a regular file" if os.path.exists(path) else "does not exist"
-        raise ValueError(f"data.path: {path!s:.200} {what}; name a text, a folder or a .h5 file")
+        raise ValueError(f"data.path: {path!s:.200} {what}; use a text, a folder or a .h5 file")
     try:
         found = (text for text in Path(path).iterdir() if text.name.endswith(".txt"))
         texts = sorted(text for text in found if text.is_file())
     except OSError as error:
         raise ValueError(f"data.path: {file_and_reason(error)}; make it readable") from None
     if not texts:
-        raise ValueError(f"data.path: the folder {path} has no *.txt; put UTF-8 texts there")
+        raise ValueError(f"data.path: the folder {path} has no *.txt files; add UTF-8 text files")
     return texts
 
 
@@ -132,7 +132,7 @@ class BpeTokenizer:
         self.end: int | None = known.get(self.end_name)
 
     def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
-        """Return the ids of `text`, uint32, with the tokenizer's special tokens if `whole`."""
+        """Return the ids of `text`, uint32; if `whole` is true, add the special tokens."""
         with self._encoding([text]):
             ids = self._tokenizer.encode(text.decode(), add_special_tokens=whole).ids
         return np.array(ids, np.uint32)
@@ -232,7 +232,7 @@ def train_bpe(pieces: Iterable[bytes], vocabulary: int) -> BpeTokenizer:
     """
     if vocabulary < _SMALLEST_BPE:
         raise ValueError(
-            f"--vocabulary {vocabulary}: BPE over bytes needs at least {_SMALLEST_BPE}"
+            f"--vocabulary {vocabulary}: byte-level BPE needs at least {_SMALLEST_BPE} tokens"
         )
     bpe = library()
     tokenizer = bpe.Tokenizer(bpe.models.BPE())

@@ -46,7 +46,7 @@ def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
     valid tokenizer at the path.
     """
     path = Path(word)
-    remedy = f"give --tokenizer byte, bpe, gpt2 or a {RULES} (hf download MODEL {RULES})"
+    remedy = f"set --tokenizer to byte, bpe, gpt2 or a {RULES} (hf download MODEL {RULES})"
     library()
     with reading(path, "not a readable tokenizer", remedy):
         if word == "gpt2" and not path.exists():
@@ -85,7 +85,7 @@ def object_in(path: Path) -> dict[str, Any]:
 def refuse_cache(folder: Path) -> None:
     """Raise ValueError if `folder` is a Hugging Face cache, whose files are in snapshots/."""
     for snapshot in sorted(folder.glob("snapshots/*")):
-        raise ValueError(f"{folder} is a cache of Hugging Face; name its snapshot, {snapshot}")
+        raise ValueError(f"{folder} is a Hugging Face cache folder; use its snapshot {snapshot}")
 
 
 def token_in(settings: Mapping[str, Any], key: str) -> str | None:
@@ -106,7 +106,7 @@ def _of_folder(folder: Path, end_name: str | None) -> BpeTokenizer:
         if vocabulary.is_file() and merges.is_file():
             found = _of_pair(_text(vocabulary), _text(merges))
             return _byte_level(*found, end_name or _told_end(folder))
-    raise ValueError(f"it has no {RULES}, and no vocab.json with merges.txt")
+    raise ValueError(f"the folder has neither {RULES} nor vocab.json and merges.txt")
 
 
 def _of_pair(vocabulary: str, merges: str) -> tuple[dict[str, int], _Merges]:
@@ -125,8 +125,8 @@ def _kept_by_tiktoken(name: str) -> str:
             if sha256(content).hexdigest() == _GPT2_SHA256[name]:
                 return content.decode()
     raise ValueError(
-        f'the cache of tiktoken has no {name} on this machine; python -c "import tiktoken; '
-        "tiktoken.get_encoding('gpt2')\" downloads it"
+        f'{name} is not in the tiktoken cache of this machine; download it with python -c "import '
+        "tiktoken; tiktoken.get_encoding('gpt2')\""
     )
 
 
@@ -164,7 +164,7 @@ def _of_ranks(path: Path) -> tuple[dict[str, int], _Merges]:
     lines = _text(path).splitlines()
     ranks = {b64decode(word): int(rank) for word, rank in (line.split() for line in lines if line)}
     if not 256 <= len(ranks) <= _MOST_RANKS:
-        raise ValueError(f"{len(ranks)} ranks; only the 50256 of GPT-2 are supported")
+        raise ValueError(f"{len(ranks)} ranks; only GPT-2's 50256 ranks are supported")
     letters = _letters()
 
     def spelled(token):
@@ -232,10 +232,10 @@ def meta_tokenizer(path: Path) -> BpeTokenizer | None:
     if not meta.is_file():
         return None
     library()
-    with reading(meta, "not a readable meta.pkl of nanoGPT", "give --tokenizer"):
+    with reading(meta, "not a readable nanoGPT meta.pkl", "set --tokenizer"):
         numbers = dict(_plain_pickle(small_files.read(meta, _MOST_META))["stoi"])
         if sorted(numbers.values()) != [*range(len(numbers))]:
-            raise ValueError("its characters are not numbered from 0")
+            raise ValueError("the character ids are not consecutive numbers from 0")
         return characters({str(key): int(number) for key, number in numbers.items()})
 
 
@@ -270,4 +270,4 @@ def _plain_pickle(content: bytes) -> Any:
             case "STOP":
                 return stack.pop()
             case name:
-                raise ValueError(f"it contains more than dicts, texts and numbers: {name}")
+                raise ValueError(f"only dicts, strings and integers are allowed, not {name}")

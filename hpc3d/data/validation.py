@@ -45,7 +45,7 @@ class _OtherText(TokenRange):
 
 
 def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Tokens, Tokens | None]:
-    """Return the training text and the validation text, None if evaluation is disabled.
+    """Return the training text and the validation text (None if evaluation is disabled).
 
     `validation` is the fraction of `tokens` to hold out at the end, or the path of a text or token
     file; None or "" disables evaluation. Raises a one-line ValueError that begins with
@@ -61,8 +61,8 @@ def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Toke
     if other.made_by() != tokens.made_by():
         other.close()
         raise ValueError(
-            f"{_KEY}: {validation} has another tokenizer ({other.tokenizer}, vocabulary "
-            f"{other.vocabulary}) than data.path ({tokens.tokenizer}, vocabulary "
+            f"{_KEY}: the tokenizer of {validation} ({other.tokenizer}, vocabulary "
+            f"{other.vocabulary}) differs from data.path ({tokens.tokenizer}, vocabulary "
             f"{tokens.vocabulary}); use a fraction of data.path instead, such as 0.05"
         )
     return tokens, _OtherText(other, 0, len(other))
@@ -91,7 +91,7 @@ class ValidationBatches:
         if windows < 1:
             raise ValueError(
                 f"{_KEY}: {counted(len(tokens), 'token')}, but model.sequence = {sequence} needs "
-                f"at least {sequence + 1}; hold out more, or name a longer text"
+                f"at least {sequence + 1}; hold out a larger fraction, or use a longer text"
             )
         filled = -(-windows // batch)
         self.count = min(filled, most) if most else filled

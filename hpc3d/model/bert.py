@@ -74,7 +74,7 @@ class SegmentedEmbeddings(Embeddings):
 
 
 class MaskedLogitsSaved(NamedTuple):
-    """Data saved for the backward pass of the logits."""
+    """Data saved by the computation of the logits for its backward pass."""
 
     dense: Saved
     slopes: Array

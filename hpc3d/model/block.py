@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class BlockSaved(NamedTuple):
     """Data saved for the backward pass of a block.
 
-    These are the inputs of its products and norms, and the data saved by the attention layer and
-    the MLP.
+    The fields hold the inputs of its matrix products and norms, and the data saved by attention
+    and the MLP.
     """
 
     norm1: NormSaved
@@ -53,7 +53,7 @@ class BlockInput(NamedTuple):
 
 
 class PreNorm:
-    """The residual connection around a branch f with pre-norm: y = x + dropout(f(norm(x)))."""
+    """Pre-norm residual connection around a branch f: y = x + dropout(f(norm(x)))."""
 
     def __init__(self, norm: LayerNorm, dropout: Dropout, hidden: int) -> None:
         self.mesh, self.norm, self.dropout, self.hidden = norm.mesh, norm, dropout, hidden
@@ -65,9 +65,9 @@ class PreNorm:
     def add(
         self, x: Array, forward: Callable[..., Any], adds_residual: bool, micro: Microbatch
     ) -> tuple[Array, Any]:
-        """Return x + dropout(f) and the data saved by f.
+        """Run the branch f; return x + dropout(output of f) and the data saved by f.
 
-        `forward` computes f and returns the output and the saved data. If `adds_residual` is True,
+        `forward` runs f and returns the output and the saved data. If `adds_residual` is True,
         `forward` accepts the argument `residual` and adds this array to the output.
         """
         if adds_residual and not self.dropout.rate:
@@ -95,7 +95,7 @@ class PreNorm:
 
 
 class PostNorm(PreNorm):
-    """The residual connection with post-norm: y = norm(x + dropout(f(x)))."""
+    """Post-norm residual connection around a branch f: y = norm(x + dropout(f(x)))."""
 
     def branch_input(self, x: Array) -> tuple[Array, Any]:
         return x, None

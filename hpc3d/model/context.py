@@ -80,11 +80,11 @@ class Context(NamedTuple):
         return np.ascontiguousarray(parts.swapaxes(0, 1)).reshape(-1, self.tokens)
 
     def rows(self, here: slice, sequences: int, first: int) -> range | np.ndarray:
-        """Return the indices of the rows `here` of a microbatch in the tensor of the full batch.
+        """Return the full-batch row indices of the rows `here` of a microbatch.
 
-        The tensor of the full batch has one row per token, ordered by sequence and position. The
-        microbatch has c S = `sequences` virtual sequences, and its first sequence has index
-        `first` in the batch.
+        The full batch has one row per token, ordered by sequence and position. The microbatch
+        consists of c S = `sequences` virtual sequences, and its first sequence has index `first`
+        in the batch.
         """
         if self.parts == 1:
             return range(first * self.length + here.start, first * self.length + here.stop)

@@ -105,7 +105,7 @@ class RingAttention(HeadBlock):
         return self.turned(dqkv, micro, sign=-1)
 
     def _pairs(self, ring_rank: int) -> tuple[ChunkPair, ...]:
-        """Return all pairs of a local query chunk and a visible key chunk of `ring_rank`."""
+        """Return the pairs of a local query chunk and an unmasked key chunk of `ring_rank`."""
         mine, theirs = (list(self._chunks(which)) for which in (self.ring_rank, ring_rank))
         return tuple(
             ChunkPair(queries, keys, self.causal and position == other, position, other)
@@ -155,8 +155,8 @@ class RingAttention(HeadBlock):
     def _drop(self, micro: Microbatch) -> Mask | None:
         """Return the dropout `Mask` of the probabilities, or `None` without dropout.
 
-        The mask is part of a matrix of shape [samples*heads*keys, T]. For each sample, its `rows`
-        contain the index of the first row that belongs to this rank's heads.
+        The mask is part of a matrix of shape [samples*heads*keys, T]. `Mask.rows` lists, for each
+        sample, the index of the first matrix row that belongs to this rank's heads.
         """
         if not self.drops(micro):
             return None
@@ -201,7 +201,7 @@ class Ring:
         return self.pass_on(block) if hop < self.size else None
 
     def pass_on(self, block: Array) -> Pending:
-        """Send a block to the next rank; return a handle to the block of the previous rank."""
+        """Send a block to the next rank; return a handle to the block from the previous one."""
         with self.comm.grouped():
             sent = self.comm.send(block, self.after)
             received = self.comm.recv(block.shape, block.dtype, self.before)

@@ -32,7 +32,7 @@ class AttentionSaved(NamedTuple):
 
 
 class HeadBlock:
-    """Tokens and attention heads processed by a rank between the all-to-alls.
+    """Base of the attention layers: the tokens and heads for which a rank computes attention.
 
     With context parallelism, a rank processes complete heads for `tokens` tokens of each of its
     sequences, namely the tokens assigned to its ring position. The rotary embedding uses token
@@ -145,7 +145,7 @@ class CoreAttention(HeadBlock):
             return attend_again(qkv, self.tokens, self.form, empty, **seen)
 
     def _seen(self, micro: Microbatch) -> dict[str, Any]:
-        """Return the attention and dropout masks of this rank's samples as keyword arguments."""
+        """Return the keyword arguments `mask` (attention mask) and `drop` (dropout mask)."""
         mask = AttentionMask(self.causal, self.padding(micro, 0))
         return {"drop": self._drop(micro), "mask": mask}
 

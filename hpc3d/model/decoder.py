@@ -88,7 +88,7 @@ class Decoder:
         return self.mesh.pool.bring(make(micro))
 
     def _embedded(self, micro: Microbatch, count: int) -> Array:
-        """Return the embeddings of the tokens, whose positions follow the cached positions."""
+        """Return the embeddings of the new tokens, placed after the cached positions."""
         first, embeddings = self.kept.length, self.stage.embeddings
         assert embeddings
         x, _ = embeddings.lookup.forward(micro)

@@ -208,9 +208,8 @@ class ExpertMixture:
     def _precedes(self) -> Array:
         """Return the array `precedes`, int64 [k, pieces, c, k, pieces], for `before_of`.
 
-        An entry is 1 if choices of another rank along c are assigned slots before this rank's
-        choices, because they have a lower choice index, or the same choice index and an earlier
-        segment of the sequence.
+        Slots are assigned in the order of the choice index (0 to top_k - 1), then of the sequence
+        segment. An entry is 1 if the tokens of another rank along c precede this rank's tokens.
         """
         starts = self.context.starts()
         here, choice = self.mesh.coord(CONTEXT), np.arange(self.form.top_k)
@@ -284,8 +283,8 @@ class ExpertMixture:
         return slots, loss
 
     def _note(self, routes: Routes, slots: Array, loss: RouterLoss) -> None:
-        """Record the losses of this rank's own rows, and trace them with the load of each
-        expert."""
+        """Store this rank's router losses; write them and the load of each expert to the
+        trace."""
         with self.mesh.trace.span("routing"):
             losses = router_loss(routes.probs, routes.lse, loss)
             chosen, kept = load_of(routes.experts, slots, self.form.count)
@@ -369,9 +368,9 @@ def _flat(rows: Array) -> Array:
 
 
 def _least_rows(mesh: Mesh, split: Split) -> int:
-    """Return the required divisor of the number of slot rows on each rank along e.
+    """Return a number of which each rank's slot row count (along e) must be a multiple.
 
-    With this divisor, the axes of k can shard the output rows of the up projection evenly.
+    The axes of k can then shard the output rows of the up projection evenly.
     """
     gathered = mesh.size(EXPERTS) * mesh.count(
         [axis for axis in split.n.split() if axis in split.x[0]]

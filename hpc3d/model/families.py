@@ -77,7 +77,7 @@ def _block_products(sizes, mixes, gated):
 
 
 def _mlp_products(sizes, gated, name="", wide=1, **experts):
-    """Return the products of an MLP with `wide` times the hidden features of a dense MLP."""
+    """Return the matrix products of an MLP with `wide` * `sizes.ffn` hidden features."""
     ffn = wide * sizes.ffn
     return (
         WeightProduct(f"{name}up", sizes.hidden, (1 + gated) * ffn, **experts),
@@ -111,7 +111,7 @@ def _final_norm(sizes, centred):
 
 
 def _bert_vectors(sizes):
-    """Count the parameters of BERT's segment embedding, and norms and biases outside of blocks.
+    """Count BERT's segment embeddings, and its norm and bias parameters outside of blocks.
 
     The embeddings and the head each have a norm. The head's dense layer and its output projection
     each have a bias.
@@ -130,8 +130,8 @@ def _full_attention(sizes):
 def _block_kept(sizes, recompute, chunked, mixes, gated):
     """Return the number of elements that a block saves per token, without dropout masks.
 
-    The block saves the inputs of the norms and of the products qkv, proj and up; q, k and v; and
-    the inputs of the activation and of the product down (Korthikanti et al. 2022, section 4).
+    The block saves the inputs of the norms, of the QKV, output, up and down projections and of the
+    activation function, as well as q, k and v (Korthikanti et al. 2022, section 4).
     Attention saves its probabilities or, if chunked, one log-sum-exp per row and head.
     """
     features = (2 + gated) * sizes.ffn
@@ -147,8 +147,9 @@ def _block_kept(sizes, recompute, chunked, mixes, gated):
 def _mixture_kept(sizes, features):
     """Return the number of elements that a mixture of experts saves per token.
 
-    For every slot, including empty slots, the mixture saves the input of up, the inputs of the
-    activation and of down, and the output. Each shared expert saves as many elements as an MLP.
+    For every slot, including empty slots, the mixture saves the inputs of the up projection, the
+    activation and the down projection, and the output. Each shared expert saves as many elements
+    as an MLP.
     The data saved by the router is negligible.
     """
     form = sizes.experts
@@ -237,9 +238,9 @@ def block_products(model: Any) -> list[tuple[int, WeightProduct]]:
 
 
 class Total(NamedTuple):
-    """Total number of weights, and number of active weights per token.
+    """Number of weights in total, and number of weights active for one token.
 
-    The weights of experts to which a token is not routed are inactive.
+    A token does not activate the weights of experts to which it is not routed.
     """
 
     total: float

@@ -36,14 +36,14 @@ def add_table(
     """
     matmul, sizes = sharded_matmul(mesh, spec.splits["dense"].without_panels().next()), spec.sizes
     count = mesh.count(matmul.dw_layout[0])
-    rows = -(-sizes.vocabulary // count) * count  # type: ignore[operator]  # not None here
+    rows = -(-sizes.vocabulary // count) * count  # type: ignore[operator]  # an int by now
     shape = (rows, sizes.hidden)
     how |= {"std": sizes.std, "decay": True, "rows": sizes.vocabulary, **gradient(matmul)}
     return parameters.add(name, shape, matmul.w_layout, **how)
 
 
 class Embeddings:
-    """Token embeddings X[m, h], plus position embeddings unless rotary, followed by dropout."""
+    """Token embeddings X[m, h], plus learned position embeddings if any, with dropout."""
 
     name = "embedding"
 
@@ -82,7 +82,7 @@ class Embeddings:
 
 
 class LogitsSaved(NamedTuple):
-    """Data saved for the backward pass of the logits."""
+    """Data saved by the computation of the logits for its backward pass."""
 
     norm: NormSaved
     product: Saved
@@ -110,7 +110,7 @@ class Head:
             mesh, parameters, "head.norm", sizes.hidden, split.x, sizes.epsilon
         )
         self.matmul = sharded_matmul(mesh, whole, spec.keep, transposed=True)
-        vocabulary: Any = sizes.vocabulary  # not None when a model is built
+        vocabulary: Any = sizes.vocabulary  # set before a model is built
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved | None]:

@@ -108,7 +108,7 @@ class GroupedQkv(Linear):
         return heads % self.mesh.count(self.across) == 0
 
     def _needed(self, heads: int) -> slice:
-        """Return the slice of a weight block's columns that is used by this rank's product.
+        """Return the columns of a weight block that this rank multiplies, as a slice.
 
         The unsharded weight has `heads` heads.
         """

@@ -88,8 +88,8 @@ class KeptForm:
         return last
 
     def take(self, saved: list[Any]) -> Any:
-        """Pop the last entry of `saved` with restored arrays, and start loading the entry before
-        it."""
+        """Pop the last entry of `saved` and restore its arrays; start loading the entry
+        before it."""
         last = saved.pop()
         if self.offload:
             last = _replaced(last, self._arrived, {})
@@ -185,7 +185,7 @@ def _contains(hint: Any, marked: Any) -> bool:
 
 
 def _once(value: Any, function: Callable[[Any], Any], done: dict) -> Any:
-    """Apply `function` once to an array, or to each array in a list or tuple (fused attention)."""
+    """Apply `function` to an array, or to each array in a list or tuple; cache the results."""
     if type(value) in (tuple, list):
         return type(value)(_once(each, function, done) for each in value)
     if id(value) not in done:
@@ -210,9 +210,9 @@ class FetchedWeights:
         self.asked: dict[int, list[Callable[[], Array]]] = {}
 
     def of(self, block: int, then: int) -> AbstractContextManager[None]:
-        """Return a context in which the matrices of `block` are available.
+        """Return a context manager in which the matrices of `block` are available.
 
-        In this context, the matrices of block `then` are prefetched.
+        Meanwhile, the matrices of block `then` are prefetched.
         """
         return self._at_hand(block, then) if self.items[block] else nullcontext()
 

@@ -85,6 +85,6 @@ class CrossEntropy:
         return sums, at
 
     def backward(self, saved: LossSaved, scale: float) -> Array:
-        """Compute the gradient scale (softmax - onehot) in place; it is 0 for ignored rows."""
+        """Return `scale` * (softmax - onehot), computed in place; it is 0 for ignored rows."""
         with self.mesh.trace.span("loss", "loss"):
             return softmax_grad(saved.logits, saved.rows, scale)

@@ -99,7 +99,7 @@ class Parameter:
 
     @property
     def updated_layout(self) -> Layout:
-        """Layout of the gradient, and of a matrix block that is updated on a single rank."""
+        """Layout of the gradient. A matrix block updated by a single rank has the same layout."""
         return self.grad_layout or self.layout
 
     def start(self, seed: int, mesh: Mesh) -> None:
@@ -264,7 +264,7 @@ class Parameters:
             self.slices[item] = slices
         self.value = self.mesh.zeros((values[False],), self.dtype, "parameter")
         self.grad = self.mesh.zeros((grads,), self.wide, "gradient")
-        if any(map(self.lies_elsewhere, self.items)):  # size 0 on ranks without own values
+        if any(map(self.lies_elsewhere, self.items)):  # may have size 0 on this rank
             self.elsewhere = store_of(self.mesh.pool).empty((values[True],), self.dtype)
             self.elsewhere.fill(0)
         self.bind()
@@ -295,7 +295,7 @@ class Parameters:
         return owners
 
     def updates(self, item: Parameter) -> bool:
-        """Return True if this rank updates the block of a matrix that it stores."""
+        """Return True if this rank, not another replica, updates its block of a matrix."""
         here = self.mesh.index(item.replicas)
         return self.owners.get(item, here) == here
 
@@ -306,7 +306,7 @@ class Parameters:
         return WholeMatrix(slices.own_value, slices.own_grad, item, layout, shape)
 
     def _slices_of(self, item: Parameter, values: int, grads: int) -> FlatSlices:
-        """Return the slices of a parameter that starts at offsets `values` and `grads`."""
+        """Return a parameter's slices, given the offsets at which they start."""
         value = prod(item.layout.block(item.shape, self.mesh))
         if item.frozen:
             span, none = slice(values, values + value), slice(grads, grads)

@@ -97,7 +97,7 @@ class ModelSizes:
         return self.form_over(1)
 
     def form_over(self, members: int) -> HeadForm:
-        """Return the head form on each rank if heads are sharded over `members` ranks.
+        """Return the head width and the query heads per KV head on each of `members` ranks.
 
         If there are more ranks than KV heads, the query heads of each KV head are sharded.
         """

@@ -83,7 +83,7 @@ def build(
 
 
 class Stage:
-    """Model chunk that a rank runs as one unit."""
+    """Model chunk of a rank, executed without interruption in each forward or backward pass."""
 
     def __init__(
         self,

@@ -155,7 +155,7 @@ def test_missing_or_unknown_arrays_are_rejected(files, tmp_path, arrays, said):
 def test_hf_cache_folder_error_names_the_snapshot(tmp_path):
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
-    with pytest.raises(ValueError, match=f"name its snapshot, {snapshot}$"):
+    with pytest.raises(ValueError, match=f"use its snapshot {snapshot}$"):
         Pretrained(tmp_path / "models--a--b")
 
 

@@ -87,7 +87,7 @@ OFF = SimpleNamespace(is_available=lambda: False)
     ("does", "verdict", "text"),
     [
         ("echo staged", OK, "host"),
-        ("echo taken", OK, "yes"),
+        ("echo taken", OK, "supported"),
         ("echo taken; echo wrong", FAIL, "wrong"),
         ("kill -SEGV $$", FAIL, " -11"),
         ("sleep 60", FAIL, "hangs"),

@@ -147,7 +147,7 @@ def test_complete_gpu_stack_has_no_missing_dependency(monkeypatch):
     [
         (None, {}, "CuPy ", "gpu-cuda12"),
         (FakeCupy(count=0), {}, "CuPy ... device; ", "--gpus-per-node"),
-        (runtime(driverGetVersion=0), {}, "NVIDIA driver; ", "with a GPU"),
+        (runtime(driverGetVersion=0), {}, "no NVIDIA driver ...; ", "with a GPU"),
         (
             runtime(driverGetVersion=12080, runtimeGetVersion=13000),
             {},

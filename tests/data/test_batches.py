@@ -218,7 +218,7 @@ def test_bpe_requires_a_token_file(folder):
 def test_text_that_was_truncated_after_opening_raises(folder, left):
     with open_tokens(folder) as tokens:
         (folder / "a.txt").write_bytes(b"first\n"[:left])
-        with pytest.raises(ValueError, match=r"data\.path: .*a\.txt .*shortened"):
+        with pytest.raises(ValueError, match=r"data\.path: .*a\.txt .*truncated"):
             tokens.read(0, 6)
         (folder / "a.txt").unlink()
         with pytest.raises(ValueError, match=r"data\.path: .*a\.txt "):

@@ -38,7 +38,7 @@ def test_each_json_line_is_a_document(tmp_path, prepared):
         (b"\xff\xfe{\0", "line 1"),  # UTF-16
         ('\n{"text": "\\ud800"}\n', "line 2: surrogates"),
         ("[" * 100_000, "line 1"),
-        ("\n \n", "it has no documents"),
+        ("\n \n", "the file has no documents"),
     ],
 )
 def test_invalid_json_lines_are_located(content, said, tmp_path, prepared):
@@ -57,7 +57,7 @@ def test_each_parquet_row_is_a_document(tmp_path, prepared):
     assert "no column body, only text, n" in prepared("a.parquet", "--field", "body")
     assert "not text" in prepared("a.parquet", "--field", "n")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 no")
-    assert "not a readable parquet" in prepared("b.parquet")
+    assert "not a readable Parquet" in prepared("b.parquet")
 
 
 # Tokens of nanoGPT
@@ -76,7 +76,7 @@ def test_character_missing_from_the_tokenizer_is_named(tmp_path, prepared):
     (tmp_path / "tokenizer.json").write_text(characters({"O": 0, "\n": 1, " ": 2}).json)
     (tmp_path / "b.txt").write_text("O O\nO ☃")
     how = ["--tokenizer", str(tmp_path), "--end", "\n"]
-    assert "b.txt is not a text for this tokenizer (it contains '☃', which" in prepared(
+    assert "b.txt is not encodable with this tokenizer (it contains '☃', which" in prepared(
         "b.txt", *how
     )
     (tmp_path / "b.txt").write_text("O O\nO ")
@@ -150,7 +150,7 @@ def test_documents_of_an_indexed_dataset_end_with_the_end_token(
 @pytest.mark.parametrize(
     ("place", "content", "said"),
     [
-        (8, b"\x01", "not an index of Megatron-LM"),
+        (8, b"\x01", "not a Megatron-LM index file"),
         (9, b"\x02", "version 2"),
         (17, b"\x63", "type 99"),
         (17, b"\x07", "type 7"),  # float32

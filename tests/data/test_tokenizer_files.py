@@ -59,9 +59,9 @@ def test_invalid_tokenizer_is_rejected(content, tmp_path, prepared):
     (tmp_path / "tokenizer.json").write_text(content)
     assert "not a readable tokenizer" in prepared("a.txt", "--tokenizer", str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
-    assert "it has no tokenizer.json" in prepared("a.txt", "--tokenizer", str(tmp_path))
+    assert "neither tokenizer.json" in prepared("a.txt", "--tokenizer", str(tmp_path))
     (tmp_path / "snapshots" / "0123").mkdir(parents=True)
-    assert "name its snapshot, " in prepared("a.txt", "--tokenizer", str(tmp_path))
+    assert "use its snapshot " in prepared("a.txt", "--tokenizer", str(tmp_path))
 
 
 def test_end_token_is_that_of_the_tokenizer(bpe):
@@ -91,7 +91,7 @@ def test_pickle_other_than_a_plain_dict_is_rejected(content, tmp_path, prepared,
 def test_pickle_cannot_allocate_excessive_memory(index, tmp_path, prepared):
     nano(tmp_path, "ab")
     (tmp_path / "meta.pkl").write_bytes(b"\x80\x04}r" + index.to_bytes(4, "little") + b".")
-    assert "not a readable meta.pkl" in prepared("train.bin")
+    assert "not a readable nanoGPT meta.pkl" in prepared("train.bin")
 
 
 def test_meta_pickle_is_read_in_every_protocol(tmp_path, prepared):

@@ -77,7 +77,7 @@ def test_separate_validation_text(tmp_path, text):
     assert trained is tokens and bytes(held.read(0, 5).tolist()) == b"held\0"
     assert held.made_by() == tokens.made_by()
     (tmp_path / "other.txt").write_text("x")
-    assert "was shortened" in refused(held.read, 0, 5)
+    assert "was truncated" in refused(held.read, 0, 5)
 
 
 def test_unreadable_validation_text_error_names_its_key(tmp_path, text):
@@ -97,7 +97,7 @@ def test_validation_tokens_of_another_tokenizer_are_rejected(tmp_path, text, bpe
     assert len(divided(open_tokens(text), byte)[1]) == len(bytes_of)
     for tokens, path in ((bytes_of, learned), (learned_of, byte), (learned_of, str(text))):
         assert re.search(
-            r"another tokenizer .* fraction of data.path", refused(divided, tokens, path)
+            r"the tokenizer of .* differs .* fraction of data.path", refused(divided, tokens, path)
         )
     learned_of.json += " "  # the same name and vocabulary, other merges
-    assert "another tokenizer" in refused(divided, learned_of, learned)
+    assert "differs from data.path" in refused(divided, learned_of, learned)

@@ -117,7 +117,7 @@ def test_tokenizer_json_in_the_model_folder_is_used(tmp_path):
 
 def test_cache_folder_error_names_the_snapshot(tmp_path):
     (tmp_path / "snapshots" / "0123").mkdir(parents=True)
-    with pytest.raises(ValueError, match=f"name its snapshot, {tmp_path}/snapshots/0123$"):
+    with pytest.raises(ValueError, match=f"use its snapshot {tmp_path}/snapshots/0123$"):
         find_model(tmp_path, [])
 
 

@@ -50,7 +50,7 @@ class CheckedCommunicator(Communicator):
     def __init__(self, comm: Communicator, ledger: Any, axis: str) -> None:
         super().__init__(comm.rank, comm.size, comm.members, comm.pool)
         self.comm, self.ledger, self.axis = comm, ledger, axis
-        # These methods transfer no data, so their calls are not recorded.
+        # Calls of `buffer` and `grouped` transfer no data and are not recorded.
         self.buffer = comm.buffer  # type: ignore[method-assign]
         self.grouped = comm.grouped  # type: ignore[method-assign]
         self.rows = np.zeros((_ROWS, 2 * self.size), np.uint64)
@@ -107,7 +107,7 @@ class CheckedCommunicator(Communicator):
     def _moving(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, givers: list[int]
     ) -> Pending:
-        """Record a call that sends `parts` chunks and receives a chunk per member in `givers`."""
+        """Record a call that sends `parts` chunks and receives one from each of `givers`."""
         if not self.ledger.active:
             return pending
         row = self.open(op, block)
@@ -180,7 +180,7 @@ class CheckedCommunicator(Communicator):
 
         return pending.then(check)
 
-    @quiet  # also suppresses warnings in the generators called by `compare`
+    @quiet  # `compare` runs generators, whose warnings are also suppressed
     def compare(self) -> list[str]:
         """Compare all members' records; return one line per error in this rank's results."""
         count = len(self.notes)
@@ -216,7 +216,7 @@ class CheckedCommunicator(Communicator):
             norms = given[:, self.size + 1].sum()
             limit = share * (norms + (size if size < np.inf else 0.0))
             if norms < largest(note.dtype) and not off <= limit:
-                what = f"the sum is off by {off:.3g}, but rounding explains at most {limit:.3g}"
+                what = f"the sum is off by {off:.3g}, but rounding errors are at most {limit:.3g}"
                 yield self.line(note, what)
 
     def peaks(self, everyone: np.ndarray) -> Iterator[str]:
@@ -256,7 +256,7 @@ class CheckedCommunicator(Communicator):
                 if bits != sent[key]:
                     yield self.line(
                         note,
-                        f"the data from rank {self.members[key[0]]} differ from the data it sent",
+                        f"the data from rank {self.members[key[0]]} differ from the data sent",
                     )
         self.sent = {key: letter for key, letter in self.sent.items() if key not in seen}
 

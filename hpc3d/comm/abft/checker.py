@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class AbftChecker:
-    """Recorder and checker of a rank's checksums, which is active in every `every`-th step.
+    """Record and compare the checksums of a rank, once every `every` steps.
 
-    `found` lists the errors on this rank.
+    `found` lists the error messages of this rank.
     """
 
     def __init__(self, rank: int, every: int = 1) -> None:
@@ -74,7 +74,7 @@ class AbftChecker:
             stacks = zip(*(block.swapaxes(0, 1) for block in (a, b, c)), strict=True)
             each = [self._sums(a, b, c, f", expert {n}") for n, (a, b, c) in enumerate(stacks)]
             sums = np.stack(each, 1)
-        if c.shape[-1] <= WIDE:  # longer rows are split by `signs.rows`
+        if c.shape[-1] <= WIDE:  # `signs.rows` would split rows longer than WIDE
             self.latest = weakref.ref(c), sums
 
     def _sums(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, which: str = "") -> np.ndarray:
@@ -111,7 +111,7 @@ class AbftChecker:
         Collective: all ranks call it at the same point of a step.
         """
         if self.active:
-            self.active = False  # the exchange itself is not recorded
+            self.active = False  # do not record the exchange of the checksums
             for comm in self.comms:
                 self.found += comm.compare()
             self.active = True

@@ -98,7 +98,7 @@ def words(block: np.ndarray, parts: int = 1) -> np.ndarray:
 
 
 def terms(block: np.ndarray) -> int:
-    """Return the number of elements per row sum, which is computed in the dtype of the block."""
+    """Return the number of elements added, in the dtype of the block, for each row sum."""
     return min(WIDE, block.shape[-1] if block.ndim > 1 else block.size)
 
 
@@ -122,9 +122,9 @@ def largest(dtype: np.dtype) -> float:
 
 
 def slack(dtype: np.dtype, *counts: int) -> float:
-    """Return a bound on the rounding errors of sums of `counts` terms, relative to a norm.
+    """Return a bound on the rounding errors of sums with `counts` terms; 0 for integers.
 
-    The bound is 0 for integers.
+    The bound is relative to the norm of the summed terms.
     """
     unit = _ROUNDOFF.get(dtype.char, 0.0)
     return _BOUND * unit * sum(map(sqrt, counts))
@@ -135,7 +135,7 @@ def wrong_row(
 ) -> int | None:
     """Return the index of the first wrong row of C = A B, or None.
 
-    In a wrong row, C s and A (B s) differ by more than rounding.
+    In a wrong row, the difference between C s and A (B s) exceeds the bound on rounding errors.
 
     `sums` is C s and `difference` is |A (B s) - C s|.  Rows are not checked if A or B is not
     finite, or so large that C may overflow.
