@@ -165,7 +165,7 @@ class Stage:
 
     @property
     def units(self) -> list[str]:
-        """Names of all units, which `backward` passes to `finished`."""
+        """Names of the chunk's units (embedding, head and blocks), as passed to `finished`."""
         ends = [end.name for end in (self.embeddings, self.head) if end]
         return [*ends, *(block.name for block in self.blocks)]
 
@@ -177,5 +177,5 @@ class Stage:
         return [(self.block_of(micro.tokens.size), self.dtype)]
 
     def block_of(self, tokens: int) -> tuple[int, ...]:
-        """Return the shape of this rank's block of the activations between stages."""
+        """Return the shape of this rank's block of an activation sent between stages."""
         return self.layout.block((tokens, self.shape.hidden), self.mesh)

@@ -252,7 +252,7 @@ def attend_again(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> Array:
-    """Recompute the probabilities of `attend` before dropout, or (out, stats) if cuDNN is used."""
+    """Recompute the attention probabilities before dropout, or (out, stats) if cuDNN is used."""
     q, k, _ = heads_of(qkv, sequence, form)
     shape = _chunks_of(*k.shape[:2], form, sequence, qkv.itemsize)
     probabilities = empty(shape, qkv.dtype)
@@ -360,7 +360,7 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
 
 
 def _empty_probabilities(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
-    """Allocate 16-bit probabilities with the chunk sizes of the float32 computation."""
+    """Allocate 16-bit probabilities, chunked like those of the float32 computation."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     return empty(_chunks_of(batch, heads, form, sequence, WIDE.itemsize), qkv.dtype)
 
@@ -390,7 +390,7 @@ def _samples(
 def _scored(
     qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty
 ) -> tuple[int, AbstractArray]:
-    """Record the cost of q k'; return the number of score matrices and the abstract scores."""
+    """Record the cost of q k'; return the number of score matrices and an array for the scores."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     shape = _chunks_of(batch, heads, form, sequence, qkv.itemsize)
     count = batch * heads * form.queries
@@ -469,7 +469,7 @@ def _softmax(
 
 
 def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dict[str, Any]:
-    """Return the scalar and mask arguments of the softmax kernels."""
+    """Return the arguments of the softmax kernels that are scalars or masks."""
     given = {"heads": p.shape[0], "sequence": p.shape[1], "scale": 1 / sqrt(width)}
     given |= {"causal": mask.causal, "padding": mask.padding}
     if mask.padding is not None:

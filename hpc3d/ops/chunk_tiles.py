@@ -132,7 +132,7 @@ class GpuTile(NamedTuple):
         return scores
 
     def given(self, sequence: int) -> dict[str, Any]:
-        """Return the arguments of the softmax kernels other than scores and sums."""
+        """Return all arguments of the softmax kernels except the scores and the sums."""
         tile, (width, g), padding = self.tile, self.chunks.form, self.chunks.padding
         keys = _count(tile.keys)
         return {

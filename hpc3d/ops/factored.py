@@ -1,8 +1,8 @@
 """Second moments factored into row and column sums, and the resulting optimizer update.
 
 A block is part of a matrix [inputs, outputs] or of a stack of matrices [inputs, experts, outputs].
-An array with one value per row has one column, and an array with one value per column has one row.
-An array with one value per matrix lacks the first dimension and has one column.
+Arrays of sums broadcast against the block. For a matrix, an array with one value per row has the
+shape [inputs, 1], one with a value per column [1, outputs], and one with a single value [1].
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _bands(block: Array) -> Iterator[slice]:
 
 @primitive
 def sum_squares_of_lines(grad: Array, scale: float, rows: Array, columns: Array) -> None:
-    """Set `rows` and `columns` to the sums of (scale grad)^2 over each row and each column."""
+    """Store the sum of (scale * grad)^2 over each row in `rows`, and each column in `columns`."""
     columns.fill(0)
     for band in _bands(grad):
         squares = grad[band] * scale
@@ -53,7 +53,7 @@ def _(gpu, grad, scale, rows, columns):
 
 @primitive
 def sum_squares_scaled(grad: Array, rows: Array, columns: Array, sums: Array) -> None:
-    """Set `sums` to the sum over each matrix of (rows[i] grad[i, j] columns[j])^2."""
+    """Store the sum of (rows[i] * grad[i, j] * columns[j])^2 over each matrix in `sums`."""
     sums.fill(0)
     for band in _bands(grad):
         update = grad[band] * rows[band]
@@ -81,7 +81,7 @@ def descend_scaled(
     columns: Array,
     keep: float,
 ) -> None:
-    """Set w[i, j] to keep w[i, j] - rows[i] grad[i, j] columns[j] for all elements."""
+    """Update w[i, j] = keep * w[i, j] - rows[i] * grad[i, j] * columns[j] for all elements."""
     exact = value if master is None else master
     for band in _bands(grad):
         update = grad[band] * rows[band]

@@ -84,7 +84,7 @@ def _(gpu, dy, saved, residual, dgamma, dbeta, empty):
 def moments(x: Array) -> Array:
     """Return the mean and the sum of squared deviations of every row, [2, rows].
 
-    The sum is computed in a second pass, because E[x^2] - E[x]^2 loses precision.
+    The deviations are summed in a second pass, because E[x^2] - E[x]^2 loses precision.
     """
     result = np.empty((2, x.shape[0]), wide(x.dtype))
     average = np.full(x.shape[1], 1 / x.shape[1], result.dtype)
@@ -252,7 +252,7 @@ def _add_columns(
     dbeta: Array | None,
     add: bool,
 ) -> None:
-    """Set `dgamma` and `dbeta` to the sums over rows of dy n and dy, or add the sums if `add`."""
+    """Sum dy n into `dgamma` and dy into `dbeta`, over rows; if `add` is False, overwrite them."""
     count, columns = x.shape
     dbeta = gpu.empty(dgamma.shape, dgamma.dtype) if dbeta is None else dbeta
     partial = gpu.empty((gpu.strips(count), 2 * columns), np.float32)

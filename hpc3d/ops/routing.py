@@ -42,7 +42,7 @@ class Routes(NamedTuple):
 class SlotForm(NamedTuple):
     """Layout of the slots.
 
-    A rank has `tokens` tokens of each sequence. `count` experts are sharded over `parts` ranks.
+    A rank stores `tokens` tokens of each sequence. `count` experts are sharded over `parts` ranks.
     Each expert has `capacity` slots per sequence. The buffer has `rows` rows per rank.
     """
 
@@ -429,7 +429,7 @@ def _(gpu, dout, y, slots, weights, out):
 
 @primitive
 def router_loss(probs: Array, lse: Array, loss: RouterLoss) -> tuple[Any, Any]:
-    """Return the balance loss and the z-loss of these rows.
+    """Return the balance loss and the z-loss of this rank's rows.
 
     The balance loss is the sum over rows and experts of alpha E f P, where f is the fraction for
     the row's sequence. The z-loss is the sum over rows of z lse^2.
@@ -452,7 +452,7 @@ def _(gpu, probs, lse, loss):
 
 
 def _shares(loss: RouterLoss, rows: int) -> Array:
-    """Return the fractions f of the sequence that contains each row, [n, E]."""
+    """Return, for each row, the fractions f (`shares`) of its sequence, [n, E]."""
     return loss.shares[(loss.first + np.arange(rows)) // loss.tokens]
 
 

@@ -79,7 +79,7 @@ def _(gpu, y):
 
 
 def add_rows(gpu: Gpu, total: Array, y: Array, add: bool = True) -> None:
-    """Add the sum of the rows of y to `total`, or overwrite `total` with it if `add` is False."""
+    """Add the sum of the rows of y to `total`; if `add` is False, overwrite `total`."""
     rows, columns = y.shape
     strips = gpu.strips(rows)
     partial = gpu.empty((strips, columns), np.float32)
@@ -90,7 +90,7 @@ def add_rows(gpu: Gpu, total: Array, y: Array, add: bool = True) -> None:
 def add_strips(
     gpu: Gpu, partial: Array, add: bool, total: Array, other: Array | None = None
 ) -> None:
-    """Add the sum of the strips to `total`, or overwrite `total` with it if `add` is False.
+    """Add the sum of the rows of `partial` to `total`; if `add` is False, overwrite `total`.
 
     If `other` is given, it receives the second half of the columns of the sum.
     """

@@ -177,7 +177,7 @@ def _(gpu, value, master, grad, momentum, constants, factors):
 
 @primitive
 def descend(value: Array, master: Array | None, grad: Array, factors: Sequence[float]) -> None:
-    """Update w = keep w - rate grad in cache-sized chunks."""
+    """Update w = keep * w - rate * grad in cache-sized chunks."""
     rate, keep = factors
     exact = value if master is None else master
     for part in _stretches(value.size):
@@ -242,7 +242,7 @@ def orthogonalize_flops(shape: tuple[int, int]) -> int:
 
 @composite
 def nesterov(grad: Array, momentum: Array, out: Array, scale: float, beta: float) -> None:
-    """Compute g = scale grad; m = b m + (1 - b) g; out = b m + (1 - b) g (Nesterov look-ahead)."""
+    """Apply Nesterov momentum: g = scale * grad; m = b m + (1 - b) g; out = b m + (1 - b) g."""
     np.multiply(grad, scale * (1 - beta), out=out)
     momentum *= beta
     momentum += out

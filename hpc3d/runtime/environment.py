@@ -17,9 +17,10 @@ OWN_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def number_in(names: Iterable[str], default: int) -> int:
-    """Return the leading integer of the first environment variable that starts with an integer.
+    """Return the integer at the start of an environment variable's value, such as 4 for "4(x2)".
 
-    Variables are tried in the order of `names`. If none starts with an integer, return `default`.
+    The first variable in `names` whose value starts with an integer is used. Otherwise, return
+    `default`.
     """
     for name in names:
         digits = os.environ.get(name, "").split("(")[0].split(",")[0]

@@ -20,7 +20,7 @@ from hpc3d.console.sanitize import lines_of, sanitized
 from hpc3d.runtime.host_map import kernel, namesakes
 from hpc3d.runtime.launcher import end_later, launcher
 
-_OUTLIVED = 2  # s for which the failure marker of a rank outlives the rank's process
+_OUTLIVED = 2  # lifetime in s of a failure marker after the failed rank has ended
 _UNHEARD = 5  # timeout in s for the launcher to end the job after an abort
 
 

@@ -58,11 +58,11 @@ _DISK = (
     errno.ESTALE,
 )
 _MEETING = 60  # timeout of the first collective call in s
-_SPOKEN = 0.5  # s to wait for the launcher to forward printed output
+_SPOKEN = 0.5  # delay in s during which the launcher forwards printed output
 _ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # possible values of run.signal
 _POKE = signal.SIGURG  # signal that wakes the main thread; ignored by default
-_BUSY_ALONE = 5  # s to wait until the main thread has left a BLAS or HDF5 call
-_BUSY = 0.1  # s to wait under a launcher, which kills this process soon afterwards
+_BUSY_ALONE = 5  # timeout in s for the main thread to leave a BLAS or HDF5 call
+_BUSY = 0.1  # the same under a launcher, which soon kills this process
 _SAVED = 60  # timeout in s of the exit hooks in a forked child process
 
 
@@ -234,7 +234,7 @@ def obey_signals(job: Job) -> None:
 
     for number in (*_ASKING, *ENDING):
         if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGTERM:
-            signal.signal(number, lambda *_: None)  # the default would end the process
+            signal.signal(number, lambda *_: None)  # by default, the signal ends the process
     signal.signal(_POKE, lambda *_: act())
     signal.set_wakeup_fd(tell)
     threading.Thread(target=listen, daemon=True).start()
@@ -247,9 +247,9 @@ def _must_end(job: Job, signals: list[int]) -> bool:
 
 
 def _call_where_safe(job: Job, act: Callable[[], None]) -> None:
-    """Call `act()` on this thread, or on the main thread if the latter may be in a BLAS call.
+    """Call `act()` here if the main thread is in a communication call, else on the main thread.
 
-    If the process must end, the call is repeated until it ends.
+    After a timeout, call it here in any case. If the process must end, repeat until it ends.
     """
     last = time.monotonic() + (_BUSY_ALONE if job.size == 1 else _BUSY)
     while True:

@@ -47,7 +47,7 @@ class MetricsFile:
         self.file, self.sinks, self.say = self.path.open("a", encoding="utf-8"), [*sinks], say
 
     def _keep(self, start: int) -> None:
-        """Atomically remove all records that were written later than after `start` steps."""
+        """Atomically remove the records of all steps after the first `start` steps."""
         with replacing(self.path) as kept, kept.open("w", encoding="utf-8") as file:
             file.writelines(line for line, record in _lines(self.path) if _done(record) <= start)
 
@@ -56,7 +56,7 @@ class MetricsFile:
         try:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-        except OSError as error:  # Python does not name the file of a write error
+        except OSError as error:  # write errors do not contain the file name
             error.filename = str(self.path)
             raise
         for sink in [*self.sinks]:
@@ -153,17 +153,17 @@ def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) ->
 def _function(hook: str) -> _Sink:
     """Import and return the user function `hook`, given as MODULE:FUNCTION."""
     module, _, name = hook.partition(":")
-    if os.getcwd() not in sys.path:  # `python -m` does this, the `hpc3d` script does not
+    if os.getcwd() not in sys.path:  # only `python -m` adds it by itself
         sys.path.append(os.getcwd())
     try:
         found = getattr(import_module(module), name)
     except Exception as error:  # importing runs user code, which may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"run.metrics_hook = {hook!r}: {reason}; give a MODULE:FUNCTION that can be imported"
+            f"run.metrics_hook = {hook!r}: {reason}; set it to an importable MODULE:FUNCTION"
         ) from None
     if not callable(found):
-        raise ValueError(f"run.metrics_hook = {hook!r}: not a function; give MODULE:FUNCTION")
+        raise ValueError(f"run.metrics_hook = {hook!r} is not a function; use MODULE:FUNCTION")
     return found
 
 

@@ -123,7 +123,7 @@ def library() -> Iterator[Finding]:
 
 
 def _to_load() -> str:
-    """Return the remedy for the case that mpi4py finds no MPI library.
+    """Return instructions to make mpi4py find an MPI library.
 
     mpi4py does not search for libmpich.so.12, the name of the MPICH library on Debian. If this
     file exists, the remedy creates a symbolic link to it.
@@ -143,12 +143,12 @@ def mpirun(mpi: MpiInstall, launcher: MpiInstall | None) -> Iterator[Finding]:
         verdict = WARN if shutil.which("srun") else FAIL
         yield Finding(verdict, "mpirun", "not on PATH", put_on_path(mpi))
         return
-    text = f"{launcher}; it belongs to the MPI library"
+    text = f"{launcher}, which belongs to the MPI library"
     if launcher.maker == "of unknown make":
         text = f"the --version output of {launcher.path} names no known MPI"
         yield Finding(WARN, "mpirun", text, put_on_path(mpi))
     elif launcher.abi != mpi.abi:
-        text = f"{launcher}, but the MPI library is {mpi.maker}: each rank would see only itself"
+        text = f"{launcher}, but the MPI library is {mpi.maker}: each rank would be its own job"
         yield Finding(FAIL, "mpirun", text, put_on_path(mpi))
     elif launcher.version != mpi.version:
         text = f"{launcher}, but the MPI library has version {mpi.version}"
@@ -164,7 +164,7 @@ def put_on_path(mpi: MpiInstall) -> str:
     """Return instructions to put the mpirun of the MPI library `mpi` first on PATH."""
     beside = Path(mpi.path or "/").parents[1 if mpi.path else 0] / "bin" / "mpirun"
     if beside.is_file():
-        return f'put its mpirun first: export PATH="{beside.parent}:$PATH"'
+        return f'put its mpirun first on PATH: export PATH="{beside.parent}:$PATH"'
     own = f"{mpi.maker} {mpi.version}"
     return f"load the module of {own}, or put the folder of its mpirun first on PATH"
 
@@ -245,7 +245,7 @@ def why_singletons(meant: int, mpi: MpiInstall) -> Finding:
     """Explain why each of the `meant` processes of a launcher started as an MPI singleton."""
     if _starter() is None:
         return Finding(FAIL, "launcher", *_of_slurm(meant, mpi))
-    text = f"the mpirun of {_starter()} started {meant} processes, but each sees only itself: "
+    text = f"the mpirun of {_starter()} started {meant} processes, but each is its own MPI job: "
     other = "" if started_by_other_mpi(mpi) else "another "
     text += f"the MPI library is {other}{mpi.maker} {mpi.version}"
     return Finding(FAIL, "launcher", text, put_on_path(mpi))
@@ -260,12 +260,12 @@ def _of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
         text = f"{meant} processes were requested, but neither srun nor mpirun started this one"
         return text, remedy
     spoken = "PMIx" if "PMIX_RANK" in os.environ else "PMI-2" if "PMI_RANK" in os.environ else None
-    text = f"srun started {meant} processes, but each sees only itself: {mpi.maker} needs {kind}"
+    text = f"srun started {meant} processes, but each is its own MPI job: {mpi.maker} needs {kind}"
     return f"{text}, but srun provides {spoken or 'neither PMIx nor PMI-2'}", remedy
 
 
 def mismatch_report(meant: int) -> list[str]:
-    """Return error lines for a launcher that started `meant` processes, of which MPI sees one.
+    """Return error lines for the case that each of `meant` processes is an MPI job of size 1.
 
     Only rank 0 calls this function.  The function is fast, because it starts no other process.
     """

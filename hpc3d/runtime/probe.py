@@ -45,7 +45,7 @@ def outcome(
 
 
 def _end(process: Popen) -> None:
-    """Terminate a process; after at most 2 s, in which it may end its ranks, kill its group."""
+    """Terminate a process and give it 2 s to end its ranks; then kill its process group."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(2)

@@ -325,7 +325,7 @@ class Summa(Matmul):
         return self.mesh.comm(self.along_w).broadcast(w[part], owner)
 
     def _reduce_to_owner(self, partial: Array, stored: Array, axis: str, panel: int) -> None:
-        """Reduce `partial` along `axis` into the panel's rows of `stored` on the panel's owner."""
+        """Reduce `partial` along `axis` to the panel's owner; store it in the panel's rows."""
         owner, part = self._panel_slice(axis, stored.shape[0], panel)
         total = self.mesh.comm(axis).reduce(partial, owner).wait()
         if self.mesh.coord(axis) == owner:
@@ -372,7 +372,7 @@ def sharded_matmul(
         If the weight of a split with panels is transposed.
     """
     if split.panels and transposed:
-        raise ValueError("a transposed weight has no panels; use Split.without_panels()")
+        raise ValueError("a transposed weight does not support panels; use Split.without_panels()")
     dense = not (split.panels or stacked)
     rounded = EXACT if scales is None else rounded_operands(mesh, split, scales, dense)
     if split.panels:

@@ -1,4 +1,4 @@
-"""Splits of a matrix product: the mesh axes that shard m, n and k. Also published schemes."""
+"""Splits of a matrix product (the mesh axes that shard m, n and k), and published schemes."""
 
 from __future__ import annotations
 
@@ -172,31 +172,29 @@ class Split:
 def misplaced(letters: Mapping[str, str]) -> Iterator[str]:
     """Yield an error message for each unsupported use of a mesh axis in a split.
 
-    An axis must split exactly one loop and be stored in one way, and `panels` has restrictions.
-    `letters` maps the field names of a `Split` to their values.
+    An axis must shard exactly one of m, n and k, with one way of storing blocks along it. `panels`
+    has further restrictions. `letters` maps the field names of a `Split` to their values.
     """
     axes = {key: letters.get(key, "").split() for key in LOOPS + STORAGE}
     loops = [axis for letter in LOOPS for axis in axes[letter]]
     for axis in sorted({axis for axis in loops if loops.count(axis) > 1}):
         yield (
-            f"parallel.split: axis {axis} splits more than one loop, or one twice; "
-            "name it once in m, n and k"
+            f"parallel.split: axis {axis} occurs more than once in m, n and k; remove all but one"
         )
     stored = [(key, axis) for key in STORAGE for axis in axes[key]]
     for axis in sorted({axis for _, axis in stored}):
         keys = [key for key, each in stored if each == axis]
         if axis not in loops:
-            yield f"parallel.split.{keys[0]}: axis {axis} splits no loop; also put it on m, n or k"
+            yield f"parallel.split.{keys[0]}: axis {axis} is not in m, n or k; add it to one"
         if len(keys) > 1:
             yield (
-                f"parallel.split: axis {axis} is in {' and in '.join(keys)}; blocks are stored in "
-                "one way along an axis: name it once"
+                f"parallel.split: axis {axis} is in {' and in '.join(keys)}; keep only one of them"
             )
     panels = axes["panels"]
     if panels and (panels != axes["n"] or len(panels) > 1 or axes["k"]):
         yield (
-            f"parallel.split.panels = {' '.join(panels)}: panels require one axis, the only "
-            "one on n, and no axis on k; leave panels out, or put the other axes on m"
+            f"parallel.split.panels = {' '.join(panels)}: panels require a single axis on "
+            "n, the same axis, and no axis on k; omit panels, or move the other axes to m"
         )
 
 

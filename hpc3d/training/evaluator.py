@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class Evaluation(NamedTuple):
     """Result of an evaluation after training step `step`.
 
-    `loss` is the mean loss in nats over all tokens with a target, of which there are `tokens`;
-    `accuracy` is the fraction of these tokens predicted correctly.
+    `loss` is the mean loss in nats over all tokens with a target, and `tokens` is the number of
+    these tokens. `accuracy` is the fraction of them predicted correctly.
     """
 
     step: int

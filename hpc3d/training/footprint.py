@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 
 
 def refuse_what_cannot_fit(config: Config, here: int) -> None:
-    """Raise ValueError if `here` ranks of a resolved `config` do not fit in this machine's memory.
+    """Raise ValueError if the memory of this machine is too small for `here` ranks of a run.
 
-    ValueError is also raised if the folder for offloaded data is not writable.
+    `config` is resolved. ValueError is also raised if the folder for offloaded data is not
+    writable.
     """
     wanted = os.environ.get("TMPDIR")
     if config.parallel.offload and wanted and not os.access(wanted, os.W_OK | os.X_OK):
@@ -59,7 +60,7 @@ def refuse_what_cannot_fit(config: Config, here: int) -> None:
 
 
 def least(config: Config) -> float:
-    """Return a lower bound on the bytes used by a rank. The vocabulary must be resolved."""
+    """Return a lower bound on the bytes used by a rank; `config` must contain the vocabulary."""
     return (
         parameters(config) + _activations(config) + 8 * config.train.batch * config.model.sequence
     )

@@ -110,7 +110,7 @@ def _not_finite(trainer: Any) -> list[GuardFinding]:
         return [GuardFinding(0, where + _described(item, item.value, "value")) for item in values]
     found = []
     if not np.isfinite(trainer.local_loss):
-        what = f"its contribution to the loss is {trainer.local_loss}"
+        what = f"the rank's contribution to the loss is {trainer.local_loss}"
         found.append(GuardFinding(1, where + what))
     trained = [item for item in trainer.parameters if not item.frozen]
     grads = [item for item in trained if _count_not_finite(item.grad)]
@@ -122,7 +122,7 @@ def _not_finite(trainer: Any) -> list[GuardFinding]:
     ]
     if not found and not np.isfinite(trainer.squares):
         found.append(
-            GuardFinding(2 + 2 * _FAR, f"{where}the sum of its squared gradients overflows")
+            GuardFinding(2 + 2 * _FAR, f"{where}the rank's sum of squared gradients overflows")
         )
     return found
 

@@ -167,7 +167,7 @@ def differences(config: Config) -> list[str]:
 
 
 def _settled(config: Config) -> dict[str, Any]:
-    """Return the values that the run chose for keys without a fixed default."""
+    """Return the default values of keys whose default depends on the configuration."""
     train, model = (
         replace(config.train, decay_steps=None),
         replace(config.model, norm_epsilon=None),
@@ -185,7 +185,7 @@ def _settled(config: Config) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    """Format a time in seconds: 8.69 ms, 41 s, 3 min 20 s, 5 h 12 min, 3 d 4 h."""
+    """Format a duration, given in seconds, as 8.69 ms, 41 s, 3 min 20 s, 5 h 12 min or 3 d 4 h."""
     if seconds < 1:
         return f"{1e3 * seconds:.3g} ms"
     units: Sequence[tuple[str, int]] = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))

@@ -18,8 +18,8 @@ from typing import Any
 class LossScale:
     """Loss scale `factor` between `least` and `most`, all powers of 2, so that scaling is exact.
 
-    All ranks make the same calls, because they see the same gradient norm.  `least` = `most` makes
-    the scale static.
+    The factor is identical on all ranks, because it depends only on the global gradient norm. If
+    `least` = `most`, the scale is static.
     """
 
     FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24

@@ -28,7 +28,7 @@ _DRAWS = 4  # number of random numbers generated per token, of which three are u
 
 
 def batches_of(config: Config, tokens: Tokens) -> Batches:
-    """Return the training batches of a run, whose configured vocabulary must be resolved."""
+    """Return the training batches of a run; `config` must contain the vocabulary size."""
     sequence, batch = config.model.sequence, config.train.batch
     if family_of(config.model).causal:
         return Batches(tokens, sequence, batch, config.seed)
@@ -36,7 +36,7 @@ def batches_of(config: Config, tokens: Tokens) -> Batches:
 
 
 def validation_of(config: Config, tokens: Tokens) -> ValidationBatches:
-    """Return the evaluation batches of a run, whose configured vocabulary must be resolved."""
+    """Return the evaluation batches of a run; `config` must contain the vocabulary size."""
     sequence, train = config.model.sequence, config.train
     if family_of(config.model).causal:
         return ValidationBatches(tokens, sequence, train.batch, train.eval_batches)

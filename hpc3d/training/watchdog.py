@@ -112,7 +112,7 @@ class Watchdog:
         return self.silence > self.seconds / 2 and self.reports.begun()
 
     def _deserted(self) -> bool:
-        """Return True if this rank was asked to end and waits for ranks that may have exited."""
+        """Return True if this rank must end but waits for ranks that may have exited."""
         told = {*ENDING} & {*self.job.signals} and self.position.waiting()
         return bool(told) and self.silence > max(TOLD, 2 * self.longest)
 

@@ -211,7 +211,7 @@ def test_decay_that_ends_within_warmup_is_rejected():
     [
         ('{ m = "x", o = "y" }', "parallel.split.o: ... m, n, k, replicate"),
         ('{ m = "w" }', "parallel.split.m: ... 'w'; ... x, y and z"),
-        ('{ m = "x", n = "x" }', "parallel.split: axis x ... one ... twice"),
+        ('{ m = "x", n = "x" }', "parallel.split: axis x occurs more than once"),
         (
             '{ m = "x", defer = "x" }',
             "parallel.split.defer: ... m, n,",

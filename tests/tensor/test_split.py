@@ -99,9 +99,9 @@ def test_every_valid_split_computes_the_product(zero):
         ),
         ({"n": "y x", "panels": "y"}, "parallel.split.panels = y: ... axis,"),
         ({"n": "y", "k": "x", "panels": "y"}, "parallel.split.panels = y: ... axis,"),
-        ({"m": "x x"}, "parallel.split: axis x ... loop, ... twice;"),
+        ({"m": "x x"}, "parallel.split: axis x occurs more than once ...;"),
         ({"m": "x", "own": "x x"}, "parallel.split: axis x ... own ... own;"),
-        ({"replicate": "x"}, "parallel.split.replicate: axis x ... loop; ... m, n"),
+        ({"replicate": "x"}, "parallel.split.replicate: axis x ... m, n or k; add"),
         (
             {"m": "x", "replicate": "x", "own": "x"},
             "parallel.split: axis x ... replicate ... own",

@@ -81,7 +81,7 @@ def test_stop_in_the_last_step_is_a_normal_end(tmp_path, monkeypatch):
 def test_failed_check_ends_the_run(tmp_path, monkeypatch):
     lines, code = run(tmp_path, monkeypatch, fails_in=3)
     assert code == CHECK_FAILED and "a wrong number" in lines
-    assert lines[-1] == "nothing was saved (checkpoint.every): start again"
+    assert lines[-1] == "no checkpoint was saved; set checkpoint.every and restart"
 
 
 class Evaluating:

@@ -239,7 +239,7 @@ class _Matrix(NamedTuple):
     keep: float
 
     def descend(self, blocks: Array, number: int, rate: float) -> None:
-        """Update w = keep w - rate O, where O is matrix `number` in `blocks`."""
+        """Update w = keep * w - rate * O, where O is matrix `number` in `blocks`."""
         (value, master, _), experts = self.arrays, _experts(self.part)
         if not value.size:
             return

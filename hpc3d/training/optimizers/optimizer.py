@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
 _STRETCH = 1 << 20  # maximum number of elements loaded at once from an offloaded array
-_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # name and side length of a large square matrix
+_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # name and row count of an example matrix
 
 
 def every(name: str, shape: Sequence[int]) -> bool:
@@ -76,7 +76,7 @@ class StateSpec(NamedTuple):
         return (ends[0], *shape[1:-1], ends[1])
 
     def density(self) -> float:
-        """Return the number of state elements per element of a large matrix."""
+        """Return the number of state elements per parameter element, for a large square matrix."""
         rows, columns = self.per
         held = rows and columns and self.of(_LARGE, (_ROWS, _ROWS))
         return 1 / (rows * columns) if held else 0.0
