@@ -1,4 +1,4 @@
-"""Communicators for abstract arrays, which move no data and return blocks of the right shape."""
+"""Communicators for abstract arrays. They return blocks of the right shape and move no data."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AbstractCommunicator(Communicator):
     def shared(self, block: Any) -> Any:
         """Mark a block as stored once in memory shared by all ranks of a node, and return it."""
         if self._of_node and isinstance(block, AbstractArray):
-            block.lease.shared = True  # type: ignore[union-attr]  # pool arrays have a lease
+            block.lease.shared = True  # type: ignore[union-attr]  # the pool sets the lease
         return block
 
     def _all_gather(self, block):

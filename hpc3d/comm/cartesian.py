@@ -107,7 +107,7 @@ def _communicator_of(
 
 
 def node_of_rank(comm: MPI.Intracomm) -> list[int | None]:
-    """Return, for each rank, the first rank on its node, or `None` without shared memory."""
+    """Return, for each rank, the first rank on its node, or `None` if memory is not shared."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     can_share = node.allreduce(usable(node.size), MPI.LAND)
     first = node.bcast(comm.rank)

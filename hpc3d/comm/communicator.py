@@ -72,7 +72,7 @@ class Pending:
         self.finish = finish
 
     def wait(self) -> Any:
-        """Complete the call and return the block.  Call this only once."""
+        """Complete the call and return the block. Must be called only once."""
         return self.finish()
 
     def then(self, function: Callable[[Any], Any]) -> Pending:
@@ -120,7 +120,7 @@ class Communicator:
     ) -> None:
         self.rank, self.size = rank, size
         self.members = tuple(members if members is not None else range(size))
-        self.pool: Any = pool or Pool()  # Any: the array type depends on the pool
+        self.pool: Any = pool or Pool()  # the pool determines the array type
 
     @property
     def readers(self) -> tuple[int, int]:

@@ -65,7 +65,7 @@ def queue_of(axis: str) -> str:
 
 
 def along(axis: str) -> str:
-    """Describe the ranks of a call for a message: "over all ranks" or "along AXIS"."""
+    """Return a phrase for log messages: "over all ranks", or "along AXIS" for a mesh axis."""
     return "over all ranks" if axis == WORLD else f"along {axis}"
 
 

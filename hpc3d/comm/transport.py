@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 OVERRIDE = "HPC3D_MPI_DEVICE"
 # Dict from MPI's level of support for device memory to the transport.
 _WAYS = {"none": "host-staged", "p2p": "mpi-messages", "full": "mpi"}
-_SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # variable that lets ranks share a device (NCCL 2.30+)
+# Environment variable that lets several ranks share a device (NCCL 2.30 and later).
+_SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"
 _PATIENCE = 60  # timeout in seconds of the MPI test with two ranks
 
 

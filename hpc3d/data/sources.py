@@ -148,7 +148,7 @@ def _text_file(path: Path) -> Iterator[_DocumentPart]:
 def _json_lines(path: Path, field: str) -> Iterator[_DocumentPart]:
     """Yield the document in field `field` of each JSON object."""
     found = 0
-    with reading(path, "not a readable JSON lines file", "use another"), path.open("rb") as file:
+    with reading(path, "not a readable JSON lines file", "fix the file"), path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LINE), b""), 1):
             if line.isspace():
                 continue

@@ -90,7 +90,7 @@ class PreNorm:
         return self.dropout.apply(dtotal, micro, self.hidden)
 
     def input_grad(self, dbranch: Array, saved: NormSaved, dtotal: Array) -> Array:
-        """Return the gradient of x, given the gradients of the input of f and of the sum."""
+        """Return the gradient of x from the gradients of f's input and of x + dropout(f)."""
         return self.norm.backward(dbranch, saved, residual=dtotal)
 
 

@@ -32,7 +32,7 @@ class AttentionSaved(NamedTuple):
 
 
 class HeadBlock:
-    """Base of the attention layers: the tokens and heads for which a rank computes attention.
+    """Base class of the attention layers: selects the tokens and heads that a rank processes.
 
     With context parallelism, a rank processes complete heads for `tokens` tokens of each of its
     sequences, namely the tokens assigned to its ring position. The rotary embedding uses token

@@ -105,7 +105,7 @@ class Decoder:
         return self._gathered(logits, head.layout)[:, : self.vocabulary]
 
     def _gathered(self, block: Array, layout: Layout) -> Array:
-        """All-gather the full matrix on every rank from its blocks in the given `layout`."""
+        """Gather the blocks of a matrix with this `layout` into the full matrix on every rank."""
         for axis in reversed(layout.owned):
             owner = layout.owner(axis, self.mesh)
             block = self.mesh.comm(axis).broadcast(block, owner).wait()

@@ -127,7 +127,7 @@ class ExpertMlps:
         self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str, last: float
     ) -> None:
         sizes, split, family = spec.sizes, spec.splits["experts"], spec.family
-        count = sizes.experts.count  # type: ignore[union-attr]  # not None here
+        count = sizes.experts.count  # type: ignore[union-attr]  # the model has experts
 
         def linear(part, inputs, outputs, split, std, interleaved=(1, 1)):
             matmul = sharded_matmul(mesh, split, spec.keep, stacked=True, scales=spec.scales)
@@ -368,7 +368,7 @@ def _flat(rows: Array) -> Array:
 
 
 def _least_rows(mesh: Mesh, split: Split) -> int:
-    """Return a number of which each rank's slot row count (along e) must be a multiple.
+    """Return the number that must divide the number of slot rows of each rank along e.
 
     The axes of k can then shard the output rows of the up projection evenly.
     """

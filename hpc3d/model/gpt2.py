@@ -36,7 +36,7 @@ def add_table(
     """
     matmul, sizes = sharded_matmul(mesh, spec.splits["dense"].without_panels().next()), spec.sizes
     count = mesh.count(matmul.dw_layout[0])
-    rows = -(-sizes.vocabulary // count) * count  # type: ignore[operator]  # an int by now
+    rows = -(-sizes.vocabulary // count) * count  # type: ignore[operator]  # resolved
     shape = (rows, sizes.hidden)
     how |= {"std": sizes.std, "decay": True, "rows": sizes.vocabulary, **gradient(matmul)}
     return parameters.add(name, shape, matmul.w_layout, **how)
@@ -110,7 +110,7 @@ class Head:
             mesh, parameters, "head.norm", sizes.hidden, split.x, sizes.epsilon
         )
         self.matmul = sharded_matmul(mesh, whole, spec.keep, transposed=True)
-        vocabulary: Any = sizes.vocabulary  # set before a model is built
+        vocabulary: Any = sizes.vocabulary  # not `None`, because the configuration is resolved
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved | None]:

@@ -264,7 +264,7 @@ class Parameters:
             self.slices[item] = slices
         self.value = self.mesh.zeros((values[False],), self.dtype, "parameter")
         self.grad = self.mesh.zeros((grads,), self.wide, "gradient")
-        if any(map(self.lies_elsewhere, self.items)):  # may have size 0 on this rank
+        if any(map(self.lies_elsewhere, self.items)):  # allocated even if empty on this rank
             self.elsewhere = store_of(self.mesh.pool).empty((values[True],), self.dtype)
             self.elsewhere.fill(0)
         self.bind()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-_PANEL, _BLOCK = 1 << 23, 1 << 21  # approximate size in bytes of float32 panels of b, blocks of a
+_PANEL, _BLOCK = 1 << 23, 1 << 21  # approximate bytes per float32 panel of b, per block of a
 
 
 @composite

@@ -62,7 +62,7 @@ _SPOKEN = 0.5  # delay in s during which the launcher forwards printed output
 _ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # possible values of run.signal
 _POKE = signal.SIGURG  # signal that wakes the main thread; ignored by default
 _BUSY_ALONE = 5  # timeout in s for the main thread to leave a BLAS or HDF5 call
-_BUSY = 0.1  # the same under a launcher, which soon kills this process
+_BUSY = 0.1  # the timeout if a launcher is about to kill this process
 _SAVED = 60  # timeout in s of the exit hooks in a forked child process
 
 
@@ -155,7 +155,7 @@ def _met(make: Callable[[], Job], name: str) -> Job:
 
 
 def _explain_single(meant: int) -> list[str]:
-    """Return lines that explain why MPI sees only one of the launcher's `meant` processes."""
+    """Return an error report on `meant` processes that did not form a single MPI job."""
     from hpc3d.runtime.mpi_library import mismatch_report
 
     return [f"{meant} processes were started, but MPI sees 1", *mismatch_report(meant)]

@@ -153,7 +153,8 @@ def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) ->
 def _function(hook: str) -> _Sink:
     """Import and return the user function `hook`, given as MODULE:FUNCTION."""
     module, _, name = hook.partition(":")
-    if os.getcwd() not in sys.path:  # only `python -m` adds it by itself
+    # `python -m` adds the current folder to the path, the script `hpc3d` does not.
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         found = getattr(import_module(module), name)

@@ -172,8 +172,8 @@ class Split:
 def misplaced(letters: Mapping[str, str]) -> Iterator[str]:
     """Yield an error message for each unsupported use of a mesh axis in a split.
 
-    An axis must shard exactly one of m, n and k, with one way of storing blocks along it. `panels`
-    has further restrictions. `letters` maps the field names of a `Split` to their values.
+    An axis must occur exactly once in m, n and k, and in at most one storage field. `panels` has
+    further restrictions. `letters` maps the field names of a `Split` to their values.
     """
     axes = {key: letters.get(key, "").split() for key in LOOPS + STORAGE}
     loops = [axis for letter in LOOPS for axis in axes[letter]]
@@ -193,8 +193,8 @@ def misplaced(letters: Mapping[str, str]) -> Iterator[str]:
     panels = axes["panels"]
     if panels and (panels != axes["n"] or len(panels) > 1 or axes["k"]):
         yield (
-            f"parallel.split.panels = {' '.join(panels)}: panels require a single axis on "
-            "n, the same axis, and no axis on k; omit panels, or move the other axes to m"
+            f"parallel.split.panels = {' '.join(panels)}: panels require one axis, the "
+            "same single axis on n, and none on k; omit panels, or move the other axes to m"
         )
 
 

@@ -197,7 +197,7 @@ def duration(seconds: float) -> str:
 
 
 def layout_lines(config: Config) -> Iterator[str]:
-    """Yield lines that describe how the model is distributed over the ranks."""
+    """Yield log lines about the distribution of the model over the ranks."""
     parallel, split = config.parallel, config.splits["dense"]
     stored = f"X{split.x.indexed('mk')}  W{split.w.indexed('kn')}  Y{split.y.indexed('mn')}"
     yield f"{parallel.way}: {stored}"

@@ -52,7 +52,7 @@ class LossScale:
     def restore(self, stored: Mapping[str, Any] | None) -> None:
         """Restore the result of `state`, clamped to the current limits; ignore invalid values.
 
-        A manifest is untrusted, and may come from a run with another number type.
+        A manifest is untrusted, and may come from a run with a different dtype.
         """
         match stored:
             case {"factor": float(factor), "row": int(row)} if _power_of_two(factor) and row >= 0:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
-_LOOKS = 20  # number of checks within the time limit, but at least one per second
+_LOOKS = 20  # number of checks per time limit (at least one check per second)
 GRACE = 6  # number of further checks, to give the other ranks time to report
 LATER = 6  # extra checks on other nodes, so that rank 0's node ends the job and prints the output
 TOLD = 10  # minimum time in seconds after SIGTERM before a rank assumes that its peers exited
@@ -46,8 +46,8 @@ class Watchdog:
     """End a job with STALLED if this rank makes no progress for `seconds`.
 
     `mesh` is the mesh without tracing, whose communicators count their calls. `homes` contains the
-    node of each rank. After SIGTERM, a rank whose peers no longer respond exits earlier, on its
-    own.
+    node of each rank. After SIGTERM, a rank whose peers no longer respond exits before this time
+    limit.
     """
 
     def __init__(self, job: Job, mesh: Mesh, run_dir: Path, seconds: float, homes: Homes) -> None:

@@ -98,7 +98,7 @@ def words(block: np.ndarray, parts: int = 1) -> np.ndarray:
 
 
 def terms(block: np.ndarray) -> int:
-    """Return the number of elements added, in the dtype of the block, for each row sum."""
+    """Return the number of elements per row sum; row sums have the dtype of the block."""
     return min(WIDE, block.shape[-1] if block.ndim > 1 else block.size)
 
 
