@@ -116,7 +116,7 @@ class SharedMemory(MpiCommunicator):
         return memory
 
     def region(self, nbytes: int) -> Region:
-        """Return the same region on all members, with slots of at least `nbytes` bytes."""
+        """Allocate the same region on all members, with slots of at least `nbytes` bytes."""
         size = self.size * size_class(nbytes)
         stock = self.free[size]
         if stock and stock[0].freed_at < self.seen:
@@ -130,7 +130,7 @@ class SharedMemory(MpiCommunicator):
     def lend(
         self, region: Region, memory: np.ndarray, shape: Sequence[int], dtype: DTypeLike
     ) -> np.ndarray:
-        """Return an array in `memory`; `region` is released when its last view is deleted."""
+        """Return an array in `memory`; release `region` when the array's last view is deleted."""
         shape, booked = tuple(shape), prod(shape) * np.dtype(dtype).itemsize
         self.pool.count("communication", booked)
 
@@ -228,7 +228,7 @@ class SharedMemory(MpiCommunicator):
         return self.after(self.publish(region), finish)
 
     def _sum_by_slices(self, block: np.ndarray, op: str) -> Pending:
-        """Reduce a block: each member reduces one slice of all blocks into a shared total."""
+        """Reduce blocks into a shared array, with each member computing one slice of the sum."""
         block, region = self.placed(block)
         result = self.region(-(-block.nbytes // self.size))
         total = self.lend(result, result.memory[: block.nbytes], block.shape, block.dtype)

@@ -56,8 +56,8 @@ class SlotForm(NamedTuple):
 class RouterLoss(NamedTuple):
     """Inputs of the router losses, in addition to the routes.
 
-    `shares` [S, E] is the fraction f of each sequence's choices that select each expert. `first`
-    is the index of the block's first row among the rows of these sequences. `tokens` is the number
+    `shares` [S, E] is the fraction f of each sequence's routed tokens that each expert receives.
+    `first` is the index of the block's first row in these sequences. `tokens` is the number
     of tokens per sequence, `balance` is alpha E, and `z` is the coefficient of the z-loss.
     """
 
@@ -113,10 +113,10 @@ def _(gpu, logits, top_k, bias=None):
 
 @primitive
 def counts_of(choices: Array, tokens: int, pieces: int, count: int) -> Array:
-    """Count the choices that select each expert; return int64[S, k, pieces, E].
+    """Count the tokens routed to each expert; return int64[S, k, pieces, E].
 
-    The counts are separate for each sequence, choice index (first, second, ...) and segment of the
-    sequence.
+    The counts are separate for each sequence, choice index (first choice, second choice, ...) and
+    segment of the sequence.
     """
     rows, top_k = choices.shape
     sequence, token = np.divmod(np.arange(rows), tokens)
@@ -143,7 +143,7 @@ def _(gpu, choices, tokens, pieces, count):
 
 @primitive
 def before_of(counts: Array, precedes: Array) -> Array:
-    """Count the choices on other ranks that precede local choices, int64[S, k, pieces, E].
+    """Count the tokens of other ranks before local ones, per expert, int64[S, k, pieces, E].
 
     `counts` [c, S, k, pieces, E] contains the counts of all c ranks. `precedes` [k, pieces, c, k,
     pieces] is 1 if the group at the last three indices precedes this rank's group at the first two
@@ -182,17 +182,17 @@ def _sizes(counts: Array) -> dict[str, int]:
 
 @primitive
 def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Array:
-    """Assign slots to choices; return int64[n, k].
+    """Assign an expert slot to each choice of each token; return the slot indices, int64[n, k].
 
     Within a sequence, each expert's slots are assigned in order of token position, first choices
-    before second choices. `before` counts the choices on other ranks that take earlier slots (see
+    before second choices. `before` counts the tokens of other ranks that take earlier slots (see
     `before_of`).
     """
     (rows, top_k), (tokens, count, capacity, parts, held) = choices.shape, form
     sequences, here = rows // tokens, count // parts
     queues = choices.reshape(sequences, tokens, top_k).swapaxes(1, 2)
     queues = queues.reshape(sequences, top_k * tokens)
-    order = np.argsort(queues, axis=1, kind="stable")  # sorted by expert, then by queue position
+    order = np.argsort(queues, axis=1, kind="stable")  # by expert, then by position
     heads = np.take_along_axis(_lower(queues, count), queues, 1)
     positions = np.empty_like(queues)
     np.put_along_axis(positions, order, np.arange(top_k * tokens)[None], 1)
@@ -208,7 +208,7 @@ def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Arr
 
 
 def _lower(queues: Array, count: int) -> Array:
-    """Count, for each sequence and expert, the choices of lower-numbered experts, int64[S, E]."""
+    """Count, for each sequence and expert, the tokens routed to earlier experts, int64[S, E]."""
     sequences = len(queues)
     numbers = queues + 1 + (count + 1) * np.arange(sequences)[:, None]
     found = np.bincount(numbers.ravel(), minlength=sequences * (count + 1))
@@ -234,7 +234,7 @@ def _(gpu, choices, form, before=None):
 
 @primitive
 def shares_of(counts: Array, tokens: int, dtype: DTypeLike) -> Array:
-    """Return the fraction of each sequence's choices that select each expert, [S, E].
+    """Return the fraction of each sequence's routed tokens that each expert receives, [S, E].
 
     `tokens` is the length of a sequence. `counts` [c, S, k, pieces, E] covers all c ranks.
     """
@@ -256,7 +256,7 @@ def _(gpu, counts, tokens, dtype):
 
 @primitive
 def load_of(choices: Array, slots: Array, count: int) -> tuple[Array, Array]:
-    """Return the numbers of choices and of occupied slots of each expert, int64[E] each."""
+    """Return the numbers of routed tokens and of occupied slots per expert, each int64[E]."""
     kept = choices[slots >= 0]
     return np.bincount(choices.ravel(), minlength=count), np.bincount(kept, minlength=count)
 
@@ -328,7 +328,7 @@ def _(gpu, x, slots, out):
 
 
 def _takers(gpu: Gpu, slots: Array, rows: int) -> Array:
-    """Return the index of the choice in each slot, int64[rows], or -1 if the slot is empty."""
+    """Return, for each slot, the index token * k + choice of its row, or -1 if it is empty."""
     takers = gpu.empty((rows,), np.int64)
     takers.fill(-1)
     gpu.launch("takers_of", 1, slots.size, slots=slots, takers=takers, size=slots.size)

@@ -113,7 +113,7 @@ class Matmul:
     ) -> tuple[Pending, SavedForWeight]:
         """Compute dX = dY W' and start its reduction, the adjoint of the gather of X.
 
-        Returns the pending dX and the operands saved for `backward_weight`.
+        Returns a `Pending` of dX, and the operands saved for `backward_weight`.
         """
         dy = self.rounded.dy(self.gather(dy, self.split.y, self.axes["k"]).wait())
         b = saved.w if "w" in saved.kept else self._gather_w(saved.w).wait()
@@ -124,13 +124,13 @@ class Matmul:
     def backward_weight(self, rest: SavedForWeight) -> Pending:
         """Compute dW = X' dY and start its reduction, the adjoint of the gather of W.
 
-        Returns the pending dW.  Call this method any time after `backward_input`.
+        Returns a `Pending` of dW. Call this method any time after `backward_input`.
         """
         dw = self.multiply(*self._factors_of_dw(rest), self.axes["m"])
         return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
 
     def gather(self, block: Array, layout: Layout, foreign: Sequence[str]) -> Pending:
-        """Gather a stored block along the `foreign` axes; return the pending working block."""
+        """Start to gather a block along the `foreign` axes; return a `Pending` of the result."""
         pending = ready(block)
         for axis in reversed(foreign):
             comm = self.mesh.comm(axis)
@@ -143,7 +143,7 @@ class Matmul:
     def reduce(
         self, block: Array, layout: Layout, foreign: Sequence[str], deferred: Collection[str] = ()
     ) -> Pending:
-        """Reduce a partial block (the adjoint of `gather`); return the pending stored block."""
+        """Start to reduce a block over `foreign`, the adjoint of `gather`; return a `Pending`."""
         pending = ready(block)
         for axis in foreign:
             comm = self.mesh.comm(axis)
@@ -234,7 +234,7 @@ class Matmul:
         return left.T, right
 
     def _complete(self, letter: str) -> bool:
-        """Return True if no axis on a loop dimension needs a reduction before the step ends."""
+        """Return True if the axes of a loop dimension need no reduction until the step ends."""
         return all(
             self.mesh.size(axis) == 1 or axis in self.deferred for axis in self.axes[letter]
         )

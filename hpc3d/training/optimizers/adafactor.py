@@ -54,7 +54,7 @@ class _Step(NamedTuple):
 
 
 class _VectorStep(NamedTuple):
-    """Update of a vector, or of this rank's slice of a vector; `update` is U."""
+    """Update U (`update`) of a vector, or of this rank's slice of a vector."""
 
     item: Parameter
     arrays: tuple[Array, Array | None, Array]

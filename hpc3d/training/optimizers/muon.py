@@ -70,7 +70,7 @@ def cuts_of(mesh: Mesh, layout: Layout) -> list[Cut]:
 
 
 class Exchange:
-    """Exchange that gathers sharded matrices along the axes of `cuts`, and scatters them back."""
+    """Gather sharded matrices along the axes of `cuts`, and scatter them back."""
 
     def __init__(self, mesh: Mesh, cuts: Iterable[Cut]) -> None:
         self.mesh = mesh
@@ -180,7 +180,7 @@ class Muon(AdamW):
     def _update(
         self, exchange: Exchange, alike: Sequence[_Matrix], learning_rate: float, scale: float
     ) -> None:
-        """Update at most one matrix per member of the exchange, or one stack of experts."""
+        """Update one matrix per rank of `exchange` at most, or one stack of experts."""
         trace, item = self.parameters.mesh.trace, alike[0].part.item
         with trace.span("momentum"):
             blocks = self._directions(exchange, alike, scale)
