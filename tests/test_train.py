@@ -87,7 +87,7 @@ def small_vocabulary(tmp_path):
 def unwritable(tmp_path):
     path = tmp_path / "file"
     path.touch()
-    return {"run__out": path}, [f"run.out = '{path}': cannot write there"]
+    return {"run__out": path}, [f"run.out = '{path}': cannot write to this folder"]
 
 
 def several(tmp_path):

@@ -67,7 +67,7 @@ class CommStream:
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """Post the calls in this context as a group, so that none blocks another."""
+        """Return a context manager that posts all calls together, to avoid deadlocks."""
         self.open = flight = self.begin()
         try:
             with self.group():

@@ -175,7 +175,7 @@ class Communicator:
         return self.call("all_to_all", block.nbytes, None, move)
 
     def grouped(self) -> AbstractContextManager:
-        """Return a context manager that posts messages as a group, so that none blocks another."""
+        """Return a context manager that posts all messages together, to avoid deadlocks."""
         return nullcontext()
 
     def send(self, block: Array, peer: int) -> Pending:

@@ -94,7 +94,7 @@ class SplitRows(Communicator):
                 yield rank, slice(first - self.mine.start, stop - self.mine.start)
 
     def _parts(self, rows: int, peer: int) -> Iterator[tuple[int, slice]]:
-        """Yield each rank of `peer` with shared samples, and the rows of these in a block."""
+        """Yield each rank of `peer` with shared samples, and the block rows of the samples."""
         each = rows // len(self.mine)
         for rank, samples in self._shared(peer):
             yield rank, slice(samples.start * each, samples.stop * each)

@@ -185,13 +185,13 @@ class Flash:
         return dqkv
 
     def attention(self, graph: Any, case: Case) -> None:
-        """Add the forward pass to a graph: inputs, operation and outputs."""
+        """Add the inputs, the operation and the outputs of the forward pass to a graph."""
         q, k, v = (self.input(graph, case, tensor) for tensor in (_Q, _K, _V))
         made = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **case.operation)
         self.outputs(case, (_OUT, _STATS), made)
 
     def attention_grad(self, graph: Any, case: Case) -> None:
-        """Add the backward pass to a graph: inputs, operation and outputs."""
+        """Add the inputs, the operation and the outputs of the backward pass to a graph."""
         names = {"q": _Q, "k": _K, "v": _V, "o": _OUT, "dO": _DOUT, "stats": _STATS}
         given = {name: self.input(graph, case, tensor) for name, tensor in names.items()}
         how = {**case.operation, "use_deterministic_algorithm": self.deterministic}

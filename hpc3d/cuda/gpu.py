@@ -83,7 +83,7 @@ class Gpu:
         try:
             self.coded(a, b, out)
         except Unsupported as error:
-            raise ValueError(f"train.product_scale = tensor: {error}; use block") from None
+            raise ValueError(f"train.product_scale = tensor: {error}; set it to block") from None
 
     def multiply_with(
         self, a: Array, b: Array, out: Array, add: Array | None, **epilogue: Any

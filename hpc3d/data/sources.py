@@ -98,8 +98,8 @@ class Source:
         upper = ids[1::2]
         if len(upper) > 3 and ids.any() and upper.max() <= (self.tokenizer.vocabulary - 1) >> 16:
             raise ValueError(
-                f"data.path: {self.path}: every second id is at most {upper.max()}, as in a file "
-                "of 32-bit ids; write uint16, as nanoGPT does: ids.astype(np.uint16).tofile(...)"
+                f"data.path: {self.path}: every second id is at most {upper.max()}, so the ids "
+                "seem to be 32-bit; convert them to uint16: ids.astype(np.uint16).tofile(...)"
             )
 
     def _ended(self, part: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -207,7 +207,7 @@ def _parquet(path: Path, column: str) -> Iterator[_DocumentPart]:
 def _cut(text: str, where: str, size: int) -> Iterator[_DocumentPart]:
     """Split a document into segments; `size` is the document's number of bytes in the file."""
     if "\0" in text:
-        raise ValueError(f"{where}: it contains NUL characters")
+        raise ValueError(f"{where}: the text contains NUL characters")
     for start in range(0, max(len(text), 1), PIECE):
         try:
             piece = text[start : start + PIECE].encode()

@@ -96,7 +96,9 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
     tokenizer other than `tokenizer`.
     """
     if Path(path).suffix in (*JSONL, *PARQUET, *BIN):
-        raise ValueError(f"data.path: {path} is not a text; {_PREPARE} {path} -o tokens{SUFFIX}")
+        raise ValueError(
+            f"data.path: {path} is not a token file; {_PREPARE} {path} -o tokens{SUFFIX}"
+        )
     if Path(path).suffix == SUFFIX:
         tokens: Tokens = TokenFile(Path(path))
     else:

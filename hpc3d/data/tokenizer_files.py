@@ -76,7 +76,7 @@ def object_in(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(_text(path)) if path.exists() else {}
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: not a JSON object")
     return found

@@ -144,7 +144,7 @@ class RingAttention(HeadBlock):
         return self.mesh.trace.span("attention", "attention", flops)
 
     def _chunks_seen(self, micro: Microbatch) -> Callable[[int], Chunks]:
-        """Return a function that maps a ring position to the `Chunks` for its keys."""
+        """Return a function that maps a ring position to the `Chunks` with its keys."""
         drop = self._drop(micro)
 
         def at(ring_rank):

@@ -4,8 +4,8 @@ The forward pass uses unrounded values; the backward pass uses rounded copies of
 activations (Gist's delayed precision reduction, Jain et al. 2018):
 
     bfloat16   2 bytes per element
-    int8       1 byte per element, and a 4-byte scale per row: its largest magnitude / 127
-    float8     1 byte per element (e4m3), and a 4-byte scale per row: its largest magnitude / 448
+    int8       1 byte per element, and a 4-byte scale per row (largest magnitude / 127)
+    float8     1 byte per element (e4m3), and a 4-byte scale per row (largest magnitude / 448)
 
 Fields of the type `SavedActivation` (hpc3d.arrays.array) are rounded. All other saved fields, such
 as weights, moments and routing choices, are not changed. Arrays in memory shared by several ranks

@@ -45,7 +45,7 @@ class Experts:
         return min(tokens, ceil(wanted))
 
     def slots_of_token(self, tokens: int) -> float:
-        """Return the number of slots of all experts per token, E C / T, with T = `tokens`."""
+        """Return the total number of expert slots per token, E C / T, for T = `tokens`."""
         return self.count * self.slots(tokens) / tokens
 
 

@@ -1,4 +1,4 @@
-"""Float8 rounding with one scale per tile, which maps the tile's maximum to the largest number.
+"""Float8 rounding; the scale of each tile maps its maximum to the largest float8 number.
 
     float8_e4m3fn    1 sign bit, 4 exponent bits, 3 mantissa bits; up to 448, no infinities
     float8_e5m2      1 sign bit, 5 exponent bits, 2 mantissa bits; up to 57344
@@ -97,7 +97,7 @@ def tile_maxima(x: Array, tiles: Tiles, maxima: Array) -> None:
 
 
 def _row_blocks(x: Array) -> list[slice]:
-    """Split the rows of x into slices that fit in the cache; the last slice stops at len(x)."""
+    """Split the rows of x into slices that fit in the cache; clip the last slice to len(x)."""
     return [slice(rows.start, min(rows.stop, len(x))) for rows in row_blocks(x)]
 
 

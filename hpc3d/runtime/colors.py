@@ -18,7 +18,7 @@ _TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 def say(line: str, style: str = "", stream: TextIO | None = None) -> None:
     """Print a line to a stream (None: standard output), colored if the stream supports colors.
 
-    The `style` is faint, bold, red, green or yellow, or empty for plain text.
+    `style` is "faint", "bold", "red", "green", "yellow", or "" for plain text.
     """
     stream = sys.stdout if stream is None else stream
     if style and in_colour(stream):

@@ -17,7 +17,7 @@ CLOCKS = "/proc/self/ns/time"
 
 
 def kernel() -> tuple[str, str]:
-    """Return boot ID and time namespace, which are equal on all ranks that share a clock."""
+    """Return the boot ID and the time namespace; ranks that share a clock have the same ones."""
     boot = clocks = ""
     with suppress(OSError):
         boot = BOOT.read_text(encoding="ascii").strip()

@@ -126,7 +126,7 @@ def _to_load() -> str:
     """Return instructions to make mpi4py find an MPI library.
 
     mpi4py does not search for libmpich.so.12, the name of the MPICH library on Debian. If this
-    file exists, the remedy creates a symbolic link to it.
+    file exists, the instructions create a symbolic link to it.
     """
     if not (files := [*_LIBRARIES.glob("*/libmpich.so.12")]):
         return INSTALL

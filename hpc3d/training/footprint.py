@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def refuse_what_cannot_fit(config: Config, here: int) -> None:
-    """Raise ValueError if the memory of this machine is too small for `here` ranks of a run.
+    """Raise ValueError if this machine's memory is too small for its `here` ranks of a run.
 
     `config` is resolved. ValueError is also raised if the folder for offloaded data is not
     writable.

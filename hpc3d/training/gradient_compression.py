@@ -261,7 +261,7 @@ class _LowRankSum(_CompressedSum):
         return sent
 
     def _expand(self, number: int, basis: Array, q: Array) -> None:
-        """Set the gradient of a matrix to P Q'."""
+        """Set the gradient of a matrix to its low-rank approximation P Q'."""
         left, right = (q, basis) if self.high[number] else (basis, q)
         self._multiply(left, _turned(right), self.items[number].grad)
 

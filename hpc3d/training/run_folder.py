@@ -51,7 +51,7 @@ def create(config: Config, text: str) -> Path:
         note_command(folder)
     except OSError as error:
         raise ValueError(
-            f"run.out = {config.run.out!r}: cannot write there ({reason_of(error)}); "
+            f"run.out = {config.run.out!r}: cannot write to this folder ({reason_of(error)}); "
             "choose another folder with --run.out"
         ) from None
     return folder

@@ -164,7 +164,7 @@ def test_import_rejects_a_tokenizer_that_does_not_match_the_model(tmp_path, bpe)
     ):
         refuse_unfit(tmp_path, bpe.vocabulary - 1)
     (tmp_path / "generation_config.json").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"generation_config.json: not JSON: "):
+    with pytest.raises(ValueError, match=r"generation_config.json is not valid JSON: "):
         refuse_unfit(tmp_path, bpe.vocabulary)
     (tmp_path / "generation_config.json").unlink()
     rules.write_text("{}")

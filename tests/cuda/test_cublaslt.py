@@ -449,7 +449,9 @@ def test_float8_products_with_all_layouts(lt, kinds, dtype):
 def test_unsupported_float8_product_error_names_the_key(lt, sizes, kinds, why):
     m, k, n = sizes
     (a, _), (b, _) = coded((m, k), kinds[0], BF16), coded((k, n), kinds[1], BF16)
-    with pytest.raises(ValueError, match=f"train.product_scale = tensor: .*{why}.*; use block"):
+    with pytest.raises(
+        ValueError, match=f"train.product_scale = tensor: .*{why}.*; set it to block"
+    ):
         multiply_coded.cuda_rule(Turning(lt), placed((m, n), BF16), a, b)
 
 

@@ -33,7 +33,7 @@ def test_each_json_line_is_a_document(tmp_path, prepared):
         ('{"body": "a"}\n', "line 1: no text .text., only body"),
         ("[1]\n", "line 1: not a JSON object"),
         ('{"text": 3}\n', "line 1: no text"),
-        ('{"text": "a\\u0000"}\n', "line 1: it contains NUL"),
+        ('{"text": "a\\u0000"}\n', "line 1: the text contains NUL"),
         (b'{"text": "\xff"}\n', "line 1"),
         (b"\xff\xfe{\0", "line 1"),  # UTF-16
         ('\n{"text": "\\ud800"}\n', "line 2: surrogates"),
@@ -219,7 +219,9 @@ def test_documents_without_a_known_end_token_are_rejected(tmp_path, prepared, bp
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.bin"])
 def test_training_on_other_formats_suggests_prepare(name, tmp_path):
     (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match=r"^data\.path: .* is not a text; .* hpc3d\.prepare "):
+    with pytest.raises(
+        ValueError, match=r"^data\.path: .* is not a token file; .* hpc3d\.prepare "
+    ):
         open_tokens(tmp_path / name)
 
 
