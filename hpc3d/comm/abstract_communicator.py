@@ -72,7 +72,7 @@ class AbstractCommunicator(Communicator):
 
     def _broadcast(self, block, root):
         if not block.shape[0]:
-            raise ValueError("an abstract broadcast needs a block of full shape, not an empty one")
+            raise ValueError("an abstract broadcast needs a block of the full shape on every rank")
         return ready(self.shared(self.like(block, block.shape)))
 
     def _reduce(self, block, root):

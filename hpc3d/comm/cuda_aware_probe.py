@@ -167,7 +167,7 @@ def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
     if driver == 0:
         yield "no NVIDIA driver is installed", "run on a machine with a GPU"
     if driver // 1000 < needed // 1000:
-        text = f"the driver is for CUDA {_dotted(driver)}, CuPy for {_dotted(needed)}"
+        text = f"the driver supports CUDA {_dotted(driver)}, but CuPy needs {_dotted(needed)}"
         yield text, f"install a newer driver, or the wheel cupy-cuda{driver // 1000}x"
     if not cupy.cuda.is_available():
         remedy = "run nvidia-smi, set --gpus-per-node in the Slurm job"

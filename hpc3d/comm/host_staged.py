@@ -177,7 +177,7 @@ def widened(block: Array) -> Array:
 
 
 def narrowed(total: Array, result: Array) -> Array:
-    """Store a sum in `result`, converted to its type, and return `result`."""
+    """Convert a sum to the type of `result`, store it there, and return `result`."""
     if total is not result:
         result[...] = total.astype(result.dtype)
     return result

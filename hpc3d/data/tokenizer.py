@@ -77,10 +77,10 @@ def pieces(text: Path) -> Iterator[bytes]:
     Raises ValueError if the file is not text.
     """
     with reading_text(text), open(text, encoding="utf-8", newline="") as file:
-        # a text may be a single long line, so readline is bounded, too
+        # readline has a limit, because a text may consist of a single long line
         while piece := file.read(PIECE) + file.readline(PIECE):
             if "\0" in piece:
-                raise ValueError("it contains NUL bytes")
+                raise ValueError("the file contains NUL bytes")
             yield piece.encode()
 
 

@@ -261,7 +261,7 @@ class ReplicaCheck:
 
 
 _FACTORS = 1 << 18  # number of integers hashed at once; their 64-bit factors use 2 MiB
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, an odd number
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, rounded to an odd number
 
 
 def odd_numbers(count: int) -> np.ndarray:

@@ -151,7 +151,7 @@ def test_complete_gpu_stack_has_no_missing_dependency(monkeypatch):
         (
             runtime(driverGetVersion=12080, runtimeGetVersion=13000),
             {},
-            "CUDA 12.8, CuPy ... 13.0; ",
+            "CUDA 12.8, but CuPy ... 13.0; ",
             "cupy-cuda12x",
         ),
         (
