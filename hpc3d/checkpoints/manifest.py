@@ -107,8 +107,8 @@ def _check_header(header: Any) -> None:
     position = header.get("position") or {}
     _require(isinstance(position, dict), "manifest.json: position must be a JSON object")
     for key in position:
-        known = _number(position[key], MOST_COUNT)
-        _require(known, f"manifest.json: position.{key!s:.20} must be below {MOST_COUNT}")
+        known, name = _number(position[key], MOST_COUNT), f"position.{key!s:.20}"
+        _require(known, f"manifest.json: {name} must be an integer from 0 to below {MOST_COUNT}")
     best = header.get("best")
     _require(best is None or _sound_best(best), "manifest.json: invalid entry best")
     texts = header.get("texts") or {}

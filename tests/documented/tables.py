@@ -115,7 +115,7 @@ SHOWN = {
     ],
     "docs/watching.md": [
         r"loss [\d.]+, initially [\d.]+",
-        r"[\d,]+ tokens/s, \S+ m?s per step, communication [\d.]+%,?\s+peak [\d.]+ MB on the f",
+        r"[\d,]+ tokens/s, \S+ m?s per step, communication [\d.]+%,?\s+peak memory per rank up to [\d,.]+ MB",
         r"steps? \d+.*, mean of \d+ ranks\n *axis +in calls +waiting\n",
     ],
 }
