@@ -115,4 +115,4 @@ def test_command_prints_and_returns_plain_values(capsys):
     assert all(plan["over_cube"] >= 1 for plan in found["float32"]["planned"])
     json.dumps(found)
     out = capsys.readouterr().out
-    assert "does not state" in out and "4x4x4 1.00" in out
+    assert "does not specify" in out and "4x4x4 1.00" in out
