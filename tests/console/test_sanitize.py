@@ -191,7 +191,7 @@ def test_non_utf8_arguments_are_rejected_with_their_option(words, terminal):
     assert run("train", lambda: asked(words)) == 2
     _, (line,) = terminal.lines()
     assert line.startswith(f"hpc3d.train: {sanitized(words[0].partition('=')[0])} ")
-    assert "not UTF-8" in line
+    assert "not valid UTF-8" in line
 
 
 @pytest.mark.parametrize("key", ["run.out", "data.path", "parallel.schedule"])

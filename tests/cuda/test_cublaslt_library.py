@@ -26,7 +26,7 @@ def test_library_is_loaded_from_the_wheel_or_by_the_linker(monkeypatch):
     assert load()._name == "libc.so.6"
     monkeypatch.setattr(cublaslt_library, "NAMES", ("libabsent.so.13",))
     with pytest.raises(
-        ValueError, match=r"^no libabsent.so.13, .*; run python -m pip install 'hpc3d"
+        ValueError, match=r"^libabsent.so.13, .* was not found; run python -m pip install 'hpc3d"
     ):
         load()
 

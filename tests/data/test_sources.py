@@ -110,7 +110,7 @@ def test_gpt2_ids_require_their_tokenizer(tmp_path, prepared, bpe):
     np.array(ids, np.uint16).tofile(tmp_path / "train.bin")
     (tmp_path / "tokenizer.json").write_text(bpe.json)
     assert "--tokenizer" in prepared("train.bin")
-    assert "not made by byte" in prepared("train.bin", "--tokenizer", "byte")
+    assert "not from the tokenizer byte" in prepared("train.bin", "--tokenizer", "byte")
     assert prepared("train.bin", "--tokenizer", str(tmp_path / "tokenizer.json"))[0] == ids
     np.array([5, 300], np.uint16).tofile(tmp_path / "train.bin")
     beyond = prepared("train.bin", "--tokenizer", str(tmp_path / "tokenizer.json"))

@@ -112,8 +112,8 @@ def test_warmup_beyond_the_decay_is_rejected():
 
 
 STAYS = (
-    "the learning rate decays over train.decay_steps = 6; from step {} it stays at its minimum "
-    "1.000e-01; for a decay over all steps, set --train.decay_steps 10"
+    "the learning rate decays over train.decay_steps = 6; from step {} it stays at its minimum, "
+    "1.000e-01; to decay over all steps, set --train.decay_steps 10"
 )
 OTHER = "the learning rate schedule has changed: {} in step 6, {} in step 9"
 AGAIN = OTHER.format("5.500e-01 instead of 1.000e-01", "1.343e-01 instead of 1.000e-01")
