@@ -115,7 +115,8 @@ SHOWN = {
     ],
     "docs/watching.md": [
         r"loss [\d.]+, initially [\d.]+",
-        r"[\d,]+ tokens/s, \S+ m?s per step, communication [\d.]+%,?\s+peak memory per rank up to [\d,.]+ MB",
+        r"[\d,]+ tokens/s, \S+ m?s per step, communication [\d.]+%,?\s+peak memory per rank up to "
+        r"[\d,.]+ MB",
         r"steps? \d+.*, mean of \d+ ranks\n *axis +in calls +waiting\n",
     ],
 }
