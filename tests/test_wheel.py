@@ -120,7 +120,7 @@ def hpc3d(installed, surrounding, tmp_path):
         ("simulate gpt-3d-64 --machine h100", "64 ranks of h100: x=4 y=4 z=4, scheme 3d"),
         ("simulate inputs/gpt2-124m-h200.toml --machine inputs/machines/h200.toml", "1 rank of"),
         ("simulate schedule --name 1f1b --stages 4 --microbatches 8", "makespan"),
-        ("bench vtrain", "1440 rows; one of 10 calibrates"),
+        ("bench vtrain", "1440 rows; calibration on every 10th row"),
         ("prepare inputs/corpus -o tokens.h5", "tokens      1,000,177"),
         ("doctor", "0 FAIL"),
         ("train gpt-serial --train.steps 1 --train.batch 16", "run kept in "),
