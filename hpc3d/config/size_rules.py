@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from math import inf, isqrt, prod
+from math import inf, isqrt, lcm, prod
 from typing import TYPE_CHECKING
 
 from hpc3d.comm.communicator import Self
@@ -120,6 +120,13 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
         yield from _uneven_tiles(config, axes, sizes)
         if config.mesh.c > 1:
             yield from unexchanged_heads(config, prod(sizes[axis] for axis in axes))
+
+
+def sequence_divisor(config: Config) -> int:
+    """Return the number by which the sequences per microbatch must be divisible."""
+    sizes = config.mesh.grid().sizes
+    groups, *_ = _needs(config).values()
+    return lcm(*(prod(sizes[axis] for axis in axes) for axes in groups))
 
 
 def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import ceil, inf, log10
 from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
@@ -53,15 +54,22 @@ def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
     the same simulator and is therefore comparable.
     """
     estimator = candidates.estimator
+    layers = timed[0].candidate.config.model.layers
     limit = min((each.best.seconds for each in timed if each.fits), default=inf)
     found = [
         (least_uneven(estimator, offer.estimate), offer) for offer in _bases(candidates, timed)
     ]
-    found = sorted((each for each in found if each[0] < limit), key=lambda each: each[0])[:_FEW]
+    found = sorted((each for each in found if each[0] < limit), key=lambda each: each[0])
+    pipelines = (
+        (offer, layer_pipeline(estimator, offer.estimate.config, candidates.memory))
+        for _, offer in found
+    )
+    fits = (each for each in pipelines if LayerCounts(each[1], 0).can_fit(layers))
+    fitting = [*islice(fits, _FEW)]
     left = _PASSES
-    for number, (_, offer) in enumerate(found):
-        config, share = offer.estimate.config, left // (len(found) - number)
-        search = LayerCounts(layer_pipeline(estimator, config, candidates.memory), share)
+    for number, (offer, pipeline) in enumerate(fitting):
+        config, share = offer.estimate.config, left // (len(fitting) - number)
+        search = LayerCounts(pipeline, share)
         even = tuple(map(len, config.layers()))
         counts = search.best(even)
         left -= share - max(0, search.left)

@@ -65,11 +65,11 @@ def kind(config: Config) -> str:
 def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
     """Select the candidates to time first; return lists of them, and the other candidates.
 
-    There is one list for each (p, d, c, e), ordered by communication time. It has at least one
-    candidate of every kind, and the fastest others up to a fixed number.
+    There is one list for each (p, d, c, e), in the order of `candidates`. It has at least one
+    candidate of every kind, and the first others up to a fixed number.
     """
     groups, others = {}, []
-    for candidate in sorted(candidates, key=lambda candidate: sum(candidate.moves.values())):
+    for candidate in candidates:
         mesh = candidate.config.mesh
         group = groups.setdefault((mesh.p, mesh.d, mesh.c, mesh.e), [])
         known = candidate.kind in (each.kind for each in group)
@@ -213,26 +213,40 @@ def volumes(config: Config) -> Counter[str]:
     """
     mesh, model, train = config.mesh, config.model, config.train
     tensor, layers = mesh.x * mesh.y * mesh.z, model.layers / mesh.p
-    copies = mesh.replicas()
+    copies, replicas = mesh.replicas(), tensor_replicas(config, "m")
     one = replace(config, train=replace(train, batch=train.batch / (copies * mesh.p)))
     found: Counter[str] = Counter()
     for axis in (axis for axis in "xyz" if getattr(mesh, axis) > 1):
-        size = getattr(mesh, axis)
+        size, shards = getattr(mesh, axis), tensor
+        if axis in config.splits["dense"].m:  # weights move, and are stored by several ranks
+            shards //= prod(replicas[other] for other in replicas if other != axis)
         alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
-        found[axis] = 2 * mesh.p * layers * received_elements(alone, mesh.e) * size / tensor
-    for axes, elements in _summed(config):
+        found[axis] = 2 * mesh.p * layers * received_elements(alone, mesh.e) * size / shards
+    for axes, elements in summed(config):
         ranks = prod(getattr(mesh, axis) for axis in axes)
-        found[plane(axes)] += 2 * (1 - 1 / ranks) * elements / (mesh.p * tensor)
+        stored = elements * prod(replicas.values()) / (mesh.p * tensor)
+        found[plane(axes)] += 2 * (1 - 1 / ranks) * stored
     if mesh.c > 1:
         found[CONTEXT] = ring_words(config) + exchange_words(config)
     if mesh.e > 1:
         found[EXPERTS] = _slot_words(config)
     if mesh.p > 1:
-        found["p"] = 2 * train.batch * model.sequence * model.hidden / (copies * tensor)
+        elements = train.batch * model.sequence * model.hidden / (copies * tensor)
+        found["p"] = 2 * elements * prod(tensor_replicas(config, "n").values())
     return +found
 
 
-def _summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
+def tensor_replicas(config: Config, loop: str) -> dict[str, int]:
+    """Return a dict from each tensor axis of a loop dimension that replicates blocks to its size.
+
+    Axes of m replicate weights, as z does in the 2.5-D scheme, and axes of n replicate X.
+    """
+    split, sizes = config.splits["dense"], config.mesh.sizes()
+    axes = set(getattr(split, loop).split()).intersection(split.replicate.split(), "xyz")
+    return {axis: sizes[axis] for axis in axes}
+
+
+def summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
     """Return pairs (axes, number of matrix elements with gradient reductions over these axes)."""
     sizes, dense, experts = config.mesh.sizes(), 0, 0.0
     for count, each in block_products(config.model):

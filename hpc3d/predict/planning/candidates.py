@@ -80,7 +80,7 @@ class Candidates:
         """
         mesh, found = config.mesh, []
         counts = layouts.microbatches(config, self.ranks)
-        counts = [micros for micros in counts if 2 * micros >= mesh.p] or counts[-1:]
+        counts = tuple(micros for micros in counts if 2 * micros >= mesh.p) or counts[-1:]
         ways = self.ways(config)
         for group in layouts.zeros(config, self.ranks):
             way = self._first_that_fits(config, counts[-1], group, ways, found)

@@ -73,11 +73,17 @@ class LayerCounts:
         if self.left <= 0:
             return None
         even = tuple(even)
-        backwards = tuple(reversed(self.parts))
-        starts = {even, self.level(sum(even), self.parts), self.level(sum(even), backwards)}
-        keys = {counts: self.key(counts) for counts in starts}
+        keys = {counts: self.key(counts) for counts in {even, *self.leveled(sum(even))}}
         found = self.descended(*min(keys.items(), key=lambda item: item[1]))
         return None if found == even or self.excess(found) else found
+
+    def can_fit(self, layers: int) -> bool:
+        """Return True if a greedy partition of the layers fits in memory."""
+        return not all(map(self.excess, self.leveled(layers)))
+
+    def leveled(self, layers: int) -> list[tuple[int, ...]]:
+        """Return two greedy partitions, which differ in the order of equally loaded chunks."""
+        return [self.level(layers, order) for order in (self.parts, tuple(reversed(self.parts)))]
 
     def level(self, layers: int, order: Sequence[int]) -> tuple[int, ...]:
         """Return a greedy partition: each layer is added to the stage with the least work.

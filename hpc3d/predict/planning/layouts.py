@@ -13,7 +13,7 @@ from hpc3d.config.input_file import MeshConfig
 from hpc3d.config.limits import MOST_PASSES
 from hpc3d.config.parallel_rules import wrong_compression, wrong_context
 from hpc3d.config.pipeline_rules import wrong_pipeline
-from hpc3d.config.size_rules import divisors, violations, wrong_parts
+from hpc3d.config.size_rules import divisors, sequence_divisor, violations, wrong_parts
 from hpc3d.pipeline.schedule import SCHEDULES, usual
 from hpc3d.predict.planning.contexts import contexts, may_cut, with_context
 
@@ -170,15 +170,16 @@ def orders(config: Config) -> int:
     return factorial(sum(size > 1 for size in config.mesh.sizes().values()))
 
 
-def microbatches(config: Config, ranks: int) -> list[int]:
+@cache
+def microbatches(config: Config, ranks: int) -> tuple[int, ...]:
     """Return the valid numbers of microbatches in ascending order.
 
     The number of sequences per microbatch must be divisible by the sizes of the axes that shard
     them, so the largest valid number of microbatches is a multiple of all others.
     """
-    allowed = divisors(config.train.batch // (config.mesh.d * config.mesh.e))
+    allowed = divisors(config.train.batch // sequence_divisor(config))
     for most in reversed([size for size in allowed if size * config.mesh.p <= MOST_PASSES]):
         parallel = replace(config.parallel, microbatches=most)
         if not violations(replace(config, parallel=parallel), ranks):
-            return divisors(most)
-    return []
+            return tuple(divisors(most))
+    return ()

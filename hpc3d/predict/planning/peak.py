@@ -155,8 +155,9 @@ def stage_bytes(
     works = [work_of(parts, each, split) for each in chunks]
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
+    peaks = {op: [getattr(work, name).peak for work in works] for op, name in _PASS.items()}
     moments = [
-        (saved, getattr(works[chunk], _PASS[op]).peak + blocks)
+        (saved, peaks[op][chunk] + blocks)
         for (op, chunk), saved in model.held(number, forward, inputs)
     ]
     # The update gathers at most two buckets; reductions overlap with the backward pass of a layer.

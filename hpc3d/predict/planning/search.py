@@ -1,9 +1,10 @@
 """Search for the layout with the shortest step among those that fit in memory.
 
-bounds.py computes a lower bound on the step time of every mesh. In the order of these bounds,
-estimate.py estimates the step time of each mesh with suitable schedules, microbatches, ZeRO stages
-and recomputation, until the remaining bounds exceed the best step times. Finally, adaptation.py
-tries uneven layers for the best few layouts.
+bounds.py computes a lower bound on the step time of every mesh, and expected.py computes a step
+time that also accounts for the memory limit. In the order of the expected times, estimate.py
+estimates the step time of each mesh with suitable schedules, microbatches, ZeRO stages and
+recomputation, until the remaining bounds exceed the best step times or the budget is spent.
+Finally, adaptation.py tries uneven layers for the best few layouts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hpc3d.predict.planning.candidates import (
     seconds_of,
 )
 from hpc3d.predict.planning.estimate import Estimator
+from hpc3d.predict.planning.expected import ExpectedSteps
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -90,7 +92,7 @@ class Search:
     def run(self, top: int, most: int) -> Found:
         """Search for the best `top` layouts with a budget of about `most` measured costs.
 
-        For each (p, d, c, e), the candidate with the least communication is timed first. Other
+        For each (p, d, c, e), the candidate with the shortest expected step is timed first. Other
         candidates on the short lists follow, starting with the fastest lists, and then the
         remaining candidates. Finally, the best are refined. Raises ValueError with a one-line
         remedy if no layout is valid.
@@ -104,8 +106,8 @@ class Search:
             raise ValueError(self._refusal())
         self.allowed = len(candidates)
         self.calibrate(candidates)
-        groups, others = shortlists(candidates)
-        groups.sort(key=lambda group: self.bounds.least(group[0]))
+        expected = ExpectedSteps(self.base, self.ranks, self.memory, self.estimator.costs)
+        groups, others = shortlists(sorted(candidates, key=expected.of))
         found = Found([], [], [], sum(map(self.variants, candidates)))
         times = [self._consider(group[0], found, top, _COARSE * most) for group in groups]
         rest = [(time, candidate) for time, group in zip(times, groups) for candidate in group[1:]]

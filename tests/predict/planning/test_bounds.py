@@ -1,11 +1,14 @@
 """What layouts move at least, and where the heaviest axes lie."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 
-from hpc3d.predict.planning.bounds import Bounds, kind
-from tests.predict.planning.test_search import CLUSTER, settled, step
+from hpc3d.predict.planning.bounds import Bounds, kind, volumes
+from hpc3d.predict.simulation import summary
+from hpc3d.predict.simulation.simulator import simulate
+from tests.predict.planning.test_search import CLUSTER, SMALL, settled, step
 
 
 def test_axis_with_the_most_traffic_is_placed_inside_a_node():
@@ -31,3 +34,23 @@ def test_bound_of_a_mixture_counts_capacity_slots():
     bounds = Bounds(config, 8, 256, CLUSTER)
     least, (seconds, _) = bounds.least(bounds.candidate(config)), step(config)
     assert 0.6 * seconds < least < seconds
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x=2 y=2 z=2 d=2 scheme=2.5d",
+        "x=2 z=2 p=2 scheme=2.5d microbatches=2",
+        "x=2 y=2 z=2 d=2 scheme=3d",
+        "x=4 d=2 p=2 scheme=1d microbatches=2",
+        "x=4 d=2 p=2 scheme=1d-sequence microbatches=2",
+    ],
+)
+def test_volumes_are_the_bytes_of_the_matrices(line):
+    """The simulation also moves tables, biases and norms: up to 15 % more."""
+    ranks = prod(int(word[2:]) for word in line.split() if word[1] == "=")
+    config = settled(f"{SMALL} train.dtype=float32 {line}", ranks)
+    moved = summary.moved(simulate(config, 256, CLUSTER)[0])
+    for axis, elements in volumes(config).items():
+        moved_bytes = sum(each["bytes"] for each in moved[axis].values())
+        assert moved_bytes / 1.15 < 4 * elements <= moved_bytes

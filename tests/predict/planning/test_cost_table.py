@@ -6,6 +6,7 @@ import pytest
 
 from hpc3d.ops.update import orthogonalize_flops
 from hpc3d.predict.planning.cost_table import CostTable
+from hpc3d.predict.planning.pass_costs import StageContent
 from hpc3d.predict.planning.peak import contents, stage_content
 from tests.pipeline.mixes import config_of
 from tests.predict.fixed import ALPHA, FLOPS, LAUNCH, LINE, MACHINE
@@ -52,3 +53,10 @@ def test_ranks_share_the_products_of_a_muon_update(line, sharing, way):
     sizes = [(192, 192)] * 4 + [(192, 4 * 192)] * 2
     products = sum(map(orthogonalize_flops, sizes)) * stage.layers / FLOPS / sharing
     assert products < more < 2 * products
+
+
+def test_time_of_an_update_is_linear_in_the_layers():
+    config = config_of("layers=4 schedule=none dtype=float32")
+    stages = [StageContent(layers, False, False, 0) for layers in (1, 2, 3)]
+    one, two, three = (CostTable(29, MACHINE).update(config, each)[1].busy for each in stages)
+    assert two - one == pytest.approx(three - two, rel=1e-3)

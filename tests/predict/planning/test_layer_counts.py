@@ -107,6 +107,17 @@ def test_even_layers_are_kept_if_they_are_best():
     assert LayerCounts(asked, MANY).best([4, 4, 4, 4]) is None
 
 
+@pytest.mark.parametrize("memory", [12, 9, 8, 7, 6, 5])
+def test_layers_can_fit_if_a_partition_fits(memory):
+    asked = pipeline("1f1b", 4, 16, 1, (Cost(0, 0, 0),) * 2, Cost(1, 2, 0), held=bytes_held)
+    asked = asked._replace(memory=memory * GB)
+    exists = any(
+        all(bytes_held(stage, [count]) <= memory * GB for stage, count in enumerate(counts))
+        for counts in every(12, 4)
+    )
+    assert LayerCounts(asked, 0).can_fit(12) == exists
+
+
 @pytest.mark.parametrize("memory", [12, 11, 10, 9])
 def test_stages_with_more_microbatches_in_flight_get_fewer_layers(memory):
     ends = (Cost(0, 0, 0),) * 2

@@ -1,0 +1,138 @@
+"""Expected step times of candidates, which set the order in which a search times them.
+
+The lower bounds assume unlimited memory. With a limit, candidates recompute activations, run more
+microbatches or use a higher ZeRO stage, so step times of candidates with equal bounds differ by
+several times. This model scales the costs of one sequence on one rank to each candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from math import inf, prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpc3d.comm.mesh import data_axes, expert_data_axes, plane
+from hpc3d.config.input_file import MeshConfig
+from hpc3d.predict.planning import layouts
+from hpc3d.predict.planning.bounds import summed, tensor_replicas
+from hpc3d.predict.planning.candidates import RECOMPUTE
+from hpc3d.predict.planning.contexts import with_context
+from hpc3d.predict.planning.pass_costs import StageContent
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.planning.bounds import Candidate
+    from hpc3d.predict.planning.cost_table import CostTable
+
+# Communication of a weight matrix per microbatch, relative to the two gathers that `volumes`
+# counts: if memory is short, the forward and the backward pass gather it, and its gradient is
+# reduce-scattered.
+_GATHERED = 1.5
+
+
+class SequenceCosts(NamedTuple):
+    """Costs of one sequence on one rank, for a value of `parallel.recompute`.
+
+    `layer` and `outer` are the times in seconds of the forward and backward pass of a layer, and
+    of the embedding and the head. A layer saves activations of `saved` bytes. `layer_peak` and
+    `outer_peak` are the peaks of the passes in bytes.
+    """
+
+    layer: float
+    outer: float
+    saved: int
+    layer_peak: int
+    outer_peak: int
+
+
+class ExpectedSteps:
+    """Expected steps of the layouts of `base` on `ranks` ranks with `memory` bytes each."""
+
+    def __init__(self, base: Config, ranks: int, memory: float, costs: CostTable) -> None:
+        self.ranks, self.memory, self.costs = ranks, memory, costs
+        mesh, train = MeshConfig(x=1, y=1, z=1), replace(base.train, batch=1)
+        self.single_rank = replace(base, mesh=mesh, train=train)
+        layers, every = base.model.layers, base.model.moe_every
+        stage = StageContent(layers, True, True, layers // every if every > 1 else 0)
+        self.held = costs.held(self.single_rank, stage)
+        (_, dense), (_, experts) = summed(self.single_rank)
+        self.dense = dense / (dense + experts)
+        self._sequence = cache(self._measured)
+
+    def of(self, candidate: Candidate) -> tuple[float, float]:
+        """Return the bytes by which a candidate exceeds the memory, and its step time in seconds.
+
+        They are those of the best number of microbatches, ZeRO stage and recomputation.
+        """
+        best, zeros = (inf, inf), self._zeros(candidate)
+        for micros, needed, seconds in self._passes(candidate):
+            for held, once, more in zeros:
+                excess = max(0.0, held + needed - self.memory)
+                best = min(best, (excess, seconds + once + micros * more))
+                if not excess:
+                    break  # higher ZeRO stages are slower
+        return best
+
+    def _passes(self, candidate: Candidate) -> Iterator[tuple[int, float, float]]:
+        """Yield (number of microbatches, bytes, seconds) of the passes of a step."""
+        config, moves = candidate.config, candidate.moves
+        mesh, parallel, layers = config.mesh, config.parallel, config.model.layers
+        stages, own, tensor = mesh.p, layers / mesh.p, mesh.x * mesh.y * mesh.z
+        rows = config.splits["dense"].m.split()
+        weights = sum(moves[axis] for axis in "xyz" if axis in moves and axis in rows)
+        others = sum(moves.values()) - candidate.hidden - weights
+        sequences = config.train.batch / (mesh.d * mesh.e * tensor)
+        copies = prod(tensor_replicas(config, "n").values())  # of some activations
+        counts = layouts.microbatches(config, self.ranks)
+        costs = self._sequence(mesh.c, parallel.context, parallel.ulysses)
+        for micros in (count for count in counts if 2 * count >= stages or count == counts[-1]):
+            chunks = max(chunks for _, chunks in layouts.schedules(stages, micros, layers))
+            busy = sequences * (1 + (stages - 1) / (micros * chunks))
+            moved = others + _GATHERED * weights * micros / stages
+            for one in costs:
+                saved = own * one.saved
+                most = max(min(stages, micros) * saved + one.layer_peak, saved + one.outer_peak)
+                seconds = busy * (own * one.layer + one.outer) + moved
+                yield micros, sequences * copies / micros * most, seconds
+
+    def _zeros(self, candidate: Candidate) -> list[tuple[float, float, float]]:
+        """Return (bytes, additional seconds, additional seconds per microbatch) by ZeRO stage.
+
+        The bytes are those of the parameters, gradients and optimizer state.
+        """
+        mesh, sizes = candidate.config.mesh, candidate.config.mesh.sizes()
+        axes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}
+        seconds = sum(candidate.moves.get(axis, 0.0) for axis in axes)
+        copies = prod(tensor_replicas(candidate.config, "m").values())
+        tensor, replicas = mesh.x * mesh.y * mesh.z, mesh.replicas()
+        share = (self.dense + (1 - self.dense) / mesh.e) * copies / (mesh.p * tensor)
+        # ZeRO 2 reduces the gradients of each microbatch; ZeRO 3 also gathers parameters.
+        more = (0.0, 0.0), (-seconds / 2, seconds / 2), (-seconds, 1.5 * seconds)
+        held = share * self.held.total()
+        found = [(held, 0.0, 0.0)]
+        for kind, times in zip(("optimizer", "gradient", "parameter"), more):
+            held -= (1 - 1 / replicas) * share * self.held[kind]
+            found.append((held, *times))
+        return found if replicas > 1 else found[:1]
+
+    def _measured(self, c: int, context: str, ulysses: int) -> list[SequenceCosts]:
+        """Measure the SequenceCosts on c context-parallel ranks for each value of recompute."""
+        config, found = with_context(self.single_rank, c, context, ulysses), []
+        for recompute in RECOMPUTE:
+            parallel = replace(config.parallel, recompute=recompute)
+            parts = self.costs.parts(replace(config, parallel=parallel))
+            layer, first, last = parts.layer, parts.first, parts.last
+            passes = layer.forward + layer.whole
+            outer = first.forward + last.forward + last.whole + first.whole
+            found.append(
+                SequenceCosts(
+                    passes.seconds - passes.waits.total(),
+                    outer.seconds - outer.waits.total(),
+                    layer.forward.left,
+                    max(layer.forward.peak, layer.whole.peak),
+                    outer.peak,
+                )
+            )
+        return found
