@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.strided import daily
+
 ROOT = Path(__file__).parents[1] / "hpc3d"
 SOURCES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
@@ -181,6 +183,8 @@ LIMITS = [
 ]
 
 
+@pytest.mark.slow
+@daily
 @pytest.mark.parametrize(
     ("count", "limit", "planted"), LIMITS, ids=[count.__name__ for count, *_ in LIMITS]
 )

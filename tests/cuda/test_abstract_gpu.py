@@ -120,6 +120,7 @@ def test_predicted_float8_products_match_a_device_run(line, launcher, monkeypatc
     assert {"float8_e4m3fn", "float32"} == {key[3] for key in launcher.products}
 
 
+@pytest.mark.slow
 def test_attention_by_products_copies_q_k_v_and_the_output():
     """Where products do attention: q, k and v are copied, and what comes out."""
     pool = abstract_gpu.DeviceShapes(Counts())

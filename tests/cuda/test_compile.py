@@ -68,6 +68,7 @@ def outcomes(request):
     return new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", strided(ARCHITECTURES, 3, 1))
 @pytest.mark.parametrize(
     "source",

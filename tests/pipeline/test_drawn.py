@@ -262,6 +262,7 @@ def test_previously_failing_configurations_train_correctly_on_mpi_ranks(run_in_j
     run_in_job("tests.pipeline.on_mpi", case)
 
 
+@pytest.mark.slow
 @settings(max_examples=settings.default.max_examples // 10)
 @given(case=cases())
 def test_random_configuration_trains_correctly_or_is_rejected(case):
