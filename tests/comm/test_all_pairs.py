@@ -4,7 +4,7 @@ import pytest
 
 from hpc3d.comm.all_pairs import slices_of
 from tests.mpi import checked
-from tests.strided import rotating
+from tests.strided import daily
 
 
 @pytest.mark.parametrize(("count", "size"), [(0, 2), (2, 3), (10, 3), (70001, 5)])
@@ -14,7 +14,7 @@ def test_slices_cover_all_elements_once(count, size):
 
 
 @pytest.mark.slow
-@rotating(0, days=3)
+@daily
 def test_collectives_of_short_and_long_blocks_are_those_of_numpy():
     out = checked(5, "-m", "tests.comm.on_two_level", *"abcde", 1, 1 << 16, timeout=200)
     assert out.splitlines() == 2 * [f"{size} AllPairs" for size in range(2, 6)]
