@@ -11,6 +11,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from functools import partial
+from itertools import combinations, starmap
 
 import mpi4py
 import numpy as np
@@ -223,9 +224,12 @@ class Sending:
         self.group = []
         yield
         posted, self.group = self.group, None
-        self.work.put(lambda: [go() for _, go in sorted(posted, key=lambda part: part[0])])
+        targets = [target for *_, target in posted if target is not None]
+        overlap = starmap(np.may_share_memory, combinations(targets, 2))
+        assert not any(overlap), "messages of a group overwrite each other"
+        self.work.put(lambda: [go() for _, go, _ in sorted(posted, key=lambda part: part[0])])
 
-    def later(self, sources, act, order=GO_OUT):
+    def later(self, sources, act, order=GO_OUT, target=None):
         """Do `act` on the stream, whose sources must not have changed until then."""
         assert self.fresh, "the call does not follow what was computed"
         before = [source.copy() for source in sources]
@@ -238,7 +242,7 @@ class Sending:
         if self.group is None:
             self.work.put(go)
         else:
-            self.group.append((order, go))
+            self.group.append((order, go, target))
 
     def is_capturing(self):
         return False
@@ -325,7 +329,7 @@ class FakeNccl:
             np.copyto(taken, self.comm.recv((count,), taken.dtype, peer).wait())
             self.receipts.send(np.ones(1, np.int8), peer)
 
-        self.stream.later([], receive, COME_IN)
+        self.stream.later([], receive, COME_IN, taken)
 
 
 class Host:
