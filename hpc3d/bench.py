@@ -96,9 +96,13 @@ def parser() -> Parser:
     add(
         "--out", default="results", metavar="DIR", help="folder for the figures (default: results)"
     )
-    add("--machine", metavar="NAME|FILE", help="machine to predict, or output of calibrate")
+    add(
+        "--machine",
+        metavar="NAME|FILE",
+        help="machine for predictions, or file from calibrate",
+    )
     add("--transport", default="auto", help="calibrate: value of mesh.transport for the runs")
-    add("--check", action="store_true", help="calibrate: also predict and measure other runs")
+    add("--check", action="store_true", help="calibrate: validate the fit with other runs")
     add("--quick", action="store_true", help="partition: plan only a few of the models")
     add("--json", action="store_true", help="print one JSON object on the last line")
     return parser

@@ -68,7 +68,7 @@ class _Reading(NamedTuple):
 
 
 class _Words(Parser):
-    """Argument parser on rank 0. It raises errors instead of exiting, so that all ranks end."""
+    """Argument parser for rank 0, which raises an exception so that all ranks exit together."""
 
     def refuse(self, problems: Sequence[str]) -> NoReturn:
         raise Problems(problems)

@@ -56,10 +56,10 @@ _JSON = """\
 print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
 searched, applied, and mixture as in simulate. A layout has layout (tables of the input file),
 step_time_s, simulated, bubble, communication, axis, waits_s, peak_bytes, stage and memory. If no
-layout fits without a technique, resort contains with (changes, exact), nearest, and others (each
-with changes, exact, layout). With --techniques: machine, ranks and techniques (change, refused if
-not possible, or else peak_bytes, memory, received_bytes, step_time_s, and their ratios of_... to
-the first row)"""
+layout fits without memory-saving techniques, resort has with (changes, exact), nearest and others
+(each with changes, exact, layout). With --techniques: machine, ranks and techniques (change,
+refused if not possible, or else peak_bytes, memory, received_bytes, step_time_s, and their ratios
+of_... to the first row)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -208,7 +208,7 @@ def _resort_lines(resorted: ResortedLayouts) -> Iterator[str]:
     from hpc3d.predict.planning.ranking import estimated
 
     resort = resorted.fit.resort
-    yield f"No layout fits without a technique: {nearest_in_words(resorted.nearest)}."
+    yield f"No layout fits without memory-saving techniques: {nearest_in_words(resorted.nearest)}."
     yield f"All layouts below use {resort.text}, {resort.effect}."
     if resorted.others:
         yield "Other techniques that also make a layout fit:"
@@ -313,7 +313,7 @@ def _over(row: RankedLayout, memory: float) -> str:
 
 
 def _because(reason: str, row: RankedLayout) -> str:
-    """Describe why layouts are slower, with the values of the best layout among them."""
+    """Explain why a group of layouts is slower, with the figures of its fastest layout."""
     from hpc3d.predict.planning.planned_layouts import held
     from hpc3d.predict.planning.ranking import shown_layout
 

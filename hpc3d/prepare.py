@@ -32,7 +32,9 @@ from hpc3d.data.tokenizer_files import meta_tokenizer, tokenizer_from
 log = logging.getLogger("hpc3d.prepare")  # not __name__, which is "__main__"
 
 _BPE_VOCABULARY = 8192
-_SOURCES = "text, .jsonl, .parquet, .bin of nanoGPT or Megatron-LM, or a folder of *.txt files"
+_SOURCES = (
+    "text, .jsonl or .parquet file, nanoGPT or Megatron-LM .bin file, or folder of *.txt files"
+)
 _TOKENIZERS = """byte (default); bpe, trained on the texts; a tokenizer.json or its folder;
 a folder with GPT-2's vocab.json and merges.txt; ranks.tiktoken; or gpt2, from tiktoken's cache"""
 

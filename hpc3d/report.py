@@ -32,8 +32,8 @@ log = logging.getLogger("hpc3d.report")  # not __name__, which is "__main__"
 
 _DESCRIPTION = """\
 Report the cost of a run from its trace: time, calls and bytes of a training step by phase, mesh
-axis and operation, waiting between ranks, the critical path, memory by kind, the loss, and the
-activity of each pipeline stage. Several runs are also compared with each other.
+axis and operation, the time that ranks wait for each other, the critical path, memory by kind,
+the loss, and the activity of each pipeline stage. If several runs are given, they are compared.
 
 The command prints about a dozen lines and writes the full report to the output folder, where it
 replaces an earlier report: report.html, a page that needs neither other files nor a network;

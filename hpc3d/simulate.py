@@ -174,7 +174,7 @@ def _print_step(config, found):
 def _print_memory(memory):
     kinds = [*memory["stages"][0]]
     print("stage " + "".join(f"{kind:>14s}" for kind in kinds) + "   [MB] at the peak")
-    print("(embeddings count as parameter, logits as activation and communication)")
+    print("(embeddings count as parameters, and logits as activations and communication buffers)")
     for stage, peaks in enumerate(memory["stages"]):
         print(f"{stage:5d} " + "".join(f"{peaks[kind] / 1e6:14.3f}" for kind in kinds))
     fits = "fits" if memory["fits"] else "does not fit; use more stages, ZeRO or recompute"

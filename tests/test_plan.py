@@ -309,7 +309,7 @@ def test_exact_technique_comes_first_if_nothing_fits(capsys, tmp_path):
     """8.62 MB at least, of which AdamW's states are 3.88."""
     lines, found, written = resorted(capsys, "8.5MB", tmp_path / "planned.toml")
     text = "\n".join(lines)
-    assert "No layout fits without a technique: " in text
+    assert "No layout fits without memory-saving techniques: " in text
     assert 'below use parallel.offload=["optimizer"], which leaves results unchanged.' in text
     first = next(line for line in lines if line.startswith("  1"))
     assert first.startswith("  1 ") and "offload=[optimizer]" in first

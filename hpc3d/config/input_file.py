@@ -340,7 +340,7 @@ class TrainConfig:
     precision: sums and master weights are float32, and float16 uses loss scaling."""
     product_dtype: Annotated[Literal["float8"] | None, ValidFor("torch.factory", None)] = None
     """Data type of GEMM operands in the layers. float8 means e4m3 for activations and weights, and
-    e5m2 for gradients. Sums have the precision of train.dtype. Default: train.dtype."""
+    e5m2 for gradients. GEMM results have the type train.dtype. Default: train.dtype."""
     product_scale: Annotated[
         Literal["block", "tensor"], ValidFor("train.product_dtype", "float8")
     ] = "block"
@@ -472,8 +472,8 @@ class RunConfig:
     """Also write the records of metrics.jsonl in TensorBoard format. This requires the optional
     dependency hpc3d[tensorboard]."""
     metrics_hook: str | None = None
-    """MODULE:FUNCTION, where FUNCTION is called on rank 0 with each record of metrics.jsonl, a
-    dict. Default: none."""
+    """Callback, given as MODULE:FUNCTION. Rank 0 calls the function with each record of
+    metrics.jsonl as a dict. Default: none."""
 
 
 @dataclass(frozen=True)

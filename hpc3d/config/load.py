@@ -218,10 +218,10 @@ def validate(tree: dict[str, Any], rules: _Rules = lambda config: ()) -> Config:
 def _of_valid_keys(
     tree: dict[str, Any], wrong: Iterable[Sequence[Any]], lines: list[str]
 ) -> Config:
-    """Return the Config of `tree`, with WRONG as the value of each key in `wrong`.
+    """Build a Config from `tree`, with the placeholder WRONG for each key in `wrong`.
 
-    If the error messages `lines` mention an unset key, its value is also WRONG, because an unknown
-    key may be a misspelling of it.
+    An unset key that the error messages `lines` mention is also set to WRONG, because the user may
+    have misspelled this key.
     """
     words = {*re.findall(r"\w+(?:\.\w+)?", " ".join(lines))}
     tables = {name: table for name, table in tree.items() if isinstance(table, dict)}

@@ -34,9 +34,9 @@ def sequences_for(
 ) -> int:
     """Return the smallest number of sequences >= `samples` whose rows can be sharded evenly.
 
-    The result is divisible by the number of ranks that shard the rows of each product, including
-    router products if `mixes` is True. `sizes` maps mesh axes to their sizes. Each sequence has
-    one row, its new token.
+    The result is divisible by the number of ranks over which the rows of each matrix product are
+    sharded, including the products of routers if `mixes` is True. `sizes` maps mesh axes to their
+    sizes. Each sequence has one row, its new token.
     """
     ends = split.without_panels()
     splits = split, split.next(), ends, ends.next(), *([split.by_rows()] if mixes else [])

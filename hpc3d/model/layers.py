@@ -110,9 +110,9 @@ class Linear:
             return add_bias(y, bias, out), saved
 
     def activated(self, x: Array) -> tuple[Array, Saved, Array]:
-        """Return GELU(Y), the data saved for backward, and Y.
+        """Compute Y = x W + b; return GELU(Y), the data saved for the backward pass, and Y.
 
-        Bias and GELU are fused into the product.  x must be a matrix.
+        Bias and GELU are fused into the matrix product.  x must be a matrix.
         """
         assert self.bias
         h = self.mesh.empty((x.shape[0], self.bias.value.size), x.dtype)

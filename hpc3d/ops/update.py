@@ -204,10 +204,10 @@ def _(gpu, value, master, grad, factors):
 
 @composite
 def orthogonalize(matrix: Array, empty: Empty) -> None:
-    """Overwrite X[m, n] = U S V^T by approximately U V^T.
+    """Overwrite X[m, n] = U S V^T with an approximation of U V^T (Newton-Schulz iteration).
 
-    X is first divided by its Frobenius norm, and transposed if m > n. Each of five steps computes
-    A = X X^T and X = a X + (b A + c A A) X.
+    X is first divided by its Frobenius norm, and transposed if m > n. Each of five iterations
+    computes A = X X^T and X = a X + (b A + c A A) X.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if tall else matrix

@@ -57,7 +57,8 @@ _TORCHRUN = "hpc3d.partition.execution.torchrun_file"
 JSON = """\
 print one JSON object on the last line, with the keys objective, schedule, microbatches, time (step
 time [s]), load (of the busiest stage [s]), memory (maximum per rank [B]), proven, stages (ids of
-the operations), replicas, and borders (stage boundaries: nbytes, behind, next_best [s], instead).
+the operations), replicas, and borders (for each stage boundary: nbytes sent, behind (operation
+before it), next_best [s] and instead (step time and location of the best alternative)).
 The plan of a module also has the keys recompute and pieces (per model chunk), chunks (per stage)
 and zero; its borders have the key room (false if a faster location does not fit in memory)"""
 

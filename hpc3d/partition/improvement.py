@@ -26,7 +26,7 @@ from hpc3d.partition.evaluation import (
 from hpc3d.partition.joint_search import Allowed, JointSearch, Timed, timed
 
 _NEAR = 6  # atoms, and block boundaries, tried on each side of a stage boundary
-_AROUND = 60  # number of atoms tried on one side of a boundary, summed over all boundaries
+_AROUND = 60  # total number of atoms tried per side of the boundaries, over all boundaries
 _CLIMB_BUDGET = 600_000  # maximum number of passes simulated by `_climbed`
 _NEAR_CUTS = 16  # maximum number of downsets tried per stage boundary
 _BORDER_BUDGET = 100_000  # maximum number of passes simulated by `settled`

@@ -222,8 +222,8 @@ def _quickest(costs, allowed):
 def _sorted_on_the_clock(costs, choices):
     """Return the arrangements, sorted by simulated step time.
 
-    An arrangement is omitted if the compute time of its busiest stage exceeds the best step time
-    by far.
+    Arrangements are omitted if the compute time of their busiest stage is far above the best step
+    time.
     """
     seconds, best = {}, inf
     for choice in sorted(choices, key=lambda each: busiest(costs, each)):

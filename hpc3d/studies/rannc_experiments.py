@@ -196,7 +196,7 @@ def _comparable(points, other):
     """
     ratios = [ratio for _, ratio in _ratios(points, "RaNNC", (other,))]
     if not ratios:
-        return f'"comparable on the same models" to {other}: no model can be trained by both'
+        return f'"comparable on the same models" to {other}: no model works with both planners'
     middle = median(ratios)
     return (
         f'"comparable on the same models" to {other}: {_verdict(abs(middle - 1) <= _CLOSE)}; '

@@ -130,7 +130,7 @@ class Matmul:
         return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
 
     def gather(self, block: Array, layout: Layout, foreign: Sequence[str]) -> Pending:
-        """Start to gather a block along the `foreign` axes; return a `Pending` of the result."""
+        """Start gathering a block along the `foreign` axes; return the pending working block."""
         pending = ready(block)
         for axis in reversed(foreign):
             comm = self.mesh.comm(axis)

@@ -78,7 +78,7 @@ class DeviceRecorder(Recorder):
         self.timestamps = {_COMPUTATION: self.compute} | queues
         # (begin, end) timestamps of intervals in which computation was blocked in this step
         self.stalls: list[tuple[int, int]] = []
-        self.outstanding: set[int] = set()  # timestamps of calls that have not been waited for
+        self.outstanding: set[int] = set()  # timestamps of calls not synchronized yet
         self.flying, self.process = False, os.getpid()
         self.captured = 0.0  # flops of the work captured into a CUDA graph
 

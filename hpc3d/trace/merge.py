@@ -140,9 +140,10 @@ class _Merge:
             part.events["t_global"] = clock.to_global(part.events["t_start"])
 
     def _renumber(self, parts):
-        """Convert the indices in segments of a rank.
+        """Remap the indices in the segments of a rank.
 
-        Name and group indices become indices in the file, and parents become rows of the rank.
+        Indices of names and groups in a segment become indices in the merged file, and parent
+        indices in a segment become indices into all events of the rank.
         """
         rows = 0
         for part in parts:

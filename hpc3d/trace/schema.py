@@ -216,7 +216,7 @@ CLOCK_SAMPLES = (
 
 CLOCK_MODEL = (
     Column("rank", "i4", "1", "rank in the mesh", 0, "ranks"),
-    Column("t0", "i8", "ns", "origin of the model on the rank's own clock"),
+    Column("t0", "i8", "ns", "time origin of the clock model on the rank's own clock"),
     Column("offset_ns", "f8", "ns", "rank 0's clock minus the rank's own clock at t0"),
     Column("drift", "f8", "1", "change of the offset per unit of time"),
     Column("resid_p99_ns", "f8", "ns", "99th percentile of the samples' residuals", 0),

@@ -73,8 +73,9 @@ class Equipment(NamedTuple):
 
 
 class RunningJob(NamedTuple):
-    """Objects of the training loop, which begins with step `start`; only rank 0 has `batches`.
+    """State of the training loop.
 
+    Training starts at step `start`. `batches` is set only on rank 0.
     `evaluator` is `None` if the run has no evaluations.
     """
 

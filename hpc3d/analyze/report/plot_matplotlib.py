@@ -1,6 +1,6 @@
 """Charts of a report as PNG and SVG files, drawn with matplotlib.
 
-matplotlib is installed with the optional dependencies `report`. Only figures require it.
+Only figures require matplotlib, which the extra `report` installs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Wrapper of torch.export that keeps all operations in one graph, even under torch.no_grad.
-
-    torch.no_grad             each floating-point operand that may require a gradient is passed
-                              through aten.detach, so that no result in the block has a gradient
-    autocast(enabled=False)   ignored, because there is no enclosing autocast
+"""Wrapper around torch.export that keeps all operations in one graph, even under torch.no_grad.
 
 By default, torch.export creates a separate graph for each such block and drops torch.no_grad
-inside an autocast block. It traces the forward pass of a torch.autograd.Function, but not the
-backward pass.
+inside an autocast block. Here, the blocks are represented as follows:
+
+    torch.no_grad             each floating-point operand that may require a gradient is passed
+                              through aten.detach, so that no result in the block requires one
+    autocast(enabled=False)   ignored, because there is no enclosing autocast
+
+torch.export traces the forward pass of a torch.autograd.Function, but not the backward pass.
 """
 
 from __future__ import annotations

@@ -262,7 +262,9 @@ def _options():
     parser = argparse.ArgumentParser(description="Train the model under torchrun.")
     parser.add_argument("--steps", type=int, default=10, metavar="K")
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and dropout")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed for initial weights and dropout"
+    )
     inputs = "function(step) that returns the inputs of a step (default: the example inputs)"
     parser.add_argument("--inputs", metavar="MODULE:FUNCTION", help=inputs)
     parser.add_argument(

@@ -4,11 +4,11 @@
     mpirun -np N python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
     python -m hpc3d.partition MODULE:FACTORY --ranks N --profile PROFILE.json -o PLAN.json
 
-The module runs forward and backward passes on real data and one core, in microbatches of 1, 2, 4,
-... samples up to the batch size. The command measures the time of every operation, and the
-overhead of a model chunk, a step and an optimizer update. All N ranks measure at the same time,
-because they also compute at the same time during training. With several ranks, the command also
-measures messages and all-reduces. The module must return its loss.
+The command runs forward and backward passes of the module with real data on a single core, in
+microbatches of 1, 2, 4, ... samples up to the batch size. The command measures the time of every
+operation, and the overhead of a model chunk, a step and an optimizer update. All N ranks measure
+at the same time, because they also compute at the same time during training. With several ranks,
+the command also measures messages and all-reduces. The module must return its loss.
 """
 
 from __future__ import annotations

@@ -187,5 +187,5 @@ def with_wakeup(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Mach
 
 
 def step_seconds(runs: Sequence[StageRun]) -> float:
-    """Return the duration of a simulated step over all stages, in seconds."""
+    """Return the makespan of a simulated step, from first start to last end, in seconds."""
     return (max(run.step[3] for run in runs) - min(run.step[2] for run in runs)) * 1e-9

@@ -36,7 +36,7 @@ def load(path: Path | str) -> Machine:
 
 
 def dumps(machine: Machine) -> str:
-    """Return `machine` as TOML text, from which `load` reads an equal Machine."""
+    """Serialize `machine` to TOML text; `load` converts the text to an equal Machine."""
     tree = asdict(machine)
     gemm, links, kernels, measured = map(tree.pop, ("gemm", "links", "kernels", "measured"))
     parts = [_table("", tree)]

@@ -135,9 +135,9 @@ def problems(config: Config, ranks: int) -> list[str]:
 
 @cache
 def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], ...]:
-    """Return (name, chunks) of all valid schedules for these numbers of stages and microbatches.
+    """Return (name, chunks) for each valid schedule with these numbers of stages and microbatches.
 
-    The schedules are sorted by name, with schedules that split the backward pass last.
+    The schedules are sorted by name. Schedules that split the backward pass come last.
     """
     if stages == 1:
         return ((usual(stages), 1),)

@@ -51,10 +51,10 @@ class Pass(NamedTuple):
     """Time and memory of a pass.
 
     `seconds` is the duration of the pass, and `busy` is its CPU time. `waits` maps an axis to the
-    time of the calls along the axis, and `idle` to the part of this time in which the rank waits
-    for its device or for the NIC of its host. All times are in seconds. `left` is the number of
-    bytes that the pass leaves allocated, without its result, and `peak` is the peak memory in
-    bytes, both relative to the start of the pass.
+    duration of the communication calls along the axis, and `idle` to the part of this time in
+    which the rank waits for its device or for the NIC of its host. All times are in seconds.
+    `left` is the number of bytes still allocated after the pass, excluding its result, and `peak`
+    is the peak memory in bytes, both relative to the start of the pass.
     """
 
     seconds: float
@@ -284,10 +284,10 @@ class LayerSample:
         return self.held[(self.layers,)]["gradient"]
 
     def add(self, *parts: LayerRange) -> tuple[Parameters, Any, GradientCompression | None]:
-        """Build the stages of `parts`, and record their memory in `held[parts]`.
+        """Build the stages in `parts`, and record their memory use in `held[parts]`.
 
-        The entry maps a kind of memory to bytes, without offloaded bytes. `held[()]` contains the
-        memory that is allocated before any stage is built.
+        `held[parts]` is a dict from memory kind to bytes, excluding offloaded data. `held[()]`
+        contains the memory that is allocated before any stage is built.
         """
         before = Counter(self.pool.live)
         parameters, optimizer, stages = self.built(parts)

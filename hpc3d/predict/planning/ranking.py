@@ -33,7 +33,7 @@ _NAMED = {
 _EACH = 2  # number of candidates to time for each class in _NAMED
 _SHOWN = 0.25  # fraction of the budget reserved for layouts that rank below the fastest
 _RESIZED, _SIZES = 6, 3  # number of layouts to try with other bucket sizes, and sizes per layout
-_SIZED = 0.25  # extra budget for bucket sizes, as a fraction of the budget
+_SIZED = 0.25  # additional budget for bucket sizes, as a fraction of the search budget
 # Factors for a lower bound on the simulated step time. _NEW multiplies an estimate if no layout of
 # its family has been simulated. Otherwise, _KIN multiplies the product of the estimate and the
 # family's smallest ratio of simulated to estimated time.
@@ -298,9 +298,10 @@ class Ranking:
     def _called(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> RankedLayout | None:
-        """Return the best RankedLayout whose configuration satisfies `is_it`, or `None`.
+        """Return the best RankedLayout whose configuration satisfies the predicate `is_it`.
 
-        If no such layout fits in memory, the layout with the lowest peak is returned.
+        If no such layout fits in memory, the one with the lowest peak is returned. Returns `None`
+        if there is no such layout.
         """
         chosen = {id(candidate) for candidate in self._named_candidates(is_it, mesh)}
         timed = [each for each in self.found.timed if id(each.candidate) in chosen]

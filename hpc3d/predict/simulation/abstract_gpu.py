@@ -1,6 +1,7 @@
-"""CUDA backend on abstract arrays, which reports kernels, GEMMs and workspaces to a meter.
+"""CUDA backend for abstract arrays (shapes without data).
 
-The GPU code of real runs selects the kernels and their arrays, so the selection is exact.
+The backend counts kernel launches, GEMMs and workspaces instead of executing them. The code of
+real GPU runs selects the kernels and their arguments, so the counts are exact.
 """
 
 from __future__ import annotations
