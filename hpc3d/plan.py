@@ -246,7 +246,7 @@ def _here(mesh: MeshConfig) -> str:
 def _apply(path: Path | str, config: Config, planned: Config, ranks: int) -> None:
     """Write the input file `path` with the mesh and parallel settings of the planned layout."""
     from hpc3d.config.load import load
-    from hpc3d.config.rules import resolve
+    from hpc3d.config.resolve import resolve
     from hpc3d.console.small_files import naming
     from hpc3d.predict.planning.planned_layouts import input_with
 

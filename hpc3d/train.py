@@ -104,7 +104,7 @@ def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
     )
     from hpc3d.config import load
     from hpc3d.config.backend_rules import untrainable
-    from hpc3d.config.rules import refuse, resolve, violated
+    from hpc3d.config.resolve import refuse, resolve, violated
     from hpc3d.runtime.metrics_file import sinks_of
     from hpc3d.training.run_loop import RunPlan
 
@@ -173,7 +173,7 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
     ValueError
         If the tokenizer has more tokens than `model.vocabulary`.
     """
-    from hpc3d.config.rules import refuse
+    from hpc3d.config.resolve import refuse
     from hpc3d.config.size_rules import wrong_tokens
     from hpc3d.model.families import family_of, least_vocabulary
 

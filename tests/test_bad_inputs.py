@@ -19,7 +19,7 @@ from hpc3d import plan, prepare, report, simulate
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import flat, load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.file import REMEDY
 from tests.elided import elided

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.plan import main
 from hpc3d.predict.machine.machine_file import dumps
 from hpc3d.predict.machine.machine_file import load as load_machine

@@ -17,7 +17,7 @@ import hpc3d.trace
 from hpc3d import train as verb
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.data.token_file import write_tokens
 from hpc3d.data.tokenizer import BpeTokenizer, library, train_bpe
 from hpc3d.trace.checks_per_rank import violations

@@ -108,7 +108,7 @@ def _serial_configs() -> dict[str, Config]:
     """Return the configuration gpt-serial.toml, unmodified and with hidden size 512."""
     from hpc3d.benchmarks import harness
     from hpc3d.config.load import load
-    from hpc3d.config.rules import resolve
+    from hpc3d.config.resolve import resolve
 
     config = resolve(load(shipped("gpt-serial.toml"), []), 1)
     wide = harness.with_sizes(config, hidden=512, layers=4, batch=128)

@@ -22,7 +22,7 @@ from hpc3d.checkpoints.safetensors import Weights
 from hpc3d.config import deprecated_keys
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.load import override, validate
-from hpc3d.config.rules import refuse, resolve
+from hpc3d.config.resolve import refuse, resolve
 from hpc3d.data.tokenizer_files import object_in, refuse_cache
 from hpc3d.model.families import with_epsilon
 

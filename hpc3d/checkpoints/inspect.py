@@ -15,7 +15,8 @@ from hpc3d.checkpoints.sharded import Checkpoint, named, steps_of
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.config.load import stored
-from hpc3d.config.rules import refuse, unknown_values
+from hpc3d.config.resolve import refuse
+from hpc3d.config.rules import unknown_values
 from hpc3d.config.size_rules import wrong_parts
 from hpc3d.console.sanitize import Problems, counted, lines_of
 from hpc3d.model.families import family_of, parameters

@@ -22,7 +22,8 @@ from hpc3d.checkpoints.sharded import Checkpoint, restore, restore_own, steps_of
 from hpc3d.config import deprecated_keys
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig
 from hpc3d.config.load import flat, load, override, read, to_toml, validate
-from hpc3d.config.rules import refuse, unknown_values
+from hpc3d.config.resolve import refuse
+from hpc3d.config.rules import unknown_values
 from hpc3d.console.sanitize import Problems, counted, lines_of
 from hpc3d.console.small_files import toml
 from hpc3d.model.families import with_epsilon

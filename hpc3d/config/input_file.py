@@ -1,8 +1,8 @@
 """Frozen dataclasses of an input file, with one dataclass per section.
 
-config/load.py creates the dataclasses from an input file, and config/rules.py validates them. The
-string below a key is its description, which `hpc3d train --help` prints. The dataclasses are not
-pydantic models, so that they can be broadcast to ranks that do not import pydantic.
+config/load.py creates the dataclasses from an input file, and config/resolve.py validates them.
+The string below a key is its description, which `hpc3d train --help` prints. The dataclasses are
+not pydantic models, so that they can be broadcast to ranks that do not import pydantic.
 
 The default of a new key must preserve the previous behavior, because the stored configurations of
 older runs do not contain the key.

@@ -10,7 +10,8 @@ from hpc3d.config import deprecated_keys
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from hpc3d.config.load import options, override, to_toml, validate
-from hpc3d.config.rules import refuse, resolve, unknown_values
+from hpc3d.config.resolve import refuse, resolve
+from hpc3d.config.rules import unknown_values
 from hpc3d.config.wrong_values import reported
 from hpc3d.console import small_files
 from hpc3d.model.decoder import sequences_for

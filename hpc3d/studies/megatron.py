@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.comm.grid import AXES
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.predict.simulation.count import predict
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary

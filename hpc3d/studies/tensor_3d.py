@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from hpc3d.config.package_data import shipped
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.trace.schema import STEPS

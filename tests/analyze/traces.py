@@ -7,7 +7,7 @@ from hpc3d import trace
 from hpc3d.benchmarks.harness import RandomBatches
 from hpc3d.comm import threads
 from hpc3d.config.load import load, to_toml
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.pipeline.instruction import parse
 from hpc3d.trace import schema
 from hpc3d.trace.merge import merge

@@ -18,7 +18,7 @@ from hpc3d.checkpoints.resume import (
 )
 from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 from hpc3d.config.load import to_toml
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.console.sanitize import lines_of
 from tests.checkpoints.killed_runs import LAYOUTS, losses, run_until
 from tests.pipeline.mixes import config_of

@@ -6,7 +6,7 @@ import pytest
 
 from hpc3d.checkpoints.resume import with_free_schedule
 from hpc3d.config.load import load, to_toml
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 
 
 @pytest.mark.parametrize(

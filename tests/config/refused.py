@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve, violated
+from hpc3d.config.resolve import resolve, violated
 
 # Sizes that 8 and more ranks divide.
 SIZES = {"--model.hidden": 144, "--model.heads": 24, "--train.batch": 144}

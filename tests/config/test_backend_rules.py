@@ -8,7 +8,7 @@ import pytest
 from hpc3d.config import backend_rules
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from tests.config.refused import problems
 from tests.elided import elided
 

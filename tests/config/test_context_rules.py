@@ -6,7 +6,7 @@ from math import prod
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from tests.config.refused import problems
 from tests.elided import elided
 

@@ -9,7 +9,7 @@ import pytest
 from hpc3d.config.cuboid import received_elements
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.config.size_rules import violations
 from hpc3d.model.families import with_epsilon
 from tests.config.refused import ON_2_2_2, problems, sized

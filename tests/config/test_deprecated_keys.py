@@ -18,7 +18,7 @@ from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.config.deprecated_keys import KEYS, VALUES
 from hpc3d.config.load import load, stored, to_toml
 from hpc3d.config.package_data import shipped
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.console.small_files import toml
 from hpc3d.predict.calibration import align_trace
 from hpc3d.predict.machine import machine_file

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from tests.config.refused import problems
 from tests.config.test_context_rules import ranks_of
 from tests.elided import elided

@@ -3,7 +3,7 @@
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 
 
 def resolved(words):

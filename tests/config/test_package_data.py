@@ -13,7 +13,7 @@ from hpc3d import train
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.config.load import load
 from hpc3d.config.package_data import INPUT, MACHINE, find, new_path, shipped, text_path
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.model import families
 from hpc3d.model.families import family_of
 from hpc3d.model.parameters import Parameters

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from tests.config.refused import problems, sized
 from tests.elided import elided
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from tests.config.refused import problems, sized
 from tests.elided import elided
 
@@ -233,11 +233,3 @@ def test_valid_loop_dimension_split_is_accepted():
     config = resolve(load(None, sized({}, "--parallel.split", '{ m = "x" }')), 8)
     assert config.splits["dense"].m == "x"
     assert config.mesh.sizes()["x"] == 8
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [([], "gpt"), (["--model.kind", "bert"], "bert"), (["--name", "a"], "a")],
-)
-def test_unnamed_run_is_named_after_its_model_family(words, name):
-    assert resolve(load(None, words), 1).name == name

@@ -9,7 +9,7 @@ from hpc3d.arrays.pool import Pool, to_host
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.config.input_file import Config
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.training.trainer import Trainer
 
 SECTIONS = "mesh", "parallel", "model", "train"

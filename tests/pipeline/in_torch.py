@@ -12,7 +12,7 @@ import torch
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import MeshConfig, ParallelConfig
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.training.optimizers.optimizer import learning_rate
 from tests.model import mixture_reference

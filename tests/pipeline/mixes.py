@@ -14,7 +14,7 @@ import numpy as np
 
 from hpc3d.comm.threads import run
 from hpc3d.config.load import known_keys, load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.training.trainer import Trainer
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.predict.simulation.count import predict
 from hpc3d.trace.schema import CATEGORY, PHASE
 from tests.pipeline.mixes import KEYS

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from tests.mpi import ROOT
 from tests.runs import wait_for
 

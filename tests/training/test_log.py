@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.console.sanitize import sanitized_streams
 from hpc3d.runtime.metrics_file import read
 from hpc3d.training.log import Log, differences, duration, hosts, layout_lines

@@ -40,7 +40,7 @@ from hpc3d.comm.cartesian import build_stages
 from hpc3d.comm.device_setup import Hardware
 from hpc3d.config import load
 from hpc3d.config.input_file import Config, MeshConfig
-from hpc3d.config.rules import refuse
+from hpc3d.config.resolve import refuse
 from hpc3d.console.exit_codes import BadData
 from hpc3d.console.sanitize import counted
 from hpc3d.partition import plan_file

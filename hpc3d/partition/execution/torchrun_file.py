@@ -23,7 +23,7 @@ from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_unflatten
 from torch.utils._sympy.printers import PythonPrinter
 
-from hpc3d.config.rules import refuse
+from hpc3d.config.resolve import refuse
 from hpc3d.partition.capture import Captured, carries_batch, state_of
 from hpc3d.partition.execution import torchrun_loop
 from hpc3d.partition.execution.stage_program import StageProgram

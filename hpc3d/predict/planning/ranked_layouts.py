@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.load import load
 from hpc3d.config.parallel_rules import wrong_compression, wrong_experts, wrong_offload
-from hpc3d.config.rules import not_there_yet, refuse, unknown_values
+from hpc3d.config.resolve import refuse
+from hpc3d.config.rules import not_there_yet, unknown_values
 from hpc3d.config.wrong_values import mark_wrong, reported
 from hpc3d.model.families import least_vocabulary
 from hpc3d.predict.planning.layouts import bare

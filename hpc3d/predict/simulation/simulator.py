@@ -21,7 +21,7 @@ import numpy as np
 
 from hpc3d.comm import threads
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve, violated
+from hpc3d.config.resolve import resolve, violated
 from hpc3d.model.families import least_vocabulary
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded

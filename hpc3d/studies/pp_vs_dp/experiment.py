@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY, simulate
 from hpc3d.predict.simulation.summary import summary
 

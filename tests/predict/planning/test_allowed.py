@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.predict.simulation.count import predict
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])

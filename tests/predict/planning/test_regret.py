@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from hpc3d.config.rules import refuse, unknown_values
+from hpc3d.config.resolve import refuse
+from hpc3d.config.rules import unknown_values
 from hpc3d.predict.machine.machine import Link, Machine
 from hpc3d.predict.machine.machine_file import load as load_machine
 from hpc3d.predict.planning.ranked_layouts import ranked

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.predict.machine.machine import Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import load as load_machine
 from hpc3d.predict.planning import layouts

@@ -8,7 +8,7 @@ import pytest
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.comm.threads import run
 from hpc3d.config.load import load
-from hpc3d.config.rules import resolve
+from hpc3d.config.resolve import resolve
 from hpc3d.predict.simulation import count
 from hpc3d.predict.simulation.count import Prediction, every_rank, predict
 from hpc3d.trace.recorder import Recorder
