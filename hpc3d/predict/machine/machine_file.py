@@ -27,12 +27,15 @@ _PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
 def load(path: Path | str) -> Machine:
     """Read a Machine from a TOML file, or by name from hpc3d.config.package_data.
 
-    Raises ValueError with one line per error that states the key and the fix.
+    Raises ValueError with one line per error that states the file, the key and the fix.
     """
     found = find(path, MACHINE)
     if not (tree := read(found)):
         raise ValueError(f"{found}: the file is empty; specify another machine file")
-    return _validate(tree)
+    try:
+        return _validate(tree)
+    except Problems as problems:
+        raise Problems(f"{found}: {line}" for line in problems.lines) from None
 
 
 def dumps(machine: Machine) -> str:

@@ -34,12 +34,14 @@ CURVE = TEXT[TEXT.index("flop = ") : TEXT.index("\n\n", TEXT.index("flop = ")) +
 
 
 def said(text, tmp_path):
-    """The lines that loading this text gives."""
+    """The lines that loading this text gives, without the path with which each begins."""
     path = tmp_path / "machine.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError) as error:
         load(path)
-    return str(error.value).splitlines()
+    lines = str(error.value).splitlines()
+    assert all(line.startswith(f"{path}: ") for line in lines)
+    return [line.removeprefix(f"{path}: ") for line in lines]
 
 
 def test_machine_file_of_these_tests_is_valid(tmp_path):
