@@ -237,7 +237,7 @@ def test_report_has_the_pipeline_table_and_figure(hand, capsys):
         "| stage | ranks | passes | F [ms] | BW [ms] |  idle | idle, simulated | in flight |",
         "|     0 |     1 |      4 |   8.00 |    16.0 | 52.0% |           33.3% |         2 |",
         "|     1 |     1 |      4 |   4.00 |    24.0 | 44.0% |           33.3% |         1 |",
-        "Step 1, on the first rank of each stage",
+        "Passes of step 1 on the first rank of each stage",
         "![Pipeline of 1f1b, p=2](figures/pipeline.png)",
     ):
         assert line in text
