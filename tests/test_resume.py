@@ -187,7 +187,7 @@ def test_run_in_progress_cannot_be_resumed(tmp_path):
     mpirun(2, "-m", "hpc3d.train", *options, meanwhile=when_running(tmp_path, act))
     (line,) = said(refused[0])
     assert refused[0].returncode == 2
-    assert re.search(r": process \d+ ", line)
+    assert re.search(r": used by process \d+ ", line)
 
 
 def evaluations(run):

@@ -20,7 +20,7 @@ def hosts():
 def doctor(hosts, **how):
     done = hosts.mpirun((2, 1, 1), *WORDS, "--out", "/tmp", timeout=60, **how)
     said = [line for line in done.stdout.splitlines() if line.startswith("FAIL  meeting: ")]
-    assert done.stdout.count("-> export OMPI_MCA_btl_tcp_if_include=") == len(said)
+    assert done.stdout.count("-> set OMPI_MCA_btl_tcp_if_include") == len(said)
     return done.returncode, said
 
 

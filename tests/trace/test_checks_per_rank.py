@@ -134,7 +134,7 @@ TAMPERED = {
         "/events: ... begins before ...: 1 row, ... 6 (rank 0, step 0)",
     ),
     "order": (swap, "/events: ... t_start: 1 row, ... 9"),
-    "index": (move_pointer, "/events: ... /index/rank_ptr ...: 1 row"),
+    "index": (move_pointer, "/events: ... /index/rank_ptr: 1 row"),
     "count": (change("ranks/n_events", 2, 7), "/ranks: n_events ...: 1 row, ... 2"),
     "parent": (change("events/parent", 5, 4), "/events: ... parent: 1 row"),
     "later parent": (change("events/parent", 5, 6), "/events: ... parent: 1 row"),
@@ -207,7 +207,7 @@ TAMPERED = {
     ),
     "absent": (
         change("events/category", call("all_gather"), COPY),
-        "/events: ... call ... members ...: 3 rows",
+        "/events: ... members ... call: 3 rows",
     ),
     "early": (
         change("events/t_global", call("all_reduce"), (-SLOT,)),

@@ -70,8 +70,8 @@ def _print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any
         cells = [*group]
         fewer, wins = (_count(cells, key) for key in ("moves_less", "wins"))
         print(
-            f"   {network}: the pipeline is faster in {wins} of {len(cells)} settings and moves "
-            f"fewer bytes in {fewer}"
+            f"   {network}: pipeline faster in {wins} of {len(cells)} settings, "
+            f"with fewer bytes in {fewer}"
         )
         _print_grid(cells)
     print("   b, m, s: the pipeline moves fewer bytes, but is slower, because of its bubble (b),")
@@ -126,10 +126,9 @@ def _print_partitions(rows: Sequence[dict[str, Any]]) -> None:
     for name, row in last.items():
         times, worst = (row[key] / one[key] for key in ("total", "worst"))
         print(
-            f"   {name}, {row['count']} stages: {times:.2f} times the memory of a single rank",
-            end="",
+            f"   {name}, {row['count']} stages: {times:.2f} times the memory of a single rank, "
+            f"{worst:.2f} on the worst rank"
         )
-        print(f"; on the worst rank, {worst:.2f} times this memory")
 
 
 def _gb(row: dict[str, Any], key: str) -> float:

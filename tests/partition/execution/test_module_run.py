@@ -236,7 +236,7 @@ def test_empty_parameter_is_broadcast():
     [
         (1, {}, "the plan is for 2 ranks, but 1 were started"),
         (2, {"graph": "0"}, "has changed since the plan was made"),
-        (2, {"model": f"{HERE}:nowhere"}, "has no nowhere"),
+        (2, {"model": f"{HERE}:nowhere"}, "has no function nowhere"),
     ],
 )
 @pytest.mark.slow
