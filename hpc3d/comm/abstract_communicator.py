@@ -24,7 +24,8 @@ class AbstractCommunicator(Communicator):
 
     Arrays with real data are passed through, and resized if needed. Gathered blocks are allocated
     in full. CPU ranks of one node (hpc3d.comm.shared_memory) also copy a block to be reduced,
-    unless it is in a `buffer`, and share the result of a large all-reduce. Devices do neither.
+    unless it is in a `buffer`, and share the result of a large all-reduce; devices neither copy
+    nor share blocks.
     """
 
     @property

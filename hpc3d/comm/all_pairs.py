@@ -37,7 +37,7 @@ _MOST = {"all_gather": 8, "all_reduce": 3}
 
 
 class AllPairs(MpiCommunicator):
-    """MPI communicator with its own collectives for blocks of at least `long` bytes.
+    """MPI communicator that implements collectives of blocks of at least `long` bytes itself.
 
     MPI sends messages of this size with the rendezvous protocol.
     """

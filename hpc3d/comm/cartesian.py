@@ -30,11 +30,12 @@ def build(
 ) -> Mesh:
     """Return the mesh of shape `sizes` on `comm`; the last axis in `sizes` varies fastest.
 
-    Groups of ranks on one node use shared memory. Groups with the same number of ranks, at least
-    two, on each of several hosts use shared memory and MPI (two-level). All other groups use MPI,
-    and so does every group with `transport="mpi"`. With a `device` (hpc3d.cuda.device), blocks are
-    in device memory, and `transport` is one of hpc3d.comm.transport; blocks of the world
-    communicator are in host memory. The call is collective over `comm`.
+    Groups of ranks on one node use shared memory. Groups that span several hosts, with the same
+    number of ranks (two or more) on each host, use shared memory and MPI (two-level). All other
+    groups use MPI, and so does every group with `transport="mpi"`. With a `device`
+    (hpc3d.cuda.device), blocks are in device memory, and `transport` is the name of a transport in
+    hpc3d.comm.transport; blocks of the world communicator are in host memory. The call is
+    collective over `comm`.
     """
     grid, pool = Grid(sizes), Pool()
     cart = comm.Create_cart(list(sizes.values()), reorder=False)

@@ -79,8 +79,8 @@ class CommStream:
     def finish(self, flight: AsyncCall) -> None:
         """Make all later computation wait for an asynchronous call.
 
-        The device arrays of the call are released, because their memory is reused only by later
-        computation. The host buffers are not released.
+        The references to the device arrays of the call are dropped, because only later computation
+        can reuse their memory. The host buffers are not released.
         """
         self.compute.wait_event(flight.done)
         flight.arrays.clear()

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 # above it, each member sums one slice.
 SMALL_SUM = 1 << 14
 
-# Dict from each collective without a root to the number of times that a member receives the full
-# array (excluding the member's own shard).
+# Volume received by a member in each rootless collective, in multiples of the full array (minus
+# the member's own shard).
 EXCHANGES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
 
 
 def received_bytes(op: str, nbytes: Any, size: Any, member: Any = None, root: Any = 0) -> Any:
-    """Return the number of bytes that a member must receive in a call; arguments may be arrays.
+    """Return the bytes that a member must receive in a call; `nbytes`, `size` etc. may be arrays.
 
     Parameters
     ----------
@@ -61,12 +61,12 @@ def received_bytes(op: str, nbytes: Any, size: Any, member: Any = None, root: An
 
 
 def received_share(op: str, size: int) -> float:
-    """Return the ratio of the bytes that a member must receive to the bytes of the full array."""
+    """Return the received volume per member of a call, as a fraction of the full array."""
     return EXCHANGES[op] * (size - 1) / size if op in EXCHANGES else 1.0
 
 
 class Pending:
-    """Handle to a block in flight."""
+    """Handle to a communication call in flight; `wait()` returns the resulting block."""
 
     def __init__(self, finish: Callable[..., Any]) -> None:
         self.finish = finish
@@ -86,7 +86,7 @@ def ready(block: Any) -> Pending:
 
 
 def all_of(pending: Sequence[Pending]) -> Pending:
-    """Combine several Pendings into a Pending of a tuple; return a single Pending unchanged."""
+    """Combine Pendings into one that returns a tuple; return a single Pending unchanged."""
     if len(pending) == 1:
         return pending[0]
     return Pending(lambda: tuple(each.wait() for each in pending))
@@ -187,7 +187,7 @@ class Communicator:
         return self.call("recv", nbytes, peer, partial(self._recv, shape, dtype, peer))
 
     def call(self, op: str, nbytes: int, peer: int | None, move: Callable[[], Pending]) -> Pending:
-        """Start the call `move()`, count it, and return the pending block.
+        """Start the communication call `move()`, record it in `calls`, and return its `Pending`.
 
         `peer` is the root or the other member, if any.
         """
@@ -240,7 +240,8 @@ REDUCTIONS = {"sum": np.add, "max": np.maximum}
 def fold(operation: Callable[..., object], blocks: Any, out: Array) -> None:
     """Reduce the blocks with `operation` into `out`, in the order of the members.
 
-    `out` may be one of the first two blocks. 16-bit floats are summed in float32, rounded once.
+    `out` may be one of the first two blocks. 16-bit floats are summed in float32, and the result
+    is rounded once.
     """
     if isinstance(out, Narrow):
         total = np.empty(out.shape, WIDE)

@@ -116,7 +116,7 @@ def nccl() -> Iterator[Finding]:
 
 
 def device_map(job: Job) -> Iterator[Finding]:
-    """Yield a finding on the devices of ranks; local rank i uses device i mod (device count)."""
+    """Yield a finding that lists each rank's device: local rank i uses i mod (device count)."""
     location, taken = job.location(), None
     if present():
         import cupy
@@ -147,8 +147,8 @@ def missing(asked: str, dtype: str) -> str | None:
 
 
 def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
-    """Yield (missing requirement, fix).  Only the first pair is valid, because each check assumes
-    that all earlier checks pass."""
+    """Yield pairs (unmet requirement, fix). Only the first pair is valid, because each check
+    assumes that all earlier checks pass."""
     if find_spec("cupy") is None:
         yield "CuPy is not installed", f"run {EXTRAS}"
     from hpc3d.cuda.device import imported
@@ -192,7 +192,7 @@ def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterat
     elif answer == TAKEN:
         yield Finding(OK, "CUDA-aware MPI", "supported: reductions and messages are correct")
     else:
-        remedy = "use mesh.transport = host-staged, or repair MPI (UCX with CUDA)"
+        remedy = "use mesh.transport = host-staged, or install an MPI whose UCX is built with CUDA"
         yield Finding(FAIL, "CUDA-aware MPI", f"MPI reports support, but {problem}", remedy)
 
 

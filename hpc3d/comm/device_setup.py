@@ -15,8 +15,8 @@ _RECORDED = ("none", "nccl")  # transports that can be captured in a CUDA graph
 class Hardware(NamedTuple):
     """Device and transport of a rank.
 
-    `device` is `None` on a CPU, `transport` is one of hpc3d.comm.transport, `lines` are log lines
-    that explain the choice, and `homes` maps all ranks to their hosts.
+    `device` is `None` on a CPU, `transport` is the name of a transport in hpc3d.comm.transport,
+    `lines` are log lines that explain the choice, and `homes` maps all ranks to their hosts.
     """
 
     device: Cuda | None
@@ -29,7 +29,7 @@ class Hardware(NamedTuple):
 
 
 def hardware(job: Job, config: Any) -> Hardware:
-    """Return the device and transport of this rank, as a `Hardware`, for a Config.
+    """Return the device and transport of this rank for `config`, as a `Hardware`.
 
     With `train.backend = cupy`, the device becomes the current device.  If any rank does
     not meet a requirement, all ranks end with an error.

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 DATA = "d"
 CONTEXT = "c"
 EXPERTS = "e"
-PLANES = "c d", "d e", "c d e"  # groups of ranks with different tokens and the same weights
+PLANES = "c d", "d e", "c d e"  # combinations of data axes, along which weights are replicated
 WORLD = "world"  # axis name of the group of all ranks
 
 
 def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the axes along which ranks process different tokens with the same weights.
 
-    Gradients are reduced over these axes. Several data axes span a plane.
+    Gradients are reduced over these axes. The ranks along two or more data axes form a plane.
     """
     return *expert_data_axes(sizes), *([EXPERTS] if sizes.get(EXPERTS, 1) > 1 else [])
 
@@ -37,7 +37,7 @@ def expert_data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def plane(axes: Sequence[str]) -> str:
-    """Return the name of the group of ranks along these data axes."""
+    """Return the name of the plane (group of ranks) that is spanned by the data axes `axes`."""
     return " ".join(axes)
 
 
@@ -118,9 +118,9 @@ class Wrapper(Protocol):
 
 
 class Scope:
-    """Context that sets the layer or phase of events and restores them on exit.
+    """Context manager that sets the layer or phase of events and restores it on exit.
 
-    On entry and on exit, the recorder and this object swap their values.
+    On entry and on exit, the recorder and this object exchange their values.
     """
 
     __slots__ = ("layer", "phase", "recorder")

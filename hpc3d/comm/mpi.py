@@ -49,7 +49,7 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 class MpiCommunicator(Communicator):
-    """Communicator based on MPI; all members wait for collectives in the same order."""
+    """Communicator based on MPI. All members must wait for collectives in the same order."""
 
     def __init__(self, comm: MPI.Comm, members: Sequence[int], pool: Pool) -> None:
         super().__init__(comm.rank, comm.size, members, pool)

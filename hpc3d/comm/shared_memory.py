@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 SHARED = "/dev/shm"
 _SEGMENT = 1 << 20
-# Row of a member in the flag page, in 8-byte words: the number of the member's last post, then the
-# regions of its last _RING posts, then one value for each of these posts.
+# Each member has a row in the flag page, in 8-byte words: the number of the member's last post,
+# then the regions of its last _RING posts, then one value for each of these posts.
 _RING = 63
 _LINE = 1 + 2 * _RING
 
@@ -145,7 +145,7 @@ class SharedMemory(MpiCommunicator):
         self.free[region.memory.size].append(region)
 
     def publish(self, region: Region | None = None, value: int = 0) -> int:
-        """Set this member's flag, so that peers can read its writes; return the post number."""
+        """Set this member's flag to announce its writes to all peers; return the post number."""
         self.posted += 1
         if self.posted - self.seen >= _RING:
             self.wait_for_all(self.posted - _RING + 1)
@@ -181,7 +181,7 @@ class SharedMemory(MpiCommunicator):
         return array
 
     def placed(self, block: np.ndarray) -> tuple[np.ndarray, Region]:
-        """Return a block in shared memory, and its region; copy `block` if it is not in a slot."""
+        """Return `block` or a copy of it in shared memory, and the region that contains it."""
         lease: Any = lease_of(block)
         ours = isinstance(lease, SharedLease) and lease.slot_of is self
         if ours and block.ctypes.data == lease.memory.ctypes.data:

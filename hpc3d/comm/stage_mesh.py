@@ -15,8 +15,7 @@ from typing import Any
 from hpc3d.comm.communicator import Communicator, Pending
 from hpc3d.comm.mesh import DATA, Mesh
 
-# Factory that creates the communicator for a list of ranks, including this rank; all listed ranks
-# call it.
+# Function that creates the communicator for a list of ranks; all listed ranks must call it.
 Line = Callable[[Sequence[int]], Communicator]
 
 
@@ -94,7 +93,8 @@ class SplitRows(Communicator):
                 yield rank, slice(first - self.mine.start, stop - self.mine.start)
 
     def _parts(self, rows: int, peer: int) -> Iterator[tuple[int, slice]]:
-        """Yield each rank of `peer` with shared samples, and the block rows of the samples."""
+        """Yield each rank of stage `peer` that shares samples with this rank, and their block
+        rows."""
         each = rows // len(self.mine)
         for rank, samples in self._shared(peer):
             yield rank, slice(samples.start * each, samples.stop * each)

@@ -29,7 +29,7 @@ class ThreadGroup:
 
 
 class Threads(Communicator):
-    """Communicator between threads of this process; results are copies, never a peer's memory."""
+    """Communicator between threads of this process. Results are copies, not views of peer data."""
 
     def __init__(self, group: ThreadGroup, rank: int, pool: Pool) -> None:
         super().__init__(rank, len(group.members), group.members, pool)
@@ -38,7 +38,7 @@ class Threads(Communicator):
         self.awaited: Counter[int] = Counter()
 
     def share(self, block: np.ndarray) -> list[np.ndarray]:
-        """Share `block`; return the blocks of all members, which stay valid until `leave`."""
+        """Share `block` and return the blocks of all members, which are valid until `leave()`."""
         self.group.slots[self.rank] = block
         self.group.barrier.wait()
         return self.group.slots

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 OVERRIDE = "HPC3D_MPI_DEVICE"
-# Dict from MPI's level of support for device memory to the transport.
+# Dict from MPI's level of support for device memory to the name of the transport.
 _WAYS = {"none": "host-staged", "p2p": "mpi-messages", "full": "mpi"}
 # Environment variable that lets several ranks share a device (NCCL 2.30 and later).
 _SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -73,7 +73,7 @@ def _rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:
 
 
 def explained(job: Job) -> Iterator[Finding]:
-    """Yield a finding on the default transport for `doctor`, if all ranks have devices."""
+    """For `doctor`, yield a finding on the default transport if all ranks have devices."""
     if all(job.gather(cuda_aware_probe.present())):
         _, devices = _rank_devices(job)
         way, why = job.from_root(

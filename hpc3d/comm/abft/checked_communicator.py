@@ -40,7 +40,7 @@ def position(where: MeshRecorder | CallRecord) -> str:
 
 
 class CheckedCommunicator(Communicator):
-    """Communicator that records its calls in a ledger while the ledger is active.
+    """Communicator that records checksums of its calls while the checker `ledger` is active.
 
     Each row of `rows` describes a call: the checksums of the blocks sent to each member, then the
     checksums of the blocks received from each member. A reduction has a single received checksum,
@@ -50,7 +50,7 @@ class CheckedCommunicator(Communicator):
     def __init__(self, comm: Communicator, ledger: Any, axis: str) -> None:
         super().__init__(comm.rank, comm.size, comm.members, comm.pool)
         self.comm, self.ledger, self.axis = comm, ledger, axis
-        # Calls of `buffer` and `grouped` transfer no data and are not recorded.
+        # Calls to `buffer` and `grouped` transfer no data and are not recorded.
         self.buffer = comm.buffer  # type: ignore[method-assign]
         self.grouped = comm.grouped  # type: ignore[method-assign]
         self.rows = np.zeros((_ROWS, 2 * self.size), np.uint64)
@@ -107,7 +107,7 @@ class CheckedCommunicator(Communicator):
     def _moving(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, givers: list[int]
     ) -> Pending:
-        """Record a call that sends `parts` chunks and receives one from each of `givers`."""
+        """Record a call that sends `parts` chunks and receives a chunk from each of `givers`."""
         if not self.ledger.active:
             return pending
         row = self.open(op, block)
@@ -180,7 +180,7 @@ class CheckedCommunicator(Communicator):
 
         return pending.then(check)
 
-    @quiet  # `compare` runs generators, whose warnings are also suppressed
+    @quiet  # also suppresses the warnings of the generators below
     def compare(self) -> list[str]:
         """Compare all members' records; return one line per error in this rank's results."""
         count = len(self.notes)
@@ -198,7 +198,7 @@ class CheckedCommunicator(Communicator):
         return found
 
     def moves(self, everyone: np.ndarray) -> Iterator[str]:
-        """Yield a line for each received block whose bits differ from the block that was sent."""
+        """Yield an error line for each received block that differs from the sent block."""
         count = len(self.notes)
         given = everyone[:, :count, self.rank].T
         wrong = self.came[:count] & (given != self.rows[:count, self.size :])
@@ -209,7 +209,7 @@ class CheckedCommunicator(Communicator):
             )
 
     def totals(self, everyone: np.ndarray) -> Iterator[str]:
-        """Yield a line for each wrong sum on this rank, except for sums that may overflow."""
+        """Yield an error line for each wrong sum on this rank; skip sums that may overflow."""
         for row, (share, size) in self.sums.items():
             given, note = everyone[:, row].view(np.float64), self.notes[row]
             off = abs(given[self.rank, self.size] - given[:, self.rank].sum())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AbftChecker:
-    """Record and compare the checksums of a rank, once every `every` steps.
+    """Checker of one rank, which records and compares checksums in every `every`-th step.
 
     `found` lists the error messages of this rank.
     """
@@ -53,7 +53,7 @@ class AbftChecker:
         return self.comms[-1]
 
     def begin(self, number: int, trace: MeshRecorder) -> None:
-        """Start step `number`; `trace` provides the current layer and phase."""
+        """Begin training step `number`; `trace` provides the current layer and phase."""
         self.trace, self.active = trace, number % self.every == 0
         if self.every > 1:
             for comm in self.comms:
@@ -74,7 +74,7 @@ class AbftChecker:
             stacks = zip(*(block.swapaxes(0, 1) for block in (a, b, c)), strict=True)
             each = [self._sums(a, b, c, f", expert {n}") for n, (a, b, c) in enumerate(stacks)]
             sums = np.stack(each, 1)
-        if c.shape[-1] <= WIDE:  # `signs.rows` would split rows longer than WIDE
+        if c.shape[-1] <= WIDE:  # longer rows are split in `signs.rows`, so their sums differ
             self.latest = weakref.ref(c), sums
 
     def _sums(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, which: str = "") -> np.ndarray:

@@ -37,7 +37,7 @@ from math import sqrt
 
 import numpy as np
 
-WIDE = 4096  # maximum length of a row that is summed in the dtype of its block
+WIDE = 4096  # maximum number of elements per row sum, which has the dtype of its block
 _BOUND = 4.0
 quiet = np.errstate(over="ignore", invalid="ignore")  # bit flips may cause overflow and NaN
 _ROUNDOFF = {char: float(np.finfo(char).eps) / 2 for char in "efd"}
@@ -98,7 +98,7 @@ def words(block: np.ndarray, parts: int = 1) -> np.ndarray:
 
 
 def terms(block: np.ndarray) -> int:
-    """Return the number of elements per row sum; row sums have the dtype of the block."""
+    """Return the number of elements of `block` that are added in each row sum."""
     return min(WIDE, block.shape[-1] if block.ndim > 1 else block.size)
 
 
