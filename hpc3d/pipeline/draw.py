@@ -9,8 +9,8 @@ from hpc3d.pipeline.timeline import Row
 class Scale(NamedTuple):
     """Scale of a diagram.
 
-    `unit` and `width` are the seconds and the characters per cell, `gap` is the number of blanks
-    after a pass, and `cells` is the number of cells per line.
+    `unit` is the time per cell in seconds, `width` the number of characters per cell, `gap` the
+    number of blanks after a pass, and `cells` the number of cells per line.
     """
 
     unit: float

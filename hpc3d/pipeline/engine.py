@@ -41,11 +41,11 @@ PHASE = {
     "Reduce": "optimizer",
     "Step": "optimizer",
 }
-EVALUATION = dict.fromkeys(PHASE, "evaluation")  # dict from operation to phase
+EVALUATION = dict.fromkeys(PHASE, "evaluation")  # dict from operation to trace phase
 
 
 class DeferredWeightGrads:
-    """Queue of (layer number, weight-gradient computation) entries, which are deferred until W."""
+    """Queue of weight-gradient computations, with their layer numbers, deferred to the W pass."""
 
     def __init__(self, trace: MeshRecorder) -> None:
         self.trace = trace
@@ -155,7 +155,7 @@ class Engine:
             self._deliver("F", key, y)
 
     def backward(self, instruction: Instruction, defer: Callable[..., None] = immediately) -> None:
-        """Run the backward pass of a chunk; `defer` receives each weight-gradient computation."""
+        """Run the backward pass of a chunk; pass each weight-gradient computation to `defer`."""
         mb, chunk = key = instruction[1:]
         last = self.placement.last(self.stage, chunk)
         dy = None if last else self.inbox.pop(("B", *key)).wait()

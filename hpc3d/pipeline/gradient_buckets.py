@@ -1,8 +1,9 @@
 """Gradient reduction and ZeRO all-gathers over the data axes, in buckets of parameters.
 
-A bucket is a contiguous range of the flat gradient.  The user sets its maximum size in bytes.
-Reductions of small buckets start earlier; large buckets use the network better (with latency alpha
-and time per byte beta, a message of alpha / beta bytes reaches half of the bandwidth).
+A bucket is a contiguous range of the flat gradient. The user sets its maximum size in bytes.
+Reductions of small buckets start earlier; large buckets use more of the network bandwidth (with
+latency alpha and time per byte beta, a message of alpha / beta bytes reaches half of the
+bandwidth).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Compression(Protocol):
 
 
 class Buckets:
-    """Buckets that reduce partial gradients and, with ZeRO, all-gather the updated values.
+    """Buckets that reduce partial gradients and, with ZeRO, all-gather the updated parameters.
 
     Call `finished(unit)` when the gradient of a unit of the model is complete.  The reduction of a
     bucket starts when all of its units are finished.  Gradients reduced by `compression` are in
@@ -160,9 +161,9 @@ class GradientBucket(Bucket):
     """Bucket of gradients, reduced over the axes whose ranks hold partial sums of the gradients.
 
     `post` starts the reduction over the first axis, and `wait` reduces over the remaining axes,
-    with the data axes last.  Only the gradients of vectors have remaining axes.  If the first axis
-    is a tensor axis, the bucket is `posted_last`, because an earlier reduction would delay
-    messages that are on the critical path.
+    with the data axes last. Only the gradients of vectors, such as biases, are reduced over more
+    than one axis. If the first axis is a tensor axis, the bucket is `posted_last`, because an
+    earlier reduction would delay messages that are on the critical path.
     """
 
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
@@ -213,7 +214,7 @@ class GradientBucket(Bucket):
 
 
 class _ValueBucket(Bucket):
-    """Bucket of sharded values: replicas update their shards, and an all-gather combines them."""
+    """Bucket of parameters whose shards are updated by the replicas and then all-gathered."""
 
     def post(self) -> None:
         here = zip(self.items, self.slices, strict=True)
@@ -229,7 +230,7 @@ class _ValueBucket(Bucket):
 
 
 class _OwnerSum(GradientBucket):
-    """Bucket of unsharded matrices whose gradients are reduced to their owner."""
+    """Bucket of unsharded matrices whose gradients are reduced to the rank that updates them."""
 
     @property
     def owner(self) -> int:
@@ -246,7 +247,7 @@ class _OwnerSum(GradientBucket):
 
 
 class _OwnerGather(Bucket):
-    """Bucket of unsharded matrices whose owner broadcasts the updated values to all replicas."""
+    """Bucket of unsharded matrices; the rank that updates them broadcasts the new values."""
 
     def post(self) -> None:
         here = zip(self.items, self.slices, strict=True)

@@ -52,7 +52,7 @@ def parse(text: str) -> Instruction:
 
 
 def from_pattern(pattern: Iterable[str]) -> Iterator[Instruction]:
-    """Yield the instructions for a string of F, B and W, in lowercase for passes of chunk 1.
+    """Yield the passes denoted by the letters F, B and W, or f, b and w for passes of chunk 1.
 
     Microbatches are numbered in order for each letter: "FFBFB" is F0 F1 B0 F2 B1.
     """

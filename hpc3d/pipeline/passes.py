@@ -1,8 +1,8 @@
 """Compiler passes that lower schedules to executable programs.
 
     add_steps      add the optimizer update if the schedule has no Step
-    add_messages   add the messages between stages in a deadlock-free order; replace a B without a
-                   W by BW
+    add_messages   add the messages between stages in a deadlock-free order; replace each B without
+                   a W with BW
     fuse           combine the messages between two passes into one group
     add_reductions add gradient reductions over the data axis, which overlap with the last backward
                    pass

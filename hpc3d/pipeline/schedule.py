@@ -178,7 +178,8 @@ class Schedule(NamedTuple):
 
     @property
     def takes_partitions(self) -> bool:
-        """True if the schedule supports any partition, with chunk n on stage n mod stages."""
+        """True if the schedule supports any model partition with chunk n on stage n mod
+        `stages`."""
         several = not self.forbids(2, 2, self.chunks or 2)
         return several and not self.asynchronous and not self.v_shaped
 

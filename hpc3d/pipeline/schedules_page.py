@@ -78,7 +78,8 @@ def page() -> str:
 
 
 def _section(schedule: Schedule) -> str:
-    """Return the section about a schedule: its description, a diagram, and the peaks per stage."""
+    """Return the section about a schedule: description, diagram and peak numbers of
+    microbatches."""
     stages, micros, steps = _sizes(schedule)
     chunks = schedule.chunks or 2
     passes, placement = instruction_streams(schedule.name, stages, micros, chunks, steps)
@@ -90,7 +91,7 @@ def _section(schedule: Schedule) -> str:
         f"## {schedule.name}\n\n{getdoc(schedule.generate)}\n\n"
         f"```text\n{draw(rows, columns=125)}\n```\n\n"
         f"Bubble rate: {bubble(rows):.4f}. "
-        f"Peaks on stages 0, 1, ...: {activations} in flight{waiting}.\n"
+        f"Peak numbers of microbatches on stages 0, 1, ...: {activations} in flight{waiting}.\n"
     )
 
 

@@ -23,7 +23,7 @@ from hpc3d.pipeline.timeline import Cost
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
 _KINDS = ("F", "B", "W", "BW")
-_NOWHERE, _START = -2, -1  # special indices: pass without remote input, start of a stage
+_NOWHERE, _START = -2, -1  # indices for: no remote input, no earlier pass on the stage
 # Numbers of simulated microbatches per stage: enough to reach the steady state of a schedule, and
 # then to measure its period.
 _FILL, _ROUNDS = 4, 4
@@ -45,7 +45,7 @@ class InFlight(NamedTuple):
 
 
 def in_flight(stream: Iterable[Instruction]) -> InFlight:
-    """Return the peak numbers of microbatches for which a stream of passes saves data."""
+    """Return the peak numbers of microbatches with saved data during a stream of passes."""
     return InFlight(*_kept([*whole(stream)], 1).max((0, 2)).tolist())
 
 
@@ -62,7 +62,8 @@ def _kept(passes: Sequence[Instruction], chunks: int) -> np.ndarray:
 
 
 def _fullest(states: np.ndarray) -> np.ndarray:
-    """Return the distinct rows for which no other row is at least as large in every column."""
+    """Return the distinct rows, without rows that another row equals or exceeds in every
+    column."""
     states = np.unique(states, axis=0)
     return states[[np.all(states >= row, axis=1).sum() == 1 for row in states]]
 
@@ -119,7 +120,7 @@ class StepModel:
         weight_inputs: Sequence[float],
         gradient: float = 0.0,
     ) -> list[tuple[tuple[str, int], float]]:
-        """Return the bytes of saved data on a stage at the starts of its passes.
+        """Return the size of the data saved on a stage when its passes start.
 
         Parameters
         ----------
@@ -133,7 +134,7 @@ class StepModel:
         Returns
         -------
         list
-            Pairs ((op, chunk) of a pass, bytes).  Only starts of passes that may have the highest
+            Pairs ((op, chunk) of a pass, bytes).  Only passes whose start may have the highest
             memory use are included.
         """
         if stage not in self._known:
@@ -143,7 +144,7 @@ class StepModel:
         return [*zip(kinds, nbytes.tolist(), strict=True)]
 
     def _fullest_moments(self, stage):
-        """Return the passes, as (op, chunk), before which the stage may have its peak memory use.
+        """Return the passes (op, chunk) at whose start the memory use of the stage may peak.
 
         Also returns the numbers of saved blocks when these passes start; `held` multiplies the
         numbers by the block sizes in bytes.

@@ -11,7 +11,7 @@ Row = list[tuple[float, float, Instruction]]
 
 
 class Cost(NamedTuple):
-    """Times in seconds of the passes of a microbatch on a stage, and of a message.
+    """Times in seconds of each pass of a microbatch on a stage, and of a message between stages.
 
     The pass times are summed over the chunks of the stage.  In a list with one Cost per model
     chunk, each Cost contains the pass times of that chunk and the time of a message to the next
@@ -85,7 +85,7 @@ class _Clock:
         self.placement = placement
         if isinstance(cost, Cost):
             cost = [cost.share(placement.chunks)] * placement.parts
-        self.messages = [each.comm for each in cost]  # indexed by the chunk before a boundary
+        self.messages = [each.comm for each in cost]  # by model chunk before the boundary
         self.seconds = {placement.location(part): each.seconds() for part, each in enumerate(cost)}
         self.given = [list(stream) for stream in streams]
         self.streams = [list(whole(stream)) for stream in self.given]

@@ -86,7 +86,8 @@ def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
 def _stand_in() -> Machine:
     """Return the default machine, with GEMM rates for every dtype.
 
-    Memory and communication volume do not depend on the machine, so any machine is sufficient.
+    Memory and communication volume do not depend on the machine, so any machine can be used for
+    them.
     """
     machine = load(DEFAULT_MACHINE)
     return replace(machine, gemm={"float64": machine.gemm["float32"]} | machine.gemm)

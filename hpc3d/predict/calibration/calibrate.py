@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulator import StageRun
 
 _LEAST_S = 1e-7  # minimum duration of a call in seconds
-_PROBE_S = 1e-4  # trial value in seconds of the wake-up time, in `with_wakeup`
+_PROBE_S = 1e-4  # trial value of the wake-up time in seconds (see `with_wakeup`)
 # Longest plausible wake-up time in seconds: a sleep in hpc3d.comm.mpi plus the timer slack.
 MOST_S = 3e-4
 
@@ -38,7 +38,8 @@ MOST_S = 3e-4
 def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
     """Fit a Machine to the measured `works` of ranks on one node.
 
-    `facts` contains the remaining fields: name, source, ranks_per_node, cores and memory_gb.
+    `facts` contains the other fields of the Machine: name, source, ranks_per_node, cores and
+    memory_gb.
     """
     rates = _rates_of(works)
     launch, kernels, bandwidth = _kernels_of(works, rates)
@@ -56,7 +57,7 @@ def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
 
 
 def _rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
-    """Return a dict from dtype to Rates, from all `works` that are a single matrix product."""
+    """Return a dict from dtype to the Rates measured in `works` of a single matrix product."""
     found = defaultdict(list)
     for work in works:
         if work.call is None and len(work.computed) == 1 and isinstance(work.computed[0], Product):
@@ -168,7 +169,7 @@ def _table(found: tuple, bandwidth: float) -> tuple:
 
 
 def with_wakeup(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Machine:
-    """Return `machine` with the wake-up time that explains the measured step times.
+    """Return `machine` with a wake-up time fitted to the measured step times.
 
     `timed` lists (config, step time in seconds) of runs in which each rank had a dedicated core.
     `wakeup_s` is the median over these runs, limited to MOST_S, because longer delays are caused

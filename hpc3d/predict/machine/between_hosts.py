@@ -15,7 +15,7 @@ from hpc3d.comm.communicator import received_share
 from hpc3d.predict.machine.collective_costs import best
 from hpc3d.trace.schema import MESSAGES
 
-# Dict from a collective across hosts to its component collectives within each host.
+# Dict from each collective between hosts to the collectives that it performs within a host.
 _INSIDE = {
     "all_gather": ("all_gather",),
     "reduce_scatter": ("reduce_scatter",),
@@ -90,7 +90,7 @@ def legs(machine: Any, op: str, nbytes: float, members: Sequence[int]) -> Legs:
 
 
 def _handed(machine: Any, op: str, nbytes: float, hosts: int) -> float:
-    """Return the CPU time, in seconds, in which a member passes `nbytes` to and from the NIC.
+    """Return the CPU time in seconds that a member needs to pass `nbytes` to and from the NIC.
 
     If the operation has been measured in shared memory with `hosts` members, the result is the
     measured time.

@@ -153,17 +153,17 @@ def _over_nodes(
 ) -> Route:
     """Return the Route of a group with several members on each of several nodes.
 
-    A ring leaves each node once, over as many NICs as the group has members on the node, at
-    `leaving` seconds per byte. The steps of a ring overlap, so their latency is the mean latency
-    of a hop, as in NCCL (src/graph/tuning.cc). The latency of a tree is the mean over its steps
-    within and across nodes.
+    The data of a ring leave each node once, over as many NICs as the group has members on the
+    node, in `leaving` seconds per byte. The steps of a ring overlap, so their latency is the mean
+    latency of a hop, as in NCCL (src/graph/tuning.cc). The latency of a tree is the mean over its
+    steps within and across nodes.
     """
     near, far = ceil(log2(inside.members)), ceil(log2(across.members))
     alpha = (near * inside.alpha + far * across.alpha) / (near + far)
     hop = inside.alpha + across.members / size * (across.alpha - inside.alpha)
     elsewhere = (size - inside.members) / (
         size - 1
-    )  # fraction of an all-to-all that leaves the node
+    )  # fraction of the all-to-all data sent to other nodes
     return Route(
         members=size,
         alpha=alpha,
