@@ -262,12 +262,12 @@ class Machine:
 
     @cached_property
     def _crossings(self) -> dict[tuple[int, ...], Crossing | None]:
-        """Cache of `crossing`, with the members of a group as key."""
+        """Cache of the results of `crossing`; the key is the tuple of a group's members."""
         return {}
 
     @cached_property
     def anywhere(self) -> dict[tuple[str, int], Callable[[float], float]]:
-        """Dict from (op, number of members) to the `time` method of the table for any stride."""
+        """Dict from (op, number of members) to the `time` method of the table without a stride."""
         return {
             (each.op, each.members): each.time
             for groups in ("alone", "at once")
@@ -277,7 +277,7 @@ class Machine:
 
     @cached_property
     def _routes(self) -> dict[tuple[int, ...], Route]:
-        """Cache of `route`, with the members of a group as key."""
+        """Cache of the results of `route`; the key is the tuple of a group's members."""
         return {}
 
     def route(self, members: tuple[int, ...]) -> Route:

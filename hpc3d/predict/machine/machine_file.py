@@ -20,7 +20,7 @@ from hpc3d.predict.machine.collective_costs import ALGORITHMS
 from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 
 _RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # maps old keys to new keys
-_LONGEST, _SLOWEST = 10.0, 1.0  # maximum time in s, minimum rate in 1/s
+_LONGEST, _SLOWEST = 10.0, 1.0  # longest valid time in s, lowest valid rate in 1/s
 _PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
 
 
@@ -69,8 +69,8 @@ def _validate(tree: dict[str, Any]) -> Machine:
     from pydantic import TypeAdapter, ValidationError
 
     deprecated_keys.warn(deprecated_keys.rename_keys(tree, _RENAMED))
-    # In strict mode, which rejects true as a number, pydantic converts tables to dataclasses only
-    # from JSON.
+    # pydantic's strict mode, which is needed to reject `true` as a number, can convert tables to
+    # dataclasses only from JSON.
     text = json.dumps(tree, default=str)
     try:
         machine = TypeAdapter(Machine).validate_json(text, strict=True)
@@ -195,7 +195,7 @@ def _wrong_tables(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterator[str]:
-    """Yield an error if two columns are not the valid points of a curve.
+    """Yield an error if two columns of numbers do not define a valid curve.
 
     The columns must contain positive values and have the same length, which must be at least
     `least`. The first column must be in ascending order.

@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 _FEW = 6  # maximum number of layouts for which uneven layers are tried
 _SCHEDULES = 3  # maximum number of schedules per candidate
-_LESS = 2  # number of less memory-saving options to try with uneven layers
+_LESS = 2  # number of options that save less memory, to be tried with uneven layers
 _PASSES = 12_000_000  # budget of simulated passes for all layouts together
 _WORTH = 0.01  # minimum relative reduction of the step time that justifies non-default keys
-_BUCKETS = 6  # number of bucket sizes: 1, 2, 4, ... layers
+_BUCKETS = 6  # maximum number of bucket sizes, for the gradients of 1, 2, 4, ... layers
 
 
 class Offer(NamedTuple):
-    """Additional estimate for the timed candidate with index `number`."""
+    """Additional estimate of a layout, for the timed candidate with index `number`."""
 
     number: int
     estimate: Estimate
 
 
 def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
-    """Yield estimates of layouts that are faster, or fit in memory, with uneven layers per stage.
+    """Yield estimates of layouts that are faster, or only fit in memory, with uneven layer counts.
 
     Each estimate is preceded by an estimate of the same layout with even layers, which is made by
     the same simulator and is therefore comparable.
@@ -128,7 +128,7 @@ def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
 
 
 def least_uneven(estimator: Estimator, estimate: Estimate) -> float:
-    """Return the step time in seconds that a layout would have if all stages had equal work."""
+    """Return the step time in seconds of a layout if the work were equal on all stages."""
     config = estimate.config
     stages = [stage_content(each) for each in contents(config)]
     works = estimator.works(config, estimator.costs.parts(config), stages)
@@ -155,7 +155,7 @@ def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> Layer
 def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float]:
     """Return a function (stage, layers) -> exposed time in seconds of the gradient reductions.
 
-    The time per byte is assumed to be the same on all stages as on the first stage.
+    All stages are assumed to need the same time per byte as the first stage.
     """
     chunks = contents(config)
     first = stage_content(chunks[0])

@@ -63,10 +63,10 @@ def kind(config: Config) -> str:
 
 
 def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
-    """Select the candidates to time first; return lists of them, and the other candidates.
+    """Return short lists of candidates, which are timed first, and a list of all others.
 
-    There is one list for each (p, d, c, e), in the order of `candidates`. It has at least one
-    candidate of every kind, and the first others up to a fixed number.
+    Each combination of p, d, c and e has a short list, in the order of `candidates`. A candidate
+    is added to its list if the list has fewer than _SHORT candidates or none of the same kind.
     """
     groups, others = {}, []
     for candidate in candidates:
@@ -174,7 +174,7 @@ class Bounds:
 
 
 def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
-    """Return the operation, the number of calls per step, and the ranks of a group on an axis."""
+    """Return the operation of an axis, its calls per step, and the ranks of one group."""
     grid, layers = config.mesh.grid(), config.model.layers / config.mesh.p
     members = grid.ranks_over(axis.split(), {})
     if axis == "p":
@@ -209,7 +209,8 @@ def _smallest(config: Config) -> Config:
 def volumes(config: Config) -> Counter[str]:
     """Return the elements that a rank receives per step along each axis with several ranks.
 
-    The counts assume as many microbatches as pipeline stages, each of which gathers the weights.
+    The number of microbatches is assumed to equal the number of stages. Each microbatch gathers
+    the weights.
     """
     mesh, model, train = config.mesh, config.model, config.train
     tensor, layers = mesh.x * mesh.y * mesh.z, model.layers / mesh.p
@@ -218,7 +219,7 @@ def volumes(config: Config) -> Counter[str]:
     found: Counter[str] = Counter()
     for axis in (axis for axis in "xyz" if getattr(mesh, axis) > 1):
         size, shards = getattr(mesh, axis), tensor
-        if axis in config.splits["dense"].m:  # weights move, and are stored by several ranks
+        if axis in config.splits["dense"].m:  # weights are communicated along this axis
             shards //= prod(replicas[other] for other in replicas if other != axis)
         alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
         found[axis] = 2 * mesh.p * layers * received_elements(alone, mesh.e) * size / shards
@@ -237,7 +238,7 @@ def volumes(config: Config) -> Counter[str]:
 
 
 def tensor_replicas(config: Config, loop: str) -> dict[str, int]:
-    """Return a dict from each tensor axis of a loop dimension that replicates blocks to its size.
+    """Return a dict from axis to size for the tensor axes of `loop` that replicate blocks.
 
     Axes of m replicate weights, as z does in the 2.5-D scheme, and axes of n replicate X.
     """
@@ -247,7 +248,7 @@ def tensor_replicas(config: Config, loop: str) -> dict[str, int]:
 
 
 def summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
-    """Return pairs (axes, number of matrix elements with gradient reductions over these axes)."""
+    """Return pairs (axes, number of matrix elements with gradients reduced over these axes)."""
     sizes, dense, experts = config.mesh.sizes(), 0, 0.0
     for count, each in block_products(config.model):
         if each.experts > 1:

@@ -28,7 +28,7 @@ RECOMPUTE = ("none", "selective", "full")  # in order of increasing recomputatio
 
 
 class TimedCandidate(NamedTuple):
-    """Candidate with its estimates.
+    """Candidate layout with the estimates made for it.
 
     `fits` is True if any estimate may fit in memory. `offers` lists all estimates that may fit,
     fastest first; if no estimate may fit, `offers` contains only the one with the lowest peak.
@@ -113,8 +113,8 @@ class Candidates:
     def _needed(
         self, config: Config, micros: int, group: Sequence[int], splits: bool, limit: float
     ) -> Iterator[Estimate]:
-        """Yield estimates below `limit` seconds of layouts that save only the memory needed."""
-        sure = {}  # maps (schedule, chunks, ZeRO stage) to memory options that certainly fit
+        """Yield estimates below `limit` seconds for layouts that save no excess memory."""
+        sure = {}  # (schedule, chunks, ZeRO stage) -> memory options that certainly fit
         for way in self.ways(config):
             quick = False
             for each in self.options(config, micros, group, way, splits):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
 _FULL = 0.5  # fraction of memory that saved activations may use without context parallelism
-_SPARE = 4  # maximum ratio of the context-parallel size to the size that memory requires
+_SPARE = 4  # maximum ratio of c to the smallest c that fits in memory
 # The bubble is large with fewer than _FEW microbatches per stage, and small with at least _ENOUGH.
 _FEW, _ENOUGH = 2, 4
 
@@ -41,7 +41,7 @@ def may_cut(config: Config, c: int, memory: float) -> bool:
     communication. Context parallelism is therefore useful only in three cases: the batch is not
     divisible by the larger number of replicas, too few microbatches remain for a pipeline, or the
     saved activations of full sequences exceed the fraction _FULL of `memory` bytes. In the last
-    case, c need not be much larger than the memory limit requires.
+    case, values of c far above the smallest one that fits in memory are not useful.
     """
     mesh = config.mesh
     batch, copies, stages = config.train.batch, mesh.d * mesh.e * c, mesh.p

@@ -33,15 +33,15 @@ _MESSAGE_COSTS = ("message", "handled")  # names of costs computed without runni
 
 
 class CostKey(NamedTuple):
-    """Values on which a cost depends, used as a cache key.
+    """Cache key of a cost: the values that determine the cost.
 
-    All costs depend on the fields without a default; the others are `None` unless the cost depends
-    on them. `tensor` lists (axis, size, stride) for x, y, z and e. `data` and `pipeline` are
-    (axis, size, stride) for d and p, respectively. `context` contains this tuple for c, followed
-    by the keys for context parallelism and attention. `keep` is parallel.keep_gathered. `halves`
-    is True if the backward pass is split, and `together` is True if the embedding and the head are
-    on the same stage. `times` is the ratio of the number of layers in an update to the number of
-    layers in the LayerSample.
+    All costs depend on the fields without a default; each of the other fields is `None` if the
+    cost does not depend on it. `tensor` lists (axis, size, stride) for x, y, z and e. `data` and
+    `pipeline` are (axis, size, stride) for d and p, respectively. `context` contains this tuple
+    for c, followed by the keys for context parallelism and attention. `keep` is
+    parallel.keep_gathered. `halves` is True if the backward pass is split, and `together` is True
+    if the embedding and the head are on the same stage. `times` is the ratio of the number of
+    layers in an update to the number of layers in the LayerSample.
     """
 
     cost: str
@@ -65,7 +65,7 @@ class CostKey(NamedTuple):
 
 
 def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
-    """Return the CostKey of the cost named `cost` for a layout; `values` sets optional fields."""
+    """Return the cache key of the cost named `cost`; `values` sets the optional fields."""
     train, parallel, axes = config.train, config.parallel, _axes_of(config.mesh)
     return CostKey(
         cost,
@@ -174,11 +174,11 @@ class CostTable:
         return self._once(key, measure)
 
     def held(self, config: Config, stage: StageContent) -> Counter:
-        """Return a dict with the bytes of a stage's parameters, gradients and optimizer state."""
+        """Return a dict from memory kind to bytes, for a stage's parameters, gradients etc."""
         return self.sample(config, config.parallel.zero).held_by(stage)
 
     def layer_gradient(self, config: Config) -> int:
-        """Return the size in bytes of the gradients of the layers in the LayerSample."""
+        """Return the size in bytes of the gradients of all layers in the LayerSample."""
         return self.sample(config, config.parallel.zero).layer_gradient
 
     def update(self, config: Config, stage: StageContent) -> tuple[Pass, Pass]:
@@ -206,7 +206,7 @@ class CostTable:
         return self._between_stages("message", config, nbytes, seconds)
 
     def handled(self, config: Config, nbytes: float) -> Pass:
-        """Return the mean CPU cost of sending a message and of receiving a message, as a Pass."""
+        """Return the CPU cost of a message as a Pass, averaged over sending and receiving."""
 
         def work(pair):
             return mean(legs(self.machine, op, nbytes, pair).work for op in MESSAGES)

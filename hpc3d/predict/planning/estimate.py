@@ -41,7 +41,8 @@ class Estimate(NamedTuple):
 
     The step time `seconds` is the sum of `compute`, `bubble` and the communication times in
     `waits` (a dict from axis to seconds). These times are for the stage with the most work.
-    `kinds` maps a kind of memory to bytes on the rank with the highest peak, on stage `stage`.
+    `stage` is the stage with the highest peak memory, and `kinds` is a dict from memory kind to
+    size in bytes on a rank of this stage.
     """
 
     config: Config
@@ -96,7 +97,7 @@ class Estimator:
         totals = [known[id(work)] for work in works]
         step = max(totals, key=lambda each: each.seconds) + after
 
-        # Step time, including the slowdown if ranks share cores.
+        # If ranks share cores, the step time includes the resulting slowdown.
         def passes(slowdown):
             return self.pass_seconds(config, parts, works, late, slowdown)
 
@@ -164,7 +165,7 @@ class Estimator:
         late: int,
         slowdown: float,
     ) -> float:
-        """Return the time in seconds from the start of a step to stage `late`'s last pass."""
+        """Return the time in seconds from the start of a step to the last pass of stage `late`."""
         if not even(config):
             return self._ends(config, parts, slowdown)[late]
         seconds = [[_slowed(each, slowdown) for each in work] for work in works]

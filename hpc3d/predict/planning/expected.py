@@ -48,7 +48,7 @@ class SequenceCosts(NamedTuple):
 
 
 class ExpectedSteps:
-    """Expected steps of the layouts of `base` on `ranks` ranks with `memory` bytes each."""
+    """Model of the expected step times of layouts on `ranks` ranks with `memory` bytes each."""
 
     def __init__(self, base: Config, ranks: int, memory: float, costs: CostTable) -> None:
         self.ranks, self.memory, self.costs = ranks, memory, costs
@@ -64,7 +64,7 @@ class ExpectedSteps:
     def of(self, candidate: Candidate) -> tuple[float, float]:
         """Return the bytes by which a candidate exceeds the memory, and its step time in seconds.
 
-        They are those of the best number of microbatches, ZeRO stage and recomputation.
+        Both values are for the best number of microbatches, ZeRO stage and recomputation.
         """
         best, zeros = (inf, inf), self._zeros(candidate)
         for micros, needed, seconds in self._passes(candidate):
@@ -76,7 +76,7 @@ class ExpectedSteps:
         return best
 
     def _passes(self, candidate: Candidate) -> Iterator[tuple[int, float, float]]:
-        """Yield (number of microbatches, bytes, seconds) of the passes of a step."""
+        """Yield (number of microbatches, bytes of memory, time in seconds) for a step's passes."""
         config, moves = candidate.config, candidate.moves
         mesh, parallel, layers = config.mesh, config.parallel, config.model.layers
         stages, own, tensor = mesh.p, layers / mesh.p, mesh.x * mesh.y * mesh.z
@@ -98,9 +98,9 @@ class ExpectedSteps:
                 yield micros, sequences * copies / micros * most, seconds
 
     def _zeros(self, candidate: Candidate) -> list[tuple[float, float, float]]:
-        """Return (bytes, additional seconds, additional seconds per microbatch) by ZeRO stage.
+        """Return (bytes, extra seconds, extra seconds per microbatch) for each ZeRO stage.
 
-        The bytes are those of the parameters, gradients and optimizer state.
+        `bytes` is the size of the parameters, gradients and optimizer state.
         """
         mesh, sizes = candidate.config.mesh, candidate.config.mesh.sizes()
         axes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}

@@ -24,15 +24,15 @@ from typing import NamedTuple
 from hpc3d.pipeline.step_model import StepModel, reduced
 from hpc3d.pipeline.timeline import Cost
 
-# Costs in units of one simulated pass: _BUILT per pass to build the simulator, and _LOOK per model
-# chunk to check the lower bound of a partition.
+# Costs in units of the cost of one simulated pass. Building the simulator costs _BUILT per pass,
+# and checking the lower bound of a partition costs _LOOK per model chunk.
 _BUILT = 150
 _LOOK = 3
-_GAIN = 1e-9  # minimum relative improvement of the step time, above rounding errors
+_GAIN = 1e-9  # minimum relative improvement of the step time; larger than rounding errors
 
 
 class LayerPipeline(NamedTuple):
-    """Pipeline to which layers are assigned, with the StepModel of its schedule.
+    """Pipeline whose model chunks are assigned layers, and the StepModel of its schedule.
 
     `bare` lists the Cost of each model chunk without layers, and `layer` is the Cost of a layer;
     both are for one microbatch. `sums(stage, layers)` returns the exposed time of gradient
@@ -102,7 +102,7 @@ class LayerCounts:
     def level_with(self, counts: list[int], part: int) -> tuple[float, float, float]:
         """Return the sort key for adding a layer to model chunk `part`.
 
-        The key has three values, which apply after the layer is added: the number of bytes by
+        The key has three values, computed with the layer added: the number of bytes by
         which the stage exceeds the memory limit, the time of the stage per step, and the time of
         the model chunk per microbatch. Times are in seconds.
         """

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class MemoryOption(NamedTuple):
-    """Values of keys in [parallel] that save memory, but need recomputation or communication.
+    """Settings of `[parallel]` that save memory at the cost of recomputation or communication.
 
-    If `attention` is `None`, the key has its default.
+    If `attention` is `None`, `parallel.attention` has its default value.
     """
 
     keep_gathered: bool
@@ -154,7 +154,7 @@ def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], .
 
 
 def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the valid ZeRO stages of a layout, grouped by stages that have the same passes."""
+    """Return the valid ZeRO stages of a layout, in groups with identical passes."""
     if config.mesh.replicas() == 1:
         return ((0,),)
     allowed = [group for group in _ZEROS if not [*wrong_compression(_with_zero(config, group[0]))]]

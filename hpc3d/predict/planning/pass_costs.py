@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class SingleStage(NamedTuple):
-    """Substitute for the pipeline communicator if the pipeline has a single stage."""
+    """Stand-in for the pipeline communicator if the pipeline has a single stage."""
 
     rank: int = 0
     size: int = 1
@@ -67,7 +67,7 @@ class Pass(NamedTuple):
     def __add__(self, other: Pass) -> Pass:
         """Combine two passes that run in sequence.
 
-        During the second pass, the bytes that the first one leaves allocated add to the peak.
+        Memory that the first pass leaves allocated is added to the peak of the second pass.
         """
         if self is NOTHING:
             return other
@@ -97,7 +97,7 @@ NOTHING = Pass(0.0, _NONE, 0, 0, 0.0, _NONE)
 
 
 def replicas_of(config: Config, waits: Mapping[str, float]) -> Counter:
-    """Return the entries of `waits` for the axes over which gradients are reduced."""
+    """Return the communication times in `waits` of the axes over which gradients are reduced."""
     sizes = config.mesh.sizes()
     planes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}
     return Counter({axis: waits[axis] for axis in planes if axis in waits})
@@ -136,7 +136,7 @@ class _WaitClock(Clock):
 
     @contextmanager
     def repeated(self, times: float, most: float, products: float = 1) -> Iterator[None]:
-        """Multiply the work in this context by `times`, and limit calls to `most` bytes.
+        """Context manager that multiplies all work by `times` and limits calls to `most` bytes.
 
         The number of matrix products is multiplied by `products` instead.
         """
@@ -280,7 +280,7 @@ class LayerSample:
 
     @property
     def layer_gradient(self) -> int:
-        """Size in bytes of the gradients of `layers`."""
+        """Size in bytes of the gradients of the sample's layers."""
         return self.held[(self.layers,)]["gradient"]
 
     def add(self, *parts: LayerRange) -> tuple[Parameters, Any, GradientCompression | None]:

@@ -118,10 +118,10 @@ def fullest(
     sums: int,
     rest: int,
 ) -> tuple[int, dict[str, int]]:
-    """Return the index of the stage with the highest peak memory, and the peak by kind of memory.
+    """Return the index of the stage with the highest peak memory, and its peak by memory kind.
 
-    Sizes are in bytes. `chunks` lists the content of each stage. `sums` is the peak of a layer's
-    gradient reductions, and `rest` is the peak of the layer's update.
+    Sizes are in bytes. `chunks` lists the content of each stage. `sums` and `rest` are the memory
+    peaks of a layer's gradient reductions and of its update.
     """
     last, sample = len(chunks) - 1, costs.sample(config, config.parallel.zero)
     numbers = {0, min(1, last), max(0, last - 1), last} if even(config) else range(last + 1)

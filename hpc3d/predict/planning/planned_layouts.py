@@ -36,7 +36,7 @@ class PlannedLayouts(NamedTuple):
 
 
 class ResortedLayouts(NamedTuple):
-    """Plan with a memory-saving technique, without which no layout fits in memory.
+    """Plan that uses a memory-saving technique because no layout fits in memory without one.
 
     `planned` is the plan with the technique, and `fit` describes the technique. `nearest` is the
     smallest layout without the technique. `others` lists other techniques that make a layout fit.
@@ -90,13 +90,13 @@ def _planned(
 def _resorted(
     source: Path | str, overrides: Sequence[str], short: PlannedLayouts, top: int
 ) -> ResortedLayouts | None:
-    """Plan with the first technique that makes a layout fit; return None if no technique does."""
+    """Plan with the first technique that makes a layout fit; return `None` if none does."""
     search, machine = short.ranking.search, short.ranking.machine
     fitting = [*fits(source, overrides, search, short.found)]
     for fit in fitting:
         again = _planned(fit.config, search.ranks, machine, search.memory, top)
         if again.best:
-            mildest = {fit.resort.keys: fit}  # first technique for each set of keys
+            mildest = {fit.resort.keys: fit}  # the first, mildest technique for each set of keys
             for other in fitting:
                 mildest.setdefault(other.resort.keys, other)
             _, *others = mildest.values()
@@ -105,7 +105,7 @@ def _resorted(
 
 
 def _nothing_fits(planned: PlannedLayouts, memory: float) -> str:
-    """Return the error message if no layout fits; it states the smallest layout and fixes."""
+    """Return an error message that no layout fits, with the smallest layout and possible fixes."""
     row = _smallest(planned)
     return (
         f"no layout fits in {gigabytes(memory)} per rank; {nearest_in_words(row)}; use --memory "

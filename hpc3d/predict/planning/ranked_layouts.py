@@ -58,7 +58,7 @@ def ranked(
 
 
 def searched(found: Found, ranking: Ranking) -> dict[str, int]:
-    """Return the numbers of layouts, mesh candidates, estimates and simulations of a search.
+    """Return the numbers of layouts, mesh candidates, estimates and simulations in a search.
 
     Mesh candidates are counted by outcome: timed, pruned, or not considered within the budget.
     """
@@ -89,7 +89,7 @@ def as_plain(row: RankedLayout) -> dict[str, Any]:
 
 
 def _most_costs(ranks: int) -> int:
-    """Return the maximum number of costs to measure; each takes about 3 ms."""
+    """Return the maximum number of costs to measure; one measurement takes about 3 ms."""
     return 2500 if ranks <= _FEW else min(1250, 200 + 2 * ranks)
 
 

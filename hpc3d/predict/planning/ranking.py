@@ -30,10 +30,10 @@ _NAMED = {
     "cube": lambda config: kind(config) == "3-D" and _is_cube(config.mesh),
     "best cuboid": lambda config: kind(config) != "none" and config.parallel.scheme in _CUBOIDS,
 }
-_EACH = 2  # number of candidates to time for each class in _NAMED
-_SHOWN = 0.25  # fraction of the budget reserved for layouts that rank below the fastest
+_EACH = 2  # number of candidates to time in each class of layouts in _NAMED
+_SHOWN = 0.25  # fraction of the budget kept for layouts slower than the fastest
 _RESIZED, _SIZES = 6, 3  # number of layouts to try with other bucket sizes, and sizes per layout
-_SIZED = 0.25  # additional budget for bucket sizes, as a fraction of the search budget
+_SIZED = 0.25  # extra budget for bucket sizes, relative to the simulation budget
 # Factors for a lower bound on the simulated step time. _NEW multiplies an estimate if no layout of
 # its family has been simulated. Otherwise, _KIN multiplies the product of the estimate and the
 # family's smallest ratio of simulated to estimated time.
@@ -200,11 +200,11 @@ class Ranking:
         return estimate.seconds * (_KIN * min(ratios) if ratios else _NEW)
 
     def peak(self, estimate: Estimate) -> float:
-        """Return the peak memory, in bytes, that a simulation of a layout will likely report."""
+        """Return the peak memory in bytes that a simulation of a layout is expected to report."""
         return estimate.peak * fmean(self.peaks.get(_family(estimate.config), [1]))
 
     def room(self, estimate: Estimate) -> float:
-        """Return the limit, in bytes, on the expected peak memory of a layout to be simulated.
+        """Return the maximum expected peak memory, in bytes, of a layout that may be simulated.
 
         The limit decreases with the remaining budget, so that the layouts that are simulated last
         are likely to fit in memory.
