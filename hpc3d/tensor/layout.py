@@ -33,7 +33,8 @@ class Layout(tuple):
         return layout
 
     def __getnewargs__(self) -> tuple[str, ...]:
-        """Return the arguments of `__new__` for pickle, which restores `owned` separately."""
+        """Return the arguments of `__new__` for pickle; pickle restores `owned` as an
+        attribute."""
         return tuple(" ".join(axes) for axes in self)
 
     def __eq__(self, other: object) -> bool:

@@ -59,9 +59,9 @@ class Saved(NamedTuple):
 
 
 class SavedForWeight(NamedTuple):
-    """Operands saved to compute dW = X' dY.
+    """X and dY, saved to compute dW = X' dY.
 
-    `dy` is gathered (a working block); `x` is gathered only if `kept` contains its name.
+    `dy` is a gathered working block; `x` is gathered only if `kept` contains "x".
     """
 
     x: Array
@@ -211,7 +211,7 @@ class Matmul:
 
     @property
     def moves_w(self) -> bool:
-        """True if gathering W requires communication."""
+        """True if ranks must communicate to gather W."""
         layout = self.w_layout
         stored = {axis for dim in layout for axis in dim} | {*layout.owned}
         return any(self.mesh.size(axis) > 1 and axis in stored for axis in self.axes["m"])
@@ -234,7 +234,8 @@ class Matmul:
         return left.T, right
 
     def _complete(self, letter: str) -> bool:
-        """Return True if the axes of a loop dimension need no reduction until the step ends."""
+        """Return True if no axis of loop dimension `letter` needs a reduction before the step
+        ends."""
         return all(
             self.mesh.size(axis) == 1 or axis in self.deferred for axis in self.axes[letter]
         )
@@ -325,7 +326,8 @@ class Summa(Matmul):
         return self.mesh.comm(self.along_w).broadcast(w[part], owner)
 
     def _reduce_to_owner(self, partial: Array, stored: Array, axis: str, panel: int) -> None:
-        """Reduce `partial` along `axis` to the panel's owner; store it in the panel's rows."""
+        """Reduce `partial` along `axis` to the panel's owner, which stores it in the panel's
+        rows."""
         owner, part = self._panel_slice(axis, stored.shape[0], panel)
         total = self.mesh.comm(axis).reduce(partial, owner).wait()
         if self.mesh.coord(axis) == owner:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hpc3d.tensor.split import Split
 
 TILE = 128
-_WHOLE = 0  # tile extent that denotes the full dimension of the matrix
+_WHOLE = 0  # tile extent 0: one tile covers the full dimension
 _TILES = {
     "block": {"x": (1, TILE), "w": (TILE, TILE), "dy": (1, TILE)},
     "tensor": dict.fromkeys(("x", "w", "dy"), (_WHOLE, _WHOLE)),
@@ -46,7 +46,7 @@ _TYPES = {"x": E4M3, "w": E4M3, "dy": E5M2}
 
 
 class Operands(NamedTuple):
-    """Functions applied to each operand of a product before the multiplication."""
+    """Functions that are applied to the operands X, W and dY before they are multiplied."""
 
     x: Callable[[Array], Array]
     w: Callable[[Array], Array]
@@ -63,9 +63,9 @@ EXACT = Operands(_as_it_is, _as_it_is, _as_it_is)
 def rounded_operands(mesh: Mesh, split: Split, scales: str, dense: bool) -> Operands:
     """Return the functions that round the operands of a product to float8.
 
-    `scales` is "block" or "tensor".  `dense` is True for products without panels and without
-    stacked experts.  Dense operands with one scale each are stored as float8 codes if the GPU
-    supports float8 products.
+    `scales` is "block" or "tensor". `dense` is True for products without panels and stacked
+    experts. Operands of dense products that have one scale each are stored as float8 codes if the
+    GPU supports float8 products.
     """
     m, n, k = (axes.split() for axes in (split.m, split.n, split.k))
     # Axes that shard the rows and the columns of each matrix at the time of rounding.  Working

@@ -10,7 +10,7 @@ from hpc3d.console.sanitize import Problems
 from hpc3d.tensor.layout import Layout
 
 LOOPS = "m", "n", "k"
-STORAGE = "replicate", "own", "panels"  # by default, a foreign axis shards the block
+STORAGE = "replicate", "own", "panels"  # a foreign axis in none of these shards the block
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Split:
 def misplaced(letters: Mapping[str, str]) -> Iterator[str]:
     """Yield an error message for each unsupported use of a mesh axis in a split.
 
-    An axis must occur exactly once in m, n and k, and in at most one storage field. `panels` has
+    An axis must occur in exactly one of m, n and k, and in at most one storage field. `panels` has
     further restrictions. `letters` maps the field names of a `Split` to their values.
     """
     axes = {key: letters.get(key, "").split() for key in LOOPS + STORAGE}

@@ -174,7 +174,7 @@ class CostTable:
         return self._once(key, measure)
 
     def held(self, config: Config, stage: StageContent) -> Counter:
-        """Return a dict from memory kind to bytes, for a stage's parameters, gradients etc."""
+        """Return the bytes of a stage's parameters, gradients and optimizer state, as a dict."""
         return self.sample(config, config.parallel.zero).held_by(stage)
 
     def layer_gradient(self, config: Config) -> int:

@@ -245,7 +245,7 @@ class Ranking:
         return shortest or next(map(self._corrected, likely), None)
 
     def looked_at(self, each: TimedCandidate) -> RankedLayout:
-        """Return the best RankedLayout of a candidate, from simulations if the budget allows."""
+        """Return the best RankedLayout of a candidate, which is simulated if the budget allows."""
         row = self.row(each)
         while row and not row.simulated and _simulation_cost(row.config) <= self.left:
             self.run(self._offer(row.config))
@@ -253,7 +253,7 @@ class Ranking:
         return row
 
     def best(self, top: int) -> list[RankedLayout]:
-        """Return the fastest `top` layouts that fit, of which at least the first is simulated."""
+        """Return the fastest `top` layouts that fit; at least the first one is simulated."""
         self.simulate()
         self.try_buckets()
         fitting = [each for each in self.found.timed if each.fits]
@@ -268,7 +268,7 @@ class Ranking:
         return row.peak <= self.search.candidates.memory
 
     def widen(self, mesh: MeshConfig | None = None) -> None:
-        """Add estimates for the most promising candidates of each class of layouts in `_NAMED`.
+        """Time the most promising candidates of each class of layouts in `_NAMED`.
 
         If `mesh` is given, only candidates with the same p, d, c and e are considered.
         """
@@ -300,8 +300,8 @@ class Ranking:
     ) -> RankedLayout | None:
         """Return the best RankedLayout whose configuration satisfies the predicate `is_it`.
 
-        If no such layout fits in memory, the one with the lowest peak is returned. Returns `None`
-        if there is no such layout.
+        If none of these layouts fits in memory, the one with the lowest peak is returned. Returns
+        `None` if no configuration satisfies `is_it`.
         """
         chosen = {id(candidate) for candidate in self._named_candidates(is_it, mesh)}
         timed = [each for each in self.found.timed if id(each.candidate) in chosen]

@@ -30,7 +30,7 @@ _NEAREST = 8  # number of layouts for which each fallback is checked
 
 
 class Resort(NamedTuple):
-    """Fallback, defined by changes of keys in an input file.
+    """Fallback configuration, defined as a set of changes to the keys of an input file.
 
     `exact` is True if the changes leave all results of a run unchanged.
     """
@@ -76,7 +76,7 @@ RESORTS = (
 
 
 class Fit(NamedTuple):
-    """Fallback with the changed input, and the estimate of the fastest layout that fits."""
+    """Fallback, the input file with its changes, and the fastest layout that fits."""
 
     resort: Resort
     config: Config
@@ -86,7 +86,7 @@ class Fit(NamedTuple):
 def fits(
     source: Path | str, overrides: Sequence[str], search: Search, found: Found
 ) -> Iterator[Fit]:
-    """Yield a Fit for each fallback with which at least one of the smallest layouts fits."""
+    """Yield a Fit for each fallback that makes at least one of the smallest layouts fit."""
     nearest = sorted(
         (min(each.offers, key=lambda offer: offer.peak) for each in found.timed),
         key=lambda offer: offer.peak,

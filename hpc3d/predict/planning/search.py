@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _FEW = 16  # maximum number of ranks for which all kinds of context parallelism are searched
-_REACH = 1.4  # candidates up to this multiple of the shortest step time are refined
+_REACH = 1.4  # maximum step time of refined candidates, relative to the shortest
 _COARSE = 2 / 3  # fraction of the cost budget for comparing meshes; the rest is for refinement
 
 
@@ -46,8 +46,8 @@ class Found(NamedTuple):
 
     `timed` has the timed candidates, fastest first; candidates that do not fit in memory come
     last. `cut` lists the candidates that were pruned because of their lower bound, and `left`
-    lists the candidates that remained when the budget was spent. `considered` is the number of
-    layouts.
+    lists the candidates that had not been timed when the budget was spent. `considered` is the
+    number of layouts in the search space.
     """
 
     timed: list
@@ -90,12 +90,12 @@ class Search:
         self.allowed = 0  # number of valid candidates
 
     def run(self, top: int, most: int) -> Found:
-        """Search for the best `top` layouts with a budget of about `most` measured costs.
+        """Search for the `top` fastest layouts; measure at most about `most` costs.
 
         For each (p, d, c, e), the candidate with the shortest expected step is timed first. Other
         candidates on the short lists follow, starting with the fastest lists, and then the
-        remaining candidates. Finally, the best are refined. Raises ValueError with a one-line
-        remedy if no layout is valid.
+        remaining candidates. Finally, the fastest candidates are refined. Raises ValueError with a
+        one-line remedy if no layout is valid.
         """
         candidates = []
         for candidate in self.allowed_candidates():
@@ -187,7 +187,8 @@ class Search:
             yield from found if self.ranks <= _FEW else found[:1]
 
     def _refusal(self) -> str:
-        """Format the error message if no layout is valid; include an error of the first layout."""
+        """Return the message that no layout is valid, with an error of one layout as an
+        example."""
         model, train = self.base.model, self.base.train
         mesh = next(layouts.meshes(self.ranks, model.layers, train.batch))
         problem, *_ = layouts.problems(layouts.with_mesh(self.base, *mesh), self.ranks)
@@ -204,7 +205,7 @@ class Search:
         return ways * len(self.candidates.ways(config)) * zeros * orders
 
     def timed(self, candidate: Candidate) -> TimedCandidate:
-        """Return a candidate with the estimates needed for a comparison with other candidates."""
+        """Return the candidate with the estimates that are needed to compare it with others."""
         return self._offered(candidate, self.candidates.promising(candidate.config))
 
     def _offered(self, candidate: Candidate, found: Sequence[Estimate]) -> TimedCandidate:

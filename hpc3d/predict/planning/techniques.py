@@ -1,4 +1,4 @@
-"""Effects of memory and communication techniques on a given layout.
+"""Effects of single memory, precision, optimizer and communication settings on a given layout.
 
 Each technique is simulated and compared with the unchanged input.
 """
@@ -50,7 +50,7 @@ _OF_MUON = (("train.orthogonalize", "sharded"),)
 
 
 class Effect(NamedTuple):
-    """Simulated step after one `change` of the input.
+    """Simulated training step of the input with one `change`.
 
     `memory` maps a kind of memory to the peak in bytes on the fullest rank, as in `summary`.
     `received` is the number of bytes that a rank of stage 0 receives per step, and `seconds` is

@@ -53,7 +53,7 @@ class DeviceShapes(AbstractPool):
 
 
 class AbstractGpu(Gpu):
-    """GPU that computes nothing and only reports its work to the meter of a pool."""
+    """GPU that computes nothing, and only reports kernels and GEMMs to the meter of a pool."""
 
     def __init__(self, pool: AbstractPool) -> None:
         self.pool, empty = pool, partial(pool.empty, kind="workspace")
@@ -62,9 +62,9 @@ class AbstractGpu(Gpu):
         self.workspace = empty((WORKSPACE,), np.uint8)
 
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-        """Yield the first of the `pieces` of each kind.
+        """Yield the first item of each kind in `pieces`.
 
-        The meter multiplies the work on this piece by the number of pieces of the same kind.
+        The meter multiplies the work on this item by the number of items of the same kind.
         """
         first, counts = {}, Counter()
         for piece in pieces:
@@ -173,7 +173,7 @@ value_of.register(_DeviceShape, lambda array: 0.0)
 
 
 def unrecorded(config: Config) -> Config:
-    """Return `config` without CUDA graphs; a captured graph does the same work."""
+    """Return `config` with CUDA graphs disabled, which does not change the counted work."""
     return replace(config, train=replace(config.train, cuda_graph=False))
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.program import Program
 
-CAPACITY = 1 << 12  # initial number of rows; each Prediction keeps a table of this size
+CAPACITY = 1 << 12  # initial number of rows in the table of each Prediction
 _COMM = CATEGORY.index("comm")
 
 

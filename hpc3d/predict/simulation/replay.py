@@ -66,7 +66,7 @@ class PassRecorder:
 
     @contextmanager
     def record(self, kind: tuple[str, int, int], micro: Microbatch) -> Iterator[None]:
-        """Record the work in this context as a pass of `kind`, if it is the first of its kind."""
+        """Context manager that records a pass of `kind`, if it is the first pass of this kind."""
         pool, count = self.mesh.pool, self.ledger.count
         now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
         before, held, peak = Counter(pool.live), pool.held, pool.peak
@@ -96,7 +96,7 @@ class PassRecorder:
     def replay(
         self, kind: tuple[str, int, int], micro: Microbatch, microbatch: int
     ) -> Iterator[None]:
-        """Replay a pass of `kind`.
+        """Context manager that replays a pass of `kind`.
 
         The caller allocates and frees arrays that outlive the pass in this context.
         """
@@ -119,7 +119,7 @@ class PassRecorder:
         pool.peak |= Counter(high | {"all": held + recorded.peak["all"]})
 
     def _shifted_rows(self, recorded: RecordedPass, microbatch: int) -> np.ndarray:
-        """Return a pass's trace rows, with the times and numbers of the current microbatch."""
+        """Return a pass's trace rows, with times and call numbers adapted to `microbatch`."""
         rows, now = recorded.rows.copy(), self.clock.now
         for name in ("t_start", "t_global", "posted"):
             rows[name] += now - recorded.start
@@ -156,19 +156,19 @@ def _differences(new: Mapping[Any, int], old: Mapping[Any, int]) -> dict[Any, in
 
 
 def _placeholder(array: Any) -> np.ndarray:
-    """Return a host array with the same shape and dtype that stores only one element."""
+    """Return a host array of the same shape and dtype, backed by a single element."""
     return np.broadcast_to(np.zeros((), getattr(array, "dtype", np.float32)), np.shape(array))
 
 
 class KeptArrays:
-    """References to the arrays that the replayed pass, like the real pass, keeps in memory."""
+    """References that keep the saved arrays of a replayed pass in memory."""
 
     def __init__(self, arrays: list[Any]) -> None:
         self.arrays = arrays
 
 
 class ReplayedStage:
-    """PipelineStage that runs the passes of the microbatches in `run` and replays all others."""
+    """PipelineStage that runs the passes of microbatches in `run` and replays all other passes."""
 
     def __init__(
         self, stage: PipelineStage, recorder: PassRecorder, chunk: int, run: Collection[int]

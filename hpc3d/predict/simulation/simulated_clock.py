@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 _CARD, _HOST = "card", "host"  # keys of `ends` for the NIC and for copies to and from the host
-_LONG = 1e6  # message size in bytes used to compare pairs of ranks
+_LONG = 1e6  # message size in bytes for comparing the transfer times of pairs of ranks
 
 
 class Clock(CostMeter):
     """Simulated clock in integer nanoseconds from the start of a run, as in a trace.
 
     `busy` is the total compute time of the rank. `ends` maps each queue of collectives to the end
-    time of the last one. The collectives of a queue run one at a time, but overlap with
+    time of its last collective. The collectives of a queue run one at a time, but overlap with
     computation and with other queues. If ranks share cores, all CPU times are multiplied by
     `slowdown`.
     """
@@ -107,7 +107,8 @@ class Clock(CostMeter):
     def post(self, op: str, nbytes: float, members: Sequence[int], axis: str) -> int:
         """Post a collective along an axis; return its end time in ns.
 
-        The collective begins now, or when the earlier collectives in its queue have ended.
+        The collective begins now, or when the earlier collectives in its queue have ended,
+        whichever is later.
         """
         queue = queue_of(axis)
         self.ends[queue] = max(self.now, self.ends[queue]) + self.call(op, nbytes, members)
@@ -126,7 +127,7 @@ class Clock(CostMeter):
         self.now = max(self.now, arrival)
 
     def pass_on(self, nbytes: float, pair: Sequence[int], axis: str) -> int:
-        """Return the arrival time, in ns, of messages that all members of a group send now.
+        """Return the arrival time in ns of messages that all members of a group post now.
 
         The transfers begin when the earlier calls in the queue of the axis have ended. `pair` is
         the pair of ranks with the slowest transfer.
@@ -284,7 +285,7 @@ class ContextTimed(TimedCommunicator):
         return self.clock.taken(nbytes, self.slowest(peer), end, pending)
 
     def slowest(self, peer: int) -> tuple[int, int]:
-        """Return the pair of ranks with the slowest message when this rank sends to `peer`."""
+        """Return the pair of ranks with the slowest transfer while this rank sends to `peer`."""
         if peer not in self.pairs:
             others = (self.context.peer(number, peer) for number in range(self.size))
             pairs = [(rank, self.members[other]) for rank, other in zip(self.members, others)]

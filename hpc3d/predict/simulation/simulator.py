@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _NEAR, _ROUNDS = 1e-3, 4  # tolerance and maximum number of iterations of `with_shared_cores`
-_SECOND = 1  # recorded step; not the first or the last, because steps may overlap
+_SECOND = 1  # index of the recorded step, between two others because steps may overlap
 
 
 class StageRun(NamedTuple):
@@ -191,7 +191,7 @@ def replay_passes(
     clock: Clock,
     program: Program,
 ) -> None:
-    """Change `engine` so that it runs only a few passes of its program and replays the others."""
+    """Modify `engine` to run only a few passes of its program and to replay all others."""
     recorder, train = PassRecorder(mesh, ledger, clock), config.train
     count = config.parallel.microbatches
     sizes = [train.batch * (i + 1) // count - train.batch * i // count for i in range(count)]
@@ -209,7 +209,7 @@ def ranks_per_core(machine: Machine, ranks: int) -> float:
 
 
 class CoreSharing(NamedTuple):
-    """Numbers of ranks and groups that share a core of a node.
+    """Numbers of ranks and of communication groups that share a core.
 
     `ranks` is the number of ranks per core, and `stage` is the number of ranks per core that
     belong to the same pipeline stage. `lanes` is the number of different groups in which the
@@ -267,7 +267,7 @@ def _lanes_of(grid: Grid, together: int, here: range) -> int:
 def with_shared_cores(
     sharing: CoreSharing, runs: Callable[[float], list[StageRun]]
 ) -> list[StageRun]:
-    """Return the StageRuns of a step in which ranks share cores.
+    """Return the StageRuns of a step with several ranks per core.
 
     `runs(slowdown)` simulates the stages with all CPU times multiplied by `slowdown`.
     """
@@ -288,5 +288,5 @@ def with_shared_cores(
 
 
 def step_length(runs: Sequence[StageRun]) -> int:
-    """Return the duration of a step over all stages, in ns."""
+    """Return the makespan of a step over all stages, in ns."""
     return max(run.step[3] for run in runs) - min(run.step[2] for run in runs)

@@ -69,7 +69,7 @@ def bubble(runs: Sequence[StageRun]) -> float:
 
 
 def _span_and_work(run: StageRun) -> tuple[int, int]:
-    """Return the time in ns from the first to the last pass, with and without message waits."""
+    """Return the time in ns from first to last pass, including and excluding message waits."""
     rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != _COPY)]
     message = np.isin(rows["op"], MESSAGE_CODES)
     passes, waits = rows[~message], rows[message]
@@ -88,7 +88,7 @@ def communication(runs: Sequence[StageRun], seconds: float) -> float:
 
 
 def exposed(run: StageRun) -> float:
-    """Return the fraction of a step that a rank spends in communication, including messages."""
+    """Return the fraction of a step that a rank spends in collectives and messages."""
     return waits_of(run).total() / run.seconds
 
 

@@ -135,8 +135,8 @@ def _turn_peers(
 ) -> None:
     """Set the peers of the messages of member `number` along the context axis, in place.
 
-    On entry, each peer is that of the simulated rank, which is the first member, plus the
-    difference between the ranks of the two members.
+    On entry, each peer is the peer of the simulated rank (the first member) plus the rank
+    difference between member `number` and the first member.
     """
     messages = np.isin(events["op"], MESSAGE_CODES) & (events["peer"] >= 0)
     rows = np.flatnonzero((events["group"] == group) & messages)
@@ -164,8 +164,8 @@ def _turn_roots(
 def prediction(runs: Sequence[StageRun], found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of the table /prediction for a summary.
 
-    The rows are the step time and, for the first rank of each stage, the peak memory by kind.
-    The stage and rank are -1 if a value does not belong to a single stage or rank.
+    The rows contain the step time and, for the first rank of each stage, the peak memory of each
+    kind. The stage and rank are -1 if a value does not belong to a single stage or rank.
     """
     rows = [("step_s", -1, -1, found["step_time_s"])]
     for stage, (run, peaks) in enumerate(zip(runs, found["memory"]["stages"], strict=True)):
