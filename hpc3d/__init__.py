@@ -26,7 +26,7 @@ if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # only for editors and type checkers; PUBLIC replaces these imports
+if TYPE_CHECKING:  # only for editors and type checkers; at run time, PUBLIC lists these names
     from hpc3d.comm.grid import Grid as Grid
     from hpc3d.comm.threads import run as run_threads  # noqa: F401
     from hpc3d.config.load import load as load_config  # noqa: F401

@@ -1,7 +1,7 @@
 """Entry point: `hpc3d COMMAND` and `python -m hpc3d COMMAND` run the module hpc3d.COMMAND.
 
-MPI ranks also start here. Nothing is imported before the module of the command, because this
-module sets environment variables that NumPy and MPI read when they are loaded.
+MPI ranks also start here. The command's module is imported first, because it sets environment
+variables that NumPy and MPI read when they are loaded.
 """
 
 import sys

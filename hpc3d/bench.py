@@ -99,10 +99,18 @@ def parser() -> Parser:
     add(
         "--machine",
         metavar="NAME|FILE",
-        help="machine for predictions, or file from calibrate",
+        help="machine to use for predictions, or a machine file written by calibrate",
     )
-    add("--transport", default="auto", help="calibrate: value of mesh.transport for the runs")
-    add("--check", action="store_true", help="calibrate: validate the fit with other runs")
+    add(
+        "--transport",
+        default="auto",
+        help="calibrate: value of mesh.transport for the calibration runs",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="calibrate: validate the fitted machine on additional runs",
+    )
     add("--quick", action="store_true", help="partition: plan only a few of the models")
     add("--json", action="store_true", help="print one JSON object on the last line")
     return parser

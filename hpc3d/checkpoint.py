@@ -68,7 +68,9 @@ def parser() -> Parser:
         return one
 
     verb("show", show, "print the step, the layout, the tensors and the size of checkpoints")
-    verb("verify", verify, "verify file checksums, and that tensors have no gaps or overlaps")
+    verb(
+        "verify", verify, "verify the file checksums, and check every tensor for gaps and overlaps"
+    )
     files = "FOLDER|FILE.safetensors"
     text = (
         "export the parameters as a Hugging Face Transformers model (GPT-2, BERT, Llama, Qwen2 or "
@@ -137,9 +139,10 @@ def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
 
 
 def _print_tensors(found: Mapping[str, Any]) -> None:
-    """Print a table of the tensors in a checkpoint; equal tensors of all layers share a row.
+    """Print a table of the tensors in a checkpoint, with one row for identical tensors of layers.
 
-    Tensors are equal if their names differ only in the layer, and shapes, types and kinds agree.
+    Tensors share a row if their shapes, types and kinds agree and their names differ only in the
+    layer number.
     """
 
     def row(tensor):
@@ -157,7 +160,7 @@ def _print_tensors(found: Mapping[str, Any]) -> None:
 
 
 def verify(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
-    """Verify all data of the checkpoints; `whole` in the result is True if there is no damage."""
+    """Verify all data of the checkpoints; in the result, `whole` is True if all are intact."""
     from hpc3d.checkpoints.inspect import checkpoints, problems
 
     found = []

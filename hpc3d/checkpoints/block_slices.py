@@ -1,4 +1,4 @@
-"""Boxes, which are slices of a tensor that ranks own and that checkpoint files store."""
+"""Boxes: slices of tensors, as owned by ranks and stored in checkpoint files."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def coverage_error(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | No
 
 
 def overlap(parts: Sequence[BlockSlices]) -> BlockSlices | None:
-    """Return the intersection of two rectangles that overlap, or `None` if no two overlap.
+    """Return the intersection of the first overlapping pair found, or `None` if there is none.
 
     A sweep line moves down the rows. `across` holds the rectangles that intersect the line, from
     left to right.

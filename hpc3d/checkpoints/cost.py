@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.training.trainer import Trainer
 
-_LARGEST = 4 << 20  # maximum size in bytes of the file that measures disk bandwidth
+_LARGEST = 4 << 20  # maximum size in bytes of the test file for the disk bandwidth
 _FILES = 2  # number of files written by each rank per checkpoint
 
 
@@ -85,8 +85,8 @@ def seconds(ranks: Sequence[tuple[str, int]], probes: Sequence[Probe]) -> float:
     """Return the estimated time of a checkpoint in seconds.
 
     All nodes write their shards concurrently, then rank 0 reads all of them. `ranks` lists (host,
-    bytes) for each rank, and `probes` lists the Probe of each node. The estimate uses the longest
-    times of all probes.
+    bytes) for each rank, and `probes` lists the Probe of each node. The estimate uses the
+    maximum of each time over all probes.
     """
     slowest = Probe(*map(max, zip(*probes, strict=True)))
     count, held = Counter(host for host, _ in ranks), Counter()

@@ -128,7 +128,7 @@ def _value_of(opened: Checkpoint, name: str, shape: Sequence[int], dtype: np.dty
 
 
 def _settings_of(family: PublishedFamily, model: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
-    """Return the content of a model's config.json, without special token ids."""
+    """Return the content of a model's config.json, excluding special token ids."""
     return {
         "model_type": family.types[0],
         "architectures": [family.architecture],

@@ -104,7 +104,7 @@ class PublishedFamily(NamedTuple):
     def shapes_of(
         self, ours: str, shape: Sequence[int], model: ModelConfig
     ) -> dict[str, tuple[int, ...]]:
-        """Return a dict from name to shape of the arrays that store a parameter of `shape`."""
+        """Return a dict from name to shape for the arrays that store a parameter of `shape`."""
         if len(shape) < 3:
             return self._shapes_of(self.names_of(ours), ours, shape, model)
         return {

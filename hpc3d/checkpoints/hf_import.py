@@ -47,9 +47,9 @@ class Pretrained:
     """Pretrained model in a folder or a weights file.
 
     `model` holds the known keys of the `[model]` section, and `settings` the content of
-    config.json. `undecided` maps each key that the user must set to the reason. Raises a one-line
-    ValueError if hpc3d cannot train the model. NaN and infinite weights are an error unless
-    `allow_nonfinite` is true.
+    config.json. `undecided` contains each key that the user must set, with an explanation. Raises
+    a one-line ValueError if hpc3d cannot train the model. NaN and infinite weights are an error
+    unless `allow_nonfinite` is true.
     """
 
     def __init__(self, path: Path, allow_nonfinite: bool = False) -> None:
@@ -104,7 +104,7 @@ class Pretrained:
             self.locations.pop(head, None)
         for copy, name in self.family.copies.items():
             location = self.locations.pop(copy, None)
-            if location and not tied:  # the head of an untied model uses the copy
+            if location and not tied:  # an untied head has its own values in this array
                 self.locations[name] = location
         return tied
 

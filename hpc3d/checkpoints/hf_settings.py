@@ -87,7 +87,7 @@ class Settings(NamedTuple):
         }
 
     def model(self, settings: Mapping[str, Any], measured: Mapping[str, int]) -> dict[str, Any]:
-        """Derive the keys of [model] from a config.json and the `measured` array sizes.
+        """Derive the keys of [model] from a config.json and the sizes `measured` from the arrays.
 
         Raises ValueError if config.json contradicts the array sizes or has unsupported settings.
         """

@@ -229,7 +229,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
-    """Return the first intact checkpoint in `folders`, and the problems of preceding folders.
+    """Return the first intact checkpoint in `folders`, and the problems of those before it.
 
     Raises ValueError with all problems if no checkpoint is intact.
     """

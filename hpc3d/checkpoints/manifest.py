@@ -69,7 +69,7 @@ def type_of(name: str) -> np.dtype:
 
 
 def narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Cast the values to `dtype` if that may lose precision; otherwise, return them unchanged.
+    """Cast `values` to `dtype`, unless `dtype` can represent their type exactly.
 
     Raises ValueError if a finite value exceeds the range of `dtype` and would become infinite.
     """

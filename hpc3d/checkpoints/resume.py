@@ -47,7 +47,7 @@ _MAY_CHANGE = (
     "capacity",
     "balance_loss",
     "z_loss",
-)  # keys of [model] without effect on the parameters
+)  # keys of [model] that do not affect the parameters
 # Keys of [parallel] that determine a rank's parameter blocks and gradient compression states.
 _OF_LAYOUT = "scheme", "split", "schedule", "chunks", "layers_per_stage", "compression"
 _OF_LAYOUT += ("compression_rank", "compression_share")
@@ -61,7 +61,7 @@ _NOTHING = "{}: no checkpoint to resume from; start a new run"
 
 
 def run_to_resume(words: list[str]) -> Path | None:
-    """Remove --resume from the arguments `words` and return its folder, or `None` if absent."""
+    """Remove --resume from the arguments `words`; return its folder, or `None` if it is absent."""
     for index, word in enumerate(words):
         if word.startswith("--resume="):
             words[index : index + 1] = word.split("=", 1)
@@ -193,10 +193,10 @@ def continued(
     differs: _Differs | None = None,
     texts: Mapping[str, Any] | None = None,
 ) -> tuple[Config, list[str]]:
-    """Return the configuration of a resumed run, and a log line for each relevant change.
+    """Return the configuration of a resumed run, and a log line for each changed setting or text.
 
-    `differs(checkpoint)` returns the reason why a checkpoint does not fit the model, or None; the
-    default is `mismatch`. `texts` describes the data files that the resumed run reads. Raises
+    `differs(checkpoint)` returns the reason why a checkpoint does not fit the model, or `None`;
+    the default is `mismatch`. `texts` describes the data files that the resumed run reads. Raises
     ValueError, before anything is changed, if the run cannot be resumed.
     """
     opened = _check(run, config, differs or partial(mismatch, config))
@@ -227,12 +227,12 @@ def changes(stored: Config, config: Config) -> list[str]:
 
 
 def _written(value: Any) -> Any:
-    """Convert a tuple to a list, as in an input file."""
+    """Convert a tuple to a list, the notation of input files."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _other_share(before: float | str | None, now: float | str | None) -> Iterator[str]:
-    """Report an error if a resumed run would hold out a different part of its training text."""
+    """Report an error if a resumed run changes the held-out fraction of its training text."""
     if before != now and float in (type(before), type(now)):
         was = f"it was {before}" if before else "nothing was held out"
         keep = f"leave it at {before}" if isinstance(before, float) else "use a separate text"
@@ -418,7 +418,9 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     model, may_change = config.model, {*_MAY_CHANGE}
     shorter = not opened.header["step"] and model.sequence < before.model.sequence
     if shorter and "embedding.position" not in shapes_of(model):
-        may_change.add("sequence")  # affects no parameters and no completed step
+        may_change.add(
+            "sequence"
+        )  # a shorter context changes no parameters, and no step has been completed
     for key in stored:
         if stored[key] != asked[key] and key not in may_change:
             return (

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 class OwnElements(NamedTuple):
-    """This rank's elements of one array of a parameter, flattened.
+    """Flattened elements of one array of a parameter that this rank stores.
 
     The elements are consecutive in the box `block`, starting at index `first`. `counts` is True if
-    checkpoints store this replica.
+    checkpoints contain this replica.
     """
 
     kind: str
@@ -177,7 +177,7 @@ def complete(
     `spared` are kept. If the new checkpoint is damaged, the problem is returned and no checkpoint
     is removed.
 
-    Checkpoints of later steps, which an earlier attempt of the run has left, are also kept.
+    Checkpoints of later steps, left by an earlier attempt of the run, are also kept.
     """
     paths = [folder / f"rank-{rank:05d}.json" for rank in range(ranks)]
     while not all(path.exists() for path in paths):

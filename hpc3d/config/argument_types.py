@@ -37,7 +37,7 @@ def _bytes(text, bare):
     return float(number[1]) * units[number[2]]
 
 
-size = partial(_bytes, bare=1e9)  # parses 80GB or 40GiB to bytes; the default unit is GB
-rate = partial(_bytes, bare=1)  # parses 10GB or 10GiB to bytes/s; the default unit is B
+size = partial(_bytes, bare=1e9)  # converts 80GB or 40GiB to bytes; the default unit is GB
+rate = partial(_bytes, bare=1)  # converts 10GB or 10GiB to bytes/s; the default unit is B
 positive = integer(1, INT32)
 number_of_ranks = integer(1, MOST_RANKS)

@@ -51,7 +51,7 @@ def _cuboids(config: Config, ranks: int) -> Iterator[Config]:
 
 
 def received_elements(config: Config, parts: int = 1) -> float:
-    """Return the mean number of elements that a rank receives per block in the forward pass.
+    """Return the mean number of elements received per rank and Transformer block (forward pass).
 
     The number is the sum of [MK (n-1) + KN (m-1) + MN (k-1)] / P over the matrix products. It
     excludes the all-to-all of tokens along e and includes only 1/`parts` of the expert weights.
@@ -75,9 +75,9 @@ def received_elements(config: Config, parts: int = 1) -> float:
 
 
 def enlarged_default(config: Config, ranks: int) -> Config:
-    """Return the default configuration, with larger sizes if it supports no cuboid of `ranks`.
+    """Return the default configuration, enlarged if its sizes fit no cuboid of `ranks` ranks.
 
-    The number of heads and the batch size are then multiples of `ranks`.
+    In the enlarged configuration, the number of heads and the batch size are multiples of `ranks`.
     """
     try:
         with_cuboid(config, ranks)

@@ -27,7 +27,7 @@ from hpc3d.tensor.split import SCHEMES, Split
 _LONG = 1024  # shortest sequence in tokens for which chunked attention is not slower in NumPy
 STRICT = {"extra": "forbid"}
 OPTIMIZER_KEYS = "beta1", "beta2", "epsilon"
-CONSTANTS: dict[str, dict[str, float]] = {  # optimizer -> defaults of its constants
+CONSTANTS: dict[str, dict[str, float]] = {  # optimizer -> default hyperparameters
     "adamw": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
     "adamw-8bit": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
     "adafactor": {},
@@ -39,7 +39,7 @@ _OF_MIXTURES = ValidFor("model.kind", "gpt2", "llama"), ValidFor("model.experts"
 
 
 def _with(constant: str) -> tuple[str, ...]:
-    """Return the names of the optimizers that have a given constant, such as beta1."""
+    """Return the names of the optimizers with a given hyperparameter, such as beta1."""
     return tuple(name for name, constants in CONSTANTS.items() if constant in constants)
 
 
@@ -58,12 +58,12 @@ class MeshConfig:
     """Expert parallelism: number of ranks over which the experts are distributed. Each rank along
     this axis also processes its own share of the batch, as along the data-parallel axis d."""
     x: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
-    """Tensor parallelism: number of ranks along the first axis. Default: the cuboid with the least
-    communication if x, y and z are all unset, otherwise 1."""
+    """Tensor parallelism: number of ranks along the first tensor axis, x. Default: the cuboid with
+    the least communication if x, y and z are all unset, otherwise 1."""
     y: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
-    """Tensor parallelism: number of ranks along the second axis. Default: as for x."""
+    """Tensor parallelism: number of ranks along the second tensor axis, y. Default: as for x."""
     z: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
-    """Tensor parallelism: number of ranks along the third axis. Default: as for x."""
+    """Tensor parallelism: number of ranks along the third tensor axis, z. Default: as for x."""
     order: str = " ".join(AXES)
     """Order of the mesh axes in the numbering of ranks, from the outermost to the innermost.
     Consecutive ranks are neighbors along the innermost axis."""
@@ -91,17 +91,18 @@ def grid_of(mesh: MeshConfig) -> Grid:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Parallelization: algorithms, communication, saved data and recomputation."""
+    """Parallelization: algorithms, communication, saved activations and recomputation."""
 
     __pydantic_config__ = STRICT
     scheme: Literal["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d", "3d-broadcast"] = "3d"
     """Tensor-parallel scheme, which determines the mesh axes that shard each loop of a matrix
-    product and the storage of the blocks (docs/parallelism.md). 1d-sequence adds sequence
+    product, and how the blocks are stored (docs/parallelism.md). 1d-sequence adds sequence
     parallelism."""
     split: dict[str, str] | None = None
     """Custom tensor-parallel scheme: the mesh axes that shard the loops m, n and k, such as { m =
-    "x", n = "y", k = "z" }. The keys replicate, own and panels list axes with other storage
-    (docs/parallelism.md). Default: the axes of scheme."""
+    "x", n = "y", k = "z" }. Along the axes in replicate and own, blocks are replicated or stored
+    by one rank, instead of sharded. An axis in panels selects SUMMA (docs/parallelism.md).
+    Default: the axes of scheme."""
     keep_gathered: bool = True
     """Save gathered operands for the backward pass. If false, the backward pass re-gathers
     them."""
@@ -161,7 +162,7 @@ class ParallelConfig:
 
     @property
     def way(self) -> str:
-        """Name, for messages, of the setting that determines how matrix products are sharded."""
+        """Name, used in messages, of the setting that shards the matrix products."""
         return f"scheme {self.scheme}" if self.split is None else "parallel.split"
 
 
@@ -370,7 +371,7 @@ class TrainConfig:
     """On GPUs, fuse GELU into the GEMMs (cuBLASLt epilogues)."""
 
     def constants(self) -> dict[str, float]:
-        """Return a dict of the constants of the optimizer, with defaults for unset keys."""
+        """Return a dict of the optimizer's hyperparameters, with defaults for unset keys."""
         given = {key: getattr(self, key) for key in OPTIMIZER_KEYS}
         usual = CONSTANTS[self.optimizer]
         return {key: usual[key] if given[key] is None else given[key] for key in usual}
@@ -396,7 +397,7 @@ class TrainConfig:
         return self.learning_rate / 10 if least is None else least
 
     def curve(self) -> tuple:
-        """Return all values that determine the learning rate of each step, including defaults."""
+        """Return all values, including defaults, that determine the learning rate of each step."""
         rises = self.learning_rate, self.warmup, self.decay
         falls = self.least_rate(), self.decaying(), self.falling()
         return rises if self.decay == "constant" else (*rises, *falls)

@@ -13,15 +13,15 @@ INT32 = 2**31 - 1  # largest value of an int32 column in a trace
 MOST_RANKS = 2**20
 MOST_LAYERS = 10_000
 MOST_PASSES = 2**18  # maximum number of forward passes in a schedule, which is held in memory
-_MOST_ELEMENTS = 2**56  # maximum array size in elements, so that its bytes fit into int64
-# Maximum number of steps, updates or sequences in a run, so that sums of them fit into int64.
+_MOST_ELEMENTS = 2**56  # maximum array size in elements, so that its size in bytes fits in int64
+# Maximum number of steps, updates or sequences in a run, so that sums of them fit in int64.
 MOST_COUNT = 2**53
 
 
 def too_large(config: Any, products: Sequence[tuple[int, Any]]) -> Iterator[str]:
     """Yield a message if the mesh is too large, and a message for each array that is too large.
 
-    `products` lists pairs: a matrix product, preceded by the number of blocks that contain it.
+    `products` is a list of pairs (number of blocks, matrix product that each of them contains).
     """
     model, ranks = config.model, config.mesh.grid().size
     if ranks > MOST_RANKS:

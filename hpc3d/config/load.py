@@ -198,7 +198,7 @@ def validate(tree: dict[str, Any], rules: _Rules = lambda config: ()) -> Config:
 
     from pydantic import ValidationError
 
-    # Strict mode does not accept true as a number, but accepts a dict as a dataclass only in JSON.
+    # Strict mode rejects `true` as a number. It converts dicts to dataclasses only in JSON input.
     text = json.dumps(tree, default=str)
     try:
         return _adapter().validate_json(text, strict=True)
@@ -252,7 +252,7 @@ def _adapter() -> TypeAdapter[Config]:
 def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Combine the pydantic errors for a key, one per allowed type, into one message and yield it.
 
-    For an unknown table, also yield a message for each key that other programs use.
+    For an unknown table, also yield a message for each of its keys that other programs use.
     """
     first = errors[0]
     if first["type"] == "unexpected_keyword_argument":

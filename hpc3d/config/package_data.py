@@ -86,9 +86,9 @@ def text_path(word: Path | str) -> Path | str:
 
 
 def new_path(name: str, kind: Kind) -> Path:
-    """Return the path of a new file of a `kind`, so that `find` finds the file by its `name`.
+    """Return the path of a new file of a `kind`, at which `find` looks for `name`.
 
-    The file is in the folder of its kind in inputs/ if this folder exists, otherwise in the
+    The path is in the folder of its kind in inputs/ if this folder exists, otherwise in the
     current folder.
     """
     folder = Path(_INPUTS, kind.folder)

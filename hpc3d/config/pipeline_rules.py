@@ -25,7 +25,7 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
 
 
 def _wrong_chunks(config: Config) -> Iterator[str]:
-    """Report more model chunks than layers, or an invalid distribution of the layers."""
+    """Report an error if model chunks outnumber layers or the layer distribution is invalid."""
     parallel, layers = config.parallel, config.model.layers
     parts = config.mesh.p * parallel.chunks
     if parts > layers:

@@ -49,7 +49,7 @@ The command `python -m hpc3d.config.reference > docs/configuration.md` writes th
 
 
 def manual(table: type = Config, width: int = _WIDTH) -> str:
-    """Return the keys of a dataclass as an input file with the default values and descriptions.
+    """Format the keys of a dataclass as an input file, with default values and descriptions.
 
     Lines are wrapped to `width` characters. Keys without a default are commented out.
     """

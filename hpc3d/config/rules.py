@@ -1,4 +1,4 @@
-"""Rules on the names and values of keys that belong to no other rule file."""
+"""Validation rules for key names and values that no other rule module covers."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def wrong_tokens(model: ModelConfig) -> Iterator[str]:
 
 
 def _alike(model: ModelConfig) -> bool:
-    """Return True if the head has a matrix product with equal layouts of input X and output Y."""
+    """Return True if the head has a matrix product whose X and Y have the same layout."""
     return any(each.alike for each in family_of(model).head(_SMALLEST))
 
 
@@ -110,7 +110,7 @@ def _wrong_head(config: Config) -> Iterator[str]:
 
 
 def _wrong_sizes(config: Config) -> Iterator[str]:
-    """Report sizes of the model that are not divisible by the axes that shard them."""
+    """Report model sizes that are not divisible by the sizes of the axes that shard them."""
     model, sizes, needs = config.model, config.mesh.grid().sizes, _needs(config)
     for (key, value), axis_groups in needs.items():
         for axes in sorted(axis_groups):
@@ -167,9 +167,9 @@ def _used(axis_groups: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
 
 
 def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
-    """Return the axes that shard the rows and input features of matrix products in two layers.
+    """Return the axes that shard the rows and input features of the router and of some heads.
 
-    The layers are the router, and a head whose output has the same layout as its input.
+    Only heads whose output has the same layout as their input are included.
     """
     split = config.splits["dense"]
     rows, inputs = set(), set()
@@ -223,7 +223,7 @@ def _named(axes: Iterable[str]) -> str:
 
 
 def _wrong_blocks(config: Config) -> Iterator[str]:
-    """Report shards whose columns do not divide into the blocks of 8-bit optimizer moments."""
+    """Report shards whose width is not a multiple of the block size of 8-bit optimizer moments."""
     if config.train.optimizer != "adamw-8bit":
         return
     model, family = config.model, family_of(config.model)

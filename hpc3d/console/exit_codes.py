@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FAILED = 1  # a rank failed, which ends the job
 BAD_INPUT = 2
-CHECK_FAILED = 3  # a check found corrupt data, stored or computed
+CHECK_FAILED = 3  # a check found corrupt data in a file or in a computed result
 NOT_FINITE = 4
 STALLED = 5  # no progress for run.watchdog_s seconds
 STOPPED = 75  # stopped on request before the last step, with a checkpoint (EX_TEMPFAIL)

@@ -92,7 +92,7 @@ def progress(
     """Print progress lines to stderr while the block runs: `hpc3d.NAME: 40 s: PROGRESS`.
 
     PROGRESS is `doing` or the newest log record.  A nested call only logs `doing`.  The first line
-    is printed after `first` seconds.  The printed time is the time since `since`, a value of
+    is printed after `first` seconds.  Printed times are relative to `since`, a value of
     `time.monotonic` (None: now).
     """
     log, begin = logging.getLogger("hpc3d"), time.monotonic() if since is None else since

@@ -42,11 +42,11 @@ class Batches:
         return windows[:, : self._sequence].copy(), windows[:, self.AHEAD :].copy()
 
     def go_on(self, step: int, sequences: int) -> None:
-        """Resume at `step` after `sequences` sequences, even if the batch size has changed."""
+        """Continue at `step` after `sequences` sequences, even if the batch size has changed."""
         self._skipped = sequences - step * self._batch
 
     def position(self, step: int) -> dict[str, int]:
-        """Return the epoch, the window offset within it, and the sequence count before `step`."""
+        """Return the epoch, window index and total sequence count at the start of `step`."""
         sequences = step * self._batch + self._skipped
         epoch, offset = divmod(sequences, self.windows)
         return {"epoch": epoch, "offset": offset, "sequences": sequences}

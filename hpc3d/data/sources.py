@@ -25,7 +25,7 @@ from hpc3d.runtime.optional_packages import need
 JSONL, PARQUET, BIN = (".jsonl", ".ndjson"), (".parquet",), (".bin",)
 _LINE = 1 << 28  # maximum bytes per line of a JSON lines file
 _ROWS = 256  # number of Parquet rows read at a time
-_OF_A_DOCUMENT = 64  # overhead per document, in equivalent characters of text
+_OF_A_DOCUMENT = 64  # overhead per document, expressed as a number of characters
 _MEGATRON, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequence count, document count + 1
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # type code -> dtype of ids
