@@ -1,7 +1,7 @@
-"""Check this machine, its MPI and its disks; report problems and fixes.
+"""Check this machine, its MPI installation and its disks; report problems and fixes.
 
-    python -m hpc3d.doctor                       # this machine, and two ranks that it starts
-    mpirun -np N python -m hpc3d.doctor          # N ranks of a job: hosts, versions, messages
+    python -m hpc3d.doctor                       # check this machine, and start two test ranks
+    mpirun -np N python -m hpc3d.doctor          # check hosts, versions and messages of N ranks
     srun --mpi=pmix python -m hpc3d.doctor       # the same in a Slurm job
 
 Each finding is one line: ok, warn (training works, but slowly or with a risk) or FAIL (training
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 _EXITS = "exit codes: 0 no check failed, 2 invalid input, 3 a check failed"
 _STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 _JSON = """\
-print one JSON object on the last line: the worst verdict, and findings (verdict, subject, text,
-remedy, printed)"""
+print one JSON object on the last line, with the keys verdict (the worst one) and findings (each
+with verdict, subject, text, remedy and printed, the output of a program)"""
 # Dict from an excerpt of the error message of a failed launch to a remedy.
 _SAID = {
     "as root": f"run export {mpi_library.CONSENT[0]}=1 {mpi_library.CONSENT[1]}=1",
     "not enough slots": "use mpirun --oversubscribe; in a job, request more tasks",
     "cannot load MPI library": mpi_library.INSTALL,
     "cannot open shared object": "load the modules that were loaded when hpc3d was installed",
-    "No module named": "with this Python, run python -m pip install -e . in the source folder",
+    "No module named": "in the source folder, run python -m pip install -e . with this Python",
     "No space left": "free space in the folder TMPDIR, or set TMPDIR to another folder",
-    "listener thread failed to start": "remove ompi.*, left by killed jobs, from TMPDIR or /tmp",
-    "PMI": "use the mpirun of the MPI library, or a PMI of srun --mpi=list",
+    "listener thread failed to start": "remove ompi.* folders of killed jobs from TMPDIR or /tmp",
+    "PMI": "use the mpirun of the same MPI library, or srun with a type from srun --mpi=list",
 }
 _ONE_RANK = """\
 from hpc3d.runtime.environment import mpi_environment
@@ -94,7 +94,9 @@ def _parsed(argv: Sequence[str] | None) -> Namespace:
     ours = parser()
     options = ours.parse_args(argv)
     if options.together and not _started():
-        ours.error("--together requires mpirun -np N python -m hpc3d.doctor --together")
+        ours.error(
+            "--together requires a launcher: mpirun -np N python -m hpc3d.doctor --together"
+        )
     return options
 
 
@@ -156,7 +158,7 @@ def _conclude(found: Sequence[Finding], options: Namespace) -> int:
 
 
 def _alone(options: Namespace) -> Iterator[Finding]:
-    """Run the checks of this process without a launcher, and the checks of two started ranks."""
+    """Check this process, which has no launcher; then start two ranks and check them."""
     yield from _local(options)
     mpi, launcher = mpi_library.found(), mpi_library.on_path()
     if mpi is None:
@@ -191,7 +193,7 @@ def _local(options: Namespace) -> Iterator[Finding]:
 
 
 def hdf5(folder: Path) -> Iterator[Finding]:
-    """Check that HDF5 can write and read a compressed trace table in the folder of runs."""
+    """Check that HDF5 can write and read a compressed trace table in the output folder."""
     import numpy as np
 
     from hpc3d.trace.file import create, open_file, write_table

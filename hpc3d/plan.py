@@ -11,15 +11,15 @@ varies the sizes of all mesh axes (the context axis c only if it may help), ever
 the ZeRO stage, activation checkpointing, and re-gathering. For the best layouts, it also varies
 the layers per stage and the bucket size.
 
-Lower bounds prune layouts that cannot be among the best. The program itself times one layer, the
-embedding and the head of the remaining layouts, and the best ones are simulated in full. "~" marks
-estimates.
+Lower bounds prune layouts that cannot be among the best. For the remaining layouts,
+simulations of one layer, the embedding and the head yield an estimate of the step time, marked
+with "~". The best layouts are then simulated in full.
 
 If no layout fits, `plan` reports a technique that makes layouts fit, if possible one that leaves
 the results unchanged. "*" marks layouts whose technique changes the results.
 
-With --techniques, the command does not search. It prints what each technique saves and costs on
-the layout of the input file.
+With --techniques, the command does not search. It prints the savings and the cost of each
+technique for the layout of the input file.
 """
 
 from __future__ import annotations
@@ -53,13 +53,17 @@ _SHARES = {
 }
 _LEAST_CHANGE = 5e-4  # smallest relative change that is shown
 _JSON = """\
-print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
-searched, applied, and mixture as in simulate. A layout has layout (tables of the input file),
-step_time_s, simulated, bubble, communication, axis, waits_s, peak_bytes, stage and memory. If no
-layout fits without memory-saving techniques, resort has with (changes, exact), nearest and others
-(each with changes, exact, layout). With --techniques: machine, ranks and techniques (change,
-refused if not possible, or else peak_bytes, memory, received_bytes, step_time_s, and their ratios
-of_... to the first row)"""
+print one JSON object on the last line, with the keys machine, ranks, memory_bytes, layouts (the
+fastest ones), named (the fastest layout of each scheme), losers (slower layouts by reason),
+searched (counts), applied (the file written by --apply) and, for a mixture of experts, mixture as
+in the output of simulate. Each layout has the keys layout (tables of the input file), step_time_s,
+simulated, bubble, communication, axis, waits_s, peak_bytes, stage and memory. If no layout fits
+without memory-saving techniques, the key resort contains with (the changes of the technique,
+and exact, true if they preserve the results), nearest (the layout closest to fitting) and others
+(layouts that fit with other techniques). With --techniques, the keys are machine,
+ranks and techniques. Each technique has the key change, and either refused, which is the reason
+why the technique is impossible, or peak_bytes, memory, received_bytes, step_time_s, and their
+ratios to the first row (of_...)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -222,7 +226,7 @@ def _told(
     named: Mapping[str, Mapping[str, RankedLayout | None]],
     losers: Sequence[tuple[str, int, RankedLayout]],
 ) -> dict[str, Any]:
-    """Return the best layouts, also by scheme, and the slower layouts as JSON-compatible data."""
+    """Return the best layouts, overall and by scheme, and the slower layouts for `--json`."""
     from hpc3d.predict.planning.ranked_layouts import as_plain
 
     return {
@@ -282,7 +286,7 @@ def show(
 def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
     """Print how many layouts the search has excluded, considered, estimated and simulated."""
     sizes = len(found.timed) + len(found.cut) + len(found.left)
-    print(f"{len(found.cut):5d} mesh sizes were excluded: their lower bound is longer")
+    print(f"{len(found.cut):5d} mesh sizes were excluded by a lower bound on their step time")
     if found.left:
         print(f"{len(found.left):5d} mesh sizes were not timed: they were less promising")
     print(
@@ -313,7 +317,7 @@ def _over(row: RankedLayout, memory: float) -> str:
 
 
 def _because(reason: str, row: RankedLayout) -> str:
-    """Explain why a group of layouts is slower, with the figures of its fastest layout."""
+    """Explain why a group of layouts is slower, citing its fastest layout."""
     from hpc3d.predict.planning.planned_layouts import held
     from hpc3d.predict.planning.ranking import shown_layout
 
@@ -321,7 +325,7 @@ def _because(reason: str, row: RankedLayout) -> str:
     texts = {
         "memory": lambda: f"do not fit: {held(row)}",
         "bubble": lambda: f"have more pipeline idle time: {row.bubble:.1%} of a step",
-        "compute": lambda: "have more compute time: smaller products, or a larger update",
+        "compute": lambda: "have more compute time: smaller GEMMs, or a larger optimizer update",
         "recompute": lambda: f"have more compute time (recompute={row.config.parallel.recompute})",
         "axis": lambda: f"wait longer on axis {axis}: {readable_time(row.waits[axis])}",
     }

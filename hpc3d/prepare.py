@@ -29,7 +29,7 @@ from hpc3d.data.tokenizer import (
 )
 from hpc3d.data.tokenizer_files import meta_tokenizer, tokenizer_from
 
-log = logging.getLogger("hpc3d.prepare")  # not __name__, which is "__main__"
+log = logging.getLogger("hpc3d.prepare")  # here, __name__ is "__main__"
 
 _BPE_VOCABULARY = 8192
 _SOURCES = (
@@ -171,7 +171,7 @@ def _with_end(tokenizer: Tokenizer, texts: Sequence[Path]) -> Tokenizer:
 
 
 def _of_numbers(path: Path) -> BpeTokenizer:
-    """Return the tokenizer that has produced the token ids in a .bin file."""
+    """Return the tokenizer that produced the token ids in a .bin file."""
     if tokenizer := meta_tokenizer(path):
         return tokenizer
     raise ValueError(

@@ -28,7 +28,7 @@ from hpc3d.console.small_files import naming
 from hpc3d.runtime.optional_packages import need
 from hpc3d.trace.locate import trace_of
 
-log = logging.getLogger("hpc3d.report")  # not __name__, which is "__main__"
+log = logging.getLogger("hpc3d.report")  # here, __name__ is "__main__"
 
 _DESCRIPTION = """\
 Report the cost of a run from its trace: time, calls and bytes of a training step by phase, mesh
@@ -63,7 +63,7 @@ def parser() -> Parser:
     add(
         "--tables",
         action="store_true",
-        help="write only tables, which requires only NumPy and h5py",
+        help="write only tables (requires no packages except NumPy and h5py)",
     )
     add("--step", type=int, help="step to draw (default: a step with the median time)")
     add("--peak", type=_peak, metavar="FLOPS", help="peak FLOP/s of one rank (for MFU and HFU)")
@@ -80,7 +80,7 @@ def parser() -> Parser:
         type=_steps,
         default=(0, None),
         metavar="FIRST:LAST",
-        help="steps to export, or a single step (default: all)",
+        help="range of steps to export, or a single step (default: all steps)",
     )
     add("--merge", action="store_true", help="merge the segments again, even if trace.h5 exists")
     add("--print", action="store_true", help="print all tables")

@@ -22,17 +22,17 @@ from hpc3d.runtime.optional_packages import need
 
 END = 0  # the NUL byte, which no text file contains
 END_NAME = "<|end|>"
-# End-of-text tokens of published vocabularies, in order of preference: some vocabularies also have
+# End-of-text tokens of published vocabularies. The order matters, because some vocabularies use
 # <|end|> or </s> for another purpose.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", END_NAME, "<|im_end|>", "[SEP]")
 MASKS = "[MASK]", "<mask>"  # mask tokens in published vocabularies
 _SMALLEST_BPE = 257  # 256 byte tokens and END
-PIECE = 1 << 20  # number of characters or tokens held in memory at a time
+PIECE = 1 << 20  # maximum number of characters or tokens processed at a time
 
 
 @contextlib.contextmanager
 def reading(path: Path, fault: str, remedy: str) -> Iterator[Path]:
-    """Convert the various exceptions raised while reading a file to BadData."""
+    """Convert exceptions raised while reading a file to BadData."""
     try:
         yield path
     except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:
@@ -77,7 +77,7 @@ def pieces(text: Path) -> Iterator[bytes]:
     Raises ValueError if the file is not text.
     """
     with reading_text(text), open(text, encoding="utf-8", newline="") as file:
-        # readline has a limit, because a text may consist of a single long line
+        # the size of readline is limited, because a text may be a single long line
         while piece := file.read(PIECE) + file.readline(PIECE):
             if "\0" in piece:
                 raise ValueError("the file contains NUL bytes")
@@ -93,7 +93,7 @@ class ByteTokenizer:
     end, end_name = END, END_NAME
 
     def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
-        """Return the ids of `text`, uint8[len(text)]."""
+        """Return the token ids of `text` as uint8[len(text)]."""
         return np.frombuffer(text, np.uint8)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
@@ -132,13 +132,13 @@ class BpeTokenizer:
         self.end: int | None = known.get(self.end_name)
 
     def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
-        """Return the ids of `text`, uint32; if `whole` is true, add the special tokens."""
+        """Return the token ids of `text` as uint32, with special tokens if `whole` is true."""
         with self._encoding([text]):
             ids = self._tokenizer.encode(text.decode(), add_special_tokens=whole).ids
         return np.array(ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each text, computed in parallel on all cores."""
+        """Return the token ids of each text, computed in parallel on all cores."""
         several = [text.decode() for text in texts]
         with self._encoding(texts):
             found = self._tokenizer.encode_batch_fast(several, add_special_tokens=False)

@@ -34,7 +34,7 @@ _GPT2_SHA256 = {
 }
 # GPT-2 size: tokenizers with larger vocabularies use a different pre-tokenization pattern.
 _MOST_RANKS = 50_300
-_MOST_META = 1 << 24  # maximum bytes of a meta.pkl
+_MOST_META = 1 << 24  # maximum size in bytes of a meta.pkl
 
 _Merges = Sequence[tuple[str, ...]]
 
@@ -143,7 +143,7 @@ def _byte_level(
 ) -> BpeTokenizer:
     """Build a byte-level BPE with GPT-2's pre-tokenizer and the given vocabulary and merges."""
     numbers = {str(token): int(number) for token, number in dict(numbers).items()}
-    for pair in merges:  # tokenizers would panic on invalid merges
+    for pair in merges:  # the library panics on invalid merges
         if len(pair) != 2 or not {*pair, "".join(pair)} <= numbers.keys():
             raise ValueError(
                 f"{' '.join(pair)!r:.60} merges tokens that are not in the vocabulary"
@@ -227,7 +227,7 @@ def characters(numbers: Mapping[str, int]) -> BpeTokenizer:
 
 
 def meta_tokenizer(path: Path) -> BpeTokenizer | None:
-    """Return the tokenizer in nanoGPT's meta.pkl next to a .bin file, or None without meta.pkl."""
+    """Return the tokenizer in the nanoGPT meta.pkl next to a .bin file, or `None` if absent."""
     meta = path.with_name("meta.pkl")
     if not meta.is_file():
         return None

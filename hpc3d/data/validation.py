@@ -78,7 +78,7 @@ def _of_validation() -> Iterator[None]:
 
 
 class ValidationBatches:
-    """Evaluation batches, with the same windows as hpc3d.data.batches.
+    """Evaluation batches, cut into windows in the same way as the training batches.
 
     `count` is the number of batches needed for all windows, but at most `most` (0: unlimited). An
     incomplete last batch is padded with sequences without targets. Raises ValueError if the tokens

@@ -21,7 +21,7 @@ _Choose = Callable[[np.ndarray, int], Sequence[int] | None]
 class TextRequest(NamedTuple):
     """Request for `samples` continuations of a prompt, with at most `tokens` new tokens each.
 
-    The model runs on a batch of `sequences` sequences, which is divisible by the mesh axes.
+    The batch has `sequences` sequences, a number that is divisible by the sizes of the mesh axes.
     Sequences beyond the number of samples are duplicates.
     """
 
@@ -62,7 +62,7 @@ def _window(decoder: Decoder, tokens: np.ndarray, unread: int) -> np.ndarray:
 
 
 def _agreed(mesh: Mesh, choose: Callable[[], Sequence[int] | None]) -> np.ndarray | None:
-    """Return the tokens that rank 0 chooses, broadcast to all ranks, or None to stop."""
+    """Broadcast the tokens chosen by rank 0 and return them, or `None` if generation stops."""
     found = np.empty(0, np.int64)
     if mesh.rank == 0:
         tokens = choose()

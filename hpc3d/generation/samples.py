@@ -39,7 +39,7 @@ class Samples:
         self.write, self.stopping, self.reason = write, stopping, _ENOUGH
 
     def choose(self, logits: np.ndarray, number: int) -> list[int] | None:
-        """Return the next token of each sample, or None to stop."""
+        """Return the next token of each sample, or `None` to stop generation."""
         if self.stopping():
             self.reason = _STOPPED
             return None

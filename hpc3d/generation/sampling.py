@@ -13,10 +13,10 @@ from hpc3d.ops.random import philox_draws, philox_key
 class Sampling(NamedTuple):
     """Sampling parameters, with the same semantics as in Hugging Face `transformers`.
 
-    The logits are divided by `temperature`, and the `top_k` largest logits are kept (0: all).  Of
-    these tokens, the smallest set of most probable tokens whose probabilities add up to at least
-    `top_p` is kept (Holtzman et al. 2020, arXiv:1904.09751).  A temperature of 0 selects the token
-    with the largest logit.
+    The logits are divided by `temperature`, and the `top_k` largest logits are kept (0: all).
+    Among the corresponding tokens, only the smallest set of the most probable ones whose
+    probabilities add up to at least `top_p` is kept (Holtzman et al. 2020, arXiv:1904.09751).  A
+    temperature of 0 selects the token with the largest logit.
     """
 
     temperature: float = 1.0
@@ -39,7 +39,7 @@ class Sampling(NamedTuple):
             return int(logits.argmax())
         chances = self.probabilities(logits).cumsum()
         bits = philox_draws(philox_key((self.seed, "generate", sample)), position, 1)
-        uniform = int(bits[0] >> np.uint64(11)) * 2.0**-53  # < 1, also after scaling and rounding
+        uniform = int(bits[0] >> np.uint64(11)) * 2.0**-53  # < 1, even after rounding
         return int(np.searchsorted(chances, uniform * chances[-1], side="right"))
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ import os
 import select
 
 _PIECE = 1 << 16  # maximum bytes per read
-_PAUSE = 2.0  # seconds without input after which a text ends
+_PAUSE = 2.0  # seconds without input that mark the end of the text
 _NOTHING = 10.0  # maximum seconds to wait for the first byte
 
 

@@ -89,7 +89,7 @@ class TrainedModel(NamedTuple):
         if ids.max() >= known:
             raise ValueError(
                 f"--prompt contains token {ids.max()}, but the model's vocabulary has {known} "
-                f"tokens; use the {_TOKENIZER} from the training of the model"
+                f"tokens; use the {_TOKENIZER} with which the model was trained"
             )
         return ids
 
@@ -115,7 +115,7 @@ class PublishedValues:
 
 
 def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
-    """Return the model at a path, on rank 0; raise ValueError if it cannot generate text.
+    """Load the model at a path on rank 0; raise ValueError if it cannot generate text.
 
     `words` are options such as `--section.key value`; only options for the model are used.
     """
@@ -177,7 +177,7 @@ def _of_run(path: Path, words: Sequence[str]) -> TrainedModel:
 
 
 def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer:
-    """Return the tokenizer of a run's training text, or of the file `text` if it is given."""
+    """Return the tokenizer of the file `text`, or of the run's training text by default."""
     name, vocabulary = config.data.tokenizer, config.model.vocabulary
     if text is None and (kept := kept_tokenizer(path)):
         return kept

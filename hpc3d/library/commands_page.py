@@ -22,8 +22,8 @@ The command `python -m hpc3d.library.commands_page > docs/commands.md` writes th
 parsers, and a test compares the two.
 """
 
-# Maps a command to the module and the function that return its parser. If the function is "",
-# the module has no argparse parser, and its docstring is the help text.
+# Dict from command to (module, function that returns its parser). If the function is "", the
+# module has no argparse parser, and its docstring is the help text.
 _PARSERS = {
     "init": ("init", "parser"),
     "train": ("train", ""),
@@ -88,7 +88,7 @@ def _option(action: argparse.Action) -> str:
 
 
 def _spelled(action: argparse.Action, short: bool = False) -> str:
-    """Return an option or argument as in a usage line, such as `-o, --output FILE`."""
+    """Format an option or argument for a usage line, such as `-o, --output FILE`."""
     names = action.option_strings[:1] if short else action.option_strings
     return " ".join(filter(None, [", ".join(names), _values(action)]))
 

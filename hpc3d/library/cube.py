@@ -208,7 +208,7 @@ class Cube:
 
 
 def _split(scheme: str | Split) -> Split:
-    """Return the Split of a scheme; `scheme` is its name, or already a Split."""
+    """Convert the name of a scheme to its Split; a Split is returned unchanged."""
     if not isinstance(scheme, str):
         return scheme
     if scheme not in SCHEMES:

@@ -22,9 +22,9 @@ class StepPrediction(dict[str, Any]):
     The keys are: `step_time_s` [s]; `tokens_per_s`; `bubble`, the fraction of the step time that
     the busiest stage waits for messages; `communication`, the fraction of the step time that this
     stage waits for other calls; `flop`, summed over all ranks; `mfu` and `hfu` (arXiv:2205.05198),
-    as fractions of the machine's peak; `memory` [B], with the peaks of the `stages`, of the
-    `worst` stage and in `total`, and with `fits`, which is true if the model fits in memory; and
-    `bytes`, received by a rank of stage 0, by axis and operation. `config` is the resolved
+    as fractions of the machine's peak; `memory` [B], a dict with the peaks of all `stages`, the
+    peak of the `worst` stage, the `total`, and `fits`, which is true if the model fits in memory;
+    and `bytes`, which a rank in stage 0 receives, by axis and operation. `config` is the resolved
     configuration.
     """
 
@@ -48,7 +48,7 @@ class StepPrediction(dict[str, Any]):
 
     @property
     def received(self) -> pd.DataFrame:
-        """Calls and received bytes of a stage-0 rank in a step, by mesh axis and operation."""
+        """Calls and received bytes per step of a rank in stage 0, by mesh axis and operation."""
         return _frame(
             [
                 {"axis": axis, "op": op, **each}

@@ -10,7 +10,7 @@ from typing import TextIO
 from hpc3d.console.sanitize import Controls
 from hpc3d.runtime.launcher import launcher
 
-# Parameters of the escape sequence SGR, Select Graphic Rendition (ECMA-48, 8.3.117).
+# Parameters of SGR (Select Graphic Rendition) escape sequences; see ECMA-48, 8.3.117.
 _STYLES = {"faint": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33"}
 _TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 
