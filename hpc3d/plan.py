@@ -99,14 +99,14 @@ def parser() -> Parser:
     add(
         "--techniques",
         action="store_true",
-        help="print the savings and cost of each technique for the layout of INPUT.toml",
+        help="print the savings and cost of each memory-saving technique for INPUT.toml",
     )
     add("--json", action="store_true", help=_JSON)
     return parser
 
 
 def plan(options: Namespace, overrides: Sequence[str]) -> None:
-    """Search for the best layouts or, with --techniques, compare the techniques."""
+    """Search for the best layouts or, with --techniques, compare memory-saving techniques."""
     if options.techniques:
         _techniques(options, overrides)
     else:
@@ -114,7 +114,7 @@ def plan(options: Namespace, overrides: Sequence[str]) -> None:
 
 
 def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
-    """Print the savings and the cost of each technique for the layout in the input file."""
+    """Print the savings and the cost of each memory-saving technique for the input's layout."""
     from hpc3d.predict.machine import machine_file
     from hpc3d.predict.planning.ranking import shown_layout
     from hpc3d.predict.planning.techniques import effects
@@ -284,7 +284,7 @@ def show(
 
 
 def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
-    """Print how many layouts the search has excluded, considered, estimated and simulated."""
+    """Print the numbers of layouts excluded, considered, estimated and simulated in the search."""
     sizes = len(found.timed) + len(found.cut) + len(found.left)
     print(f"{len(found.cut):5d} mesh sizes were excluded by a lower bound on their step time")
     if found.left:

@@ -192,7 +192,7 @@ def _refuse_others(numbered: Sequence[Path], tokenizer: BpeTokenizer, name: str)
 
 
 def _progress(size: int) -> Callable[[int], None]:
-    """Return a callback that logs how many of `size` bytes of text have been processed."""
+    """Return a callback that logs the amount of text processed so far, out of `size` bytes."""
     done = 0
 
     def report(piece: int) -> None:

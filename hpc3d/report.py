@@ -156,7 +156,7 @@ def _cleared(out):
 
 
 def _folders(report):
-    """Return the name of each run's subfolder in exports/, which is empty for a single run."""
+    """Return the name of each run's subfolder of exports/, or "" if there is only one run."""
     return [str(n) if len(report.runs) > 1 else "" for n in range(1, 1 + len(report.runs))]
 
 

@@ -43,20 +43,20 @@ ended and its input has arrived. A message takes --comm seconds and never waits 
 
 The command prints a diagram, the makespan, and the bubble as defined in Zero Bubble
 (arXiv:2401.10241). For each stage, it prints the peak numbers of microbatches in flight and of
-microbatches that wait for W. In the diagram, F is a forward pass and B a backward pass. If the
-schedule splits the backward pass, B computes the input gradient and W the weight gradient.
-Lowercase letters mark passes of model chunk 1."""
+microbatches whose weight gradient (W) is pending. In the diagram, F is a forward pass and B a
+backward pass. If the schedule splits the backward pass, B computes the input gradient and W the
+weight gradient. Lowercase letters mark passes of model chunk 1."""
 
 _SCHEDULE_JSON = """\
-print one JSON object on the last line: name, stages, microbatches, chunks, steps, the times,
-makespan [s], bubble, and in_flight and weight_inputs of each stage"""
+print one JSON object on the last line, with the keys name, stages, microbatches, chunks, steps,
+the given times, makespan [s], bubble, and lists with in_flight and weight_inputs of each stage"""
 
 _STEP_JSON = """\
-print one JSON object on the last line: machine, ranks, step_time_s, tokens_per_s, bubble,
-communication (fraction of the step), flop, mfu, hfu, memory (stages, worst, total, fits) [B],
-bytes (by axis and operation: calls and received bytes of a rank of stage 0); with train.eval_every
-also evaluation_batch_s (seconds per evaluation batch), and for a mixture of experts also mixture
-(parameters, active, blocks, slots, capacity)"""
+print one JSON object on the last line, with the keys machine, ranks, step_time_s, tokens_per_s,
+bubble, communication (fraction of the step time), flop, mfu, hfu, memory (stages, worst, total,
+fits) [B] and bytes (calls and received bytes of a rank in stage 0, by axis and operation). If
+train.eval_every is set, evaluation_batch_s is the time in seconds per evaluation batch. For a
+mixture of experts, mixture contains parameters, active, blocks, slots and capacity"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,7 +125,7 @@ def _step(options, overrides):
 
 
 def _batches(train, seconds):
-    """Describe the evaluations: the number of batches, the time, and the interval in steps."""
+    """Describe the evaluations of a run: number of batches, time, and interval in steps."""
     often = f"every {train.eval_every} steps" if train.eval_every > 1 else "every step"
     if not train.eval_batches:
         return f"all batches of the validation text, {often}"
@@ -201,7 +201,7 @@ def _add_options(add):
     add("--forward", type=_times, default=1.0, metavar="S", help=_time("the forward pass"))
     add("--backward", type=_times, default=1.0, metavar="S", help=_time("the input gradient"))
     add("--weight", type=_times, default=1.0, metavar="S", help=_time("the weight gradient"))
-    comm = "time in s of a message (default: 0), or a list with one time per chunk boundary: 1,2,3"
+    comm = "time per message in s (default: 0), or a list with one time per chunk boundary: 1,2,3"
     add("--comm", type=_times, default=0.0, metavar="S", help=comm)
     add(
         "--chunks",

@@ -196,12 +196,12 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
 
 
 def checked_program(config: Config, this_machine: bool = True) -> Program:
-    """Return the training program of all pipeline stages; called only on rank 0.
+    """Return the training program of all pipeline stages. Only rank 0 calls this function.
 
     Raises
     ------
     ValueError
-        If `this_machine` is true, and its ranks need more memory than it has.
+        If `this_machine` is true and the memory of this machine is too small for its ranks.
     """
     from hpc3d.pipeline.program import program_of
     from hpc3d.training.footprint import refuse_what_cannot_fit
@@ -299,7 +299,7 @@ def _begin(
 
 
 def explain(words: list[str]) -> None:
-    """Print the help text with all keys on rank 0, or only the help texts of the named keys."""
+    """Print the help text with all keys, or only the help texts of the named keys (rank 0)."""
     from hpc3d.config.reference import about, manual, page_width
 
     width = page_width()

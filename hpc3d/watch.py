@@ -1,4 +1,4 @@
-"""Monitor a run from another terminal: loss, speed, remaining time and waiting ranks.
+"""Monitor a run from another terminal: loss, speed, remaining time and wait times of ranks.
 
 python -m hpc3d.watch results/RUN
 python -m hpc3d.watch                  # the newest run in results/
@@ -27,9 +27,9 @@ Show the progress of a run until Ctrl-C: step, remaining time, loss, tokens/s, m
 and, for each mesh axis, the fractions of the step time spent in calls and waiting for other ranks.
 
 The command only reads files, so it runs on any machine that sees the folder of the run, also over
-ssh. Activities inside a step come from the last trace segments, which are at most half a minute
-old. A run that has ended is shown once. If the output is not a terminal, one line is printed per
-finished step."""
+ssh. The activities within a step are read from the latest trace segments, which are at most half
+a minute old. If the run has ended, its final state is shown once. If the output is not a terminal,
+one line is printed per finished step."""
 
 # Escape sequences that move the cursor to the top left, and erase the rest of the line or screen.
 _TOP, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -126,7 +126,7 @@ def _size() -> os.terminal_size:
 
 
 def _shows(letters: str) -> bool:
-    """Return True if the encoding of standard output contains these characters."""
+    """Return True if the encoding of standard output can represent these characters."""
     try:
         letters.encode(sys.stdout.encoding or "utf-8")
     except UnicodeError:

@@ -17,7 +17,7 @@ CLOCKS = "/proc/self/ns/time"
 
 
 def kernel() -> tuple[str, str]:
-    """Return the boot ID and the time namespace; ranks that share a clock have the same ones."""
+    """Return the boot ID and the time namespace, which are equal on ranks that share a clock."""
     boot = clocks = ""
     with suppress(OSError):
         boot = BOOT.read_text(encoding="ascii").strip()
@@ -27,7 +27,7 @@ def kernel() -> tuple[str, str]:
 
 
 def namesakes(kernels: Iterable[tuple[str, tuple[str, str]]]) -> str | None:
-    """Return an error message if several hosts have the same name, otherwise None.
+    """Return an error message if several hosts have the same name, otherwise `None`.
 
     `kernels` has one pair (host name, `kernel()`) per rank.
     """

@@ -20,8 +20,8 @@ from hpc3d.console.sanitize import lines_of, sanitized
 from hpc3d.runtime.host_map import kernel, namesakes
 from hpc3d.runtime.launcher import end_later, launcher
 
-_OUTLIVED = 2  # lifetime in s of a failure marker after the failed rank has ended
-_UNHEARD = 5  # timeout in s for the launcher to end the job after an abort
+_OUTLIVED = 2  # time in s for which the failure marker outlives the failed rank
+_UNHEARD = 5  # maximum time in s for the launcher to end the job after an abort
 
 
 class Job:
@@ -48,7 +48,7 @@ class Job:
         self.id = self.comm.bcast(f"{self.kernels[0][0]}-{os.getpid()}")
 
     def namesakes(self) -> str | None:
-        """Return an error message if several hosts have the same name, otherwise None.
+        """Return an error message if several hosts have the same name, otherwise `None`.
 
         Open MPI treats such hosts as one host, so its next collective call would deadlock.
         """
@@ -111,7 +111,7 @@ class Job:
         print(f"hpc3d.{self.name}: {text}", file=sys.stderr, flush=True)
 
     def scatter_from_root(self, function: Callable[[], Sequence[Any]]) -> Any:
-        """Scatter the list that `function()` returns on rank 0, one value per rank."""
+        """Call `function()` on rank 0, and scatter the returned list, one value per rank."""
         return self.comm.scatter(function() if self.rank == 0 else None)
 
     def gather(self, value: Any) -> list[Any]:
@@ -119,7 +119,7 @@ class Job:
         return self.comm.allgather(value)
 
     def barrier(self) -> None:
-        """Wait for all ranks without busy-waiting, because rank 0 may be seconds late."""
+        """Wait for all ranks without busy-waiting, because rank 0 may arrive seconds later."""
         request = self.comm.Ibarrier()
         while not request.Test():
             time.sleep(0.005)
@@ -144,8 +144,8 @@ class Job:
         """Return True on the first failing rank of this job on this host.
 
         The first failing rank binds an abstract socket address, which leaves no file.  A child
-        process keeps the address bound for some seconds after this rank has ended, so that the
-        ranks that fail next see it.
+        process keeps the address bound for some seconds after this rank has ended, so that ranks
+        that fail later find it in use.
         """
         try:
             failure = socket.socket(socket.AF_UNIX)

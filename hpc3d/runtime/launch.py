@@ -57,12 +57,12 @@ _DISK = (
     errno.EIO,
     errno.ESTALE,
 )
-_MEETING = 60  # timeout of the first collective call in s
-_SPOKEN = 0.5  # delay in s during which the launcher forwards printed output
+_MEETING = 60  # timeout in s of the first collective call
+_SPOKEN = 0.5  # time in s for the launcher to forward printed output
 _ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # possible values of run.signal
 _POKE = signal.SIGURG  # signal that wakes the main thread; ignored by default
 _BUSY_ALONE = 5  # timeout in s for the main thread to leave a BLAS or HDF5 call
-_BUSY = 0.1  # the timeout if a launcher is about to kill this process
+_BUSY = 0.1  # the same timeout if a launcher is about to kill this process
 _SAVED = 60  # timeout in s of the exit hooks in a forked child process
 
 
@@ -129,11 +129,11 @@ def _starting(name: str) -> AbstractContextManager[None]:
 
 
 def _met(make: Callable[[], Job], name: str) -> Job:
-    """Return the job of `make()`; abort if its first collective call exceeds _MEETING seconds.
+    """Create the job with `make()`; abort if its first collective call exceeds _MEETING seconds.
 
     The call does not complete if hosts cannot reach each other.  In this case, one rank per host
-    prints a message, and all ranks are aborted.  If ranks exited without an abort, other ranks
-    connected to them would fail with an Open MPI error.
+    prints a message, and all ranks are aborted.  If a rank exited without an abort, the ranks
+    connected to it would fail with an Open MPI error.
     """
     from hpc3d.runtime.job import end_job
 
@@ -247,9 +247,10 @@ def _must_end(job: Job, signals: list[int]) -> bool:
 
 
 def _call_where_safe(job: Job, act: Callable[[], None]) -> None:
-    """Call `act()` here if the main thread is in a communication call, else on the main thread.
+    """Call `act()` on this thread if the main thread communicates, else on the main thread.
 
-    After a timeout, call it here in any case. If the process must end, repeat until it ends.
+    After a timeout, `act()` is called on this thread in any case. If the process must end, the
+    calls are repeated until it ends.
     """
     last = time.monotonic() + (_BUSY_ALONE if job.size == 1 else _BUSY)
     while True:
@@ -310,7 +311,7 @@ def save_in_child(job: Job) -> int:
     child = fork_or_end()
     if child == 0:
         os.setsid()
-        signal.alarm(_SAVED)  # ends a deadlock on a lock held by another thread of the parent
+        signal.alarm(_SAVED)  # ends the child if a lock held by another thread was copied
         _call_all(job)
         os._exit(0)
     return child
@@ -333,7 +334,7 @@ def _call_all(job: Job) -> None:
 
 
 def watch(seconds: float) -> None:
-    """Start a watchdog: print all stacks and exit unless called again within `seconds`."""
+    """Start or restart the watchdog, which prints all stack traces and exits after `seconds`."""
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 

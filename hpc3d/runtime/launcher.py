@@ -16,15 +16,14 @@ from hpc3d.runtime.fork import fork_or_end
 
 # Process names of Open MPI's and MPICH's launchers.  Shells and batch systems are excluded.
 _LAUNCHERS = ("mpirun", "mpiexec", "orted", "orterun", "prted", "prterun", "hydra_pmi_proxy")
-HEARD = 8  # timeout in s for a launcher to end a job by itself
-# Seconds between signals. A second signal is sent, because a single one does not stop mpirun while
-# it is waiting for a host.
+HEARD = 8  # maximum time in s for a launcher to end a job by itself
+# Seconds between two signals. A single signal does not stop mpirun while it is waiting for a host.
 AGAIN = 2
 _SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 
 
 def born(pid: int) -> str | None:
-    """Return the start time of process `pid` in clock ticks, or None if the process has ended."""
+    """Return the start time of process `pid` in clock ticks, or `None` if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -47,7 +46,7 @@ def launcher() -> tuple[int, str | None] | None:
 
 
 def end_later(found: tuple[int, str | None] | None) -> None:
-    """Return immediately, and terminate a launcher later if it does not end by itself.
+    """Arrange for a launcher to be terminated later if it does not end by itself.
 
     A child process sends the signals, because this process exits before the launcher.  `found` is
     the result of `launcher()`.

@@ -25,7 +25,7 @@ from hpc3d.console.small_files import replacing
 from hpc3d.runtime.optional_packages import need
 
 NAME = "metrics.jsonl"
-_MOST = 1e150  # largest valid number; products of larger numbers overflow
+_MOST = 1e150  # largest valid absolute value; products of larger numbers may overflow
 _Record = dict[str, Any]
 _Sink = Callable[[_Record], object]
 
@@ -47,7 +47,7 @@ class MetricsFile:
         self.file, self.sinks, self.say = self.path.open("a", encoding="utf-8"), [*sinks], say
 
     def _keep(self, start: int) -> None:
-        """Atomically remove the records of all steps after the first `start` steps."""
+        """Remove, in one atomic replacement of the file, all records after `start` steps."""
         with replacing(self.path) as kept, kept.open("w", encoding="utf-8") as file:
             file.writelines(line for line, record in _lines(self.path) if _done(record) <= start)
 
@@ -56,7 +56,7 @@ class MetricsFile:
         try:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-        except OSError as error:  # write errors do not contain the file name
+        except OSError as error:  # Python does not add the file name to write errors
             error.filename = str(self.path)
             raise
         for sink in [*self.sinks]:
@@ -122,7 +122,7 @@ def _record(line: str | bytes) -> _Record | None:
 
 
 def _is_sound(record: _Record) -> bool:
-    """Return True if the step is an integer and each value is a number in range or None."""
+    """Return True if the step is an integer and all values are valid numbers or `None`."""
     known = [value for value in record.values() if value is not None]
     numbers = all(type(value) in (int, float) for value in known)
     return type(record.get("step")) is int and numbers and all(abs(each) < _MOST for each in known)
@@ -153,7 +153,7 @@ def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) ->
 def _function(hook: str) -> _Sink:
     """Import and return the user function `hook`, given as MODULE:FUNCTION."""
     module, _, name = hook.partition(":")
-    # `python -m` adds the current folder to the path, the script `hpc3d` does not.
+    # `python -m` adds the current folder to the import path, but the script `hpc3d` does not.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

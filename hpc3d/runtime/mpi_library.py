@@ -19,7 +19,7 @@ from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 from hpc3d.runtime.probe import outcome, release
 
 CONSENT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-# Variables that allow oversubscription, the first in Open MPI 4 and the second in Open MPI 5.
+# Environment variables that allow oversubscription in Open MPI 4 and in Open MPI 5.
 CROWD_4, CROWD_5 = "OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_rmaps_default_mapping_policy"
 _IN_A_JOB = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
 _CROWD = {CROWD_4: "1", CROWD_5: "slot:oversubscribe"}
@@ -148,7 +148,7 @@ def mpirun(mpi: MpiInstall, launcher: MpiInstall | None) -> Iterator[Finding]:
         text = f"the --version output of {launcher.path} names no known MPI"
         yield Finding(WARN, "mpirun", text, put_on_path(mpi))
     elif launcher.abi != mpi.abi:
-        text = f"{launcher}, but the MPI library is {mpi.maker}: each rank would be its own job"
+        text = f"{launcher}, but the MPI library is {mpi.maker}: each rank would be a separate job"
         yield Finding(FAIL, "mpirun", text, put_on_path(mpi))
     elif launcher.version != mpi.version:
         text = f"{launcher}, but the MPI library has version {mpi.version}"
@@ -170,7 +170,7 @@ def put_on_path(mpi: MpiInstall) -> str:
 
 
 def root() -> Iterator[Finding]:
-    """Check that Open MPI's mpirun does not refuse to start ranks because the user is root."""
+    """Check that, if the user is root, Open MPI's mpirun is configured to run as root."""
     missing = [name for name in CONSENT if os.environ.get(name) != "1"]
     if os.geteuid() == 0 and missing:
         remedy = f"export {' '.join(f'{name}=1' for name in missing)}, or use another user"
@@ -178,7 +178,7 @@ def root() -> Iterator[Finding]:
 
 
 def oversubscription(launcher: MpiInstall) -> Iterator[Finding]:
-    """Check that Open MPI's mpirun allows oversubscription, and that idle ranks yield cores."""
+    """Check that Open MPI's mpirun allows oversubscription, and that waiting ranks yield cores."""
     if allows_more(launcher):
         yield Finding(OK, "more ranks than cores", "mpirun allows them")
     else:
@@ -265,7 +265,7 @@ def _of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
 
 
 def mismatch_report(meant: int) -> list[str]:
-    """Return error lines for the case that each of `meant` processes is an MPI job of size 1.
+    """Return error lines to print if each of `meant` processes is an MPI job of size 1.
 
     Only rank 0 calls this function.  The function is fast, because it starts no other process.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
-SEEN_WITHIN = 3  # timeout in s; on network file systems, new files appear with a delay
+SEEN_WITHIN = 3  # timeout in s, because new files appear with a delay on network file systems
 REMEDY = "set --run.out to a folder that all hosts share, or start the job in one"
 
 

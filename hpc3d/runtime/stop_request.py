@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that end a process by default
-MINUTES, FILE = 1001, 1002  # codes of other requests, larger than any signal number
+MINUTES, FILE = 1001, 1002  # codes of requests without a signal, larger than any signal number
 
 
 class Stop:
