@@ -5,7 +5,7 @@ From Python (docs/api.md):
     import hpc3d
 
     cube = hpc3d.Cube(x=2, y=2, z=2)        # ranks are threads
-    y = cube.matmul(x, w)                   # 3-D algorithm; cube.calls: calls and received bytes
+    y = cube.matmul(x, w)                   # 3-D algorithm; cube.calls lists the communication
     run = hpc3d.open("results/RUN")         # run.verdict, run.losses, run.timeline()
 """
 

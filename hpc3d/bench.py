@@ -27,7 +27,7 @@
     partition  RaNNC's experiments on 32 V100 (arXiv:2103.16063): BERT and ResNet of many sizes,
                partitioned by hpc3d and by others; takes tens of minutes, or a few with --quick
 
-Ratios are medians of pairs of consecutive runs. Single times are not meaningful on a busy machine.
+Ratios are medians over pairs of consecutive runs. On a busy machine, single times vary too much.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def parser() -> Parser:
     text = (
         "create a run from a Hugging Face Transformers model: GPT-2, BERT, Llama, Qwen2, or "
         "Mistral or Mixtral without a sliding window; `train --resume RUN_DIR` trains it on any "
-        "layout; configuration keys, such as --data.path, are options as for train"
+        "layout; configuration keys, such as --data.path, can be set as options, as in train"
     )
     usage = f"%(prog)s {files} -o RUN_DIR [--section.key value ...] [--allow-nonfinite] [--json]"
     begin = verb("import", _begin, text, source=files, output="RUN_DIR", usage=usage)

@@ -40,7 +40,7 @@ _STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 _JSON = """\
 print one JSON object on the last line, with the keys verdict (the worst one) and findings (each
 with verdict, subject, text, remedy and printed, the output of a program)"""
-# Dict from an excerpt of the error message of a failed launch to a remedy.
+# Dict from a fragment of a launch error message to the remedy.
 _SAID = {
     "as root": f"run export {mpi_library.CONSENT[0]}=1 {mpi_library.CONSENT[1]}=1",
     "not enough slots": "use mpirun --oversubscribe; in a job, request more tasks",

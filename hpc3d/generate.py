@@ -9,10 +9,10 @@ The text is written to standard output as it is generated, and everything else t
 
 On N ranks, tensor axes split the model as in training. Set them as in an input file:
 --mesh.x 2 --parallel.scheme 2d. By default, the mesh of the run is used if it has N ranks, and
-otherwise the best cuboid. Products are in float64 (--train.dtype), so that a seed gives the same
-text on every layout.
+otherwise the best cuboid. By default, the model is evaluated in float64 (--train.dtype), so that a
+seed gives the same text on every layout.
 
-A model sees at most the last model.sequence tokens. When they are full, the older half is dropped.
+The context is limited to model.sequence tokens. When it is full, the older half is dropped.
 """
 
 from __future__ import annotations
@@ -240,7 +240,8 @@ def parser() -> Parser:
         "--top-p",
         type=_number(0, 1),
         default=1.0,
-        help="sample from the fewest most likely tokens with total probability P (default: 1)",
+        help="sample from the smallest set of most likely tokens whose total probability is at least "
+        "P (default: 1)",
     )
     add("--seed", type=integer(0, _MOST_SEED), default=1234, help="random seed (default: 1234)")
     add(

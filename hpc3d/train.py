@@ -17,7 +17,7 @@ memory and the time that it would take on --machine NAME. --ranks N replaces mpi
 
 To stop a run after the current step with all state saved, send SIGTERM, SIGINT, SIGHUP or the
 signal of run.signal to a rank, set train.max_minutes, or create a file STOP in the folder of the
-run. mpirun forwards USR1. At Ctrl-C, mpirun kills the ranks.
+run. mpirun forwards USR1. On Ctrl-C, mpirun kills the ranks.
 
 Exit codes: 0 success; 1 a rank failed; 2 invalid input (nothing was started); 3 a check found
 wrong data; 4 a loss or gradient is not finite; 5 no progress for run.watchdog_s; 75 stopped early,

@@ -33,7 +33,7 @@ def initial_state(
     read: Callable[[str], np.ndarray],
     specs: Sequence[StateSpec],
 ) -> InitialState:
-    """Return an initial state with the values `read(name)` and zero-filled optimizer states."""
+    """Return a state with the parameter values `read(name)` and zero-filled optimizer states."""
 
     def states_of(name, shape):
         """Yield (kind, shape, dtype) for each optimizer state of a parameter."""

@@ -282,7 +282,7 @@ class Checkpoint:
         return MASTER.name if (name, MASTER.name) in self.sources else "value"
 
     def damage(self, number: int = 0, of: int = 1) -> str | None:
-        """Check the SHA-256 of every `of`-th file, starting with file `number`.
+        """Check the SHA-256 hashes of the files `self.files[number::of]`.
 
         Returns a message about the first damaged file, or `None` if all checked files are intact.
         """

@@ -24,7 +24,7 @@ from hpc3d.model.context import Context
 from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split
 
-_LONG = 1024  # shortest sequence in tokens for which chunked attention is not slower in NumPy
+_LONG = 1024  # sequence length in tokens from which chunked attention is no slower in NumPy
 STRICT = {"extra": "forbid"}
 OPTIMIZER_KEYS = "beta1", "beta2", "epsilon"
 CONSTANTS: dict[str, dict[str, float]] = {  # optimizer -> default hyperparameters
@@ -158,7 +158,7 @@ class ParallelConfig:
     while they are not in use. Example: ["optimizer"]. On CPUs, the data is stored in files in
     TMPDIR; on GPUs, in host memory."""
     schedule: str | None = None
-    """Pipeline schedule: {schedules} or csv:FILE. Default: none with one stage, otherwise 1f1b."""
+    """Pipeline schedule: {schedules} or csv:FILE. Default: 1f1b, or none if there is one stage."""
 
     @property
     def way(self) -> str:
@@ -377,7 +377,7 @@ class TrainConfig:
         return {key: usual[key] if given[key] is None else given[key] for key in usual}
 
     def decaying(self) -> int:
-        """Return the number of steps, including the warmup, until the learning rate is final."""
+        """Return the number of steps, including the warmup, after which the decay ends."""
         return self.decay_steps or max(self.steps, self.warmup)
 
     def cools_down(self) -> bool:

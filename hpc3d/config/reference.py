@@ -51,7 +51,7 @@ The command `python -m hpc3d.config.reference > docs/configuration.md` writes th
 def manual(table: type = Config, width: int = _WIDTH) -> str:
     """Format the keys of a dataclass as an input file, with default values and descriptions.
 
-    Lines are wrapped to `width` characters. Keys without a default are commented out.
+    Lines are wrapped to `width` characters. Keys that are unset by default are commented out.
     """
     types, texts = get_type_hints(table), meanings(table)
     sections = [key for key in types if is_dataclass(types[key])]

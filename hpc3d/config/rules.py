@@ -30,7 +30,7 @@ def unknown_values(config: Config) -> Iterator[str]:
 def _without_validation(config: Config) -> Iterator[str]:
     every = config.train.eval_every
     if every > 0 and not config.torch.factory and config.data.validation in (None, ""):
-        remedy = "set it to a text, or to a fraction such as 0.05"
+        remedy = "set it to the path of a text, or to a fraction such as 0.05"
         yield f"train.eval_every = {every} requires data.validation; {remedy}"
 
 

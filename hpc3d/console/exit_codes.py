@@ -21,7 +21,7 @@ class BadData(ValueError):
 
 
 class JobExit(Exception):
-    """Exception that ends the job with exit code `code` on all ranks, without another message."""
+    """Exception that ends the job on all ranks with exit code `code`, without a message."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)

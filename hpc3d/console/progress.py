@@ -1,7 +1,7 @@
 """Progress display that shows the newest log record if an operation takes over two seconds.
 
 On a terminal, one status line is updated; otherwise, a line is printed every 30 s.  All modules
-log their progress with `logging`, which costs almost nothing.  The records are displayed only
+log their progress with `logging`, at almost no cost.  The records are displayed only
 inside the context manager `progress`, which commands use.
 """
 

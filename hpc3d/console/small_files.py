@@ -23,9 +23,9 @@ from typing import Any
 
 from hpc3d.console.sanitize import file_and_reason
 
-_MOST_TEXT = 2**20  # maximum size of an input or machine file in bytes
-MOST_JSON = 2**25  # maximum size of a config.json or a weight index in bytes
-MOST_SCHEDULE = 2**24  # maximum size of the CSV file of a schedule in bytes
+_MOST_TEXT = 2**20  # maximum size in bytes of an input or machine file
+MOST_JSON = 2**25  # maximum size in bytes of a config.json or a weight index
+MOST_SCHEDULE = 2**24  # maximum size in bytes of a schedule's CSV file
 _ABANDONED_S = 86400  # age in s at which another host's temporary file is removed
 MOST_PARTS = 100  # maximum number of components in a dotted key; parsing takes quadratic time
 

@@ -1,4 +1,4 @@
-"""Python interface of the commands train, simulate and plan, with their results as objects.
+"""Python interface of the commands train, simulate and plan, which return objects.
 
 Each function raises ValueError with the lines that the command would print.  `options` maps keys
 of the input file to values, for example {"train.steps": 3, "mesh.x": 2}.  `source` is the path of
