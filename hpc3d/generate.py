@@ -240,8 +240,8 @@ def parser() -> Parser:
         "--top-p",
         type=_number(0, 1),
         default=1.0,
-        help="sample from the smallest set of most likely tokens whose total probability is at least "
-        "P (default: 1)",
+        help="sample from the smallest set of most likely tokens whose total probability is "
+        "at least P (default: 1)",
     )
     add("--seed", type=integer(0, _MOST_SEED), default=1234, help="random seed (default: 1234)")
     add(
