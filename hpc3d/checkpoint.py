@@ -68,9 +68,7 @@ def parser() -> Parser:
         return one
 
     verb("show", show, "print the step, the layout, the tensors and the size of checkpoints")
-    verb(
-        "verify", verify, "verify the file checksums, and check every tensor for gaps and overlaps"
-    )
+    verb("verify", verify, "verify checksums, and check tensors for gaps and overlaps")
     files = "FOLDER|FILE.safetensors"
     text = (
         "export the parameters as a Hugging Face Transformers model (GPT-2, BERT, Llama, Qwen2 or "
