@@ -24,14 +24,14 @@ from hpc3d.runtime.metrics_file import NAME, MetricsReader
 from hpc3d.training.log import KEPT, duration
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
-_QUIET = 60  # seconds without a new step after which a run counts as silent
+_QUIET = 60  # a run is reported as silent if this many seconds pass without a new step
 _TAIL = 2000  # number of bytes at the end of the log that are searched for the final state
 _RECENT = 20  # number of most recent steps over which the speed is computed
-# A straggler is the last rank to join a call at least _LATE times as often as the average rank. At
-# most _NAMED stragglers are listed.
+# A rank is reported as a straggler if it is the last to arrive at a call at least _LATE times as
+# often as the average rank. At most _NAMED stragglers are listed.
 _LATE, _NAMED = 2, 3
 _SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # step-record keys
-_FINAL_STATES = (  # text in train.log -> state of the run
+_FINAL_STATES = (  # (text in train.log, state of the run that this text indicates)
     ("stopped after step", "stopped"),
     (KEPT, "ended"),
     ("from the last checkpoint with --resume", "failed"),

@@ -41,7 +41,7 @@ class AxisShares(NamedTuple):
 
 
 class NewestSegments:
-    """Newest trace segment of each rank. Segments are reread when the run has written new ones."""
+    """Reader of each rank's newest trace segment, which is reread if the run has written more."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.counts = run, dict[int, int]()
@@ -81,8 +81,8 @@ def _axis_shares(segments: Sequence[Segment]) -> AxisShares | None:
 def _calls(segments: Sequence[Segment]) -> tuple[Counter[str], Counter[str], Counter[int]]:
     """Return the time in calls and the waiting time in ns by axis, and late arrivals by rank.
 
-    In a collective, a rank waits until the last member has made the call. The full duration of
-    a message counts as waiting.
+    In a collective, a rank waits until the last member has made the call. In a send or receive,
+    the full duration counts as waiting.
     """
     calls, waits, late = Counter[str](), Counter[str](), Counter[int]()
     joined: dict[tuple, list[tuple[int, int, int]]] = {}

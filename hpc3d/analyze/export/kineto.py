@@ -23,7 +23,7 @@ from hpc3d.trace.schema import STREAM
 if TYPE_CHECKING:
     from hpc3d.analyze.export.events import Events
 
-COMPUTE, _COPIES, _CALLS = 7, 8, 20  # stream IDs: computation, copies, first mesh axis
+COMPUTE, _COPIES, _CALLS = 7, 8, 20  # stream IDs of computation, copies and the first mesh axis
 _HOST = 1  # process ID and thread ID of kernel launches and training steps
 _ON_HOST, _COMMUNICATION, _OFFLOAD = map(STREAM.index, ("host", "communication", "offload"))
 

@@ -145,7 +145,7 @@ class _Definitions:
         return self.registry.metric_class((moved, computed), otf2.MetricOccurrence.SYNCHRONOUS)
 
     def region(self, number: int, op: str) -> Any:
-        """Return the region of an event, which all events with its name and operation share."""
+        """Return the region of an event. It is shared by events with equal name and operation."""
         key = self.names[number], op
         if key not in self.regions:
             role = getattr(self.otf2.RegionRole, _ROLES.get(op, "FUNCTION"))
@@ -234,7 +234,7 @@ class _Records:
 
 
 def _of_location(events, own):
-    """Return the recorded and the derived columns of the events whose indices are in `own`."""
+    """Select the events with the indices `own`; return their columns plus derived columns."""
     columns = {key: values[own] for key, values in events.columns.items()}
     columns["number"] = own
     columns["posted"] = np.clip(columns["posted"], 0, columns["start"])

@@ -98,7 +98,7 @@ def records(events: Events, rows: slice) -> Iterator[dict[str, Any]]:
 
 
 def _arrows(events):
-    """Yield a start record and an end record with the same id for each arrow.
+    """Yield two records for each arrow, its start and its end, which have the same id.
 
     An arrow starts when the first call is posted, and ends just before the second call returns.
     """

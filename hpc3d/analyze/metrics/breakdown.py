@@ -84,8 +84,8 @@ def rank_rows(trace: Trace, calls: CallInstances) -> list[dict[str, Any]]:
 
     compute_s (including the optimizer), wait_s, transfer_s, copy_s, other_s and unrecorded_s add
     up to step_s. exposed_s = wait_s + transfer_s is the time during which the rank is blocked in
-    calls (see wait_states.py). copy_s is the time in nonblocking calls (calls with a deferred
-    wait), except broadcasts, which block.
+    calls (see wait_states.py). copy_s is the time that the rank needs to start nonblocking calls
+    (calls with a deferred wait). It excludes broadcasts, whose start blocks.
 
     outstanding_s is the portion of compute_s during which a call of the rank was outstanding:
     posted, but not yet waited for. It is an upper bound on the communication overlapped with
@@ -115,7 +115,7 @@ def copy_rows(trace: Trace) -> list[dict[str, Any]]:
     """Return the count, bytes, time and exposed time of offload copies, by name and phase.
 
     Times are in seconds per rank and step. exposed_s is the time during which the rank is blocked,
-    because its host performs the copy or waits for the device to complete it.
+    because the CPU performs the copy or waits for the device to complete it.
     """
     events = trace.events
     local = (events["group"] < 0) & np.isin(events["step"], trace.steps["step"])
@@ -151,8 +151,8 @@ def _parts(times, early, wait):
     times
         Dict from category to seconds.
     early
-        Seconds during which the rank is blocked in nonblocking calls before their waits (category
-        copy).
+        Seconds during which the rank is blocked while it starts broadcasts (category copy), before
+        it waits for their results.
     wait
         Seconds spent in calls before the last member arrives, or None if unknown.
     """
@@ -170,7 +170,7 @@ def _steps_of_ranks(trace):
 
 
 def _in_calls(calls, time):
-    """Sum `time` (one value in ns per call) over each rank's calls; return seconds per step."""
+    """Sum `time`, in ns for each call, over the calls of each rank; return seconds per step."""
     steps = _steps_of_ranks(calls.trace)
     total = np.bincount(calls.rank, time * calls.inside, len(steps))
     return (total / np.maximum(1, steps) * 1e-9).tolist()

@@ -104,9 +104,9 @@ def _instances_in_steps(calls):
     Returns
     -------
     kinds
-        Distinct (axis, op, members, size).
+        Distinct (axis, op, members, size) tuples, one per row.
     kind
-        Index of the kind of each instance.
+        Row index in `kinds` for each instance.
     time
         Duration of each instance in ns.
     later

@@ -39,7 +39,7 @@ def recorded_steps(trace: Trace) -> str:
 
 
 def require_steps(trace: Trace) -> None:
-    """Raise ValueError if no step was completed, and point to an earlier attempt with steps."""
+    """Raise ValueError if no step was completed; the message suggests a trace that has steps."""
     if len(trace.steps):
         return
     before = latest_with_steps(trace.path.parent)
@@ -63,7 +63,7 @@ def cells(trace: Trace) -> np.ndarray:
 
 
 def overlapped(trace: Trace) -> np.ndarray:
-    """Return a mask of the events on streams that overlap with computation on a device."""
+    """Return True for each event on a device stream that runs concurrently with computation."""
     return trace.events["stream"] >= COMMUNICATION
 
 
@@ -91,7 +91,7 @@ def event_values(trace: Trace, key: str, rows: slice | np.ndarray = slice(None))
 
 
 def own_time(trace: Trace) -> np.ndarray:
-    """Return the exclusive time of each event in ns: its duration without nested events.
+    """Return the exclusive time of each event in ns: its duration minus that of nested events.
 
     For a host event, the time during which the device computes or waits for a block is also
     excluded.
@@ -164,7 +164,7 @@ def _shifted(column, low, size):
 
 
 def slices(ranks: np.ndarray, count: int) -> list[slice]:
-    """Return the slice of rows of each rank from 0 to `count` - 1 in a sorted rank column."""
+    """Return the slice of rows of each rank less than `count`, for the sorted rank column `ranks`."""
     bounds = np.searchsorted(ranks, np.arange(count + 1))
     return [slice(*edge) for edge in pairwise(bounds.tolist())]
 

@@ -29,12 +29,12 @@ T95 = (
 _MODEL = ("layers", "hidden", "heads", "sequence")
 _LOAD = ("batch", *_MODEL, "setting")
 _PEERS = ("ranks", "p", "d", *_LOAD)
-_ALL = "all"  # value of the columns `axis` and `op` in the totals row
+_ALL = "all"  # value in the columns `axis` and `op` that marks the row of totals
 _Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
 # The true median lies between the extremes of n samples with probability 1 - 2^(1 - n), which is
 # 97 % for n = 6.
 FEWEST = 6
-CONSTANT = 0.1  # weak scaling: relative tolerance for the work per rank to count as equal
+CONSTANT = 0.1  # maximum relative difference in the work per rank that counts as weak scaling
 
 
 # Comparison of two runs
@@ -277,7 +277,7 @@ def gain_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _gains(run, runs):
-    """Return the step times of the best comparable 1-D and 2-D runs relative to this run."""
+    """Return the step times of the best comparable 1-D and 2-D runs, divided by this run's."""
     peers = [each for each in runs if all(each[key] == run[key] for key in _PEERS)]
     gains = {}
     for family in ("1d", "2d"):

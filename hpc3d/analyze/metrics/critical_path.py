@@ -89,7 +89,7 @@ class _Rows:
     def __init__(self, trace, calls, step):
         events, size = trace.events, len(trace.events)
         leaf, parent = np.ones(size + 1, bool), events["parent"]
-        leaf[parent] = False  # a parent of -1 (none) refers to the extra last entry
+        leaf[parent] = False  # the value -1 (no parent) indexes the unused last entry
         lasting = (events["step"] == step) & (own_time(trace) > 0) & ~overlapped(trace)
         self.row = rows = np.flatnonzero(leaf[:size] & lasting)
         if not len(rows):
@@ -109,7 +109,7 @@ class _Rows:
 
 
 def _extent(trace, rows, step):
-    """Return the earliest start and the latest end of a step, and the rank that ends last.
+    """Return the earliest start and the latest end of a step, and the rank that finishes last.
 
     The times are in ns on the clock of rank 0. The clock offset of a rank is taken from its first
     event for the start and from its last event for the end.
@@ -164,9 +164,9 @@ class _Walk:
 
 
 def _described(trace, rows):
-    """Describe each row of /events by a dict with the keys of _HOST.
+    """Return a dict of labels, with the keys of _HOST, for each of the given rows of /events.
 
-    Row -1 represents host time and is described by _HOST itself.
+    Row -1 stands for host time between events; its labels are the values of _HOST.
     """
     columns = []
     for key, other in _HOST.items():

@@ -168,9 +168,9 @@ def expert_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
 def exchange_rows(calls: CallInstances, timed: bool = True) -> list[dict[str, Any]]:
     """Return the call counts, bytes and times of dispatch and combine, per rank and step.
 
-    There is one row per mesh axis, phase, and dispatch or combine. If `timed`, the rows include
-    blocked_s = wait_s + transfer_s. The first all-to-all of a layer is the dispatch in a forward
-    pass and the combine in a backward pass.
+    Each row is for one mesh axis, one phase, and one operation (dispatch or combine). If `timed`,
+    the rows include blocked_s = wait_s + transfer_s. The first all-to-all of a layer is the
+    dispatch in a forward pass and the combine in a backward pass.
     """
     events, index = calls.trace.events, _exchanges(calls)
     row = calls.row[index]
@@ -193,7 +193,7 @@ def exchange_rows(calls: CallInstances, timed: bool = True) -> list[dict[str, An
 
 
 def _exchanges(calls):
-    """Return the indices in `calls` of all-to-all calls along the expert axis during steps."""
+    """Return the indices in `calls` of expert-parallel all-to-all calls in completed steps."""
     events, row = calls.trace.events, calls.row
     along = np.array([group.axis == EXPERTS for group in calls.trace.groups], bool)
     exchanges = calls.inside & calls.ending & with_label(events, "op", ["all_to_all"])[row]
@@ -201,7 +201,7 @@ def _exchanges(calls):
 
 
 def _order_in_pass(events, row):
-    """Label each all-to-all: 0 if it is the first of its layer in a pass, 1 if the second."""
+    """Return 0 for the first all-to-all of a layer in a pass and 1 for the second."""
     _, which = combinations([events[key][row] for key in _PASS])
     order = np.lexsort((events["seq"][row], which))
     first = np.flatnonzero(np.diff(which[order], prepend=-1))
@@ -217,7 +217,8 @@ def cost_row(
 
     `dropped` is the share of the routed tokens that are dropped, and `empty` is the unused share
     of the capacity; `dropped_even` and `empty_even` are the values for a balanced load.
-    `empty_flop` is the FLOP spent in unused slots, forward and backward, without recomputation.
+    `empty_flop` is the FLOP spent on unused slots in forward and backward passes, excluding
+    recomputation.
 
     `wait_s` is the mean wait time of a rank in expert-parallel all-to-all calls. `rank` is the
     rank that causes the longest waits in these calls. `experts` are the experts of this rank, and

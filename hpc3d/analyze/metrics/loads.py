@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SIZES = ("train.batch", *(f"model.{key}" for key in ("layers", "hidden", "heads", "sequence")))
 _TRAIN = ("train.batch", "train.dtype", "train.optimizer")
 WORK, LAYOUT, EXECUTION = "work", "layout", "how it runs"
-_GROUPS = {  # configuration section -> group; "" is for the top-level keys
+_GROUPS = {  # dict from configuration section to group; the section of top-level keys is ""
     **dict.fromkeys(("", "model", "data", "torch", "train"), WORK),
     **dict.fromkeys(("mesh", "parallel"), LAYOUT),
     **dict.fromkeys(("checkpoint", "guard", "trace", "run"), EXECUTION),
@@ -34,8 +34,12 @@ _EXCEPTIONS = {
     **dict.fromkeys(("name", "mesh.transport", "train.max_minutes"), EXECUTION),
     **dict.fromkeys(("train.backend", "train.cuda_graph", "train.fused_gelu"), EXECUTION),
 }
-_ALWAYS_NAMED = 2  # if more runs have the most frequent value of a key, they are not listed
-_OF_MACHINE = ("hosts", "MPI", "program")  # report header entries that are compared
+_ALWAYS_NAMED = 2  # maximum number of listed runs that have the most frequent value of a key
+_OF_MACHINE = (
+    "hosts",
+    "MPI",
+    "program",
+)  # entries of the report header in which runs are compared
 
 
 def group_of(key: str) -> str:
@@ -64,9 +68,9 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
 
 
 def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
-    """Return the trace kind (measured or simulated) and the keys in `load` except SIZES as text.
+    """Return a text that lists the trace kind and the settings in `load`, excluding SIZES.
 
-    The result is `None` if the load is unknown.
+    The trace kind is "measured" or "simulated". The result is `None` if `load` is `None`.
     """
     if load is None:
         return None

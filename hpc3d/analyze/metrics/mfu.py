@@ -25,7 +25,7 @@ _PRODUCTS = ("gemm", "attention", "graph")
 
 
 def model_flops(model: ModelConfig, batch: int, vocabulary: int) -> float:
-    """Return the FLOP of a step on `batch` sequences, without recomputation.
+    """Return the FLOP of a training step on `batch` sequences, excluding recomputation.
 
     For GPT-2, this is equation 7 of arXiv:2205.05198: 72 B L s h^2 (1 + s / (6 h) +
     V / (12 h L)) for batch size B, L layers, sequence length s, hidden size h and vocabulary V.

@@ -331,7 +331,7 @@ def _panels(
         times = ideal.cost.share(config.parallel.chunks).seconds()
         present = {what.op for row in ideal.rows for *_, what in row}
         text = ", ".join(f"{op} {times[op] * 1e3:.3g} ms" for op in COMPUTE if op in present)
-        title = f"simulated: stages take mean pass times ({text}), messages are instantaneous"
+        title = f"simulated: mean pass times on all stages ({text}), instantaneous messages"
         found.append((f"{title}, {_mean_idle(ideal.rows)}", spans(ideal.rows)))
     return found
 

@@ -54,7 +54,7 @@ def _hosts(trace):
 
 
 def _cores(trace: Trace) -> str | None:
-    """Describe the CPU cores and ranks of rank 0's host. Return None if they are unknown."""
+    """Return the numbers of cores and ranks on rank 0's host as text, or None if unknown."""
     count, host = trace.attrs.get("cores"), trace.ranks["host_id"]
     if not isinstance(count, int) or count < 1:
         return None

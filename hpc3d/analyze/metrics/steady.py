@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Steady:
-    """Open trace whose step table excludes the first step, unless there are no other steps."""
+    """View of an open trace whose step table excludes the first step if there are other steps."""
 
     def __init__(self, trace: Trace) -> None:
         step = trace.steps["step"]

@@ -45,7 +45,7 @@ _UNBOUND = (
     "send",
     "broadcast",
     "reduce",
-)  # operations that may end before all members have arrived
+)  # operations that may complete on a rank before all members have called them
 _EARLY = ("broadcast",)  # operations whose call may block before the separate wait
 
 
@@ -185,7 +185,8 @@ def _broadcast_calls(events, row):
     waits = np.flatnonzero(kind[row] & (events["posted"] < events["t_start"])[row])
     both = np.concatenate([called, row[waits]])
     times = np.concatenate([events["t_start"][called], events["posted"][row[waits]]])
-    # `combinations` requires small integers: replace the times by their sorted index.
+    # `combinations` requires small integers, so replace each time with its position in sorted
+    # order.
     _, when = np.unique(times, return_inverse=True)
     _, key = combinations([events["rank"][both], events["group"][both], when])
     _, call, end = np.intersect1d(key[: len(called)], key[len(called) :], return_indices=True)
@@ -201,9 +202,9 @@ def _times(trace, row):
 
 
 def _first_where(true, first):
-    """Return the index of the first call of each call instance for which `true` is set.
+    """Return, for each call instance, the index of its first call whose entry in `true` is True.
 
-    If an instance has no such call, its index is the total number of calls.
+    For an instance without such a call, the result is the total number of calls.
     """
     index = np.where(true, np.arange(len(true)), len(true))
     return np.minimum.reduceat(index, first)
@@ -212,9 +213,10 @@ def _first_where(true, first):
 def _awaited_call(trace, row, instance, first, latest, early):
     """Return the index of the call that each call waited for.
 
-    In general, a call waits for the last call of its instance. If an _UNBOUND call ended before
-    the last call was made (`early`), the index refers to the root's call for a broadcast, and to
-    the call itself for any other operation.
+    A call normally waits for the last call of its instance. If a call of an _UNBOUND operation
+    ended before that last call was made (`early`), the result is the index of the root's call for
+    a broadcast, and of the call itself for other operations. The root of a reduction always waits
+    for the last call.
     """
     events, index = trace.events, np.arange(len(row))
     at_root = (events["rank"] == events["peer"])[row]

@@ -129,7 +129,7 @@ def test_pipeline_table_of_a_hand_written_run(hand):
     assert rows == [pytest.approx(row) for row in TABLE]
     assert [title for title, _ in panels] == [
         "measured: schedule 1f1b, step 1, idle 48.0%",
-        "simulated: stages take mean pass times (F 3 ms, BW 10 ms), messages are instantaneous, "
+        "simulated: mean pass times on all stages (F 3 ms, BW 10 ms), instantaneous messages, "
         "idle 33.3%",
     ]
 
