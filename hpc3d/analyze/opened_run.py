@@ -97,7 +97,7 @@ class OpenedRun:
 
     @property
     def verdict(self) -> str:
-        """Return sentences about the step time breakdown, the largest cost and stragglers."""
+        """Return a short text on the step time breakdown, the largest cost and stragglers."""
         return " ".join(verdict(self._of(None).tables))
 
     @property
@@ -172,7 +172,7 @@ class OpenedRun:
         return self._drawn("timeline", step)
 
     def pipeline(self, step: int | None = None) -> Drawing:
-        """Draw the passes of each pipeline stage in a step, above the ideal schedule.
+        """Draw the measured passes of each pipeline stage in a step, above the ideal schedule.
 
         Parameters
         ----------

@@ -164,7 +164,7 @@ def _shifted(column, low, size):
 
 
 def slices(ranks: np.ndarray, count: int) -> list[slice]:
-    """Return the slice of rows of each rank less than `count`, for the sorted rank column `ranks`."""
+    """Return, for each of `count` ranks, the slice of its rows in the sorted column `ranks`."""
     bounds = np.searchsorted(ranks, np.arange(count + 1))
     return [slice(*edge) for edge in pairwise(bounds.tolist())]
 

@@ -93,10 +93,10 @@ def _mean(rows, key):
 def _waiting(ranks):
     step = _mean(ranks, "step_s")
     outstanding = (
-        f"computing with an outstanding call {percent(_mean(ranks, 'outstanding_s') / step)}"
+        f"computing while a call is outstanding {percent(_mean(ranks, 'outstanding_s') / step)}"
     )
     if not any(row["wait_s"] for row in ranks):
-        return outstanding  # waits are unknown, or 0 (one rank, or identical simulated ranks)
+        return outstanding  # unknown, or 0 for a single rank or identical simulated ranks
     return f"waiting {percent(_mean(ranks, 'wait_s') / step)}; {outstanding}"
 
 

@@ -41,7 +41,7 @@ _PARTS = {
 _OTHER = palette.WORK["other"]
 _RANK_PARTS = {
     "compute": palette.COMPUTE,
-    "exposed": palette.EXPOSED,  # drawn only if transfer and wait are unknown
+    "exposed": palette.EXPOSED,  # drawn instead of transfer and wait if those are unknown
     "transfer": palette.WORK["transfer"],
     "wait": palette.WORK["wait"],
     "copy": palette.WORK["copy"],
@@ -175,7 +175,7 @@ def runs(found: Sequence[RunAnalysis]) -> Bars:
 
 
 def _mean(rows):
-    """Return each component of the step time, averaged over `rows`, or None if it is unknown."""
+    """Return the mean of each step time component over `rows`, or None for unknown components."""
     keys = [f"{part}_s" for part in _RANK_PARTS]
     return {
         key: None if rows[0][key] is None else sum(row[key] for row in rows) / len(rows)
@@ -201,7 +201,7 @@ def _of_ranks(labels, rows):
 
 
 def _disjoint(row):
-    """Return the row with exposed_s set to `None` if wait_s and transfer_s are known."""
+    """Return the row; set exposed_s to `None` if its summands wait_s and transfer_s are known."""
     return row if row["wait_s"] is None else row | {"exposed_s": None}
 
 
@@ -283,7 +283,9 @@ def traffic(matrix: np.ndarray) -> Heat:
 
 
 def host_traffic(run: RunAnalysis) -> Bars:
-    """Return the bar chart of the bytes received by each host from itself and from other hosts.
+    """Return a bar chart of the bytes that each host's ranks receive, split by origin.
+
+    The origin is the host itself or another host.
 
     Only the _BARS hosts that receive the most bytes from other hosts are included.
     """

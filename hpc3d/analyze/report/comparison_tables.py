@@ -28,7 +28,7 @@ GROUPS = {
 
 
 def _interval(key: str) -> tuple[ColumnSpec, ColumnSpec]:
-    """Return the two columns that contain the limits of a ratio's 95 % confidence interval."""
+    """Return the two columns with the limits of the 95 % confidence interval of a ratio."""
     return ColumnSpec(f"{key}_low", "from", ratio), ColumnSpec(f"{key}_high", "to", ratio)
 
 

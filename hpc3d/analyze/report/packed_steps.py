@@ -67,7 +67,7 @@ def _stored(columns: Mapping[str, np.ndarray], pool):
 
 
 def _text(values):
-    """Return the type code of an array, such as "u2", and its compressed bytes in base64."""
+    """Return the type code of an array, such as "u2", and its bytes, compressed, in base64."""
     planes = values.astype(values.dtype.newbyteorder("<")).view("u1").reshape(-1, values.itemsize)
     data = zlib.compress(planes.T.tobytes(), 9)
     return f"{values.dtype.kind}{values.itemsize}", base64.b64encode(data).decode()

@@ -27,7 +27,7 @@ _TOOLTIP = '<div style="white-space: pre-line">@rank{all}</div>'
 
 
 def embed(models: Mapping[str, Model]) -> tuple[str, str, Mapping[str, str]]:
-    """Return Bokeh's code, a script that draws the models, and each model's HTML placeholder."""
+    """Return Bokeh's library code, a script that draws the models, and their HTML placeholders."""
     from bokeh.embed import components
     from bokeh.resources import Resources
 
@@ -125,7 +125,7 @@ def _label(axis, labels):
 
 
 def _legend(plot, orientation="horizontal"):
-    """Move the legend above the plot. A click on an entry hides its glyphs."""
+    """Move the legend above the plot. Clicking on a legend entry hides or shows its glyphs."""
     legend = plot.legend[0]
     plot.add_layout(legend, "above")
     legend.update(orientation=orientation, location="left", click_policy="hide")

@@ -33,7 +33,7 @@ def save(figure: Figure, path: Path) -> None:
 
     salt = {"svg.hashsalt": path.name}
     with default_style(), rc_context(salt), warnings.catch_warnings():
-        # matplotlib warns if a name from the trace is too wide for its automatic layout.
+        # If a name from the trace is too wide for the automatic layout, matplotlib warns.
         warnings.filterwarnings("ignore", "constrained_layout not applied")
         figure.savefig(path.with_suffix(".png"), dpi=200)
         figure.set_layout_engine("none")  # use the layout of the PNG file for the SVG file, too
@@ -43,7 +43,7 @@ def save(figure: Figure, path: Path) -> None:
 def empty(
     width: float, height: float, rows: int = 1, **values: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return an empty figure of the given size in inches, and one set of axes per row."""
+    """Return an empty figure of the given size in inches, and its matplotlib Axes, one per row."""
     need("a figure", "matplotlib")
     from matplotlib.figure import Figure
 

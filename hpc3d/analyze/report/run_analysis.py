@@ -219,13 +219,13 @@ def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
 
 
 def _dropped(trace):
-    """Yield a line that lists the ranks with dropped events, if any."""
+    """Yield a line that lists the ranks that dropped events, if there are any."""
     if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
         yield _DROPPED.format(ranks=_ranks(dropped))
 
 
 def _ranks(numbers):
-    """Format a list of ranks. At most eight ranks are listed."""
+    """Format rank numbers as a list of at most eight ranks, followed by the number omitted."""
     shown = ", ".join(map(str, numbers[:8].tolist()))
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     return f"rank{'s'[: len(numbers) > 1]} {shown}{more}"
@@ -234,7 +234,7 @@ def _ranks(numbers):
 def _of_mean_step(steady, calls, peak, matrices, loads):
     """Return the tables that contain averages over steps.
 
-    Tables that require a common clock of all ranks are included without rows.
+    The tables that require a common clock of all ranks have no rows yet.
     """
     return {
         **_of_time(steady, calls, peak),
@@ -292,7 +292,7 @@ def _of_experts(steady, loads, calls):
 
 
 def _of_calls(calls, path):
-    """Return the tables that compare times of different ranks and require a common clock."""
+    """Return the tables that compare times across ranks and therefore require a common clock."""
     return {
         "waits": wait_rows(calls),
         "stragglers": straggler_rows(calls) if len(calls.row) else [],

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 EVENTS = 100_000  # maximum number of events of one step on an HTML page
 OTHERS = 400_000  # maximum total number of events of all other steps on the page
-_STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of timelines, lowest event limit of each
+_STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of timelines; smallest event limit per timeline
 
 _KIND_INDEX = {kind: number for number, kind in enumerate(KINDS)}
 DETAILS = (
@@ -50,8 +50,8 @@ class Timeline(NamedTuple):
         Dict from column name to one value per event. Times are in ms since the first rank started
         the step: `start`, `until` (end of the wait for the last arrival, or `start`), `end`, and
         `posted` (time of the call). `kind` is an index into KINDS. `meeting` is the index of the
-        call instance, and `by` is the rank that the call waited for, or -1 for no rank. The other
-        columns are `rank`, `stream` and DETAILS.
+        call instance, and `by` is the rank that the call waited for, or -1 if it did not wait. The
+        other columns are `rank`, `stream` and DETAILS.
     names
         Dict from code to name for each column that contains codes.
     path
@@ -172,9 +172,9 @@ def lanes(events: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
 
 
 def rest(chart: Timeline) -> str:
-    """Return the legend text for the background color.
+    """Return the legend text for the background color, which fills the time between events.
 
-    If ranks have several streams, a stream without an event may also be idle.
+    If ranks have several streams, a stream may be idle during this time.
     """
     return "unrecorded" if lanes(chart.events)[1] == 1 else "idle or unrecorded"
 
@@ -193,7 +193,7 @@ def path(chart: Timeline) -> tuple[np.ndarray, np.ndarray]:
 def _representatives(
     trace: Trace, calls: CallInstances, path: Sequence[PathSegment], events: np.ndarray, limit: int
 ) -> list[int]:
-    """Return the ranks to show in a timeline, sorted: all ranks, or representative ranks.
+    """Return the sorted ranks to show in a timeline: all ranks or, if necessary, a selection.
 
     `events` is the number of events of each rank. If their sum exceeds `limit`, ranks are selected
     in this order until `limit` is reached: the first rank, the rank that causes the longest waits,

@@ -48,7 +48,7 @@ class TableSpec(NamedTuple):
         return [each for each in self.fields if any(row.get(each.key) is not None for row in rows)]
 
     def narrowed(self) -> TableSpec:
-        """Return the specification with only the columns that a text report shows."""
+        """Return a specification of this table that is limited to the columns of a text report."""
         return self._replace(fields=self.fields[: self.columns_shown or None])
 
 

@@ -42,9 +42,9 @@ refer to complete steps.
 much work as a rank of the first run (parameters of the blocks times tokens, within 10 %). It is
 other in all other cases, such as different models, data types or optimizers. In strong scaling,
 `speedup` is the step time of the first run divided by that of this run. In weak scaling, it is the
-ratio of the FLOP/s. It is blank for any other work. Its 95 % confidence interval is `from` to `to`
-(ratio of the medians of at least 6 steps, assumed independent). `efficiency` is the speedup
-divided by the ratio of the rank counts.""",
+ratio of the FLOP/s. It is undefined for other runs. Its 95 % confidence interval is `from` to `to`
+(ratio of the medians of at least 6 steps, which are assumed to be independent). `efficiency` is
+the speedup divided by the ratio of the rank counts.""",
     "gains": """\
 `tensor parallelism` is the number of dimensions in which the matrix products are sharded. `over
 1-D` is the `average step time [ms]` of the best 1-D run divided by that of this run. Both runs
@@ -55,7 +55,7 @@ the slowest rank, including the optimizer. `from` and `to` after a ratio are its
 interval, as for the speedup.""",
     "differences": """\
 Time of a step in the first run and in this run, by category, phase, axis and operation. The 95 %
-confidence interval of the `difference [ms]` extends from `from [ms]` to `to [ms]` (Welch's
+confidence interval of the `difference [ms]` ranges from `from [ms]` to `to [ms]` (Welch's
 interval; steps are assumed to be independent).""",
     "step": """\
 `min [ms]`, `25 % [ms]`, `median [ms]`, `75 % [ms]` and `max [ms]` are quantiles over the averaged
@@ -73,8 +73,8 @@ in the recorded matrix products and attention. It is larger than the model FLOP 
 a padded vocabulary or unused expert capacity. It is smaller if tokens are dropped or if attention
 skips masked chunks, because `model [FLOP]` includes the masked half of the attention matrix.
 `model [FLOP/s]` and `recorded [FLOP/s]` divide these numbers by the median step time. `MFU` and
-`HFU` divide these rates by the peak rate of all ranks (--peak): the utilization of the hardware by
-the model, and by all recorded operations.""",
+`HFU` (model and hardware FLOPs utilization) are these rates divided by the peak rate of all ranks,
+which is set with --peak.""",
     "prediction": """\
 Values predicted by python -m hpc3d.simulate for this run, and the measured values. If `predicted /
 measured` is below 1, the run needed more time or memory than predicted. step_s is the median step
@@ -109,8 +109,8 @@ loss and optimizer.""",
 without waiting for it yet. The call may have completed long before, so this is an upper bound on
 the communication hidden by computation.""",
     "imbalance": """\
-Compute time of the busiest rank, and mean over all ranks. Their ratio, `max / mean`, is 1 if the
-load is balanced.""",
+Compute time of the busiest rank, and mean compute time over all ranks. Their ratio, `max / mean`,
+is 1 if the load is balanced.""",
     "waits": """\
 A rank is `blocked [ms]` from the start of its wait for a call until it has the result. `wait [ms]`
 is the part before the last member arrives, and `transfer [ms]` the part after. A broadcast waits
@@ -125,15 +125,15 @@ hold: it has the longest busy time in significantly more steps than expected by 
 and its busy time exceeds the median of the other ranks by at least 1 % of a step. A dash means
 that there are too few steps to decide.""",
     "path": """\
-Critical path of the step: the sequence of work across ranks that determined the step time. The
-path contains no waiting. The step becomes shorter only if work on this path becomes faster. host
-is time between two events.""",
+Critical path of the step: the sequence of work across ranks that determined the step time. Wait
+times are not part of the path. Only faster work on this path can shorten the step. The category
+host is the time between two events.""",
     "collectives": """\
 `median [us]` is the time from the arrival of the last member to the end of the call. `size [B]` is
 the size of the complete array, `algbw [B/s]` the size divided by the time, and `busbw [B/s]` is
 algbw times (n-1)/n for n members, or 2(n-1)/n for all-reduce: the bandwidth used on each member's
 link (nccl-tests). `deferred wait` is the share of calls in which a rank did other work before it
-waited for the result; the recorded end may then be late.""",
+waited for the result. The recorded end of such a call may be later than its actual end.""",
     "traffic": """\
 Bytes sent per step from each rank to each other rank, regardless of the route chosen by the MPI
 library. The root is the only sender of a broadcast and the only receiver of a reduction. In other
@@ -144,8 +144,8 @@ Totals per step over the ranks of a host: the number of calls with ranks on othe
 NICs [B]` is the number of bytes that the NIC of the host receives. If a group has the same number
 of ranks on each of its h hosts, large blocks enter a host once and are then distributed inside it.
 An all-gather or reduce-scatter thus receives (h-1)/h of the complete block, an all-reduce twice as
-much, and a broadcast or reduction one block. For other groups, the number is an upper bound, for
-which every rank receives its data separately.""",
+much, and a broadcast or reduction one block. For other groups, the number is an upper bound: it
+assumes that every rank receives its data separately.""",
     "crossing_pairs": """\
 Bytes sent per step from each host to each other host, summed over their ranks. The diagonal is the
 traffic within a host.""",
@@ -154,8 +154,8 @@ Time of a stage in its forward passes, `F [ms]`, and in its backward passes: `BW
 backward pass; a split backward pass has `B [ms]` for the input gradient and `W [ms]` for the
 weight gradients. `idle` is the share of the time between the first and the last pass of all stages
 in which this stage runs no pass. `idle, simulated` is the same share for the ideal schedule, with
-instantaneous messages and identical stages. `in flight` is the maximum number of microbatches that
-await their backward pass.""",
+instantaneous messages and identical stages. `in flight` is the maximum number of microbatches
+whose forward pass has started and whose backward pass has not ended.""",
     "bubble": """\
 Idle time of a stage, in three parts: `warmup [ms]` before its first backward pass, `drain [ms]`
 after its last forward pass, and `steady [ms]` in between. `all passes [ms]` is the time from the
@@ -165,11 +165,12 @@ first to the last pass of all stages.""",
 slots, used or not, so a higher load, `max / mean` (mean over steps and layers), does not slow down
 any matrix product. Load imbalance instead has two costs: tokens beyond the capacity are `dropped`,
 and other experts have `unused capacity`. `dropped, balanced` and `unused, balanced` are the shares
-that would remain with a balanced load. `unused [FLOP]` is the number of operations per step in
-unused slots, forward and backward. `wait along e [ms]` is the mean wait of a rank in dispatch and
-combine, and `share of step` its share of the step time. Ranks wait longest `for rank`, which owns
-`experts` in every layer. `load` is the number of tokens in the slots of these experts relative to
-the mean over all experts. If it is close to 1, the load is not the reason for the wait.""",
+that would remain with a balanced load. `unused [FLOP]` is the number of operations per step on
+unused slots in forward and backward passes. `wait along e [ms]` is the mean wait of a rank in
+dispatch and combine, and `share of step` its share of the step time. The rank in the column `for
+rank` causes the longest waits; it owns `experts` in every layer. `load` is the number of tokens in
+the slots of these experts relative to the mean over all experts. If it is close to 1, the load is
+not the reason for the wait.""",
     "experts": """\
 Totals over the averaged steps: the `share of tokens` routed to an expert, and its `load`, which is
 this share times the number of experts (1 with a balanced load). `dropped` is the share of its
@@ -187,12 +188,12 @@ depend on the load, because unused slots are also sent. `blocked [ms]` is the su
 and `transfer [ms]`, as for all calls.""",
     "memory": """\
 Highest peak of each kind of memory over all steps, including the first one, and the rank on which
-it occurred. The kind all is the total memory of a rank, whose peak decides whether a run fits. The
+it occurred. The kind "all" is the total memory of a rank; its peak decides whether a run fits. The
 peaks of different kinds may occur at different times, so their sum is an upper bound.""",
     "memory_ranks": """\
 Peak of each kind of memory on each rank. The last row is the sum over the ranks.""",
     "copies": """\
-Offload copies per rank and step: `direction` offload is a copy to the offload memory, and fetch a
-copy back. `exposed [ms]` is the time that the rank is blocked. It equals the full time if the rank
-itself copies, and the wait time if its device copies in parallel with the computation.""",
+Offload copies per rank and step. The `direction` is "offload" for a copy to the offload memory,
+and "fetch" for a copy back. `exposed [ms]` is the time during which the rank is blocked: the full
+copy time if the CPU copies, or the wait time if the device copies while it computes.""",
 }

@@ -18,7 +18,7 @@ _COMPARED = "step", "tokens/s", "communication", "memory", "loss"
 
 
 def lines(report: Report) -> list[str]:
-    """Return the lines of the report: a summary of a single run, or a comparison of runs."""
+    """Return the lines of the report: the summary of a single run, or a comparison of runs."""
     found = [*_several(report)] if len(report.runs) > 1 else [*_one(report.runs[0])]
     return (
         found

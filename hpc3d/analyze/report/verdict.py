@@ -12,8 +12,8 @@ from hpc3d.trace.schema import MESSAGES
 
 _Rows = Sequence[Mapping[str, Any]]
 _MENTIONED = 0.05  # the verdict mentions only costs of at least this share of the step time
-_ROUNDING = 1e-9  # maximum share of the step time that is considered a rounding error
-_TOLERANCE = 0.1  # maximum relative error of a prediction that is considered correct
+_ROUNDING = 1e-9  # times up to this share of the step time are treated as rounding errors
+_TOLERANCE = 0.1  # maximum relative error of a prediction that is reported as "within 10%"
 _WORK = {
     "gemm": "matrix products",
     "attention": "attention",
@@ -34,7 +34,7 @@ def verdict(tables: Mapping[str, _Rows]) -> list[str]:
 
 
 def _means(ranks: _Rows) -> dict[str, float | None]:
-    """Return each component of the step time, averaged over ranks, or None if it is unknown."""
+    """Return the mean of each step time component over ranks, or None for unknown components."""
     return {
         key: None if ranks[0][key] is None else sum(row[key] for row in ranks) / len(ranks)
         for key in ("step_s", "exposed_s", *DISJOINT)
@@ -59,7 +59,9 @@ def _composition(parts: Mapping[str, float | None]) -> str:
     if calls > _ROUNDING * step:
         waiting = ""
         waits = (parts["wait_s"] or 0) - parts["copy_wait_s"]
-        if waits > _ROUNDING * step:  # identical ranks of a simulated step do not wait
+        if (
+            waits > _ROUNDING * step
+        ):  # in a simulated step with identical ranks, no rank waits for another
             waiting = f", {_share(waits, calls)} of it waiting for other ranks"
         clauses.append(f"{_share(calls, step)} communication{waiting}")
     if offload > _MENTIONED * step:
@@ -96,7 +98,7 @@ def _largest_costs(
 
 
 def _call(row: Mapping[str, Any]) -> str:
-    """Describe the operation and mesh axis of a call; messages along p include the bubble time."""
+    """Describe the operation and mesh axis of a call; the bubble is part of messages along p."""
     if row["axis"] == "p" and row["op"] in MESSAGES:
         return "messages between stages (p) and the bubble"
     return f"{row['op'].replace('_', '-')} along {row['axis']}"
