@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _SMALL, _LARGE = 8, 4 << 20  # message sizes in bytes
 _EXCHANGES, _LARGE_EXCHANGES = 200, 10
-_SUMMED = 1 << 17  # number of elements in the reduced array
+_SUMMED = 1 << 17  # number of elements in the array that is all-reduced
 
 
 def report_hosts(job: Job) -> Iterator[Finding]:
@@ -66,7 +66,7 @@ def location(job: Job) -> dict[str, Any]:
 
 
 def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
-    """Check that the local ranks on a host are 0, 1, 2, ..., so that MPI treats it as one node."""
+    """Check that MPI treats a host as one node, which numbers its local ranks 0, 1, 2, ..."""
     if sorted(numbers) != list(range(len(numbers))):
         text = (
             f"MPI treats {host} as several nodes (local ranks {spans(numbers)}), so its ranks "
@@ -119,7 +119,8 @@ def alike(job: Job) -> Iterator[Finding]:
 def _unlike(found: Sequence[str | None], hosts: Sequence[str]) -> str:
     """Format distinct values with the hosts of each value, such as "2.1 on hn1, 2.0 on hn2".
 
-    `found` contains the value on each rank. If a host's ranks differ, ranks are listed instead.
+    `found` contains the value on each rank. If values differ between the ranks of a host, ranks
+    are listed instead of hosts.
     """
     ranks, parts = defaultdict(list), []
     for rank, value in enumerate(found):

@@ -22,12 +22,12 @@ from hpc3d.diagnose.job_checks import spans
 from hpc3d.runtime.finding import FAIL, Finding
 
 _WITHIN = 5  # time limit in s for the messages
-_LATER = 2  # additional time in s for the reports of other ranks
+_LATER = 2  # additional time limit in s for receiving the reports of other ranks
 # In jobs with at most ALL_PAIRS ranks, all pairs exchange messages. In larger jobs, each rank
 # exchanges messages with the ranks at distances 1, 2, 4, ...
 ALL_PAIRS = 128
 _SIZE = 64  # message size in bytes
-_SPOKEN = 0.2  # time in s to wait until the launcher has forwarded printed output
+_SPOKEN = 0.2  # waiting time in s that allows the launcher to forward printed output
 _REMEDY = """\
 set OMPI_MCA_btl_tcp_if_include to the network interface that connects these hosts (see ip -br
 addr), and open all ports of any firewall between them"""
@@ -49,7 +49,7 @@ class Board:
             self.works = False
 
     def read(self, what: str, until: float) -> list[str]:
-        """Return the texts of all ranks, "" for ranks that have published none by time `until`."""
+        """Return the text of each rank, or "" for a rank that publishes none by time `until`."""
         return [self.text(what, rank, until) for rank in range(self.comm.size)]
 
     def text(self, what: str, rank: int, until: float) -> str:
@@ -104,7 +104,7 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 def _exchange(comm: MPI.Intracomm, end: float) -> list[int]:
-    """Exchange messages with all peers. Return the peers not reached by the time `end`."""
+    """Exchange messages with all peers; return the peers whose exchange is incomplete at `end`."""
     kept, waiting = [], []
     for peer in peers(comm.rank, comm.size):
         sent, received = np.zeros(_SIZE, np.uint8), np.empty(_SIZE, np.uint8)

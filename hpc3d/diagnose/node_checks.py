@@ -23,7 +23,8 @@ from hpc3d.runtime.probe import installed, outcome, release
 
 _OLDEST = (3, 11)
 _BOUND = re.compile(r"([\w.-]+)\s*>=\s*([\d.]+)")
-# Run in a subprocess, because h5py aborts the process if it loads a wrong HDF5 library.
+# This code runs in a subprocess, because h5py aborts the process if it loads an incompatible HDF5
+# library.
 _LOAD = "import numpy, pydantic, h5py; print(h5py.version.hdf5_version)"
 # Number of open files required by a launcher: a constant, plus a number per rank. With 32 ranks,
 # Open MPI 5 crashes or hangs if the limit is 128 open files, and works if the limit is 192.
@@ -77,7 +78,7 @@ def requirements() -> list[tuple[str, str]]:
 
 
 def threads(ranks: int) -> Iterator[Finding]:
-    """Check the number of cores and threads per rank if `ranks` ranks run on this node."""
+    """Check the numbers of cores and of threads per rank for `ranks` ranks on this node."""
     cores = environment.cores_of_node()
     bound, share = len(os.sched_getaffinity(0)), max(1, cores // ranks)
     asked = {

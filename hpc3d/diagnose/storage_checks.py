@@ -42,12 +42,12 @@ def _standing(folder: Path | str) -> Path:
 
 
 def scratch(folder: Path) -> tempfile.TemporaryDirectory:
-    """Return a temporary folder in `folder`, for a `with` block that removes it at its end."""
+    """Return a context manager that creates a temporary folder in `folder` and removes it."""
     return tempfile.TemporaryDirectory(prefix=".doctor-", dir=_standing(folder))
 
 
 def replaced(folder: Path) -> None:
-    """Write a file like a checkpoint: sync it, rename it over an old file, sync the folder."""
+    """Write a file in the same way as a checkpoint: sync, rename over an old file, sync folder."""
     new, old = folder / "new", folder / "old"
     old.touch()
     with new.open("wb") as file:
@@ -77,7 +77,7 @@ def lies_on(folder: Path) -> Iterator[Finding]:
 
 
 def file_system(path: Path) -> str:
-    """Return the file system type of `path`, which is the type of its nearest mount point."""
+    """Return the type of the file system that contains `path`, from the nearest mount point."""
     mounts = {}
     for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
         _, point, kind, *_ = line.split(" ")

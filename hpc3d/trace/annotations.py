@@ -33,7 +33,7 @@ Measured = Mapping[tuple[str, str], Calibration]  # keys: (operation, mesh axis)
 
 
 def write_calibration(path: Path | str, measured: Measured) -> None:
-    """Write calibrations, keyed by (op, axis), to a trace file, replacing existing entries.
+    """Write calibrations, keyed by (op, axis), to a trace file. Existing entries are replaced.
 
     A modified copy replaces the file atomically, so readers see either the old or the new file.
     """
@@ -47,7 +47,7 @@ def write_calibration(path: Path | str, measured: Measured) -> None:
 
 
 def write_prediction(path: Path | str, rows: Mapping[str, Any]) -> None:
-    """Write a prediction, with the columns PREDICTION, to a trace file, replacing the old one.
+    """Write a prediction to a trace file, where it replaces any earlier prediction.
 
     A modified copy replaces the file atomically, so readers see either the old or the new file.
     """

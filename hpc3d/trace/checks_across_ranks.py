@@ -70,7 +70,7 @@ def messages(trace: Trace) -> Iterator[Violation]:
 
 
 def _calls(trace, ops):
-    """Return the indices of the event rows that record waits for the given operations."""
+    """Return the row indices of events that record waits for calls of the given operations."""
     comm = labeled(trace.events, "category", "comm")
     return np.flatnonzero(comm & labeled(trace.events, "op", *ops))
 
@@ -88,7 +88,7 @@ def _times(trace, rows):
 
 
 def _comparable(trace, rows):
-    """Return True for each row whose rank has a clock synchronized with rank 0's clock."""
+    """Return True for each row of a rank whose clock was synchronized with rank 0's clock."""
     if trace.attrs.get("kind") == "simulated":
         return np.ones(len(rows), bool)
     host = trace.ranks["host_id"]
@@ -124,7 +124,7 @@ class GroupCalls:
         return np.append(np.ones(len(values[:1]), bool), values[1:] != values[:-1])
 
     def _index_in_group(self, ranks: np.ndarray) -> np.ndarray:
-        """Return the index of each rank in the group of its row, -1 for ranks not in the group."""
+        """Return the index of each rank in the group of its row, or -1 if it is not a member."""
         members = [np.array(group.members, int) for group in self.trace.groups]
         keys = (group * self.world + ranks for group, ranks in enumerate(members))
         known = np.concatenate([*keys, [-1]])
@@ -156,9 +156,9 @@ class GroupCalls:
         return np.maximum.reduceat(values, self.first)[self.call] if len(values) else values
 
     def early(self) -> np.ndarray:
-        """Return True for each row of an exchange that ends before its last member posts the call.
+        """Return True for each row that ends before all members of its group have posted the call.
 
-        Exchanges are the collectives that wait for all members.
+        Only exchanges are checked: collectives that must wait for all members.
         """
         posted, ended = _times(self.trace, self.rows)
         known = _comparable(self.trace, self.rows)

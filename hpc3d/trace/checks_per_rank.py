@@ -57,7 +57,7 @@ def violations(trace: Trace) -> list[str]:
 
 
 def _damages(trace):
-    """Yield a line for each unreadable table or column, and for values below their minimum.
+    """Yield a line for each table or column that is unreadable or has values below its minimum.
 
     The other checks cannot handle such data.
     """
@@ -167,7 +167,7 @@ def inside(trace: Trace) -> Iterator[Violation]:
 
 
 def _cells(trace):
-    """Return, for each event, the row index of its step in /steps, -1 outside of steps."""
+    """Return the row index in /steps of the step of each event, or -1 for events outside steps."""
     events, steps = (
         (table["rank"].astype("i8") << 32) + table["step"] for table in (trace.events, trace.steps)
     )
@@ -177,7 +177,7 @@ def _cells(trace):
 
 
 def _steps(trace: Trace) -> Iterator[Violation]:
-    """Check that steps of a rank do not overlap, and that complete traces cover all ranks."""
+    """Check that a rank's steps do not overlap, and that all ranks have all steps if `complete`."""
     rank, number = trace.steps["rank"], trace.steps["step"]
     start, end = trace.steps["t_start"], trace.steps["t_end"]
     yield "steps", "the step ends before it begins", np.flatnonzero(end < start)
@@ -197,7 +197,7 @@ def memory(trace: Trace) -> Iterator[Violation]:
 
 
 def _evaluations(trace: Trace) -> Iterator[Violation]:
-    """Check that evaluations are ordered by step, at most one per step, and outside of steps."""
+    """Check that the step numbers of evaluations increase, and that their events have step -1."""
     steps = trace.evaluation["step"]
     yield (
         "evaluation",
@@ -209,7 +209,7 @@ def _evaluations(trace: Trace) -> Iterator[Violation]:
 
 
 def _loads(trace: Trace) -> Iterator[Violation]:
-    """Check that no expert keeps more tokens than were routed to it."""
+    """Check that no expert processes more tokens than were routed to it."""
     table = trace.experts
     yield "experts", "kept is greater than chosen", np.flatnonzero(table["kept"] > table["chosen"])
 

@@ -90,12 +90,12 @@ class Clocks:
 
 
 def parent(index: int) -> int:
-    """Return the parent of a node: the node number with the highest bit cleared."""
+    """Return the parent of a node in the tree: its own number with the highest bit cleared."""
     return index - (1 << index.bit_length() - 1)
 
 
 def children(index: int, nodes: int) -> Iterator[int]:
-    """Yield the child nodes of a node, in the order in which they query it."""
+    """Yield the children of a node in the synchronization tree, in the order of their queries."""
     bit = 1 << index.bit_length()
     while index + bit < nodes:
         yield index + bit
@@ -137,7 +137,7 @@ def as_rows(samples: ArrayLike) -> np.ndarray:
 
 
 def knot(samples: np.ndarray) -> tuple[float, float, float]:
-    """Return (local time, offset, width of the offset interval) of one synchronization.
+    """Return one synchronization's local time, offset, and width of the offset interval, in ns.
 
     If the intervals of its exchanges do not intersect, because a clock was adjusted, the exchange
     with the shortest round trip is used.
@@ -151,7 +151,7 @@ def knot(samples: np.ndarray) -> tuple[float, float, float]:
 
 
 def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
-    """Fit a clock model to the samples of all synchronizations (IDENTITY if there are none).
+    """Fit a clock model to the samples of all synchronizations; return IDENTITY without samples.
 
     `above` is the model of the peer's clock.
     """
@@ -169,11 +169,11 @@ def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
 
 
 def _telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
-    """Return the clock model through a greedily selected subset of the knots.
+    """Return the clock model that interpolates a greedily selected subset of the knots.
 
-    The knot with the narrowest interval is selected first. While the model is outside the interval
-    of any knot, the narrowest of these knots is added. Other knots with wide intervals, measured
-    on a busy machine, would only add error.
+    The selection starts with the knot that has the narrowest interval. As long as the model misses
+    the intervals of some knots, the one with the narrowest interval among them is added. The other
+    knots were measured on a busy machine and have wide intervals, so they would only add error.
     """
     kept = [int(width.argmin())]
     while True:

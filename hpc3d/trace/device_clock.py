@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
 _POOL = 1024  # number of events created before the first step
 CHUNK = 64  # maximum number of timestamps resolved at once
-_FIRST, _MOST = 16, 8  # clock readings for the first reference, most additional ones
+_FIRST, _MOST = 16, 8  # clock readings for the first reference; maximum number of extra readings
 _MILLISECOND = 1_000_000  # ns
 _LONG = 1e9  # minimum interval in ns between two references for measuring the rate
 
 
 class Reference:
-    """Reference event with its host time in ns.
+    """Event whose host time in ns is known, and to which other events are compared.
 
-    `rate` is the number of host ns per device ns, and `until` the host time of the next reference.
+    `rate` is the host clock's advance per ns of device time. `until` is the host time of the next
+    reference.
     """
 
     __slots__ = ("event", "rate", "time", "until")
@@ -48,7 +49,7 @@ class Reference:
 
 
 class DeviceClock:
-    """Converter from events of a device to times in ns on the host's `clock`.
+    """Converter of recorded device events to times in ns on the host's `clock`.
 
     Reference events are recorded in the compute stream of `device`.  `create()` creates an event,
     and `elapsed(event, later)` returns the time between two events in ms.  Events are reused
@@ -66,7 +67,7 @@ class DeviceClock:
         self.pool = [create() for _ in range(_POOL)]
         self.references: deque[Reference] = deque()
         self.timestamps: list[Timestamps] = []
-        # Times in ns: the shortest reading so far, and the device time since the first reference.
+        # Shortest duration of a reading so far, and device time since the first reference, in ns.
         self.shortest, self.passed = float("inf"), 0.0
         self.compare(_FIRST)
 
@@ -74,8 +75,8 @@ class DeviceClock:
         """Synchronize with the device and record a new reference event.
 
         Returns the host times before and after the event. The shortest of several readings is
-        used: after `readings` readings, up to _MOST more are made until one takes at most twice
-        as long as the shortest so far.
+        used. At least `readings` readings are made, followed by up to _MOST more until one takes
+        at most twice as long as the shortest so far.
         """
         self.device.synchronize()
         best = self.read()
@@ -143,11 +144,11 @@ class Timestamps:
 
     @property
     def last(self) -> Any:
-        """Event of the last timestamp."""
+        """Event of the most recent timestamp."""
         return self.events[-1]
 
     def refer(self, reference: Reference) -> None:
-        """Use this reference for all subsequent timestamps."""
+        """Set the reference of all timestamps that are recorded from now on."""
         if not self.events:
             self.references.clear()
         self.references.append((reference, self.count))
@@ -193,10 +194,10 @@ class Timestamps:
         return count
 
     def at(self, events: Sequence[Any]) -> np.ndarray:
-        """Return the host times of events in ns, computed from the oldest reference in use.
+        """Return the host times of events in ns, relative to the oldest reference still in use.
 
-        In the compute stream, which contains the references, the times are capped at the time of
-        the next reference.
+        The compute stream also contains the reference events, so its times are capped at the time
+        of the next reference.
         """
         reference, elapsed = self.references[0][0], self.clock.elapsed
         passed = np.array([elapsed(reference.event, event) for event in events])

@@ -76,22 +76,22 @@ class DeviceRecorder(Recorder):
             _QUEUED[queue]: Timestamps(each, self.device) for queue, each in device.queues.items()
         }
         self.timestamps = {_COMPUTATION: self.compute} | queues
-        # (begin, end) timestamps of intervals in which computation was blocked in this step
+        # (begin, end) timestamps of the intervals of this step in which calls blocked computation
         self.stalls: list[tuple[int, int]] = []
-        self.outstanding: set[int] = set()  # timestamps of calls not synchronized yet
+        self.outstanding: set[int] = set()  # timestamps of calls that are not yet complete
         self.flying, self.process = False, os.getpid()
         self.captured = 0.0  # flops of the work captured into a CUDA graph
 
     @property
     def communication(self) -> float:
-        """Time in ns for which calls blocked computation; access synchronizes with the device."""
+        """Time in ns during which calls blocked computation. Access synchronizes the device."""
         if self.stalls:
             self.device.compare()
         return self.blocked + sum(self.compute.between(*pair) for pair in self.stalls)
 
     @property
     def capturing(self) -> bool:
-        """True while work is captured into a CUDA graph."""
+        """Whether the compute stream is being captured into a CUDA graph."""
         return self.compute.stream.is_capturing()
 
     def span(
@@ -124,7 +124,7 @@ class DeviceRecorder(Recorder):
 
     @contextmanager
     def flight(self, op: str, group: int, stream: int, received: int = 0) -> Iterator[None]:
-        """Record the enclosed calls as one row of a communication stream.
+        """Context manager that records the enclosed calls as one row of a communication stream.
 
         The stream first waits for the latest timestamp of the compute stream.
         """
@@ -189,7 +189,7 @@ class DeviceRecorder(Recorder):
             rows["dur"][here] -= rows["t_start"][here]
 
     def _discard(self, later: np.ndarray) -> None:
-        """Discard the timestamps that neither the rows `later` nor outstanding calls need."""
+        """Discard the timestamps needed by neither the rows `later` nor outstanding calls."""
         self.stalls.clear()
         for stream, stamps in self.timestamps.items():
             needed = later["posted"][later["stream"] == stream].tolist()
@@ -198,7 +198,7 @@ class DeviceRecorder(Recorder):
 
 
 def _with_passes(steps: Any, rows: np.ndarray) -> np.ndarray:
-    """Return the rows of /steps with the forward and backward times measured on the device."""
+    """Return the rows of /steps, with forward and backward times from the device's event rows."""
     steps = np.array(steps, record_type(STEPS))
     index = np.searchsorted(steps["step"], rows["step"])
     inside = np.append(steps["step"], -1)[index] == rows["step"]
@@ -278,7 +278,7 @@ class DeviceTraced(Traced):
 
     @contextmanager
     def _departing(self) -> Iterator[None]:
-        """Group calls of the communicator and record them as one row."""
+        """Context manager that groups the enclosed calls and records them as one row."""
         if not self.recorder.capturing:
             self.recorder.compute.record()
         with self.recorder.flight("together", self.group, self.stream), self.comm.grouped():
@@ -318,7 +318,7 @@ class DeviceTraced(Traced):
     def _hold(
         self, posted: int, left: int | None, what: tuple[int, int], context: Context, step: int
     ) -> None:
-        """Record that a call blocked the host until timestamp `left`, unless `left` is `None`."""
+        """If `left` is not `None`, record that a call blocked the host until timestamp `left`."""
         if left is None:
             return
         recorder, (name, number) = self.recorder, what

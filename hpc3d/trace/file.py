@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 _CHUNK = 64 * 1024  # rows per chunk
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # dict from HDF5 filter id to name
-_SHRINKS = 1100  # upper bound on the compression ratio; deflate reaches 1032 for zeros
+_SHRINKS = 1100  # upper bound on the compression ratio; deflate compresses zeros by 1032
 # Errors of file systems without lock support. Locks are not needed for correctness: a trace is
 # written by a single process under a temporary name.
 _WITHOUT_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS
-_LONGEST, _MOST_TEXT = 4096, 1 << 26  # maximum characters per string and per column
-_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # maximum bytes per attribute, per chunk
+_LONGEST, _MOST_TEXT = 4096, 1 << 26  # maximum number of characters in a string and in a column
+_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # maximum bytes in an attribute and in a chunk
 REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 
 
@@ -43,9 +43,10 @@ REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 
 @contextmanager
 def create(path: Path) -> Iterator[tuple[File, Hdf5Output]]:
-    """Create a trace file without a chunk cache, because only full chunks are written.
+    """Create a trace file. HDF5's chunk cache is disabled, because only full chunks are written.
 
-    Yields the file, and the output of HDF5, whose `check` raises the error of a failed write.
+    Yields the file and the file object to which HDF5 writes, whose method `check` raises the error
+    of a failed write.
     """
     import h5py
 
@@ -219,7 +220,7 @@ def attributes(node: Group) -> dict[str, Any]:
 
 
 def _small(attribute):
-    """Return True if an attribute is small, and is either scalar or numeric."""
+    """Return True if an attribute is small, and is a scalar or has a numeric type."""
     number = np.issubdtype(attribute.dtype, np.number)
     return attribute.get_storage_size() <= _ATTRIBUTE_BYTES and (number or attribute.shape == ())
 
@@ -301,7 +302,7 @@ def read(dataset: Dataset, rows: slice) -> np.ndarray:
 
 
 def _read_text(dataset, rows):
-    """Read a string column a few rows at a time: each string may be as long as the file."""
+    """Read a string column a few rows at a time, because a string may be as long as the file."""
     numbers, texts, size = range(len(dataset))[rows], [], 0
     step = max(1, _MOST_TEXT // dataset.file.id.get_filesize())
     for part in (numbers[i : i + step] for i in range(0, len(numbers), step)):

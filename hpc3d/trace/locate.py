@@ -31,7 +31,7 @@ def _has(path, segments):
 
 
 def _absent(run_dir):
-    """Return a message with the reason why a folder has no trace, and a remedy."""
+    """Return an error message that states why a folder has no trace, and how to obtain one."""
     if (run_dir / "trace.h5").exists():
         return f"{run_dir}: no segments to merge; omit --merge to use the existing trace.h5"
     if count_segments(run_dir.absolute().parent):

@@ -21,8 +21,8 @@ from hpc3d.trace.segment import TABLES, count_segments, read_segment, segment_pa
 from hpc3d.trace.trace_config import configured
 
 log = logging.getLogger(__name__)
-_WHERE = {"samples": "clock/samples"}  # dict from segment table to a different path in the file
-_SAME = ("run_id", "world_size", "axes", "axis_sizes")  # fields with equal values on all ranks
+_WHERE = {"samples": "clock/samples"}  # path in the trace file, if it differs from the table name
+_SAME = ("run_id", "world_size", "axes", "axis_sizes")  # header fields equal on all ranks
 _OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
 RUN = (*_SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
 _OPTIONAL = {"kind": "measured", "cores": 0, "transport": "", "node": None}
@@ -31,8 +31,8 @@ _OPTIONAL = {"kind": "measured", "cores": 0, "transport": "", "node": None}
 def merge(run_dir: Path | str) -> Path:
     """Merge the segments of a run into RUN/trace.h5 and return its path.
 
-    An enclosing event precedes the events inside it.  Missing or damaged data is left out; then
-    the attribute `complete` is False, and `missing` lists the missing data, one item per line.
+    An enclosing event precedes the events inside it.  If data is missing or damaged, it is left
+    out, `complete` is False, and `missing` lists the missing data, one item per line.
     The trace of a resumed run includes its earlier attempts (previous_attempts.py).  An existing
     calibration or prediction of the run is kept.  Raises ValueError if no segment can be read.
     """
@@ -57,7 +57,7 @@ def merge(run_dir: Path | str) -> Path:
 
 
 class _Merge:
-    """Trace file under construction, rank by rank; `before` is the earlier attempt, if any."""
+    """Trace file to which ranks are added one by one; `before` is the earlier attempt, if any."""
 
     def __init__(self, file, before):
         self.file, self.before = file, before
@@ -68,7 +68,7 @@ class _Merge:
         self.strings, self.groups = {}, {}
         self.headers, self.n_events, self.missing = {}, {}, []
         self.steps, self.begun = {}, {}  # completed steps and last started step of each rank
-        self.clocks, self.leaders = {}, {}  # clock models by node and by first rank of a node
+        self.clocks, self.leaders = {}, {}  # clock models, keyed by node and by its first rank
 
     @property
     def first(self):
@@ -225,7 +225,7 @@ class _Merge:
         write_table(self.file, "groups", [*schema.GROUPS, schema.MEMBERS], columns)
 
     def _write_clock(self):
-        """Write the clock models of every rank for the current and the earlier attempt."""
+        """Write each rank's clock models for the current and the earlier attempts."""
         nodes = {rank: _node(header) for rank, header in self.headers.items()}
         rows = [self.clocks[node].rows(rank) for rank, node in nodes.items()]
         rows += [self.before.clock(rank) for rank in nodes]
@@ -233,23 +233,23 @@ class _Merge:
 
 
 def _node(header):
-    """Return the node in a rank's header, or the host if an older version wrote the segment."""
+    """Return the node in a rank's header, or the host if an older version wrote the header."""
     return header["host"] if header["node"] is None else header["node"]
 
 
 def _numbers(table, keys):
-    """Return an array with the number that `table` assigns to each key, followed by -1.
+    """Return an array with the number of each key in `table`, followed by -1.
 
-    New keys are added to `table`. The final element maps index -1 to -1.
+    New keys are first added to `table`. The final -1 maps the index -1 (none) to -1.
     """
     return np.array([table.setdefault(key, len(table)) for key in keys] + [-1])
 
 
 def _nested(events, first_row):
-    """Sort events by start time; of events with equal start times, the longest is first.
+    """Sort events by start time. Events with equal start times are sorted by decreasing duration.
 
-    The longest one encloses the others.  Parents are converted from row indices in `events` to row
-    indices in /events, where `events` begins at `first_row`.
+    An enclosing event thus precedes the events inside it.  Parents are converted from row indices
+    in `events` to row indices in /events, where `events` begins at `first_row`.
     """
     order = np.lexsort((-events["dur"], events["t_start"]))
     row = np.full(len(order) + 1, -1)

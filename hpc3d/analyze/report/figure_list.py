@@ -46,7 +46,10 @@ def of_run(run: RunAnalysis) -> Iterator[Picture]:
     """Yield the nonempty figures of one run."""
     if run.timeline:
         yield Picture("timeline", f"Step {run.step}", _shown(run.timeline), run.timeline)
-    caption = "Mean step time breakdown of each rank. Wait and transfer add up to the exposed time in calls."
+    caption = (
+        "Mean step time breakdown of each rank. Wait and transfer add up to the exposed time in"
+        " calls."
+    )
     yield Picture("ranks", "Time by rank", caption, charts.ranks(run))
     caption = "Step time breakdown, averaged over steps and ranks. Calls are listed by mesh axis."
     yield Picture("phases", "Time by phase", caption, charts.phases(run.tables["time"]))
