@@ -30,7 +30,7 @@ def storage(folder: Path) -> Iterator[Finding]:
         yield Finding(FAIL, "disk", text, ELSEWHERE)
         return
     free = shutil.disk_usage(_standing(folder)).free
-    text = f"{folder}: {size(free)} free, fsync and rename work"
+    text = f"{folder}: {size(free)} free; fsync and rename work"
     yield Finding(OK, "disk", text) if free > _LITTLE else Finding(WARN, "disk", text, ELSEWHERE)
     yield from lies_on(folder)
 

@@ -136,7 +136,7 @@ def _nesting(trace: Trace) -> Iterator[Violation]:
         wrong |= values[child] != values[parent]
     start, end = _interval(trace.events)
     wrong |= (start[child] < start[parent]) | (end[child] > end[parent])
-    yield "events", "the event is not inside of its parent", child[wrong]
+    yield "events", "the event is not inside its parent", child[wrong]
 
 
 def _interval(events):
@@ -155,7 +155,7 @@ def inside(trace: Trace) -> Iterator[Violation]:
     cell, (start, end) = cell[known], (values[known] for values in _interval(events))
     outside = (start < step["t_start"][cell]) | (end > step["t_end"][cell])
     outside &= events["stream"][known] < _COMMUNICATION
-    yield "events", "the event is not inside of its step", known[outside]
+    yield "events", "the event is not inside its step", known[outside]
     posted = events["posted"] > events["t_start"]
     yield "events", "the wait begins before the call is posted", np.flatnonzero(posted)
     stream, duration = events["stream"][known], end - start
@@ -177,7 +177,7 @@ def _cells(trace):
 
 
 def _steps(trace: Trace) -> Iterator[Violation]:
-    """Check that a rank's steps do not overlap, and that all ranks have all steps if `complete`."""
+    """Check that steps of a rank do not overlap. In a complete trace, all ranks have each step."""
     rank, number = trace.steps["rank"], trace.steps["step"]
     start, end = trace.steps["t_start"], trace.steps["t_end"]
     yield "steps", "the step ends before it begins", np.flatnonzero(end < start)
@@ -193,7 +193,7 @@ def _steps(trace: Trace) -> Iterator[Violation]:
 def memory(trace: Trace) -> Iterator[Violation]:
     """Check that the peak memory of each step is at least the memory in use at its end."""
     low = trace.memory["peak"] < trace.memory["bytes"]
-    yield "memory", "the peak is less than the bytes", np.flatnonzero(low)
+    yield "memory", "the peak is less than the bytes at the end of the step", np.flatnonzero(low)
 
 
 def _evaluations(trace: Trace) -> Iterator[Violation]:

@@ -91,7 +91,7 @@ class DeviceRecorder(Recorder):
 
     @property
     def capturing(self) -> bool:
-        """Whether the compute stream is being captured into a CUDA graph."""
+        """True while the compute stream is being captured into a CUDA graph."""
         return self.compute.stream.is_capturing()
 
     def span(

@@ -42,7 +42,7 @@ def _absent(run_dir):
     if configured(read(settings).decode(errors="replace"), "trace", "enabled") is False:
         return f"{run_dir}: no trace was recorded; set trace.enabled = true and run again"
     if before := latest_with_steps(run_dir):
-        return f"{run_dir}: no trace of this attempt yet; use that of an earlier attempt, {before}"
+        return f"{run_dir}: no trace of this attempt yet; use an earlier attempt's trace, {before}"
     return (
         f"{run_dir}: no trace yet; segments are written after 30 s and one step, or at the end of "
         "the run; wait if the run is active, or start it again if it was killed"

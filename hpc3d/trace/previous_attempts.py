@@ -46,7 +46,7 @@ _SMALL = {
 
 @contextmanager
 def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothing]:
-    """Yield the section of an earlier trace that the current attempt of a run continues.
+    """Yield the earlier trace to which the current attempt of a resumed run appends its events.
 
     The current attempt has `count[rank]` segments. Yields `Nothing` if no section exists.
     """
@@ -79,7 +79,7 @@ def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing
 
 
 def _aside(run_dir: Path) -> list[Path]:
-    """Return the paths of the traces of earlier attempts, latest attempt first."""
+    """Return the trace files of earlier attempts, from the latest to the first."""
     found = {path: _ASIDE.fullmatch(path.name) for path in run_dir.glob("trace-*.h5")}
     numbers = {path: int(match[1]) for path, match in found.items() if match}
     return sorted(numbers, key=lambda path: numbers[path], reverse=True)
@@ -95,7 +95,7 @@ def latest_with_steps(run_dir: Path) -> Path | None:
 
 
 class _Begin(NamedTuple):
-    """Start of an attempt: its first step, raw start times in ns by rank, and one header."""
+    """Start of an attempt: first step, start time of each rank in ns (uncorrected), one header."""
 
     step: int
     times: dict
@@ -132,7 +132,7 @@ def _first_segment(run_dir: Path, rank: int, count: int) -> Segment | None:
 
 
 def _shared(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the settings in trace attributes or a segment header that all attempts must share."""
+    """Return the settings in trace attributes or a header that must be equal in all attempts."""
     axes = attrs["axes"]
     mesh = axes.split() if isinstance(axes, str) else axes
     return attrs["world_size"], mesh, attrs["axis_sizes"], work(attrs["config"])
@@ -161,9 +161,9 @@ def work(config: str) -> Any:
 
 
 class Nothing:
-    """Null object: no earlier trace to continue.
+    """Replacement for `Earlier` if there is no earlier trace that the run can continue.
 
-    `missing` describes steps that are stored in other files.
+    `missing` describes the earlier steps that are stored only in other files.
     """
 
     ranks, created = (), None
@@ -185,10 +185,11 @@ class Nothing:
 
 
 class Earlier:
-    """Section of an earlier trace that the current attempt continues.
+    """Part of an earlier trace before the first step of the current attempt.
 
-    `ends` lists, for each rank, the number of events and the raw time in ns when the last event
-    ends.  In later segments, times are shifted by `shift` ns and sequence numbers by `number`.
+    `ends` lists, for each rank, the number of events in this part and the time in ns at which the
+    last one ends, on the rank's own clock.  Times in the current attempt's segments are shifted by
+    `shift` ns, and sequence numbers by `number`.
     """
 
     missing = ()
@@ -208,7 +209,7 @@ class Earlier:
         return self.trace.events[name, start : start + count]
 
     def end(self, rank: int) -> tuple[int, int]:
-        """Return a rank's number of events before the current attempt, and their end time."""
+        """Return the number of a rank's events before the attempt, and when the last one ends."""
         rows, steps = self.trace.rows(rank), self.of(rank, "steps")
         start, step, dur = (self.trace.events[name, rows] for name in ("t_start", "step", "dur"))
         undone = start[step >= self.first], steps["t_start"][steps["step"] >= self.first]
@@ -248,7 +249,7 @@ class Earlier:
         return [Segment(self.header(rank), events, *others)] if count else []
 
     def header(self, rank: int) -> dict[str, Any]:
-        """Return the current attempt's header, adapted to the earlier segment of a rank."""
+        """Return a header for a rank's earlier events, based on the current attempt's header."""
         names = "local_rank", "device", "pid", "coords", "dropped", "host_id"
         own = {name: self.trace.ranks[name, rank : rank + 1].tolist()[0] for name in names}
         groups = [{"axis": axis, "members": members} for axis, members in self.trace.groups]
@@ -277,7 +278,7 @@ def _records(table: Table, columns: Sequence[Column]) -> np.ndarray:
 
 
 def _wall_seconds(before: str, after: str) -> int:
-    """Return the seconds between two ISO 8601 times, 0 if one of them is invalid."""
+    """Return the seconds between two ISO 8601 times, or 0 if one of them is invalid."""
     try:
         return int(
             (datetime.fromisoformat(after) - datetime.fromisoformat(before)).total_seconds()

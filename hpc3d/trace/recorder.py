@@ -55,7 +55,7 @@ Context = tuple[int, int, int, int, int]  # (phase, microbatch, stage, chunk, la
 
 
 class Recorder:
-    """Recorder of the events, steps, memory and expert loads of a rank.
+    """Recorder of a rank's events, step results, memory use and expert loads.
 
     `header` is the header of the segments (hpc3d.trace.segment) without groups and strings.
     `clocks` synchronizes the hosts' clocks (hpc3d.trace.clock); `None` disables this.
@@ -82,7 +82,7 @@ class Recorder:
         self.table = bytearray(capacity * ROW.size)
         self.count = self.dropped = self.segments = 0
         self.strings: dict[str, int] = {}
-        # Rows of the tables /steps, /memory and so on that are not yet written.
+        # Rows of /steps, /memory and other tables that have not been written to a segment yet.
         self.steps: Any = []
         self.memory: list[tuple[int, ...]] = []
         self.samples: list[Sample] = []
@@ -93,7 +93,7 @@ class Recorder:
         self.step, self.layer, self.phase = -1, -1, "other"
         self.at(0, 0, -1)
         self.blocked = 0  # time in ns spent in calls since the beginning of the step
-        # timestamp of the most recent call, row end or step start, whichever is latest
+        # time in ns of the latest of these: call posted, row ended, step started
         self.latest = 0
         self.flushed = self.started = clock()
 
@@ -106,7 +106,7 @@ class Recorder:
         self.phase_number = _PHASE_NUMBER[name]
 
     def scope(self, layer: int | None = None, phase: str | None = None) -> Scope:
-        """Return a context manager that sets layer and phase; None leaves a value unchanged."""
+        """Return a context manager that sets the layer and phase, unless they are `None`."""
         return Scope(self, layer, phase)
 
     def at(self, stage: int, chunk: int, microbatch: int) -> None:
@@ -129,7 +129,7 @@ class Recorder:
     def span(
         self, name: str, op: str = "elementwise", flops: float = 0
     ) -> AbstractContextManager[Any]:
-        """Return a context manager that records a compute event (an input event for op "none")."""
+        """Return a context manager that records a compute event, or an input event for "none"."""
         return Span(self, self.name(name), OP_NUMBER[op], flops)
 
     def copying(self, name: str, nbytes: int) -> AbstractContextManager[Any]:
@@ -141,7 +141,7 @@ class Recorder:
         return CopySpan(self, self.name(name), WAIT, 0)
 
     def mark(self, name: str) -> None:
-        """Record a marker: an event without duration."""
+        """Record a marker, which is an event of zero duration."""
         self.put(self.clock(), 0, self.name(name), _MARKER, OP_NUMBER["none"], self.context)
 
     def routed(self, chosen: Array, kept: Array, losses: tuple[Any, Any]) -> None:
@@ -193,7 +193,7 @@ class Recorder:
         self.count += 1
 
     def grow(self) -> bool:
-        """Double the table, up to `most` rows; return True if it grew."""
+        """Double the table size, limited to `most` rows; return True if the table has grown."""
         more = min(self.capacity, self.most - self.capacity)
         if more > 0:
             self.table.extend(bytes(more * ROW.size))

@@ -28,10 +28,10 @@ class RouterSums:
     def add(self, layer: int, *parts: Array | float) -> None:
         """Add values to the sums of a layer.
 
-        `parts` contains the number of tokens routed to each expert, int64 [experts], the number
-        of these within the expert's capacity, int64 [experts], the balance loss, and the z-loss.
+        `parts` contains the number of tokens routed to each expert, int64 [experts], the number of
+        tokens within each expert's capacity, int64 [experts], the balance loss, and the z-loss.
         """
-        if layer not in self.layers:  # zeros, so that `+=` is compiled before graph capture
+        if layer not in self.layers:  # start from 0: the kernel of `+=` is compiled before capture
             self.layers[layer] = [np.zeros_like(part) for part in parts]
         for total, part in zip(self.layers[layer], parts, strict=True):
             total += part

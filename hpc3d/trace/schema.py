@@ -91,10 +91,13 @@ class Column(NamedTuple):
 
 EVENTS = (
     Column("t_start", "i8", "ns", "start time on the rank's own clock, uncorrected"),
-    Column("t_global", "i8", "ns", "start time on rank 0's clock, by /clock/model"),
+    Column("t_global", "i8", "ns", "start time on rank 0's clock, computed with /clock/model"),
     Column("dur", "i8", "ns", "duration on the rank's own clock", 0),
     Column(
-        "posted", "i8", "ns", "time of posting the call, uncorrected; the wait begins at t_start"
+        "posted",
+        "i8",
+        "ns",
+        "time when the call was posted, uncorrected; its wait begins at t_start",
     ),
     Column("name", "u4", "index", "name of the event", 0, "strings"),
     Column("category", "u1", "enum", "category of the event"),
@@ -110,10 +113,12 @@ EVENTS = (
     Column("group", "i4", "index", "group of communicating ranks, -1 for none", -1, "groups"),
     Column("seq", "i4", "1", "sequence number of the call, -1 for none", -1),
     Column("peer", "i4", "1", "mesh rank of the peer or root, -1 for none", -1, "ranks"),
-    Column("bytes", "i8", "B", "bytes that the rank must receive, or size of a send or copy", 0),
+    Column(
+        "bytes", "i8", "B", "bytes that the rank must receive; for a send or copy, its size", 0
+    ),
     Column("count", "i8", "1", "number of elements of the input block", 0),
     Column("dtype", "u1", "enum", "data type of the elements"),
-    Column("flops", "f8", "flop", "floating-point operations of the event", 0),
+    Column("flops", "f8", "flop", "number of floating-point operations in the event", 0),
     Column("parent", "i8", "index", "enclosing event, -1 for none", -1, "events"),
     Column("flags", "u2", "bits", "reserved, always 0"),
 )
@@ -198,10 +203,17 @@ RANKS = (
 COORDS = Column("coords", "i4", "1", "mesh coordinates, shape [ranks, axes], -1 if unknown", -1)
 
 GROUPS = (
-    Column("group_id", "i4", "index", "row index, to which /events/group refers", 0, "groups"),
+    Column(
+        "group_id",
+        "i4",
+        "index",
+        "row index, to which the values of /events/group refer",
+        0,
+        "groups",
+    ),
     Column("axis", TEXT, "text", "mesh axis or axes of the group, or world"),
     Column("size", "i4", "1", "number of members", 1),
-    Column("offset", "i8", "index", "index of the group's first member in members", 0),
+    Column("offset", "i8", "index", "index in `members` of the group's first member", 0),
 )
 MEMBERS = Column("members", "i4", "1", "ranks of all groups, concatenated", 0, "ranks")
 
@@ -211,15 +223,28 @@ CLOCK_SAMPLES = (
     Column("offset_ns", "f8", "ns", "the peer's clock minus the rank's own clock"),
     Column("rtt_ns", "i8", "ns", "round-trip time of the exchange", 0),
     Column("round", "i4", "1", "index of the synchronization", 0),
-    Column("peer", "i4", "1", "reference rank: 0, or the parent in the tree of hosts", 0, "ranks"),
+    Column(
+        "peer",
+        "i4",
+        "1",
+        "rank whose clock is read: rank 0, or the parent in the tree of hosts",
+        0,
+        "ranks",
+    ),
 )
 
 CLOCK_MODEL = (
     Column("rank", "i4", "1", "rank in the mesh", 0, "ranks"),
-    Column("t0", "i8", "ns", "time origin of the clock model on the rank's own clock"),
+    Column("t0", "i8", "ns", "start of the segment on the rank's own clock"),
     Column("offset_ns", "f8", "ns", "rank 0's clock minus the rank's own clock at t0"),
-    Column("drift", "f8", "1", "change of the offset per unit of time"),
-    Column("resid_p99_ns", "f8", "ns", "99th percentile of the samples' residuals", 0),
+    Column("drift", "f8", "1", "change of the offset per unit of local time"),
+    Column(
+        "resid_p99_ns",
+        "f8",
+        "ns",
+        "99th percentile of the samples' deviations minus half of their round-trip times",
+        0,
+    ),
 )
 
 CALIBRATION = (
@@ -233,7 +258,10 @@ CALIBRATION = (
 PREDICTION = (
     Column("step", "i4", "1", "training step, -1 for all steps", -1),
     Column(
-        "quantity", TEXT, "text", "predicted quantity, with the unit as suffix: _s, _bytes, _flop"
+        "quantity",
+        TEXT,
+        "text",
+        "name of the predicted quantity, ending in its unit: _s, _bytes or _flop",
     ),
     Column("stage", "i2", "1", "pipeline stage, -1 for all stages", -1),
     Column("rank", "i4", "1", "rank in the mesh, -1 for all ranks", -1, "ranks"),
@@ -242,7 +270,11 @@ PREDICTION = (
 
 STRINGS = (Column("name", TEXT, "text", "unique name of an event or host"),)
 RANK_PTR = Column(
-    "rank_ptr", "i8", "index", "first row of each rank; the last entry is the number of rows", 0
+    "rank_ptr",
+    "i8",
+    "index",
+    "index of each rank's first row in /events; the last entry is the number of rows",
+    0,
 )
 
 
@@ -263,7 +295,9 @@ LAYOUT = {
     ),
     "ranks": TableSchema("One row per rank.", (*RANKS, COORDS)),
     "groups": TableSchema("One row per group of communicating ranks.", (*GROUPS, MEMBERS)),
-    "clock": TableSchema("Offsets between the clocks of the hosts and the clock of rank 0."),
+    "clock": TableSchema(
+        "Measured and modeled offsets of the hosts' clocks relative to rank 0's clock."
+    ),
     "clock/samples": TableSchema(
         "One row per message exchange that compares the clocks of two hosts. The error of the"
         " offset is at most half of the round-trip time.",
@@ -283,8 +317,8 @@ LAYOUT = {
     "memory": TableSchema("One row per rank, completed step and memory kind.", MEMORY),
     "steps": TableSchema("One row per rank and completed step.", STEPS),
     "evaluation": TableSchema(
-        "One row per evaluation on held-out text, over all ranks. The events of an evaluation have"
-        " phase evaluation and step -1.",
+        "One row per evaluation on held-out text. Its values cover all ranks. The events of an"
+        " evaluation have phase evaluation and step -1.",
         EVALUATION,
     ),
     "experts": TableSchema(
@@ -313,7 +347,7 @@ LAYOUT = {
 
 
 class Attribute(NamedTuple):
-    """Attribute of the root group; a file without a `required` attribute is rejected."""
+    """Attribute of the root group. Files that lack an attribute with `required` are rejected."""
 
     name: str
     type: type
@@ -323,21 +357,31 @@ class Attribute(NamedTuple):
 
 ATTRIBUTES = (
     Attribute("format", str, f'"{FORMAT}"', True),
-    Attribute("version", int, f"{VERSION}; a reader rejects a file with a higher version", True),
+    Attribute("version", int, f"{VERSION}; readers reject files with a higher version", True),
     Attribute("hpc3d_version", str, "version of the program"),
     Attribute("kind", str, '"measured" or "simulated"'),
     Attribute("run_id", str, "name of the run's folder", True),
     Attribute("created_utc", str, "start of the run, ISO 8601"),
     Attribute("world_size", int, "number of ranks", True),
-    Attribute("axes", str, "mesh axes; the last one varies fastest with the rank", True),
-    Attribute("axis_sizes", list, "sizes of the axes (for d, the largest over all stages)", True),
+    Attribute(
+        "axes",
+        str,
+        "names of the mesh axes, in row-major order: the rank varies fastest along the last axis",
+        True,
+    ),
+    Attribute(
+        "axis_sizes",
+        list,
+        "numbers of ranks along the axes (for d, the maximum over all stages)",
+        True,
+    ),
     Attribute("time_unit", str, '"ns"'),
     Attribute("config", str, "resolved input file, TOML", True),
     Attribute("git", str, "revision of the source"),
     Attribute("mpi", str, "MPI library"),
     Attribute("device", str, "compute devices of the ranks"),
     Attribute("transport", str, "transport of the communication along the mesh axes"),
-    Attribute("cores", int, "usable CPU cores of rank 0's host, 0 if unknown"),
+    Attribute("cores", int, "number of usable CPU cores on rank 0's host, 0 if unknown"),
     Attribute("segments", int, "number of merged segment files"),
     Attribute("complete", bool, "true if no data of the configured run is missing", True),
     Attribute("missing", str, "missing data, one item per line", True),
@@ -350,7 +394,7 @@ def record_type(columns: Sequence[Column]) -> np.dtype:
 
 
 def item_sizes(labels: Mapping[int, str]) -> np.ndarray:
-    """Return the bytes per element for each of the 256 type codes, 0 for unknown types.
+    """Return the number of bytes per element for each of the 256 type codes, 0 if unknown.
 
     `labels` maps type codes to names.
     """

@@ -1,4 +1,4 @@
-"""Segment files: the events of one rank between two flushes, closed and synced to disk.
+"""Segment files, each with the events of one rank between two flushes, synced to disk.
 
     RUN/trace/rank-00003-0000.npz    of rank 3: header and strings (JSON), events, steps, memory,
                                      samples of its host's clock, evaluations,
@@ -44,7 +44,7 @@ _NAME = re.compile(r"rank-(\d{5,})-(\d{4,})\.npz")
 
 
 class Segment(NamedTuple):
-    """Header and record arrays of a segment; indices are local to the segment."""
+    """Header and record arrays of a segment. The indices in them refer to this segment only."""
 
     header: dict
     events: np.ndarray
@@ -75,7 +75,7 @@ def count_segments(run_dir: Path | str) -> dict[int, int]:
 def write_segment(
     path: Path | str, header: Mapping[str, Any], strings: Iterable[str], *tables: np.ndarray
 ) -> None:
-    """Write a segment atomically: afterwards it is complete and on disk, or absent.
+    """Write a segment to disk atomically, so that `path` never contains an incomplete segment.
 
     `header` must be serializable as JSON.  The tables are record arrays in the order of `TABLES`;
     trailing tables may be omitted.  `events["name"]` is an index into `strings`, `events["group"]`

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _ALL = slice(None)
 _KEPT = 2**28  # maximum total size of the cached columns in bytes
-_MOST_INTEGER = 2**60  # largest integer (36 years in ns); sums of several fit in int64
+_MOST_INTEGER = 2**60  # largest valid integer (36 years in ns), so that small sums fit in int64
 
 
 class Table:
-    """Table of a trace file: columns of equal length.
+    """Table of a trace file, which consists of columns of equal length.
 
     `table["dur"]` is a NumPy array, and `table["dur", 10:20]` a slice of its rows.  A table
     missing from the file has no rows.  Values are checked when they are read: a ValueError is
@@ -112,7 +112,7 @@ class Table:
         Returns
         -------
         dict
-            Dict from value to name, as stored in the file; empty for other columns.
+            Dict from value to name, as stored in the file. Empty if the column is not enumerated.
         """
         if self._absent:
             return {}
@@ -124,7 +124,7 @@ class Table:
         Parameters
         ----------
         columns
-            Names of columns (None: all columns).
+            Names of columns. The default is all columns.
         rows
             Slice of the rows of the table.
 
@@ -140,7 +140,7 @@ class Table:
         return DataFrame(series)
 
     def _series(self, name, rows):
-        """Return a column for pandas with one value per row; coordinates become tuples."""
+        """Return a column for pandas with one value per row, so coordinates become tuples."""
         from pandas import Categorical
 
         values, column = self[name, rows], self._columns[name]

@@ -22,7 +22,7 @@ def tables_of(config: str) -> dict[str, Any]:
 
 
 def configured(config: str, section: str, key: str) -> Any:
-    """Return a value of a TOML configuration, or None; `config` may be any text."""
+    """Return a value of a TOML configuration, or None if `config` is invalid or lacks the key."""
     try:
         return tables_of(config)[section][key]
     except (ValueError, KeyError, TypeError):
@@ -30,5 +30,5 @@ def configured(config: str, section: str, key: str) -> Any:
 
 
 def one_time(trace: Trace) -> bool:
-    """Return True if the ranks' clocks measure a common time, unlike CPU-time clocks."""
+    """Return True unless each rank recorded its own CPU time, which is not a common clock."""
     return configured(trace.attrs["config"], "trace", "clock") != "cpu"

@@ -49,7 +49,7 @@ Types are NumPy types. The unit *row of /table* marks an index into another tabl
 _ENUMERATIONS = """\
 ## Enumerations
 
-Each value is listed with its name.
+Each number is the stored value for the name that follows it.
 """
 
 _RELATIONS = """\
@@ -62,7 +62,7 @@ one line for each violated invariant, with the number of rows and the first one.
 
 On one `stream` of a rank, two rows only overlap if one encloses the other. The `parent` of the
 inner row is then the row of the outer one. The durations of the rows of a step without a parent
-therefore add up to at most the step time. The difference is unrecorded time.
+therefore add up to at most the step time. The remaining time is unrecorded.
 
 ### Streams on a GPU
 
@@ -70,10 +70,10 @@ A rank on a GPU has five streams. Its compute rows are timed on the device, not 
 launches the kernels:
 
 * **Stream 0** is the host: input, checkpoints, and collectives of all ranks on host memory.
-* **Stream 1** is the computation. For a call (`comm`), it contains the time that the computation
-  is blocked.
-* **Stream 2** contains the calls while they run, with category `copy` and `seq` -1. Grouped
-  messages are one row.
+* **Stream 1** is the computation. A row of category `comm` is the time during which a call blocks
+  the computation.
+* **Stream 2** contains the execution of calls, with category `copy` and `seq` -1. Grouped messages
+  are one row.
 * **Stream 3** contains the calls along d, which have a separate queue.
 * **Stream 4** contains copies of offloaded arrays to and from the host, with category `copy` and
   their bytes.
@@ -84,11 +84,11 @@ their step. A row begins when the device reaches it; if the host is late, the ro
 of the wait for the host. `forward_s` and `backward_s` of a step count the rows of stream 1 in
 these phases.
 
-The times come from CUDA events, and no step waits for them. Their resolution is 0.5 us. The
-reference is taken at the beginning and end of each step, while the device is idle, between two
-readings of the host's clock. The row `clock of the device` spans these two readings. All times of
-a step may therefore be shifted together by up to half of the duration of this row. For a replayed
-CUDA graph, only the total time is known.
+The times come from CUDA events, whose resolution is 0.5 us. They are read without synchronizing
+the host within a step. At the beginning and end of each step, while the device is idle, a
+reference event is recorded between two readings of the host's clock. The row `clock of the device`
+spans these two readings. All times of a step may therefore have a common error of up to half of
+the duration of this row. For a replayed CUDA graph, only the total time is known.
 
 ### Calls
 
@@ -164,8 +164,8 @@ whether a run fits in memory. Older traces lack this kind.
 
 ### Predictions
 
-Each predicted quantity is a row, with -1 in the columns that do not apply. The quantity `step_s`
-with step, stage and rank -1 is the time of any step.
+Each predicted quantity is a row, with -1 in the columns that do not apply. For example, the
+predicted step time is the row with the quantity `step_s` and -1 as step, stage and rank.
 
 ## How to read a trace
 
@@ -242,7 +242,7 @@ def _type(column):
 
 
 def _unit(column):
-    """Return the unit of a column; for an index, the table that it refers to."""
+    """Return the unit of a column or, for an index, the table to which the index refers."""
     if column.unit == "index" and column.into:
         return f"row of /{column.into}"
     return {"1": "", "text": ""}.get(column.unit, column.unit)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
 
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
-AT_ONCE = 20_000  # longest gap in ns between a call and its wait that are recorded as one row
+AT_ONCE = 20_000  # a call and its wait are recorded as one row if the gap is at most this many ns
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
 
 
@@ -66,13 +66,13 @@ class Traced:
         return self.call("recv", block, peer, partial(self.comm.recv, shape, dtype, peer))
 
     def number(self, op: str, peer: int) -> int:
-        """Return the next sequence number: per group for collectives, per peer for messages."""
+        """Return the next sequence number, counted per group (collectives) or peer (messages)."""
         key = (op, peer) if op in MESSAGES else "collective"
         self.sequence[key] += 1
         return self.sequence[key] - 1
 
     def call(self, op: str, block: Array, peer: int, post: Callable[[], Pending]) -> Pending:
-        """Post a call with `post()`; return a handle whose `wait` also records the call."""
+        """Post a call with `post()`, and return a handle whose `wait` also records the call."""
         recorder, seq = self.recorder, self.number(op, peer)
         context, step = recorder.context, recorder.step
         posted = recorder.clock()
