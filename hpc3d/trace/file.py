@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 64 * 1024  # rows per chunk
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # dict from HDF5 filter id to name
-_SHRINKS = 1100  # upper bound on the compression ratio; deflate compresses zeros by 1032
+_SHRINKS = 1100  # upper bound on the compression ratio; deflate reaches 1032 on zeros
 # Errors of file systems without lock support. Locks are not needed for correctness: a trace is
 # written by a single process under a temporary name.
 _WITHOUT_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS

@@ -35,11 +35,7 @@ _EXCEPTIONS = {
     **dict.fromkeys(("train.backend", "train.cuda_graph", "train.fused_gelu"), EXECUTION),
 }
 _ALWAYS_NAMED = 2  # maximum number of listed runs that have the most frequent value of a key
-_OF_MACHINE = (
-    "hosts",
-    "MPI",
-    "program",
-)  # entries of the report header in which runs are compared
+_OF_MACHINE = ("hosts", "MPI", "program")  # entries of the report header to be compared
 
 
 def group_of(key: str) -> str:

@@ -59,9 +59,7 @@ def _composition(parts: Mapping[str, float | None]) -> str:
     if calls > _ROUNDING * step:
         waiting = ""
         waits = (parts["wait_s"] or 0) - parts["copy_wait_s"]
-        if (
-            waits > _ROUNDING * step
-        ):  # in a simulated step with identical ranks, no rank waits for another
+        if waits > _ROUNDING * step:  # identical ranks never wait for each other in a simulation
             waiting = f", {_share(waits, calls)} of it waiting for other ranks"
         clauses.append(f"{_share(calls, step)} communication{waiting}")
     if offload > _MENTIONED * step:
