@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.trace.reader import Trace
 
-_RANKS, _ONE_NODE = 8, 4096  # ranks in the largest calibration run; maximum ranks per node
+_RANKS, _ONE_NODE = 8, 4096  # maximum number of ranks: per calibration run, per node
 
 
 def calibrate(options: Namespace) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def schemes(options: Namespace) -> dict[str, Any]:
 
 
 def _serial_configs() -> dict[str, Config]:
-    """Return the configuration gpt-serial.toml, unmodified and with hidden size 512."""
+    """Return two configurations: gpt-serial.toml and a variant with hidden size 512."""
     from hpc3d.benchmarks import harness
     from hpc3d.config.load import load
     from hpc3d.config.resolve import resolve
@@ -116,6 +116,6 @@ def _serial_configs() -> dict[str, Config]:
 
 
 def _pair(found: Mapping[str, float]) -> str:
-    """Format the time of the second variant, and the ratio of the first to the second."""
+    """Format the second variant's time, and the time ratio of the first to the second."""
     low, high = found["ratio_min"], found["ratio_max"]
     return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"

@@ -82,7 +82,7 @@ def plans(options: Namespace) -> dict[str, Any]:
 
 
 def _planned(model: str, folder: Path) -> list[_Planned]:
-    """Return the plans for a model, each based on a profile with the same number of ranks."""
+    """Plan for a model; each plan uses costs profiled on as many ranks as it requests."""
     from hpc3d.partition.capture import captured_of
 
     captured = captured_of(_MODELS[model])

@@ -77,7 +77,7 @@ class Graph:
         self, atoms: Sequence[Atom], values: Sequence[Value], shared: Sequence[Shared] = ()
     ):
         self.atoms, self.values, self.shared = tuple(atoms), tuple(values), tuple(shared)
-        self.inputs = [0] * len(self.atoms)  # bit set of the source atoms of each atom
+        self.inputs = [0] * len(self.atoms)  # bit sets of the direct predecessors
         for value in self.values:
             for target in value.targets:
                 self.inputs[target] |= 1 << value.source

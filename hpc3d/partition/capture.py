@@ -244,7 +244,7 @@ def _first_names(module):
 def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> Captured:
     """Group the operations of a program into pieces by the rules in the module docstring.
 
-    `names` maps each name of a weight to its canonical name.
+    `names` maps each weight name to the canonical name of the weight.
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     signature = {spec.arg.name: spec for spec in program.graph_signature.input_specs}

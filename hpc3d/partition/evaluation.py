@@ -1,4 +1,4 @@
-"""Predicted step time and memory of pipeline arrangements of a captured module.
+"""Predicted step time and memory of a captured module that is trained with a pipeline.
 
 This cost model is shared by the planner, the baseline planners and the reports. The module is a
 chain of atoms, partitioned into model chunks. A pipeline stage has one chunk, or several chunks

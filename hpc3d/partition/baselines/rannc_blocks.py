@@ -111,7 +111,7 @@ class _Groups:
             here = todo.pop()
             if here == other:
                 return True
-            if min(self.atoms[here]) > last:  # `here` comes after `other`, so no path leads back
+            if min(self.atoms[here]) > last:  # `here` is after `other`: no path back
                 continue
             new = {*self.after[here]} - seen
             seen |= new

@@ -19,7 +19,7 @@ HEAD = (
 
 
 def ours(task: Task) -> Contender:
-    """Return hpc3d's own plan; if no plan exists, the `note` of the result gives the reason."""
+    """Return hpc3d's plan; if no plan exists, the `note` of the result gives the reason."""
     try:
         found = best_plan(task.costs, Wanted(task.ranks, task.memory, margin=0.0))
     except ValueError as error:
@@ -53,7 +53,7 @@ def shown(task: Task, planners: Iterable[Callable[[Task], Contender]]) -> Iterat
 
 
 def as_row(contender: Contender, batch: int) -> dict[str, Any]:
-    """Convert a contender to a table row (seconds, bytes); missing values are `None`."""
+    """Convert a planner's result to a table row; times are in s, sizes in bytes."""
     name, choice, step, note, ways = contender
     row = {"name": name, "note": note, "ways": ways}
     if choice is None or step is None:

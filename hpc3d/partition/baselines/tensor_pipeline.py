@@ -1,8 +1,8 @@
-"""Megatron-LM's arrangements: 1-D tensor and data parallelism (arXiv:1909.08053), with and without
-a pipeline (arXiv:2104.04473).
+"""Megatron-LM's parallel layouts: 1-D tensor and data parallelism (arXiv:1909.08053), with and
+without a pipeline (arXiv:2104.04473).
 
 In the rank order, tensor parallelism is innermost, followed by replicas and then stages. Of the
-arrangements with 1, 2, 4 or 8 tensor-parallel ranks, the fastest one that fits in memory is used.
+layouts with 1, 2, 4 or 8 tensor-parallel ranks, the fastest one that fits in memory is used.
 Activations are recomputed layer by layer. The first version of Megatron-LM had neither a pipeline
 nor microbatches.
 """
@@ -54,12 +54,12 @@ class TensorCosts(ModelCosts):
 
 
 def megatron(task: Task) -> Contender:
-    """Return the fastest arrangement with tensor and data parallelism, but without a pipeline."""
+    """Return the fastest layout with tensor and data parallelism, but without a pipeline."""
     return _fastest_split("Megatron-LM", task, pipeline=False)
 
 
 def megatron_pipeline(task: Task) -> Contender:
-    """Return the fastest pipeline arrangement with the same number of layers on every stage."""
+    """Return the fastest pipeline layout with the same number of layers on every stage."""
     return _fastest_split("Megatron-LM, pipeline", task, pipeline=True)
 
 

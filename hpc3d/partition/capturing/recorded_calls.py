@@ -56,7 +56,7 @@ class NestedValues(NamedTuple):
         return tree_unflatten(leaves, self.spec)
 
     def tensors_in(self, values: Any) -> list[torch.Tensor] | None:
-        """Return the tensors in `values`, which are the arguments or the result of another call.
+        """Return the tensors in `values`, the arguments or the result of another call.
 
         Returns None if `values` differs from the recorded call in its structure or constants.
         """

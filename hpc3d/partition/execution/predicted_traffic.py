@@ -50,7 +50,7 @@ def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterato
 
 
 def _pairs(one, other, rows):
-    """Return the number of (sending rank, receiving rank) pairs with common samples."""
+    """Return the number of pairs (sending rank, receiving rank) that process common samples."""
     if one == other:
         return one
     return sum(

@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 class Draw(NamedTuple):
-    """Key of a step's random numbers for samples `first` to `first + samples` (exclusive)."""
+    """Key of the random numbers for the samples `first` to `first + samples` - 1 of a step."""
 
     seed: int
     step: int

@@ -143,7 +143,7 @@ def _program(captured, part, number, crossing, redraw, split):
 
 
 def graded(captured: Captured, programs: Sequence[StageProgram]) -> set[fx.Node]:
-    """Return the values sent between chunks and the model outputs that have a gradient."""
+    """Return the model outputs, and the values sent between chunks, that have a gradient."""
     found, rows = {}, 2
     with FakeTensorMode():
         weights = {name: without_values(each, rows) for name, each in state_of(captured).items()}

@@ -139,7 +139,7 @@ def _edges(made):
 
 
 def _arrays(block):
-    """Convert a block to a tuple of arrays; None becomes an empty tuple."""
+    """Wrap a single array in a tuple, and convert `None` to an empty tuple."""
     return block if isinstance(block, tuple) else () if block is None else (block,)
 
 

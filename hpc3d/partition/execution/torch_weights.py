@@ -112,7 +112,7 @@ class TorchWeights:
     def _trained(self, name, item, like):
         tensor = torch.nn.Parameter(torch.from_numpy(item.value).view(like.shape))
         tensor.grad = torch.from_numpy(item.grad).view(like.shape)
-        # The hook also runs if all contributions to the gradient are deferred.
+        # autograd also calls the hook if all contributions to the gradient are deferred.
         accumulator = get_gradient_edge(tensor).node
         accumulator.register_hook(lambda *_: self.completed(name))
         self._accumulators.append(accumulator)
