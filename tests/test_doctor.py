@@ -211,7 +211,7 @@ def options(tmp_path):
         ("echo 'There are not enough slots available'; exit 1", "--oversubscribe"),
         ("echo 'RuntimeError: cannot load MPI library'; exit 1", "hpc3d[mpi]"),
         ("echo 'libmpi.so.40: cannot open shared object file'; exit 127", "modules"),
-        ("echo 'OMPI was not built with PMI support'; exit 1", "the mpirun of the MPI library"),
+        ("echo 'OMPI was not built with PMI support'; exit 1", "mpirun of the same MPI library"),
         ("echo 'mkdir: No space left on device'; exit 1", "TMPDIR"),
         ("echo 'PMIx server\"s listener thread failed to start'; exit 1", "ompi.*"),
         ("kill -SEGV $$", "for more output, run mpirun"),

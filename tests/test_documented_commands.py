@@ -92,6 +92,13 @@ def test_preparations_belong_to_executed_pages():
     assert {*preparations.COMMANDS, *preparations.FILES} <= {*EXECUTED}
 
 
+@pytest.mark.parametrize("page", preparations.FILES)
+def test_prepared_files_occur_in_the_commands(page):
+    words = " ".join(each.text for each in here(page).values())
+    folders = {re.sub("/more.txt$", "/", name) for name in preparations.FILES[page]}
+    assert not [name for name in folders if name.removesuffix(".py") not in words]
+
+
 @pytest.mark.parametrize("page", SHOWN)
 def test_expected_output_appears_on_the_page(page):
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.analyze.opened_run import Drawing, OpenedRun
+from hpc3d.console.command_line import readable_time
 from hpc3d.console.sanitize import counted
 from hpc3d.runtime.optional_packages import need
 
@@ -37,7 +38,7 @@ class StepPrediction(dict[str, Any]):
         fits = "fits" if self["memory"]["fits"] else "does not fit"
         return (
             f"{self.config.name} on {counted(ranks, 'rank')} of {self['machine']}: "
-            f"{self['step_time_s']:.4g} s per step, MFU {self['mfu']:.1%}, "
+            f"{readable_time(self['step_time_s'])} per step, MFU {self['mfu']:.1%}, "
             f"bubble {self['bubble']:.1%}, {worst / 1e9:.3g} GB per rank, which {fits}"
         )
 

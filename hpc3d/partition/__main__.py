@@ -297,7 +297,7 @@ def _show_head(schedule, stages, microbatches, used, ranks):
 
 def _show_sums(seconds, load, memory):
     print(f"step time       {readable_time(seconds)}")
-    print(f"busiest stage   {load:.6g} s per microbatch, including messages")
+    print(f"busiest stage   {readable_time(load)} per microbatch, including messages")
     print(f"peak memory     {memory / 1e6:.6g} MB per rank")
 
 

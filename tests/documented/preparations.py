@@ -72,8 +72,12 @@ def _lines(key):
 
 
 def _nano(path):
-    ids = nano(path.parent, "O " + TEXT * 3)
-    np.array(ids[::-1], np.uint16).tofile(path.with_name("val.bin"))
+    nano(path.parent, "O " + TEXT * 3)
+
+
+def _validation(path):
+    """The same ids as in train.bin, in reverse order."""
+    np.fromfile(path.with_name("train.bin"), np.uint16)[::-1].tofile(path)
 
 
 def _parquet(path):
@@ -99,6 +103,7 @@ FILES = {
         "book.txt": _text(TEXT * 40),
         "more/more.txt": _text(TEXT * 40),
         "data/shakespeare_char/train.bin": _nano,
+        "data/shakespeare_char/val.bin": _validation,
         "my-gpt2_text_document.bin": _indexed,
         "part-0.jsonl": _lines("body"),
         "part-1.jsonl": _lines("body"),

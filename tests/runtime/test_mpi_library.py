@@ -29,7 +29,7 @@ def no_launcher(monkeypatch):
     [
         (OURS._replace(path="/opt/mpi/bin/mpirun"), OK, "library"),
         (OURS._replace(version="4.1.4"), WARN, "5.0.11"),
-        (MpiInstall("MPICH", "5.0.2", "/x/mpirun"), FAIL, "its own job"),
+        (MpiInstall("MPICH", "5.0.2", "/x/mpirun"), FAIL, "a separate job"),
         (MpiInstall("of unknown make", None, "/x/mpirun"), WARN, "no known MPI"),
         (None, FAIL, "PATH"),
     ],

@@ -162,7 +162,7 @@ TAMPERED = {
         "/events: ... evaluation ... step: 1 row",
     ),
     "load": (change("experts/kept", 3, 9), "/experts: kept ...: 1 row, ... 3 (rank 0, step 1)"),
-    "peak": (change("memory/peak", 8, 1), "/memory: ... peak ... bytes: 1 row"),
+    "peak": (change("memory/peak", 8, 1), "/memory: ... peak ... bytes ...: 1 row"),
     **{
         name: (
             change(f"memory/{column}", 6, value),
