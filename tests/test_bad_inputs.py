@@ -285,6 +285,7 @@ FAR_AWAY = [2**62 - 1, 10**40, 2**53, -1, 1.5, "1", None, [1]]
 
 @pytest.mark.parametrize("value", FAR_AWAY, ids=str)
 @pytest.mark.parametrize("key", ["step", "updates", "sequences", "epoch"])
+@pytest.mark.slow
 def test_manifest_counts_are_bounded(run, tmp_path, key, value):
     (whole,) = (run / "checkpoints").glob("step-*")
     shutil.copytree(whole, folder := tmp_path / whole.name)
@@ -298,6 +299,7 @@ def test_manifest_counts_are_bounded(run, tmp_path, key, value):
 
 @pytest.mark.parametrize("column", ["events/t_global", "events/t_start", "steps/t_end"])
 @pytest.mark.parametrize("value", [-(2**63), 2**63 - 1, 2**60 + 1])
+@pytest.mark.slow
 def test_trace_times_are_bounded(run, tmp_path, capsys, column, value):
     shutil.copy(run / "trace.h5", path := tmp_path / "trace.h5")
     with h5py.File(path, "r+") as file:

@@ -230,6 +230,7 @@ def settings(before, after):
         (lambda manifest: ["files"], "step-00000002 ... checkpoint: manifest.json "),
     ],
 )
+@pytest.mark.slow
 def test_verify_and_export_reject_an_invalid_manifest(run, capsys, change, said):
     folder = checkpoint(run)
     rewrite(folder, change)
@@ -376,6 +377,7 @@ def test_missing_option_value_is_reported(original, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("room", [0, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_full_disk_is_reported_in_one_line_and_leaves_nothing(original, tmp_path, capsys, room):
     call(capsys, "export", original, "-o", tmp_path / "good")
     for words in (

@@ -147,6 +147,7 @@ def test_ctrl_c_ends_generation_with_the_text_so_far(endless):
     ],
     ids=" ".join,
 )
+@pytest.mark.slow
 def test_invalid_options_are_rejected_in_one_line(run, more):
     done = alone(*words(run, *more))
     assert done.returncode == 2 and not done.stdout

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.test_fuzz import pytest_on
 
 TESTS = """
@@ -20,6 +22,7 @@ def test_process():
 """
 
 
+@pytest.mark.slow
 def test_sampled_costs_are_extrapolated_and_include_child_processes(tmp_path):
     words = "-p", "tests.profile", "--every", "3", "--costs", "costs.json", "-k", "work or process"
     done = pytest_on(tmp_path, TESTS, *words)

@@ -234,6 +234,7 @@ def test_evaluations_match_one_rank_and_continue_after_resume(tmp_path):
         (["--resume", "{empty}"], ": ... start a new run"),
     ],
 )
+@pytest.mark.slow
 def test_invalid_resume_is_rejected(runs, options, line):
     words = [str(word).format(**runs) for word in options]
     before = files_of(runs)

@@ -207,6 +207,7 @@ def test_run_folder_records_configuration_environment_and_position(run):
     assert position == {"step": 3, "epoch": 0, "offset": 432, "sequences": 432}
 
 
+@pytest.mark.slow
 def test_environment_file_has_versions_and_ranks_but_no_secrets(run):
     path, _ = run
     environment = json.loads((path / "environment.json").read_text())

@@ -43,6 +43,7 @@ def vectors(draw):
     return drawn
 
 
+@pytest.mark.slow
 def test_moments_kernel(size, real, draw, emulate):
     x, wide = draw(real, *size)
     result = FLOAT.empty(2, size[0])

@@ -43,6 +43,7 @@ def held(line, look):
 
 
 @pytest.mark.parametrize("line", ["p=4 schedule=1f1b", "p=2 d=2 schedule=zb-h1 zero=2"])
+@pytest.mark.slow
 def test_memory_of_a_microbatch_is_reused(line):
     def stock(mesh, _):
         return sum(len(memory) for free in mesh.pool.free.values() for memory in free)

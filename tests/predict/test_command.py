@@ -154,6 +154,7 @@ def test_simulate_and_plan_run_without_mpi(words):
 @pytest.mark.parametrize(
     "name", ["pp_vs_dp.findings", "megatron_report", "tensor_3d", "vtrain_report"]
 )
+@pytest.mark.slow
 def test_published_studies_import_without_mpi(name):
     code = f"import sys; sys.modules['mpi4py'] = None; import hpc3d.studies.{name}"
     subprocess.run([sys.executable, "-c", code], check=True)

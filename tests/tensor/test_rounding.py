@@ -112,6 +112,7 @@ TENSORS = [
 
 
 @pytest.mark.parametrize("line", strided(BLOCKS + TENSORS, 99))
+@pytest.mark.slow
 def test_float8_training_on_every_layout_matches_serial(line):
     config = config_of(line)
     found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
@@ -132,6 +133,7 @@ def test_predicted_traffic_and_flops_match_the_counted_ones(line):
 
 
 @pytest.mark.parametrize("dtype", strided(["float16", "bfloat16", "float32"], 3))
+@pytest.mark.slow
 def test_float8_losses_are_close_to_exact_ones(dtype):
     def losses(line):
         config = config_of(f"{line} dtype={dtype} layers=1 hidden=144 batch=12")

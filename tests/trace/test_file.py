@@ -308,6 +308,7 @@ def test_intact_file_is_read(whole):
         ("strings/name", "node1", "/strings .*duplicate names"),
     ],
 )
+@pytest.mark.slow
 def test_invalid_value_is_rejected(whole, column, value, reason):
     with h5py.File(whole, "r+") as file:
         file[column][0] = value

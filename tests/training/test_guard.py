@@ -171,6 +171,7 @@ def test_bit_flip_in_a_product_stops_all_ranks_and_names_one(line):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("line", MATRIX[1:])
+@pytest.mark.slow
 def test_bit_flip_in_a_message_stops_all_ranks_and_names_one(line):
     for axis in axes_of(settled(line)):
 

@@ -120,6 +120,7 @@ def reported(opened, out):
     return (out / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_page_makes_no_network_requests(page):
     found = Reader(page).values
     addresses = [value for _, key, value in found if key in ("src", "href", "action", "poster")]

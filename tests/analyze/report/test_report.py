@@ -56,6 +56,7 @@ def test_run_labels_are_distinct(run, tmp_path, capsys):
         ),
     ],
 )
+@pytest.mark.slow
 def test_invalid_input_is_one_line_and_exits_with_2(
     tmp_path, monkeypatch, capsys, arguments, reason
 ):

@@ -114,6 +114,7 @@ def test_wakeup_time_is_fitted_to_the_unexplained_step_time(found):
     assert with_wakeup(found, [(config, 0.0)]).wakeup_s == 0.0
 
 
+@pytest.mark.slow
 def test_calibrated_machine_file_round_trips(found, tmp_path):
     (tmp_path / "found.toml").write_text(dumps(found))
     assert load(tmp_path / "found.toml") == found

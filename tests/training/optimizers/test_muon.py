@@ -73,6 +73,7 @@ def apart(item, array):
     "words",
     ["", "beta1=0.8", f"kind=llama kv_heads=2 ffn={GATED}", f"experts=4 kind=llama ffn={GATED}"],
 )
+@pytest.mark.slow
 def test_muon_steps_match_a_torch_reference(words):
     draw = np.random.default_rng(1)
     config = config_of(f"{LINE} {words} layers=1 weight_decay={DECAY}")
