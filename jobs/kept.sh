@@ -1,9 +1,10 @@
-# Exit status of a job. A launcher may return 0 although the job did not finish: mpirun does if it
-# loses a host. The last lines of hpc3d.train show whether the run finished. Other scripts source this.
+# Determine the exit status of a job. A launcher may return 0 although the run did not finish, as
+# mpirun does if it loses a host. The last lines that hpc3d.train prints show whether the run
+# finished. Other scripts source this file.
 # shellcheck shell=bash
 
-# kept CODE OUTPUT: print the exit status of a launcher that returned CODE and wrote the file OUTPUT:
-# 1 instead of 0 if the run did not finish.
+# kept CODE OUTPUT: return the exit status CODE of a launcher whose output is in the file OUTPUT, or
+# 1 if CODE is 0 but the run did not finish.
 kept() {
     [ "$1" = 0 ] || return "$1"
     local _

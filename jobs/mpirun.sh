@@ -1,5 +1,5 @@
 #!/bin/bash
-# Run hpc3d.train on several hosts with mpirun, with a reliable exit status:
+# Run hpc3d.train on several hosts with mpirun, and return a reliable exit status:
 #
 #     bash jobs/mpirun.sh --hostfile HOSTS -x PATH python -m hpc3d.train INPUT.toml ...
 
@@ -10,7 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/kept.sh"
 
 said="$(mktemp)"
 trap 'rm -f "$said"' EXIT
-# A signal that ends the ranks must not end the process that writes their last lines.
+# The signal that ends the ranks must not terminate tee, which writes their last lines.
 exec {out}> >(trap '' TERM INT USR1; exec tee "$said")
 tee=$!
 code=0

@@ -1,4 +1,4 @@
-# Layouts of the scaling jobs, one per array task. Both scripts source this file.
+# Layouts of the scaling jobs, one per array task. Both scaling scripts source this file.
 # shellcheck shell=bash
 
 # shellcheck source=launch.sh
@@ -22,10 +22,11 @@ layouts=(
 )
 read -r ranks scheme x y z <<< "${layouts[SLURM_ARRAY_TASK_ID]}"
 
-# measure HIDDEN BATCH ARGUMENTS ...: train on the layout of this task, on as many ranks of the job as
-# the layout has. Without an input file in ARGUMENTS, the model is that of gpt-3d-64.toml.
+# measure HIDDEN BATCH ARGUMENTS ...: train with the layout of this task, on as many of the job's
+# ranks as the layout needs. If ARGUMENTS contain no input file, train the model of gpt-3d-64.toml.
 #
-# Run names begin with the task number, which sorts them: the report compares with the first run.
+# Run names begin with the task number, so the smallest layout comes first; the report compares the
+# other runs with the first one.
 measure() {
     local hidden="$1" batch="$2" input=inputs/gpt-3d-64.toml
     shift 2
