@@ -34,7 +34,7 @@ class CostMeter:
 
     This class discards the notifications; the meter of a simulated machine is in
     simulated_clock.py.  `widest` is the largest head size that the machine's fused attention
-    supports.  `float8` is True if the machine model has a rate for float8 GEMMs.
+    supports.  `float8` is True if the machine model specifies the rate of float8 GEMMs.
     """
 
     widest = 128
@@ -68,7 +68,7 @@ class Flags(NamedTuple):
 
 
 class AbstractLease:
-    """Owner of memory that is counted but not allocated; its deletion reduces the count."""
+    """Handle to memory that is counted but not allocated; deleting it subtracts the memory."""
 
     __slots__ = ("give_back", "kind", "shared", "slot_of")
 
@@ -80,7 +80,7 @@ class AbstractLease:
 
 
 class AbstractArray(NDArrayOperatorsMixin):
-    """Array of a `pool` with a shape and a dtype but no data; `lease` represents its memory."""
+    """Array without data: a shape, a dtype, and a handle `lease` to memory counted by `pool`."""
 
     __slots__ = ("dtype", "lease", "pool", "shape")
 
@@ -95,7 +95,7 @@ class AbstractArray(NDArrayOperatorsMixin):
         self.pool, self.lease = pool, lease
 
     def like(self, shape: Iterable[int], dtype: DTypeLike | None = None) -> AbstractArray:
-        """Return a new array of shape `shape` with separate memory."""
+        """Return a new array of shape `shape`, which does not share this array's memory."""
         return type(self)(shape, dtype or self.dtype, self.pool)
 
     def made_by(self, name: str, *arrays: AbstractArray) -> Self:
@@ -187,7 +187,7 @@ class AbstractArray(NDArrayOperatorsMixin):
         out: tuple[AbstractArray, ...] | None,
         dtype: np.dtype,
     ) -> AbstractArray:
-        """Record the matrix product of arrays of shapes a and b; return its result in `dtype`."""
+        """Record a matrix product of operands with shapes a and b; return the result."""
         shape = _product(a, b)
         rows = a[-2] if len(a) > 1 else 1
         columns = b[-1] if len(b) > 1 else 1
@@ -226,7 +226,7 @@ def _reduced(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
 
 
 def _product(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the matrix product of shapes a and b, as in `np.matmul`."""
+    """Return the shape of the matrix product of two arrays with shapes a and b (`np.matmul`)."""
     if a[-1] != b[-2 if len(b) > 1 else 0]:
         raise ValueError(f"matrices of shapes {a} and {b} cannot be multiplied")
     rows, columns = a[-2:-1], b[-1:] if len(b) > 1 else ()
@@ -245,7 +245,7 @@ def _stacked(blocks: Sequence[AbstractArray], axis: int = 0) -> AbstractArray:
 
 
 def _dot(a: AbstractArray, b: AbstractArray) -> float:
-    """Notify the meter of a dot product of two vectors, and return 0 as its value."""
+    """Record the cost of a dot product with the meter; return 0 as a placeholder result."""
     a.meter.kernel("reduction", a.nbytes + b.nbytes)
     return 0.0
 
@@ -265,7 +265,7 @@ _FUNCTIONS = {
 
 
 def counted(primitive: Primitive) -> Callable[..., Any]:
-    """Return a primitive's implementation for abstract arrays, extended to notify the meter.
+    """Return a primitive's implementation for abstract arrays; it also notifies the meter.
 
     The meter receives the total bytes of all operands and results.  If the primitive is a
     composite, the operations that it calls notify the meter instead.
@@ -277,8 +277,8 @@ def counted(primitive: Primitive) -> Callable[..., Any]:
     def with_meter(first, *rest, **named):
         if rule is None:
             raise NotImplementedError(
-                f"{primitive.__name__} has no rule for abstract arrays; define one with the "
-                "decorator `abstract` of the primitive"
+                f"{primitive.__name__} has no implementation for abstract arrays; define "
+                "one with the decorator @<primitive>.abstract"
             )
         result = rule(first, *rest, **named)
         touched = of_shapes([first, *rest])
@@ -296,7 +296,7 @@ has_values.register(AbstractArray, lambda array: False)
 
 
 class AbstractPool(Pool):
-    """Pool of abstract arrays, which counts bytes like `Pool`; its arrays notify `meter`."""
+    """Pool of abstract arrays: it counts bytes like `Pool`, and `meter` records operations."""
 
     kind = AbstractArray
 

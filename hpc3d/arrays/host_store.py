@@ -1,4 +1,4 @@
-"""Offloading: arrays are stored outside the memory of their rank while they are not in use.
+"""Offloading: store arrays outside the rank's own memory while they are not in use.
 
 See ZeRO-Offload (Ren et al., arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al.,
 arXiv:2104.07857).
@@ -80,7 +80,7 @@ class _FilePool(Pool):
     def _mapped(self, size: int) -> np.ndarray:
         start = self.size
         try:
-            os.posix_fallocate(self.file, start, size)  # avoids SIGBUS if the disk is full
+            os.posix_fallocate(self.file, start, size)  # avoids a later SIGBUS if the disk is full
         except OSError as error:
             what = f"cannot offload {size / 1e6:,.1f} MB more ({error.strerror})"
             raise OSError(
@@ -142,10 +142,10 @@ def store_of(pool: Pool) -> HostStore:
 
 
 def walk(store: HostStore, units: Sequence[Sequence[Array]], trace: Any) -> Iterator[list[Any]]:
-    """Yield, for each unit, working copies of its stored arrays.
+    """For each group of stored arrays in `units`, yield working copies of the arrays.
 
-    While a unit is in use, the next unit is prefetched. Changes to the copies are saved when the
-    next unit is requested.
+    While the caller uses one group, the next group is prefetched. Changes to the copies are saved
+    when the caller requests the next group.
     """
     ahead = _asked(store, units[0], trace) if units else []
     for number, unit in enumerate(units):

@@ -128,7 +128,7 @@ def _blocks(out: Any, inputs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def narrow_rule(primitive: Primitive) -> Callable[..., Any] | None:
-    """Return a primitive's implementation for Narrow arrays; None selects the NumPy one."""
+    """Return a primitive's implementation for Narrow arrays; `None` if NumPy's also works."""
     if primitive.narrow_rule or primitive.abstract_rule is primitive.numpy:
         return primitive.narrow_rule
     return lambda *given, **named: primitive.numpy(*map(_to_read, given), **named)

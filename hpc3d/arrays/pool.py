@@ -62,7 +62,7 @@ def from_host(array: Array, values: np.ndarray) -> None:
 
 
 class Lease:
-    """Owner of a NumPy array's memory; its deletion returns the memory to the pool."""
+    """Handle that owns an array's memory; deleting the handle returns the memory to the pool."""
 
     __slots__ = ("__array_interface__", "give_back", "memory")
 
@@ -87,7 +87,7 @@ class Lease:
 
 
 def lent(lease: Lease, dtype: np.dtype) -> np.ndarray:
-    """Return an array that uses the memory of `lease`; 16-bit floats become a Narrow array."""
+    """Return an array in the memory of `lease`: Narrow for 16-bit floats, else a NumPy array."""
     return of_type(np.asarray(lease).view(dtype))
 
 
@@ -169,7 +169,7 @@ def size_class(nbytes: int) -> int:
 
 
 def lease_of(array: object) -> Lease | None:
-    """Return the lease that owns the memory of an array or view, or `None`."""
+    """Return the `Lease` that owns an array's memory, or `None` if no pool allocated the array."""
     while isinstance(array, np.ndarray):
         array = array.base
     return array if isinstance(array, Lease) else None

@@ -73,9 +73,10 @@ primitive = Primitive
 
 
 def composite(function: _Rule) -> Primitive:
-    """Return a primitive whose implementation consists of operations on any array type.
+    """Return a primitive with a single implementation that works for all array types.
 
-    Abstract arrays therefore need no implementation of their own.
+    The implementation only calls operations that all array types support, so abstract arrays need
+    no separate implementation.
     """
     return Primitive(function, function)
 

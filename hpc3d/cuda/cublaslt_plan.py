@@ -95,7 +95,7 @@ class ProductPlan:
     """
 
     def __init__(self, library: Library, key: Sequence[tuple | None], tf32: bool = False) -> None:
-        """Create a plan; `key` has an Operand's fields, or `None`, for every role in _ROLES."""
+        """Create a plan. For each role in _ROLES, `key` has an Operand's fields or `None`."""
         named = zip(_ROLES, key, strict=True)
         given = {role: Operand(*operand) for role, operand in named if operand is not None}
         self.library, self.fused = library, tuple(role for role in _FUSED if role in given)
@@ -142,7 +142,7 @@ class ProductPlan:
                 self.set("EPILOGUE_AUX_BATCH_STRIDE", given[role].batches[1])
 
     def point(self, vector: Any, matrix: Any) -> None:
-        """Set the epilogue's pointers to its vector (bias, bias_grad) and matrix (GELU input)."""
+        """Set the epilogue's pointers to a vector (bias, bias_grad) and a matrix (GELU input)."""
         if vector is not None:
             self.set("BIAS_POINTER", vector.data.ptr)
         if matrix is not None:
@@ -199,10 +199,10 @@ def _check_fused(given: Mapping[str, Operand], fused: tuple[str, ...]) -> None:
     kernels fault if an epilogue's array is not aligned to 16 bytes.
     """
     if fused not in _EPILOGUES:
-        raise Unsupported(f"no epilogue of cuBLASLt combines {' and '.join(fused)}")
+        raise Unsupported(f"cuBLASLt has no epilogue that combines {' and '.join(fused)}")
     for role in given.keys() - {"a", "b", "out"}:
         if given[role].dtype != given["out"].dtype:
-            raise Unsupported(f"cuBLASLt requires {role} and out to have the same type")
+            raise Unsupported(f"cuBLASLt requires {role} to have the same type as out")
     for role in fused:
         if given[role].alignment < 16:
             raise Unsupported(f"cuBLASLt requires {role} to be aligned to 16 bytes")

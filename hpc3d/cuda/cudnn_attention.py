@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, qkv: Any, sequence: int, form: tuple[int, int], causal: bool) -> Case:
-        """Return the `Case` of qkv [B*T, heads*(g+2)*D] for T = `sequence` and `form` = (D, g)."""
+        """Create a cache key from qkv [B*T, heads*(g+2)*D], T = `sequence` and (D, g) = `form`."""
         (rows, columns), (width, queries) = qkv.shape, form
         heads, name = columns // ((queries + 2) * width), np.dtype(qkv.dtype).name
         return cls(rows // sequence, heads, queries, sequence, width, name, causal)
@@ -119,7 +119,7 @@ class Flash:
         with self.told("be started"):
             self.handle = self.cudnn.create_handle()
             self.cudnn.set_stream(handle=self.handle, stream=stream)
-        # Destroy the graphs at exit: cuDNN's bindings report every object that still exists then.
+        # Destroy the graphs at exit; otherwise, cuDNN's bindings report them as leaked objects.
         atexit.register(self.plans.clear)
 
     @staticmethod
@@ -261,7 +261,7 @@ class Flash:
             yield
         except (RuntimeError, ValueError, self.cudnn.cudnnGraphNotSupportedError) as error:
             version = self.cudnn.backend_version_string()
-            reason = " ".join(f"{error}".split())[:_LINE]  # the message may list every engine
+            reason = " ".join(f"{error}".split())[:_LINE]  # can list every engine
             raise RuntimeError(f"cuDNN {version} cannot {what}: {reason}") from error
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _DONE, _NOT_READY = 0, 600  # status codes of cudaEventQuery: cudaSuccess, cudaErrorNotReady
 GRACE = 1.0  # timeout in seconds for aborting pending communication calls at the end of the job
 QUEUES = ("blocks", "replicas", "offload")
-_FLOAT8 = 89  # minimum compute capability of float8 products
+_FLOAT8 = 89  # minimum compute capability of float8 GEMMs
 
 
 def imported() -> ModuleType:
@@ -133,7 +133,7 @@ class Cuda:
         return host
 
     def synchronize(self) -> None:
-        """Wait for all work posted on the stream `compute`."""
+        """Wait for all work submitted to the stream `compute`."""
         event = self.compute.record()
         while not self.reached(event):
             for function in self.meanwhile:
@@ -227,7 +227,7 @@ class DevicePool(Pool):
         return self.device.fill(self.empty(values.shape, values.dtype), values)
 
     def refill(self, array: Any, values: ArrayLike) -> None:
-        """Overwrite a device array created by `bring`."""
+        """Overwrite a device array created by `bring` with the host array `values`."""
         self.device.fill(array, np.asarray(values, array.dtype))
 
     def synchronize(self) -> None:

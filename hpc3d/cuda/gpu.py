@@ -66,7 +66,7 @@ class Gpu:
         yield from pieces
 
     def by_arrays(self, primitive: Primitive, *arrays: Array) -> None:
-        """Run a primitive that has no CUDA kernel: apply its NumPy code to device arrays."""
+        """Run a primitive that has no CUDA kernel, using its NumPy implementation through CuPy."""
         primitive.numpy(*arrays)
 
     def contiguous(self, x: Array) -> Array:
@@ -127,4 +127,4 @@ def use(pool: DevicePool, tf32: bool = False) -> str:
     gpu = Gpu(Kernels(), lt.product, flash, empty, pool.bring, lt.coded_product)
     gpu.workspace = workspace  # keep the buffer alive: lt holds only its address
     add_gpu(device.array_type, gpu)
-    return f"attention by matrix products (no {missing})" if missing else "attention by cuDNN"
+    return f"attention uses GEMMs (no {missing})" if missing else "attention uses cuDNN"

@@ -19,7 +19,7 @@ REALS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  
 # NVRTC options in addition to the architecture and the include path FOLDER. The second option is
 # needed because our lambdas have no __device__ qualifier.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
-_LOAD = 16  # bytes loaded by a thread at once (a pack)
+_LOAD = 16  # bytes per vectorized load of a thread (one pack)
 WARP = 32
 ROWS_PER_STRIP, STRIPS = 64, 128  # column sums: minimum rows per strip, maximum number of strips
 BLOCKS = 2048  # maximum number of blocks of a grid-stride launch
@@ -59,17 +59,17 @@ def whole(size: int, part: int) -> int:
 
 
 def strips(rows: int) -> int:
-    """Return the number of partial sums of `rows` rows, which the kernel sum_strips reduces."""
+    """Return the number of row strips (one partial sum each) in a sum over `rows` rows."""
     return min(STRIPS, whole(rows, ROWS_PER_STRIP))
 
 
 def block_per_row(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign one block to each row, with one thread per pack, rounded up to full warps."""
+    """Assign one block to each row and one thread to each pack, rounded up to full warps."""
     return Launch((rows, 1), (min(most, WARP * whole(columns, WARP * pack)), 1))
 
 
 def row_of(elements: int) -> Callable[[int, int, int, int], Launch]:
-    """Return a function that assigns one block to each row and `elements` elements per thread."""
+    """Return a launch function with one block per row and `elements` elements per thread."""
     return lambda rows, columns, pack, most: block_per_row(rows, columns, elements, most)
 
 
@@ -87,22 +87,22 @@ def one_block(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def tiles_of_strips(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign each block 32 packs (16-byte loads) of columns of one strip of rows."""
+    """Assign a tile to each block: a strip of rows, 32 packs (16-byte loads) wide."""
     return Launch((whole(columns, WARP * pack), strips(rows)), (WARP, most // WARP))
 
 
 def tiles_of_columns(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign each block 32 columns of one sum; the kernel computes `rows` sums."""
+    """Assign 32 columns of one of the `rows` sums to each block."""
     return Launch((whole(columns, WARP), rows), (WARP, most // WARP))
 
 
 def row_by_tiles(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign each block 32 packs (16-byte loads) of one row."""
+    """Assign 32 packs (16-byte loads) of one row to each block."""
     return Launch((rows, whole(columns, WARP * pack)), (most, 1))
 
 
 def tiles_of_queries(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign each block 8 packs (16-byte loads) of columns of one of the `rows` matrices."""
+    """Assign each block a tile of one of the `rows` matrices, 8 packs (16-byte loads) wide."""
     return Launch((rows, whole(columns, 8 * pack)), (8, most // 8))
 
 
@@ -144,7 +144,7 @@ class Kernel(NamedTuple):
 
     @property
     def instances(self) -> list[str]:
-        """C++ names to compile, one for each type T."""
+        """C++ names of all instances of the kernel, one for each template argument T."""
         return [self.expression(real) for real in REALS] if self.template else [self.name]
 
     def expression(self, real: str | None) -> str:
@@ -191,7 +191,7 @@ class Kernel(NamedTuple):
 
 
 def text(source: str) -> str:
-    """Return the CUDA C++ code of a source file, which includes headers from FOLDER."""
+    """Return the contents of a CUDA C++ source file; its headers are in FOLDER."""
     return (FOLDER / f"{source}.cu").read_text(encoding="utf-8")
 
 

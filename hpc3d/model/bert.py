@@ -74,7 +74,7 @@ class SegmentedEmbeddings(Embeddings):
 
 
 class MaskedLogitsSaved(NamedTuple):
-    """Data saved by the computation of the logits for its backward pass."""
+    """Data saved for the backward pass of the logits."""
 
     dense: Saved
     slopes: Array
@@ -116,7 +116,7 @@ class MaskedHead(Head):
     def logits_grad(
         self, dlogits: Array, saved: MaskedLogitsSaved, defer: Callable[..., None]
     ) -> Array:
-        """Return the gradient of the input X, given the gradient of the logits Y."""
+        """Return the gradient of the head's input X from the gradient of the logits Y."""
         defer(self.bias_grad, dlogits)
         dg = super().logits_grad(dlogits, saved.rest, defer)
         with self.mesh.trace.span("gelu"):

@@ -46,7 +46,7 @@ class BlockSaved(NamedTuple):
 
 
 class BlockInput(NamedTuple):
-    """Data saved by a block with full recomputation: its input X and its flat weight array."""
+    """Data that a fully recomputed block saves: its input X and its flat weight array."""
 
     x: SavedActivation
     weights: Array
@@ -59,7 +59,7 @@ class PreNorm:
         self.mesh, self.norm, self.dropout, self.hidden = norm.mesh, norm, dropout, hidden
 
     def branch_input(self, x: Array) -> tuple[Array, Any]:
-        """Return the input of f, and the data saved by the norm (`None` with post-norm)."""
+        """Return the input of the branch f, and the data saved by the norm (post-norm: `None`)."""
         return self.norm.forward(x)
 
     def add(
@@ -78,19 +78,19 @@ class PreNorm:
             return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
 
     def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved]:
-        """Return y for the sum x + dropout(f), and the data saved by the norm."""
+        """Return the output y for `total` = x + dropout(f), and the data saved by the norm."""
         return total, saved
 
     def total_grad(self, dy: Array, saved: NormSaved) -> Array:
-        """Return the gradient of the sum x + dropout(f), given the gradient of y."""
+        """Return the gradient of `total` = x + dropout(f), given the gradient of y."""
         return dy
 
     def branch_grad(self, dtotal: Array, micro: Microbatch) -> Array:
-        """Return the gradient of the output of f, given the gradient of the sum x + dropout(f)."""
+        """Return the gradient of f's output, given the gradient of x + dropout(f)."""
         return self.dropout.apply(dtotal, micro, self.hidden)
 
     def input_grad(self, dbranch: Array, saved: NormSaved, dtotal: Array) -> Array:
-        """Return the gradient of x from the gradients of f's input and of x + dropout(f)."""
+        """Return the gradient of x, given the gradients of f's input and of x + dropout(f)."""
         return self.norm.backward(dbranch, saved, residual=dtotal)
 
 
@@ -128,7 +128,9 @@ class Block:
         self.mesh, self.number = mesh, number
         self.parameters, self.recompute = parameters, recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"
-        # With pre-norm, the sum of all residual branches is not normalized (Radford et al. 2019).
+        # With pre-norm, 2 * layers residual branches are summed without normalization. The last
+        # weight matrix of each branch is therefore initialized with a smaller std (Radford et al.
+        # 2019).
         last = std / sqrt(2 * model.layers) if family.first_norm else std
 
         def linear(part, shape, split, std, interleaved=(1, 1)):

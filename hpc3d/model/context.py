@@ -46,7 +46,7 @@ class Context(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Number of contiguous segments of a sequence on each rank."""
+        """Number of contiguous segments of each sequence that a rank stores."""
         return 2 if self.rings > 1 else 1
 
     def starts(self) -> np.ndarray:
@@ -62,7 +62,7 @@ class Context(NamedTuple):
         return _order(self)[part]
 
     def peer(self, number: int, of_first: int) -> int:
-        """Return the rank to which rank `number` sends if rank 0 sends to rank `of_first`.
+        """Return the destination rank of rank `number` when rank 0 sends to rank `of_first`.
 
         All ranks send to the same relative rank, either around the ring or within the all-to-all
         group.
@@ -80,7 +80,7 @@ class Context(NamedTuple):
         return np.ascontiguousarray(parts.swapaxes(0, 1)).reshape(-1, self.tokens)
 
     def rows(self, here: slice, sequences: int, first: int) -> range | np.ndarray:
-        """Return the full-batch row indices of the rows `here` of a microbatch.
+        """Convert the row indices `here` of a microbatch to row indices of the full batch.
 
         The full batch has one row per token, ordered by sequence and position. The microbatch
         consists of c S = `sequences` virtual sequences, and its first sequence has index `first`

@@ -105,7 +105,7 @@ class RingAttention(HeadBlock):
         return self.turned(dqkv, micro, sign=-1)
 
     def _pairs(self, ring_rank: int) -> tuple[ChunkPair, ...]:
-        """Return the pairs of a local query chunk and an unmasked key chunk of `ring_rank`."""
+        """Pair each local query chunk with the key chunks of `ring_rank` that it attends to."""
         mine, theirs = (list(self._chunks(which)) for which in (self.ring_rank, ring_rank))
         return tuple(
             ChunkPair(queries, keys, self.causal and position == other, position, other)
@@ -115,7 +115,7 @@ class RingAttention(HeadBlock):
         )
 
     def _chunks(self, ring_rank: int) -> Iterator[tuple[slice, int]]:
-        """Yield the rows and the first sequence position of each chunk of `ring_rank`.
+        """Yield (rows, first sequence position) for each chunk at ring position `ring_rank`.
 
         The rows are a slice of a virtual sequence.
         """
@@ -131,9 +131,9 @@ class RingAttention(HeadBlock):
             yield slice(number * size, (number + 1) * size), start
 
     def _span(self, kv: Array, ring_rank: int, products: int) -> Any:
-        """Return the trace span for attention to the key chunks at ring position `ring_rank`.
+        """Return a trace span, with its FLOPs, for attention to the keys of position `ring_rank`.
 
-        `products` is the number of FLOPs per score and head feature.
+        `products` is the number of FLOPs per attention score and head feature.
         """
         scores = sum(
             (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start)
@@ -144,7 +144,7 @@ class RingAttention(HeadBlock):
         return self.mesh.trace.span("attention", "attention", flops)
 
     def _chunks_seen(self, micro: Microbatch) -> Callable[[int], Chunks]:
-        """Return a function that maps a ring position to the `Chunks` with its keys."""
+        """Return a function from a ring position to the chunk pairs (`Chunks`) with its keys."""
         drop = self._drop(micro)
 
         def at(ring_rank):
@@ -181,11 +181,11 @@ class Ring:
         )
 
     def around(self, block: Array, home_last: bool = False) -> Iterator[tuple[int, Array]]:
-        """Yield pairs of a ring position and the block of this position.
+        """Pass blocks around the ring; yield (ring position, block) for every position.
 
-        This rank's own block comes first, or last if `home_last` is True. The other blocks follow
-        from the nearest to the farthest predecessor. The next block is in transfer while the
-        caller uses the current block.
+        This rank's own block comes first, or last if `home_last` is True. The other blocks arrive
+        in order of distance, starting with the direct predecessor. The next block is in transfer
+        while the caller uses the current block.
         """
         coming = self._next(block, 1)
         if not home_last:
@@ -201,7 +201,7 @@ class Ring:
         return self.pass_on(block) if hop < self.size else None
 
     def pass_on(self, block: Array) -> Pending:
-        """Send a block to the next rank; return a handle to the block from the previous one."""
+        """Send a block to the next rank; return a handle to the block from the previous rank."""
         with self.comm.grouped():
             sent = self.comm.send(block, self.after)
             received = self.comm.recv(block.shape, block.dtype, self.before)
@@ -244,7 +244,7 @@ class HeadExchange:
     def to_heads(self, x: Array, stretches: Sequence[slice]) -> Array:
         """Redistribute x from [B*t, heads] to [B*u*t, heads/u] with an all-to-all.
 
-        Each column slice in `stretches` consists of complete, contiguous heads.
+        `stretches` lists slices of columns, each with complete, contiguous heads.
         """
         rows, columns = x.shape
         u, width = self.members, columns // self.members

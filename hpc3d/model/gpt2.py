@@ -82,7 +82,7 @@ class Embeddings:
 
 
 class LogitsSaved(NamedTuple):
-    """Data saved by the computation of the logits for its backward pass."""
+    """Data saved for the backward pass of the logits."""
 
     norm: NormSaved
     product: Saved
@@ -143,7 +143,7 @@ class Head:
         return self.logits_grad(dlogits, saved.logits, defer)
 
     def logits_grad(self, dlogits: Array, saved: Any, defer: Callable[..., None]) -> Array:
-        """Return the gradient of the input X, given the gradient of the logits Y."""
+        """Return the gradient of the head's input X from the gradient of the logits Y."""
         dx, rest = self.matmul.backward_input(saved.product, dlogits)
         defer(self.weight_grad, rest)
         return self.norm.backward(dx.wait(), saved.norm, residual=None)
