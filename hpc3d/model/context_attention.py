@@ -270,7 +270,7 @@ class HeadExchange:
     def _columns(
         self, whole: Array, parts: Array, stretches: Sequence[slice]
     ) -> Iterator[tuple[Array, Array]]:
-        """Yield views of `whole` and `parts` with the same heads, for each slice in `stretches`.
+        """For each slice in `stretches`, yield views of `whole` and `parts` with the same heads.
 
         `whole` is [rows, heads], `parts` is [u, rows, heads/u], and both views are [u, rows,
         columns/u], where `columns` is the number of columns in the slice.

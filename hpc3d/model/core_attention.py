@@ -32,7 +32,7 @@ class AttentionSaved(NamedTuple):
 
 
 class HeadBlock:
-    """Base class of the attention layers: selects the tokens and heads that a rank processes.
+    """Base class of attention layers; determines the tokens and heads that a rank processes.
 
     With context parallelism, a rank processes complete heads for `tokens` tokens of each of its
     sequences, namely the tokens assigned to its ring position. The rotary embedding uses token
@@ -102,7 +102,7 @@ class HeadBlock:
         return range(first, first + count)
 
     def key(self, micro: Microbatch) -> Any:
-        """Return the Philox key for the dropout masks of a layer in one step."""
+        """Return the Philox key that generates this layer's dropout masks in the current step."""
         return micro.cached(
             self.name, lambda micro: philox_key((self.spec.seed, self.name, micro.step))
         )
@@ -138,14 +138,14 @@ class CoreAttention(HeadBlock):
         return self.turned(dqkv, micro, sign=-1)
 
     def recompute(self, qkv: Array, micro: Microbatch) -> Any:
-        """Recompute the attention probabilities, at half the FLOPs of the forward pass."""
+        """Recompute the attention probabilities; this takes half the FLOPs of the forward pass."""
         trace, half = self.mesh.trace, self._flops(qkv) // 2
         empty, seen = self.mesh.empty, self._seen(micro)
         with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
             return attend_again(qkv, self.tokens, self.form, empty, **seen)
 
     def _seen(self, micro: Microbatch) -> dict[str, Any]:
-        """Return the keyword arguments `mask` (attention mask) and `drop` (dropout mask)."""
+        """Return the masks as keyword arguments: `mask` for attention and `drop` for dropout."""
         mask = AttentionMask(self.causal, self.padding(micro, 0))
         return {"drop": self._drop(micro), "mask": mask}
 

@@ -35,8 +35,8 @@ def sequences_for(
     """Return the smallest number of sequences >= `samples` whose rows can be sharded evenly.
 
     The result is divisible by the number of ranks over which the rows of each matrix product are
-    sharded, including the products of routers if `mixes` is True. `sizes` maps mesh axes to their
-    sizes. Each sequence has one row, its new token.
+    sharded, including the router's product if `mixes` is True. `sizes` maps mesh axes to their
+    sizes. Each sequence contributes one row, for its new token.
     """
     ends = split.without_panels()
     splits = split, split.next(), ends, ends.next(), *([split.by_rows()] if mixes else [])
@@ -84,11 +84,11 @@ class Decoder:
         return self._logits(contiguous(x.reshape(-1, count, x.shape[1])[:, -1]))
 
     def _brought(self, micro, name, make):
-        """Return the result of `make(micro)`, copied to the model's memory (host or device)."""
+        """Return the array `make(micro)`, copied to the memory of the model (host or device)."""
         return self.mesh.pool.bring(make(micro))
 
     def _embedded(self, micro: Microbatch, count: int) -> Array:
-        """Return the embeddings of the new tokens, placed after the cached positions."""
+        """Return the embeddings of the new tokens, whose positions follow the cached ones."""
         first, embeddings = self.kept.length, self.stage.embeddings
         assert embeddings
         x, _ = embeddings.lookup.forward(micro)
@@ -98,14 +98,14 @@ class Decoder:
         return add_repeated(x, rows, 0, self.mesh.empty(x.shape, x.dtype))
 
     def _logits(self, x: Array) -> Array:
-        """Return the logits for the last token of each sequence, X[sequences, h], on all ranks."""
+        """Return the full logits, on all ranks, of the last tokens X[sequences, h]."""
         head = self.stage.head
         assert head
         logits, _ = head.logits(x)
         return self._gathered(logits, head.layout)[:, : self.vocabulary]
 
     def _gathered(self, block: Array, layout: Layout) -> Array:
-        """Gather the blocks of a matrix with this `layout` into the full matrix on every rank."""
+        """All-gather the blocks of a matrix sharded by `layout`; return the full matrix."""
         for axis in reversed(layout.owned):
             owner = layout.owner(axis, self.mesh)
             block = self.mesh.comm(axis).broadcast(block, owner).wait()

@@ -118,7 +118,7 @@ class StackedLinear(Linear):
 
 
 class ExpertMlps:
-    """MLPs of the experts of one rank, applied to X[rows, E/e, h].
+    """MLPs of the E/e experts of one rank, applied to X[rows, E/e, h].
 
     Empty slots do not contribute to any gradient, because the gradients of their outputs are zero.
     """
@@ -223,8 +223,9 @@ class ExpertMixture:
         """Register the balancing bias b_i (arXiv:2408.15664), used only to select experts.
 
         After each step, b_i decreases by a fixed rate if expert i was selected more often than the
-        average expert, and increases if it was selected less often. The gradient is defined as the
-        number of selections above the average, multiplied by the number of experts.
+        average expert, and increases if it was selected less often. The bias's gradient is
+        therefore defined as the number of selections above the average, multiplied by the number
+        of experts.
         """
         if not self.form.balance_bias:
             return None
@@ -254,7 +255,7 @@ class ExpertMixture:
         return self._sum(out, y), MixtureSaved(saved_router, *saved)
 
     def _along_k(self, block: Array) -> Pending:
-        """Start to gather a block along k; return a handle to the values for all rows of X."""
+        """Start an all-gather of a block along k; return a handle to its values for all rows."""
         matmul = self.router.matmul
         return matmul.gather(block, matmul.split.y, matmul.axes["k"])
 
@@ -263,7 +264,7 @@ class ExpertMixture:
     ) -> tuple[Array, RouterLoss]:
         """Assign slots to the routed tokens and record the router losses.
 
-        Returns the slots and the inputs of the losses.
+        Returns the slot of each routed token, and the data from which the losses are computed.
         """
         form, tokens, own = self.form, micro.tokens.shape[1], len(routes.lse)
         with self.mesh.trace.span("routing"):
@@ -283,8 +284,7 @@ class ExpertMixture:
         return slots, loss
 
     def _note(self, routes: Routes, slots: Array, loss: RouterLoss) -> None:
-        """Store this rank's router losses; write them and the load of each expert to the
-        trace."""
+        """Compute this rank's router losses; record them and each expert's load in the trace."""
         with self.mesh.trace.span("routing"):
             losses = router_loss(routes.probs, routes.lse, loss)
             chosen, kept = load_of(routes.experts, slots, self.form.count)
@@ -292,14 +292,14 @@ class ExpertMixture:
         self.mesh.trace.routed(chosen, kept, losses)
 
     def _slots(self, rows: int, micro: Microbatch) -> SlotForm:
-        """Return the slot layout (`SlotForm`) for a rank with `rows` rows of X."""
+        """Return the slot layout (`SlotForm`) of a rank that has `rows` rows of X."""
         tokens, count = micro.tokens.shape[1], self.form.count
         capacity = self.form.slots(tokens * self.context.parts)
         held = -(-(rows // tokens * min(tokens, capacity)) // self.multiple) * self.multiple
         return SlotForm(tokens, count, capacity, self.parts, held)
 
     def _dispatched(self, x: Array, slots: Array, micro: Microbatch) -> Array:
-        """Copy the rows of X to their expert slots; return the slots, [e R, E/e, h]."""
+        """Copy the rows of X to their expert slots; return the array of slots, [e R, E/e, h]."""
         form = self._slots(len(x), micro)
         shape = form.parts * form.rows, form.count // form.parts, x.shape[1]
         out = self.mesh.empty(shape, x.dtype)
@@ -350,12 +350,12 @@ class ExpertMixture:
         return self.router.backward(dlogits, saved.router, defer)
 
     def _bias_grad(self, choices: Array) -> None:
-        """Accumulate the bias gradient: E times the excess of each expert's load over the mean."""
+        """Add E * (load of each expert - mean load) to the gradient of the balancing bias."""
         with self.mesh.trace.span("gradient"):
             add_excess(self.bias.grad, choices)
 
     def _sum(self, out: Array, other: Array | None) -> Array:
-        """Add `other`, if given, to `out` in place; return `out`."""
+        """Add `other` to `out` in place, unless `other` is `None`; return `out`."""
         if other is None:
             return out
         with self.mesh.trace.span("residual"):
@@ -363,14 +363,15 @@ class ExpertMixture:
 
 
 def _flat(rows: Array) -> Array:
-    """Reshape [R, E/e, h] to a matrix with one row per slot."""
+    """Reshape an array of slots [R, E/e, h] to a matrix with one row per slot."""
     return rows.reshape(-1, rows.shape[-1])
 
 
 def _least_rows(mesh: Mesh, split: Split) -> int:
-    """Return the number that must divide the number of slot rows of each rank along e.
+    """Return the required divisor of the number of slot rows per rank along e.
 
-    The axes of k can then shard the output rows of the up projection evenly.
+    With a multiple of this number, the axes of k shard the output rows of the up projection
+    evenly.
     """
     gathered = mesh.size(EXPERTS) * mesh.count(
         [axis for axis in split.n.split() if axis in split.x[0]]

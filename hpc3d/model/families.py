@@ -1,4 +1,4 @@
-"""Model families: sizes, embedding, head and matrix products.
+"""Model families, defined by their sizes, embedding, head and matrix products.
 
 Validation rules, planner bounds, MFU and memory footprints are computed from the numbers of
 parameters, FLOPs and saved elements that a family defines. FAMILIES has one entry per family.
@@ -111,7 +111,7 @@ def _final_norm(sizes, centred):
 
 
 def _bert_vectors(sizes):
-    """Count BERT's segment embeddings, and its norm and bias parameters outside of blocks.
+    """Count BERT's segment embeddings, and the norm and bias parameters outside its blocks.
 
     The embeddings and the head each have a norm. The head's dense layer and its output projection
     each have a bias.
@@ -219,12 +219,12 @@ def family_of(model: Any) -> Family:
 
 
 def with_epsilon(model: Any) -> Any:
-    """Return the `[model]` section with `norm_epsilon` set; the family provides the default."""
+    """Return the `[model]` section; replace an unset `norm_epsilon` by the family's default."""
     return replace(model, norm_epsilon=_or_usual(model.norm_epsilon, family_of(model).epsilon))
 
 
 def least_vocabulary(model: Any, tokens: int) -> int:
-    """Return the minimum vocabulary size for a tokenizer with `tokens` tokens.
+    """Return the minimum vocabulary size of the model for a tokenizer with `tokens` tokens.
 
     Families trained on masked tokens need one additional entry, at the end, for the mask token.
     """
@@ -232,13 +232,13 @@ def least_vocabulary(model: Any, tokens: int) -> int:
 
 
 def block_products(model: Any) -> list[tuple[int, WeightProduct]]:
-    """Return the matrix products of all blocks as pairs (number of blocks, `WeightProduct`)."""
+    """List the blocks' matrix products as (number of blocks with it, `WeightProduct`)."""
     family = family_of(model)
     return family.block_products(family.sizes(model, model.vocabulary))
 
 
 class Total(NamedTuple):
-    """Number of weights in total, and number of weights active for one token.
+    """Total number of weights, and number of weights that are active for one token.
 
     A token does not activate the weights of experts to which it is not routed.
     """

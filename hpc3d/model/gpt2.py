@@ -61,7 +61,7 @@ class Embeddings:
         return self.drop.apply(x, micro, self.shape.hidden), saved
 
     def placed(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
-        """Return the sum of token and position embeddings, and the data saved for backward."""
+        """Return the sum of token and position embeddings, and the lookup's saved data."""
         x, saved = self.lookup.forward(micro)
         if self.positions:
             with self.mesh.trace.span("embedding", "lookup"):
@@ -110,11 +110,11 @@ class Head:
             mesh, parameters, "head.norm", sizes.hidden, split.x, sizes.epsilon
         )
         self.matmul = sharded_matmul(mesh, whole, spec.keep, transposed=True)
-        vocabulary: Any = sizes.vocabulary  # not `None`, because the configuration is resolved
+        vocabulary: Any = sizes.vocabulary  # set in every resolved configuration
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved | None]:
-        """Return the summed loss of this rank's rows, or 0 if another rank counts the same rows.
+        """Return the summed loss of this rank's rows, or 0 if another rank contributes it.
 
         If the microbatch is not for training, the result also contains the number of correctly
         predicted rows (`CrossEntropy.score`).
@@ -134,11 +134,11 @@ class Head:
         return owned(self.mesh, logits), LogitsSaved(saved_norm, saved_product)
 
     def targets(self, micro: Microbatch) -> np.ndarray:
-        """Return the target tokens of this rank's rows, as an int64 vector."""
+        """Return the target tokens of this rank's rows of the logits, as an int64 vector."""
         return micro.rows(micro.targets, self.layout, self.mesh).ravel().astype(np.int64)
 
     def backward(self, micro: Microbatch, saved: HeadSaved, defer: Callable[..., None]) -> Array:
-        """Return the gradient of X for the summed loss, scaled by the microbatch's factor."""
+        """Return the gradient of X of the summed loss times `scale` of the microbatch."""
         dlogits = self.loss.backward(saved.loss, micro.factor())
         return self.logits_grad(dlogits, saved.logits, defer)
 
@@ -155,9 +155,9 @@ class Head:
         self.table.grad += self.matmul.backward_weight(rest).wait()
 
     def counts(self) -> bool:
-        """Return True if this rank counts the loss of its rows.
+        """Return True if this rank contributes the loss of its rows to the total.
 
-        Exactly one of the ranks with the same rows counts their loss.
+        Of the ranks with the same rows, exactly one contributes their loss.
         """
         split = (*row_axes(self.layout), "p")
         return all(self.mesh.coord(axis) == 0 for axis in self.mesh.sizes if axis not in split)

@@ -91,7 +91,7 @@ class GroupedQkv(Linear):
         std: float,
         biased: bool,
     ) -> tuple[Parameter, Parameter | None]:
-        """Register a weight and bias, sharded over the axes of n or replicated along them."""
+        """Register a weight and a bias; both are sharded or replicated along the axes of n."""
         split, how = self.matmul.split, gradient(self.matmul)
         weight, bias, rows = split.w, Layout(" ".join(self.across)), row_axes(split.y)
         if not self._is_cut(shape[1] // self.width):
@@ -108,9 +108,9 @@ class GroupedQkv(Linear):
         return heads % self.mesh.count(self.across) == 0
 
     def _needed(self, heads: int) -> slice:
-        """Return the columns of a weight block that this rank multiplies, as a slice.
+        """Return the slice of weight columns that this rank multiplies.
 
-        The unsharded weight has `heads` heads.
+        The slice refers to this rank's block. The unsharded weight has `heads` heads.
         """
         members = self.mesh.count(self.across)
         if self._is_cut(heads):
@@ -131,7 +131,7 @@ class GroupedQkv(Linear):
         return y, GroupedSaved(saved.x, None, saved.kept.replace("w", ""), weights)
 
     def _joined(self, blocks: Sequence[Array]) -> Array:
-        """Concatenate the columns of `blocks` that are used in this rank's product."""
+        """Concatenate this rank's columns of the weights `blocks` (q, k and v) into one matrix."""
         first = blocks[0]
         out = self.mesh.empty((*first.shape[:-1], self.columns), first.dtype)
         needed = (block[..., part.needed] for block, part in zip(blocks, self.parts, strict=True))

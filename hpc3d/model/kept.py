@@ -58,9 +58,9 @@ def stored_type(keep_dtype: str | None, dtype: DTypeLike) -> np.dtype:
 
 
 class KeptForm:
-    """Storage of activations of type `dtype` until the backward pass.
+    """Storage format of activations of type `dtype` between forward and backward passes.
 
-    Activations are stored exactly or rounded, in the memory of the rank or offloaded.
+    The activations are optionally rounded (`keep_dtype`) and offloaded (`offload`).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class KeptForm:
         self.keep_dtype = stored_type(keep_dtype, dtype)
 
     def put_away(self, saved: Any) -> Any:
-        """Convert saved data to its stored form; duplicate arrays are stored only once."""
+        """Round and offload a layer's saved data, if configured; store duplicate arrays once."""
         if self.keep_dtype != self.dtype:
             with self.mesh.trace.span("round"):
                 saved = _replaced(saved, self._round, {})
@@ -82,7 +82,7 @@ class KeptForm:
             saved[-1] = _replaced(saved[-1], self._load, {})
 
     def pop(self, saved: list[Any]) -> Any:
-        """Pop the last entry of `saved` unchanged, and start loading the entry before it."""
+        """Pop the last entry of `saved` without restoring it; start loading the previous entry."""
         last = saved.pop()
         self.ask(saved)
         return last
@@ -161,7 +161,7 @@ def _matrix(array: Array) -> Array:
 def _replaced(
     saved: Any, function: Callable[[Any], Any], done: dict, marked: Any = SavedActivation
 ) -> Any:
-    """Return a layer's saved data, with `function` applied once to each array of type `marked`."""
+    """Apply `function` once to each array of type `marked` in a layer's saved data."""
     if not hasattr(saved, "_fields"):
         return saved
     fields = zip(saved, _are_marked(saved.__class__, marked))
@@ -175,7 +175,7 @@ def _replaced(
 
 @cache
 def _are_marked(kind: Any, marked: Any) -> list[bool]:
-    """Return one bool per field of a NamedTuple: True if its type is or contains `marked`."""
+    """For each field of a NamedTuple, return True if its type is or contains `marked`."""
     hints = get_type_hints(kind, include_extras=True)
     return [_contains(hint, marked) for hint in hints.values()]
 
@@ -210,9 +210,9 @@ class FetchedWeights:
         self.asked: dict[int, list[Callable[[], Array]]] = {}
 
     def of(self, block: int, then: int) -> AbstractContextManager[None]:
-        """Return a context manager in which the matrices of `block` are available.
+        """Return a context manager that keeps the weight matrices of `block` loaded.
 
-        Meanwhile, the matrices of block `then` are prefetched.
+        On entry, it also starts prefetching the matrices of block `then`.
         """
         return self._at_hand(block, then) if self.items[block] else nullcontext()
 

@@ -31,7 +31,7 @@ class KeptPositions:
 
 
 class CachedAttention:
-    """Attention of new tokens to the cached keys and values and to each other.
+    """Attention of new tokens to the cached tokens and, causally, to each other.
 
     The first new token is at position `kept.length`.  Every rank has complete sequences and
     complete heads, so no communication is needed.  The rotary embedding is applied to q and k

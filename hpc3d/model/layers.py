@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def row_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the axes that shard the rows of a block.
+    """Return the mesh axes that shard the rows of a block.
 
     Along these axes, each rank has a partial sum of the gradient of a bias or norm weight.
     """
@@ -50,12 +50,12 @@ def row_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def immediately(function: Callable[..., object], *args: Any) -> None:
-    """Call `function` immediately; this is the default `defer` of a backward pass."""
+    """Call `function` immediately: the default `defer`, which does not defer weight gradients."""
     function(*args)
 
 
 def owned(mesh: Mesh, y: Array) -> Array:
-    """Return y, or a copy if y is in memory that other ranks read."""
+    """Return y, or a copy of y if other ranks read its memory."""
     if writeable(y):
         return y
     out = mesh.empty(y.shape, y.dtype)
@@ -88,18 +88,18 @@ class Linear:
 
     @property
     def adds_residual(self) -> bool:
-        """True if `forward` can add a residual, because Y needs no reduction after the product."""
+        """True if `forward` can add a residual, because Y is complete without a reduction."""
         return self.matmul.y_is_complete
 
     def forward(self, x: Array, residual: Array | None = None) -> tuple[Array, Saved]:
-        """Return Y, plus `residual` if `adds_residual`, and the data saved for backward."""
+        """Return Y and the data saved for backward. A `residual` requires `adds_residual`."""
         bias = self.bias.value if self.bias else None
         return self.affine(x, self.weight.value, bias, residual)
 
     def affine(
         self, x: Array, w: Array, bias: Array | None, residual: Array | None = None
     ) -> tuple[Array, Saved]:
-        """Return Y = X W + b for the given W and b, and the data saved for backward."""
+        """Compute Y = X W + b with the given W and b; return Y and the data saved for backward."""
         if self.matmul.y_is_complete:
             return self.matmul.forward_saving(x, w, bias=bias, residual=residual)
         y, saved = self.matmul.forward_saving(x, w)
@@ -197,7 +197,7 @@ class LayerNorm:
         return y, NormSaved(n, rstd, gamma)
 
     def _moments(self, x: Array) -> tuple[Array | None, Array]:
-        """Return the mean and the sum of squared deviations of each complete row."""
+        """Return the mean and the sum of squared deviations of each row over all its features."""
         with self.mesh.trace.span("norm", "norm"):
             mean, squares = moments(x)
         count = x.shape[1]
@@ -208,7 +208,7 @@ class LayerNorm:
         return mean, squares
 
     def backward(self, dy: Array, saved: NormSaved, residual: Array | None) -> Array:
-        """Return the gradient of x, plus `residual` if given."""
+        """Return the gradient of x, with `residual` added if it is not `None`."""
         dbeta = self.beta and self.beta.grad
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
@@ -257,7 +257,7 @@ class Dropout:
         self.rate, self.seed, self.context = spec.sizes.dropout, spec.seed, spec.context
 
     def mask(self, micro: Microbatch, columns: int) -> Mask | None:
-        """Return the `Mask` of this rank's block of a tensor with one row per token.
+        """Return the dropout `Mask` of this rank's block of a tensor with one row per token.
 
         Returns `None` if nothing is dropped: at rate 0, or outside of training.
         """
@@ -306,7 +306,7 @@ class Embedding:
         self.matmul = sharded_matmul(mesh, split)
 
     def index(self, micro: Microbatch) -> np.ndarray:
-        """Return the row index of each token in this rank's gathered block of the table.
+        """Return each token's row index in the table block that this rank gathers.
 
         The index of a token is out of range if its row is in another rank's block.
         """
@@ -316,7 +316,7 @@ class Embedding:
         return tokens.reshape(-1).astype(np.int64) - first
 
     def order(self, micro: Microbatch) -> np.ndarray:
-        """Return the indices that sort the tokens of `index` by table row."""
+        """Return the permutation that sorts this rank's tokens by their table row (`index`)."""
         return order_of(self.index(micro))
 
     def forward(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:

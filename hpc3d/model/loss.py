@@ -48,7 +48,7 @@ class CrossEntropy:
         self.axes = [axis for axis in axes if mesh.size(axis) > 1]
 
     def forward(self, logits: Array, targets: np.ndarray, scale: float) -> tuple[Any, LossSaved]:
-        """Return the summed loss of this rank's rows and the saved data; overwrite the logits."""
+        """Return this rank's summed loss and the saved data; the logits are overwritten."""
         if not self.axes:
             with self.mesh.trace.span("loss", "loss"):
                 loss, saved = cross_entropy(logits, targets, self.vocabulary, scale)
@@ -58,7 +58,7 @@ class CrossEntropy:
         return negative_log(sums, valid), LossSaved(logits, LossRows(sums[0], valid, at))
 
     def score(self, logits: Array, targets: np.ndarray) -> Array:
-        """Return the summed loss and the number of correct rows of this rank, as float64[2].
+        """Return this rank's summed loss and its number of correct rows, as float64[2].
 
         The logits are overwritten, and no backward pass is possible. A row is correct if no logit
         exceeds the target's logit (`score_rows`). The loss needs the row maximum anyway, so the
@@ -69,7 +69,7 @@ class CrossEntropy:
             return score_rows(sums, targets != IGNORE)
 
     def _sums(self, logits: Array, targets: np.ndarray) -> tuple[Array, Any]:
-        """Reduce the results of `local_sums` over the full vocabulary, overwriting the logits.
+        """All-reduce the results of `local_sums` over the vocabulary shards; overwrite the logits.
 
         Returns the sums and `LossRows.at`, the indices of the targets in this rank's shard.
         """
@@ -85,6 +85,6 @@ class CrossEntropy:
         return sums, at
 
     def backward(self, saved: LossSaved, scale: float) -> Array:
-        """Return `scale` * (softmax - onehot), computed in place; it is 0 for ignored rows."""
+        """Return the gradient of the logits, `scale` * (softmax - onehot), or 0 if ignored."""
         with self.mesh.trace.span("loss", "loss"):
             return softmax_grad(saved.logits, saved.rows, scale)

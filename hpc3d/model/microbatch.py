@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _without_cache(micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
-    """Return `make(micro)` without a copy, for models whose arrays are in host memory."""
+    """Return `make(micro)` uncopied: the default `cache`, for models in host memory."""
     return make(micro)
 
 
@@ -44,11 +44,11 @@ class Microbatch(NamedTuple):
         return len(self.tokens)
 
     def cached(self, name: str, make: Callable[[Microbatch], Any]) -> Any:
-        """Return `make(micro)` in the memory of the model's arrays; cache it under `name`."""
+        """Return `make(micro)`, copied to the memory of the model and cached under `name`."""
         return self.cache(self, name, make)
 
     def factor(self) -> Any:
-        """Return `scale`, copied to the memory of the model's arrays."""
+        """Return the loss factor `scale`, copied to the memory of the model."""
         return self.cached("scale", lambda micro: micro.scale)
 
     def rows(self, batch: np.ndarray, layout: Layout, mesh: Mesh) -> np.ndarray:
@@ -66,7 +66,7 @@ def microbatches(
     cache: Callable[..., Any] = _without_cache,
     context: Context | None = None,
 ) -> Iterator[Microbatch]:
-    """Yield `count` microbatches of a batch [sequences, T], with sequences sharded by `context`.
+    """Split a batch [sequences, T] into `count` microbatches; `context` shards the sequences.
 
     By default, losses are divided by the number of targets in the full batch, so that the
     accumulated gradient is the gradient of the batch's mean loss. If `alone` is True, the loss of

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Activation:
-    """Activation of a matrix or a stack of matrices: GELU, or SwiGLU on pairs of columns."""
+    """Activation function of an MLP, for one matrix or a stack: GELU, or gated SwiGLU."""
 
     def __init__(self, mesh: Mesh, spec: ModelSpec) -> None:
         self.mesh, self.gated, self.gelu = mesh, spec.family.gated, GELU[spec.sizes.gelu]
 
     def forward(self, h: Array) -> Array:
-        """Return f(h); overwrite h with the derivatives needed by `backward`."""
+        """Return f(h); overwrite h with the derivatives of f for the backward pass."""
         width = h.shape[-1] // (1 + self.gated)
         out = self.mesh.empty((*h.shape[:-1], width), h.dtype)
         with self.mesh.trace.span("swiglu" if self.gated else "gelu"):
@@ -57,9 +57,9 @@ class MlpSaved(NamedTuple):
 
 
 class Mlp:
-    """MLP down(f(up(x))) with `ffn` hidden features.
+    """MLP y = down(f(up(x))) with `ffn` hidden features.
 
-    `last` is the standard deviation of the initial weights in the down projection.
+    The initial weights of the down projection have the standard deviation `last`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Mlp:
     def forward(
         self, x: Array, micro: Microbatch, residual: Array | None = None
     ) -> tuple[Array, MlpSaved]:
-        """Return Y, plus the residual if `adds_residual`, and the data saved for backward."""
+        """Return Y and the data saved for backward. A `residual` requires `adds_residual`."""
         if self.fused_gelu:
             g, saved_up, slopes = self.up.activated(x)
         else:

@@ -57,7 +57,7 @@ def no_matrix(name: str, shape: Sequence[int]) -> bool:
 
 @dataclass(eq=False)
 class Parameter:
-    """Parameter tensor; `value` and `grad` are this rank's blocks, as views of the flat arrays.
+    """Parameter tensor; `value` and `grad` are views of this rank's blocks in the flat arrays.
 
     Expert parameters have the shape [inputs, experts, outputs].  `replicas` are the data axes
     along which ranks have the same values.  A parameter with a `sign_rate` is not trained on the
@@ -80,7 +80,7 @@ class Parameter:
     mean: float = 0.0
     partial: tuple[str, ...] = ()
     decay: bool = False
-    rows: int | None = None  # number of randomly initialized rows; padding rows are 0
+    rows: int | None = None  # randomly initialized rows; later rows are padding (0)
     grad_layout: Layout | None = None
     tied_peer: int | None = None
     completed_last: bool = False
@@ -99,7 +99,7 @@ class Parameter:
 
     @property
     def updated_layout(self) -> Layout:
-        """Layout of the gradient. A matrix block updated by a single rank has the same layout."""
+        """Layout of the gradient, and of the matrix blocks that an optimizer updates as a unit."""
         return self.grad_layout or self.layout
 
     def start(self, seed: int, mesh: Mesh) -> None:
@@ -123,7 +123,7 @@ class Parameter:
 
 
 class FlatSlices(NamedTuple):
-    """Slices of the flat arrays that hold a parameter's value and gradient.
+    """Slices of a parameter's value and gradient in the flat arrays.
 
     `value` and `grad` are this rank's blocks, padded so that their shards have equal size.
     `own_value` and `own_grad` are this rank's own shards.
@@ -136,12 +136,12 @@ class FlatSlices(NamedTuple):
 
     @property
     def own(self) -> int:
-        """Number of elements that this rank updates."""
+        """Number of elements of the parameter that this rank updates."""
         return self.own_grad.stop - self.own_grad.start
 
 
 class UpdateSlice(NamedTuple):
-    """Contiguous range updated by the optimizer: adjacent shards owned by this rank.
+    """Contiguous range of this rank's parameter shards, updated by the optimizer at once.
 
     `value` and `grad` are the slices of the flat arrays for this range, and `items` lists the
     parameters in the range.
@@ -157,7 +157,7 @@ class UpdateSlice(NamedTuple):
 
 
 class WholeMatrix(NamedTuple):
-    """Undivided block of a matrix, updated by the optimizer on this rank.
+    """Complete block of a weight matrix, which this rank's optimizer updates.
 
     `value` and `grad` are the slices of the flat arrays that contain the block, and `shape` is its
     shape. For experts, the block is part of a stack of matrices, [inputs, experts, outputs].
@@ -228,9 +228,10 @@ class Parameters:
         return self.items[-1]
 
     def _summed_over(self, axes: Sequence[str], replicas: Sequence[str]) -> tuple[str, ...]:
-        """Return the axes or planes over which a gradient is reduced successively.
+        """Return the axes or planes over which a gradient is reduced, one after another.
 
-        If `axes` contains all axes of the replicas, these axes are reduced last, as one plane.
+        If `axes` contains all axes of `replicas`, the gradient is reduced over them last, as one
+        plane.
         """
         data = [axis for axis in replicas if self.mesh.size(axis) > 1]
         others = [axis for axis in axes if axis not in data]
@@ -238,7 +239,7 @@ class Parameters:
         return (*others, *([plane(replicas)] if over and over == data else over))
 
     def parts(self, item: Parameter) -> int:
-        """Return the number of replicas over which the update of a parameter is sharded."""
+        """Return the number of replicas among which the parameter's update is sharded (ZeRO)."""
         return self.mesh.count(item.replicas) if self.zero else 1
 
     def __iter__(self) -> Iterator[Parameter]:
@@ -295,7 +296,7 @@ class Parameters:
         return owners
 
     def updates(self, item: Parameter) -> bool:
-        """Return True if this rank, not another replica, updates its block of a matrix."""
+        """Return True if this rank, rather than another replica, updates its block of a matrix."""
         here = self.mesh.index(item.replicas)
         return self.owners.get(item, here) == here
 
@@ -306,7 +307,7 @@ class Parameters:
         return WholeMatrix(slices.own_value, slices.own_grad, item, layout, shape)
 
     def _slices_of(self, item: Parameter, values: int, grads: int) -> FlatSlices:
-        """Return a parameter's slices, given the offsets at which they start."""
+        """Return the flat slices of a parameter; `values` and `grads` are their start offsets."""
         value = prod(item.layout.block(item.shape, self.mesh))
         if item.frozen:
             span, none = slice(values, values + value), slice(grads, grads)
@@ -371,7 +372,7 @@ class Parameters:
             self.value[part].reshape(values.shape)[...] = values
 
     def show(self, item: Parameter) -> None:
-        """Set `item.value` to a view of its flat array."""
+        """Set `item.value` to the view of the parameter's slice in its flat array."""
         block = item.layout.block(item.shape, self.mesh)
         item.value = _view(self.flat(item), self.slices[item].value, block)
 
@@ -384,13 +385,13 @@ class Parameters:
                 item.grad = _view(self.grad, slices.grad, layout.block(item.shape, self.mesh))
 
     def update_by_sign(self) -> None:
-        """Update this rank's own shards of the parameters with a `sign_rate`."""
+        """Apply the sign update to this rank's own shards of parameters with a `sign_rate`."""
         for slices, rate in self.by_sign:
             with self.mesh.trace.span("update"):
                 step_by_sign(self.value[slices.own_value], self.grad[slices.own_grad], rate)
 
     def copy_on_write(self) -> None:
-        """Copy the values to a new flat array; data saved for backward still uses the old one."""
+        """Copy the values to a new flat array; data saved for backward keeps the old array."""
         old, self.value = self.value, self.mesh.empty(self.value.shape, self.dtype, "parameter")
         self.value[...] = old
         self.bind()
@@ -407,15 +408,15 @@ class Parameters:
         return sum_of_squares(self.grad, [self.slices[item].own_grad for item in weights])
 
     def counts(self, item: Parameter) -> bool:
-        """Return True if norms and checkpoints include this rank's own shard of a parameter.
+        """Return True if this rank's own shard counts in gradient norms and is checkpointed.
 
-        Exactly one of several identical copies is included.
+        Of several identical copies of a shard, exactly one is counted.
         """
         parted = self.parts(item) > 1 and not item.frozen
         return self._counts(item, item.updated_layout, parted)
 
     def counts_state(self, item: Parameter, layout: Layout) -> bool:
-        """Return True if checkpoints include this rank's block of an optimizer state.
+        """Return True if this rank writes its block of an optimizer state to checkpoints.
 
         `layout` is the layout of the state.
         """
@@ -430,12 +431,12 @@ class Parameters:
 
 
 def _view(flat: Array, part: slice, shape: Sequence[int]) -> Array:
-    """Return the block at the start of a padded slice, reshaped to `shape`."""
+    """Return the slice `part` of `flat` as a view of shape `shape`, without padding."""
     return flat[part][: prod(shape)].reshape(shape)
 
 
 def _merged(items: Sequence[Parameter], parameters: Parameters) -> list[UpdateSlice]:
-    """Return the update slices; adjacent parameters with the same weight decay are merged."""
+    """Build the update slices, merging adjacent slices that have the same weight decay."""
     pieces: list[UpdateSlice] = []
     for item in items:
         slices = parameters.slices[item]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Positions:
     """Learned position embedding, which adds W[position, h] to each row of X[m, h].
 
-    The position of a row is its index in the sequence. X has the same layout as the input of the
-    blocks.
+    The position of a row is the index of its token in the sequence. X has the same layout as the
+    input of the blocks.
     """
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec) -> None:
@@ -58,10 +58,10 @@ class Positions:
         return self.context.positions(self.mesh.coord(CONTEXT))
 
     def _order(self, micro: Microbatch) -> np.ndarray:
-        """Return the indices that sort this rank's tokens by position."""
+        """Return the permutation that sorts this rank's tokens by sequence position."""
         return order_of(self._here(micro))
 
     def _first(self, micro: Microbatch) -> int:
-        """Return the index of this rank's first token in the virtual sequence that contains it."""
+        """Return the index of this rank's first token within its virtual sequence."""
         shape = micro.tokens.size, self.table.shape[1]
         return self.layout.slices(shape, self.mesh)[0].start % self.context.tokens

@@ -45,7 +45,7 @@ class Experts:
         return min(tokens, ceil(wanted))
 
     def slots_of_token(self, tokens: int) -> float:
-        """Return the total number of expert slots per token, E C / T, for T = `tokens`."""
+        """Return E C / T, the number of slots of all experts per token, for T = `tokens`."""
         return self.count * self.slots(tokens) / tokens
 
 
@@ -83,30 +83,30 @@ class ModelSizes:
         object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
 
     def mixes(self, layer: int) -> bool:
-        """Return True if a block has a mixture of experts (every `experts.every`-th block)."""
+        """Return True if block `layer` has a mixture of experts (one block in `experts.every`)."""
         return self.experts is not None and (layer + 1) % self.experts.every == 0
 
     def blocks(self) -> dict[bool, int]:
-        """Return the numbers of blocks with (True) and without (False) a mixture of experts."""
+        """Count the blocks with (key True) and without (key False) a mixture of experts."""
         mixtures = self.layers // self.experts.every if self.experts else 0
         return {False: self.layers - mixtures, True: mixtures}
 
     @property
     def form(self) -> HeadForm:
-        """Head width, and number of query heads per KV head."""
+        """Head width, and number of query heads per KV head (`HeadForm`)."""
         return self.form_over(1)
 
     def form_over(self, members: int) -> HeadForm:
-        """Return the head width and the query heads per KV head on each of `members` ranks.
+        """Return the `HeadForm` on each rank if the heads are sharded over `members` ranks.
 
-        If there are more ranks than KV heads, the query heads of each KV head are sharded.
+        With more ranks than KV heads, the query heads that share a KV head are sharded as well.
         """
         queries = self.heads // max(self.kv_heads, members)
         return HeadForm(self.hidden // self.heads, queries)
 
     @property
     def qkv(self) -> int:
-        """Total number of columns of q, k and v."""
+        """Number of output columns of the QKV projection (q, k and v together)."""
         return self.hidden + 2 * self.hidden * self.kv_heads // self.heads
 
 
@@ -132,17 +132,17 @@ class WeightProduct(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """Number of weight elements of all experts."""
+        """Number of weights (elements of W), summed over all experts."""
         return self.experts * self.inputs * self.outputs
 
     @property
     def active(self) -> float:
-        """Number of elements of W, multiplied by the number of rows per token."""
+        """Number of weights that each token uses: elements of W times rows per token."""
         return self.rows * self.inputs * self.outputs
 
     @property
     def computed(self) -> float:
-        """Number of elements of W, multiplied by the slots per token, including empty slots."""
+        """Multiply-adds per token, including empty slots: elements of W times slots per token."""
         return self.slots * self.inputs * self.outputs
 
     @property
@@ -215,7 +215,7 @@ class Family:
         return blocks + sizes.layers * self.attention(sizes) + head
 
     def block_products(self, sizes: ModelSizes) -> list[tuple[int, WeightProduct]]:
-        """Return all products of the blocks as pairs (number of blocks, `WeightProduct`)."""
+        """List the blocks' matrix products as (number of blocks with it, `WeightProduct`)."""
         return [
             (count, product)
             for mixes, count in sizes.blocks().items()
@@ -224,7 +224,7 @@ class Family:
         ]
 
     def blocks_kept(self, sizes: ModelSizes, recompute: _Recompute, chunked: bool) -> float:
-        """Return the total number of elements that all blocks save per token."""
+        """Return the number of elements that all blocks together save per token."""
         if isinstance(recompute, str):
             counts = {(recompute, mixes): count for mixes, count in sizes.blocks().items()}
         else:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _ignore(unit: str) -> None:
-    """Do nothing: the default callback `finished` of a backward pass."""
+    """Do nothing. This is the default callback `finished` of a backward pass."""
 
 
 def _as_it_is(kept: Any) -> Any:
@@ -37,7 +37,7 @@ def _collect(
     result: tuple[Any, Any],
     form: Callable[[Any], Any] = _as_it_is,
 ) -> Any:
-    """Return Y from a layer's `result`, a pair of Y and the saved data.
+    """Return Y from the pair `result` = (Y, saved data) of a layer.
 
     If the microbatch has a backward pass, append the saved data, converted by `form`, to `saved`.
     """
@@ -55,7 +55,7 @@ class LayerRange(NamedTuple):
     last: bool
 
 
-# Three layer ranges: the embedding only, one block only, and the head only.
+# Layer ranges that contain only the embedding, only one block, or only the head.
 FIRST = LayerRange(range(0), first=True, last=False)
 LAYER = LayerRange(range(1), first=False, last=False)
 LAST = LayerRange(range(0), first=False, last=True)
@@ -113,7 +113,7 @@ class Stage:
         return sum(block.mlp.auxiliary_loss for block in self.blocks if block.mixes)
 
     def forward(self, x: Array | None, micro: Microbatch) -> tuple[Any, list[Any]]:
-        """Return Y, or the result of the head if there is one, and the data saved for backward.
+        """Return Y (or, with the head, the loss) and the data saved for the backward pass.
 
         Nothing is saved if the microbatch is not for training.  If the model chunk has the
         embedding, x is ignored.
@@ -139,9 +139,9 @@ class Stage:
     ) -> Array | None:
         """Return the gradient of x.
 
-        The computation of weight gradients is passed to `defer`, as is a call of `finished(unit)`
-        for each completed unit of the model. `saved` is emptied. If the model chunk has the head,
-        dy is ignored.
+        `defer` receives the computation of the weight gradients, followed by a call of
+        `finished(unit)` for each completed unit of the model. `saved` is emptied. If the model
+        chunk has the head, dy is ignored.
         """
         if self.head:
             dy = self.head.backward(micro, self.kept.pop(saved), defer)
@@ -156,11 +156,11 @@ class Stage:
         return dy
 
     def _put_away(self, number: int, saved: Any) -> Any:
-        """Return a block's saved data in its stored form, rounded or offloaded as configured."""
+        """Round or offload a block's saved data, as configured, for storage until backward."""
         return self.kept.put_away(self.weights.without(saved, number))
 
     def _taken(self, number: int, saved: list[Any]) -> Any:
-        """Pop the last entry of `saved` and restore it for the block's backward pass."""
+        """Pop the last entry of `saved`; restore its arrays for the block's backward pass."""
         return self.weights.within(self.kept.take(saved), number)
 
     @property

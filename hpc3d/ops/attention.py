@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
-SCORES = 1 << 18  # maximum size in bytes of the probabilities in a chunk of heads
+SCORES = 1 << 18  # maximum bytes of attention probabilities per chunk of heads
 
 
 class HeadForm(NamedTuple):
-    """Head width D, and number g of query heads per KV head."""
+    """Layout of attention heads: head width D, and g query heads per KV head."""
 
     width: int
     queries: int = 1
@@ -114,12 +114,12 @@ def _chunks_of(
 
 
 def _chunk_indices(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]]:
-    """Return the index of every chunk as a pair (sample, slice of heads)."""
+    """List all chunks, each as a pair (index of the sample, slice of heads)."""
     return [(b, slice(h, h + chunk)) for b in range(batch) for h in range(0, heads, chunk)]
 
 
 def _together(q: Array) -> Array:
-    """Reshape [heads, g, T, D] to [heads, g*T, D], stacking the queries that share a KV head."""
+    """Stack the queries that share a KV head: reshape [heads, g, T, D] to [heads, g*T, D]."""
     heads, g, sequence, width = q.shape
     return q.reshape(heads, g * sequence, width)
 
@@ -135,9 +135,9 @@ def _softmaxes(
 ) -> Iterator[tuple[tuple[int, slice], Array]]:
     """Compute the probabilities softmax(q k' / sqrt(D) + mask) chunk by chunk.
 
-    Yields the index of each chunk and its P[head, key, g*query]. The memory layout is [key, head,
-    g*query], so that the softmax reduces along the columns of a matrix and every operation works
-    on long rows.
+    Yields the index of each chunk and its probabilities P[head, key, g*query]. The memory layout
+    is [key, head, g*query], so that the softmax reduces along the columns of a matrix and every
+    operation works on long rows.
     """
     _, sequence, chunk, queries = probabilities.shape
     dtype = probabilities.dtype
@@ -160,12 +160,12 @@ def _softmaxes(
 
 
 def _finite(top: Array) -> Array:
-    """Return the maximum score of every query, with 0 for queries that attend to no key."""
+    """Return the maximum score of each query; replace -inf (all keys are masked) by 0."""
     return np.where(top == -np.inf, 0, top)
 
 
 def _positive(sums: Array) -> Array:
-    """Return the softmax denominators, with 1 for queries that attend to no key."""
+    """Return the softmax denominators; replace 0 (all keys are masked) by 1."""
     return np.where(sums == 0, 1, sums)
 
 
@@ -252,7 +252,7 @@ def attend_again(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> Array:
-    """Recompute the attention probabilities before dropout, or (out, stats) if cuDNN is used."""
+    """Recompute the probabilities before dropout; with cuDNN, recompute (out, stats)."""
     q, k, _ = heads_of(qkv, sequence, form)
     shape = _chunks_of(*k.shape[:2], form, sequence, qkv.itemsize)
     probabilities = empty(shape, qkv.dtype)
@@ -352,7 +352,7 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
     ds = gpu.empty(kept.shape, kept.dtype)
     gpu.multiply(v, d.swapaxes(1, 2), ds)
     given = {"p": kept, "dweights": ds, **_masked(kept, form.width, drop, mask)}
-    del given["padding"]  # the saved probabilities of padding keys are already 0
+    del given["padding"]  # not needed: saved probabilities of padding are 0
     gpu.launch("causal_softmax_grad", *kept.shape[:2], **given)
     gpu.multiply(ds.swapaxes(1, 2), k, grads[0])
     gpu.multiply(ds, q, grads[1])
@@ -360,7 +360,7 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
 
 
 def _empty_probabilities(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
-    """Allocate 16-bit probabilities, chunked like those of the float32 computation."""
+    """Allocate 16-bit probabilities, with the chunks that float32 probabilities would have."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     return empty(_chunks_of(batch, heads, form, sequence, WIDE.itemsize), qkv.dtype)
 
@@ -372,7 +372,7 @@ def _samples(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """For each sample, yield its rows, its chunks of probabilities, and its masks.
+    """For each sample, yield its slice of rows, its slice of chunks, and its masks.
 
     The dropout and attention masks are in a dict of keyword arguments for `attend`.
     """
@@ -390,7 +390,7 @@ def _samples(
 def _scored(
     qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty
 ) -> tuple[int, AbstractArray]:
-    """Record the cost of q k'; return the number of score matrices and an array for the scores."""
+    """Record the cost of q k'; return the number of score matrices and their array."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     shape = _chunks_of(batch, heads, form, sequence, qkv.itemsize)
     count = batch * heads * form.queries
@@ -403,7 +403,7 @@ def _out_columns(qkv: Array, form: HeadForm) -> int:
 
 
 def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
-    """Record the cost of dropout within attention as a separate kernel."""
+    """Record the cost of attention dropout, which is a separate kernel."""
     if drop is not None:
         probabilities.meter.kernel(dropped.__name__, 2 * probabilities.nbytes)
 
@@ -469,7 +469,7 @@ def _softmax(
 
 
 def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dict[str, Any]:
-    """Return the arguments of the softmax kernels that are scalars or masks."""
+    """Return the scalar and mask arguments of the softmax kernels."""
     given = {"heads": p.shape[0], "sequence": p.shape[1], "scale": 1 / sqrt(width)}
     given |= {"causal": mask.causal, "padding": mask.padding}
     if mask.padding is not None:
@@ -480,6 +480,6 @@ def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dic
 
 
 def _dropped_again(gpu: Gpu, p: Array, drop: Mask) -> Array:
-    """Return the probabilities multiplied by the regenerated dropout factors."""
+    """Regenerate the dropout mask; return the probabilities after dropout."""
     rows = p.reshape(len(drop.rows), len(drop.columns))
     return dropped(rows, drop, gpu.empty(rows.shape, p.dtype)).reshape(p.shape)

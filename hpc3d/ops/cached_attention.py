@@ -1,4 +1,4 @@
-"""Causal attention of new tokens to themselves and to the cached keys and values."""
+"""Causal attention with a key/value cache: new tokens attend to cached and new tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpc3d.ops.attention import HeadForm, heads_of
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
 
-SCORES = 1 << 22  # maximum size in bytes of the scores of one batch of heads
+SCORES = 1 << 22  # heads are processed in batches: maximum bytes of scores per batch
 
 
 @primitive
@@ -25,8 +25,8 @@ def attend_cached(
 
     Returns the output [B*t, heads*g*D] for qkv [B*t, heads*(g+2)*D]. The first new token is at
     position `first`. `cache` [2, B, heads, T, D] contains the keys and values of the earlier
-    positions; the new keys and values are appended. Nothing is saved for a backward pass, because
-    this function is only used for inference.
+    positions; the new keys and values are appended. The function saves nothing for a backward
+    pass, because it is only used for inference.
     """
     q, k, v = heads_of(qkv, sequence, form)
     batch, heads, g, _, width = q.shape
@@ -83,9 +83,9 @@ def _(gpu, qkv, sequence, form, cache, first, empty):
 
 
 def _extended(cache: Array, k: Array, v: Array, first: int) -> list[Array]:
-    """Append new keys and values to the cache.
+    """Append the keys `k` and values `v` of new tokens to the cache.
 
-    Returns all keys and all values, [B, heads, first + t, D] each.
+    Returns the keys and the values of all positions so far, each [B, heads, first + t, D].
     """
     seen = first + k.shape[2]
     for kept, new in zip(cache, (k, v), strict=True):

@@ -21,7 +21,7 @@ _TILE, _SCORES = 1024, 1 << 26
 
 
 class ChunkPair(NamedTuple):
-    """A chunk of queries and a chunk of keys, as row slices of their blocks.
+    """Query chunk and key chunk, given as slices of the rows of their blocks.
 
     `query_position` and `key_position` are the sequence positions of the first tokens in the
     chunks. If `masked` is True, queries do not attend to later keys.
@@ -39,7 +39,7 @@ class Chunks(NamedTuple):
 
     `padding`, bool [B, t], marks masked keys. Before the product with v, the probabilities are
     multiplied by the dropout mask `drop`, which is generated as a matrix of shape
-    [samples*heads*keys, T]. `drop.rows` contains the first row of each sample on this rank.
+    [samples*heads*keys, T]. `drop.rows` lists the first matrix row of each sample of this rank.
     """
 
     pairs: Sequence[ChunkPair]
@@ -109,11 +109,11 @@ class GpuTile(NamedTuple):
 
     @property
     def work(self) -> tuple[int, int]:
-        """Number of query heads of the tile, and number of queries per head."""
+        """Number of query heads in the tile, and number of queries of each head."""
         return _count(self.at[1]) * self.chunks.form.queries, _count(self.tile.queries)
 
     def queries(self, q: Array) -> Array:
-        """Return the tile's rows of the queries `q`, or of their gradients.
+        """Return the tile's queries, a slice of `q` (all queries, or their gradients).
 
         The result [heads, g*query, D] is contiguous.
         """
@@ -122,7 +122,7 @@ class GpuTile(NamedTuple):
         return self.gpu.contiguous(part).reshape(heads, g * tokens, width)
 
     def keys(self, kv: Array) -> list[Array]:
-        """Return views [heads, key, D] of the tile's keys and values, or of their gradients."""
+        """Return views [heads, key, D] of the tile's keys and values (or gradients) in `kv`."""
         return [each[self.at][:, self.tile.keys] for each in kv]
 
     def scores(self, k: Array, q: Array) -> Array:
@@ -148,7 +148,7 @@ class GpuTile(NamedTuple):
         }
 
     def _drop(self) -> Mask | None:
-        """Return the dropout mask of the first query head of the tile."""
+        """Return the dropout mask for the first query head in the tile."""
         (sample, heads), tile, drop = self.at, self.tile, self.chunks.drop
         if drop is None:
             return None
@@ -158,7 +158,7 @@ class GpuTile(NamedTuple):
         return drop._replace(rows=range(row, row + _count(tile.keys)), columns=columns)
 
     def add(self, added: Array, out: Array, sequence: int, kept: Array | None = None) -> None:
-        """Set this tile of out [B*t, heads*g*D] to kept * out + added [heads, g*query, D]."""
+        """Update this tile of out [B*t, heads*g*D] to kept * out + added [heads, g*query, D]."""
         (sample, heads), (width, g) = self.at, self.chunks.form
         rows = out[sample * sequence :][self.tile.queries]
         columns = len(added) * g * width
@@ -168,7 +168,7 @@ class GpuTile(NamedTuple):
 
 
 def gpu_tiles(gpu: Gpu, chunks: Chunks, kv: Array) -> Iterator[GpuTile]:
-    """Yield all tiles of `chunks` for the keys and values `kv`."""
+    """Split the chunk pairs of `chunks` into tiles for the GPU; yield all tiles."""
     for at, tile in gpu.pieces(chunks.tiles(kv, _TILE, _SCORES), _kind):
         yield GpuTile(gpu, chunks, at, tile)
 
