@@ -1,8 +1,8 @@
 """Chunked attention computes the score matrix tile by tile and never stores it in full.
 
-The contribution of a chunk of keys to the output rows of a chunk of queries is merged with the
-earlier contributions. If L is the log-sum-exp of the earlier scores, and l and p are the
-log-sum-exp and the softmax of the new scores,
+For each chunk of queries, the contributions of the key chunks to the output rows are merged one
+after another. If L is the log-sum-exp of the earlier scores, and l and p are the log-sum-exp and
+the softmax of the new scores,
 
     out <- out exp(L - L') + p v exp(l - L')    L' = log(exp L + exp l)
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from hpc3d.arrays.primitive import Primitive
     from hpc3d.ops.random import Mask
 
-_TILE = 256  # maximum number of queries and of keys of a score tile (256 KB in float32)
-_SCORES = 1 << 18  # maximum size in bytes of the score tiles of one batch of heads
+_TILE = 256  # maximum number of queries, and of keys, per score tile (256 KiB in float32)
+_SCORES = 1 << 18  # heads are processed in batches: maximum bytes of score tiles per batch
 
 
 class Merged(NamedTuple):
@@ -88,7 +88,7 @@ def _empty_merged(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Me
 
 @primitive
 def begin_merging(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Merged:
-    """Return an empty `Merged`: the output is 0 and the log-sum-exp is -inf."""
+    """Return the initial `Merged`, before any keys: output 0 and log-sum-exp -inf."""
     merged = _empty_merged(qkv, sequence, form, empty)
     merged.out[...], merged.sums[...] = 0, -np.inf
     return merged
@@ -158,7 +158,7 @@ def end_merging(merged: Merged, dtype: np.dtype, empty: Empty) -> Array:
 
 @primitive
 def row_dots(dout: Array, out: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
-    """Compute sum(dout out) over the features of each head, [B, heads, g, t]."""
+    """Return the dot products of dout and out over the features of a head, [B, heads, g, t]."""
     a, b = queries_of(dout, sequence, form), queries_of(out, sequence, form)
     dots = empty(a.shape[:-1], wide(dout.dtype))
     np.einsum("bhgtd,bhgtd->bhgt", a, b, out=dots, dtype=dots.dtype)
@@ -296,7 +296,7 @@ def _by_columns(k: Array, q: Array) -> Array:
 
 
 def _column_sums(scores: Array) -> Array:
-    """Return the sums over keys, [heads, g*query], as one product with a vector of ones."""
+    """Sum over keys to [heads, g*query], computed as a matrix product with a vector of ones."""
     flat = scores.reshape(len(scores), -1)
     return (np.ones(len(flat), flat.dtype) @ flat).reshape(scores.shape[1:])
 
@@ -329,7 +329,7 @@ def _later(ahead: int, keys: int, g: int, queries: int, dtype: np.dtype) -> np.n
 
 
 def _finite(sums: Array) -> Array:
-    """Return maxima or log-sum-exps, with 0 for queries that attend to no key."""
+    """Replace -inf by 0 in maxima or log-sum-exps, for queries whose keys are all masked."""
     return np.where(np.isneginf(sums), 0, sums)
 
 
@@ -338,7 +338,7 @@ def _factors(
 ) -> Array:
     """Return the dropout factors of a tile [key, heads, g*query].
 
-    The dropout mask is generated in the order [heads, g, key, query].
+    The random numbers of the mask are ordered as [heads, g, key, query].
     """
     sample, heads = at
     g = form.queries

@@ -28,7 +28,7 @@ def _(gpu, out, *parts):
 
 @composite
 def accumulate_columns(grad: Array, to: slice, dw: Array, start: int) -> None:
-    """Add columns of dW, starting at column `start`, to the column slice `to` of a gradient."""
+    """Add columns of dW, from column `start` on, to the columns `to` of a gradient."""
     some = grad[:, to]
     some += dw[:, start : start + some.shape[1]]
 

@@ -49,7 +49,7 @@ def _(gpu, p):
 
 @composite
 def replace_columns(q: Array, total: Array) -> None:
-    """Overwrite each column of q with the same column of `total`, unless the latter is zero."""
+    """Replace each column of q by the corresponding column of `total`, if that is not zero."""
     q *= np.abs(total).max(0) == 0
     q += total
 

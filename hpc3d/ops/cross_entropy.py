@@ -94,7 +94,7 @@ def local_sums(logits: Array, top: Array, index: Array) -> tuple[Array, Any]:
 
 
 def _targets(logits: Array, index: Array) -> tuple[Array, Array]:
-    """Return the rows whose target is in this shard of the logits, and their target columns."""
+    """Return the indices of the targets in this shard of the logits, as (rows, columns)."""
     rows = np.flatnonzero((index >= 0) & (index < logits.shape[1]))
     return rows, index[rows]
 
@@ -145,7 +145,7 @@ def score_rows(sums: Array, valid: Array) -> Array:
 
     A prediction is correct if no logit exceeds the target's logit, so ties count as correct.
     """
-    right = np.count_nonzero(valid & (sums[1] == 0))  # logits are relative to the maximum
+    right = np.count_nonzero(valid & (sums[1] == 0))  # sums[1] is target logit - row maximum
     return np.array([negative_log(sums, valid), right], np.float64)
 
 
@@ -163,7 +163,7 @@ def _(gpu, sums, valid):
 
 @primitive
 def softmax_grad(exponentials: Array, rest: LossRows | None, scale: float) -> Array:
-    """Compute scale (softmax - onehot) for valid rows, and 0 for other rows.
+    """Compute scale * (softmax - onehot) for valid rows, and 0 for other rows.
 
     The result overwrites the exponentials.
     """

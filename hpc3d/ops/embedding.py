@@ -40,7 +40,7 @@ def _(gpu, table, index):
 
 
 def order_of(index: np.ndarray) -> np.ndarray:
-    """Return the indices, int64[n], that stably sort an array of integers.
+    """Return the permutation, int64[n], that stably sorts an array of integers.
 
     If possible, the integers are sorted as 16-bit integers, for which NumPy uses a radix sort that
     is six times as fast as its sort of wider integers.
@@ -54,7 +54,7 @@ def order_of(index: np.ndarray) -> np.ndarray:
 def scatter_rows(dy: Array, index: Array, order: Array, shape: Sequence[int]) -> Array:
     """Return an array of `shape` whose row i is the sum of the rows of `dy` with index i.
 
-    Indices out of range are ignored. `order` contains the positions that sort `index`.
+    Indices out of range are ignored. `order` is the permutation that sorts `index`.
     """
     total = np.zeros(shape, np.promote_types(dy.dtype, np.float32))
     order = order[(index[order] >= 0) & (index[order] < shape[0])]

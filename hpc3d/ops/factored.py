@@ -1,8 +1,8 @@
 """Second moments factored into row and column sums, and the resulting optimizer update.
 
 A block is part of a matrix [inputs, outputs] or of a stack of matrices [inputs, experts, outputs].
-Arrays of sums broadcast against the block. For a matrix, an array with one value per row has the
-shape [inputs, 1], one with a value per column [1, outputs], and one with a single value [1].
+Arrays of sums can be broadcast to the shape of the block. For a matrix, row sums have the shape
+[inputs, 1], column sums have the shape [1, outputs], and a total has the shape [1].
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEVICE_CHUNK = 1 << 24  # number of elements processed in one GPU operation
 
 
 def _bands(block: Array) -> Iterator[slice]:
-    """Yield row slices of a block. Each slice is processed in a single operation."""
+    """Split the rows of a block into slices that are processed one at a time."""
     chunk = _CHUNK if isinstance(block, np.ndarray) else _DEVICE_CHUNK
     step = max(1, chunk // max(1, prod(block.shape[1:])))
     for start in range(0, len(block), step):
@@ -32,7 +32,7 @@ def _bands(block: Array) -> Iterator[slice]:
 
 @primitive
 def sum_squares_of_lines(grad: Array, scale: float, rows: Array, columns: Array) -> None:
-    """Store the sum of (scale * grad)^2 over each row in `rows`, and each column in `columns`."""
+    """Store the row sums of (scale * grad)^2 in `rows`, and its column sums in `columns`."""
     columns.fill(0)
     for band in _bands(grad):
         squares = grad[band] * scale

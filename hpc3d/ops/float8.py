@@ -1,4 +1,4 @@
-"""Float8 rounding; the scale of each tile maps its maximum to the largest float8 number.
+"""Float8 rounding, scaled per tile so that its maximum becomes the largest float8 number.
 
     float8_e4m3fn    1 sign bit, 4 exponent bits, 3 mantissa bits; up to 448, no infinities
     float8_e5m2      1 sign bit, 5 exponent bits, 2 mantissa bits; up to 57344
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 _FORM = {E4M3: (3, -6), E5M2: (2, -14)}  # (mantissa bits, minimum exponent of normal numbers)
-_EXPONENT = {"float32": 0xFF << 23, "float64": 0x7FF << 52}  # bit mask of the exponent
+_EXPONENT = {"float32": 0xFF << 23, "float64": 0x7FF << 52}  # bit mask of the exponent field
 
 
 class Tiles(NamedTuple):
@@ -76,7 +76,7 @@ def nearest(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def divisors(maxima: np.ndarray, most: float) -> np.ndarray:
-    """Return the scale of each tile, maxima / most; a scale of zero is replaced by 1."""
+    """Return the scale maxima / most of each tile, or 1 if that is zero."""
     scales = maxima / most
     return np.where(scales == 0, scales.dtype.type(1), scales)
 
@@ -248,7 +248,7 @@ def _(gpu, out, a, b):
 
 
 def _lying(gpu: Any, matrix: Coded, turned: bool) -> Coded:
-    """Return the matrix with codes stored in transposed order if `turned`, else row-major."""
+    """Return the matrix with transposed codes if `turned` is True, else with row-major codes."""
     if matrix.turned == turned:
         return matrix
     return matrix._replace(codes=gpu.contiguous(matrix.codes.T), turned=turned)

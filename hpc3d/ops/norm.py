@@ -37,7 +37,7 @@ def norm(
 
 @norm.cuda
 def _(gpu, x, gamma, beta, epsilon, empty):
-    """Save x instead of n, with the mean and the reciprocal standard deviation of each row."""
+    """Compute the norm; save x and, per row, mean and 1 / std instead of the normalized rows."""
     y = empty(x.shape, x.dtype)
     rstd = gpu.empty(x.shape[:1], np.float32)
     mean = None if beta is None else gpu.empty(x.shape[:1], np.float32)
@@ -205,10 +205,10 @@ def _(gpu, x, mean, rstd, gamma, beta, n, y):
 def normalise_sums(
     n: Array, dy: Array, gamma: Array, centred: bool = True
 ) -> tuple[Array, Array, Array | None]:
-    """Return the row sums [1 or 2, rows], dgamma and dbeta for the backward pass of a norm.
+    """Return row sums [1 or 2, rows], dgamma and dbeta for a norm's backward pass.
 
-    The row sums are sums over the features of dn n, preceded by the sums of dn if `centred`.
-    dgamma and dbeta are sums over rows.
+    With dn = dy gamma, the row sums are the sums of dn (if `centred`) and of dn n over features.
+    dgamma and dbeta are the sums of dy n and of dy over rows.
     """
     real = wide(n.dtype)
     sums, ones = np.empty((1 + centred, n.shape[0]), real), np.ones(n.shape[0], real)
@@ -252,7 +252,7 @@ def _add_columns(
     dbeta: Array | None,
     add: bool,
 ) -> None:
-    """Sum dy n into `dgamma` and dy into `dbeta`, over rows; if `add` is False, overwrite them."""
+    """Add (or, if `add` is False, assign) the sums over rows to `dgamma` and `dbeta`."""
     count, columns = x.shape
     dbeta = gpu.empty(dgamma.shape, dgamma.dtype) if dbeta is None else dbeta
     partial = gpu.empty((gpu.strips(count), 2 * columns), np.float32)
@@ -265,7 +265,7 @@ def _add_columns(
 def normalise_grad(
     n: Array, rstd: Array, dy: Array, gamma: Array, means: Array, residual: Array | None, dx: Array
 ) -> Array:
-    """Compute (residual +) rstd (dn - mean(dn) - n mean(dn n)) with dn = dy gamma.
+    """Return dx = rstd (dn - mean(dn) - n mean(dn n)) + residual, where dn = dy gamma.
 
     `means` [1 or 2, rows] are the row sums of `normalise_sums`, divided by the number of features.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-_PANEL, _BLOCK = 1 << 23, 1 << 21  # approximate bytes per float32 panel of b, per block of a
+_PANEL, _BLOCK = 1 << 23, 1 << 21  # bytes per float32 panel of b and block of a
 
 
 @composite
@@ -91,7 +91,7 @@ def accumulate_product(grad: Array, a: Array, b: Array, sums: Array | None = Non
 
 @accumulate_product.cuda
 def _(gpu, grad, a, b, sums=None):
-    """Fuse the row sum into the product if cuBLASLt supports it; otherwise, read b twice."""
+    """Fuse the sum of b's rows into the GEMM if cuBLASLt supports it, to read b only once."""
     if sums is None:
         a, b, total = _matrices(a, b, grad)
         gpu.multiply(a, b, total, add=total)

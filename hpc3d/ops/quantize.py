@@ -76,7 +76,7 @@ def adamw_8bit(
     constants: Mapping[str, float],
     factors: Sequence[float],
 ) -> None:
-    """Apply an AdamW update with 8-bit moments to complete blocks.
+    """Apply an AdamW update with 8-bit moments to arrays that consist of complete blocks.
 
     `moments` are the codes of the first and second moments, and the scales of both. A nonzero
     second moment never gets code 0, because the first moment would then be divided by epsilon.

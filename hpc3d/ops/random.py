@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
 _DRAWS = 4  # number of 64-bit numbers generated per value of Philox's counter
-# Up to this count, generating complete rows is faster than repositioning a generator per row.
+# Up to this number of elements, generating all rows of a range completely is faster than
+# repositioning the generator for every row.
 _SHORT = 1 << 14
 
 
@@ -62,7 +63,7 @@ _Rows = slice | range | np.ndarray
 def _by_rows(
     rows: _Rows, columns: slice | range, width: int, make: Callable[[int, int], np.ndarray]
 ) -> np.ndarray:
-    """Return a 2-D block; `make(first, count)` generates each run of consecutive indices.
+    """Generate a 2-D block from `make(first, count)`, with one call per run of indices.
 
     `rows` and `columns` are the block's indices in a matrix with `width` columns.
     """

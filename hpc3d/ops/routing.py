@@ -40,7 +40,7 @@ class Routes(NamedTuple):
 
 
 class SlotForm(NamedTuple):
-    """Layout of the slots.
+    """Layout of the slot buffer.
 
     A rank stores `tokens` tokens of each sequence. `count` experts are sharded over `parts` ranks.
     Each expert has `capacity` slots per sequence. The buffer has `rows` rows per rank.
@@ -143,11 +143,11 @@ def _(gpu, choices, tokens, pieces, count):
 
 @primitive
 def before_of(counts: Array, precedes: Array) -> Array:
-    """Count the tokens of other ranks before local ones, per expert, int64[S, k, pieces, E].
+    """Per expert, count other ranks' tokens that precede local ones, int64[S, k, pieces, E].
 
-    `counts` [c, S, k, pieces, E] contains the counts of all c ranks. `precedes` [k, pieces, c, k,
-    pieces] is 1 if the group at the last three indices precedes this rank's group at the first two
-    indices. A group is a pair of choice index and segment.
+    `counts` [c, S, k, pieces, E] contains the counts of all c ranks. A group is a pair of choice
+    index and segment. `precedes` [k, pieces, c, k, pieces] is 1 if another rank's group (last
+    three indices) precedes this rank's group (first two indices).
     """
     found = np.tensordot(precedes, counts, ([2, 3, 4], [0, 2, 3]))  # [k, pieces, S, E]
     return np.ascontiguousarray(found.transpose(2, 0, 1, 3))
@@ -192,7 +192,7 @@ def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Arr
     sequences, here = rows // tokens, count // parts
     queues = choices.reshape(sequences, tokens, top_k).swapaxes(1, 2)
     queues = queues.reshape(sequences, top_k * tokens)
-    order = np.argsort(queues, axis=1, kind="stable")  # by expert, then by position
+    order = np.argsort(queues, axis=1, kind="stable")  # sorted by expert, then by position
     heads = np.take_along_axis(_lower(queues, count), queues, 1)
     positions = np.empty_like(queues)
     np.put_along_axis(positions, order, np.arange(top_k * tokens)[None], 1)
@@ -256,7 +256,7 @@ def _(gpu, counts, tokens, dtype):
 
 @primitive
 def load_of(choices: Array, slots: Array, count: int) -> tuple[Array, Array]:
-    """Return the numbers of routed tokens and of occupied slots per expert, each int64[E]."""
+    """Return the number of routed tokens and of occupied slots of each expert, each int64[E]."""
     kept = choices[slots >= 0]
     return np.bincount(choices.ravel(), minlength=count), np.bincount(kept, minlength=count)
 
@@ -452,7 +452,7 @@ def _(gpu, probs, lse, loss):
 
 
 def _shares(loss: RouterLoss, rows: int) -> Array:
-    """Return, for each row, the fractions f (`shares`) of its sequence, [n, E]."""
+    """Return each row's copy of the fractions f (`loss.shares`) of its sequence, [n, E]."""
     return loss.shares[(loss.first + np.arange(rows)) // loss.tokens]
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
-CACHE = 1 << 17  # size in bytes of one operand's rows in a cache-sized block
+CACHE = 1 << 17  # maximum bytes per operand of a row block, which then fits in the cache
 
 
 def row_blocks(x: Array) -> list[slice]:
@@ -59,7 +59,7 @@ def _(gpu, y, bias, out):
 
 @composite
 def sum_rows(y: Array) -> Array:
-    """Return the sum over rows (the gradient of a bias), computed as a product with ones."""
+    """Return the sum over rows, such as a bias gradient, as a product with a vector of ones."""
     return np.ones(y.shape[0], wide(y.dtype)) @ y
 
 
@@ -79,7 +79,7 @@ def _(gpu, y):
 
 
 def add_rows(gpu: Gpu, total: Array, y: Array, add: bool = True) -> None:
-    """Add the sum of the rows of y to `total`; if `add` is False, overwrite `total`."""
+    """Add (or, if `add` is False, assign) the sum of the rows of y to `total`."""
     rows, columns = y.shape
     strips = gpu.strips(rows)
     partial = gpu.empty((strips, columns), np.float32)
@@ -90,7 +90,7 @@ def add_rows(gpu: Gpu, total: Array, y: Array, add: bool = True) -> None:
 def add_strips(
     gpu: Gpu, partial: Array, add: bool, total: Array, other: Array | None = None
 ) -> None:
-    """Add the sum of the rows of `partial` to `total`; if `add` is False, overwrite `total`.
+    """Add (or, if `add` is False, assign) the sum of the rows of `partial` to `total`.
 
     If `other` is given, it receives the second half of the columns of the sum.
     """

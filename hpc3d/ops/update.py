@@ -25,7 +25,7 @@ _CHUNK = 1 << 14  # elements per chunk; a chunk stays in the cache during its up
 # 1.2 in five steps (Jordan et al., https://kellerjordan.github.io/posts/muon).
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 NEWTON_SCHULZ_STEPS = 5
-SMALLEST_NORM = 1e-7  # lower bound of the divisor, so that a zero matrix stays zero
+SMALLEST_NORM = 1e-7  # minimum divisor, so that a zero matrix stays zero
 
 
 @composite
@@ -71,7 +71,7 @@ def _(gpu, value, grad, rate):
 
 
 def sum_parts(gpu: Gpu, partial: Array, total: Array | None = None) -> Array:
-    """Return the sum of the float32 vector `partial` [n], added to `total` if given."""
+    """Sum the float32 vector `partial` [n]; add the sum to `total`, if it is not `None`."""
     add, total = total is not None, gpu.empty((1,), np.float64) if total is None else total
     given = {"partial": partial, "total": total, "parts": partial.size, "add": add}
     gpu.launch("sum_parts", 1, partial.size, **given)
@@ -235,7 +235,7 @@ def _(gpu, matrix, empty):
 
 
 def orthogonalize_flops(shape: tuple[int, int]) -> int:
-    """Return the FLOPs of the products in `orthogonalize`."""
+    """Return the FLOPs of the matrix products in `orthogonalize` for a matrix of this shape."""
     short = min(shape)
     return NEWTON_SCHULZ_STEPS * (4 * prod(shape) * short + 2 * short**3)
 

@@ -58,7 +58,7 @@ class Best(NamedTuple):
 
 
 class Evaluator:
-    """Evaluator of a trainer's model after every `train.eval_every`-th step and the last step.
+    """Evaluates a trainer's model after every `train.eval_every`-th step and the last step.
 
     Only rank 0 has `batches`. The constructor and the methods are collective calls. `best` is the
     best evaluation so far.

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 def refuse_what_cannot_fit(config: Config, here: int) -> None:
-    """Raise ValueError if this machine's memory is too small for its `here` ranks of a run.
+    """Raise ValueError if this machine's memory is too small for the `here` ranks placed on it.
 
-    `config` is resolved. ValueError is also raised if the folder for offloaded data is not
+    `config` must be resolved. ValueError is also raised if the folder for offloaded data is not
     writable.
     """
     wanted = os.environ.get("TMPDIR")
@@ -92,7 +92,7 @@ def _bytes_held(config: Config, copies: int) -> float:
 def _residual(config: Config) -> float:
     """Return the total bytes of gradient compression residuals for dense blocks.
 
-    The total covers all ranks that process the same tokens.
+    The total covers all ranks that process the same tokens (one replica).
     """
     model, copies = config.model, config.mesh.replicas()
     spec = compression_spec(config)
@@ -119,7 +119,7 @@ def _activations(config: Config) -> float:
 
 
 def _wide(config: Config) -> int:
-    """Return the bytes per element of gradients and other accumulated sums."""
+    """Return the bytes per element of gradients and other accumulators."""
     return max(4, itemsize(config.train.dtype))
 
 

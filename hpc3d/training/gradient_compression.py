@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.model.parameters import Parameters
 
-OWN_STATES = RESIDUAL, FACTOR = "residual", "factor"  # names of the rank-local states
+OWN_STATES = RESIDUAL, FACTOR = "residual", "factor"  # names of states that differ between ranks
 _INDEX = "int32"
 
 
@@ -251,7 +251,7 @@ class _LowRankSum(_CompressedSum):
         return [found[number] for number in range(len(blocks))]
 
     def _coefficients(self, bases: Sequence[Array]) -> Array:
-        """Compute this rank's Q_i of all matrices, and subtract P Q_i' from the residuals."""
+        """Compute this rank's factor Q_i of each matrix, and subtract P Q_i' from its residual."""
         sent = self._buffer(self._long())
         views = _views(sent, self._long())
         for number, (m, basis, q) in enumerate(zip(self._matrices(), bases, views, strict=True)):

@@ -29,7 +29,7 @@ SHOWN = 10  # maximum number of findings in a report
 
 
 class GuardFinding(NamedTuple):
-    """Line of an error report. The finding with the smallest `order` is closest to the cause."""
+    """One line of an error report. The line with the smallest `order` is closest to the cause."""
 
     order: int
     line: str
@@ -85,7 +85,7 @@ def stop(mesh: Mesh, found: list[GuardFinding], kind: type[GuardError] = Corrupt
 
 
 def _on_any_rank(mesh: Mesh, count: int) -> bool:
-    """Return True if the count of any rank is not zero."""
+    """Return True if `count` is nonzero on any rank."""
     return bool(mesh.world.all_reduce(np.array([float(count)]), "max").wait()[0])
 
 
@@ -189,7 +189,7 @@ class ReplicaCheck:
         }
 
     def blocks(self) -> Iterator[tuple[Parameter, str, set[str], Array]]:
-        """Yield (parameter, kind, replication axes, block) for all blocks on this rank."""
+        """Yield (parameter, array name, replication axes, block) for all blocks on this rank."""
         parameters, optimizer = self.trainer.parameters, self.trainer.optimizer
         for item in parameters:
             axes = self._replicated(item.layout)
@@ -210,7 +210,7 @@ class ReplicaCheck:
     def along(
         self, axis: str, number: int, copies: Mapping[tuple[str, str], tuple[set[str], int]]
     ) -> Iterator[GuardFinding]:
-        """Yield findings for replicas that differ along an axis, on one rank of each group."""
+        """Compare replicas along an axis; one rank per group yields a finding per difference."""
         keys = [key for key, (axes, _) in copies.items() if axis in axes]
         if not keys:
             return

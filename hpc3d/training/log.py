@@ -132,7 +132,7 @@ class Log:
         )
 
     def copies(self, store: HostStore, steps: int) -> None:
-        """Log the volume of offload copies per step, and the exposed time if it is known."""
+        """Log the megabytes copied by offloading per step, and the exposed time, if known."""
         exposed = "" if store.exposed is None else f", {store.exposed / steps:.3g} s exposed"
         self.say(f"offload: {store.copied / steps / 1e6:.1f} MB copied per step{exposed}")
 
@@ -230,7 +230,7 @@ def _context_line(config: Config) -> str:
 
 
 def hosts(names: Sequence[str]) -> Iterator[str]:
-    """Yield the number of ranks per host, if there are several; `names` has one host per rank."""
+    """Yield a line with the ranks per host, unless `names` (host of each rank) are all equal."""
     counts = Counter(names)
     if len(counts) > 1:
         listed = [f"{host} {count}" for host, count in counts.items()]

@@ -46,7 +46,7 @@ class LossScale:
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return the values to store in a checkpoint, as a dict; empty if the scale is static."""
+        """Return the dict to store in checkpoints, which is empty if the scale is static."""
         return {} if self.least == self.most else {"factor": self.factor, "row": self.row}
 
     def restore(self, stored: Mapping[str, Any] | None) -> None:
