@@ -296,7 +296,7 @@ def _by_columns(k: Array, q: Array) -> Array:
 
 
 def _column_sums(scores: Array) -> Array:
-    """Sum over keys to [heads, g*query], computed as a matrix product with a vector of ones."""
+    """Sum the scores over keys by a product with a vector of ones; return [heads, g*query]."""
     flat = scores.reshape(len(scores), -1)
     return (np.ones(len(flat), flat.dtype) @ flat).reshape(scores.shape[1:])
 

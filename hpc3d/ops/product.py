@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-_PANEL, _BLOCK = 1 << 23, 1 << 21  # bytes per float32 panel of b and block of a
+_PANEL, _BLOCK = 1 << 23, 1 << 21  # float32 bytes: panel of b, block of a
 
 
 @composite

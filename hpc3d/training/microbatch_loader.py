@@ -1,4 +1,4 @@
-"""Loader of microbatches, which are numbered as in the pipeline schedule."""
+"""Loader of microbatches, numbered in the order of the pipeline schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeviceCache:
-    """Cache of microbatch arrays on the model's device, passed to a Microbatch as `cache`."""
+    """Cache of microbatch arrays on the model's device, used as `Microbatch.cache`."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.arrays = pool, {}
@@ -76,9 +76,9 @@ class MicrobatchLoader:
         self.micros, self.valid = {}, {}
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, Microbatch]:
-        """Return a dict from number to microbatch for all microbatches needed by step `number`.
+        """Return the microbatches that step `number` needs, as a dict from microbatch number.
 
-        `factor` multiplies the loss scale of the microbatches.
+        `factor` is the loss scale, which multiplies the `scale` of each microbatch.
         """
         last = min(number + self.ahead, self.last) if self.asynchronous else number
         for old in [key for key, micro in self.micros.items() if micro.step < number]:

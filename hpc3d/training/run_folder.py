@@ -70,7 +70,7 @@ def reopen(folder: Path, text: str) -> Path:
         clear(folder)
         for path in [folder / "STOP", *folder.glob("probe-*")]:
             path.unlink(missing_ok=True)
-        with suppress(ValueError):  # the trace cannot be read
+        with suppress(ValueError):  # an unreadable trace is not merged
             merge(folder)
         set_aside(folder, next(n for n in count(1) if not (folder / f"config-{n}.toml").exists()))
         (folder / "trace").mkdir(exist_ok=True)
@@ -84,9 +84,9 @@ def reopen(folder: Path, text: str) -> Path:
 
 
 def set_aside(folder: Path, number: int) -> None:
-    """Append the number of an attempt to the names of its files.
+    """Rename the files of an earlier attempt: append the attempt's number to their names.
 
-    The configuration is copied last, because its copy marks the number as used.
+    The configuration is copied last, because the copy marks the number as used.
     """
     for name in ("trace.h5", "trace", "watchdog"):
         path = folder / name

@@ -39,7 +39,7 @@ class RunSaver(Protocol):
 
 
 class RunBatches(Protocol):
-    """Training data of a run. `position` returns the position in the data after `done` steps."""
+    """Batches of a run. `position` returns the position in the data after `done` steps."""
 
     def position(self, done: int) -> dict[str, int]: ...
 
@@ -64,7 +64,7 @@ class RunPlan:
 
 
 class Equipment(NamedTuple):
-    """Mesh of a run with its watchdog, log and clock (in seconds)."""
+    """Objects shared by the phases of a run: mesh, watchdog, log, and clock (in seconds)."""
 
     mesh: Mesh
     watchdog: Watchdog
@@ -152,7 +152,7 @@ def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
 
 
 def _evaluate(run: RunningJob, number: int) -> bool:
-    """Evaluate after step `number` if it is due; return True if the result is the best so far."""
+    """Run the evaluation due after step `number`, if any; return True if it is the best yet."""
     if not run.evaluator or not (found := run.evaluator.after(number)):
         return False
     best = run.evaluator.best

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.trace.recorder import Recorder
 
-# For each value of `trace.clock`: the clock of the trace in ns, and the same clock in s for the
-# training loop.
+# Clock functions for each value of `trace.clock`: in ns for the trace, in s for the training loop.
 CLOCKS = {
     "wall": (time.monotonic_ns, time.monotonic),
     "cpu": (time.process_time_ns, time.process_time),
@@ -65,7 +64,7 @@ def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, trans
 
 
 def recorder_of(folder: Path, header: dict[str, Any], pool: Pool, config: Config) -> Recorder:
-    """Return the recorder of this rank, with device timing unless the backend is NumPy."""
+    """Create this rank's trace recorder; unless the backend is NumPy, it times the device."""
     clock, _ = CLOCKS[config.trace.clock]
     if config.train.backend == "numpy":
         from hpc3d.trace.recorder import Recorder

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """Result of a step.
+    """Result of a training step.
 
     `loss` is the mean loss per token in nats, `communication` the mean fraction of the step time
     that ranks spend in communication, `peak` the peak bytes of arrays on the rank with the highest
@@ -61,7 +61,7 @@ class Trainer:
     another model, override `stages` (see `hpc3d.pipeline.stage_protocol`) and `sums`.
     """
 
-    has_tied_ends = True  # tied embedding and head may be on different pipeline stages
+    has_tied_ends = True  # a tied table may be on two pipeline stages
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Trainer:
         self.groups = program.steps(mesh.coord("p"))
         self.replay = self._replay() if train.cuda_graph else None
         self.number, self.loss, self.norm = -1, 0.0, 0.0
-        self.local_loss = self.squares = 0.0  # this rank's contributions to the loss and to norm^2
+        self.local_loss = self.squares = 0.0  # this rank's share of loss and norm^2
         self.scaling, self.skipped = scale_of(train.dtype), False
 
     def _replay(self) -> GraphedStep | None:
@@ -114,11 +114,11 @@ class Trainer:
         return build(self.mesh, self.parameters, spec, *self.parts(placement))
 
     def manifest(self) -> dict[str, Any]:
-        """Return checkpoint manifest entries that are not determined by the configuration."""
+        """Return the checkpoint manifest entries that do not follow from the configuration."""
         return {}
 
     def sums(self, size: float) -> Buckets:
-        """Return the gradient reduction of `parameters`, in buckets of `size` bytes."""
+        """Create the gradient buckets of `parameters`, each of about `size` bytes."""
         return Buckets(self.parameters, size, compression_of(self.config, self.parameters))
 
     def parts(self, placement: Placement) -> tuple[list[LayerRange], int | None]:
@@ -167,7 +167,7 @@ class Trainer:
         return Step(*sums, self.scaling.state().get("factor"))
 
     def update(self) -> None:
-        """Reduce the gradients, clip them by global norm, update, and reset them."""
+        """Finish the gradient reduction and apply the optimizer update with gradient clipping."""
         self.buckets.wait()
         with self.mesh.trace.span("norm of the gradient"):
             squares = self.parameters.sum_of_squares()

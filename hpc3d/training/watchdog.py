@@ -57,7 +57,7 @@ class Watchdog:
         self.grace = GRACE if homes.nodes[job.rank] == homes.nodes[0] else GRACE + LATER
         self.leads = homes.nodes[job.rank] == job.rank
         self.seconds, self.period = seconds, min(1.0, seconds / _LOOKS)
-        self.silence = self.longest = 0.0  # seconds without progress: current and longest
+        self.silence = self.longest = 0.0  # time without progress in s: current and longest
         self.moved: object = None
         self.looked = time.monotonic()
         self.over, self.thread = Event(), Thread(target=self.watch, daemon=True)
@@ -117,7 +117,7 @@ class Watchdog:
         return bool(told) and self.silence > max(TOLD, 2 * self.longest)
 
     def leave(self) -> None:
-        """End only the process of this rank."""
+        """End this rank's process, without ending the job."""
         if self.job.first_to_fail():
             what = f"asked to stop and exited: no progress for {self.silence:.0f} s"
             self.job.complain(f"rank {self.job.rank} was {what}, {self.position}")
@@ -160,7 +160,7 @@ class RankPosition:
         return f"in {op}{other} {along(axis)} (call {number}{size}) of step {self.step}"
 
     def groups(self) -> Iterator[str]:
-        """Yield a line with the members and call counts of each communicator of this rank."""
+        """For each communicator of this rank, yield a line with its members and call counts."""
         for axis, comm in self.comms.items():
             calls = f"{comm.calls} calls, {comm.done} done"
             yield f"{axis}: ranks {spans(comm.members)}: {calls}"

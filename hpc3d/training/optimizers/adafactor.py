@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.parameters import Parameter, WholeMatrix
 
-_Sum = tuple["Array", Iterable[str]]  # (partial sum, axes of its all-reduce)
+_Sum = tuple["Array", Iterable[str]]  # (local partial sum, axes to all-reduce over)
 
 
 class _Step(NamedTuple):
@@ -43,7 +43,7 @@ class _Step(NamedTuple):
     axes: tuple[str, ...]
 
     def squares(self) -> Array:
-        """Return this rank's partial sum of U^2."""
+        """Return the sum of U^2 over this rank's block."""
         sums = np.empty_like(self.rows.sum(0))
         sum_squares_scaled(self.arrays[2], self.rows, self.columns, sums)
         return sums
@@ -54,7 +54,7 @@ class _Step(NamedTuple):
 
 
 class _VectorStep(NamedTuple):
-    """Update U (`update`) of a vector, or of this rank's slice of a vector."""
+    """Update U (`update`) of a vector or, if the vector is sharded, of this rank's slice."""
 
     item: Parameter
     arrays: tuple[Array, Array | None, Array]
@@ -87,7 +87,7 @@ class Adafactor(Optimizer):
         """Update the parameters with the gradients times `scale`."""
         self.steps += 1
         decay = learning_rate * self.weight_decay
-        # An offloaded value is written back at the end of its batch.
+        # Each iteration must finish its updates: offloaded values are then written back.
         for found in self.batches([self.parameters.matrices], decay):
             matrices = self._matrix_steps(found, scale)
             self._descend([*matrices, *self._vector_steps(decay, scale)], learning_rate)
@@ -150,7 +150,7 @@ class Adafactor(Optimizer):
         total: Array,
         scale: float,
     ) -> _Step:
-        """Return a matrix's update, given column sums of g^2 and the sum of the row means."""
+        """Return the update of a matrix from the column sums of g^2 and the sum of row means."""
         count = _rows(part.item)
         self._move(states["column_means"], squares / count)
         scales = np.sqrt(total / count / states["row_means"]) * scale

@@ -36,7 +36,7 @@ class AdamW8bit(AdamW):
     WHOLE_MATRICES = is_matrix
 
     def update(self, learning_rate: float, scale: float) -> None:
-        """Apply an AdamW step in full precision; the new moments are quantized for storage."""
+        """Apply an AdamW step computed in full precision; quantize the new moments for storage."""
         super().update(learning_rate, scale)
         factors = self.factors(learning_rate, scale)
         for part, arrays, states, keep in self.matrices(learning_rate * self.weight_decay):

@@ -124,7 +124,7 @@ class Exchange:
         return parts
 
     def _moved(self, array: Array, order: Sequence[int]) -> Array:
-        """Return a copy with the dimensions in the given order."""
+        """Return a contiguous copy of `array` with its dimensions permuted to `order`."""
         turned = array.transpose(*order)
         out = self.mesh.empty(turned.shape, array.dtype, "workspace")
         out[...] = turned
@@ -138,7 +138,7 @@ class Muon(AdamW):
         StateSpec("second", of=_is_other),
     )
     WHOLE_MATRICES = is_hidden
-    BETA1 = 0.9  # beta1 for the parameters updated by AdamW
+    BETA1 = 0.9  # AdamW's beta1 for parameters not updated by Muon
 
     def __init__(self, parameters: Parameters, weight_decay: float, **constants: float) -> None:
         self.momentum = constants["beta1"]
@@ -146,7 +146,7 @@ class Muon(AdamW):
 
     @classmethod
     def at_once(cls, mesh: Mesh) -> int:
-        """Return the number of ranks over which the matrices of a layer are sharded."""
+        """Return the number of ranks among which a layer's matrices can be distributed."""
         return mesh.count(axis for axis in mesh.sizes if axis != "p")
 
     def update(self, learning_rate: float, scale: float) -> None:
@@ -195,7 +195,7 @@ class Muon(AdamW):
                 matrix.descend(blocks, number, rate)
 
     def _directions(self, exchange: Exchange, alike: Sequence[_Matrix], scale: float) -> Array:
-        """Return blocks [g n, a, b] of the matrices to orthogonalize, padded with zeros."""
+        """Return this rank's blocks of a batch of matrices, padded with zeros to [g n, a, b]."""
         mesh, (part, *_) = self.parameters.mesh, alike[0]
         experts, (first, *_, last) = _experts(part), part.item.shape
         per_rank = ceil(len(alike) * experts / exchange.members)
@@ -210,7 +210,7 @@ class Muon(AdamW):
         return blocks
 
     def _orthogonalized(self, whole: Array, count: int, part: WholeMatrix) -> Array:
-        """Orthogonalize the first `count` of the matrices [n, A, B].
+        """Orthogonalize the first `count` matrices of the stack [n, A, B].
 
         If the columns of several matrices are interleaved, each matrix is orthogonalized
         separately.

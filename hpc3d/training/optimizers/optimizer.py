@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
 _STRETCH = 1 << 20  # maximum number of elements loaded at once from an offloaded array
-_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # name and row count of an example matrix
+_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # example matrix: name and number of rows
 
 
 def every(name: str, shape: Sequence[int]) -> bool:
@@ -95,7 +95,7 @@ class StateSpec(NamedTuple):
 
 
 def _keeps(spec: StateSpec, item: Parameter) -> bool:
-    """Return True if a parameter has the state described by `spec`."""
+    """Return True if the optimizer keeps the state `spec` for a parameter."""
     return spec.of(item.name, item.shape) and not item.frozen and not item.sign_rate
 
 
@@ -195,7 +195,7 @@ class Optimizer:
     def pieces(
         self, decay: float
     ) -> Iterator[tuple[tuple[Array, Array | None, Array], dict[str, Array], float]]:
-        """Yield the slices of the flat arrays to update.
+        """Yield the slices of the flat arrays that the optimizer updates elementwise.
 
         Each item holds (value, master or None, gradient), the slices of the states by name, and
         the weight decay factor of the values.  The trace records the time until the next item
@@ -212,9 +212,9 @@ class Optimizer:
             yield (value, states.get(MASTER.name), update.grad), states, update.keep(decay)
 
     def _stretches(self) -> Iterator[_Update]:
-        """Yield the slices to update.
+        """Yield the slices to update, split into short slices if arrays are offloaded.
 
-        If any array is offloaded, the slices are short, to limit the memory of the copies.
+        Short slices limit the memory of the copies.
         """
         for piece in self.parameters.pieces:
             update = self._update_of(piece)
@@ -283,7 +283,7 @@ class Optimizer:
         return part, arrays, states, update.keep(decay)
 
     def _at_hand(self, units: Sequence[Sequence[_Update]]) -> Iterator[list[dict[str, Array]]]:
-        """Yield the arrays needed to update each unit, with device copies of offloaded arrays."""
+        """Yield each unit's arrays; offloaded arrays are replaced by copies in working memory."""
         mesh = self.parameters.mesh
         moved = [
             [
@@ -323,7 +323,7 @@ class AdamW(Optimizer):
             adamw(*arrays, *moments, self.constants, (*factors, keep))
 
     def factors(self, learning_rate: float, scale: float) -> tuple[float, float, float]:
-        """Return the factors that multiply the gradients, the step, and sqrt(second moment)."""
+        """Return AdamW's factors for the gradient, the update, and sqrt(second moment)."""
         rate = learning_rate / (1 - self.constants["beta1"] ** self.steps)
         return scale, rate, 1 / sqrt(1 - self.constants["beta2"] ** self.steps)
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class ShardedMuon(Muon):
     """Muon with sharded orthogonalization (`train.orthogonalize = "sharded"`).
 
-    Along an axis with `own` storage, matrices are still assigned to the ranks round-robin.
+    Along axes with `own` storage, complete matrices are still assigned to ranks round-robin.
     """
 
     def _exchange(self, layout: Layout) -> Exchange:
@@ -66,7 +66,7 @@ def _is_tall(item: Parameter) -> bool:
 
 
 def _cuts(part: WholeMatrix) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the axes that shard the shorter side of a matrix, and the axes of the longer side."""
+    """Return the axes that shard the shorter side of a matrix, and those of its longer side."""
     rows, columns = part.layout[0], part.layout[-1]
     return (columns, rows) if _is_tall(part.item) else (rows, columns)
 
