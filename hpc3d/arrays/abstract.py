@@ -3,9 +3,9 @@
 An `AbstractArray` has the shape, dtype and lifetime of an array, but no data.  NumPy functions
 accept and return abstract arrays (NEP 13 and NEP 18).  A view keeps the memory of its base alive,
 and an `AbstractPool` counts bytes like a `Pool`.  Communicators for abstract arrays transfer no
-data (comm/), so a single rank can run without the others.  Operations that depend on array values
-(a loss, a lookup) or process memory in blocks are primitives with an abstract rule
-(arrays/primitive.py).
+data (comm/), so a single rank can run without the others. Operations that depend on array values
+(such as a loss or a lookup), or that process memory in blocks, are primitives with a separate
+implementation for abstract arrays (arrays/primitive.py).
 
 The `meter` of a pool is notified of every operation on its arrays and may advance a clock.
 """

@@ -68,10 +68,9 @@ class Array(Protocol):
     def __matmul__(self, other: Any, /) -> Any: ...
 
 
-# Field types of the NamedTuple that a layer saves for its backward pass (hpc3d.model.kept).
-# Between the passes, a saved activation may be rounded or offloaded, and a saved weight may be
-# replaced by a reference to its parameter.
+# Array saved for the backward pass, which hpc3d.model.kept may round or offload in the meantime.
 SavedActivation = Annotated[Array, "activation"]
+# Weight saved for the backward pass, which hpc3d.model.kept may replace with its parameter.
 SavedWeight = Annotated[Array, "weight"]
 
 

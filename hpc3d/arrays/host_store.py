@@ -69,7 +69,7 @@ class _FilePool(Pool):
         self.owner.count(OFFLOADED, size)
 
     def memory(self, size: int) -> np.ndarray:
-        """Allocate whole pages of the file; if the file must grow, its size at least doubles."""
+        """Allocate complete pages of the file; if the file is full, at least double its size."""
         size = -(-size // PAGESIZE) * PAGESIZE
         if size > len(self.rest):
             self.rest = self._mapped(max(size, self.size))
@@ -98,7 +98,7 @@ class _FilePool(Pool):
 
 
 class FileStore:
-    """HostStore in a memory-mapped file."""
+    """`HostStore` that stores offloaded arrays in a memory-mapped file."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.files = pool, _FilePool(pool)

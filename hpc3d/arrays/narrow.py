@@ -87,7 +87,7 @@ class Narrow(np.ndarray):
 
 
 def of_type(array: np.ndarray) -> np.ndarray:
-    """Return an array, viewed as Narrow if its elements are 16-bit floats."""
+    """Return the array; if its elements are 16-bit floats, return a Narrow view of it."""
     plain = type(array) is np.ndarray
     return np.ndarray.view(array, Narrow) if plain and is_narrow(array.dtype) else array
 
@@ -128,7 +128,7 @@ def _blocks(out: Any, inputs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def narrow_rule(primitive: Primitive) -> Callable[..., Any] | None:
-    """Return a primitive's implementation for Narrow arrays; `None` if NumPy's also works."""
+    """Return a primitive's rule for Narrow arrays, or `None` if its NumPy rule supports them."""
     if primitive.narrow_rule or primitive.abstract_rule is primitive.numpy:
         return primitive.narrow_rule
     return lambda *given, **named: primitive.numpy(*map(_to_read, given), **named)

@@ -158,7 +158,7 @@ class Pool:
 
 
 def _nameable(dtype: np.dtype) -> np.dtype:
-    """Replace bfloat16, which has no NumPy type string, by an integer type of the same size."""
+    """Replace bfloat16, which has no NumPy type string, with an integer type of the same size."""
     return np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
 
 

@@ -20,8 +20,7 @@ from hpc3d.cuda.cublaslt_library import (
 )
 from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
 
-# Masks of the reduction schemes allowed for split-K GEMMs: all of them, or only the scheme that
-# sums in the compute type (CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE).
+# Masks of allowed split-K reduction schemes: any, or only CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE.
 _ANY_REDUCTION, _COMPUTE_TYPE_REDUCTION = 7, 2
 
 
@@ -59,8 +58,9 @@ class Lt:
 
         Arrays provide CuPy's `data.ptr`, `shape`, `strides` and `dtype`. a and b have the same
         type: float32, float16 or bfloat16. out has this type or float32, and all other arrays have
-        the type of out. `add` may be out. a and b may be transposed views: one of their strides
-        must be one element. Matrices may be batched, [g, m, k]; the bias is shared.
+        the type of out. `add` may be the same array as out. a and b may be transposed views: one
+        of their strides must be one element. Matrices may be batched, [g, m, k]; the bias is
+        shared.
 
         `bias_grad[n]` receives the sum over the rows of b. If the product is a weight gradient X'
         dY, this sum is the bias gradient. `gelu_input[m, n]` receives the result before the

@@ -13,8 +13,7 @@ from typing import Any
 
 NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
 SUCCESS = 0
-# Status codes INVALID_VALUE, ARCH_MISMATCH and NOT_SUPPORTED. No kernel has been launched if a
-# call returns one of them.
+# INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED: status codes of calls that launched no kernel.
 REFUSALS = (7, 8, 15)
 
 

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FOLDER = Path(__file__).parent / "kernels"
-REALS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # dtype -> T
-# NVRTC options in addition to the architecture and the include path FOLDER. The second option is
-# needed because our lambdas have no __device__ qualifier.
+REALS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # dtype -> C++ type
+# Additional NVRTC options. The second one allows lambdas without a __device__ qualifier.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 _LOAD = 16  # bytes per vectorized load of a thread (one pack)
 WARP = 32
@@ -69,7 +68,7 @@ def block_per_row(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def row_of(elements: int) -> Callable[[int, int, int, int], Launch]:
-    """Return a launch function with one block per row and `elements` elements per thread."""
+    """Return a launch function with one block per row and one thread per `elements` elements."""
     return lambda rows, columns, pack, most: block_per_row(rows, columns, elements, most)
 
 
@@ -114,12 +113,13 @@ SHAPES = {
     )
 }
 
-# A comment before each kernel names the function in SHAPES that maps the work size (rows, columns)
-# to a launch configuration, or `row_of` and its number of elements per thread. `rows` is 1 for
-# flat arrays, the number of result rows for sum_repeated and similar kernels, the number of sums
-# (1 or 2) for sum_strips, and the number of matrices (B heads) of T columns for attention. The
-# comment also lists the arrays that the kernel both reads and writes. The kernel only reads or
-# only writes every other array.
+# The comment before a kernel names its launch function: one in SHAPES, or `row_of` and a number.
+# The launch function maps the work size (rows, columns) to a launch configuration.
+# `rows` is 1 for flat arrays, and the number of result rows for kernels such as sum_repeated.
+# For sum_strips, `rows` is the number of sums (1 or 2).
+# For attention, `rows` is the number of matrices (B heads), each with T columns.
+# The comment also lists the arrays that the kernel both reads and writes.
+# All other arrays are either only read or only written.
 _DECLARATION = re.compile(
     r"// Launch: (\w+)(?: (\d+))?(?:; reads and writes ([\w, ]+))?\n"
     r"(template <typename T>\s)?__global__ void __launch_bounds__\((\d+)(?:, \d+)?\)\s+"

@@ -128,9 +128,7 @@ class Block:
         self.mesh, self.number = mesh, number
         self.parameters, self.recompute = parameters, recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"
-        # With pre-norm, 2 * layers residual branches are summed without normalization. The last
-        # weight matrix of each branch is therefore initialized with a smaller std (Radford et al.
-        # 2019).
+        # Pre-norm sums 2 * layers unnormalized branches, hence a smaller std (Radford et al. 2019)
         last = std / sqrt(2 * model.layers) if family.first_norm else std
 
         def linear(part, shape, split, std, interleaved=(1, 1)):
@@ -162,7 +160,7 @@ class Block:
         )
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved | BlockInput]:
-        """Return this rank's block of Y and the saved data (with "full", a `BlockInput`)."""
+        """Return this rank's block of Y and the saved data (`BlockInput` if fully recomputed)."""
         y, saved = self.forward_saving(x, micro)
         return y, BlockInput(x, self.parameters.value) if self.recompute == "full" else saved
 

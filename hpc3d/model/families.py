@@ -219,7 +219,7 @@ def family_of(model: Any) -> Family:
 
 
 def with_epsilon(model: Any) -> Any:
-    """Return the `[model]` section; replace an unset `norm_epsilon` by the family's default."""
+    """Return the `[model]` section; replace an unset `norm_epsilon` with the family's default."""
     return replace(model, norm_epsilon=_or_usual(model.norm_epsilon, family_of(model).epsilon))
 
 
@@ -232,7 +232,7 @@ def least_vocabulary(model: Any, tokens: int) -> int:
 
 
 def block_products(model: Any) -> list[tuple[int, WeightProduct]]:
-    """List the blocks' matrix products as (number of blocks with it, `WeightProduct`)."""
+    """Return (number of blocks, `WeightProduct`) for each matrix product of a block."""
     family = family_of(model)
     return family.block_products(family.sizes(model, model.vocabulary))
 

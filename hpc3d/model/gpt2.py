@@ -114,7 +114,7 @@ class Head:
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved | None]:
-        """Return the summed loss of this rank's rows, or 0 if another rank contributes it.
+        """Return the summed loss of this rank's rows, or 0 if another rank contributes this loss.
 
         If the microbatch is not for training, the result also contains the number of correctly
         predicted rows (`CrossEntropy.score`).
@@ -138,7 +138,7 @@ class Head:
         return micro.rows(micro.targets, self.layout, self.mesh).ravel().astype(np.int64)
 
     def backward(self, micro: Microbatch, saved: HeadSaved, defer: Callable[..., None]) -> Array:
-        """Return the gradient of X of the summed loss times `scale` of the microbatch."""
+        """Return the gradient of the loss times `micro.scale` with respect to the input X."""
         dlogits = self.loss.backward(saved.loss, micro.factor())
         return self.logits_grad(dlogits, saved.logits, defer)
 

@@ -113,7 +113,7 @@ class KeptForm:
         return OffloadedArray(kept)
 
     def _load(self, value):
-        """Start loading offloaded arrays; replace each by a function that returns its data."""
+        """Start loading offloaded arrays; replace each with a function that returns its data."""
         if isinstance(value, RoundedArray):
             return RoundedArray(*map(self._load, value))
         if not isinstance(value, OffloadedArray):
@@ -235,14 +235,14 @@ class FetchedWeights:
         ]
 
     def without(self, saved: Any, block: int) -> Any:
-        """Return a block's saved data, with weights replaced by references to their parameters."""
+        """Return a block's saved data, with weights replaced with references to parameters."""
         if not self.items[block]:
             return saved
         names = {id(item.value): item for item in self.items[block]}
         return _replaced(saved, lambda value: names.get(id(value), value), {}, SavedWeight)
 
     def within(self, saved: Any, block: int) -> Any:
-        """Return a block's saved data, with parameter references replaced by loaded weights."""
+        """Return a block's saved data, with parameter references replaced with loaded weights."""
         return _replaced(saved, _value_of, {}, SavedWeight) if self.items[block] else saved
 
 

@@ -92,7 +92,7 @@ class Linear:
         return self.matmul.y_is_complete
 
     def forward(self, x: Array, residual: Array | None = None) -> tuple[Array, Saved]:
-        """Return Y and the data saved for backward. A `residual` requires `adds_residual`."""
+        """Return Y and the data saved for backward. Pass `residual` only if `adds_residual`."""
         bias = self.bias.value if self.bias else None
         return self.affine(x, self.weight.value, bias, residual)
 

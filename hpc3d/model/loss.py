@@ -85,6 +85,6 @@ class CrossEntropy:
         return sums, at
 
     def backward(self, saved: LossSaved, scale: float) -> Array:
-        """Return the gradient of the logits, `scale` * (softmax - onehot), or 0 if ignored."""
+        """Return the logits' gradient, `scale` * (softmax - onehot), with 0 for ignored rows."""
         with self.mesh.trace.span("loss", "loss"):
             return softmax_grad(saved.logits, saved.rows, scale)

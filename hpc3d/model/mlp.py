@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Activation:
-    """Activation function of an MLP, for one matrix or a stack: GELU, or gated SwiGLU."""
+    """Activation function of an MLP (GELU or SwiGLU), for a matrix or a stack of matrices."""
 
     def __init__(self, mesh: Mesh, spec: ModelSpec) -> None:
         self.mesh, self.gated, self.gelu = mesh, spec.family.gated, GELU[spec.sizes.gelu]
@@ -92,7 +92,7 @@ class Mlp:
     def forward(
         self, x: Array, micro: Microbatch, residual: Array | None = None
     ) -> tuple[Array, MlpSaved]:
-        """Return Y and the data saved for backward. A `residual` requires `adds_residual`."""
+        """Return Y and the data saved for backward. Pass `residual` only if `adds_residual`."""
         if self.fused_gelu:
             g, saved_up, slopes = self.up.activated(x)
         else:

@@ -17,7 +17,7 @@ shard:
     3       own shard  own shard   values gathered and gradients reduced in every pass; update
 
 Stages 2 and 3 apply to matrices and the token table. Vectors and the position table are treated as
-in stage 1; vectors account for only 13 of 12 h + 13 columns per layer.
+in stage 1; vectors account for only 13 h of the 12 h^2 + 13 h parameters of a layer.
 
 For optimizers that need complete matrices, a replica's own shard is an undivided block of a
 matrix. With stages 2 and 3, this block has the layout of the gradient. Otherwise, the stored block

@@ -51,7 +51,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model.
+    """Sizes and other hyperparameters of a model.
 
     `std` is the standard deviation of the initial weights, `rotation` the parameters of the rotary
     embedding, and `padding` the padding token, which is masked in attention. If `fused_gelu` is
@@ -205,7 +205,7 @@ class Family:
     kept: Callable
 
     def flops(self, sizes: ModelSizes) -> float:
-        """Return the forward FLOPs per token of products and attention.
+        """Return the forward FLOPs per token of matrix products and attention.
 
         The forward pass has one third of the FLOPs of a step without recomputation. Only the
         experts to which a token is routed are counted; empty slots are not counted.
@@ -215,7 +215,7 @@ class Family:
         return blocks + sizes.layers * self.attention(sizes) + head
 
     def block_products(self, sizes: ModelSizes) -> list[tuple[int, WeightProduct]]:
-        """List the blocks' matrix products as (number of blocks with it, `WeightProduct`)."""
+        """Return (number of blocks, `WeightProduct`) for each matrix product of a block."""
         return [
             (count, product)
             for mixes, count in sizes.blocks().items()

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from hpc3d.ops.attention import HeadForm
     from hpc3d.ops.random import Mask
 
-# GPU limits: maximum number of queries and of keys per score tile, and maximum size in bytes of
-# the score tiles for one batch of heads.
+# GPU limits: maximum queries (and keys) per score tile, maximum bytes of scores per head batch.
 _TILE, _SCORES = 1024, 1 << 26
 
 

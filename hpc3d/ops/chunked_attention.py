@@ -329,7 +329,7 @@ def _later(ahead: int, keys: int, g: int, queries: int, dtype: np.dtype) -> np.n
 
 
 def _finite(sums: Array) -> Array:
-    """Replace -inf by 0 in maxima or log-sum-exps, for queries whose keys are all masked."""
+    """Replace -inf, for queries whose keys are all masked, with 0 in maxima or log-sum-exps."""
     return np.where(np.isneginf(sums), 0, sums)
 
 

@@ -14,8 +14,7 @@ from hpc3d.arrays.primitive import composite, primitive
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
-# Number of Gram-Schmidt passes. If the last pass at least halves the norm of a column, the column
-# consists of rounding errors.
+# Gram-Schmidt passes. A column whose norm the last pass halves contains only rounding errors.
 _PASSES = 3
 
 
@@ -49,7 +48,7 @@ def _(gpu, p):
 
 @composite
 def replace_columns(q: Array, total: Array) -> None:
-    """Replace each column of q by the corresponding column of `total`, if that is not zero."""
+    """Replace each column of q with the same column of `total`, unless that column is zero."""
     q *= np.abs(total).max(0) == 0
     q += total
 

@@ -76,7 +76,7 @@ def nearest(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def divisors(maxima: np.ndarray, most: float) -> np.ndarray:
-    """Return the scale maxima / most of each tile, or 1 if that is zero."""
+    """Return the scale of each tile, maxima / most; replace zero scales with 1."""
     scales = maxima / most
     return np.where(scales == 0, scales.dtype.type(1), scales)
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-_PANEL, _BLOCK = 1 << 23, 1 << 21  # float32 bytes: panel of b, block of a
+# Approximate sizes in bytes of a float32 panel of b and of a float32 block of a.
+_PANEL, _BLOCK = 1 << 23, 1 << 21
 
 
 @composite

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
 _DRAWS = 4  # number of 64-bit numbers generated per value of Philox's counter
-# Up to this number of elements, generating all rows of a range completely is faster than
-# repositioning the generator for every row.
+# Up to this many numbers, generating complete rows is faster than repositioning the generator.
 _SHORT = 1 << 14
 
 

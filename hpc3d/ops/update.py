@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
 
 _CHUNK = 1 << 14  # elements per chunk; a chunk stays in the cache during its update
-# Coefficients of x -> a x + b x^3 + c x^5, which maps singular values in (0, 1] to about 0.7 to
-# 1.2 in five steps (Jordan et al., https://kellerjordan.github.io/posts/muon).
+# Coefficients of x -> a x + b x^3 + c x^5 (https://kellerjordan.github.io/posts/muon).
+# Five iterations map singular values in (0, 1] to values between about 0.7 and 1.2.
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 NEWTON_SCHULZ_STEPS = 5
 SMALLEST_NORM = 1e-7  # minimum divisor, so that a zero matrix stays zero

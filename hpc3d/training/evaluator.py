@@ -128,8 +128,8 @@ class Evaluator:
 def comparable(config: Config, texts: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
     """Return the settings that two runs must share for their evaluation losses to be comparable.
 
-    `texts` describes the text files, if known. The settings include `checkpoint.keep_best`,
-    because the best checkpoint must have been kept.
+    `texts` describes the text files, if known. The settings include `checkpoint.keep_best`:
+    without it, a run does not keep the checkpoint of its best evaluation.
     """
     text = config.data.validation or None
     if isinstance(text, str):

@@ -22,8 +22,8 @@ Bytes received by a member, for elements of b bytes and k = share m n:
     powersgd    2 (1 - 1/d) r (m + n) b
     top-k       (d - 1) k (b + 4)
 
-Matrices that would not save bytes, and vectors, are all-reduced without compression.  A stack of
-experts [m, experts, n] counts as `experts` matrices for powersgd, and as one for top-k.
+Vectors, and matrices whose compression would not save bytes, are all-reduced uncompressed. A stack
+of experts [m, experts, n] counts as `experts` matrices for powersgd, and as one for top-k.
 """
 
 from __future__ import annotations
@@ -144,13 +144,13 @@ class GradientCompression:
 
 
 def compression_of(config: Config, parameters: Parameters) -> GradientCompression | None:
-    """Return the gradient compression of a configuration, or `None` without compression."""
+    """Create the `GradientCompression` of a run, or return `None` if compression is off."""
     spec = compression_spec(config)
     return spec and GradientCompression(parameters, spec)
 
 
 def compression_spec(config: Config) -> CompressionSpec | None:
-    """Return the compression settings of a configuration, or `None` without compression."""
+    """Return the compression settings of a configuration, or `None` if compression is off."""
     parallel = config.parallel
     if parallel.compression == "none":
         return None
@@ -160,7 +160,7 @@ def compression_spec(config: Config) -> CompressionSpec | None:
 
 
 def _views(flat: Array, shapes: Iterable[Sequence[int]]) -> Iterator[Array]:
-    """Yield consecutive blocks of these shapes as views of `flat`."""
+    """For each of `shapes`, yield the next block of the array `flat` as a view."""
     start = 0
     for shape in shapes:
         stop = start + prod(shape)

@@ -55,7 +55,7 @@ class Log:
                     each.close()
 
     def say(self, line: str, style: str = "") -> None:
-        """Print a line, in a style from hpc3d.runtime.colors on a terminal, and log it."""
+        """Print a line and log it. On terminals, use the given style of `hpc3d.runtime.colors`."""
         if self.file:
             with suppress(OSError):  # the terminal may be closed; train.log gets the line
                 say(sanitized(line), style)
@@ -230,7 +230,7 @@ def _context_line(config: Config) -> str:
 
 
 def hosts(names: Sequence[str]) -> Iterator[str]:
-    """Yield a line with the ranks per host, unless `names` (host of each rank) are all equal."""
+    """If a run spans several hosts, yield a log line with the number of ranks on each host."""
     counts = Counter(names)
     if len(counts) > 1:
         listed = [f"{host} {count}" for host, count in counts.items()]

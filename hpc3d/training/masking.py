@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.data.token_file import Tokens
 
-# Fraction of tokens that are targets. Of the targets, the fraction _MASKED is masked, and the
-# fraction _REPLACED is either masked or replaced by a random token.
+# _TARGETS: fraction of tokens that are prediction targets.
+# _MASKED: fraction of the targets that are masked.
+# _REPLACED: fraction of the targets that are masked or replaced with a random token.
 _TARGETS, _MASKED, _REPLACED = 0.15, 0.8, 0.9
 _DRAWS = 4  # number of random numbers generated per token, of which three are used
 

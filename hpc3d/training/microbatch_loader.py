@@ -76,7 +76,7 @@ class MicrobatchLoader:
         self.micros, self.valid = {}, {}
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, Microbatch]:
-        """Return the microbatches that step `number` needs, as a dict from microbatch number.
+        """Return the microbatches that step `number` needs, in a dict keyed by microbatch number.
 
         `factor` is the loss scale, which multiplies the `scale` of each microbatch.
         """

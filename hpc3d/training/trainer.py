@@ -134,7 +134,7 @@ class Trainer:
         return parts, next(iter(ends - {stage}), None) if stage in ends else None
 
     def step(self, number: int, stop_request: Callable[[], int] = int) -> Step:
-        """Run step `number`: forward and backward of its microbatches, reductions, and update.
+        """Run step `number`: passes of all microbatches, gradient reduction, and update.
 
         `stop_request()` returns 0 to continue, or the code of the reason why this rank asks the
         run to stop after the step.

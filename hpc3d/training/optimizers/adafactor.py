@@ -7,10 +7,10 @@ Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5, with the configured lea
 without momentum.  The second moment of a vector is not factored.
 
 The means are over the unsharded matrix. Row sums are all-reduced over the axes that shard the
-columns; column sums and the sum of R over the axes that shard the rows; the sum of U^2 over both.
-Two collective calls per axis reduce the sums of all matrices. For a block A x B, a rank receives 2
-(1 - 1/g) (A + 1) elements if g ranks shard the columns, and 2 (1 - 1/g) (B + 2) if g ranks shard
-the rows, for each expert of a stack.
+columns, column sums and the sum of R over the axes that shard the rows, and the sum of U^2 over
+all of these axes. Two collective calls per axis reduce the sums of all matrices. For a block A x
+B, a rank receives 2 (1 - 1/g) (A + 1) elements if g ranks shard the columns, and 2 (1 - 1/g) (B +
+2) if g ranks shard the rows, for each expert of a stack.
 """
 
 from __future__ import annotations

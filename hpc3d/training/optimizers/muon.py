@@ -70,7 +70,7 @@ def cuts_of(mesh: Mesh, layout: Layout) -> list[Cut]:
 
 
 class Exchange:
-    """Gather sharded matrices along the axes of `cuts`, and scatter them back."""
+    """Gathers sharded matrices along the axes of `cuts`, and scatters them back."""
 
     def __init__(self, mesh: Mesh, cuts: Iterable[Cut]) -> None:
         self.mesh = mesh
@@ -164,7 +164,7 @@ class Muon(AdamW):
                 self._update(exchange, matrices, learning_rate, scale)
 
     def _groups(self) -> Iterator[tuple[Exchange, list[WholeMatrix]]]:
-        """Yield the `Exchange` and the matrices of each group with the same layout and shape."""
+        """Group matrices by layout and shape; yield the `Exchange` and matrices of each group."""
         groups: dict[Any, list[WholeMatrix]] = {}
         for part in self.parameters.matrices:
             key = part.layout, part.item.shape, part.item.interleaved
@@ -180,7 +180,7 @@ class Muon(AdamW):
     def _update(
         self, exchange: Exchange, alike: Sequence[_Matrix], learning_rate: float, scale: float
     ) -> None:
-        """Update one matrix per rank of `exchange` at most, or one stack of experts."""
+        """Update a batch: at most one matrix per rank of `exchange`, or one stack of experts."""
         trace, item = self.parameters.mesh.trace, alike[0].part.item
         with trace.span("momentum"):
             blocks = self._directions(exchange, alike, scale)

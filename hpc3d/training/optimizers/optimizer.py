@@ -159,7 +159,7 @@ class Optimizer:
 
     @classmethod
     def at_once(cls, mesh: Mesh) -> int:
-        """Return the number of identical layers to update together, to save time per layer."""
+        """Return the number of identical layers that should be updated as one batch."""
         return 1
 
     def _zeros(self, spec):
@@ -283,7 +283,7 @@ class Optimizer:
         return part, arrays, states, update.keep(decay)
 
     def _at_hand(self, units: Sequence[Sequence[_Update]]) -> Iterator[list[dict[str, Array]]]:
-        """Yield each unit's arrays; offloaded arrays are replaced by copies in working memory."""
+        """Yield each unit's arrays; offloaded arrays are loaded into working memory."""
         mesh = self.parameters.mesh
         moved = [
             [
@@ -337,8 +337,7 @@ class SGD(Optimizer):
             descend(*arrays, (learning_rate * scale, keep))
 
 
-# Decay curves, from 1 (peak learning rate) to 0 (lowest rate), as functions of the completed
-# fraction of the decay.
+# Decay from 1 (peak learning rate) to 0 (lowest rate), by the completed fraction of the decay.
 _LEFT: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + cos(pi * done)) / 2,
     "linear": lambda done: 1 - done,

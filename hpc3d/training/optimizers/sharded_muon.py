@@ -14,8 +14,8 @@ operations, and receives
 
 elements per step: X over s, G over all ranks, and the partial sums and P over l.  No rank holds
 more than S L / l elements of X.  If l does not divide the rows of a block, G is all-reduced over l
-instead, 2 (1 - 1/l) S^2 / s + (1 - 1/s) S^2 elements in addition to X, and all of these ranks
-compute its square.
+instead, 2 (1 - 1/l) S^2 / s + (1 - 1/s) S^2 elements in addition to X, and each of these ranks
+computes the same product G G.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def _cuts(part: WholeMatrix) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _apart(blocks: Array, item: Parameter) -> Array:
-    """Return a 5-D view of blocks [n, a, b], from the shorter to the longer side of the matrices.
+    """Return a 5-D view of blocks [n, a, b]: shorter side, n, interleaved matrices, longer side.
 
-    The dimensions between the two sides are n and the number of matrices whose columns are
-    interleaved. The columns are split into two dimensions.
+    The columns of the matrices, which may be the shorter side or the longer side, are split into
+    two dimensions.
     """
     among, width = item.interleaved
     units = blocks.shape[2] // (among * width)
@@ -103,7 +103,7 @@ class NewtonSchulz:
         self.mesh, self.shorter, self.longer = mesh, " ".join(shorter), " ".join(longer)
 
     def orthogonalize(self, x: Array) -> None:
-        """Replace each matrix U S V^T by approximately U V^T, in place."""
+        """Overwrite each matrix U S V^T with an approximation of U V^T."""
         self._normalize(x)
         s, l = self.shorter, self.longer
         uneven = len(x) % self.mesh.count(l.split())
