@@ -19,8 +19,7 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
-# A rule takes the arguments of its primitive.  A CUDA rule takes a `Gpu` (hpc3d.cuda.gpu) as an
-# additional first argument.
+# A rule takes the arguments of its primitive; a CUDA rule takes a `Gpu` as first argument, too.
 _Rule = Callable[..., Any]
 BACKENDS: dict[type, Callable[[Primitive], _Rule | None]] = {}  # rules by array type
 PRIMITIVES: list[Primitive] = []

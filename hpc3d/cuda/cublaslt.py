@@ -58,17 +58,16 @@ class Lt:
 
         Arrays provide CuPy's `data.ptr`, `shape`, `strides` and `dtype`. a and b have the same
         type: float32, float16 or bfloat16. out has this type or float32, and all other arrays have
-        the type of out. `add` may be the same array as out. a and b may be transposed views: one
-        of their strides must be one element. Matrices may be batched, [g, m, k]; the bias is
-        shared.
+        the type of out. `add` and out may be the same array. a and b may be transposed views: one
+        of their strides must be one element. Batches [g, m, k] share the bias.
 
         `bias_grad[n]` receives the sum over the rows of b. If the product is a weight gradient X'
         dY, this sum is the bias gradient. `gelu_input[m, n]` receives the result before the
         activation, and out receives the tanh-GELU of this result. With `gelu_at[m, n]`, out is the
         result multiplied by the derivative of tanh-GELU at `gelu_at`.
 
-        The call is asynchronous. If k is 0, array operations on the current stream write out; this
-        stream must then be the stream of this object.
+        The call is asynchronous. If k is 0, array operations on the current stream write out,
+        which must be the stream of this object.
 
         Raises Unsupported, before anything is written, if no kernel supports the combination.
         """
