@@ -62,7 +62,7 @@ class CostMeter:
 
 
 class Flags(NamedTuple):
-    """Counterpart of `ndarray.flags`. An array whose memory several ranks share is read-only."""
+    """Replacement for `ndarray.flags`: an array is read-only if several ranks share its memory."""
 
     writeable: bool
 
@@ -265,7 +265,7 @@ _FUNCTIONS = {
 
 
 def counted(primitive: Primitive) -> Callable[..., Any]:
-    """Return a primitive's implementation for abstract arrays; it also notifies the meter.
+    """Return a primitive's implementation for abstract arrays, wrapped to notify the meter.
 
     The meter receives the total bytes of all operands and results.  If the primitive is a
     composite, the operations that it calls notify the meter instead.

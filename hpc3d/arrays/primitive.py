@@ -81,7 +81,7 @@ def composite(function: _Rule) -> Primitive:
 
 
 def add_backend(kind: type, rule_of: Callable[[Primitive], _Rule | None]) -> None:
-    """Register a backend: primitives use `rule_of(primitive)` for arrays of type `kind`."""
+    """Register a backend, which uses the rule `rule_of(primitive)` for arrays of type `kind`."""
     BACKENDS[kind] = rule_of
     for each in PRIMITIVES:
         each.chosen.pop(kind, None)

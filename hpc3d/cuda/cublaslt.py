@@ -66,8 +66,8 @@ class Lt:
         activation, and out receives the tanh-GELU of this result. With `gelu_at[m, n]`, out is the
         result multiplied by the derivative of tanh-GELU at `gelu_at`.
 
-        The call is asynchronous. If k is 0, array operations on the current stream write out,
-        which must be the stream of this object.
+        The call is asynchronous. If k is 0, array operations on the current stream write to out;
+        the current stream must be the stream of this object.
 
         Raises Unsupported, before anything is written, if no kernel supports the combination.
         """

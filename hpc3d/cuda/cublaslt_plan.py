@@ -142,7 +142,7 @@ class ProductPlan:
                 self.set("EPILOGUE_AUX_BATCH_STRIDE", given[role].batches[1])
 
     def point(self, vector: Any, matrix: Any) -> None:
-        """Set the epilogue's pointers to a vector (bias, bias_grad) and a matrix (GELU input)."""
+        """Set the addresses of the epilogue's vector (bias, bias_grad) and matrix (GELU input)."""
         if vector is not None:
             self.set("BIAS_POINTER", vector.data.ptr)
         if matrix is not None:

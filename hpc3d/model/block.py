@@ -128,7 +128,7 @@ class Block:
         self.mesh, self.number = mesh, number
         self.parameters, self.recompute = parameters, recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"
-        # Pre-norm sums 2 * layers unnormalized branches, hence a smaller std (Radford et al. 2019)
+        # GPT-2 scales initial residual projections by 1 / sqrt(2 * layers) (Radford et al. 2019).
         last = std / sqrt(2 * model.layers) if family.first_norm else std
 
         def linear(part, shape, split, std, interleaved=(1, 1)):

@@ -62,7 +62,7 @@ class Context(NamedTuple):
         return _order(self)[part]
 
     def peer(self, number: int, of_first: int) -> int:
-        """Return the destination rank of rank `number` when rank 0 sends to rank `of_first`.
+        """Return the destination of rank `number` in an exchange where rank 0 sends to `of_first`.
 
         All ranks send to the same relative rank, either around the ring or within the all-to-all
         group.

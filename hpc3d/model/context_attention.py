@@ -131,7 +131,7 @@ class RingAttention(HeadBlock):
             yield slice(number * size, (number + 1) * size), start
 
     def _span(self, kv: Array, ring_rank: int, products: int) -> Any:
-        """Return a trace span, with its FLOPs, for attention to the keys of position `ring_rank`.
+        """Return a trace span for attention to the keys at ring position `ring_rank`.
 
         `products` is the number of FLOPs per attention score and head feature.
         """

@@ -368,10 +368,9 @@ def _flat(rows: Array) -> Array:
 
 
 def _least_rows(mesh: Mesh, split: Split) -> int:
-    """Return the required divisor of the number of slot rows per rank along e.
+    """Return the number by which the slot rows per rank along e must be divisible.
 
-    With a multiple of this number, the axes of k shard the output rows of the up projection
-    evenly.
+    The axes of k then shard the output rows of the up projection evenly.
     """
     gathered = mesh.size(EXPERTS) * mesh.count(
         [axis for axis in split.n.split() if axis in split.x[0]]

@@ -131,7 +131,7 @@ class GroupedQkv(Linear):
         return y, GroupedSaved(saved.x, None, saved.kept.replace("w", ""), weights)
 
     def _joined(self, blocks: Sequence[Array]) -> Array:
-        """Concatenate this rank's columns of the weights `blocks` (q, k and v) into one matrix."""
+        """Concatenate this rank's columns of the q, k and v weights (or biases) in `blocks`."""
         first = blocks[0]
         out = self.mesh.empty((*first.shape[:-1], self.columns), first.dtype)
         needed = (block[..., part.needed] for block, part in zip(blocks, self.parts, strict=True))

@@ -44,7 +44,7 @@ class Microbatch(NamedTuple):
         return len(self.tokens)
 
     def cached(self, name: str, make: Callable[[Microbatch], Any]) -> Any:
-        """Return `make(micro)`, copied to the memory of the model and cached under `name`."""
+        """Return the array `make(micro)`, copied to the model's memory and cached under `name`."""
         return self.cache(self, name, make)
 
     def factor(self) -> Any:

@@ -80,7 +80,7 @@ class Parameter:
     mean: float = 0.0
     partial: tuple[str, ...] = ()
     decay: bool = False
-    rows: int | None = None  # randomly initialized rows; later rows are padding (0)
+    rows: int | None = None  # rows with random initial values; the other rows are zero padding
     grad_layout: Layout | None = None
     tied_peer: int | None = None
     completed_last: bool = False
@@ -228,7 +228,7 @@ class Parameters:
         return self.items[-1]
 
     def _summed_over(self, axes: Sequence[str], replicas: Sequence[str]) -> tuple[str, ...]:
-        """Return the axes or planes over which a gradient is reduced, one after another.
+        """Return the axes or planes over which a gradient is reduced, in this order.
 
         If `axes` contains all axes of `replicas`, the gradient is reduced over them last, as one
         plane.

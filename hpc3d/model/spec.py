@@ -137,7 +137,7 @@ class WeightProduct(NamedTuple):
 
     @property
     def active(self) -> float:
-        """Number of weights that each token uses: elements of W times rows per token."""
+        """Number of active weights per token: elements of W times rows per token."""
         return self.rows * self.inputs * self.outputs
 
     @property

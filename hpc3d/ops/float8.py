@@ -214,7 +214,7 @@ class Coded(NamedTuple):
 def encode_tensor(x: Array, largest: Array, kind: str, codes: Array, scale: Array) -> None:
     """Encode the matrix x as codes = round(x / scale).
 
-    `scale` [1] is set to `largest`, which is max |x|, divided by the largest number of `kind`.
+    `scale` [1] is set to `largest` (max |x|) divided by the largest number of type `kind`.
     """
     scale[...] = divisors(largest.reshape(1), LARGEST[kind])
     with np.errstate(invalid="ignore"):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
 _DRAWS = 4  # number of 64-bit numbers generated per value of Philox's counter
-# Up to this many numbers, generating complete rows is faster than repositioning the generator.
+# Rows with at most this many elements in total are generated completely, which is faster.
 _SHORT = 1 << 14
 
 

@@ -328,7 +328,7 @@ def _(gpu, x, slots, out):
 
 
 def _takers(gpu: Gpu, slots: Array, rows: int) -> Array:
-    """Return, for each slot, the index token * k + choice of its row, or -1 if it is empty."""
+    """For each slot, return the index token * k + choice of its token, or -1 if it is empty."""
     takers = gpu.empty((rows,), np.int64)
     takers.fill(-1)
     gpu.launch("takers_of", 1, slots.size, slots=slots, takers=takers, size=slots.size)

@@ -148,7 +148,8 @@ def restored(
     """Return the best evaluation recorded in a checkpoint manifest.
 
     `before` is the configuration of the run that wrote the checkpoint. Returns `None` if the
-    evaluation is not comparable with evaluations under the configuration `now` with `texts`.
+    evaluation is not comparable with those of the current run (configuration `now`, text files
+    `texts`).
     """
     known, earlier = header.get("best"), header.get("texts")
     texts = texts if earlier else None

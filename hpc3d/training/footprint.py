@@ -83,7 +83,7 @@ def _bytes_held(config: Config, copies: int) -> float:
     states += wide * (wide > e)
     states *= "optimizer" not in config.parallel.offload
     values = e * ("parameters" not in config.parallel.offload)
-    # (bytes per parameter, lowest ZeRO stage that shards the array): values, gradients, states
+    # (bytes per parameter, lowest ZeRO stage that shards them) of values, gradients and states
     shares = [(values, 3), (wide, 2), (states, 1)]
     return sum(size / (copies if zero >= stage else 1) for size, stage in shares)
 

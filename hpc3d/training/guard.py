@@ -210,7 +210,7 @@ class ReplicaCheck:
     def along(
         self, axis: str, number: int, copies: Mapping[tuple[str, str], tuple[set[str], int]]
     ) -> Iterator[GuardFinding]:
-        """Compare replicas along an axis; one rank per group yields a finding per difference."""
+        """Compare replicas along an axis. One rank of each group yields all differences found."""
         keys = [key for key, (axes, _) in copies.items() if axis in axes]
         if not keys:
             return

@@ -43,7 +43,7 @@ class _Step(NamedTuple):
     axes: tuple[str, ...]
 
     def squares(self) -> Array:
-        """Return the sum of U^2 over this rank's block."""
+        """Return the sum of the squared updates U^2 over this rank's block."""
         sums = np.empty_like(self.rows.sum(0))
         sum_squares_scaled(self.arrays[2], self.rows, self.columns, sums)
         return sums

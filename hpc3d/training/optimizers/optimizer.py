@@ -95,7 +95,7 @@ class StateSpec(NamedTuple):
 
 
 def _keeps(spec: StateSpec, item: Parameter) -> bool:
-    """Return True if the optimizer keeps the state `spec` for a parameter."""
+    """Return True if a parameter has the optimizer state described by `spec`."""
     return spec.of(item.name, item.shape) and not item.frozen and not item.sign_rate
 
 
