@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
-# A rule takes the arguments of its primitive; a CUDA rule takes a `Gpu` as first argument, too.
+# A rule takes its primitive's arguments. A CUDA rule takes a `Gpu` as an additional argument.
 _Rule = Callable[..., Any]
 BACKENDS: dict[type, Callable[[Primitive], _Rule | None]] = {}  # rules by array type
 PRIMITIVES: list[Primitive] = []

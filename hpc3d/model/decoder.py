@@ -98,7 +98,7 @@ class Decoder:
         return add_repeated(x, rows, 0, self.mesh.empty(x.shape, x.dtype))
 
     def _logits(self, x: Array) -> Array:
-        """Return the full logits, on all ranks, of the last tokens X[sequences, h]."""
+        """Return the full logits for the last token of each sequence, X[sequences, h]."""
         head = self.stage.head
         assert head
         logits, _ = head.logits(x)

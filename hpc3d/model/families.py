@@ -128,7 +128,7 @@ def _full_attention(sizes):
 
 
 def _block_kept(sizes, recompute, chunked, mixes, gated):
-    """Return the number of elements that a block saves per token, without dropout masks.
+    """Return the number of elements that a block saves per token, excluding dropout masks.
 
     The block saves the inputs of the norms, of the QKV, output, up and down projections and of the
     activation function, as well as q, k and v (Korthikanti et al. 2022, section 4).

@@ -235,14 +235,14 @@ class FetchedWeights:
         ]
 
     def without(self, saved: Any, block: int) -> Any:
-        """Return a block's saved data, with weights replaced with references to parameters."""
+        """Replace the weights in a block's saved data with references to their parameters."""
         if not self.items[block]:
             return saved
         names = {id(item.value): item for item in self.items[block]}
         return _replaced(saved, lambda value: names.get(id(value), value), {}, SavedWeight)
 
     def within(self, saved: Any, block: int) -> Any:
-        """Return a block's saved data, with parameter references replaced with loaded weights."""
+        """Replace the parameter references in a block's saved data with the loaded weights."""
         return _replaced(saved, _value_of, {}, SavedWeight) if self.items[block] else saved
 
 

@@ -50,7 +50,7 @@ def row_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def immediately(function: Callable[..., object], *args: Any) -> None:
-    """Call `function` immediately: the default `defer`, which does not defer weight gradients."""
+    """Call `function` immediately. With this default `defer`, nothing is deferred."""
     function(*args)
 
 

@@ -1,4 +1,4 @@
-"""Microbatches: the tokens of one forward and backward pass, and the splitting of a batch."""
+"""Microbatches, the inputs of one forward and backward pass, and functions to create them."""
 
 from __future__ import annotations
 

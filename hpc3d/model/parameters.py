@@ -307,7 +307,7 @@ class Parameters:
         return WholeMatrix(slices.own_value, slices.own_grad, item, layout, shape)
 
     def _slices_of(self, item: Parameter, values: int, grads: int) -> FlatSlices:
-        """Return the flat slices of a parameter; `values` and `grads` are their start offsets."""
+        """Return a parameter's slices of the flat arrays, which start at `values` and `grads`."""
         value = prod(item.layout.block(item.shape, self.mesh))
         if item.frozen:
             span, none = slice(values, values + value), slice(grads, grads)

@@ -14,7 +14,7 @@ from hpc3d.ops.attention import HeadForm, heads_of
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
 
-SCORES = 1 << 22  # heads are processed in batches: maximum bytes of scores per batch
+SCORES = 1 << 22  # maximum bytes of scores per batch of heads
 
 
 @primitive

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hpc3d.ops.random import Mask
 
 _TILE = 256  # maximum number of queries, and of keys, per score tile (256 KiB in float32)
-_SCORES = 1 << 18  # heads are processed in batches: maximum bytes of score tiles per batch
+_SCORES = 1 << 18  # maximum bytes of score tiles per batch of heads
 
 
 class Merged(NamedTuple):
@@ -329,7 +329,7 @@ def _later(ahead: int, keys: int, g: int, queries: int, dtype: np.dtype) -> np.n
 
 
 def _finite(sums: Array) -> Array:
-    """Replace -inf, for queries whose keys are all masked, with 0 in maxima or log-sum-exps."""
+    """In maxima or log-sum-exps, replace -inf (all keys of a query are masked) with 0."""
     return np.where(np.isneginf(sums), 0, sums)
 
 

@@ -143,11 +143,11 @@ def _(gpu, choices, tokens, pieces, count):
 
 @primitive
 def before_of(counts: Array, precedes: Array) -> Array:
-    """Per expert, count other ranks' tokens that precede local ones, int64[S, k, pieces, E].
+    """Count the tokens of other ranks that precede this rank's tokens, for each expert.
 
-    `counts` [c, S, k, pieces, E] contains the counts of all c ranks. A group is a pair of choice
-    index and segment. `precedes` [k, pieces, c, k, pieces] is 1 if another rank's group (last
-    three indices) precedes this rank's group (first two indices).
+    Returns int64[S, k, pieces, E]. `counts` [c, S, k, pieces, E] contains the counts of all c
+    ranks. A group is a pair of choice index and segment. `precedes` [k, pieces, c, k, pieces] is 1
+    if another rank's group (last three indices) precedes this rank's group (first two indices).
     """
     found = np.tensordot(precedes, counts, ([2, 3, 4], [0, 2, 3]))  # [k, pieces, S, E]
     return np.ascontiguousarray(found.transpose(2, 0, 1, 3))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
-CACHE = 1 << 17  # maximum bytes per operand of a row block, which then fits in the cache
+CACHE = 1 << 17  # bytes per operand of a row block that fits in the cache
 
 
 def row_blocks(x: Array) -> list[slice]:

@@ -45,7 +45,7 @@ class Evaluation(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """Return exp(loss), or infinity on overflow."""
+        """Return the perplexity exp(loss), or infinity on overflow."""
         with np.errstate(over="ignore"):
             return float(np.exp(self.loss))
 

@@ -54,7 +54,7 @@ class Corrupt(GuardError):
 
 
 def guarded(mesh: Mesh, guard: GuardConfig) -> Mesh:
-    """Return the mesh with checked products and messages if the configuration requests it."""
+    """Add checks of matrix products and messages to the mesh if `guard` enables them."""
     every = guard.abft_every
     if not every:
         return mesh

@@ -65,5 +65,5 @@ def _power_of_two(number: float) -> bool:
 
 
 def scale_of(dtype: str) -> LossScale:
-    """Return the LossScale of a run in `dtype`: a factor of 1 except in float16."""
+    """Create the LossScale of a run in `dtype`; except for float16, its factor is always 1."""
     return LossScale() if dtype == "float16" else LossScale(1.0, 1.0, 1.0)

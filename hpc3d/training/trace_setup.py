@@ -26,7 +26,7 @@ CLOCKS = {
 
 
 def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, transport: str) -> Mesh:
-    """Return the mesh with a recorder if the run is traced; rank 0 writes environment.json."""
+    """Add a trace recorder to the mesh if the run is traced; rank 0 writes environment.json."""
     location = {**job.location(), "device": str(mesh.pool.device)}
     locations = job.gather(location)
     sizes = zip(*job.gather([*mesh.sizes.values()]), strict=True)  # d may vary between stages

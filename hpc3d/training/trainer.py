@@ -98,7 +98,7 @@ class Trainer:
         self.groups = program.steps(mesh.coord("p"))
         self.replay = self._replay() if train.cuda_graph else None
         self.number, self.loss, self.norm = -1, 0.0, 0.0
-        self.local_loss = self.squares = 0.0  # this rank's share of loss and norm^2
+        self.local_loss = self.squares = 0.0  # of this rank: loss, squared norm
         self.scaling, self.skipped = scale_of(train.dtype), False
 
     def _replay(self) -> GraphedStep | None:

@@ -54,7 +54,7 @@ class _Step(NamedTuple):
 
 
 class _VectorStep(NamedTuple):
-    """Update U (`update`) of a vector or, if the vector is sharded, of this rank's slice."""
+    """Update step U (`update`) of a vector, or of this rank's slice of a sharded vector."""
 
     item: Parameter
     arrays: tuple[Array, Array | None, Array]
@@ -179,7 +179,7 @@ class Adafactor(Optimizer):
 
 
 def _rows(item: Parameter) -> int:
-    """Return the number of rows of a matrix, without padding."""
+    """Return the number of rows of a matrix, excluding padding."""
     return item.rows or item.shape[0]
 
 

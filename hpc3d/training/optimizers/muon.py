@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hpc3d.model.parameters import Parameters, WholeMatrix
     from hpc3d.tensor.layout import Layout
 
-_SIZE = 0.2  # root mean square of AdamW's updates
+_SIZE = 0.2  # typical root mean square of AdamW's updates
 
 
 def is_hidden(name: str, shape: Sequence[int]) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
 _STRETCH = 1 << 20  # maximum number of elements loaded at once from an offloaded array
-_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # example matrix: name and number of rows
+_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # large example matrix: name and number of rows
 
 
 def every(name: str, shape: Sequence[int]) -> bool:
@@ -124,7 +124,7 @@ class _Update(NamedTuple):
         return 1 - decay if self.item.decay else 1.0
 
 
-MASTER = StateSpec("master")  # float32 copy of 16-bit parameters in every optimizer
+MASTER = StateSpec("master")  # float32 master copy of 16-bit parameters
 
 
 class Optimizer:
