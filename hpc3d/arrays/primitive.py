@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
-# A rule takes its primitive's arguments. A CUDA rule takes a `Gpu` as an additional argument.
+# A rule takes the arguments of its primitive; in a CUDA rule, a `Gpu` precedes them.
 _Rule = Callable[..., Any]
 BACKENDS: dict[type, Callable[[Primitive], _Rule | None]] = {}  # rules by array type
 PRIMITIVES: list[Primitive] = []

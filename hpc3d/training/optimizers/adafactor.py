@@ -33,7 +33,7 @@ _Sum = tuple["Array", Iterable[str]]  # (local partial sum, axes to all-reduce o
 
 
 class _Step(NamedTuple):
-    """Update of a matrix (see `Optimizer.matrices`): U[i, j] = rows[i] grad[i, j] columns[j]."""
+    """Update step of a matrix (`Optimizer.matrices`): U[i, j] = rows[i] grad[i, j] columns[j]."""
 
     item: Parameter
     arrays: tuple[Array, Array | None, Array]
