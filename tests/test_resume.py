@@ -229,7 +229,7 @@ def test_evaluations_match_one_rank_and_continue_after_resume(tmp_path):
         (["--resume", "{run}", "--model.layers", 3], "model.layers = "),
         (
             ["--resume", "{run}", "--train.steps", 9, "--data.validation", 0.05],
-            "data.validation = 0.05: nothing was held out until now, ...; use a separate text",
+            "data.validation = 0.05: nothing was held out so far, ...; use a separate text",
         ),
         (["--resume", "{empty}"], ": ... start a new run"),
     ],

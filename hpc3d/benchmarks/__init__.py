@@ -1,1 +1,1 @@
-"""Benchmarks and predictions of the command `python -m hpc3d.bench`."""
+"""Implementation of the benchmarks of `python -m hpc3d.bench`."""

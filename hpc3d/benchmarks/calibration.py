@@ -1,4 +1,4 @@
-"""Calibrate a performance model of this machine, and validate it, with runs on up to 8 ranks."""
+"""Calibrate and validate a performance model of this machine with runs on up to 8 ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.trace.reader import Trace
 
-_RANKS, _ONE_NODE = 8, 4096  # maximum number of ranks: per calibration run, per node
+_RANKS, _ONE_NODE = 8, 4096  # maximum number of ranks per calibration run and per node
 
 
 def calibrate(options: Namespace) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def calibrate(options: Namespace) -> dict[str, Any]:
 def _check(
     machine: Machine, folder: str, how: dict[str, str], repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the measured and predicted step times of each run that is reserved for validation."""
+    """Yield the measured and predicted step times of each validation run."""
     errors = []
     print(f"{'measured':>10} {'predicted':>10} {'error':>8}  run")
     for line in CHECK:
@@ -83,19 +83,19 @@ def _works_of(line: str, folder: str, how: dict[str, str]) -> list[TimedWork]:
 
 
 def _steps_of(line: str, folder: str, how: dict[str, str]) -> list[float]:
-    """Execute a run, and return its wall-clock step times in s, without the first two steps."""
+    """Execute a run, and return its wall-clock step times in s, excluding the first two steps."""
     with _trained(line, folder, how) as trace:
         mine = (trace.steps["rank"] == 0) & (trace.steps["step"] > 1)
         return ((trace.steps["t_end"] - trace.steps["t_start"])[mine] * 1e-9).tolist()
 
 
 def _trained(line: str, folder: str, how: dict[str, str]) -> Trace:
-    """Execute a run of hpc3d.predict.calibration.calibration_runs; return its open trace."""
+    """Execute a calibration or validation run, and return its trace, opened for reading."""
     return hpc3d.trace.open(harness.run(*settings(line, **how), folder, steps=10)["folder"])
 
 
 def _this_machine(transport: str) -> dict[str, Any]:
-    """Return the `Machine` fields that need no timing, such as cores and memory per rank."""
+    """Return the `Machine` fields that are not measured, such as cores and memory per rank."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {

@@ -1,4 +1,4 @@
-"""Comparison of hpc3d's collectives with the MPI library's collectives, over all ranks.
+"""Compare the times of hpc3d's and the MPI library's collectives over all ranks.
 
 The lower bound on the time of a collective is the number of bytes that a NIC must send, divided by
 the measured point-to-point bandwidth between the first and the last rank.
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator, Pending
     from hpc3d.runtime.job import Job
 
-_SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # sizes of the full block in bytes
-_OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # number of block transfers
+_SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # sizes in bytes of the unsharded array
+_OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # transfers of the array per call
 _HEAD = ("op", "members", "bytes", "hpc3d ms", "MPI ms", "bound ms")
 _KEYS = ("op", "members", "bytes", "ours_s", "mpi_s", "bound_s")
 _ROUNDS = 5
@@ -30,7 +30,10 @@ _MESSAGE = 1 << 22  # message size in bytes for measuring the bandwidth
 
 
 def calls(job: Job, options: Namespace) -> None:
-    """Print a table row for each collective and size; on a single host, the lower bound is 0."""
+    """Time each collective at each array size, and print one table row per measurement.
+
+    On a single host, no data crosses the network, so the lower bound on the time is 0.
+    """
     from hpc3d.comm.cartesian import build
 
     if job.size == 1:
@@ -65,7 +68,7 @@ def _seconds(
 ) -> list[float]:
     """Return the median time of a collective in seconds, one value per communicator.
 
-    The time of a call is the time of the slowest rank. Calls on the communicators alternate.
+    Each call is timed on its slowest rank, and the communicators are used alternately.
     """
     rows = size // 4 // job.size
     block = np.ones(rows if op == "all_gather" else rows * job.size, np.float32)

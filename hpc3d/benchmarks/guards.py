@@ -1,4 +1,4 @@
-"""Measure the overhead of checks for silent errors: steps with and without checks alternate."""
+"""Measure the overhead of silent-error checks by alternating steps with and without them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EVERY = 100  # number of steps between comparisons of replicas (guard.replicas_
 
 
 def guards(options: Namespace) -> dict[str, Any]:
-    """Print and return the CPU time of checks for silent errors, summed over all ranks."""
+    """Measure, print and return the CPU time of silent-error checks, summed over all ranks."""
     results = {}
     for ranks, name in _RUNS.items():
         found = results[f"{name}, {ranks} ranks"] = _measured(ranks, name, options.rounds or 10)
@@ -30,14 +30,14 @@ def guards(options: Namespace) -> dict[str, Any]:
         every = max(1, ceil(cost / _SHARE))
         print(f"{name}, {ranks} ranks: {step:.2f} s of CPU time per step")
         spread = f"{1 + cost:.3f} ({low:.3f} to {high:.3f})"
-        print(f"    step time with checks of products and messages / without: {spread}")
+        print(f"    ratio of step times with and without checks of GEMMs and messages: {spread}")
         print(f"    guard.abft_every = {every}: {cost / every:.1%} of a step")
         print(f"    guard.replicas_every = {_EVERY}: {replicas / _EVERY / step:.2%} of a step")
     return results
 
 
 def _measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
-    """Return the step time ratio (with / without checks) and the time to compare replicas."""
+    """Return the step time ratio with and without checks, and the replica comparison time."""
 
     from hpc3d import trace
     from hpc3d.benchmarks import harness
@@ -52,13 +52,13 @@ def _measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
 
 
 def _seconds_of_steps(recorded: Trace) -> Any:
-    """Return the time of each step in seconds, summed over ranks."""
+    """Return the CPU time of each step in seconds, summed over ranks."""
     steps = recorded.steps
     return np.bincount(steps["step"], (steps["t_end"] - steps["t_start"]) * 1e-9)
 
 
 def _seconds_of_replicas(recorded: Trace) -> float:
-    """Return the mean time to compare the replicas once, in seconds, summed over ranks."""
+    """Return the mean CPU time of one replica comparison in seconds, summed over ranks."""
     names, events = np.array(recorded.strings), recorded.events
     here = names[events["name"]] == "hashes of replicas"
     count = max(1, int((here & (events["rank"] == 0)).sum()))

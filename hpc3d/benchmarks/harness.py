@@ -1,4 +1,4 @@
-"""Paired measurements: two variants run alternately, and the median of their ratio is reported."""
+"""Paired benchmarks: two variants run alternately, and the median time ratio is reported."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
 def ratios(
     ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray
 ) -> dict[str, Any]:
-    """Return the medians of two series, and the minimum, median and maximum of their ratio."""
+    """Return each series' median, and the minimum, median and maximum elementwise ratio."""
     pairs = np.asarray(ours) / np.asarray(theirs)
     return {
         "ours_s": float(median(ours)),
@@ -83,7 +83,7 @@ def ratios(
 def _serial_trainer(
     config: Config, recorder: Recorder | None = None, vocabulary: int = 256
 ) -> Trainer:
-    """Return a trainer for a single rank that does not use MPI."""
+    """Return a single-rank trainer that does not use MPI."""
     (mesh,), _ = meshes({})
     mesh = mesh.traced(recorder) if recorder else mesh
     return Trainer(mesh, config, vocabulary, RandomBatches(config, vocabulary))
@@ -140,7 +140,7 @@ def overhead(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict
 
 
 def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[str, Any]:
-    """Compare the time of the gradient reduction along the data axis with and without overlap.
+    """Compare the time of the gradient reduction along axis d with and without overlap.
 
     The result contains the reduction time in s and the received bytes, per step and rank. The
     number of bytes should be the same with and without overlap.
@@ -168,7 +168,7 @@ def run(
     first_s : seconds from the start of the launcher to the end of the first step
     step_s : median step time in seconds
     seconds : dict from operation to seconds per step, summed over ranks
-    data : seconds and received bytes per rank and step along the data axis
+    data : communication seconds and received bytes along axis d, per rank and step
     folder : folder of the run
     """
     words = [verb, *arguments, "--train.steps", str(steps), "--run.out", folder]
@@ -208,7 +208,7 @@ def printed(ranks: int, words: Sequence[str]) -> Iterator[str]:
 
 
 def _times(recorded: Trace) -> dict[str, Any]:
-    """Return the median step time and the time of each operation, without the first step."""
+    """Return the median step time and the time of each operation, excluding the first step."""
     steps, events = recorded.steps, recorded.events
     counted = steps["step"] > 0
     spans = (steps["t_end"] - steps["t_start"])[counted & (steps["rank"] == 0)] * 1e-9

@@ -85,8 +85,8 @@ def overlap(options: Namespace) -> dict[str, Any]:
         )
         spread = f"{found['ratio']:.3f} ({found['ratio_min']:.3f} to {found['ratio_max']:.3f})"
         print(
-            f"{label}: exposed reduction {times} ms without, ratio {spread}; received bytes "
-            f"{found['bytes']}"
+            f"{label}: exposed gradient reduction {times} ms without, ratio {spread}; "
+            f"received bytes {found['bytes']}"
         )
     return results
 
@@ -116,6 +116,6 @@ def _serial_configs() -> dict[str, Config]:
 
 
 def _pair(found: Mapping[str, float]) -> str:
-    """Format the second variant's time, and the time ratio of the first to the second."""
+    """Format the second variant's step time, and the first variant's time relative to it."""
     low, high = found["ratio_min"], found["ratio_max"]
     return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"

@@ -1,4 +1,4 @@
-"""Predicted and measured step times of plans for torch modules, based on local profiles."""
+"""Compare predicted and measured step times of plans for torch modules on this machine."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def plans(options: Namespace) -> dict[str, Any]:
 
 
 def _planned(model: str, folder: Path) -> list[_Planned]:
-    """Plan for a model; each plan uses costs profiled on as many ranks as it requests."""
+    """Return the plans for a model, each based on costs profiled with its number of ranks."""
     from hpc3d.partition.capture import captured_of
 
     captured = captured_of(_MODELS[model])
@@ -111,7 +111,7 @@ def _costs(model: str, captured: Captured, ranks: int, folder: Path) -> ModelCos
 def _plan(
     model: str, captured: Captured, costs: ModelCosts, how: dict[str, Any]
 ) -> tuple[SavedPlan, float]:
-    """Plan with the planner settings `how`; return the plan and its predicted step time in s."""
+    """Return the best plan for the settings `how`, and its predicted step time in s."""
     from hpc3d.partition.module_plan import Wanted, best_plan
     from hpc3d.partition.plan_file import saved
 
@@ -135,10 +135,10 @@ def _step(planned: _Planned, folder: str) -> float:
 
 
 def summary(steps: Sequence[PlannedStep]) -> dict[str, Any]:
-    """Print and return the prediction errors and the quality of the chosen plans.
+    """Print and return the prediction errors and the slowdowns of the chosen plans.
 
-    The quality is the step time of the chosen plan for a model, divided by the step time of the
-    fastest plan for this model.
+    The slowdown is the measured step time of the plan chosen for a model, relative to the fastest
+    plan for this model.
     """
     errors = [abs(step.predicted / step.measured - 1) for step in steps]
     middle, most = median(errors), max(errors)

@@ -1,7 +1,7 @@
-"""Eager torch implementation of the models, as a reference for gradients and step times.
+"""Eager PyTorch implementation of the models, used as a reference for gradients and step times.
 
-The sizes, names and column order of weights are the same as in hpc3d.model: the columns are
-[q | k | v] per head, unless q, k and v have separate weights, and (gate, up) for each feature. All
+The weights have the same shapes, names and column order as in hpc3d.model: [q | k | v] for each
+attention head, unless q, k and v have separate weights, and (gate, up) for each MLP feature. All
 operations are torch functions: linear, layer_norm, rms_norm, gelu, silu,
 scaled_dot_product_attention, cross_entropy. The weights determine the model family: a model with
 segment embeddings is BERT, with post-norm blocks and without a causal mask.
@@ -106,7 +106,7 @@ def _last_norm_block(
 def _hidden(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
 ) -> torch.Tensor:
-    """Return the activations of the hidden layer of an MLP."""
+    """Return the MLP's intermediate activations, after the activation function."""
     h = linear(weights, f"{name}.up", x)
     if h.shape[-1] == 2 * shape.ffn:
         return functional.silu(h[..., ::2]) * h[..., 1::2]

@@ -1,1 +1,1 @@
-"""Checkpoints of runs, which can be loaded with any parallel layout."""
+"""Run checkpoints that can be loaded with any parallel layout."""

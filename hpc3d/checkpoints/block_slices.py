@@ -1,4 +1,4 @@
-"""Boxes: slices of tensors, as owned by ranks and stored in checkpoint files."""
+"""Boxes: rectangular slices of tensors that ranks own and checkpoint files store."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def coverage_error(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | No
 
 
 def overlap(parts: Sequence[BlockSlices]) -> BlockSlices | None:
-    """Return the intersection of the first overlapping pair found, or `None` if there is none.
+    """Return the intersection of two overlapping rectangles, or `None` if none overlap.
 
     A sweep line moves down the rows. `across` holds the rectangles that intersect the line, from
     left to right.

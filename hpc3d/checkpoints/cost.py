@@ -1,4 +1,4 @@
-"""Estimate of the disk space and write time of checkpoints, reported before the first step."""
+"""Estimate the disk space and write time of checkpoints before the first step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FILES = 2  # number of files written by each rank per checkpoint
 
 
 class Probe(NamedTuple):
-    """Measured times in seconds: per small file, per byte written, and per byte hashed."""
+    """Measured times in seconds: to write a small file, to write a byte, and to hash a byte."""
 
     file: float
     write: float
@@ -37,8 +37,8 @@ class Probe(NamedTuple):
 def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
     """Return log lines with the size and estimated write time of a run's checkpoints.
 
-    This function is collective over all ranks. One rank of each node writes a few megabytes to
-    `folder`. If a write fails, the job stops with an error.
+    All ranks must call this function. One rank of each node measures the disk by writing a few
+    megabytes to `folder`. If a write fails, the job stops with an error.
     """
     share = shares(trainer.parameters, trainer.optimizer)
     host, size = socket.gethostname(), sum(elements.nbytes for *_, elements in share)

@@ -354,6 +354,7 @@ def published(model: ModelConfig) -> PublishedFamily:
         )
     if problem := hf_settings.no_mixtral(model):
         raise ValueError(
-            f"{problem}, so transformers does not support this model; train with the stated value"
+            f"{problem}, so this model cannot be exported to transformers; train with the "
+            "required value"
         )
     return _TRANSFORMERS_MIXTRAL

@@ -89,7 +89,7 @@ class Pretrained:
         return value
 
     def tied(self, settings: Mapping[str, Any]) -> bool:
-        """Return True if the head is tied to the token embedding; drop duplicate arrays."""
+        """Determine whether the head is tied to the token embedding, and drop duplicate arrays."""
         head, table = (self.family.ends[name] for name in ("head.table", "embedding.token"))
         same = head not in self.locations or np.array_equal(
             self.read(head), self.read(table), equal_nan=True
@@ -104,7 +104,7 @@ class Pretrained:
             self.locations.pop(head, None)
         for copy, name in self.family.copies.items():
             location = self.locations.pop(copy, None)
-            if location and not tied:  # an untied head has its own values in this array
+            if location and not tied:  # the array stores the weights of an untied head
                 self.locations[name] = location
         return tied
 
@@ -202,7 +202,10 @@ def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> Publish
 
 
 def _locations(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights, str]]:
-    """Return a dict from array name, without prefix, to (file, stored name); skip buffers."""
+    """Map the name of each array, without prefix, to its file and stored name.
+
+    Arrays that contain no parameters of the model are skipped.
+    """
     found = {}
     for file in files:
         for stored in file.entries:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
 
 CONFIG = "config.json"
-# Files of a Hugging Face tokenizer: its rules, its settings, its special tokens, and the chat
-# template.
+# Hugging Face tokenizer files: tokenizer, settings, special tokens, and chat template.
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TOKENIZER_FILES += ("chat_template.jinja",)
 GENERATION = "generation_config.json"  # the publisher's generation settings
@@ -194,8 +193,8 @@ def no_mixtral(model: ModelConfig) -> str | None:
             return f"model.{key} = {value}: Mixtral has {what} ({only})"
     if model.top_k == 1:
         return (
-            "model.top_k = 1: Mixtral weights a single expert by 1, not by its router probability "
-            "(2 or more)"
+            "model.top_k = 1: Mixtral gives a single expert the gate weight 1 instead of its "
+            "router probability (use 2 or more)"
         )
     return None
 
@@ -216,7 +215,7 @@ def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
     if type(top_k) is not int or not 2 <= top_k <= model["experts"]:
         raise ValueError(
             f"{CONFIG}: num_experts_per_tok = {top_k!r}: must be from 2 to {model['experts']}; "
-            "with 1, Mixtral weights the expert by 1, and hpc3d by its router probability"
+            "with 1, the gate weight is 1 in Mixtral, but the router probability in hpc3d"
         )
     if type(coefficient) not in (int, float) or not 0 <= coefficient <= _LARGEST:
         raise ValueError(f"{CONFIG}: {_BALANCE} = {coefficient!r}: must be a nonnegative number")

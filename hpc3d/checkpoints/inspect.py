@@ -1,4 +1,4 @@
-"""Inspection of a checkpoint: list its contents and check that it is complete."""
+"""List the contents of a checkpoint, and check that it is complete."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def about(opened: Checkpoint) -> dict[str, Any]:
 
 
 def problems(folder: Path) -> list[str]:
-    """Read all files of a checkpoint and return one line per problem."""
+    """Check a checkpoint by reading all its files; return one line per problem."""
     try:
         opened = Checkpoint(folder)
         shapes = shapes_in(opened)
@@ -229,7 +229,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
-    """Return the first intact checkpoint in `folders`, and the problems of those before it.
+    """Return the first intact checkpoint in `folders`, and the problems of the earlier entries.
 
     Raises ValueError with all problems if no checkpoint is intact.
     """

@@ -1,4 +1,4 @@
-"""Validation of a checkpoint's manifest, which is untrusted input.
+"""Validate a checkpoint manifest, which is untrusted input and has this structure:
 
 {format, version, step, updates, config, ...,
  files: [{file, bytes, sha256, pieces: [[name, kind, dtype, offset, boxes]]}]}
@@ -51,12 +51,12 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def name_of(dtype: np.dtype) -> str:
-    """Return the name that represents a dtype in a manifest."""
+    """Return the name of a dtype in manifests."""
     return _BFLOAT16 if dtype.name == _BFLOAT16 else dtype.str
 
 
 def type_of(name: str) -> np.dtype:
-    """Return the dtype that a name in a manifest represents.
+    """Return the dtype with the given name in manifests.
 
     Raises ValueError for bfloat16 if ml_dtypes is not installed.
     """
@@ -103,20 +103,22 @@ def _check_header(header: Any) -> None:
     _require(known, "this version of hpc3d does not support the format of manifest.json")
     for key in ("step", "updates"):
         known = _number(header.get(key), MOST_COUNT)
-        _require(known, f"manifest.json: {key} must be an integer from 0 to below {MOST_COUNT}")
+        _require(known, f"manifest.json: {key} must be an integer >= 0 and < {MOST_COUNT}")
     position = header.get("position") or {}
     _require(isinstance(position, dict), "manifest.json: position must be a JSON object")
     for key in position:
         known, name = _number(position[key], MOST_COUNT), f"position.{key!s:.20}"
-        _require(known, f"manifest.json: {name} must be an integer from 0 to below {MOST_COUNT}")
+        _require(known, f"manifest.json: {name} must be an integer >= 0 and < {MOST_COUNT}")
     best = header.get("best")
-    _require(best is None or _sound_best(best), "manifest.json: invalid entry best")
+    _require(best is None or _sound_best(best), "manifest.json: the entry 'best' is invalid")
     texts = header.get("texts") or {}
     _require(isinstance(texts, dict), "manifest.json: texts must be a JSON object")
     for key, text in texts.items():
-        _require(_sound_text(text), f"manifest.json: invalid entry texts.{key!s:.20}")
+        _require(_sound_text(text), f"manifest.json: the entry texts.{key!s:.20} is invalid")
     module = header.get("module")
-    _require(module is None or _sound_module(module), "manifest.json: invalid entry module")
+    _require(
+        module is None or _sound_module(module), "manifest.json: the entry 'module' is invalid"
+    )
 
 
 def _sound_best(best: Any) -> bool:
@@ -151,7 +153,8 @@ def _sound_module(module: Any) -> bool:
 def _check_files(files: Any) -> None:
     _require(isinstance(files, list), "manifest.json: files must be a list")
     _require(
-        all(isinstance(file, dict) for file in files), "manifest.json: files must list objects"
+        all(isinstance(file, dict) for file in files),
+        "manifest.json: each entry of files must be a JSON object",
     )
     names = set()
     for file in files:

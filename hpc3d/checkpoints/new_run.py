@@ -1,4 +1,4 @@
-"""Creation of a run folder whose checkpoint of step 0 contains given weights."""
+"""Create a run folder with a step-0 checkpoint that contains the given weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def initial_state(
     read: Callable[[str], np.ndarray],
     specs: Sequence[StateSpec],
 ) -> InitialState:
-    """Return a state with the parameter values `read(name)` and zero-filled optimizer states."""
+    """Return a state with parameter values from `read(name)` and zero optimizer states."""
 
     def states_of(name, shape):
         """Yield (kind, shape, dtype) for each optimizer state of a parameter."""

@@ -61,7 +61,7 @@ _NOTHING = "{}: no checkpoint to resume from; start a new run"
 
 
 def run_to_resume(words: list[str]) -> Path | None:
-    """Remove --resume from the arguments `words`; return its folder, or `None` if it is absent."""
+    """Remove --resume from the arguments `words`; return the run folder, or `None` if absent."""
     for index, word in enumerate(words):
         if word.startswith("--resume="):
             words[index : index + 1] = word.split("=", 1)
@@ -122,12 +122,12 @@ def checkpointed_texts(run: Path) -> dict[str, Any]:
 
 def _refuse_truncated(path: Path, opened: Checkpoint) -> None:
     """Raise ValueError if config.toml lacks keys that are stored in a checkpoint of the run."""
-    remedy = f"remove it to resume with the settings of {opened.folder.name}"
+    remedy = f"remove config.toml to resume with the settings of {opened.folder.name}"
     try:
         present = _keys_of(read(path))
     except ValueError as error:
         raise ValueError(f"{error}; {remedy}") from None
-    # keys without a default are written only if they are set
+    # a run's config.toml contains keys without a default only if they are set
     needed = {key for key, value in flat(Config()).items() if value is not None}
     if missing := sorted(needed & _keys_of(toml(opened.header["config"])) - present):
         more = f" and {counted(len(missing) - 1, 'more key')}" if len(missing) > 1 else ""
@@ -155,7 +155,7 @@ def _newest_readable(run: Path) -> Checkpoint | None:
 
 
 def with_free_mesh(config: Config, ranks: int) -> Config:
-    """Reset the mesh of a stored configuration if its number of ranks differs from `ranks`."""
+    """Reset the mesh shape of a stored configuration if it does not have `ranks` ranks."""
     refuse([*unknown_values(config)])
     mesh = config.mesh
     if mesh.grid().size == ranks or None in (mesh.x, mesh.y, mesh.z):
@@ -227,7 +227,7 @@ def changes(stored: Config, config: Config) -> list[str]:
 
 
 def _written(value: Any) -> Any:
-    """Convert a tuple to a list, the notation of input files."""
+    """Convert a tuple to a list, as written in input files."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -237,7 +237,7 @@ def _other_share(before: float | str | None, now: float | str | None) -> Iterato
         was = f"it was {before}" if before else "nothing was held out"
         keep = f"leave it at {before}" if isinstance(before, float) else "use a separate text"
         yield (
-            f"data.validation = {now or ''!r}: {was} until now, and a resumed run must train on "
+            f"data.validation = {now or ''!r}: {was} so far, and a resumed run must train on "
             f"the same part of the text; {keep}, or start a new run"
         )
 
@@ -246,7 +246,7 @@ def _check(run: Path, config: Config, differs: _Differs) -> Checkpoint:
     """Return the newest checkpoint that appears intact, without reading its data files in full.
 
     Raises ValueError, before anything is changed, if no such checkpoint exists or if all steps
-    are already done.
+    have already been completed.
     """
     wrong = []
     for folder in steps_of(run / "checkpoints"):
@@ -398,7 +398,7 @@ def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, 
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
-    """Call `function` and return its result, or the text of an OSError or ValueError."""
+    """Return the result of `function`, or the error message of an OSError or ValueError."""
     try:
         return function()
     except (OSError, ValueError) as error:
@@ -406,12 +406,12 @@ def _attempt(function: Callable[[], Any]) -> Any:
 
 
 def _problems_of_all(job: Job, problem: str | None) -> list[str]:
-    """Return the problems of all ranks without duplicates."""
+    """Gather the problems of all ranks, and remove duplicates."""
     return [*dict.fromkeys(line for line in job.gather(problem) if line)]
 
 
 def mismatch(config: Config, opened: Checkpoint) -> str | None:
-    """Return the reason why a checkpoint does not fit a run's model and optimizer, or None."""
+    """Return the reason why a checkpoint does not fit a run's model and optimizer, or `None`."""
     before = config_of(opened)
     models = (with_epsilon(each.model) for each in (before, config))
     stored, asked = map(asdict, models)
@@ -420,7 +420,7 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     if shorter and "embedding.position" not in shapes_of(model):
         may_change.add(
             "sequence"
-        )  # a shorter context changes no parameters, and no step has been completed
+        )  # before the first step, a shorter context is allowed: it changes no parameter
     for key in stored:
         if stored[key] != asked[key] and key not in may_change:
             return (

@@ -1,4 +1,4 @@
-"""Paths of a run's data files, and a check that a resumed run reads the same data.
+"""Record the paths of a run's data files, and check that a resumed run reads the same data.
 
 A checkpoint manifest stores {path, from_run, tokens, sha256} for each data file. `from_run` is the
 path relative to the run folder, so that the file is still found after the project has moved.

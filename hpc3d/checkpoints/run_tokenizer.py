@@ -35,7 +35,7 @@ _SPECIAL_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 
 
 def _home_of(path: Path) -> Path:
-    """Return the folder with the tokenizer of a run, a checkpoint or published weights."""
+    """Return the folder that contains the tokenizer of a run, checkpoint or published model."""
     if path.parent.name == "checkpoints" and (path.parent.parent / "config.toml").exists():
         return path.parent.parent
     return path if path.is_dir() else path.parent
@@ -133,8 +133,8 @@ def export(path: Path, target: Path) -> list[str]:
 def special_ids(path: Path) -> dict[str, Any]:
     """Return the special token ids for the config.json of an exported model.
 
-    An id of the imported model takes precedence over the tokenizer's own id if the tokenizer has a
-    token with this id.
+    If the run was started from an imported model, ids from its config.json take precedence over
+    the ids of the tokenizer, provided that the tokenizer has tokens with these ids.
     """
     home = _home_of(path)
     imported = object_in(home / _SPECIAL)
@@ -163,7 +163,7 @@ def _of_bytes(run: Path) -> bool:
 
 
 def _name_in(run: Path) -> str | None:
-    """Return the name of the tokenizer in the config.toml of a run, or None."""
+    """Return the tokenizer named in a run's config.toml, or `None` if the file is missing."""
     path = run / "config.toml"
     return load(path, [], of_run=True).data.tokenizer if path.exists() else None
 

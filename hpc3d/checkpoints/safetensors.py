@@ -1,4 +1,4 @@
-"""Reading and writing of safetensors files, which cannot contain executable code."""
+"""Read and write safetensors files, which cannot contain executable code."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     try:
         with replacing(path) as temporary:
-            temporary.touch()  # default permissions; safetensors would use 0600
+            temporary.touch()  # sets default permissions, because safetensors would set 0600
             mode = temporary.stat().st_mode
             save_file(arrays, temporary, {"format": "pt"})
             temporary.chmod(mode)

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Periodic saver of a trainer's state, configured by the `[checkpoint]` section `how`.
+    """Save a trainer's state periodically, as configured by the `[checkpoint]` section `how`.
 
     The state is saved every `every` steps and after the last step, unless `every` is 0. The newest
     `keep` checkpoints are kept. With `keep_best`, the state is also saved after each evaluation
-    with the lowest loss so far, and the best checkpoint is kept, too.
+    that yields the lowest loss so far, and the best checkpoint is kept in addition.
 
     Training continues as soon as the rank's shard is copied. A thread writes the copy to disk, and
-    rank 0's thread completes the checkpoint. `header(done)` returns plain data for the manifest,
-    and `say(line)` logs each checkpoint on rank 0.
+    rank 0's thread completes the checkpoint. `header(done)` returns the manifest entries after
+    `done` steps, and `say(line)` logs each checkpoint on rank 0.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class Saver:
     ) -> None:
         self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
         self.how, self.say, self.thread, self.saved = how, say, None, 0
-        self.report = ""  # set by the writer thread when it is done
-        self.exposed = 0.0  # time in seconds for which training was blocked
+        self.report = ""  # message of the writer thread after the save
+        self.exposed = 0.0  # seconds that training was blocked by the current save
 
     def after(self, number: int, best: bool = False) -> None:
         """Save the state after step `number` if a checkpoint is due.
@@ -61,8 +61,8 @@ class Saver:
     def stop(self, number: int) -> bool:
         """Save the state after step `number`, unless it is saved already.
 
-        Returns False if the state cannot be saved: with an asynchronous schedule, a step ends with
-        passes in flight, which a checkpoint cannot store.
+        Returns False if the pipeline schedule is asynchronous. In this case, passes are still in
+        flight at the end of a step, and a checkpoint cannot store them.
         """
         if self.trainer.feed.asynchronous:
             return False
@@ -83,7 +83,7 @@ class Saver:
         self.thread.start()
 
     def _try_to_write(self, snapshot: Snapshot, header: Mapping[str, Any], begin: float) -> None:
-        """Call `write`; if it raises an OSError without a file name, add the folder name."""
+        """Call `write`; if an OSError has no file name, set it to the checkpoint folder."""
         try:
             self.write(snapshot, header, begin)
         except OSError as error:
@@ -128,7 +128,7 @@ def saver_of(
     log: Log,
     evaluator: Evaluator | None = None,
 ) -> Saver:
-    """Return the saver of a run; if it saves checkpoints, log their estimated cost first."""
+    """Create the saver of a run, and log the estimated cost of its checkpoints, if any."""
     how = plan.config.checkpoint
     if how.every or how.keep_best:
         from hpc3d.checkpoints.cost import forecast

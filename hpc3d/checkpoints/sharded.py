@@ -42,7 +42,7 @@ class OwnElements(NamedTuple):
     """Flattened elements of one array of a parameter that this rank stores.
 
     The elements are consecutive in the box `block`, starting at index `first`. `counts` is True if
-    checkpoints contain this replica.
+    this rank, rather than one of its replicas, writes the elements to checkpoints.
     """
 
     kind: str
@@ -69,7 +69,7 @@ def _block_of(item: Parameter, layout: Layout, shape: Sequence[int], mesh: Mesh)
 
 
 class StoredPiece(NamedTuple):
-    """Contiguous elements of one array in a rank's file, starting at byte `offset`."""
+    """Contiguous elements of one array, stored in a rank's file from byte `offset` on."""
 
     name: str
     kind: str
@@ -207,8 +207,7 @@ def complete(
 def _discard(folder: Path) -> None:
     """Remove a checkpoint, manifest first, so that a partly deleted checkpoint is never valid.
 
-    Subfolders, which a user must have created, are not removed. On NFS, files that are open also
-    remain.
+    Subfolders are not removed, because hpc3d does not create any. On NFS, open files also remain.
     """
     for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):
         if not path.is_dir():
@@ -218,7 +217,7 @@ def _discard(folder: Path) -> None:
 
 
 def _describe_error(error: Any) -> Any:
-    """Return the text of an error, with the name of the affected file."""
+    """Return an error message that names the affected file, if known."""
     name = getattr(error, "filename", None)
     return f"{Path(name).name}: {reason_of(error)}" if name else error
 
@@ -278,7 +277,7 @@ class Checkpoint:
         return sources
 
     def exact(self, name: str) -> str:
-        """Return the kind of a tensor's most precise array: master copy if stored, else value."""
+        """Return the kind of a tensor's most precise stored array: master copy or value."""
         return MASTER.name if (name, MASTER.name) in self.sources else "value"
 
     def damage(self, number: int = 0, of: int = 1) -> str | None:

@@ -57,8 +57,9 @@ _TORCHRUN = "hpc3d.partition.execution.torchrun_file"
 JSON = """\
 print one JSON object on the last line, with the keys objective, schedule, microbatches, time (step
 time [s]), load (of the busiest stage [s]), memory (maximum per rank [B]), proven, stages (ids of
-the operations), replicas, and borders (for each stage boundary: nbytes sent, behind (operation
-before it), next_best [s] and instead (step time and location of the best alternative)).
+the operations), replicas, and borders (for each stage boundary: nbytes (message size), behind
+(last operation before it), next_best (step time of the best alternative [s]) and instead (its
+location)).
 The plan of a module also has the keys recompute and pieces (per model chunk), chunks (per stage)
 and zero; its borders have the key room (false if a faster location does not fit in memory)"""
 
@@ -104,7 +105,7 @@ def parser() -> Parser:
         "unlimited)"
     )
     add("--memory", type=size, metavar="32GB", help=text)
-    text = "graph: bandwidth between stages in bytes/s (default: unlimited)"
+    text = "graph: bandwidth between pipeline stages in bytes/s (default: unlimited)"
     add("--bandwidth", type=rate, metavar="10GB", help=text)
     text = "number of microbatches per step (default: the planner chooses; for a graph: 1)"
     add("--microbatches", type=integer(1, MOST_PASSES), metavar="M", help=text)
@@ -119,7 +120,7 @@ def parser() -> Parser:
         f"{' or '.join(_OF_GRAPHS)})"
     )
     add("--schedule", choices=_SCHEDULES, help=text)
-    text = "module: activation checkpointing of no, all or selected stages (default: stage)"
+    text = "module: activation checkpointing in no, all or selected stages (default: stage)"
     add("--recompute", choices=("none", "full", "stage"), help=text)
     text = "module: fraction of the memory to leave free (default: 0.1)"
     add("--margin", type=_part, metavar="X", help=text)
@@ -143,13 +144,15 @@ def _counts(text):
 def _part(text):
     """Parse a fraction f with 0 <= f < 1."""
     if not re.fullmatch(r"0?\.[0-9]+|0", text):
-        raise ArgumentTypeError(f"{text:.40}: must be at least 0 and less than 1, such as 0.1")
+        raise ArgumentTypeError(
+            f"{text:.40}: must be a fraction from 0 to less than 1, such as 0.1"
+        )
     return float(text)
 
 
 def _plan(options):
     if (options.model is None) == (options.graph is None):
-        raise ValueError("give either MODULE:FACTORY or --graph COSTS.json, but not both")
+        raise ValueError("specify either MODULE:FACTORY or --graph COSTS.json, but not both")
     need("partition", "networkx")
     printed = (_of_file if options.graph else _of_module)(options)
     if options.json:
@@ -170,10 +173,12 @@ def _of_file(options):
     given, problems = [name for name in _OF_MODULES if getattr(options, name) is not None], []
     if given:
         names = ", ".join(f"--{name}" for name in given)
-        problems.append(f"{names}: valid only for a module; remove from the command with --graph")
+        problems.append(
+            f"{names}: not supported with --graph; remove this option, or plan for a module"
+        )
     if options.schedule not in (None, *_OF_GRAPHS):
         known = " or ".join(_OF_GRAPHS)
-        problems.append(f"--schedule {options.schedule}: valid only for a module; use {known}")
+        problems.append(f"--schedule {options.schedule}: not supported with --graph; use {known}")
     if problems:
         raise Problems(problems)
     graph = cost_file.load(options.graph)
@@ -184,8 +189,8 @@ def _of_file(options):
     return _as_json(plan, limits)
 
 
-# Number of allocations between garbage collections. Collections are slow, because a captured
-# model has millions of live objects.
+# Garbage collection threshold, in allocations. Frequent collections would be slow, because a
+# captured model has millions of live objects.
 _SELDOM = 200_000
 
 
@@ -252,7 +257,7 @@ def _costs(captured, options):
 
 
 def _show_whole(modules):
-    """Print the modules that could not be traced, with one line per reason."""
+    """Print the submodules that torch.export could not trace, grouped by reason."""
     reasons = {}
     for each in modules:
         reasons.setdefault(each.reason, {})[each.path] = None
@@ -342,7 +347,7 @@ def _counted(count, one, many):
 
 
 def _some(ids):
-    """Format a list of ids; abbreviate a list of more than four ids and append its length."""
+    """Format a list of ids; abbreviate more than four ids, and append their number."""
     if len(ids) <= 4:
         return " ".join(map(str, ids))
     return f"{ids[0]} {ids[1]} ... {ids[-1]} ({len(ids)})"

@@ -1,4 +1,4 @@
-"""Arc diagram of a planned module.
+"""Arc diagram of a torch module that is partitioned into pipeline stages.
 
 Atoms are dots on a horizontal line, arcs show the values passed between them, and vertical lines
 mark the stage boundaries.
@@ -14,7 +14,7 @@ from hpc3d.console.sanitize import counted
 from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.evaluation import PipelineChoice
 
-_STEP, _MARGIN, _LABELS = 22, 40, 170  # atom spacing, margin, label height in px
+_STEP, _MARGIN, _LABELS = 22, 40, 170  # spacing of atoms, margin, and height of the labels, in px
 _MOST = 300  # maximum number of atoms in a legible diagram
 _COLOURS = ("#3b6fb6", "#c8553d", "#4d9078", "#8661a8", "#b98b2f", "#5b6770")
 
@@ -22,7 +22,7 @@ _COLOURS = ("#3b6fb6", "#c8553d", "#4d9078", "#8661a8", "#b98b2f", "#5b6770")
 def arc_diagram(graph: Graph, choice: PipelineChoice) -> str:
     """Return an SVG drawing of a graph and its stages.
 
-    The stroke width of an arc grows with the logarithm of the size of its value. Raises
+    The stroke width of an arc grows with the logarithm of the number of bytes passed. Raises
     ValueError if the graph has too many atoms for a legible diagram.
     """
     if len(graph) > _MOST:

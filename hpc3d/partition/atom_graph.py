@@ -1,9 +1,9 @@
-"""Directed graph to be partitioned into stages: indivisible atoms, and values passed between them.
+"""Directed graph of indivisible atoms and of the values passed between them.
 
 Atoms are in topological order. A set of atoms is represented by an int with one bit per atom. Each
 stage of a partition is convex: no path leaves the stage and returns to it. The stages can
 therefore be ordered so that values only flow forward. The union of the first s stages is a
-*downset*: for each of its atoms, it also contains all atoms from which the atom reads values.
+*downset*: a set that contains all predecessors of each of its atoms.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Value(NamedTuple):
     """Output of atom `source` that is read by the atoms `targets`.
 
     `nbytes` is the size per microbatch; the value is sent once to each stage that contains a
-    target. `saved` is the part of the source's saved bytes that is saved only when the first
-    target runs. A stage that ends before this target does not save that part.
+    target. `saved` is the part of the source's saved activations, in bytes, that only the targets
+    save. A stage that ends before the first target does not store this part.
     """
 
     source: int
@@ -129,12 +129,12 @@ class Graph:
         return Graph([self.atoms[atom] for atom in order], values, shared)
 
     def downsets(self, limit: int) -> list[int] | None:
-        """Return all downsets in ascending order of size, or None if there are more than
-        `limit`."""
+        """Return all downsets in ascending order of size, or `None` if there are more
+        than `limit`."""
         return _downsets(tuple(self.inputs), limit)
 
 
-@lru_cache(maxsize=4)  # graphs that differ only in costs have the same downsets
+@lru_cache(maxsize=4)  # cached, because graphs that differ only in costs have the same downsets
 def _downsets(all_inputs, limit):
     found, last = [0], {0}
     while last:
@@ -204,7 +204,7 @@ def _as_one(atoms):
 
 
 def _shared_by_several(shared, new_index, merged):
-    """Return the weights and inputs that several atoms of the merged graph read.
+    """Return the weights and inputs read by several atoms of the merged graph.
 
     If several members of a merged atom read the same weight or input, the merged atom's entry in
     `merged` is corrected to count the weight or input only once.

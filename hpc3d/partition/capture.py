@@ -1,4 +1,4 @@
-"""Capture of an unmodified torch module as a graph of operations, without allocating its tensors.
+"""Capture an unmodified torch module as a graph of operations, without allocating its tensors.
 
 torch.export traces the module on fake tensors with a symbolic batch size in dimension 0. The
 operations are grouped into *pieces*, which are never split across stages. Every value sent across
@@ -130,7 +130,7 @@ def _program(model, like, batch):
 
 
 class _SizedByData(ValueError):
-    """Error raised if a tensor size in the module at `path` depends on data."""
+    """Error for a module, at `path`, in which a tensor size depends on tensor values."""
 
     def __init__(self, node):
         what = "the size of a tensor depends on the values of another tensor"
@@ -193,7 +193,9 @@ def _refuse(program):
     for node in nodes:
         for tensor in tensors(node.meta.get("val")):
             if sum(isinstance(size, torch.SymInt) for size in tensor.shape) > 1:
-                what = "a tensor has the batch in two dimensions; make the samples independent"
+                what = (
+                    "a tensor has two batch dimensions; make the samples independent of each other"
+                )
                 raise ValueError(f"{what}: {node.name}{where(node)}")
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     parameters = [node for node in nodes if kinds.get(node.name) is InputKind.PARAMETER]
@@ -242,7 +244,7 @@ def _first_names(module):
 
 
 def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> Captured:
-    """Group the operations of a program into pieces by the rules in the module docstring.
+    """Group the operations of a program into pieces; the module docstring lists the rules.
 
     `names` maps each weight name to the canonical name of the weight.
     """
@@ -436,7 +438,7 @@ def _module(node):
 
 
 def _ordered(program, batch, weights, inputs, groups):
-    """Return the captured module with one piece for each group of operations in `groups`."""
+    """Return the captured module, in which each group of operations is one piece."""
     order = {node: number for number, node in enumerate(program.graph.nodes)}
     piece_of = {node: piece for piece, group in enumerate(groups) for node in group}
     writers = defaultdict(list)

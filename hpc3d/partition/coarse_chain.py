@@ -1,4 +1,4 @@
-"""Chain of atoms with few candidate cuts, so that all stage boundaries can be searched jointly."""
+"""Reduce a chain of atoms to few candidate cuts for a joint search of all stage boundaries."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _wire(seconds: Callable[[float], float]) -> Wire:
 class Ranges:
     """Costs of all possible stages with `rows` samples per microbatch.
 
-    The arrays are indexed [first cut, last cut] of the stage.
+    The arrays are indexed by the cuts at which the stage begins and ends.
     """
 
     def __init__(self, costs: ModelCosts, rows: int, positions: np.ndarray) -> None:

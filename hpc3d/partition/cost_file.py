@@ -1,4 +1,4 @@
-"""Reader of cost-annotated graphs, for `python -m hpc3d.partition --graph COSTS.json`.
+"""Read a cost-annotated graph for `python -m hpc3d.partition --graph COSTS.json`.
 
     {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
      "edges": [{"from", "to", "bytes"}],
@@ -22,7 +22,7 @@ from hpc3d.console.sanitize import Problems
 from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
 
 MOST_NODES, _MOST_LINES = 100_000, 20
-_MOST = 1e30  # maximum time in seconds or size in bytes; keeps sums finite
+_MOST = 1e30  # maximum time in seconds or size in bytes, so that sums remain finite
 _STRICT = {"extra": "forbid"}
 _NUMBERS = ("forward", "backward", "memory", "saved", "parameters")
 
@@ -80,7 +80,7 @@ def load(path: Path) -> Graph:
 def _explained(error):
     """Return a one-line message for a pydantic error.
 
-    pydantic reports an id of the wrong type as two errors; both lead to the same message.
+    pydantic reports an id of the wrong type as two errors, which have the same message here.
     """
     where = [part for part in error["loc"] if part not in ("str", "int")]
     key = ".".join(f"{part!s:.60}" for part in where) or "graph"
@@ -102,7 +102,7 @@ def _wrong(found):
     if len(found.nodes) > MOST_NODES:
         yield (
             f"the graph has {len(found.nodes)} nodes, more than the limit of {MOST_NODES}; "
-            "represent several operations by one node"
+            "combine several operations into one node"
         )
     known = Counter(node.id for node in found.nodes)
     for name, count in known.items():

@@ -16,12 +16,12 @@ import numpy as np
 
 from hpc3d.partition.atom_graph import Graph, bits
 
-MOST_WORK = 5e9  # maximum (number of downsets)^2 * (number of values), for a search of < 1 min
+MOST_WORK = 5e9  # maximum of (downsets)^2 * values; such a search takes about 1 min
 _MOST_DOWNSETS = 5_000
 
 
 def cuts_of(graph: Graph) -> Downsets | Chain:
-    """Return all downsets of a graph, or its chain if there are too many downsets to search."""
+    """Return all downsets of a graph or, if there are too many, a `Chain`."""
     most = int((MOST_WORK / (1 + len(graph.values))) ** 0.5)
     found = graph.downsets(min(most, _MOST_DOWNSETS))
     return Chain(graph) if found is None else Downsets(graph, found)
@@ -54,7 +54,7 @@ class _Stages:
         return self._parameters[after] - self._parameters[before] - self._again(before, after, 1)
 
     def fed(self, before: int, after: int | np.ndarray) -> float | np.ndarray:
-        """Return the bytes per sample of the model inputs read by the stage."""
+        """Return the bytes per sample of the model inputs that a stage reads."""
         return self._fed[after] - self._fed[before] - self._again(before, after, 2)
 
     def _again(self, before, after, column):
@@ -82,7 +82,7 @@ class Downsets(_Stages):
             row[list(value.targets)] = 1
         self.nbytes = np.array([value.nbytes for value in graph.values], float)
         self.made = self.members[:, [value.source for value in graph.values]]
-        self.read = self.members @ readers.T  # number of readers [downset, value]
+        self.read = self.members @ readers.T  # reader counts, shape [downsets, values]
         self.open = self.made & (self.read < readers.sum(1))
         self.crossing = self.open @ self.nbytes
 
@@ -95,7 +95,7 @@ class Downsets(_Stages):
         return rest[self.members[rest][:, self.members[before]].all(1)]
 
     def between(self, before: int, after: int) -> np.ndarray:
-        """Return the indices of the downsets strictly between two downsets (by inclusion)."""
+        """Return the indices of the downsets that are strictly between two nested downsets."""
         found = self.after(before)
         return found[(found < after) & (self.members[after] | ~self.members[found]).all(1)]
 
@@ -153,7 +153,7 @@ class Chain(_Stages):
         return np.cumsum(np.bincount(ends, weights, self.count + 1))[: self.count]
 
     def working(self, before: int | np.ndarray, after: int) -> float | np.ndarray:
-        """Return the bytes that a stage's backward pass needs in addition to those from `kept`.
+        """Return the bytes that a stage's backward pass needs in addition to saved activations.
 
         The stage contains the atoms from cut `before` to cut `after`. The result is the peak over
         these atoms. During the backward pass of atom a, memory contains its gradients, and

@@ -1,4 +1,4 @@
-"""Predicted step time and memory of a captured module that is trained with a pipeline.
+"""Predict the step time and memory of a captured module under pipeline parallelism.
 
 This cost model is shared by the planner, the baseline planners and the reports. The module is a
 chain of atoms, partitioned into model chunks. A pipeline stage has one chunk, or several chunks
@@ -36,7 +36,7 @@ from hpc3d.pipeline.step_model import reduced, step_model
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.machine.machine import Machine
 
-MOMENTS = 2  # number of AdamW moment arrays, each with the size of the parameters
+MOMENTS = 2  # number of AdamW moment arrays, each as large as the parameters
 
 
 class Wire(NamedTuple):
@@ -51,16 +51,16 @@ class Wire(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Resources that a plan may use.
+    """Resource limits and cost assumptions for a plan.
 
     `ranks` is the maximum number of stages. `memory` is in bytes per rank and `bandwidth` in
     bytes/s per link (None: unlimited). If `all_in_flight` is True, every stage has all
     `microbatches` in flight (GPipe). Otherwise, stage s of S has at most S - s microbatches in
     flight (1F1B).
 
-    `latency` is the latency of a message in seconds. `sums` is the cost of the gradient all-reduce
-    at the end of a step (None: one replica per stage). If `keeps_received` is True, each stage
-    also stores the received values of every microbatch in flight.
+    `latency` is the latency of a message in seconds. `sums` models the time of the gradient
+    all-reduce at the end of a step (None: one replica per stage). If `keeps_received` is True,
+    each stage also stores the received values of every microbatch in flight.
     """
 
     ranks: int
@@ -89,7 +89,7 @@ def load(graph: Graph, members: int, limits: Limits) -> float:
 
 
 def held(graph: Graph, members: int, in_flight: float) -> float:
-    """Return the memory of a stage in bytes if `in_flight` microbatches are in flight."""
+    """Return the memory of a stage in bytes with `in_flight` microbatches in flight."""
     return graph.total("memory", members) + in_flight * graph.total("saved", members)
 
 
@@ -142,7 +142,7 @@ class PipelineChoice(NamedTuple):
         return sum(self.replicas)
 
     def changed(self, part: int, **fields: Any) -> PipelineChoice:
-        """Return a copy of the arrangement in which `fields` of one model chunk are replaced."""
+        """Return a copy of the arrangement with new values for `fields` of one model chunk."""
         stages = [*self.stages]
         stages[part] = stages[part]._replace(**fields)
         return self._replace(stages=tuple(stages))
@@ -205,10 +205,10 @@ class Evaluated(NamedTuple):
 class ModelCosts:
     """Costs of a model on a machine for steps of `batch` samples.
 
-    Costs depend on the number of rows, that is, on the number of samples in one rank's share of a
-    microbatch. `graph_of(rows)` returns the graph with costs for `rows` rows; its atoms are the
-    same for any number of rows. `chain(rows)` returns the cuts of this graph. `run` is the
-    overhead of each rank (None: no overhead).
+    Costs depend on the number of rows, that is, the samples of a microbatch on one rank.
+    `graph_of(rows)` returns the graph with costs for `rows` rows; its atoms are the same for any
+    number of rows. `chain(rows)` returns the cuts of this graph. `run` is the overhead of each
+    rank (None: no overhead).
 
     The ranks of a stage are contiguous and follow the ranks of the previous stage. If two adjacent
     stages span several nodes, all messages between the stages are assumed to cross the network.
@@ -232,7 +232,7 @@ class ModelCosts:
         return len(self.graph(1))
 
     def reordered(self, order: list[int]) -> ModelCosts:
-        """Return the same costs with the atoms rearranged into the topological order `order`."""
+        """Return the costs of the same model with its atoms in the topological order `order`."""
 
         def graph_of(rows):
             return self.graph(rows).ordered(order)
@@ -445,7 +445,7 @@ def _with_sums(costs, choice, parts, ends):
 
 
 def _owners(costs, choice):
-    """Yield (shared weight or input, number of chunks that read it on each stage)."""
+    """Yield each shared weight or input, and a count, per stage, of the chunks that read it."""
     ends = [stage.end for stage in choice.stages]
     for shared in costs.graph(1).shared:
         parts = {bisect_right(ends, atom) for atom in shared.atoms}
@@ -456,7 +456,7 @@ _OF_SHARED = {"fixed": "memory", "trained": "parameters", "fed": "fed"}
 
 
 def _stage_sum(name, choice, parts, owned, stage):
-    """Sum the size `name` over all chunks of a stage; count each shared tensor only once."""
+    """Sum the size field `name` over the chunks of a stage; count each shared tensor once."""
     found = sum(getattr(part, name) for part in parts[stage :: choice.width])
     for shared, owners in owned:
         found -= max(0, owners[stage] - 1) * getattr(shared, _OF_SHARED[name])

@@ -1,6 +1,6 @@
-"""Calls to a user's `MODULE:FACTORY` function, which returns a module and its example inputs.
+"""Call a user's `MODULE:FACTORY` function, which returns a module and its example inputs.
 
-The calls have no visible side effects: the state of torch's default generator is restored, and
+The call has no visible side effects: the state of torch's default generator is restored, and
 output is suppressed.
 """
 

@@ -2,8 +2,8 @@
 
 Each move changes one property: a stage boundary, the number of replicas of one or two stages, or
 the recomputation of a model chunk. After these moves, the search moves all boundaries at once,
-each to a nearby atom. The step time with a single boundary moved is also reported to users, to
-explain the location of the boundary. For a partition into downsets, `cuts_moved` and `settled`
+each to a nearby atom. The planner also reports the step time after moving a single boundary,
+to explain the location of that boundary. For a partition into downsets, `cuts_moved` and `settled`
 move only the boundaries.
 """
 
@@ -25,8 +25,8 @@ from hpc3d.partition.evaluation import (
 )
 from hpc3d.partition.joint_search import Allowed, JointSearch, Timed, timed
 
-_NEAR = 6  # atoms, and block boundaries, tried on each side of a stage boundary
-_AROUND = 60  # total number of atoms tried per side of the boundaries, over all boundaries
+_NEAR = 6  # number of atoms and of block boundaries tried on each side of a stage boundary
+_AROUND = 60  # number of atoms tried on each side, divided among all stage boundaries
 _CLIMB_BUDGET = 600_000  # maximum number of passes simulated by `_climbed`
 _NEAR_CUTS = 16  # maximum number of downsets tried per stage boundary
 _BORDER_BUDGET = 100_000  # maximum number of passes simulated by `settled`
@@ -37,9 +37,9 @@ def improved(
 ) -> tuple[PipelineChoice, Evaluated]:
     """Improve an arrangement that fits in memory by local search.
 
-    Returns the improved arrangement and its predicted step. The search stops if no single change
-    shortens the step, or if its budget is used up. A boundary moves either by a few atoms, or to
-    one of the nearest `positions`.
+    Returns the improved arrangement and its predicted step time and memory. The search stops if no
+    single change shortens the step, or if its budget is exhausted. A boundary moves either by a
+    few atoms, or to one of the nearest `positions`.
     """
     for _ in range(2):
         choice = _climbed(costs, choice, allowed, positions)
@@ -68,7 +68,7 @@ def _climbed(costs, choice, allowed, positions):
 
 
 def _refined(costs, choice, allowed):
-    """Return the best arrangement with each boundary near its current location.
+    """Move all boundaries jointly to nearby atoms, and return the best arrangement.
 
     The replicas, the number of microbatches and the schedule do not change.
     """
@@ -162,7 +162,7 @@ def next_best(
 def cuts_moved(
     cuts: Downsets | Chain, limits: Limits, found: Timed, number: int
 ) -> Iterator[Timed]:
-    """Yield the simulated step for each nearby downset to which boundary `number` can be moved.
+    """Move boundary `number` to each nearby downset, and yield the simulated step.
 
     Downsets for which a stage does not fit in memory are skipped.
     """

@@ -64,7 +64,7 @@ SEARCH_BUDGET = 1_000_000  # maximum number of passes simulated by a call of `fa
 _LOOK = 32  # cost of expanding one branch, in units of one simulated pass
 _BLOCKS = 48  # number of blocks into which the candidate cuts divide the chain
 _MOST_UNITS = 63  # maximum number of units into which the ranks are grouped
-_STEPS = (0.8, 0.97)  # ratio of successive load limits in the coarse and the fine search
+_STEPS = (0.8, 0.97)  # ratios of successive load limits in the coarse and in the fine search
 _NEAR_BEST = 2.0  # candidates with estimates within this factor of the best are simulated
 _FEW = 6  # maximum number of arrangements per load limit, with different stage counts
 
@@ -195,13 +195,13 @@ class JointSearch:
     def _ways(self):
         """Yield (schedule, number of microbatches, number of microbatches in flight per stage).
 
-        Under 1F1B, the last item is None, because the number in flight differs between stages.
+        Under 1F1B, the last item is `None`, because the number in flight differs between stages.
         Schedules with several chunks are derived from arrangements with the default schedule.
         """
         names = [name if find(name).chunks else DEFAULT for name in self.allowed.schedules]
         for micros in self.allowed.microbatches:
             if DEFAULT not in names:
-                yield DEFAULT, micros, 1  # a single stage needs no schedule
+                yield DEFAULT, micros, 1  # for a single stage, which needs no schedule
             for name in dict.fromkeys(names):
                 for flight in _flight_choices(find(name), micros, self.allowed.stages):
                     yield name, micros, flight
@@ -308,10 +308,10 @@ def _balanced(loads):
 def _flight_choices(schedule, micros, stages):
     """Return the candidate numbers of microbatches in flight.
 
-    Under GPipe, all microbatches are in flight. Under 1F1B, the only candidate is None, because
+    Under GPipe, all microbatches are in flight. Under 1F1B, the only candidate is `None`, because
     the number decreases from stage to stage. Under schedules that defer weight gradients, all
-    stages have the same number, which depends on the number of stages. The candidates correspond
-    to `stages` stages, and to all smaller powers of two.
+    stages have the same number, which depends on the number of stages. Candidates are
+    returned for `stages` stages and for all smaller powers of two.
     """
     if schedule.keeps_all:
         return [micros]
@@ -397,7 +397,7 @@ class _OfWay:
         return self.costs[key]
 
     def under(self, limit: float) -> _Under:
-        """Return the best arrangements in which the load of every stage is within the limit."""
+        """Return the best arrangements in which no stage has a load above `limit`."""
         sums = self._sums(limit)
         start = [each[0, -1] for each in sums]
         fewest = 2 if self.name != DEFAULT else 1
@@ -414,7 +414,7 @@ class _OfWay:
         return _Under(best.seconds, min(start), load, [each for each, _ in found])
 
     def _sums(self, limit):
-        """Return the minimal sums G[s, i, d] as a list over s of arrays [cut i, units d]."""
+        """Return the minimal sums G: a list with an array [cut i, units d] for each s."""
         shape = len(self.search.positions), self._units() + 1
         sums = [np.full(shape, inf)]
         sums[0][-1] = 0.0
@@ -440,7 +440,7 @@ class _OfWay:
         return np.where(load <= limit, weight, inf)
 
     def _traced(self, sums, limit, stages):
-        """Return the arrangement with the smallest estimated step time, and its largest load."""
+        """Return the arrangement with the shortest estimated step, and its largest stage load."""
         index, units, chosen, loads = 0, self._units(), [], []
         for left in range(stages, 0, -1):
             ways = {
@@ -476,7 +476,7 @@ class Timed(NamedTuple):
 
 
 def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]) -> Timed | None:
-    """Simulate the step of a partition; return None if a stage does not fit in memory."""
+    """Simulate the step of a partition; return `None` if a stage does not fit in memory."""
     search = _DownsetSearch(cuts, limits, schedule if ends[1:] else ONE_STAGE, len(ends))
     return search.step(tuple(ends)) if search.fits(ends) else None
 
@@ -486,8 +486,8 @@ def fastest(
 ) -> Timed | None:
     """Return the partition with the shortest step over all numbers of stages and schedules.
 
-    Returns None if no partition fits in memory. The search simulates at most about `passes` passes
-    (None: SEARCH_BUDGET).
+    Returns `None` if no partition fits in memory. The search simulates about `passes` passes at
+    most (None: SEARCH_BUDGET).
     """
     most = range(min(limits.ranks, cuts.count - 1), 0, -1)  # more stages are usually faster
     kinds = [(name if stages > 1 else ONE_STAGE, stages) for stages in most for name in schedules]
@@ -529,7 +529,7 @@ class _DownsetSearch:
             self.extend((), 0)
 
     def extend(self, ends, before):
-        """Search all partitions whose first stages end at `ends`."""
+        """Search all partitions in which the first stages end at the downsets `ends`."""
         here, behind = len(ends), self.stages - len(ends) - 1
         if behind == 0:
             self._try_out((*ends, self.cuts.count - 1))
@@ -546,8 +546,8 @@ class _DownsetSearch:
     def least(self, before, after, here, behind):
         """Return lower bounds on the step time, one for each possible end of the next stage.
 
-        The possible ends are `after`. A bound is inf if the stage does not fit in memory or leaves
-        too few atoms for the remaining stages.
+        The possible ends are listed in `after`. A bound is inf if the stage does not fit in memory
+        or leaves too few atoms for the remaining stages.
         """
         cuts, micros = self.cuts, self.micros
         forward = cuts.forward[after] - cuts.forward[before]
@@ -573,7 +573,7 @@ class _DownsetSearch:
         return all(self.held(*cut, stage) <= self.room for stage, cut in cuts)
 
     def _try_out(self, ends):
-        """Simulate a partition that fits in memory, and store it if its step is the shortest."""
+        """Simulate a partition if it fits in memory, and store it if it is the fastest so far."""
         if not self.fits(ends):
             return
         self.left -= 2 * self.stages * self.micros

@@ -126,7 +126,7 @@ class ModuleProfile(NamedTuple):
 
 
 def _link_of(tables):
-    """Fit latency and bandwidth to the measured messages, to predict calls not measured."""
+    """Fit latency and bandwidth to the measured messages, to predict the times of other calls."""
     for table in tables:
         if table.op == "send":
             more = table.bytes[-1] - table.bytes[0], table.seconds[-1] - table.seconds[0]
@@ -186,7 +186,7 @@ def load(path: Path | str) -> ModuleProfile:
     size = len(profile.rows)
     if any(len(times) != size for each in profile.pieces.values() for times in each):
         raise ValueError(
-            f"{path}: every piece must have as many times as `rows` has entries; {_REMEDY}"
+            f"{path}: every piece must have one time for each entry of `rows`; {_REMEDY}"
         )
     return profile
 

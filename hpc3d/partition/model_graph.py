@@ -1,4 +1,4 @@
-"""Conversion of a captured module to a graph of atoms with costs.
+"""Convert a captured module to a graph of atoms with costs.
 
 A stage stores the value, the gradient and the optimizer state of each of its parameters, and the
 saved activations of every microbatch in flight.
@@ -60,7 +60,7 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
 
 
 def _saved_later(operations, found):
-    """Yield a Value, of 0 bytes to send, for each result that only another piece saves."""
+    """Yield a zero-byte Value for each result that only another piece saves for backward."""
     piece_of = operations.captured.piece_of
     for node, saver in operations.savers.items():
         if node in piece_of and piece_of.get(saver, piece_of[node]) != piece_of[node]:
@@ -106,7 +106,7 @@ def _shared(captured, weights):
 
 
 def _read_inputs(captured):
-    """Yield (pieces that read the input, bytes per sample) for every batched model input."""
+    """Yield, for each batched model input, the pieces that read it and its bytes per sample."""
     for node in captured.inputs:
         tensor, readers = node.meta["val"], {captured.piece_of.get(user) for user in node.users}
         if carries_batch(node):

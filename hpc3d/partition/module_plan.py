@@ -3,8 +3,8 @@
 The planner jointly chooses the stages, their replicas and recomputation, the number of
 microbatches, and the schedule. hpc3d.partition.joint_search proposes candidates,
 hpc3d.partition.evaluation simulates them, and hpc3d.partition.improvement improves the best few.
-If the graph has few downsets, all of them are also searched for the best partition with the same
-number of replicas on every stage.
+If the graph has few downsets, the planner also searches all of them for the best partition with
+the same number of replicas on every stage.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _AT_LEAST, _IMPROVED = 4, 8  # minimum and maximum number of arrangements to imp
 _FAR = 1.1  # maximum time of a candidate's busiest stage, relative to the best step time
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if not each.on_request)
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
-_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # maximum downsets, and simulated passes
+_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # maximum numbers of downsets and passes
 _MOST_LAID_OUT = 2**14  # maximum number of stages * microbatches in a simulated schedule
 _CLOSE = 1e-3  # relative accuracy of the memory reported in an error message
 
 
 class Wanted(NamedTuple):
-    """Request for a plan.
+    """Requirements for a plan.
 
     `ranks` is the number of ranks. `memory` is the memory of a rank in bytes (None: value of the
     machine description); the fraction `margin` is left free. `replicas` contains one number for
@@ -282,7 +282,7 @@ def _along(costs, cuts, ends, replicas):
 
 
 def _lightest(costs, allowed):
-    """Yield (costs, arrangement, predicted step) for the smallest maximum stage load.
+    """Minimize the maximum stage load; yield (costs, arrangement, predicted step).
 
     The arrangement has the smallest allowed numbers of microbatches and replicas. Nothing is
     yielded if no such arrangement fits in memory.
@@ -301,7 +301,7 @@ def _lightest(costs, allowed):
 
 
 def _borders(costs, choice, step, memory):
-    """Yield each boundary with the step time that results from moving only that boundary."""
+    """Yield each boundary, with the step time if only this boundary is moved."""
     atoms = costs.graph(1).atoms
     for border, nbytes in enumerate(step.sent):
         other, seconds, tight = next_best(costs, choice, step, border, memory)

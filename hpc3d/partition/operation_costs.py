@@ -174,7 +174,7 @@ class _Meter(fx.Interpreter):
             if maker is not self.node:
                 self.savers.setdefault(maker, self.node)
                 self.later[maker] += storage.nbytes()
-            self.kept.append(value)  # a live storage's id cannot be reused
+            self.kept.append(value)  # keeps the storage alive, so its id is not reused
         return value
 
     def run_node(self, node):
@@ -200,7 +200,7 @@ class _Meter(fx.Interpreter):
         return result
 
     def _keep_whole(self, node, operands):
-        """Count the bytes saved by an opaque module: its operands and the recorded bytes."""
+        """Count the bytes saved by an opaque module: its operands plus the recorded bytes."""
         if any(each.requires_grad for each in operands):
             for each in operands:
                 self._saved(each)
@@ -229,7 +229,7 @@ class _Meter(fx.Interpreter):
         return (is_one and (name != _aten.matmul or weight.dim() == 2)) / products
 
     def _counted(self, node):
-        """Run an operation; return its result, and its FLOPs if it is in _COMPOSED (else 0)."""
+        """Run an operation; return its result and its FLOPs (0 if it is not in _COMPOSED)."""
         if getattr(node.target, "overloadpacket", None) not in _COMPOSED:
             return super().run_node(node), 0
         with FlopCounterMode(display=False) as counter:
@@ -271,7 +271,7 @@ _NOTHING = Work()
 
 
 def _work(node, operands, result, saved):
-    """Return the forward and backward Work of an operation that is not decomposed into GEMMs."""
+    """Return the forward and backward Work of an operation, computed from its tensor shapes."""
     if not tensors(result) or _is_view(node, operands, result):
         return _NOTHING, _NOTHING
     name = getattr(node.target, "overloadpacket", node.target)
@@ -369,7 +369,7 @@ _LATE_WEIGHTS = {
 }  # index of the weight operand, for operations with a split backward pass
 _COMPOSED = {_aten.einsum, _aten.tensordot, _aten.inner, _aten.bilinear, _aten.mv, _aten.dot}
 _LOOKUPS = {_aten.embedding}
-_SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # the backward pass costs nothing
+_SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # operations with a free backward pass
 
 
 def _nbytes(values):

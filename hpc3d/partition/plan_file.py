@@ -1,4 +1,4 @@
-"""JSON file of a plan, which `hpc3d.partition -o` writes and `hpc3d.partition run` executes.
+"""JSON plan file, written by `hpc3d.partition -o` and executed by `hpc3d.partition run`.
 
 A plan is valid for a single model. The file contains the SHA-256 of the graph captured by
 torch.export, so that a model with a different computation is rejected.

@@ -15,7 +15,7 @@ from hpc3d.partition.joint_search import fastest, lightest, timed
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if each.undivided)
-_MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # maximum size of the table, and number of candidates
+_MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # maximum numbers of table cells and of candidates
 
 
 class _PlannedStage(NamedTuple):
@@ -73,7 +73,7 @@ class GraphPlan(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Memory in bytes of the stage that needs the most memory."""
+        """Peak memory in bytes per rank, maximum over all stages."""
         return max(stage.held for stage in self.stages)
 
 
@@ -144,7 +144,7 @@ def _stages(graph, cuts, limits, found):
 
 
 def _borders(graph, cuts, limits, found):
-    """Return the boundaries, each with the step time after moving only that boundary."""
+    """Return each boundary, with the step time if only this boundary is moved."""
     borders = []
     for number, (before, here) in enumerate(pairwise((0, *found.ends[:-1]))):
         others = [*cuts_moved(cuts, limits, found, number)]

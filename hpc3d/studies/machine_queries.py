@@ -1,4 +1,4 @@
-"""Recorder for the operations in the forward and backward passes of a model chunk.
+"""Record the operations in the forward and backward passes of a model chunk.
 
 The recorded operations can be timed with many machine models without repeating the passes. In
 contrast, `Clock` computes the time of each operation immediately.
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Tally(CostMeter):
     """Cost meter that counts the operations of a model.
 
-    `asked` maps (method, arguments) to the number of operations. This call of a `Machine` method
-    predicts the time of one such operation.
+    `asked` maps a call of a `Machine` method, (name, arguments), to the number of operations whose
+    time it predicts.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Tally(CostMeter):
 
 
 class PartWork(NamedTuple):
-    """Work of a model chunk on one rank: the number of parameters and the operations.
+    """Parameter count and operations of a model chunk on one rank.
 
     `forward` and `backward` are the counts of a `Tally` for one pass.
     """

@@ -1,4 +1,4 @@
-"""Predictions of published Megatron-LM step times with a performance model of the machine.
+"""Predict published Megatron-LM step times with a performance model of the machine.
 
 V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 arXiv:2205.05198: tables 4 and 5, figure 1. D. Narayanan et al., "Efficient Large-Scale Language
@@ -148,7 +148,8 @@ def rows(published: Iterable[PublishedStep], machine: Machine) -> list[dict[str,
     """Return one dict per published step with the predicted step time.
 
     The keys are the model, the recomputation, the number of ranks, the published and the predicted
-    step time, the relative error, and the shares of the bubble and of communication in the step.
+    step time, the relative error, and the fractions of the step time that are bubble and
+    communication.
     """
     return [predicted(row, machine) for row in published]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print and return the predictions for a machine file. The default machine is Selene."""
+    """Print and return the predictions for a machine (default: Selene)."""
     machine = load(options.machine or shipped(SELENE))
     found = {
         "recomputation": _steps("arXiv:2205.05198, table 5", RECOMPUTATION, machine),
@@ -89,7 +89,7 @@ def _states() -> list[dict[str, Any]]:
 
 def _facts(machine: Machine) -> dict[str, list[float]]:
     print(
-        "\nErrors (full, selective recomputation) of 22B without one property of the machine model"
+        "\nErrors for the 22B model (full, selective recomputation) with modified machine models"
     )
     found = megatron.facts(machine)
     for fact, (full, selective) in found.items():

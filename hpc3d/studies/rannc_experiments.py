@@ -1,4 +1,4 @@
-"""Predictions for RaNNC's experiments: enlarged BERT on 32 devices, ResNet on 8 and 32 devices.
+"""Predict RaNNC's experiments: enlarged BERT on 32 devices, and ResNet on 8 and 32 devices.
 
 M. Tanaka et al., "Automatic Graph Partitioning for Very Large-scale Deep Learning",
 arXiv:2103.16063, claim that RaNNC trains models five times larger than Megatron-LM can train, is
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
 _V100 = "machines/v100-8x4.toml"
-_MARGIN = 0.1  # fraction of device memory that RaNNC leaves free
+_MARGIN = 0.1  # fraction of the device memory left free
 _NONE = {"fits": False}  # default row for a planner that was not run
 _TIMES_LARGER, _CLOSE = 5.0, 0.1
 
@@ -118,9 +118,9 @@ def point(
     billions: float,
     planners: Sequence[_Planner],
 ) -> dict[str, Any]:
-    """Return a dict that contains the setting and the plans made by hpc3d and by `planners`.
+    """Return a dict with the fields of the setting and the plans of hpc3d and of `planners`.
 
-    The value of the key "rows" is a dict from planner name to plan.
+    The key "rows" holds a dict from planner name to plan.
     """
     memory = (1 - _MARGIN) * machine.memory_gb * 1e9
     task = Task.of(operations, machine, setting.batch, setting.ranks, memory)
@@ -135,13 +135,13 @@ def _line(found):
 
 
 def _short(model):
-    """Return a model's name in the form MODULE:FACTORY, without the names of packages."""
+    """Return a model's name in the form MODULE:FACTORY, without package names."""
     module, _, factory = model.partition(":")
     return f"{module.rpartition('.')[2]}:{factory}"
 
 
 def _rate(row):
-    """Format the samples/s and the layout of a plan, or return "-" if it does not fit in memory.
+    """Format the throughput and layout of a plan, or return "-" if it does not fit in memory.
 
     The layout has the form "stages x replicas (x ranks per replica) m microbatches".
     """
@@ -155,7 +155,7 @@ def _rate(row):
 
 
 def claims(bert: Sequence[Mapping[str, Any]], resnet: Sequence[Mapping[str, Any]]) -> dict:
-    """Return a dict from each claim to a line that states whether it holds for these settings."""
+    """Check each claim in these settings; return a dict from claim to a one-line verdict."""
     gpipe = ("GPipe hybrid", "GPipe, even layers", "GPipe, by time")
     lines = {
         "five times larger": _larger(bert, "Megatron-LM"),
@@ -169,9 +169,9 @@ def claims(bert: Sequence[Mapping[str, Any]], resnet: Sequence[Mapping[str, Any]
 
 
 def _larger(points, other):
-    """Return a line that compares the largest models that RaNNC and another planner can train.
+    """Compare the largest models that RaNNC and another planner can train, in one line.
 
-    The ratio of the two sizes is only a lower bound if RaNNC can train all of the models.
+    The ratio of the two sizes is only a lower bound if RaNNC can train the largest model.
     """
     ours, theirs = (
         max((each["billions"] for each in points if each["rows"][name]["fits"]), default=0.0)
@@ -190,13 +190,15 @@ def _larger(points, other):
 
 
 def _comparable(points, other):
-    """Return a line that compares RaNNC's and another planner's samples/s.
+    """Compare the throughput of RaNNC and another planner in one line.
 
     Only the models that both planners can train are compared.
     """
     ratios = [ratio for _, ratio in _ratios(points, "RaNNC", (other,))]
     if not ratios:
-        return f'"comparable on the same models" to {other}: no model works with both planners'
+        return (
+            f'"comparable on the same models" to {other}: no model can be trained by both planners'
+        )
     middle = median(ratios)
     return (
         f'"comparable on the same models" to {other}: {_verdict(abs(middle - 1) <= _CLOSE)}; '
@@ -205,9 +207,9 @@ def _comparable(points, other):
 
 
 def _better(points, name, others):
-    """Return a line that states whether a planner is always faster than `others`.
+    """Report in one line whether a planner's plans are always faster than those of `others`.
 
-    If not, the line lists the settings in which the planner is slower.
+    Otherwise, the line lists the settings in which they are slower.
     """
     ratios = dict(_ratios(points, name, others))
     worse = [where for where, ratio in ratios.items() if ratio < 1]
@@ -219,9 +221,9 @@ def _better(points, name, others):
 
 
 def _ratios(points, name, others) -> Iterator[tuple[str, float]]:
-    """Yield each setting with the speed ratio of planner `name` to the fastest of `others`.
+    """Yield each setting, with the throughput of `name` relative to the fastest of `others`.
 
-    Speeds are in samples/s. A setting is skipped if the planner `name` or all other planners
+    A setting is skipped if the planner `name` or all other planners
     cannot train the model.
     """
     for each in points:

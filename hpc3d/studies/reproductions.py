@@ -1,4 +1,4 @@
-"""Entry points for the reproductions of published results.
+"""Entry points of the commands that reproduce published results.
 
 The published results are the findings on pipeline and data parallelism, Megatron-LM step times,
 speed-ups of 3-D tensor parallelism, vTrain step times, and RaNNC plans.

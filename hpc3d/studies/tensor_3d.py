@@ -1,4 +1,4 @@
-"""Predictions of the published speed-ups of 3-D tensor parallelism.
+"""Predict the published speed-ups of 3-D over 1-D and 2-D tensor parallelism.
 
 Z. Bian, Q. Xu, B. Wang, Y. You, "Maximizing Parallelism in Distributed Training for Huge Neural
 Networks", arXiv:2105.14450, report that on 64 V100 GPUs, 3-D is 2.32 times as fast as 1-D and 1.57
@@ -36,7 +36,7 @@ _BATCH = (64, 128, 192, 256, 512)
 _BLOCKS = {"layers": 2, "heads": RANKS, "vocabulary": RANKS}
 
 _UNTOLD = """\
-The paper's abstract does not specify the type of the nodes and the network, the data type, the
+The paper's abstract does not specify the node and network type, the data type, the
 batch size, the hidden size, the sequence length, the number of heads, activation checkpointing, or
 the broadcast algorithm.
 Assumptions: nodes of 4 V100 with one EDR port each (inputs/machines/v100-4x16.toml); sequences of
@@ -86,8 +86,8 @@ def _spent(machine: Machine, config: Config, scheme: str, grid: tuple[int, ...])
 def point(machine: Machine, batch: int, hidden: int, dtype: str, **how: Any) -> dict[str, Any]:
     """Compare the three schemes for one batch size and hidden size.
 
-    For each scheme, the result contains the time per sequence in ms, a flag for layouts that fit
-    in memory, and the speed-up of 3-D over the scheme.
+    For each scheme, the result contains the time per sequence in ms, a flag that is true if
+    it fits in memory, and the speed-up of 3-D over the scheme.
     """
     config = _model_of(batch, hidden, dtype, **how)
     each = {scheme: _spent(machine, config, scheme, grid) for scheme, grid in _GRIDS.items()}
@@ -125,7 +125,7 @@ def reproduces(row: dict[str, Any]) -> bool:
 
 
 def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Return the sizes that reproduce the published speed-ups if batch sizes differ by scheme.
+    """Return the sizes that reproduce the published speed-ups with a batch size per scheme.
 
     Each result is (hidden size, batch size of 2-D, batch size of 3-D). Both layouts fit in memory.
     The batch size of 1-D is arbitrary, because the time per sequence does not depend on it.
@@ -167,7 +167,7 @@ def cuboids() -> list[tuple[int, int, int]]:
 
 
 def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
-    """Return alternative assumptions: a dict from name to (machine, arguments of `rows`)."""
+    """Return alternative assumptions as a dict from name to (machine, arguments of `rows`)."""
     inside, outside = machine.links
     ports = inside, replace(outside, node_bandwidth=2 * outside.bandwidth)
     return {
@@ -196,11 +196,11 @@ def _sweep(machine: Machine, dtype: str) -> dict[str, Any]:
         f"\n{dtype}: speed-up of 3-D (4 x 4 x 4) over 1-D (64; paper: 2.32) and 2-D (8 x 8; 1.57)"
     )
     print(
-        "   Within 10 % of the paper: a over 1-D, b over 2-D, * over both. m: exceeds the memory"
+        "   Within 10 % of the paper: speed-up over a: 1-D, b: 2-D, *: both. m: exceeds the memory"
     )
     _print_table(found, _cell)
     alone = own_batches(found)
-    print("   Batch sizes per scheme that bring both speed-ups within 10 % of the paper:")
+    print("   Batch sizes for which both speed-ups are within 10 % of the paper:")
     print(f"   (hidden, 2-D batch, 3-D batch) {', '.join(map(str, alone)) or 'none'}")
     plans = [planned(machine, row) for row in found]
     print("\n   Fastest 3-D mesh (x, y, z), and its speed-up over the cubic mesh (4 x 4 x 4)")

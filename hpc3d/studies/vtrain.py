@@ -1,4 +1,4 @@
-"""Predictions of vTrain's published GPT-2 step times, with a machine model fitted to some of them.
+"""Predict vTrain's published GPT-2 step times with a machine model fitted to a tenth of them.
 
 J. Bang et al., "vTrain", MICRO 2024, arXiv:2312.12391; the data are in inputs/published. Each row
 is a training step in float16 on A100 GPUs with tensor (scheme 1d), data and pipeline parallelism
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 COLUMNS = ["ranks", "batch", "micro", "hidden", "heads", "layers", "sequence", "t", "d", "p"]
 ROW = np.dtype([*((name, int) for name in COLUMNS), ("ms", float)])
 _DIVISORS = {"batch": ["d", "micro"], "layers": ["p"], "heads": ["t"], "hidden": ["heads"]}
-_FIELDS = range(-len(ROW), 0)  # ROW describes the last columns of the file
+_FIELDS = range(-len(ROW), 0)  # indices of the file's last columns, which ROW describes
 EVERY = 10  # every 10th published row is used for calibration
 _VOCABULARY = 50257
 PARTS = {"embedding": FIRST, "block": LAYER, "head": LAST}
@@ -49,8 +49,7 @@ _VALUE = 2  # bytes of a float16 value
 # Bytes per parameter that an update accesses: the float16 value and Adam's two float32 moments are
 # read and written, and the float16 gradient is read.
 _UPDATE = 2 * (_VALUE + 4 + 4) + _VALUE
-# Relative standard deviations of the error in modeled step times and of the prior on profile
-# factors.
+# Relative standard deviations of the step time model and of the prior on profile factors.
 _NOISE, SPREAD = 0.02, 0.1
 # Free parameters of the fit, each with initial value, lower bound and upper bound.
 FREE = {
@@ -61,12 +60,12 @@ FREE = {
 
 
 def read(path: Path | str) -> np.ndarray:
-    """Read training steps from a .csv or .csv.gz file with vTrain's columns into an array of ROW.
+    """Read training steps from vTrain's .csv or .csv.gz file; return an array of dtype ROW.
 
-    If a row is not a valid training step, a ValueError with the row number and a fix is raised.
+    Raises ValueError, with the row number and a fix, if a row is not a valid training step.
     """
     try:
-        # NumPy warns if the file is empty.
+        # Treat NumPy's warning about an empty file as an error.
         with warnings.catch_warnings(action="error", category=UserWarning):
             how = {
                 "comments": None,
@@ -83,7 +82,7 @@ def read(path: Path | str) -> np.ndarray:
         columns = ", ".join(ROW.names)
         raise ValueError(f"{path}: {error}; the columns are {columns}") from None
     if len(rows) < 2 * EVERY:
-        raise ValueError(f"{path}: {len(rows)} rows; at least {2 * EVERY} are needed")
+        raise ValueError(f"{path}: only {len(rows)} rows; provide at least {2 * EVERY}")
     for number, row in enumerate(rows, 1):
         if wrong := _impossible({name: row[name].item() for name in ROW.names}):
             raise ValueError(f"{path}: row {number}: {wrong}; correct or remove it")
@@ -91,7 +90,7 @@ def read(path: Path | str) -> np.ndarray:
 
 
 def _impossible(row: Mapping[str, float]) -> str | None:
-    """Return the reason why a row is not a valid training step, or None if the row is valid."""
+    """Return the reason why a row is not a valid training step, or `None` if it is valid."""
     for name, value in row.items():
         if not 0 < value < inf:
             return f"{name} = {value}: must be positive"
@@ -137,7 +136,7 @@ class Profile(NamedTuple):
     micro: int
 
     def work(self, published: Published) -> dict[str, PartWork]:
-        """Return the work of the embedding, a block and the head on one tensor-parallel rank.
+        """Record the operations of embedding, block and head on one tensor-parallel rank.
 
         Dropout is not modeled explicitly, because its cost is included in the fitted values.
         """
@@ -195,7 +194,7 @@ class ProfileFactors(NamedTuple):
 
 
 class Steps:
-    """Training steps, given as an array of ROW, with the recorded work of their ranks.
+    """Training steps in an array of dtype ROW, and the recorded operations of their ranks.
 
     Ranks are numbered along t first, then along d, then along p.
     """
@@ -275,10 +274,10 @@ class Steps:
 
 
 def one_f_one_b(passes: Any, micros: int, message: np.ndarray) -> np.ndarray:
-    """Return the times of many 1F1B steps with the same number of microbatches.
+    """Return the times of many 1F1B steps with equal numbers of microbatches, shape [step].
 
-    All times are in seconds: the pass times `passes`, shape [stage, forward or backward, step],
-    the message times `message`, shape [step], and the result, shape [step].
+    `passes` has the shape [stage, forward or backward, step], and `message` has the shape [step].
+    All times are in seconds.
     """
     schedule, placement = instruction_streams("1f1b", len(passes), micros)
     rows = timeline(schedule, placement, Cost(1, 1, 1))
@@ -331,7 +330,7 @@ def _changes(
 
 
 def with_values(base: Machine, values: Iterable[float]) -> tuple[Machine, float]:
-    """Return the machine with the given values of the parameters FREE, and the value of `odd`."""
+    """Return a machine with these values of the FREE parameters, and the parameter `odd`."""
     launch, attention, odd = map(float, values)
     kernels = base.kernels | dict.fromkeys(_ATTENTION, attention)
     return replace(base, launch_s=launch, kernels=kernels), odd

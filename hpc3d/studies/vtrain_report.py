@@ -1,4 +1,4 @@
-"""Report the accuracy of predicted vTrain step times and of layouts selected by prediction."""
+"""Report the accuracy of predicted vTrain step times, and the quality of selected layouts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 _MODEL = ["ranks", "hidden", "heads", "sequence", "layers", "batch"]
 _LAYOUT = ["t", "d", "p", "micro"]
 _SHORT = ["ranks", "hidden", "layers", "batch"]
-_CLOSE = 0.03  # maximum slowdown of a layout that counts as close to the best layout
+_CLOSE = 0.03  # layouts with at most this slowdown count as close to the best layout
 
 
 class Choice(NamedTuple):
     """Layouts of a model with the shortest predicted and the shortest actual step time.
 
     `chosen` and `best` are the row indices of these two layouts. `among` is the number of layouts
-    compared. `loss` is the relative slowdown of the chosen layout over the best layout.
+    compared. `loss` is the slowdown of the chosen layout relative to the best layout.
     """
 
     chosen: int
@@ -47,7 +47,7 @@ def choices(rows: np.ndarray, seconds: np.ndarray) -> Iterator[Choice]:
 
 
 def bends(rows: np.ndarray) -> float:
-    """Return the maximum second difference of the step time over the number of layers, in ms.
+    """Return the maximum second difference, in ms, of the step time as a function of layers.
 
     Second differences are computed over series of rows in which only the number of layers changes,
     in equal increments. Only rows with d = 1 are used, because the time of gradient reductions is
@@ -100,7 +100,7 @@ def report(composed: Path | str, measured: Path | str, machine: Path | str) -> d
 def _outcome(
     rows: np.ndarray, seconds: np.ndarray, held: np.ndarray, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Print and return the prediction errors for the rows `held`, and the chosen layouts."""
+    """Print and return the errors for the rows `held`, and the quality of the chosen layouts."""
     result = {"errors": errors(rows, seconds, held, names), "choices": _chosen(rows, seconds)}
     worst(rows, seconds, held)
     return result
@@ -123,7 +123,7 @@ def errors(
 ) -> dict[str, dict[str, float]]:
     """Print and return the prediction errors for the held-out rows `held`.
 
-    The error statistics are for all of these rows, and for groups by each column in `names`.
+    Statistics are computed over all of these rows, and for each value of the columns `names`.
     """
     error = seconds * 1e3 / rows["ms"] - 1
     groups = {"all": held}
@@ -146,7 +146,10 @@ def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
         f"    the chosen layout is within {_CLOSE:.0%} of the best one for {close} of "
         f"{len(found)} models"
     )
-    print(f"    slowdown over the best layout: mean {losses.mean():.2%}, max {losses.max():.2%}")
+    print(
+        f"    slowdown relative to the best layout: mean {losses.mean():.2%}, maximum "
+        f"{losses.max():.2%}"
+    )
     for choice in sorted(found, key=lambda choice: -choice.loss)[:5]:
         names = (_layout(rows[row], _LAYOUT) for row in (choice.chosen, choice.best))
         text = " chosen, best ".join(names) if choice.loss else f"{next(names)} chosen, the best"

@@ -81,7 +81,7 @@ def test_every_expert_layout_exports_the_same_bytes(tmp_path, line):
         (f"{MIXTRAL} shared_experts=1", "shared_experts = 1: Mixtral has no shared experts"),
         (f"{MIXTRAL} moe_every=2", "moe_every = 2: Mixtral has experts in every block"),
         (f"{MIXTRAL} balance_bias=0.01", "balance_bias = 0.01: Mixtral has no router bias"),
-        (f"{MIXTRAL} top_k=1", "top_k = 1: Mixtral weights a single expert by 1"),
+        (f"{MIXTRAL} top_k=1", "top_k = 1: Mixtral gives a single expert the gate weight 1"),
     ],
 )
 def test_mixtures_without_a_transformers_equivalent_are_rejected(tmp_path, line, said):

@@ -103,7 +103,11 @@ def test_mixtral_config_json_maps_to_model_settings(told, found):
         ("shared_experts", 2, r"no shared experts \(0\)"),
         ("moe_every", 2, r"experts in every block \(1\)"),
         ("balance_bias", 0.01, r"no router bias \(0.0\)"),
-        ("top_k", 1, r"weights a single expert by 1, .* router probability \(2 or more\)"),
+        (
+            "top_k",
+            1,
+            r"gives a single expert the gate weight 1 .* router probability \(use 2 or more\)",
+        ),
     ],
 )
 def test_mixture_settings_that_mixtral_lacks_are_reported(key, value, said):

@@ -184,7 +184,7 @@ def test_truncated_configuration_is_rejected(kept, saved):
         config_of_run(run, ["--train.steps", "9"])
     (line,) = lines_of(refused.value)
     assert line.startswith(str(run / "config.toml"))
-    assert line.endswith("; remove it to resume with the settings of step-00000001")
+    assert line.endswith("; remove config.toml to resume with the settings of step-00000001")
 
 
 def test_a_configuration_that_is_a_folder_is_refused(saved):
@@ -192,7 +192,7 @@ def test_a_configuration_that_is_a_folder_is_refused(saved):
     (run / "config.toml").unlink()
     (run / "config.toml").mkdir()
     assert run_to_resume(["--resume", str(run)]) == run
-    with pytest.raises(ValueError, match=r"is a folder.*; remove it to resume with"):
+    with pytest.raises(ValueError, match=r"is a folder.*; remove config.toml to resume with"):
         config_of_run(run, [])
     (run / "config.toml").rmdir()
     (run / "config.toml").touch()

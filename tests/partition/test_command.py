@@ -187,9 +187,9 @@ def test_invalid_module_options_are_rejected(words, capsys):
         (("a:b", "--bandwidth", "1GB"), "--bandwidth: valid only with --graph"),
         (
             ("--graph", "c", "--machine", "h100", "--draw", "d"),
-            "--machine, --draw: valid only for a module",
+            "--machine, --draw: not supported with --graph",
         ),
-        (("--graph", "c", "--margin", "0"), "--margin: valid only for a module"),
+        (("--graph", "c", "--margin", "0"), "--margin: not supported with --graph"),
         (("--graph", "c", "--schedule", "zb-h1"), "use 1f1b or gpipe"),
         (("no.such.module:b",), "no module named no"),
         (("tests.partition.sample_models:decides",), "sample_models.py:"),

@@ -153,7 +153,7 @@ def changed(**fields):
         (changed(version=0), "is not a profile"),
         (changed(rows=[2, 1]), "rows is missing or invalid"),
         (changed(rows=[2, 4]), "rows is missing or invalid"),
-        (changed(rows=[1, 2]), "as many times as `rows` has entries"),
+        (changed(rows=[1, 2]), "one time for each entry of `rows`"),
         (changed(pieces={"a": [[1.0]]}), "pieces is missing or invalid"),
         (changed(pieces={"a": [[-1.0], [1.0]]}), "pieces is missing or invalid"),
         (changed(run={"forward": 1.0}), "run is missing or invalid"),

@@ -65,7 +65,7 @@ def test_best_gpipe_variant_is_compared():
 
 def test_claim_without_comparable_models_is_reported():
     found = claims([point(1.0, (1, None, None, None, None))], [])
-    assert "no model works with both planners" in found["comparable"]
+    assert "no model can be trained by both planners" in found["comparable"]
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """Planners of other systems, evaluated with the cost model of hpc3d's own planner.
 
-Each planner is reimplemented from its publication. The module of each planner cites the source
-and lists the assumptions.
+Each planner is reimplemented from its publication. Each module cites the publication and
+lists the assumptions.
 """

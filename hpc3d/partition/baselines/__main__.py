@@ -36,7 +36,7 @@ _MARGIN = 0.1
 _JSON = """\
 print one JSON object on the last line, with the keys batch, memory [B], and rows: one object per
 planner with the keys name, stages, replicas, ways (tensor-parallel ranks), microbatches,
-recompute, schedule, fits, fullest (memory of the stage that needs the most [B]), step [s],
+recompute, schedule, fits, fullest (maximum memory per rank [B]), step (step time [s]),
 samples_s and note"""
 
 

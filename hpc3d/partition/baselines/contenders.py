@@ -38,7 +38,7 @@ _LONG = 64_000_000  # size in bytes of the message that determines the bandwidth
 
 
 class Contender(NamedTuple):
-    """Arrangement chosen by a planner, with its predicted step.
+    """Pipeline arrangement chosen by a planner, with its predicted step time and memory.
 
     `choice` and `step` are `None` if the planner finds no solution; `note` then gives the reason.
     Each replica consists of `ways` tensor-parallel ranks.
@@ -94,7 +94,7 @@ def torchgpipe(task: Task) -> Contender:
 
 
 def gpipe_hybrid(task: Task) -> Contender:
-    """Return GPipe's arrangement with at least two stages, all with equal layers and replicas."""
+    """Return GPipe's best arrangement with several stages of equal layer and replica counts."""
     cut = partial(even, layer_runs(task.costs.graph(1)))
     counts = divisors(task.ranks)[1:]
     return fastest("GPipe hybrid", task, pipelines(task, cut, GPIPE, counts))
@@ -151,8 +151,9 @@ def _trained(chain):
 def _by_weight(costs, weights):
     """Return a function that partitions the model into a given number of balanced stages.
 
-    The function returns the exclusive stage ends, which are layer boundaries, or None if there are
-    too few layers. `weights(chain)` returns the cumulative weights of the atoms to be balanced.
+    The function returns the exclusive ends of the stages, which are layer boundaries, or `None` if
+    the model has too few layers. `weights(chain)` returns the cumulative weights of the atoms to
+    be balanced.
     """
     runs = [run.end for run in layer_runs(costs.graph(1))]
     units = np.diff(weights(costs.chain(max(1, costs.batch // _SAMPLE)))[[0, *runs]])
@@ -178,7 +179,7 @@ def pipelines(
 ) -> Iterator[PipelineChoice]:
     """Yield the pipeline arrangements to evaluate for each number of stages in `counts`.
 
-    `cut(stages)` returns the exclusive ends of the stages, or None if no such partition exists.
+    `cut(stages)` returns the exclusive ends of the stages, or `None` if no such partition exists.
     All stages have the same number of ranks, and a step has at most `most` microbatches.
     """
     for stages in counts:
@@ -217,10 +218,10 @@ def fastest(
 
 
 def rank_of(contender: Contender) -> tuple[int, float]:
-    """Return the sort key of a contender; smaller is better.
+    """Return the sort key of a contender; the best contender has the smallest key.
 
     Contenders that fit in memory come first, sorted by step time; the others follow, sorted by
-    memory.
+    peak memory per rank.
     """
     step = contender.step
     if step is None:

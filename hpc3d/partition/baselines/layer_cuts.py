@@ -19,7 +19,7 @@ from hpc3d.partition.atom_graph import Graph
 
 
 class LayerRun(NamedTuple):
-    """Layer: the atoms from the end of the previous layer up to `end` (exclusive).
+    """Layer of a model, made up of the atoms after the previous layer up to `end` (exclusive).
 
     `numbered` is True if the layer's path contains a number, and False otherwise, for example for
     an embedding or the loss.
@@ -55,7 +55,7 @@ def _layer_of(name):
 def even(runs: Sequence[LayerRun], stages: int) -> list[int] | None:
     """Distribute the numbered layers evenly over the stages; return the exclusive stage ends.
 
-    Returns None if several stages are requested and there are fewer numbered layers than stages.
+    Returns `None` if the model has fewer numbered layers than `stages`, unless `stages` is 1.
     """
     layers = [number for number, run in enumerate(runs) if run.numbered]
     if len(layers) < stages:
@@ -67,7 +67,7 @@ def even(runs: Sequence[LayerRun], stages: int) -> list[int] | None:
 def balanced(weights: Sequence[float], stages: int) -> list[int] | None:
     """Return the exclusive ends of non-empty stages that minimize the largest stage weight.
 
-    If several partitions are optimal, the first one is returned. Returns None if there are fewer
+    If several partitions are optimal, the first one is returned. Returns `None` if there are fewer
     weights than stages. T[s, j] is the minimum, over all partitions of the first j weights into s
     stages, of the largest stage weight:
 

@@ -88,7 +88,7 @@ class _Level:
                 self._try(m, rear, moved)
 
     def _try(self, m, rear, moved):
-        """Try all partitions over `m` workers that assign `rear` workers to the last stage."""
+        """Try all partitions for `m` workers in which the last stage has `rear` workers."""
         front = np.maximum(self.best[:, :, m - rear], moved)  # [i, k]
         for end in range(2, len(moved)):
             candidates = np.maximum(front[:, :end], self.single[:end, end, rear])  # [i, k]

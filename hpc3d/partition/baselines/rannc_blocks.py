@@ -4,7 +4,7 @@ The algorithm follows M. Tanaka et al., arXiv:2103.16063, and nict-wisdom/rannc,
 src/graph/Partitioner.cpp. Coarsening merges adjacent groups to save communication, unless the
 merged group would be much slower than the others. Uncoarsening moves units between adjacent
 groups. Compaction sorts the groups topologically and merges the fastest group with a neighbor
-until few enough remain. Groups remain convex and fit in memory. RaNNC measures the time of a
+until at most 32 remain. All groups are convex and fit in memory. RaNNC measures the time of a
 merged group; this module adds the times of its atoms instead.
 """
 
@@ -21,7 +21,7 @@ MOST_BLOCKS = 32
 # Coarsening stops at _FEWEST groups. RaNNC measures a merged group only if at most
 # _MOST_MEASURED groups are left.
 _FEWEST, _MOST_MEASURED = 5, 200
-_SPREAD = 2  # limit on the time of a group, in standard deviations above the mean
+_SPREAD = 2  # maximum time of a merged group, in standard deviations above the mean
 
 
 def blocks(graph: Graph, memory: float, bandwidth: float) -> list[list[int]]:
@@ -92,7 +92,7 @@ class _Groups:
                 del self.after[best]
 
     def _merged(self, group, other, most, measured):
-        """Return the gain in seconds from merging two groups; None if merging is not allowed."""
+        """Return the gain in seconds from merging two groups, or `None` if not allowed."""
         one, two = self.seconds[group], self.seconds[other]
         if max(one, two) > most or (measured and one + two > most):
             return None
@@ -111,7 +111,7 @@ class _Groups:
             here = todo.pop()
             if here == other:
                 return True
-            if min(self.atoms[here]) > last:  # `here` is after `other`: no path back
+            if min(self.atoms[here]) > last:  # no path from here leads to `other`
                 continue
             new = {*self.after[here]} - seen
             seen |= new

@@ -51,7 +51,7 @@ def rannc(task: Task) -> Contender:
     choice = PipelineChoice(stages, plan.microbatches, GPIPE)
     step = _offloaded(costs.reordered([*chain.from_iterable(groups)]), choice, task.memory)
     return Contender(
-        "RaNNC", choice, step, f"RaNNC itself estimates a step time of {plan.seconds:.4g} s"
+        "RaNNC", choice, step, f"RaNNC's own estimate of the step time: {plan.seconds:.4g} s"
     )
 
 

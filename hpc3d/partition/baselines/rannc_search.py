@@ -57,7 +57,7 @@ class RanncPlan(NamedTuple):
 def first_feasible(
     chain_of: Callable[[int], Chain], batch: int, devices: Devices
 ) -> RanncPlan | None:
-    """Return RaNNC's plan for a step of `batch` samples; None if no plan fits in memory.
+    """Return RaNNC's plan for steps of `batch` samples, or `None` if no plan fits in memory.
 
     `chain_of(samples)` returns the chain of blocks with costs for microbatches of `samples`
     samples.
@@ -159,7 +159,7 @@ class _Table:
         return _State(*numbers, *(np.zeros(shape, int) for _ in range(2)))
 
     def extended(self) -> RanncPlan | None:
-        """Add a stage and return the plan, or None if no plan with this number of stages fits."""
+        """Add a stage; return the plan, or `None` if no plan with this number of stages fits."""
         stages, last = len(self.states), self.states[-1]
         state = self._empty(inf)
         for end in range(stages, self.blocks + 1):
@@ -217,7 +217,7 @@ class _Table:
 
 
 def _first_kept(value, front):
-    """Return the index of the candidate selected by RaNNC, or None if none fits in memory.
+    """Return the index of the candidate selected by RaNNC, or `None` if none fits in memory.
 
     Candidates are compared in order, and each better candidate replaces the stored one.
     """

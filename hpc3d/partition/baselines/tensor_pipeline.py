@@ -54,12 +54,12 @@ class TensorCosts(ModelCosts):
 
 
 def megatron(task: Task) -> Contender:
-    """Return the fastest layout with tensor and data parallelism, but without a pipeline."""
+    """Return Megatron-LM's fastest layout with tensor and data parallelism only."""
     return _fastest_split("Megatron-LM", task, pipeline=False)
 
 
 def megatron_pipeline(task: Task) -> Contender:
-    """Return the fastest pipeline layout with the same number of layers on every stage."""
+    """Return Megatron-LM's fastest pipeline layout with equal numbers of layers per stage."""
     return _fastest_split("Megatron-LM, pipeline", task, pipeline=True)
 
 
@@ -79,7 +79,7 @@ def _fastest_split(name, task, pipeline):
 def _split(task, ways):
     """Return the planning task for replicas that consist of `ways` tensor-parallel ranks.
 
-    Returns None if `ways` is 1 and the model has no linear layers that could be sharded.
+    Returns `None` if `ways` is 1 and the model has no linear layers that could be sharded.
     """
     if ways == 1:
         return task if split_roles(task.operations.captured, 2).rows else None

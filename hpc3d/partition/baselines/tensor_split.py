@@ -28,7 +28,7 @@ from hpc3d.partition.operation_costs import OperationCost, Operations, Work
 from hpc3d.predict.machine.machine import Machine
 
 _aten = torch.ops.aten
-_PADDED = 128  # minimum rows per rank for sharding an embedding, or a weight with padding
+_PADDED = 128  # minimum rows per rank to shard an embedding, or to pad and shard a weight
 _LOSS_SUMS = 3  # all-reduced values per token: maximum, sum of exponentials, label's logit
 
 # Operations that can be applied to a shard of the columns without communication.
@@ -129,7 +129,7 @@ class _Flow:
                 self.origins[node] = {node}
 
     def _weight(self, node, index):
-        """Return the weight passed as operand `index`, or None if this operand is computed."""
+        """Return the weight passed as operand `index`, or `None` if this operand is computed."""
         given = node.args[index]
         return given.meta["val"] if given in self.captured.weights else None
 
@@ -176,7 +176,7 @@ class SplitOperations(Operations):
             "forward": _divided(operation.forward, forward, ways),
             "backward": _divided(operation.backward, backward, ways),
         }
-        # Row-parallel layers and embeddings all-reduce their results, which have the full size.
+        # The all-reduced results of row-parallel layers and embeddings are not sharded.
         if node not in roles.rows | roles.tables:
             kept = ("saved", "later", "working") + ("nbytes",) * (node not in roles.losses)
             own |= {name: getattr(operation, name) / ways for name in kept}

@@ -1,7 +1,7 @@
 """Wrapper around torch.export that keeps all operations in one graph, even under torch.no_grad.
 
-By default, torch.export creates a separate graph for each such block and drops torch.no_grad
-inside an autocast block. Here, the blocks are represented as follows:
+By default, torch.export creates a separate graph for each torch.no_grad block, and it drops
+torch.no_grad inside an autocast block. This wrapper represents the blocks as follows:
 
     torch.no_grad             each floating-point operand that may require a gradient is passed
                               through aten.detach, so that no result in the block requires one
@@ -74,7 +74,7 @@ def _checked_apply(cls, *args, **kwargs):
 
 
 class _Modes:
-    """Graph pass that replaces torch.no_grad blocks by explicit detach operations."""
+    """Graph pass that replaces torch.no_grad blocks with explicit detach operations."""
 
     def __init__(self, program):
         self.graph = program.graph
@@ -139,7 +139,7 @@ def _has_numbers(node):
 
 
 def _writes_to_its_result(node):
-    """Return True if an operation modifies an operand in place and returns it."""
+    """Return True if an operation returns an operand that it has modified in place."""
     schema = getattr(node.target, "_schema", None)
     return schema and any(each.alias_info and each.alias_info.is_write for each in schema.returns)
 
@@ -149,7 +149,9 @@ def _refuse_autocast(node):
     if enabled:
         while (line := where(node)) == "" and node.op != "output":
             node = node.next
-        raise ValueError(f"autocast to 16-bit types is not supported; remove the autocast{line}")
+        raise ValueError(
+            f"autocast to 16-bit types is not supported; remove the autocast block{line}"
+        )
 
 
 def where(node: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""Recorder of the arguments and results of module calls while the model runs on data.
+"""Record the arguments and results of module calls while the model runs on real data.
 
 The model runs once with a few samples and once with twice as many samples, to determine which
 tensor sizes depend on the number of samples.
@@ -58,7 +58,7 @@ class NestedValues(NamedTuple):
     def tensors_in(self, values: Any) -> list[torch.Tensor] | None:
         """Return the tensors in `values`, the arguments or the result of another call.
 
-        Returns None if `values` differs from the recorded call in its structure or constants.
+        Returns `None` if `values` has a different structure or different non-tensor leaves.
         """
         found, spec = tree_flatten(values)
         if spec != self.spec:
@@ -169,7 +169,7 @@ def _combined_leaf(path, few, many, samples):
 
 
 class _Watch:
-    """Replacement for a module's `forward` method that records its calls."""
+    """Replacement for a module's `forward` method that records the arguments and results."""
 
     def __init__(self, path, part, calls):
         self.path, self.part, self.calls, self.forward = path, part, calls, part.forward
@@ -275,7 +275,7 @@ _OF_MODULES = {*vars(torch.nn.Module()), "forward"}
 
 
 def _identity(value):
-    """Return a fingerprint that changes if the value is replaced or the container grows."""
+    """Return a fingerprint of an attribute: its object id and, for a container, its length."""
     return id(value), len(value) if isinstance(value, list | dict | set) else 0
 
 
@@ -296,7 +296,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def _backward(found, own):
-    """Return the FLOPs of the backward pass from the results `found` to the operands `own`."""
+    """Count the FLOPs to backpropagate from the results `found` to the operands `own`."""
     ends = [each for each in found if each.requires_grad]
     starts = [each for each in own if each.requires_grad]
     if not ends or not starts:

@@ -62,7 +62,7 @@ class WholeModule:
         _KNOWN[self.number] = self
 
     def __str__(self) -> str:
-        """Return the module path and, if possible, a hash that identifies the computation."""
+        """Return the module path and a hash that identifies the computation."""
         return f"{self.path} {self._text}"
 
     def __call__(
@@ -104,20 +104,20 @@ class WholeModule:
         found = self.call.returned.tensors_in(result)
         if not torch.equal(before[0], torch.get_rng_state()):
             raise BadData(
-                f"{self.path} cannot be traced and must not draw random numbers; remove the "
-                "random operation or make the module traceable"
+                f"{self.path} runs as an opaque operation and must not draw random numbers; "
+                "remove the random operation, or make the module traceable"
             )
         if before[1] != [each._version for each in values]:
             raise BadData(
-                f"{self.path} cannot be traced and must not write to its inputs; write to a copy "
-                "of the input instead"
+                f"{self.path} runs as an opaque operation and must not write to its inputs; write "
+                "to a copy of the input instead"
             )
         samples = self._samples(values)
         expected = [(like.shape(samples), like.dtype) for like in self.call.returned.likes]
         if found is None or expected != [([*each.shape], each.dtype) for each in found]:
             raise BadData(
-                f"{self.path} cannot be traced and must return {expected}, the shapes and dtypes "
-                "recorded for the plan"
+                f"{self.path} runs as an opaque operation and must return {expected}, the shapes "
+                "and dtypes recorded for the plan"
             )
         theirs = {storage_of(each) for each in (*values, *weights)}
         return [each.clone() if storage_of(each) in theirs else each for each in found]
@@ -211,8 +211,7 @@ class _StandIn:
         values = whole and whole.call.taken.tensors_in((args, kwargs))
         if values is None:
             raise ValueError(
-                f"the calls of {self.path} during tracing differ from the calls during a run on "
-                "real data"
+                f"{self.path} is called differently during tracing than in a run on real data"
             )
         held = dict(_held(self.part))
         weights = [held[name] for name in whole.weights]
@@ -221,7 +220,7 @@ class _StandIn:
 
 
 class WholeModules:
-    """Modules of a model that become opaque operations; each failed trace adds at least one.
+    """Modules of a model to be converted to opaque operations, found by repeated tracing.
 
     `example()` returns the model with data, and a function that runs the model on a given number
     of samples. `batch` is the batch size of the example inputs.
@@ -242,8 +241,8 @@ class WholeModules:
     def add(self, model: torch.nn.Module, path: str, reason: str) -> None:
         """Convert an untraceable module, and all modules of its class, to opaque operations.
 
-        If a module cannot be an opaque operation, its parent module is tried. Raises ValueError if
-        only the model itself remains, or after too many failed traces.
+        If a module cannot be converted, its parent module is tried. Raises ValueError if no
+        submodule can be converted, or after too many failed traces.
         """
         self.tries, why = self.tries + 1, ""
         while path in self.calls:
@@ -313,7 +312,7 @@ def culprit(error: BaseException | None, model: torch.nn.Module) -> str:
 
 
 def place_whole(program: ExportedProgram) -> tuple[WholeModule, ...]:
-    """Replace all placeholder operations in a program by WholeModules; return the WholeModules."""
+    """Replace the placeholder operations in a program with WholeModules, and return these."""
     graph, found = program.graph, []
     for node in [*graph.nodes]:
         if node.target is torch.ops.hpc3d.whole_module.default:

@@ -85,7 +85,7 @@ class RunRequest(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """Run plan, and the open lock file of the run folder. Only rank 0 creates this object."""
+    """Plan of the run, and the open lock file of its folder. Only rank 0 creates this object."""
 
     plan: RunPlan
     lock: TextIO
@@ -130,8 +130,8 @@ def asked_for(words: list[str]) -> RunRequest:
         key = option.removeprefix("--")
         if not key.startswith(_OF_RUN) or key in _OF_PLAN:
             raise ValueError(
-                f"{option}: the plan sets this key; remove the option. Valid keys are, or begin "
-                f"with, {', '.join(_OF_RUN)}"
+                f"{option}: the plan sets this key; remove the option. Allowed keys and "
+                f"prefixes: {', '.join(_OF_RUN)}"
             )
     return RunRequest(plan_file.load(path), words, resumed)
 
@@ -188,7 +188,7 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
 
 
 def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
-    """Yield one error message for each property of a plan that prevents it from running."""
+    """Yield an error message for each reason why a plan cannot be run."""
     schedule, rows = find(plan.schedule), plan.batch // plan.microbatches
     if schedule.asynchronous:
         yield f"schedule {plan.schedule}: not supported for torch modules; use {DEFAULT}"
@@ -255,7 +255,7 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
 
 
 class StepInputs:
-    """Inputs of a module; `given(step)` returns the inputs of a step, with `samples` samples."""
+    """Inputs of a module: `given(step)` returns the inputs of a step of `samples` samples."""
 
     def __init__(
         self, captured: Captured, given: Callable[[int], tuple | dict], samples: int
@@ -290,7 +290,7 @@ def _described(dtype: torch.dtype, shape: list[int]) -> str:
 
 
 def mismatch(model: StagedModel, opened: Checkpoint) -> str | None:
-    """Return the reason why a checkpoint does not match the module, or None if it does match."""
+    """Return the reason why a checkpoint does not match the module, or `None` if it matches."""
     tensors = stored_tensors(model.captured)
     shapes = {name: stored_shape(dims) for name, dims in tensors["shapes"].items()}
     found = inconsistencies(opened, shapes, tensors["frozen"])

@@ -110,7 +110,7 @@ class ModuleTrainer(Trainer):
         self.torch_weights.store()
 
     def update(self) -> None:
-        """Average the written buffers over the replicas of the stage, then update the weights."""
+        """Average modified buffers over the replicas of the stage, then update the weights."""
         written = [name for stage in self.engine.stages for name in stage.program.written]
         self.torch_weights.average(written, self.mesh.comm(DATA))
         super().update()
@@ -132,7 +132,7 @@ def lines_of_owners(
 
 
 class TiedBuckets(Buckets):
-    """Gradient buckets that also all-reduce the gradients of weights shared by several stages.
+    """Gradient buckets with an additional all-reduce for weights shared by several stages.
 
     The gradient of a shared weight is reduced over all ranks that hold the weight, and counted
     once in the gradient norm. Other reductions skip the gradients of shared weights, because the

@@ -50,7 +50,7 @@ def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterato
 
 
 def _pairs(one, other, rows):
-    """Return the number of pairs (sending rank, receiving rank) that process common samples."""
+    """Count the pairs of a sending and a receiving rank that process common samples."""
     if one == other:
         return one
     return sum(

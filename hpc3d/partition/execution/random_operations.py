@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 class Draw(NamedTuple):
-    """Key of the random numbers for the samples `first` to `first + samples` - 1 of a step."""
+    """Random number key for the samples `first` to `first + samples` (exclusive) of a step."""
 
     seed: int
     step: int

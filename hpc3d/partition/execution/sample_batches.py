@@ -1,4 +1,4 @@
-"""Partition of each step's batch by rows, first into microbatches and then over replicas."""
+"""Split each step's batch by rows, first into microbatches and then over replicas."""
 
 from __future__ import annotations
 

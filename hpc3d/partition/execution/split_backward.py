@@ -56,7 +56,7 @@ def product(
 
 
 class _ParameterView(NamedTuple):
-    """View of a parameter, described by shape, strides, and offset from the parameter's start."""
+    """Strided view of a parameter; `offset` is counted from the first parameter element."""
 
     parameter: torch.nn.Parameter
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class _ParameterView(NamedTuple):
 def _view_of(tensor):
     """Describe a tensor as a view of a parameter.
 
-    Returns None if the tensor is not a view of a parameter, or if its elements overlap in memory.
+    Returns `None` if the tensor is not a view of a parameter or has elements that overlap.
     """
     if tensor is None:
         return None
@@ -205,7 +205,7 @@ def _convolution(split, dy, x, weight):
 def _convolved_back(split, dy, x, weight, mask):
     """Return the gradients of a convolution with respect to input, weight and bias.
 
-    `mask` contains True for each gradient to compute.
+    `mask` has one entry per gradient: True to compute it.
     """
     how, dims = split.how, weight.dim() - 2
     stride, dilation, between = (
@@ -227,7 +227,7 @@ def _per_dim(number, dims):
 
 
 def _padding(weight, how):
-    """Return the padding of each spatial dimension, or None if any padding is asymmetric."""
+    """Return the padding of each spatial dimension, or `None` if any padding is asymmetric."""
     kernel, padding = weight.shape[2:], how["padding"]
     if not isinstance(padding, str):
         return _per_dim(padding, len(kernel))

@@ -89,7 +89,7 @@ def stage_programs(
 
 
 def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
-    """Yield (value, (producing chunk, last reading chunk)) for values read by other chunks."""
+    """Yield each value read by other chunks, and (producing chunk, last reading chunk)."""
     for node in captured.program.graph.nodes:
         if node in captured.readers:
             first = part_of[captured.piece_of[node]]
@@ -143,7 +143,7 @@ def _program(captured, part, number, crossing, redraw, split):
 
 
 def graded(captured: Captured, programs: Sequence[StageProgram]) -> set[fx.Node]:
-    """Return the model outputs, and the values sent between chunks, that have a gradient."""
+    """Return the model outputs and inter-chunk values that require a gradient."""
     found, rows = {}, 2
     with FakeTensorMode():
         weights = {name: without_values(each, rows) for name, each in state_of(captured).items()}

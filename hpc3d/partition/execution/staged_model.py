@@ -1,4 +1,4 @@
-"""Description of a captured module that is partitioned into stages, identical on all ranks."""
+"""Partition a captured module into stages; all ranks create the same description."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StagedModel(NamedTuple):
     `programs` contains the programs of all model chunks in model order; chunk n is on pipeline
     stage n mod S. `replicas` has one number for each of the S stages, and `recompute` is True for
     each chunk with recomputation. `graded` contains the sent values and outputs that have a
-    gradient. `loss` is the output to minimize: the mean over samples. `owners` maps each weight
+    gradient. `loss` is the output to minimize, a mean over samples. `owners` maps each weight
     name to the stages that hold the weight.
     """
 

@@ -27,7 +27,7 @@ class _Kept(NamedTuple):
 
     `edges` contains the autograd edges of the results, so that the results themselves can be
     freed. `edges` is `None` if the backward pass recomputes the chunk. In this case, `buffers`
-    contains copies of the written buffers.
+    contains copies of the buffers that the chunk modifies.
     """
 
     received: Sequence[torch.Tensor]
@@ -39,7 +39,7 @@ class TorchStage:
     """Implementation of `PipelineStage` for a StageProgram.
 
     Only the last model chunk has a `loss`. If `recompute` is True, only the received tensors and
-    the written buffers are saved for each microbatch.
+    the modified buffers are saved for each microbatch.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ def _edges(made):
 
 
 def _arrays(block):
-    """Wrap a single array in a tuple, and convert `None` to an empty tuple."""
+    """Return a tuple of arrays for a tuple, a single array, or `None` (an empty tuple)."""
     return block if isinstance(block, tuple) else () if block is None else (block,)
 
 

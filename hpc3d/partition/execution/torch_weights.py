@@ -63,8 +63,8 @@ class TorchWeights:
     `tensors` maps names to torch tensors, and `items` maps names to the Parameters that store the
     tensors; constants have no Parameter. `shared` maps the name of each weight that is replicated
     on other stages to True if this stage owns the weight. During the backward pass, torch calls
-    `completed(name)` after its last contribution to a parameter's gradient. Work that may run
-    later is passed to `defer`.
+    `completed(name)` after its last contribution to a parameter's gradient. Deferrable
+    work is passed to `defer`.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class ModelPart(nn.Module):
-    """Model chunk.
+    """Module that computes one model chunk.
 
     `reads_weights` contains the names of the chunk's weights in the full model, and
     `writes_buffers` the names of the buffers that it modifies. Tensors in `weights` that are not
@@ -52,7 +52,7 @@ class ModelPart(nn.Module):
 class ComputedAgain(nn.Module):
     """Model chunk with activation checkpointing.
 
-    Only the received tensors and the initial values of the written buffers are saved for each
+    Only the received tensors and the initial values of modified buffers are saved for each
     microbatch. The backward pass recomputes all other activations.
     """
 
@@ -143,7 +143,7 @@ class PartTrainer:
         self.optimizer = torch.optim.AdamW([group], lr=learning_rate)
 
     def _weight(self, model, name):
-        """Return a copy of a tensor of the full model on the device of this process."""
+        """Copy a tensor of the full model to the device of this process."""
         home, _, last = name.rpartition(".")
         held = getattr(model.get_submodule(home), last, self.cut.constants.get(name))
         copied = held.detach().to(self.device, copy=True)
@@ -196,7 +196,7 @@ class PartTrainer:
         return {name: groups[found[name]] for name in self.trained if found[name] in groups}
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Run an optimizer step and return the mean loss of the samples.
+        """Run a training step and return the loss, averaged over all samples.
 
         The result is 0 on all stages except the last one.
         """
@@ -239,7 +239,7 @@ class PartTrainer:
             each.wait()
 
     def _average_buffers(self):
-        """Average written floating-point buffers over the replicas."""
+        """Average modified floating-point buffers over the replicas."""
         for part in self.parts if self.cut.replicas > 1 else ():
             for buffer in _written(part).values():
                 if buffer.is_floating_point():
@@ -285,7 +285,7 @@ def main(cut: CutModel) -> None:
         torch.cuda.set_device(device)
     try:
         _train(cut, options)
-        dist.barrier()  # a process must not exit while a peer is sending
+        dist.barrier()  # keeps a process from exiting while a peer is sending
     finally:
         dist.destroy_process_group()
 
@@ -322,9 +322,11 @@ def _batches(cut, place, example):
 
 
 def _samples(cut, inputs):
-    """Return the number of samples of a step."""
+    """Return the number of samples per step; exit if it cannot be split evenly."""
     samples = next(len(value) for name, value in inputs.items() if name not in cut.undivided)
     if samples % (cut.replicas * cut.microbatches):
         shares = f"{cut.microbatches} microbatches x {cut.replicas} replicas"
-        sys.exit(f"{samples} samples must be divisible by {shares}; use another batch size")
+        sys.exit(
+            f"a batch of {samples} samples must be divisible by {shares}; use another batch size"
+        )
     return samples

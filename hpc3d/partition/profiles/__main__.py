@@ -52,7 +52,7 @@ def parser() -> Parser:
     add("-o", "--output", **path, help="file to write")
     batch = "size of the largest microbatch in samples (default: batch of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=batch)
-    repeats = f"number of repetitions, of which the median is used (default: {_REPEATS})"
+    repeats = f"number of repetitions; the median time is used (default: {_REPEATS})"
     add("--repeats", type=positive, default=_REPEATS, metavar="R", help=repeats)
     return parser
 

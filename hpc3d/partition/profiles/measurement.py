@@ -1,4 +1,4 @@
-"""Measurements for a profile, performed by all ranks at the same time.
+"""Measure compute, message and all-reduce times on all ranks at the same time.
 
 Compute times are CPU times of the rank's thread, so other processes affect them only through
 contention for caches and memory bandwidth. All pieces are timed in the same pass. The times are
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CLOCK = time.thread_time
 _PARTS = 8  # number of model chunks for measuring the overhead per chunk
-_MORE = 5  # factor for the number of repetitions of messages, which are fast
+_MORE = 5  # additional repetition factor for messages, because they are fast
 _SIZES = [1 << power for power in (10, 13, 16, 18, 20, 22, 24)]  # message sizes in bytes
 
 
@@ -108,7 +108,7 @@ def timed_calls(job: Job, comm: Communicator, repeats: int) -> list[dict[str, An
 
 
 def _fastest(job: Job, call: Callable[[], float], repeats: int) -> float:
-    """Return the time in seconds of the slowest rank in the fastest repetition of a call."""
+    """Return the time of a call in seconds: maximum over ranks, minimum over repetitions."""
     found = []
     for _ in range(repeats):
         job.comm.Barrier()

@@ -1,4 +1,4 @@
-"""Run of a module on a single rank, for timing passes, steps and optimizer updates."""
+"""Run a module on a single rank to time passes, steps and optimizer updates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpc3d.pipeline.schedule import ONE_STAGE
 
 
 class StepSeconds(NamedTuple):
-    """Times in seconds within a one-microbatch step: passes, update, and everything else."""
+    """Times in seconds of a one-microbatch step: all passes, the update, and the remainder."""
 
     passes: float
     update: float
@@ -32,7 +32,7 @@ class StepSeconds(NamedTuple):
 
 
 class OneRankRun:
-    """Run of a captured module on data, timed by `clock`, a function that returns seconds.
+    """Timed run of a captured module on real data; `clock()` returns the time in seconds.
 
     All steps use the same `batch` samples; `inputs` with fewer samples are repeated. The learning
     rate is 0, so that the weights do not change.
@@ -106,7 +106,7 @@ class OneRankRun:
         return times[1] - times[0], times[2] - times[1]
 
     def step(self) -> StepSeconds:
-        """Run the next training step; return the times of the passes, the update and the rest."""
+        """Run the next training step and return its times."""
         start = self.clock()
         self.trainer.step(self.steps)
         whole = self.clock() - start

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PieceTimer:
-    """Timer of a captured module's pieces; `clock` is a function that returns seconds."""
+    """Timer for the pieces of a captured module; `clock()` returns the time in seconds."""
 
     def __init__(self, captured: Captured, clock: Callable[[], float]) -> None:
         self.clock, self.pieces = clock, len(captured.pieces)

@@ -1,1 +1,1 @@
-"""Reproduction of the four findings of arXiv:2407.02081."""
+"""Reproduce the findings of arXiv:2407.02081 on pipeline and data parallelism."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-_SLOWER = 16  # factor by which the second network is slower than the machine's network
+_SLOWER = 16  # slowdown of the second network, relative to the machine's network
 _HIDDEN, _BATCHES, _SEQUENCE = (512, 1024, 2048, 4096, 8192), (16, 64, 256, 1024), 256
 _RANKS, _LAYERS = 16, 16
 _MICROBATCHES = (1, 4, 16, 64)
@@ -39,7 +39,7 @@ def by_microbatches(machine: Machine, hidden: int = 4096, batch: int = 64) -> li
 
 
 def slowed(machine: Machine, factor: float) -> Machine:
-    """Return a copy of a machine, without measured calls, whose outermost links are slower."""
+    """Copy a machine with slower outermost links; the copy has no measured calls."""
     *inner, link = machine.links
     rates = ("bandwidth", "node_bandwidth", "pair_bandwidth")
     slow = replace(link, **{rate: getattr(link, rate) / factor for rate in rates})
@@ -97,12 +97,12 @@ def _received(run: StageRun, axis: str) -> float:
 
 
 def _verdict(row: dict[str, Any], quantity: str) -> str:
-    """Return "pipeline" or "data", whichever has the smaller value of `quantity` in `row`."""
+    """Return "pipeline" or "data", the strategy with the smaller value of `quantity`."""
     return "pipeline" if row[f"pipeline_{quantity}"] < row[f"data_{quantity}"] else "data"
 
 
 def why(row: dict[str, Any]) -> str:
-    """Return the reason why the strategy that moves more bytes is faster, or "" if it is slower.
+    """Explain why the strategy that moves more bytes is faster; return "" if it is slower.
 
     If data parallelism is faster, the reason is the largest cost of the pipeline: the bubble,
     exposed messages, or the low efficiency of many small passes. If the pipeline is faster, the

@@ -1,4 +1,4 @@
-"""Simulation of one training step of an experiment, with defaults for most configuration keys."""
+"""Simulate one training step, with default values for most configuration keys."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def resolved_config(
 
 
 def step(machine: Machine, config: Config) -> tuple[list[StageRun], dict[str, Any]]:
-    """Simulate a training step. Returns the simulated run of each stage, and a summary."""
+    """Simulate a training step; return the simulated run of each stage, and a summary."""
     runs = simulate(config, config.model.vocabulary, machine)
     return runs, summary(runs, config, machine)

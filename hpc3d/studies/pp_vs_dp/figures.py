@@ -1,4 +1,4 @@
-"""Figures for the four findings of arXiv:2407.02081, based on the tables of findings.py."""
+"""Plot the reproduced findings of arXiv:2407.02081 from the tables of findings.py."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def partitions(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """Plot the total memory by kind and the worst rank's memory against the number of stages."""
+    """Plot the total memory by kind and the maximum per rank against the number of stages."""
     kinds = [[*group] for _, group in groupby(found["partitions"], lambda row: row["partition"])]
     figure, panels = empty(WIDTH, 0.8 + 2.2 * len(kinds), len(kinds), sharey=True)
     for panel, rows in zip(panels, kinds):
@@ -121,7 +121,7 @@ def _partition_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
         values = np.array([row[part] for row in rows]) / 1e9
         panel.bar(xs, values, 0.6, bottom, color=color, label=part)
         bottom = bottom + values
-    how = {"color": NAVY, "linestyle": "--", "label": "with closed-form layers in flight"}
+    how = {"color": NAVY, "linestyle": "--", "label": "closed-form estimate (without buffers)"}
     panel.hlines([_closed(row) for row in rows], xs - 0.4, xs + 0.4, **how)
     panel.plot(xs, [row["worst"] / 1e9 for row in rows], "o-", c="black", label="worst rank")
     above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "size": 7}
@@ -131,9 +131,9 @@ def _partition_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _closed(row: dict[str, Any]) -> float:
-    """Return the memory of states, copies and activations in GB.
+    """Return the closed-form memory of model states, embedding copies and activations in GB.
 
-    The activation memory is computed with the closed-form number of layers in flight.
+    The activation memory follows from the closed-form number of layers in flight.
     """
     layer = row["activations"] / row["layers_held"]
     return (row["states"] + row["copies"] + row["in_flight"] * layer) / 1e9
@@ -142,13 +142,15 @@ def _closed(row: dict[str, Any]) -> float:
 def _messages(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     """Plot the step time against the mean message size.
 
-    The upper panel is for gradient buckets, the lower panel for tensor-parallel calls.
+    The upper panel shows gradient buckets, and the lower panel tensor-parallel collectives.
     """
     figure, (above, below) = empty(WIDTH, 5.4, 2)
     for overlap, (color, label) in _OVERLAP.items():
         rows = [row for row in found["buckets"] if row["overlap"] is overlap]
         _curve(above, rows, "step_s", color=color, label=f"step, reductions {label}")
-    _half(above, rows, "black", "n1/2 of an all-reduce (half of the peak bandwidth)")
+    _half(
+        above, rows, "black", "n1/2 of an all-reduce (message size at half of the peak bandwidth)"
+    )
     for scheme, color in _SCHEMES.items():
         rows = [row for row in found["microbatches"] if row["scheme"] == scheme]
         _curve(below, rows, "step_s", color=color, label=f"{scheme}: step")
@@ -183,7 +185,7 @@ def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
         bottom = bottom + values
     labels = [f"{', '.join(map(str, row['stages']))}\n{row['imbalance']:+.0%}" for row in rows]
     panel.set_xticks(xs, labels)
-    panel.set_xlabel("layers per stage; layers of the largest stage relative to the mean")
+    panel.set_xlabel("layers per stage, and excess of the largest stage over the mean")
     panel.set_ylabel("time in calls [ms]")
     panel.legend(frameon=False, fontsize=8)
     return figure
@@ -192,7 +194,7 @@ def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
 def _parts(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
     """Return the colors of the bar segments, as a dict from (axis, wait or transfer) to color.
 
-    Segments that are always shorter than a thousandth of the longest bar are omitted.
+    Segments that never exceed 0.1 % of the longest bar are omitted.
     """
     shades = {
         "transfer": dict(zip(("x", "p", "d", "world"), (NAVY, BLUE, GREEN, PINK))),

@@ -1,4 +1,4 @@
-"""Reproduction of the four findings of arXiv:2407.02081 with tables of simulated training steps.
+"""Reproduce the four findings of arXiv:2407.02081 with tables of simulated training steps.
 
 1. Pipeline parallelism is faster than data parallelism in some cases, but not in all.
 2. The total memory of all ranks increases with the number of stages, especially with a poor
@@ -49,7 +49,7 @@ def findings(machine: Machine) -> dict[str, Any]:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print and return the findings for a machine file. The default machine has H100 GPUs."""
+    """Print and return the findings for a machine (default: H100 GPUs)."""
     found = findings(load(options.machine or shipped(H100)))
     report(found)
     return found
@@ -82,7 +82,8 @@ def _print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any
     large = sorted({row["hidden"] for row in rows if not row["data_fits"]})
     if large:
         print(
-            f"   data parallelism does not fit in memory with hidden {', '.join(map(str, large))}"
+            "   data parallelism does not fit in memory with hidden size "
+            f"{', '.join(map(str, large))}"
         )
     first, many = counted[0], [row["microbatches"] for row in counted if row["wins"] == "pipeline"]
     where = f"hidden {first['hidden']}, {first['tokens']:,} tokens"
@@ -150,14 +151,14 @@ def _print_messages(sums: Sequence[dict[str, Any]], tensors: Sequence[dict[str, 
 
 
 def ends(rows: Sequence[dict[str, Any]], *keys: str) -> float:
-    """Return the ratio of the last to the first row, for the product of the columns `keys`."""
+    """Return the product of the columns `keys` in the last row, relative to the first row."""
     first, last = (prod(row[key] for key in keys) for row in (rows[0], rows[-1]))
     return last / first
 
 
 def _print_buckets(sums: Sequence[dict[str, Any]]) -> None:
     half = sums[0]["half"] / 1e6
-    print(f"\n3. Gradient reduction by bucket size; n1/2 (half of peak bandwidth) = {half:.1f} MB")
+    print(f"\n3. Gradient reduction by bucket size (half of the peak bandwidth at {half:.1f} MB)")
     print("   bucket [MB]  calls  message [MB]  step [ms], overlapped  after backward")
     hidden, after = ([row for row in sums if row["overlap"] is each] for each in (True, False))
     for row, late in zip(hidden, after, strict=True):
@@ -183,7 +184,7 @@ def _print_waiting(rows: Sequence[dict[str, Any]]) -> None:
         layers = ",".join(map(str, row["stages"]))
         print(f"   {layers:12s}{row['imbalance']:+8.0%}{row['step_s'] * 1e3:7.1f}{cells}")
     (wait, transfer), (waits, transfers) = map(_blocked, (rows[0], rows[-1]))
-    print(f"   growth from the first to the last row: wait time x {waits / wait:.1f}, ", end="")
+    print(f"   increase from the first to the last row: wait time x {waits / wait:.1f}, ", end="")
     print(f"transfer time x {transfers / transfer:.2f}")
 
 

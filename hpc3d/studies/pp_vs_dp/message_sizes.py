@@ -1,4 +1,4 @@
-"""Cost of small messages due to gradient buckets and microbatches (arXiv:2407.02081)."""
+"""Simulate the cost of small gradient buckets and microbatches (arXiv:2407.02081)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _RANKS = 16  # number of replicas
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # gradient bucket sizes in MB
-# Maps a scheme to its mesh, and to the collective with the most bytes along the innermost axis.
+# For each scheme: its mesh, and the collective that moves the most bytes on the innermost axis.
 _TENSOR = {"1d": ({"x": 8}, "all_reduce"), "2d-summa": ({"x": 2, "y": 4}, "broadcast")}
 _MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -98,7 +98,8 @@ def _tensor_row(
     """Return the table row for a scheme with `count` microbatches.
 
     The communication volume of 1-D tensor parallelism does not depend on the number of
-    microbatches. In contrast, SUMMA communicates the weight panels again for each microbatch.
+    microbatches. In contrast, SUMMA repeats the communication of the weight panels for each
+    microbatch.
     """
     mesh, op = _TENSOR[scheme]
     parallel = {"scheme": scheme, "microbatches": count}

@@ -1,4 +1,4 @@
-"""Memory of a pipeline as a function of its layer partition (arXiv:2407.02081)."""
+"""Simulate how the layer partition of a pipeline affects its memory (arXiv:2407.02081)."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def _memory(
 def _partition_row(
     found: Mapping[str, Any], stages: Sequence[int], microbatches: int, layer: float
 ) -> dict[str, Any]:
-    """Return the memory by kind, summed over ranks, and the memory of the worst rank, in bytes.
+    """Return the total memory by kind and the maximum memory per rank, in bytes.
 
     `in_flight` is the closed-form number of layers in flight: stage i of p saves the activations
     of its layers for min(m, p-i) of m microbatches. For even stages and m >= p, the sum over all
-    stages is (p+1)/2 L. `layers_held` is the activation memory divided by the activation memory of
-    one layer and microbatch. `copies` is the memory of all copies of the token embedding table
-    except the first, including the gradients and optimizer states of these copies.
+    stages is (p+1)/2 L. `layers_held` is the activation memory in units of one layer
+    and microbatch. `copies` is the memory of all copies of the token embedding table except the
+    first, including the gradients and optimizer states of these copies.
     """
     ranks, worst = found["memory"]["stages"], found["memory"]["worst"]
     parameters, *others = (_total(ranks, kind) for kind in ("parameter", "gradient", "optimizer"))

@@ -1,8 +1,8 @@
 """Wait and transfer times of calls in a simulated step, based on one rank of each stage.
 
-As in wait_states.py, the blocking time of a call is the sum of the wait time, until the last
-member enters the call, and the transfer time after that. Ranks along a tensor or data axis enter
-a call simultaneously, so only calls between stages wait. A send never waits.
+As in wait_states.py, the blocking time of a call consists of the wait time, which ends when the
+last member enters the call, and the transfer time after that. Ranks along a tensor or data axis
+enter a call simultaneously, so ranks wait only in calls between stages. A send never waits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def waiting(
 
 
 def by_axis(runs: Sequence[StageRun]) -> dict[str, tuple[float, float]]:
-    """Return a dict from mesh axis to the mean (wait time, transfer time) of a rank in seconds."""
+    """Return a dict from mesh axis to the mean (wait time, transfer time) per rank in seconds."""
     waits, transfers, last = Counter(), Counter(), _arrivals(runs)
     for run in runs:
         for row in calls(run):
@@ -77,7 +77,7 @@ def calls(run: StageRun) -> np.ndarray:
 
 
 def _arrivals(runs: Sequence[StageRun]) -> dict[tuple, int]:
-    """Return a dict from call instance to the time when its last member arrived, in ns."""
+    """Return a dict from each call to the time in ns at which its last member entered it."""
     last = {}
     for run in runs:
         for row in calls(run):
@@ -90,7 +90,7 @@ def _call_instance(run: StageRun, row: np.void) -> tuple:
     """Return a key that identifies a collective or message on all simulated ranks.
 
     Along axes within a stage, one simulated rank represents all members. In this case, the key
-    contains the number of this rank.
+    contains the index of this rank.
     """
     axis, rank, peer = run.axes[row["group"]], run.rank, int(row["peer"])
     ends = {_SEND: (rank, peer), _RECV: (peer, rank)}.get(int(row["op"]), ())
