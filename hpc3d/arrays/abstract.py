@@ -41,7 +41,7 @@ class CostMeter:
     float8 = False
 
     def product(self, m: int, n: int, k: int, dtype: DTypeLike, batch: int = 1) -> None:
-        """Record `batch` matrix products of shapes [m, k] and [k, n]."""
+        """Record `batch` matrix products [m, k] x [k, n]."""
 
     def kernel(self, name: str, nbytes: int) -> None:
         """Record a kernel other than a matrix product; `nbytes` is its total memory traffic."""
@@ -62,13 +62,16 @@ class CostMeter:
 
 
 class Flags(NamedTuple):
-    """Replacement for `ndarray.flags`: an array is read-only if several ranks share its memory."""
+    """Replacement for `ndarray.flags`. Arrays in memory shared by several ranks are read-only."""
 
     writeable: bool
 
 
 class AbstractLease:
-    """Handle to memory that is counted but not allocated; deleting it subtracts the memory."""
+    """Handle to simulated memory, which is counted but not allocated.
+
+    Deleting the handle subtracts the memory's size from the count.
+    """
 
     __slots__ = ("give_back", "kind", "shared", "slot_of")
 
@@ -205,7 +208,7 @@ def _compares(ufunc: np.ufunc) -> bool:
 
 
 def _indexed(shape: tuple[int, ...], key: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the result shape of indexing an array with slices, integers, None and Ellipsis."""
+    """Return the shape that results from indexing with slices, integers, None and Ellipsis."""
     if Ellipsis in key:
         index = key.index(Ellipsis)
         rest = len(shape) - sum(part is not None for part in key) + 1
@@ -226,7 +229,7 @@ def _reduced(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
 
 
 def _product(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the matrix product of two arrays with shapes a and b (`np.matmul`)."""
+    """Return the shape of `np.matmul(x, y)` for arrays with the shapes a and b."""
     if a[-1] != b[-2 if len(b) > 1 else 0]:
         raise ValueError(f"matrices of shapes {a} and {b} cannot be multiplied")
     rows, columns = a[-2:-1], b[-1:] if len(b) > 1 else ()
@@ -245,7 +248,7 @@ def _stacked(blocks: Sequence[AbstractArray], axis: int = 0) -> AbstractArray:
 
 
 def _dot(a: AbstractArray, b: AbstractArray) -> float:
-    """Record the cost of a dot product with the meter; return 0 as a placeholder result."""
+    """Record the cost of a dot product; return 0 as a placeholder result."""
     a.meter.kernel("reduction", a.nbytes + b.nbytes)
     return 0.0
 
@@ -265,10 +268,11 @@ _FUNCTIONS = {
 
 
 def counted(primitive: Primitive) -> Callable[..., Any]:
-    """Return a primitive's implementation for abstract arrays, wrapped to notify the meter.
+    """Wrap a primitive's implementation for abstract arrays, so that each call notifies the meter.
 
-    The meter receives the total bytes of all operands and results.  If the primitive is a
-    composite, the operations that it calls notify the meter instead.
+    The meter receives the total bytes of all operands and results. The implementation of a
+    composite primitive is returned unwrapped, because the operations that it calls notify the
+    meter.
     """
     rule = primitive.abstract_rule
     if rule is primitive.numpy:
@@ -296,7 +300,7 @@ has_values.register(AbstractArray, lambda array: False)
 
 
 class AbstractPool(Pool):
-    """Pool of abstract arrays: it counts bytes like `Pool`, and `meter` records operations."""
+    """Pool of abstract arrays, which counts bytes like `Pool`; `meter` records operations."""
 
     kind = AbstractArray
 
@@ -320,7 +324,8 @@ class AbstractStore:
     """`HostStore` (hpc3d.arrays.host_store) for abstract arrays.
 
     Copies on a device are asynchronous: the memory of an array being saved is released at the next
-    call, and the memory of an array being loaded is allocated when the load starts.
+    call of `save` or `settle`, and the memory of an array being loaded is allocated when the load
+    starts.
     """
 
     exposed = None

@@ -69,7 +69,7 @@ class _FilePool(Pool):
         self.owner.count(OFFLOADED, size)
 
     def memory(self, size: int) -> np.ndarray:
-        """Allocate complete pages of the file; if the file is full, at least double its size."""
+        """Allocate `size` bytes, rounded up to full pages; if the file is full, enlarge it."""
         size = -(-size // PAGESIZE) * PAGESIZE
         if size > len(self.rest):
             self.rest = self._mapped(max(size, self.size))
@@ -84,7 +84,7 @@ class _FilePool(Pool):
         except OSError as error:
             what = f"cannot offload {size / 1e6:,.1f} MB more ({error.strerror})"
             raise OSError(
-                error.errno, f"{what}; set TMPDIR to another folder", self.folder
+                error.errno, f"{what}; set TMPDIR to a folder with more space", self.folder
             ) from None
         self.size += size
         return np.frombuffer(mmap(self.file, size, offset=start), np.uint8)

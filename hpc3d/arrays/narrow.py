@@ -37,7 +37,7 @@ _PRODUCTS = {np.dot, np.einsum, np.inner, np.tensordot, np.vdot}
 
 
 def wide(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype in which values of `dtype` are accumulated, at least float32."""
+    """Return the dtype used to accumulate values of type `dtype`: float32 or wider."""
     return np.promote_types(dtype, WIDE)
 
 
@@ -87,7 +87,7 @@ class Narrow(np.ndarray):
 
 
 def of_type(array: np.ndarray) -> np.ndarray:
-    """Return the array; if its elements are 16-bit floats, return a Narrow view of it."""
+    """Return a Narrow view of an array of 16-bit floats; return any other array unchanged."""
     plain = type(array) is np.ndarray
     return np.ndarray.view(array, Narrow) if plain and is_narrow(array.dtype) else array
 
@@ -128,7 +128,11 @@ def _blocks(out: Any, inputs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def narrow_rule(primitive: Primitive) -> Callable[..., Any] | None:
-    """Return a primitive's rule for Narrow arrays, or `None` if its NumPy rule supports them."""
+    """Return a primitive's implementation for Narrow arrays.
+
+    The result is `None` for a composite primitive, whose only implementation accepts Narrow
+    arrays.
+    """
     if primitive.narrow_rule or primitive.abstract_rule is primitive.numpy:
         return primitive.narrow_rule
     return lambda *given, **named: primitive.numpy(*map(_to_read, given), **named)

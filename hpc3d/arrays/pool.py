@@ -87,7 +87,7 @@ class Lease:
 
 
 def lent(lease: Lease, dtype: np.dtype) -> np.ndarray:
-    """Return an array in the memory of `lease`: Narrow for 16-bit floats, else a NumPy array."""
+    """Return the memory of `lease` as a Narrow array for 16-bit floats, else as a NumPy array."""
     return of_type(np.asarray(lease).view(dtype))
 
 

@@ -45,7 +45,6 @@ class Primitive:
         return rule(first, *rest, **named)
 
     def _choose(self, kind: type) -> _Rule:
-        """Select and cache the rule for arrays of type `kind`."""
         backend = BACKENDS.get(kind)
         rule = self.registered.get(kind) or (backend and backend(self)) or self.numpy
         return self.chosen.setdefault(kind, rule)
@@ -63,7 +62,7 @@ class Primitive:
         return rule
 
     def register(self, kind: type, rule: _Rule) -> None:
-        """Register a rule for arrays of type `kind`."""
+        """Register an implementation for arrays of type `kind`."""
         self.registered[kind] = rule
         self.chosen.pop(kind, None)
 
@@ -81,7 +80,7 @@ def composite(function: _Rule) -> Primitive:
 
 
 def add_backend(kind: type, rule_of: Callable[[Primitive], _Rule | None]) -> None:
-    """Register a backend, which uses the rule `rule_of(primitive)` for arrays of type `kind`."""
+    """Register a backend; `rule_of` returns a primitive's implementation for type `kind`."""
     BACKENDS[kind] = rule_of
     for each in PRIMITIVES:
         each.chosen.pop(kind, None)

@@ -74,7 +74,7 @@ class Lt:
         vector = bias if bias_grad is None else bias_grad
         matrix = gelu_input if gelu_at is None else gelu_at
         if bias_grad is not None and scale != 1:
-            raise Unsupported("cuBLASLt does not document whether it also scales bias_grad")
+            raise Unsupported("cuBLASLt does not document whether `scale` affects bias_grad")
         if not (a.size and b.size):
             return _without_terms(b, out, bias, add, bias_grad, matrix)
         key = tuple(map(operand_of, (a, b, out, add, bias, bias_grad, gelu_input, gelu_at)))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # dict from supported dtypes to cuDNN's names
 _Q, _K, _V, _OUT, _STATS, _DOUT, _DQ, _DK, _DV = range(1, 10)  # tensor identifiers in the graphs
 _LINE = 400  # maximum length of a cuDNN error message, in characters
-RUNTIMES = ("libcudart.so.12", "libcudart.so.13")  # CUDA runtimes that the frontend searches for
+RUNTIMES = ("libcudart.so.12", "libcudart.so.13")  # file names of CUDA runtimes
 
 
 class Case(NamedTuple):

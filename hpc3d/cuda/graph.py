@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class CudaGraph:
-    """CUDA graph of the work posted to a device between `begin` and `end`.
+    """CUDA graph of the work submitted to a device between `begin` and `end`.
 
     The graph captures the stream `compute`, and all streams that fork from this stream and join it
     again. Captured work runs only when `launch` is called. Arrays allocated during the capture are
     in a private memory pool, so that no other array reuses their memory between two launches.
-    External inputs must keep their addresses.
+    Input arrays that are allocated outside the capture must keep their addresses.
     """
 
     def __init__(self, device: Cuda) -> None:

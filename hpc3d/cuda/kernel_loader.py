@@ -73,7 +73,7 @@ def options() -> tuple[str, ...]:
 
 
 def _in_register(value: Any) -> np.generic:
-    """Return a kernel argument as a NumPy scalar: a number, or the address of an array."""
+    """Convert a kernel argument to a NumPy scalar: a number, or the address of an array."""
     if isinstance(value, np.generic):
         return value
     if value is None:

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / "kernels"
 REALS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # dtype -> C++ type
 # Additional NVRTC options. The second one allows lambdas without a __device__ qualifier.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
-_LOAD = 16  # bytes per vectorized load of a thread (one pack)
+_LOAD = 16  # bytes per vectorized load of a thread (`pack` elements)
 WARP = 32
 ROWS_PER_STRIP, STRIPS = 64, 128  # column sums: minimum rows per strip, maximum number of strips
 BLOCKS = 2048  # maximum number of blocks of a grid-stride launch
@@ -53,17 +53,17 @@ class Launch(NamedTuple):
 
 
 def whole(size: int, part: int) -> int:
-    """Return the number of chunks of `part` elements needed for `size` elements (minimum 1)."""
+    """Return ceil(size / part), but at least 1."""
     return max(1, -(-size // part))
 
 
 def strips(rows: int) -> int:
-    """Return the number of row strips (one partial sum each) in a sum over `rows` rows."""
+    """Return the number of row strips into which a sum over `rows` rows is split."""
     return min(STRIPS, whole(rows, ROWS_PER_STRIP))
 
 
 def block_per_row(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign one block to each row and one thread to each pack, rounded up to full warps."""
+    """Use one block per row and one thread per `pack` elements, rounded up to full warps."""
     return Launch((rows, 1), (min(most, WARP * whole(columns, WARP * pack)), 1))
 
 
@@ -73,7 +73,7 @@ def row_of(elements: int) -> Callable[[int, int, int, int], Launch]:
 
 
 def strided(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Cover all elements of an array with a grid-stride loop over packs."""
+    """Cover an array with a grid-stride loop; a thread loads `pack` elements at a time."""
     return Launch((min(BLOCKS, whole(rows * columns, pack * most)), 1), (most, 1))
 
 
@@ -86,22 +86,22 @@ def one_block(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def tiles_of_strips(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign a tile to each block: a strip of rows, 32 packs (16-byte loads) wide."""
+    """Assign each block a strip of rows and 32 * `pack` columns."""
     return Launch((whole(columns, WARP * pack), strips(rows)), (WARP, most // WARP))
 
 
 def tiles_of_columns(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign 32 columns of one of the `rows` sums to each block."""
+    """Assign each block 32 columns of one of the `rows` column sums."""
     return Launch((whole(columns, WARP), rows), (WARP, most // WARP))
 
 
 def row_by_tiles(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign 32 packs (16-byte loads) of one row to each block."""
+    """Assign each block 32 * `pack` columns of one row."""
     return Launch((rows, whole(columns, WARP * pack)), (most, 1))
 
 
 def tiles_of_queries(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign each block a tile of one of the `rows` matrices, 8 packs (16-byte loads) wide."""
+    """Assign each block 8 * `pack` columns of one of the `rows` matrices."""
     return Launch((rows, whole(columns, 8 * pack)), (8, most // 8))
 
 
@@ -119,7 +119,7 @@ SHAPES = {
 # For sum_strips, `rows` is the number of sums (1 or 2).
 # For attention, `rows` is the number of matrices (B heads), each with T columns.
 # The comment also lists the arrays that the kernel both reads and writes.
-# All other arrays are either only read or only written.
+# Arrays that are not listed are either only read or only written.
 _DECLARATION = re.compile(
     r"// Launch: (\w+)(?: (\d+))?(?:; reads and writes ([\w, ]+))?\n"
     r"(template <typename T>\s)?__global__ void __launch_bounds__\((\d+)(?:, \d+)?\)\s+"

@@ -85,9 +85,8 @@ class MaskedHead(Head):
     """Head of BERT: logits Y[m, v] = norm(gelu(X W + b)) table' + b', and their cross-entropy.
 
     Only masked tokens contribute to the cross-entropy. The logits reuse the embedding table, whose
-    layout is determined by the lookup. The input of the logits must therefore have the same layout
-    as the output of the blocks, so the product with W uses `Split.alike`, which gives Y the layout
-    of X.
+    layout is determined by the lookup. The product with the table therefore requires an input with
+    the layout of X. The product with W uses `Split.alike`, so that X W has this layout.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class MaskedHead(Head):
     def logits_grad(
         self, dlogits: Array, saved: MaskedLogitsSaved, defer: Callable[..., None]
     ) -> Array:
-        """Return the gradient of the head's input X from the gradient of the logits Y."""
+        """Compute the gradient of the head's input X from the gradient of the logits Y."""
         defer(self.bias_grad, dlogits)
         dg = super().logits_grad(dlogits, saved.rest, defer)
         with self.mesh.trace.span("gelu"):

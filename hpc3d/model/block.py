@@ -59,7 +59,7 @@ class PreNorm:
         self.mesh, self.norm, self.dropout, self.hidden = norm.mesh, norm, dropout, hidden
 
     def branch_input(self, x: Array) -> tuple[Array, Any]:
-        """Return the input of the branch f, and the data saved by the norm (post-norm: `None`)."""
+        """Return the input of f, and the data saved by the norm (`None` for post-norm)."""
         return self.norm.forward(x)
 
     def add(
@@ -78,7 +78,7 @@ class PreNorm:
             return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
 
     def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved]:
-        """Return the output y for `total` = x + dropout(f), and the data saved by the norm."""
+        """Compute y from `total` = x + dropout(f); also return the norm's saved data."""
         return total, saved
 
     def total_grad(self, dy: Array, saved: NormSaved) -> Array:

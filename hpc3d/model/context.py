@@ -50,7 +50,7 @@ class Context(NamedTuple):
         return 2 if self.rings > 1 else 1
 
     def starts(self) -> np.ndarray:
-        """Return the sequence position at which each rank's segments start, int64[c, pieces]."""
+        """Return the sequence positions at which each rank's segments start, int64[c, pieces]."""
         return _order(self).reshape(self.parts, self.pieces, -1)[:, :, 0]
 
     def chunks(self, ring_rank: int) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class Context(NamedTuple):
         return _order(self)[part]
 
     def peer(self, number: int, of_first: int) -> int:
-        """Return the destination of rank `number` in an exchange where rank 0 sends to `of_first`.
+        """Return the rank to which rank `number` sends if rank 0 sends to rank `of_first`.
 
         All ranks send to the same relative rank, either around the ring or within the all-to-all
         group.

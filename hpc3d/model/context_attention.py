@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.spec import ModelSpec
 
-# Without ring attention: default chunk size in tokens, and maximum number of chunks.
+# Chunked attention without a ring: default chunk size in tokens, maximum number of chunks.
 _CHUNK, _CHUNKS = 256, 64
 
 
@@ -72,7 +72,7 @@ class RingAttention(HeadBlock):
         self.pairs = [self._pairs(ring_rank) for ring_rank in range(self.context.rings)]
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, RingSaved]:
-        """Return the output [B*t, heads*D] and the data saved for `backward`."""
+        """Return the attention output [B*t, heads*D] and the data saved for `backward`."""
         qkv, chunks = self.turned(qkv, micro), self._chunks_seen(micro)
         with self.mesh.trace.span("keys and values"):
             merged = begin_merging(qkv, self.tokens, self.form, self.mesh.empty)
@@ -84,7 +84,7 @@ class RingAttention(HeadBlock):
         return out, RingSaved(qkv, out, merged.sums)
 
     def backward(self, dout: Array, saved: RingSaved, micro: Microbatch) -> Array:
-        """Return the gradient of [q|k|v] from the gradient of the output."""
+        """Compute the gradient of [q|k|v] from the gradient of the attention output."""
         qkv, out, sums = saved
         chunks, empty = self._chunks_seen(micro), self.mesh.empty
         with self.mesh.trace.span("keys and values"):
@@ -144,7 +144,7 @@ class RingAttention(HeadBlock):
         return self.mesh.trace.span("attention", "attention", flops)
 
     def _chunks_seen(self, micro: Microbatch) -> Callable[[int], Chunks]:
-        """Return a function from a ring position to the chunk pairs (`Chunks`) with its keys."""
+        """Return a function that maps a ring position to the `Chunks` with its keys."""
         drop = self._drop(micro)
 
         def at(ring_rank):
@@ -229,14 +229,14 @@ class HeadExchange:
         self.first = self.comm.rank // self.members * self.members
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, Any]:
-        """Return the output [B*t, heads*D] and the data saved for `backward`."""
+        """Return the attention output [B*t, heads*D] and the data saved for `backward`."""
         out, saved = self.core.forward(
             self.to_heads(qkv, self.core.form.stretches(qkv.shape[1])), micro
         )
         return self.to_tokens(out, [slice(0, out.shape[1] * self.members)]), saved
 
     def backward(self, dout: Array, saved: Any, micro: Microbatch) -> Array:
-        """Return the gradient of [q|k|v] from the gradient of the output."""
+        """Compute the gradient of [q|k|v] from the gradient of the attention output."""
         whole = self.to_heads(dout, [slice(0, dout.shape[1])])
         dqkv = self.core.backward(whole, saved, micro)
         return self.to_tokens(dqkv, self.core.form.stretches(dqkv.shape[1] * self.members))
@@ -244,7 +244,7 @@ class HeadExchange:
     def to_heads(self, x: Array, stretches: Sequence[slice]) -> Array:
         """Redistribute x from [B*t, heads] to [B*u*t, heads/u] with an all-to-all.
 
-        `stretches` lists slices of columns, each with complete, contiguous heads.
+        Each slice in `stretches` contains the columns of complete, contiguous heads.
         """
         rows, columns = x.shape
         u, width = self.members, columns // self.members
