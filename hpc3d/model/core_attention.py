@@ -79,7 +79,7 @@ class HeadBlock:
         return range(first, first + here.stop - here.start)
 
     def padding(self, micro: Microbatch, ring_rank: int) -> Any:
-        """Return the padding mask [B, t] of this rank's sequences at ring position `ring_rank`.
+        """Return the padding mask [B, t] of the tokens at ring position `ring_rank`.
 
         Returns `None` if the model has no padding token.
         """
@@ -120,7 +120,7 @@ class CoreAttention(HeadBlock):
         self.selective = spec.recompute == "selective"
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, AttentionSaved]:
-        """Return the output [B*T, heads*D] and the data saved for `backward`."""
+        """Return the attention output [B*T, heads*D] and the data saved for `backward`."""
         qkv = self.turned(qkv, micro)
         empty, seen = self.mesh.empty, self._seen(micro)
         with self.mesh.trace.span("attention", "attention", self._flops(qkv)):
@@ -128,7 +128,7 @@ class CoreAttention(HeadBlock):
         return out, AttentionSaved(qkv, None if self.selective else p)
 
     def backward(self, dout: Array, saved: AttentionSaved, micro: Microbatch) -> Array:
-        """Return the gradient of [q|k|v] from the gradient of the output."""
+        """Compute the gradient of [q|k|v] from the gradient of the attention output."""
         qkv, p = saved
         if self.selective:
             p = self.recompute(qkv, micro)
@@ -145,7 +145,6 @@ class CoreAttention(HeadBlock):
             return attend_again(qkv, self.tokens, self.form, empty, **seen)
 
     def _seen(self, micro: Microbatch) -> dict[str, Any]:
-        """Return the masks as keyword arguments: `mask` for attention and `drop` for dropout."""
         mask = AttentionMask(self.causal, self.padding(micro, 0))
         return {"drop": self._drop(micro), "mask": mask}
 

@@ -46,9 +46,9 @@ def sequences_for(
 
 
 class Decoder:
-    """Full model for text generation, on a mesh with tensor axes only.
+    """Full model for text generation, on a mesh that has only tensor-parallel axes.
 
-    The key/value caches hold `capacity` positions per sequence. The caller fills in the parameter
+    The key/value caches hold `capacity` positions per sequence. The caller must set the parameter
     values.
     """
 
@@ -84,7 +84,6 @@ class Decoder:
         return self._logits(contiguous(x.reshape(-1, count, x.shape[1])[:, -1]))
 
     def _brought(self, micro, name, make):
-        """Return the array `make(micro)`, copied to the memory of the model (host or device)."""
         return self.mesh.pool.bring(make(micro))
 
     def _embedded(self, micro: Microbatch, count: int) -> Array:
@@ -98,7 +97,7 @@ class Decoder:
         return add_repeated(x, rows, 0, self.mesh.empty(x.shape, x.dtype))
 
     def _logits(self, x: Array) -> Array:
-        """Return the full logits for the last token of each sequence, X[sequences, h]."""
+        """Compute the unsharded logits [sequences, vocabulary] from the hidden states x."""
         head = self.stage.head
         assert head
         logits, _ = head.logits(x)

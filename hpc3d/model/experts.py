@@ -171,12 +171,12 @@ class MixtureSaved(NamedTuple):
 class ExpertMixture:
     """Mixture of experts of block `name`, whose input and output have the layout of the block's X.
 
-    Each rank routes its own rows: it computes complete rows of router logits, and the selected
-    experts are all-gathered along k. `auxiliary_loss` is this rank's share of the router losses in
-    the last forward pass: z lse^2 of every token (Zoph et al. 2022, arXiv:2202.08906) and alpha E
-    sum_i f_i P_i of its sequence (Fedus et al. 2021, equation 4), where f_i is the fraction of
-    choices that select expert i. If several ranks route the same token, only one of them counts
-    the token's losses.
+    Each rank routes its own rows: it computes complete rows of router logits. Expert indices and
+    gate weights are then all-gathered along k. `auxiliary_loss` is this rank's share of the router
+    losses in the last forward pass: z lse^2 of every token (Zoph et al. 2022, arXiv:2202.08906)
+    and alpha E sum_i f_i P_i of its sequence (Fedus et al. 2021, equation 4), where f_i is the
+    fraction of choices that select expert i. If several ranks route the same token, only one of
+    them counts the token's losses.
     """
 
     adds_residual = False
@@ -208,7 +208,7 @@ class ExpertMixture:
     def _precedes(self) -> Array:
         """Return the array `precedes`, int64 [k, pieces, c, k, pieces], for `before_of`.
 
-        Slots are assigned in the order of the choice index (0 to top_k - 1), then of the sequence
+        Slots are assigned in order of the choice index (0 to top_k - 1), then of the sequence
         segment. An entry is 1 if the tokens of another rank along c precede this rank's tokens.
         """
         starts = self.context.starts()
@@ -355,7 +355,6 @@ class ExpertMixture:
             add_excess(self.bias.grad, choices)
 
     def _sum(self, out: Array, other: Array | None) -> Array:
-        """Add `other` to `out` in place, unless `other` is `None`; return `out`."""
         if other is None:
             return out
         with self.mesh.trace.span("residual"):
@@ -368,7 +367,7 @@ def _flat(rows: Array) -> Array:
 
 
 def _least_rows(mesh: Mesh, split: Split) -> int:
-    """Return the number by which the slot rows per rank along e must be divisible.
+    """Return the required divisor of the number of slot rows per rank along e.
 
     The axes of k then shard the output rows of the up projection evenly.
     """

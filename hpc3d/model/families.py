@@ -219,7 +219,7 @@ def family_of(model: Any) -> Family:
 
 
 def with_epsilon(model: Any) -> Any:
-    """Return the `[model]` section; replace an unset `norm_epsilon` with the family's default."""
+    """Replace an unset `norm_epsilon` in the `[model]` section with the family's default."""
     return replace(model, norm_epsilon=_or_usual(model.norm_epsilon, family_of(model).epsilon))
 
 
@@ -255,7 +255,7 @@ def block_weights(model: Any) -> Total:
 
 
 def parameters(model: Any) -> Total:
-    """Return the number of parameters of a model whose `[model]` section sets `vocabulary`."""
+    """Return the number of parameters of a model; its `[model]` section must set `vocabulary`."""
     family = family_of(model)
     sizes = family.sizes(model, model.vocabulary)
     tables = 0 if sizes.tied else sizes.vocabulary

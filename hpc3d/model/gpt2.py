@@ -110,7 +110,7 @@ class Head:
             mesh, parameters, "head.norm", sizes.hidden, split.x, sizes.epsilon
         )
         self.matmul = sharded_matmul(mesh, whole, spec.keep, transposed=True)
-        vocabulary: Any = sizes.vocabulary  # set in every resolved configuration
+        vocabulary: Any = sizes.vocabulary  # every resolved configuration sets it
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved | None]:
@@ -143,7 +143,7 @@ class Head:
         return self.logits_grad(dlogits, saved.logits, defer)
 
     def logits_grad(self, dlogits: Array, saved: Any, defer: Callable[..., None]) -> Array:
-        """Return the gradient of the head's input X from the gradient of the logits Y."""
+        """Compute the gradient of the head's input X from the gradient of the logits Y."""
         dx, rest = self.matmul.backward_input(saved.product, dlogits)
         defer(self.weight_grad, rest)
         return self.norm.backward(dx.wait(), saved.norm, residual=None)

@@ -91,7 +91,7 @@ class GroupedQkv(Linear):
         std: float,
         biased: bool,
     ) -> tuple[Parameter, Parameter | None]:
-        """Register a weight and a bias; both are sharded or replicated along the axes of n."""
+        """Register a weight and a bias, sharded along n if possible and replicated otherwise."""
         split, how = self.matmul.split, gradient(self.matmul)
         weight, bias, rows = split.w, Layout(" ".join(self.across)), row_axes(split.y)
         if not self._is_cut(shape[1] // self.width):
@@ -108,9 +108,9 @@ class GroupedQkv(Linear):
         return heads % self.mesh.count(self.across) == 0
 
     def _needed(self, heads: int) -> slice:
-        """Return the slice of weight columns that this rank multiplies.
+        """Return the slice of columns of this rank's weight block that this rank multiplies.
 
-        The slice refers to this rank's block. The unsharded weight has `heads` heads.
+        The unsharded weight has `heads` heads.
         """
         members = self.mesh.count(self.across)
         if self._is_cut(heads):

@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 
 class RoundedArray(NamedTuple):
-    """Array in reduced precision: `codes` of the original shape, and row scales or `None`."""
+    """Reduced-precision array: `codes` with the original shape, and `scales`.
+
+    `scales` contains one scale per row; it is `None` for bfloat16.
+    """
 
     codes: Array
     scales: Array | None
@@ -88,8 +91,7 @@ class KeptForm:
         return last
 
     def take(self, saved: list[Any]) -> Any:
-        """Pop the last entry of `saved` and restore its arrays; start loading the entry
-        before it."""
+        """Pop and restore the last entry of `saved`; start loading the entry before it."""
         last = saved.pop()
         if self.offload:
             last = _replaced(last, self._arrived, {})
@@ -100,7 +102,6 @@ class KeptForm:
         return last
 
     def _save(self, value):
-        """Offload an activation or a rounded array."""
         if isinstance(value, RoundedArray):
             return RoundedArray(*map(self._saved, value))
         return self._saved(value) if self._may_change(value) else value
@@ -154,7 +155,6 @@ class KeptForm:
 
 
 def _matrix(array: Array) -> Array:
-    """Reshape an array to a matrix with the same last dimension."""
     return array.reshape(-1, array.shape[-1])
 
 

@@ -50,7 +50,7 @@ def row_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def immediately(function: Callable[..., object], *args: Any) -> None:
-    """Call `function` immediately. With this default `defer`, nothing is deferred."""
+    """Call `function` immediately. This is the default `defer`, which defers nothing."""
     function(*args)
 
 
@@ -92,7 +92,10 @@ class Linear:
         return self.matmul.y_is_complete
 
     def forward(self, x: Array, residual: Array | None = None) -> tuple[Array, Saved]:
-        """Return Y and the data saved for backward. Pass `residual` only if `adds_residual`."""
+        """Return Y, plus `residual` if given, and the data saved for the backward pass.
+
+        `residual` may be given only if `adds_residual` is True.
+        """
         bias = self.bias.value if self.bias else None
         return self.affine(x, self.weight.value, bias, residual)
 
@@ -280,7 +283,7 @@ class Dropout:
         return philox_key((self.seed, self.name, micro.step))
 
     def apply(self, x: Array, micro: Microbatch, columns: int) -> Array:
-        """Return x times the dropout factors. The backward pass applies them to the gradient."""
+        """Multiply x, or its gradient in the backward pass, by the dropout factors."""
         mask = self.mask(micro, columns)
         if mask is None:
             return x

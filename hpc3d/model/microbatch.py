@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def _without_cache(micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
-    """Return `make(micro)` without copying it. This default is for models in host memory."""
     return make(micro)
 
 

@@ -40,7 +40,6 @@ class Activation:
 
 
 def _matrix(stack: Array) -> Array:
-    """Reshape a stack [rows, experts, columns] to a matrix [rows, experts*columns]."""
     return stack.reshape(len(stack), -1) if stack.ndim == 3 else stack
 
 
@@ -92,7 +91,10 @@ class Mlp:
     def forward(
         self, x: Array, micro: Microbatch, residual: Array | None = None
     ) -> tuple[Array, MlpSaved]:
-        """Return Y and the data saved for backward. Pass `residual` only if `adds_residual`."""
+        """Return Y, plus `residual` if given, and the data saved for the backward pass.
+
+        `residual` may be given only if `adds_residual` is True.
+        """
         if self.fused_gelu:
             g, saved_up, slopes = self.up.activated(x)
         else:

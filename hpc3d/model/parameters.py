@@ -80,7 +80,7 @@ class Parameter:
     mean: float = 0.0
     partial: tuple[str, ...] = ()
     decay: bool = False
-    rows: int | None = None  # rows with random initial values; the other rows are zero padding
+    rows: int | None = None  # number of rows with initial values; the others are zero padding
     grad_layout: Layout | None = None
     tied_peer: int | None = None
     completed_last: bool = False
@@ -141,7 +141,7 @@ class FlatSlices(NamedTuple):
 
 
 class UpdateSlice(NamedTuple):
-    """Contiguous range of this rank's parameter shards, updated by the optimizer at once.
+    """Contiguous range of parameter shards that this rank's optimizer updates together.
 
     `value` and `grad` are the slices of the flat arrays for this range, and `items` lists the
     parameters in the range.
@@ -157,7 +157,7 @@ class UpdateSlice(NamedTuple):
 
 
 class WholeMatrix(NamedTuple):
-    """Complete block of a weight matrix, which this rank's optimizer updates.
+    """Block of a weight matrix that this rank's optimizer updates as a unit.
 
     `value` and `grad` are the slices of the flat arrays that contain the block, and `shape` is its
     shape. For experts, the block is part of a stack of matrices, [inputs, experts, outputs].
@@ -228,10 +228,10 @@ class Parameters:
         return self.items[-1]
 
     def _summed_over(self, axes: Sequence[str], replicas: Sequence[str]) -> tuple[str, ...]:
-        """Return the axes or planes over which a gradient is reduced, in this order.
+        """Return the axes over which a gradient is reduced, in reduction order.
 
-        If `axes` contains all axes of `replicas`, the gradient is reduced over them last, as one
-        plane.
+        If `axes` contains all axes of `replicas`, the gradient is reduced over them last, in a
+        single reduction over their plane.
         """
         data = [axis for axis in replicas if self.mesh.size(axis) > 1]
         others = [axis for axis in axes if axis not in data]
@@ -279,10 +279,10 @@ class Parameters:
         ]
 
     def _deal(self, matrices: Sequence[Parameter]) -> dict[Parameter, int]:
-        """Return a dict from each matrix to the replica that updates it.
+        """Return a dict that maps each matrix to the replica that updates it.
 
-        The largest matrices are assigned first, each to the replica with the least load.  The
-        result is identical on all ranks of a stage, because it depends on global shapes only.  A
+        The largest matrices are assigned first, each to the replica with the least load. The
+        result is identical on all ranks of a stage, because it depends on global shapes only. A
         tied table is assigned before all others, so that its copies on two stages have the same
         owner.
         """
@@ -307,7 +307,7 @@ class Parameters:
         return WholeMatrix(slices.own_value, slices.own_grad, item, layout, shape)
 
     def _slices_of(self, item: Parameter, values: int, grads: int) -> FlatSlices:
-        """Return a parameter's slices of the flat arrays, which start at `values` and `grads`."""
+        """Return a parameter's slices in the flat arrays, from index `values` or `grads` on."""
         value = prod(item.layout.block(item.shape, self.mesh))
         if item.frozen:
             span, none = slice(values, values + value), slice(grads, grads)
@@ -408,9 +408,9 @@ class Parameters:
         return sum_of_squares(self.grad, [self.slices[item].own_grad for item in weights])
 
     def counts(self, item: Parameter) -> bool:
-        """Return True if this rank's own shard counts in gradient norms and is checkpointed.
+        """Return True if this rank includes its own shard in gradient norms and checkpoints.
 
-        Of several identical copies of a shard, exactly one is counted.
+        Of several identical copies of a shard, exactly one is included.
         """
         parted = self.parts(item) > 1 and not item.frozen
         return self._counts(item, item.updated_layout, parted)
@@ -431,7 +431,6 @@ class Parameters:
 
 
 def _view(flat: Array, part: slice, shape: Sequence[int]) -> Array:
-    """Return the slice `part` of `flat` as a view of shape `shape`, without padding."""
     return flat[part][: prod(shape)].reshape(shape)
 
 
@@ -452,6 +451,5 @@ def _merged(items: Sequence[Parameter], parameters: Parameters) -> list[UpdateSl
 
 
 def _follows(last: UpdateSlice, piece: UpdateSlice) -> bool:
-    """Return True if `piece` starts where `last` ends and has the same weight decay."""
     touch = all(a.stop == b.start for a, b in zip(last[:2], piece[:2], strict=True))
     return touch and last.decay == piece.decay

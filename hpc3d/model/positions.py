@@ -58,7 +58,6 @@ class Positions:
         return self.context.positions(self.mesh.coord(CONTEXT))
 
     def _order(self, micro: Microbatch) -> np.ndarray:
-        """Return the permutation that sorts this rank's tokens by sequence position."""
         return order_of(self._here(micro))
 
     def _first(self, micro: Microbatch) -> int:

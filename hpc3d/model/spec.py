@@ -17,7 +17,7 @@ from hpc3d.tensor.split import Split
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of experts that replaces the MLP in one of every `every` blocks.
+    """Mixture of experts that replaces the MLP in every `every`-th block.
 
     The layer has `count` experts, with each token routed to `top_k` of them, and `shared` experts
     that process all tokens. `balance_loss` and `z_loss` are the coefficients of the router's
@@ -45,7 +45,7 @@ class Experts:
         return min(tokens, ceil(wanted))
 
     def slots_of_token(self, tokens: int) -> float:
-        """Return E C / T, the number of slots of all experts per token, for T = `tokens`."""
+        """Return the total slots of all experts per token of a sequence of length `tokens`."""
         return self.count * self.slots(tokens) / tokens
 
 

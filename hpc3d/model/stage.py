@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _ignore(unit: str) -> None:
-    """Do nothing. This is the default callback `finished` of a backward pass."""
+    """Ignore the completed unit. This is the default callback `finished` of a backward pass."""
 
 
 def _as_it_is(kept: Any) -> Any:
@@ -137,7 +137,7 @@ class Stage:
         defer: Callable[..., None] = immediately,
         finished: Callable[[str], None] = _ignore,
     ) -> Array | None:
-        """Return the gradient of x.
+        """Return the gradient of the chunk's input x.
 
         `defer` receives the computation of the weight gradients, followed by a call of
         `finished(unit)` for each completed unit of the model. `saved` is emptied. If the model
@@ -156,11 +156,9 @@ class Stage:
         return dy
 
     def _put_away(self, number: int, saved: Any) -> Any:
-        """Round or offload a block's saved data, as configured, for storage until backward."""
         return self.kept.put_away(self.weights.without(saved, number))
 
     def _taken(self, number: int, saved: list[Any]) -> Any:
-        """Pop the last entry of `saved`; restore its arrays for the block's backward pass."""
         return self.weights.within(self.kept.take(saved), number)
 
     @property

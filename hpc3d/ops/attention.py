@@ -114,7 +114,6 @@ def _chunks_of(
 
 
 def _chunk_indices(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]]:
-    """List all chunks, each as a pair (index of the sample, slice of heads)."""
     return [(b, slice(h, h + chunk)) for b in range(batch) for h in range(0, heads, chunk)]
 
 
@@ -352,7 +351,7 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
     ds = gpu.empty(kept.shape, kept.dtype)
     gpu.multiply(v, d.swapaxes(1, 2), ds)
     given = {"p": kept, "dweights": ds, **_masked(kept, form.width, drop, mask)}
-    del given["padding"]  # not needed: saved probabilities of padding are 0
+    del given["padding"]  # the saved probabilities of masked keys are already 0
     gpu.launch("causal_softmax_grad", *kept.shape[:2], **given)
     gpu.multiply(ds.swapaxes(1, 2), k, grads[0])
     gpu.multiply(ds, q, grads[1])
@@ -360,7 +359,7 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
 
 
 def _empty_probabilities(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
-    """Allocate 16-bit probabilities, with the chunks that float32 probabilities would have."""
+    """Allocate a 16-bit buffer for attention probabilities, chunked as for float32."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     return empty(_chunks_of(batch, heads, form, sequence, WIDE.itemsize), qkv.dtype)
 
@@ -390,7 +389,7 @@ def _samples(
 def _scored(
     qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty
 ) -> tuple[int, AbstractArray]:
-    """Record the cost of q k'; return the number of score matrices and their array."""
+    """Record the cost of q k'; return the number of score matrices and the scores."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     shape = _chunks_of(batch, heads, form, sequence, qkv.itemsize)
     count = batch * heads * form.queries

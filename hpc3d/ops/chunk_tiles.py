@@ -85,7 +85,6 @@ def _count(rows: slice) -> int:
 
 
 def _cut(pair: ChunkPair, g: int, tokens: int) -> Iterator[ChunkPair]:
-    """Split a pair of chunks into tiles."""
     rows = max(1, tokens // g)
     for q in range(pair.queries.start, pair.queries.stop, rows):
         queries = slice(q, min(q + rows, pair.queries.stop))
@@ -108,7 +107,7 @@ class GpuTile(NamedTuple):
 
     @property
     def work(self) -> tuple[int, int]:
-        """Number of query heads in the tile, and number of queries of each head."""
+        """Number of query heads in the tile, and number of queries per head."""
         return _count(self.at[1]) * self.chunks.form.queries, _count(self.tile.queries)
 
     def queries(self, q: Array) -> Array:
