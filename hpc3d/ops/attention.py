@@ -159,12 +159,12 @@ def _softmaxes(
 
 
 def _finite(top: Array) -> Array:
-    """Return the maximum score of each query; replace -inf (all keys are masked) with 0."""
+    """Replace maximum scores of -inf (all keys of the query are masked) with 0."""
     return np.where(top == -np.inf, 0, top)
 
 
 def _positive(sums: Array) -> Array:
-    """Return the softmax denominators; replace 0 (all keys are masked) with 1."""
+    """Replace softmax denominators of 0 (all keys of the query are masked) with 1."""
     return np.where(sums == 0, 1, sums)
 
 

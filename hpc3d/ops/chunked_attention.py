@@ -329,7 +329,7 @@ def _later(ahead: int, keys: int, g: int, queries: int, dtype: np.dtype) -> np.n
 
 
 def _finite(sums: Array) -> Array:
-    """In maxima or log-sum-exps, replace -inf (all keys of a query are masked) with 0."""
+    """Replace -inf, the maximum or log-sum-exp of a query without unmasked keys, with 0."""
     return np.where(np.isneginf(sums), 0, sums)
 
 

@@ -14,7 +14,8 @@ from hpc3d.arrays.primitive import composite, primitive
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
-# Gram-Schmidt passes. A column whose norm the last pass halves contains only rounding errors.
+# Number of Gram-Schmidt passes. If the last pass halves the norm of a column, only rounding
+# errors remain in the column.
 _PASSES = 3
 
 
@@ -48,7 +49,7 @@ def _(gpu, p):
 
 @composite
 def replace_columns(q: Array, total: Array) -> None:
-    """Replace each column of q with the same column of `total`, unless that column is zero."""
+    """Replace the columns of q with those of `total`, except where a column of `total` is zero."""
     q *= np.abs(total).max(0) == 0
     q += total
 

@@ -81,7 +81,7 @@ def _(gpu, logits, columns):
 def local_sums(logits: Array, top: Array, index: Array) -> tuple[Array, Any]:
     """Return the sum of exponentials and the target logit of each row, [2, rows].
 
-    `top` is subtracted from the logits, which are then overwritten by their exponentials. The
+    `top` is subtracted from the logits, which are then overwritten with their exponentials. The
     second result is `LossRows.at`.
     """
     rows, columns = _targets(logits, index)

@@ -32,7 +32,7 @@ def _bands(block: Array) -> Iterator[slice]:
 
 @primitive
 def sum_squares_of_lines(grad: Array, scale: float, rows: Array, columns: Array) -> None:
-    """Store the row sums of (scale * grad)^2 in `rows`, and its column sums in `columns`."""
+    """Store the row and column sums of (scale * grad)^2 in `rows` and `columns`."""
     columns.fill(0)
     for band in _bands(grad):
         squares = grad[band] * scale

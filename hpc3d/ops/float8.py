@@ -1,4 +1,4 @@
-"""Float8 rounding, scaled per tile so that its maximum becomes the largest float8 number.
+"""Float8 rounding, scaled so that the maximum of each tile becomes the largest float8 number.
 
     float8_e4m3fn    1 sign bit, 4 exponent bits, 3 mantissa bits; up to 448, no infinities
     float8_e5m2      1 sign bit, 5 exponent bits, 2 mantissa bits; up to 57344
@@ -28,7 +28,7 @@ _EXPONENT = {"float32": 0xFF << 23, "float64": 0x7FF << 52}  # bit mask of the e
 
 
 class Tiles(NamedTuple):
-    """Tiling of a block into tiles [height, width].
+    """Partition of a block into tiles [height, width].
 
     The first element of the block is at offset (top, left) in its tile.
     """
@@ -97,7 +97,6 @@ def tile_maxima(x: Array, tiles: Tiles, maxima: Array) -> None:
 
 
 def _row_blocks(x: Array) -> list[slice]:
-    """Split the rows of x into slices that fit in the cache; clip the last slice to len(x)."""
     return [slice(rows.start, min(rows.stop, len(x))) for rows in row_blocks(x)]
 
 
@@ -116,7 +115,7 @@ def _(x, tiles, maxima):
 
 @tile_maxima.cuda
 def _(gpu, x, tiles, maxima):
-    """Reduce within rows first, then over the rows of a tile."""
+    """Compute the maxima within each row first, then over the rows of each tile."""
     rows, experts, columns = x.shape
     down, _, across = maxima.shape
     partial = maxima if tiles.height == 1 else gpu.empty((rows, experts, across), np.float32)
@@ -248,7 +247,7 @@ def _(gpu, out, a, b):
 
 
 def _lying(gpu: Any, matrix: Coded, turned: bool) -> Coded:
-    """Return the matrix with transposed codes if `turned` is True, else with row-major codes."""
+    """Return an equal matrix with the given `turned`, transposing the codes if necessary."""
     if matrix.turned == turned:
         return matrix
     return matrix._replace(codes=gpu.contiguous(matrix.codes.T), turned=turned)

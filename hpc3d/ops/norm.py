@@ -252,7 +252,7 @@ def _add_columns(
     dbeta: Array | None,
     add: bool,
 ) -> None:
-    """Add (or, if `add` is False, assign) the sums over rows to `dgamma` and `dbeta`."""
+    """Accumulate (or, if `add` is False, overwrite) the gradients `dgamma` and `dbeta`."""
     count, columns = x.shape
     dbeta = gpu.empty(dgamma.shape, dgamma.dtype) if dbeta is None else dbeta
     partial = gpu.empty((gpu.strips(count), 2 * columns), np.float32)

@@ -40,7 +40,7 @@ def in_blocks(shape: Sequence[int]) -> bool:
 
 
 def _levels(signed: bool) -> np.ndarray:
-    """Return the 256 levels in ascending order, as float32.
+    """Return the 256 quantization levels in ascending order, as float32.
 
     Second moments are never negative, so their levels use the sign bit for the fraction.
     """

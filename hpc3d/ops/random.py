@@ -1,7 +1,8 @@
 """Random numbers that depend only on (seed, name, global index), and hence not on the mesh.
 
-Element e of a tensor is computed from random number e (or e / 4) of the counter-based generator
-Philox4x64-10 (Salmon et al., SC'11), whose key is a digest of the seed and the name.
+Element e of a tensor is computed from 64-bit random number e of the counter-based generator
+Philox4x64-10 (Salmon et al., SC'11), whose key is a digest of the seed and the name. In dropout
+masks, each element uses 16 bits, so one random number determines four elements.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
 _DRAWS = 4  # number of 64-bit numbers generated per value of Philox's counter
-# Rows with at most this many elements in total are generated completely, which is faster.
+# If rows have at most this many elements in total, complete rows are generated, which is faster.
 _SHORT = 1 << 14
 
 
@@ -92,7 +93,7 @@ def _runs(rows: _Rows) -> list[tuple[int, int]]:
 
 
 def normal(key: np.ndarray, rows: _Rows, columns: slice | range, width: int) -> np.ndarray:
-    """Return a block of independent standard normal numbers, float64 (Box and Muller)."""
+    """Return a block of independent standard normal float64 numbers (Box-Muller transform)."""
 
     def make(first, count):
         bits = philox_draws(key, first, count)

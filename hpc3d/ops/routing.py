@@ -167,7 +167,7 @@ def _(gpu, counts, precedes):
 
 
 def _sizes(counts: Array) -> dict[str, int]:
-    """Return the kernel arguments for the counts [c, S, k, pieces, E] of all ranks.
+    """Return the sizes of `counts` [c, S, k, pieces, E] as kernel arguments.
 
     A group is a pair of choice index and segment.
     """
@@ -208,7 +208,7 @@ def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Arr
 
 
 def _lower(queues: Array, count: int) -> Array:
-    """Count, for each sequence and expert, the tokens routed to earlier experts, int64[S, E]."""
+    """For each sequence and expert, count tokens routed to experts of lower index, int64[S, E]."""
     sequences = len(queues)
     numbers = queues + 1 + (count + 1) * np.arange(sequences)[:, None]
     found = np.bincount(numbers.ravel(), minlength=sequences * (count + 1))
@@ -431,8 +431,9 @@ def _(gpu, dout, y, slots, weights, out):
 def router_loss(probs: Array, lse: Array, loss: RouterLoss) -> tuple[Any, Any]:
     """Return the balance loss and the z-loss of this rank's rows.
 
-    The balance loss is the sum over rows and experts of alpha E f P, where f is the fraction for
-    the row's sequence. The z-loss is the sum over rows of z lse^2.
+    The balance loss is the sum over rows and experts of alpha E f P, where f is the fraction of
+    the sequence's routed tokens that the expert receives, and P is the expert's probability. The
+    z-loss is the sum over rows of z lse^2.
     """
     balance = loss.balance * float(np.vdot(_shares(loss, len(lse)), probs))
     return balance, loss.z * float(np.dot(lse, lse))
@@ -452,7 +453,7 @@ def _(gpu, probs, lse, loss):
 
 
 def _shares(loss: RouterLoss, rows: int) -> Array:
-    """Return each row's copy of the fractions f (`loss.shares`) of its sequence, [n, E]."""
+    """Return, for each row, the fractions f (`loss.shares`) of its sequence, [n, E]."""
     return loss.shares[(loss.first + np.arange(rows)) // loss.tokens]
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
-CACHE = 1 << 17  # bytes per operand of a row block that fits in the cache
+CACHE = 1 << 17  # maximum bytes per operand of a row block, so that it fits in the cache
 
 
 def row_blocks(x: Array) -> list[slice]:
@@ -33,7 +33,7 @@ def row_blocks(x: Array) -> list[slice]:
 def rounded(*arrays: Array) -> Iterator[tuple[slice, list[Array]]]:
     """Yield cache-sized row slices of 16-bit arrays, with float32 copies of these rows.
 
-    Before the next slice, the copies are rounded and written back to the arrays.
+    Before the next slice is yielded, the copies are rounded and written back to the arrays.
     """
     for rows in row_blocks(arrays[0]):
         copies = [widened(each[rows]) for each in arrays]
@@ -59,7 +59,7 @@ def _(gpu, y, bias, out):
 
 @composite
 def sum_rows(y: Array) -> Array:
-    """Return the sum over rows, such as a bias gradient, as a product with a vector of ones."""
+    """Sum the rows of y, for example for a bias gradient, by a product with a vector of ones."""
     return np.ones(y.shape[0], wide(y.dtype)) @ y
 
 
@@ -79,7 +79,7 @@ def _(gpu, y):
 
 
 def add_rows(gpu: Gpu, total: Array, y: Array, add: bool = True) -> None:
-    """Add (or, if `add` is False, assign) the sum of the rows of y to `total`."""
+    """Add the sum of the rows of y to `total`; overwrite `total` if `add` is False."""
     rows, columns = y.shape
     strips = gpu.strips(rows)
     partial = gpu.empty((strips, columns), np.float32)
@@ -90,7 +90,7 @@ def add_rows(gpu: Gpu, total: Array, y: Array, add: bool = True) -> None:
 def add_strips(
     gpu: Gpu, partial: Array, add: bool, total: Array, other: Array | None = None
 ) -> None:
-    """Add (or, if `add` is False, assign) the sum of the rows of `partial` to `total`.
+    """Add the sum of the rows of `partial` to `total`; overwrite `total` if `add` is False.
 
     If `other` is given, it receives the second half of the columns of the sum.
     """

@@ -49,7 +49,6 @@ def _(gpu, flat, parts):
 
 
 def _joined_slices(parts: Iterable[slice]) -> list[slice]:
-    """Merge adjacent slices."""
     whole = []
     for part in sorted(parts, key=lambda part: part.start):
         if whole and whole[-1].stop == part.start:

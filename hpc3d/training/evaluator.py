@@ -99,7 +99,7 @@ class Evaluator:
         return found
 
     def evaluate(self, number: int) -> Evaluation:
-        """Evaluate the current weights, after step `number`."""
+        """Evaluate the model with its current weights, after training step `number`."""
         trace, start = self.mesh.trace, self.trainer.clock()
         with trace.scope(phase="evaluation"):
             loss, right, tokens = self.totals()

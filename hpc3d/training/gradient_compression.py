@@ -91,9 +91,9 @@ def _whole_sum(size: int, members: int, itemsize: int) -> float:
 
 
 class GradientCompression:
-    """Select the gradients to compress, and store the compression states between steps.
+    """Selection of the gradients to compress, and their compression states between steps.
 
-    The states are in `parameters.own_states`, because each rank has different states.
+    The states are stored in `parameters.own_states`, because they differ between ranks.
     """
 
     def __init__(self, parameters: Parameters, spec: CompressionSpec) -> None:

@@ -1,4 +1,4 @@
-"""Guards that stop a run when they detect wrong numbers, and their error reports.
+"""Guards that stop a run when they detect non-finite or corrupted values, and their reports.
 
 All ranks raise the same `GuardError` at the same step: before the update if numbers are not finite
 or if matrix products or messages are corrupt, and after the step if replicas differ. The exception
@@ -36,7 +36,10 @@ class GuardFinding(NamedTuple):
 
 
 class GuardError(Exception):
-    """Raised on all ranks if any rank detects a wrong number; `found` has this rank's findings."""
+    """Raised on all ranks if any rank detects a non-finite or corrupted value.
+
+    `found` contains the findings of this rank.
+    """
 
     def __init__(self, found: list[GuardFinding]) -> None:
         super().__init__(f"{len(found)} findings on this rank")
@@ -85,12 +88,11 @@ def stop(mesh: Mesh, found: list[GuardFinding], kind: type[GuardError] = Corrupt
 
 
 def _on_any_rank(mesh: Mesh, count: int) -> bool:
-    """Return True if `count` is nonzero on any rank."""
     return bool(mesh.world.all_reduce(np.array([float(count)]), "max").wait()[0])
 
 
 def refuse(trainer: Any) -> None:
-    """Raise the error that explains a non-finite loss or gradient norm, or a failed check."""
+    """Raise an error that explains a non-finite loss or gradient norm, or a failed check."""
     mesh, corrupt = trainer.mesh, [GuardFinding(0, line) for line in trainer.mesh.guard.found]
     if _on_any_rank(mesh, len(corrupt)):
         stop(mesh, corrupt)
@@ -137,7 +139,6 @@ def _depth(item: Parameter) -> int:
 
 
 def _count_not_finite(block: Array) -> int:
-    """Return the number of non-finite elements in a block."""
     return block.size - int(np.isfinite(on_host(block)).sum())
 
 
@@ -150,7 +151,7 @@ def _described(item: Parameter, block: Array, kind: str) -> str:
 
 
 class ReplicaCheck:
-    """Compare replicated blocks between ranks after every `every`-th step (0: never).
+    """Check that compares replicated blocks between ranks after every `every`-th step (0: never).
 
     Replicas of parameters and optimizer states must be bitwise identical. The check compares their
     64-bit hashes.
@@ -173,7 +174,7 @@ class ReplicaCheck:
             stop(self.mesh, found)
 
     def copies(self) -> dict[tuple[str, str], tuple[set[str], int]]:
-        """Return a dict from (name, kind) to (replication axes, hash) for this rank's blocks.
+        """Return a dict that maps (name, kind) to (replication axes, hash) of this rank's blocks.
 
         Only blocks with replicas or a tied copy are included.
         """
@@ -265,15 +266,16 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, rounded to an odd number
 
 
 def odd_numbers(count: int) -> np.ndarray:
-    """Return `count` random odd numbers, the same on all ranks."""
+    """Return `count` random odd 64-bit numbers, identical on all ranks."""
     return np.random.default_rng(0).integers(0, 1 << 63, count, np.uint64) * 2 + 1
 
 
 def hash_of(block: Array, factors: np.ndarray) -> int:
-    """Return a 64-bit hash of a block, computed on its device. Any bit flip changes the hash.
+    """Return a 64-bit hash of a block, computed on its device.
 
-    The block is read as integers of at most 32 bits. Each integer is multiplied by an odd number,
-    and the products are added modulo 2^64 (multilinear, arXiv:1202.4961).
+    Any single bit flip changes the hash. The block is read as integers of at most 32 bits. Each
+    integer is multiplied by an odd number, and the products are added modulo 2^64 (multilinear,
+    arXiv:1202.4961).
     """
     words, total = block.reshape(-1).view(f"u{min(4, block.itemsize)}"), 0
     for start in range(0, words.size, factors.size):
@@ -283,9 +285,10 @@ def hash_of(block: Array, factors: np.ndarray) -> int:
 
 
 class LossSpikes:
-    """Count losses more than `limit` standard deviations (0: off) above the recent mean.
+    """Detector of loss spikes: losses far above the mean of the last WINDOW losses.
 
-    The mean is over the last WINDOW losses. The first LEAST losses are never counted.
+    A loss is a spike if it exceeds the mean by more than `limit` standard deviations (0: off). The
+    first LEAST losses are never spikes.
     """
 
     WINDOW, LEAST = 50, 10

@@ -65,5 +65,5 @@ def _power_of_two(number: float) -> bool:
 
 
 def scale_of(dtype: str) -> LossScale:
-    """Create the LossScale of a run in `dtype`; except for float16, its factor is always 1."""
+    """Create the loss scale for a training dtype; for types other than float16, it is always 1."""
     return LossScale() if dtype == "float16" else LossScale(1.0, 1.0, 1.0)
