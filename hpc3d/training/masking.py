@@ -102,13 +102,13 @@ class MaskedBatches(Batches):
         self._seed, self._masking = seed, masking
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets of a step, each int32 [batch, sequence] and contiguous."""
+        """Return the contiguous inputs and targets of a step, each int32 [batch, sequence]."""
         tokens, _ = super().batch(step)
         return self._masking.masked(tokens, philox_key((self._seed, "masking", step)))
 
 
 class MaskedValidation(ValidationBatches):
-    """Masked evaluation batches: the same in every evaluation and for every seed."""
+    """Masked evaluation batches, which are identical in every evaluation and for every seed."""
 
     def __init__(
         self, tokens: Tokens, sequence: int, batch: int, most: int, masking: Masking
@@ -117,7 +117,7 @@ class MaskedValidation(ValidationBatches):
         self._masking = masking
 
     def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets of a batch, each int32 [batch, sequence] and contiguous."""
+        """Return the contiguous inputs and targets of a batch, each int32 [batch, sequence]."""
         tokens, shifted = super().batch(number)
         inputs, targets = self._masking.masked(tokens, philox_key(("validation", number)))
         return inputs, np.where(shifted == IGNORE, shifted, targets)

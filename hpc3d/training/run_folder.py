@@ -132,7 +132,7 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
             file.truncate(0)
             print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
     except OSError:
-        with suppress(OSError):  # closing the file flushes it again
+        with suppress(OSError):  # closing flushes the file again, which may fail, too
             file.close()
         raise
     return file
@@ -151,7 +151,7 @@ def _locked(file: TextIO) -> bool:
 
 
 def fresh(parent: Path, name: str) -> Path:
-    """Create and return a new folder; if the name exists, a number is appended."""
+    """Create a new folder and return its path; append a number if the name already exists."""
     for number in range(100):
         folder = parent / (f"{name}-{number}" if number else name)
         try:
@@ -164,7 +164,7 @@ def fresh(parent: Path, name: str) -> Path:
 
 
 def describe(folder: Path, locations: Sequence[Mapping[str, Any]], mpi: str) -> None:
-    """Write environment.json: versions, platform, node of each rank, and commit; no secrets."""
+    """Write versions, platform, nodes and the Git commit, but no secrets, to environment.json."""
     environment = {
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "hpc3d": hpc3d.__version__,

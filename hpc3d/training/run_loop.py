@@ -49,9 +49,9 @@ class RunPlan:
     """Description of a run, filled in gradually by rank 0 and then broadcast to all ranks.
 
     `resumed` is the folder of the run to resume, `folder` the folder of this run once it is open,
-    and `git` the commit of the program.  `changes` has a line for each difference from the
-    resumed run, `notes` has lines for the log, and `texts` describes the texts for the manifests
-    of checkpoints.
+    and `git` the commit of the program.  `changes` has a line for each difference from the resumed
+    run, `notes` has lines for the log, and `texts` describes the text files, for checkpoint
+    manifests.
     """
 
     config: Config

@@ -64,7 +64,7 @@ def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, trans
 
 
 def recorder_of(folder: Path, header: dict[str, Any], pool: Pool, config: Config) -> Recorder:
-    """Create this rank's trace recorder; unless the backend is NumPy, it times the device."""
+    """Create this rank's trace recorder; it records device times unless the backend is NumPy."""
     clock, _ = CLOCKS[config.trace.clock]
     if config.train.backend == "numpy":
         from hpc3d.trace.recorder import Recorder

@@ -98,11 +98,10 @@ class Trainer:
         self.groups = program.steps(mesh.coord("p"))
         self.replay = self._replay() if train.cuda_graph else None
         self.number, self.loss, self.norm = -1, 0.0, 0.0
-        self.local_loss = self.squares = 0.0  # of this rank: loss, squared norm
+        self.local_loss = self.squares = 0.0  # this rank's loss and squared gradient norm
         self.scaling, self.skipped = scale_of(train.dtype), False
 
     def _replay(self) -> GraphedStep | None:
-        """Return the `GraphedStep` of this trainer, or `None` if arrays are not on a device."""
         from hpc3d.training.graphed_step import replay_of
 
         return replay_of(self)
@@ -114,7 +113,7 @@ class Trainer:
         return build(self.mesh, self.parameters, spec, *self.parts(placement))
 
     def manifest(self) -> dict[str, Any]:
-        """Return the checkpoint manifest entries that do not follow from the configuration."""
+        """Return the checkpoint manifest entries that cannot be derived from the configuration."""
         return {}
 
     def sums(self, size: float) -> Buckets:
@@ -215,7 +214,7 @@ class Trainer:
     def _reduce_step_stats(
         self, communication: float, stop_request: int
     ) -> tuple[float, int, int]:
-        """Return the mean communication share, highest peak bytes and maximum stop request."""
+        """Return the mean communication share and the maximum peak bytes and stop request."""
         share = self.mesh.world.all_reduce(np.array([communication])).wait()[0] / self.mesh.ranks
         most = np.array([self.mesh.pool.peak["all"], stop_request], np.float64)
         peak, stop_request = self.mesh.world.all_reduce(most, "max").wait()

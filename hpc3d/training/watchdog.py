@@ -43,11 +43,11 @@ _SHOWN = 6  # maximum number of rank groups in the printed line
 
 
 class Watchdog:
-    """End a job with STALLED if this rank makes no progress for `seconds`.
+    """Watchdog that ends a job with exit code STALLED if this rank makes no progress.
 
-    `mesh` is the mesh without tracing, whose communicators count their calls. `homes` contains the
-    node of each rank. After SIGTERM, a rank whose peers no longer respond exits before this time
-    limit.
+    The time limit is `seconds`. `mesh` is the mesh without tracing, whose communicators count
+    their calls. `homes` contains the node of each rank. After SIGTERM, a rank whose peers no
+    longer respond exits before the time limit.
     """
 
     def __init__(self, job: Job, mesh: Mesh, run_dir: Path, seconds: float, homes: Homes) -> None:
@@ -112,7 +112,7 @@ class Watchdog:
         return self.silence > self.seconds / 2 and self.reports.begun()
 
     def _deserted(self) -> bool:
-        """Return True if this rank must end but waits for ranks that may have exited."""
+        """Return True if this rank was asked to exit but waits for ranks that may have exited."""
         told = {*ENDING} & {*self.job.signals} and self.position.waiting()
         return bool(told) and self.silence > max(TOLD, 2 * self.longest)
 
@@ -208,7 +208,7 @@ class Reports:
     def take_back(self) -> None:
         """Remove the report of this rank, because it has made progress again.
 
-        The report is kept if the job is ending, because suspended ranks are then resumed.
+        The report is kept if the job is ending, because ending a job also resumes suspended ranks.
         """
         if self.spoken and self._promptly(lambda: not self.summary.exists(), False):
             self.spoken = False
@@ -260,5 +260,5 @@ class Reports:
 
 
 def _suspicion(where: str) -> int:
-    """Return the sort key of a rank's position: 0 silent, 1 outside any call, 2 in a call."""
+    """Return a rank's sort key: 0 if silent, 1 if outside any call, 2 if in a call."""
     return 0 if where == _SILENT else 1 + ("(call" in where)

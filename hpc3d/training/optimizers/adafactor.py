@@ -84,10 +84,10 @@ class Adafactor(Optimizer):
     WHOLE_MATRICES = is_matrix
 
     def update(self, learning_rate: float, scale: float) -> None:
-        """Update the parameters with the gradients times `scale`."""
+        """Update the parameters, using `scale` times the gradients."""
         self.steps += 1
         decay = learning_rate * self.weight_decay
-        # Each iteration must finish its updates: offloaded values are then written back.
+        # Each iteration must finish its updates, since offloaded values are then written back.
         for found in self.batches([self.parameters.matrices], decay):
             matrices = self._matrix_steps(found, scale)
             self._descend([*matrices, *self._vector_steps(decay, scale)], learning_rate)
@@ -150,7 +150,7 @@ class Adafactor(Optimizer):
         total: Array,
         scale: float,
     ) -> _Step:
-        """Return the update of a matrix from the column sums of g^2 and the sum of row means."""
+        """Compute the update of a matrix from the column sums of g^2 and the sum of row means."""
         count = _rows(part.item)
         self._move(states["column_means"], squares / count)
         scales = np.sqrt(total / count / states["row_means"]) * scale

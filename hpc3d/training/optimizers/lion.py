@@ -17,7 +17,7 @@ class Lion(Optimizer):
     STATES = (StateSpec("momentum"),)
 
     def update(self, learning_rate: float, scale: float) -> None:
-        """Update the parameters with the gradients times `scale`.
+        """Update the parameters, using `scale` times the gradients.
 
         w = (1 - lr decay) w - lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
         """

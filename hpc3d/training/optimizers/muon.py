@@ -70,7 +70,7 @@ def cuts_of(mesh: Mesh, layout: Layout) -> list[Cut]:
 
 
 class Exchange:
-    """Gathers sharded matrices along the axes of `cuts`, and scatters them back."""
+    """Gathering and scattering of sharded matrices along the axes of `cuts`."""
 
     def __init__(self, mesh: Mesh, cuts: Iterable[Cut]) -> None:
         self.mesh = mesh
@@ -124,7 +124,6 @@ class Exchange:
         return parts
 
     def _moved(self, array: Array, order: Sequence[int]) -> Array:
-        """Return a contiguous copy of `array` with its dimensions permuted to `order`."""
         turned = array.transpose(*order)
         out = self.mesh.empty(turned.shape, array.dtype, "workspace")
         out[...] = turned
@@ -150,7 +149,7 @@ class Muon(AdamW):
         return mesh.count(axis for axis in mesh.sizes if axis != "p")
 
     def update(self, learning_rate: float, scale: float) -> None:
-        """Update the parameters with the gradients times `scale`."""
+        """Update the parameters, using `scale` times the gradients."""
         super().update(learning_rate, scale)
         decay = learning_rate * self.weight_decay
         for exchange, alike in self._groups():
@@ -251,7 +250,6 @@ class _Matrix(NamedTuple):
 
 
 def _experts(part: WholeMatrix) -> int:
-    """Return the number of matrices in a block."""
     return part.shape[1] if len(part.shape) > 2 else 1
 
 

@@ -103,10 +103,10 @@ _VALUE = "value"
 
 
 class _Update(NamedTuple):
-    """Arrays of a parameter update.
+    """Parameters that an optimizer updates together, with their gradients and states.
 
     `grad` is the gradient, and `arrays` maps names to the parameter values and the optimizer
-    states. `item` is the first of the updated parameters.
+    states. `item` is the first of the parameters; all of them have the same weight decay.
     """
 
     item: Parameter
@@ -115,7 +115,7 @@ class _Update(NamedTuple):
     arrays: dict[str, Array]
 
     def lies_elsewhere(self, name: str) -> bool:
-        """Return True if an array is offloaded."""
+        """Return True if the array `name` is offloaded."""
         if name == _VALUE:
             return self.parameters.lies_elsewhere(self.item)
         return "optimizer" in self.parameters.offload
@@ -311,7 +311,7 @@ class AdamW(Optimizer):
     STATES = (StateSpec("first"), StateSpec("second"))
 
     def update(self, learning_rate: float, scale: float) -> None:
-        """Update the parameters with the gradients times `scale`.
+        """Update the parameters, using `scale` times the gradients.
 
         m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
         w = (1 - lr decay) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
@@ -337,7 +337,8 @@ class SGD(Optimizer):
             descend(*arrays, (learning_rate * scale, keep))
 
 
-# Decay from 1 (peak learning rate) to 0 (lowest rate), by the completed fraction of the decay.
+# Decay factors from 1 (peak learning rate) to 0 (lowest rate), as functions of the completed
+# fraction of the decay.
 _LEFT: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + cos(pi * done)) / 2,
     "linear": lambda done: 1 - done,
