@@ -51,7 +51,7 @@ def itemsize(dtype: str) -> int:
 
 
 def is_narrow(dtype: np.dtype) -> bool:
-    """Return True for 16-bit floating-point types; NumPy reports kind V for bfloat16."""
+    """Return True for 16-bit floating-point types, including bfloat16, whose NumPy kind is V."""
     return dtype.itemsize == 2 and dtype.kind in "fV"
 
 

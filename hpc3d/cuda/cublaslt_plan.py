@@ -95,7 +95,7 @@ class ProductPlan:
     """
 
     def __init__(self, library: Library, key: Sequence[tuple | None], tf32: bool = False) -> None:
-        """Create a plan. `key` holds the Operand fields of each array in _ROLES, or `None`."""
+        """Create a plan; `key` has one entry per role in _ROLES: Operand fields or `None`."""
         named = zip(_ROLES, key, strict=True)
         given = {role: Operand(*operand) for role, operand in named if operand is not None}
         self.library, self.fused = library, tuple(role for role in _FUSED if role in given)

@@ -202,7 +202,7 @@ def sources() -> list[str]:
 
 @cache
 def kernels() -> dict[str, Kernel]:
-    """Return a dict from kernel name to the declaration parsed from the source file."""
+    """Return a dict that maps kernel names to the declarations parsed from the source file."""
     found = {}
     for source in sources():
         for shape, elements, updated, template, threads, name, listed in _declared(source):

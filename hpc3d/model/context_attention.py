@@ -283,7 +283,6 @@ class HeadExchange:
             start += width
 
     def _in_one_piece(self, view: Array, shape: Sequence[int]) -> Array:
-        """Copy a strided view into a new contiguous matrix of the given shape."""
         out = self.mesh.empty(shape, view.dtype)
         with self.mesh.trace.span("exchange of heads"):
             out.reshape(view.shape)[...] = view

@@ -104,7 +104,6 @@ class Decoder:
         return self._gathered(logits, head.layout)[:, : self.vocabulary]
 
     def _gathered(self, block: Array, layout: Layout) -> Array:
-        """All-gather the blocks of a matrix sharded by `layout`; return the full matrix."""
         for axis in reversed(layout.owned):
             owner = layout.owner(axis, self.mesh)
             block = self.mesh.comm(axis).broadcast(block, owner).wait()

@@ -367,7 +367,7 @@ def _flat(rows: Array) -> Array:
 
 
 def _least_rows(mesh: Mesh, split: Split) -> int:
-    """Return the required divisor of the number of slot rows per rank along e.
+    """Return the granularity of slot rows: their number per rank along e is a multiple of it.
 
     The axes of k then shard the output rows of the up projection evenly.
     """

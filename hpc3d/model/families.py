@@ -77,7 +77,6 @@ def _block_products(sizes, mixes, gated):
 
 
 def _mlp_products(sizes, gated, name="", wide=1, **experts):
-    """Return the matrix products of an MLP with `wide` * `sizes.ffn` hidden features."""
     ffn = wide * sizes.ffn
     return (
         WeightProduct(f"{name}up", sizes.hidden, (1 + gated) * ffn, **experts),
@@ -270,7 +269,6 @@ def parameters(model: Any) -> Total:
 
 
 def _biased(model):
-    """Return the entries of `block_products` whose linear layer has a bias."""
     family = family_of(model)
     return [
         (count, each)
@@ -280,7 +278,6 @@ def _biased(model):
 
 
 def _balancing(sizes):
-    """Return the number of elements in the expert-balancing biases of all blocks."""
     balanced = sizes.experts and sizes.experts.balance_bias
     return sizes.blocks()[True] * sizes.experts.count if balanced else 0
 

@@ -138,7 +138,7 @@ class Head:
         return micro.rows(micro.targets, self.layout, self.mesh).ravel().astype(np.int64)
 
     def backward(self, micro: Microbatch, saved: HeadSaved, defer: Callable[..., None]) -> Array:
-        """Return the gradient of the loss times `micro.scale` with respect to the input X."""
+        """Return the gradient of `micro.scale` * loss with respect to the input X."""
         dlogits = self.loss.backward(saved.loss, micro.factor())
         return self.logits_grad(dlogits, saved.logits, defer)
 

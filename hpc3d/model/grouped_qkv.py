@@ -108,7 +108,7 @@ class GroupedQkv(Linear):
         return heads % self.mesh.count(self.across) == 0
 
     def _needed(self, heads: int) -> slice:
-        """Return the slice of columns of this rank's weight block that this rank multiplies.
+        """Return the columns of the stored weight block that this rank multiplies, as a slice.
 
         The unsharded weight has `heads` heads.
         """

@@ -231,7 +231,7 @@ class Parameters:
         """Return the axes over which a gradient is reduced, in reduction order.
 
         If `axes` contains all axes of `replicas`, the gradient is reduced over them last, in a
-        single reduction over their plane.
+        single reduction over their combined group.
         """
         data = [axis for axis in replicas if self.mesh.size(axis) > 1]
         others = [axis for axis in axes if axis not in data]
@@ -307,7 +307,7 @@ class Parameters:
         return WholeMatrix(slices.own_value, slices.own_grad, item, layout, shape)
 
     def _slices_of(self, item: Parameter, values: int, grads: int) -> FlatSlices:
-        """Return a parameter's slices in the flat arrays, from index `values` or `grads` on."""
+        """Return a parameter's slices of the flat arrays; they start at `values` and `grads`."""
         value = prod(item.layout.block(item.shape, self.mesh))
         if item.frozen:
             span, none = slice(values, values + value), slice(grads, grads)

@@ -45,7 +45,10 @@ class Experts:
         return min(tokens, ceil(wanted))
 
     def slots_of_token(self, tokens: int) -> float:
-        """Return the total slots of all experts per token of a sequence of length `tokens`."""
+        """Return the number of slots per token, summed over all experts.
+
+        `tokens` is the length of a sequence.
+        """
         return self.count * self.slots(tokens) / tokens
 
 

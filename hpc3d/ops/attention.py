@@ -402,7 +402,6 @@ def _out_columns(qkv: Array, form: HeadForm) -> int:
 
 
 def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
-    """Record the cost of attention dropout, which is a separate kernel."""
     if drop is not None:
         probabilities.meter.kernel(dropped.__name__, 2 * probabilities.nbytes)
 
@@ -468,7 +467,6 @@ def _softmax(
 
 
 def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dict[str, Any]:
-    """Return the scalar and mask arguments of the softmax kernels."""
     given = {"heads": p.shape[0], "sequence": p.shape[1], "scale": 1 / sqrt(width)}
     given |= {"causal": mask.causal, "padding": mask.padding}
     if mask.padding is not None:
@@ -479,6 +477,5 @@ def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dic
 
 
 def _dropped_again(gpu: Gpu, p: Array, drop: Mask) -> Array:
-    """Regenerate the dropout mask; return the probabilities after dropout."""
     rows = p.reshape(len(drop.rows), len(drop.columns))
     return dropped(rows, drop, gpu.empty(rows.shape, p.dtype)).reshape(p.shape)

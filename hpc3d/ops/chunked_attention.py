@@ -88,7 +88,7 @@ def _empty_merged(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Me
 
 @primitive
 def begin_merging(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Merged:
-    """Return the initial `Merged`, before any keys: output 0 and log-sum-exp -inf."""
+    """Return the `Merged` state before any keys are processed: output 0, log-sum-exp -inf."""
     merged = _empty_merged(qkv, sequence, form, empty)
     merged.out[...], merged.sums[...] = 0, -np.inf
     return merged

@@ -141,7 +141,6 @@ def encode_rows(x: Array, codes: Array, scales: Array) -> None:
 
 
 def _rounded(quotients: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Round quotients x / scale to codes of type `dtype`."""
     return np.rint(quotients) if dtype == np.int8 else encode(quotients, E4M3).view(dtype)
 
 

@@ -45,7 +45,7 @@ class Rotation(NamedTuple):
 
 @cache
 def rotary_table(rotation: Rotation, sequence: int, width: int, dtype: DTypeLike) -> np.ndarray:
-    """Return cosines and sines of the angles at the positions of a sequence, [2, T, width / 2]."""
+    """Return the cosines and sines of the rotary angles for all positions, [2, T, width / 2]."""
     angles = np.arange(sequence)[:, None] * rotation.frequencies(width)
     return np.stack([np.cos(angles), np.sin(angles)]).astype(dtype)
 

@@ -256,7 +256,7 @@ def _(gpu, counts, tokens, dtype):
 
 @primitive
 def load_of(choices: Array, slots: Array, count: int) -> tuple[Array, Array]:
-    """Return the number of routed tokens and of occupied slots of each expert, each int64[E]."""
+    """Return each expert's number of routed tokens and number of occupied slots, int64[E] each."""
     kept = choices[slots >= 0]
     return np.bincount(choices.ravel(), minlength=count), np.bincount(kept, minlength=count)
 

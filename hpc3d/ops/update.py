@@ -78,7 +78,6 @@ def sum_parts(gpu: Gpu, partial: Array, total: Array | None = None) -> Array:
 
 
 def _stretches(size: int) -> list[slice]:
-    """Split a flat array into slices that fit in the cache."""
     edges = [*range(0, size, _CHUNK), size]
     return [slice(*edge) for edge in pairwise(edges)]
 

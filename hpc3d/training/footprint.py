@@ -118,7 +118,6 @@ def _activations(config: Config) -> float:
 
 
 def _wide(config: Config) -> int:
-    """Return the bytes per element of gradients and other accumulators."""
     return max(4, itemsize(config.train.dtype))
 
 

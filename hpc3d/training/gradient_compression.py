@@ -86,7 +86,6 @@ class CompressionSpec(NamedTuple):
 
 
 def _whole_sum(size: int, members: int, itemsize: int) -> float:
-    """Return the bytes received by each member in an uncompressed all-reduce."""
     return 2 * (1 - 1 / members) * size * itemsize
 
 
@@ -160,7 +159,6 @@ def compression_spec(config: Config) -> CompressionSpec | None:
 
 
 def _views(flat: Array, shapes: Iterable[Sequence[int]]) -> Iterator[Array]:
-    """For each of `shapes`, yield the next block of the array `flat` as a view."""
     start = 0
     for shape in shapes:
         stop = start + prod(shape)
@@ -266,7 +264,6 @@ class _LowRankSum(_CompressedSum):
         self._multiply(left, _turned(right), self.items[number].grad)
 
     def _multiply(self, a: Array, b: Array, out: Array) -> None:
-        """Compute out = a b, separately for each expert of a stack."""
         flops = 2 * a.size * b.shape[-1]
         with self.mesh.trace.span("compression", "gemm", flops):
             product(a, b, out)

@@ -143,7 +143,6 @@ def _count_not_finite(block: Array) -> int:
 
 
 def _described(item: Parameter, block: Array, kind: str) -> str:
-    """Return a line with a parameter's layer, name and number of non-finite elements."""
     layer, _, name = item.name.removeprefix("layers.").partition(".")
     where = f"layer {layer}, {name}" if item.name.startswith("layers.") else item.name
     count = _count_not_finite(block)

@@ -89,7 +89,7 @@ class Log:
         for line in (*hardware.lines, *layout):
             self.say(line)
         if config.trace.clock == "cpu":
-            self.say("times are CPU times; tokens/s are per CPU second of rank 0")
+            self.say("all times are CPU times; tokens/s is relative to the CPU time of rank 0")
 
     def record(self, start: int, config: Config) -> None:
         """Print the header of the step table, and open metrics.jsonl at step `start`."""
@@ -132,7 +132,7 @@ class Log:
         )
 
     def copies(self, store: HostStore, steps: int) -> None:
-        """Log the megabytes copied by offloading per step, and the exposed time, if known."""
+        """Log the MB copied per step for offloading and, if known, the exposed copy time."""
         exposed = "" if store.exposed is None else f", {store.exposed / steps:.3g} s exposed"
         self.say(f"offload: {store.copied / steps / 1e6:.1f} MB copied per step{exposed}")
 
@@ -218,7 +218,6 @@ def layout_lines(config: Config) -> Iterator[str]:
 
 
 def _context_line(config: Config) -> str:
-    """Return a description of how a sequence is partitioned over the ranks along c."""
     context, parts = config.context(), []
     if context.rings > 1:
         tokens = counted(context.chunk, "token")

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class RunSaver(Protocol):
-    """Checkpoint saver (hpc3d.checkpoints.saver); `saved` is the last checkpoint's step count."""
+    """Checkpoint saver (hpc3d.checkpoints.saver).
+
+    `saved` is the number of completed steps at the last checkpoint.
+    """
 
     saved: int
 
@@ -188,7 +191,11 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
     if plan.config.parallel.offload and done > run.start:
         run.log.copies(store_of(run.trainer.mesh.pool), done - run.start)
     if plan.resumed and not run.saver.saved:
-        run.log.say("the steps of this run are not saved, because checkpoint.every = 0", "yellow")
+        run.log.say(
+            "the steps of this run were not saved, because checkpoint.every = 0; set it to save "
+            "checkpoints",
+            "yellow",
+        )
     run.log.say(f"{KEPT}{plan.folder}", "green")
     job.barrier()
 
@@ -211,7 +218,6 @@ def _give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoR
 
 
 def _save_position(plan: RunPlan, batches: RunBatches | None, done: int) -> None:
-    """Write position.json on rank 0, with the position in the data at which to resume."""
     if batches is not None:
         position = {"step": done, **batches.position(done)}
         write_text(plan.folder / "position.json", json.dumps(position) + "\n")

@@ -214,7 +214,6 @@ class Trainer:
     def _reduce_step_stats(
         self, communication: float, stop_request: int
     ) -> tuple[float, int, int]:
-        """Return the mean communication share and the maximum peak bytes and stop request."""
         share = self.mesh.world.all_reduce(np.array([communication])).wait()[0] / self.mesh.ranks
         most = np.array([self.mesh.pool.peak["all"], stop_request], np.float64)
         peak, stop_request = self.mesh.world.all_reduce(most, "max").wait()

@@ -58,12 +58,12 @@ class Cut(NamedTuple):
 
 
 def owners(mesh: Mesh, layout: Layout) -> list[Cut]:
-    """Return the axes along which a single rank owns each block of a layout."""
+    """Return a `Cut` for each axis along which a single rank owns each block."""
     return [Cut(axis, 0, layout.owner(axis, mesh)) for axis in layout.owned]
 
 
 def cuts_of(mesh: Mesh, layout: Layout) -> list[Cut]:
-    """Return the axes along which a single rank owns a matrix, and the axes that shard it."""
+    """Return a `Cut` for each axis along which a matrix has a single owner or is sharded."""
     rows = [Cut(axis, 1) for axis in reversed(layout[0])]
     columns = [Cut(axis, 2) for axis in reversed(layout[-1])]
     return [*owners(mesh, layout), *rows, *columns]
@@ -118,7 +118,6 @@ class Exchange:
         return self._moved(whole.reshape(*shape), [dim, *order])
 
     def _spread(self, blocks: Array, owner: int, size: int) -> Array:
-        """Return an array [size, n, a, b] with the blocks at index `owner` and zeros elsewhere."""
         parts = self.mesh.zeros((size, *blocks.shape), blocks.dtype, "workspace")
         parts[owner] = blocks
         return parts
@@ -163,7 +162,6 @@ class Muon(AdamW):
                 self._update(exchange, matrices, learning_rate, scale)
 
     def _groups(self) -> Iterator[tuple[Exchange, list[WholeMatrix]]]:
-        """Group matrices by layout and shape; yield the `Exchange` and matrices of each group."""
         groups: dict[Any, list[WholeMatrix]] = {}
         for part in self.parameters.matrices:
             key = part.layout, part.item.shape, part.item.interleaved
@@ -172,7 +170,6 @@ class Muon(AdamW):
             yield self._exchange(layout), alike
 
     def _exchange(self, layout: Layout) -> Exchange:
-        """Return the `Exchange` that gathers the blocks before orthogonalization."""
         mesh = self.parameters.mesh
         return Exchange(mesh, cuts_of(mesh, layout))
 

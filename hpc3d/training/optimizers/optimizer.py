@@ -95,7 +95,6 @@ class StateSpec(NamedTuple):
 
 
 def _keeps(spec: StateSpec, item: Parameter) -> bool:
-    """Return True if a parameter has the optimizer state described by `spec`."""
     return spec.of(item.name, item.shape) and not item.frozen and not item.sign_rate
 
 
@@ -175,7 +174,6 @@ class Optimizer:
         return state
 
     def _size(self, spec: StateSpec, item: Parameter) -> int:
-        """Return the number of elements of a parameter's state on this rank."""
         if not _keeps(spec, item):
             return 0
         if spec.elementwise:

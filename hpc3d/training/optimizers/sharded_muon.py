@@ -61,7 +61,6 @@ class ShardedMuon(Muon):
 
 
 def _is_tall(item: Parameter) -> bool:
-    """Return True if the matrices of a parameter have more rows than columns."""
     return item.shape[0] > item.shape[-1] // item.interleaved[0]
 
 
@@ -116,7 +115,6 @@ class NewtonSchulz:
             self._step(x, gram, square, apply)
 
     def _normalize(self, x: Array) -> None:
-        """Divide each matrix by its Frobenius norm."""
         with self.mesh.trace.span("norm"):
             squared = self.mesh.empty(x.shape, x.dtype, "workspace")
             np.multiply(x, x, out=squared)
