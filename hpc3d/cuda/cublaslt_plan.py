@@ -182,7 +182,7 @@ def _check_float8(a: Operand, b: Operand) -> None:
     """
     assert b.dtype.name in _FLOAT8 and not a.columns()[0] and b.columns()[0], (a, b)
     if a.dtype.name == b.dtype.name == "float8_e5m2":
-        raise Unsupported("cuBLASLt does not multiply two e5m2 matrices")
+        raise Unsupported("cuBLASLt does not support products of two e5m2 matrices")
     sizes = *a.shape, b.shape[1]
     if any(size % _MULTIPLE for size in sizes):
         raise Unsupported(

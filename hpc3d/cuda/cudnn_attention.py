@@ -261,7 +261,7 @@ class Flash:
             yield
         except (RuntimeError, ValueError, self.cudnn.cudnnGraphNotSupportedError) as error:
             version = self.cudnn.backend_version_string()
-            reason = " ".join(f"{error}".split())[:_LINE]  # cuDNN may list every engine
+            reason = " ".join(f"{error}".split())[:_LINE]  # cuDNN's message may list every engine
             raise RuntimeError(f"cuDNN {version} cannot {what}: {reason}") from error
 
 

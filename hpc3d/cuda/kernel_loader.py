@@ -18,7 +18,7 @@ from hpc3d.cuda import launch_table
 if TYPE_CHECKING:
     from hpc3d.cuda.launch_table import Kernel
 
-_ADDED = "--device-as-default-execution-space"  # option added by CuPy; NVRTC rejects duplicates
+_ADDED = "--device-as-default-execution-space"  # CuPy adds this option; NVRTC rejects duplicates
 _NULL = np.uint64(0)
 _BFLOAT16 = 80  # minimum compute capability of bfloat16
 

@@ -1,4 +1,4 @@
-"""Training loop for any model: the steps, an early stop, and the end of the run."""
+"""Training loop for any model: run the steps, handle early stops, and finish the run."""
 
 from __future__ import annotations
 

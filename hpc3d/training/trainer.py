@@ -61,7 +61,7 @@ class Trainer:
     another model, override `stages` (see `hpc3d.pipeline.stage_protocol`) and `sums`.
     """
 
-    has_tied_ends = True  # a tied table may be on two pipeline stages
+    has_tied_ends = True  # a tied embedding table may be on two stages
 
     def __init__(
         self,

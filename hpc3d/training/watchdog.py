@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 _LOOKS = 20  # number of checks per time limit (at least one check per second)
-GRACE = 6  # number of further checks, to give the other ranks time to report
+GRACE = 6  # number of additional checks, to give the other ranks time to report
 LATER = 6  # extra checks on other nodes, so that rank 0's node ends the job and prints the output
 TOLD = 10  # minimum time in seconds after SIGTERM before a rank assumes that its peers exited
 _SILENT = "silent: stopped or terminated"
