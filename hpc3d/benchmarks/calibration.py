@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.trace.reader import Trace
 
-_RANKS, _ONE_NODE = 8, 4096  # maximum number of ranks per calibration run and per node
+_RANKS, _ONE_NODE = 8, 4096  # most ranks of a calibration run; ranks per node of the machine file
 
 
 def calibrate(options: Namespace) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def calibrate(options: Namespace) -> dict[str, Any]:
             told += _works_of(line, folder, how)
         machine = machine_of(told, **_this_machine(options.transport))
         free = [line for line in CALIBRATE if 1 < settings(line)[0] <= machine.cores]
-        print(f"calibrate: repeating {len(free)} runs to measure wall-clock times", flush=True)
+        print(f"calibrate: repeating {len(free)} runs to measure wall-clock time", flush=True)
         timed = [(config_of(line, **how), min(_steps_of(line, folder, how))) for line in free]
         machine = with_wakeup(machine, timed)
         with naming(out):
@@ -90,12 +90,11 @@ def _steps_of(line: str, folder: str, how: dict[str, str]) -> list[float]:
 
 
 def _trained(line: str, folder: str, how: dict[str, str]) -> Trace:
-    """Execute a calibration or validation run, and return its trace, opened for reading."""
     return hpc3d.trace.open(harness.run(*settings(line, **how), folder, steps=10)["folder"])
 
 
 def _this_machine(transport: str) -> dict[str, Any]:
-    """Return the `Machine` fields that are not measured, such as cores and memory per rank."""
+    """Return the `Machine` fields that are not calibrated, such as cores and memory per rank."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {

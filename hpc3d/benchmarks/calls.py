@@ -1,4 +1,4 @@
-"""Compare the times of hpc3d's and the MPI library's collectives over all ranks.
+"""Benchmark hpc3d's collectives against those of the MPI library, over all ranks.
 
 The lower bound on the time of a collective is the number of bytes that a NIC must send, divided by
 the measured point-to-point bandwidth between the first and the last rank.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 _SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # sizes in bytes of the unsharded array
-_OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # transfers of the array per call
+_OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # times the array is sent per call
 _HEAD = ("op", "members", "bytes", "hpc3d ms", "MPI ms", "bound ms")
 _KEYS = ("op", "members", "bytes", "ours_s", "mpi_s", "bound_s")
 _ROUNDS = 5
@@ -81,7 +81,7 @@ def _seconds(
 
 
 def _duration(job: Job, call: Callable[[], Pending]) -> float:
-    """Return the time in seconds until the slowest rank has the result of `call()`."""
+    """Return the time in s from a barrier until `call()` has completed on all ranks."""
     job.comm.Barrier()
     start = time.perf_counter()
     call().wait()

@@ -21,7 +21,7 @@ _EVERY = 100  # number of steps between comparisons of replicas (guard.replicas_
 
 
 def guards(options: Namespace) -> dict[str, Any]:
-    """Measure, print and return the CPU time of silent-error checks, summed over all ranks."""
+    """Measure, print and return the CPU time overhead of silent-error checks on all ranks."""
     results = {}
     for ranks, name in _RUNS.items():
         found = results[f"{name}, {ranks} ranks"] = _measured(ranks, name, options.rounds or 10)
@@ -37,7 +37,7 @@ def guards(options: Namespace) -> dict[str, Any]:
 
 
 def _measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
-    """Return the step time ratio with and without checks, and the replica comparison time."""
+    """Time steps with and without checks alternately, and the comparison of replicas."""
 
     from hpc3d import trace
     from hpc3d.benchmarks import harness

@@ -69,7 +69,7 @@ def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
 def ratios(
     ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray
 ) -> dict[str, Any]:
-    """Return each series' median, and the minimum, median and maximum elementwise ratio."""
+    """Return the median of each series, and the minimum, median and maximum of their ratios."""
     pairs = np.asarray(ours) / np.asarray(theirs)
     return {
         "ours_s": float(median(ours)),
@@ -90,7 +90,6 @@ def _serial_trainer(
 
 
 def _steps_of(trainer: Trainer) -> Callable[[], Step]:
-    """Return a function that runs the next training step of `trainer` each time it is called."""
     numbers = iter(range(sys.maxsize))
     return lambda: trainer.step(next(numbers))
 
@@ -123,7 +122,8 @@ def tracing(config: Config, rounds: int) -> dict[str, Any]:
 def overhead(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[str, Any]:
     """Compare the step time on `ranks` ranks with the step time of one rank on all cores.
 
-    The two runs alternate. The result also contains the CPU time of all ranks by operation.
+    The two runs alternate. The result also contains the CPU time of each operation, summed over
+    ranks.
     """
     many, one = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -168,7 +168,7 @@ def run(
     first_s : seconds from the start of the launcher to the end of the first step
     step_s : median step time in seconds
     seconds : dict from operation to seconds per step, summed over ranks
-    data : communication seconds and received bytes along axis d, per rank and step
+    data : communication time in s and received bytes along axis d, per rank and step
     folder : folder of the run
     """
     words = [verb, *arguments, "--train.steps", str(steps), "--run.out", folder]
@@ -208,7 +208,7 @@ def printed(ranks: int, words: Sequence[str]) -> Iterator[str]:
 
 
 def _times(recorded: Trace) -> dict[str, Any]:
-    """Return the median step time and the time of each operation, excluding the first step."""
+    """Return the median step time and each operation's time in s, excluding the first step."""
     steps, events = recorded.steps, recorded.events
     counted = steps["step"] > 0
     spans = (steps["t_end"] - steps["t_start"])[counted & (steps["rank"] == 0)] * 1e-9

@@ -41,7 +41,7 @@ def overhead(options: Namespace) -> dict[str, Any]:
         print(
             f"    time from the start of 64 ranks to the first step: {found['first_step_s']:.1f} s"
         )
-        print("    CPU seconds per step, sum over all ranks     64 ranks  one rank")
+        print("    CPU time in s per step, summed over ranks    64 ranks  one rank")
         ours, serial = found["processor"], found["processor_serial"]
         for name in sorted(ours, key=ours.get, reverse=True)[:12]:
             print(f"    {name:44s} {ours[name]:10.2f} {serial.get(name, 0):9.2f}")
@@ -116,6 +116,6 @@ def _serial_configs() -> dict[str, Config]:
 
 
 def _pair(found: Mapping[str, float]) -> str:
-    """Format the second variant's step time, and the first variant's time relative to it."""
+    """Format the baseline's step time in s and the step time ratio with its range."""
     low, high = found["ratio_min"], found["ratio_max"]
     return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"

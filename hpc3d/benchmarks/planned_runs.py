@@ -82,7 +82,7 @@ def plans(options: Namespace) -> dict[str, Any]:
 
 
 def _planned(model: str, folder: Path) -> list[_Planned]:
-    """Return the plans for a model, each based on costs profiled with its number of ranks."""
+    """Return the plans for a model, based on operation costs profiled on 1 and on 2 ranks."""
     from hpc3d.partition.capture import captured_of
 
     captured = captured_of(_MODELS[model])
@@ -111,7 +111,7 @@ def _costs(model: str, captured: Captured, ranks: int, folder: Path) -> ModelCos
 def _plan(
     model: str, captured: Captured, costs: ModelCosts, how: dict[str, Any]
 ) -> tuple[SavedPlan, float]:
-    """Return the best plan for the settings `how`, and its predicted step time in s."""
+    """Return the fastest plan under the settings `how`, and its predicted step time in s."""
     from hpc3d.partition.module_plan import Wanted, best_plan
     from hpc3d.partition.plan_file import saved
 

@@ -1,4 +1,4 @@
-"""Boxes: rectangular slices of tensors that ranks own and checkpoint files store."""
+"""Rectangular slices (boxes) of tensors, as owned by ranks and stored in checkpoint files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class BlockSlices(NamedTuple):
         )
 
     def index_in(self, outer: BlockSlices) -> tuple[slice, slice, slice]:
-        """Return the slices that select this box in an array that stores the box `outer`.
+        """Return the slices that extract this box from an array that holds the box `outer`.
 
         The array has the shape [rows, experts, columns] of `outer`.
         """
@@ -57,7 +57,7 @@ class BlockSlices(NamedTuple):
         return rows, experts, slice(self.left - outer.left, self.right - outer.left)
 
     def rectangles(self, columns: int) -> Iterator[BlockSlices]:
-        """Yield the rectangles that this box occupies if the tensor is stored as a matrix.
+        """Yield the rectangles of this box if experts are stored side by side in a matrix.
 
         The matrix has the shape [rows, experts x columns], with `columns` columns per expert.
         """
@@ -103,8 +103,8 @@ def boxes(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
 def _stretches(start: int, stop: int, widths: Sequence[int]) -> list[tuple[int, int]]:
     """Split the range from `start` to `stop` at multiples of decreasing `widths`.
 
-    The longest range between two multiples of the first width is not split further. The remaining
-    elements at both ends are split at multiples of the next width.
+    The longest subrange that starts and ends at a multiple of the first width stays in one piece.
+    The remaining elements at both ends are split at multiples of the next width.
     """
     if start >= stop:
         return []
@@ -136,7 +136,7 @@ def _box(block, start, stop):
 
 
 def coverage_error(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | None:
-    """Return the reason why boxes do not cover a tensor exactly once, or `None` if they do."""
+    """Return an error message if boxes do not cover a tensor exactly once, otherwise `None`."""
     if any(part.intersection(whole) != part for part in parts):
         rows, experts, columns = whole.shape
         sizes = [rows, experts, columns] if experts > 1 else [rows, columns]
@@ -149,7 +149,7 @@ def coverage_error(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | No
 
 
 def overlap(parts: Sequence[BlockSlices]) -> BlockSlices | None:
-    """Return the intersection of two overlapping rectangles, or `None` if none overlap.
+    """Return the intersection of any two overlapping rectangles, or `None` if all are disjoint.
 
     A sweep line moves down the rows. `across` holds the rectangles that intersect the line, from
     left to right.

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.training.trainer import Trainer
 
-_LARGEST = 4 << 20  # maximum size in bytes of the test file for the disk bandwidth
+_LARGEST = 4 << 20  # maximum size in bytes of the file that measures disk bandwidth
 _FILES = 2  # number of files written by each rank per checkpoint
 
 
 class Probe(NamedTuple):
-    """Measured times in seconds: to write a small file, to write a byte, and to hash a byte."""
+    """Disk and hash speed: s per small file, s per byte written, and s per byte hashed."""
 
     file: float
     write: float
@@ -37,8 +37,8 @@ class Probe(NamedTuple):
 def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
     """Return log lines with the size and estimated write time of a run's checkpoints.
 
-    All ranks must call this function. One rank of each node measures the disk by writing a few
-    megabytes to `folder`. If a write fails, the job stops with an error.
+    All ranks must call this function. One rank of each node measures the disk speed by writing a
+    few megabytes to `folder`. If a write fails, the job stops with an error.
     """
     share = shares(trainer.parameters, trainer.optimizer)
     host, size = socket.gethostname(), sum(elements.nbytes for *_, elements in share)

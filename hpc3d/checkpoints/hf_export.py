@@ -1,4 +1,4 @@
-"""Export of weights in the format of Hugging Face `transformers` (see hf_families).
+"""Export weights in the format of Hugging Face `transformers` (see hf_families).
 
 A model folder contains config.json and either model.safetensors or several weight files with an
 index.
@@ -121,7 +121,7 @@ def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ..
 
 
 def _value_of(opened: Checkpoint, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Return the unsharded value of a parameter."""
+    """Read the unsharded value of a parameter from a checkpoint."""
     value, whole = np.empty(shape, dtype), whole_of(shape)
     opened.fill(value.reshape(whole.shape), name, opened.exact(name), whole)
     return value

@@ -104,7 +104,7 @@ class PublishedFamily(NamedTuple):
     def shapes_of(
         self, ours: str, shape: Sequence[int], model: ModelConfig
     ) -> dict[str, tuple[int, ...]]:
-        """Return a dict from name to shape for the arrays that store a parameter of `shape`."""
+        """Return a dict from array name to shape for the arrays that store a parameter."""
         if len(shape) < 3:
             return self._shapes_of(self.names_of(ours), ours, shape, model)
         return {
@@ -178,7 +178,7 @@ class PublishedFamily(NamedTuple):
         return np.concatenate(parts, -1).reshape(whole.shape)
 
     def _widths(self, ours: str, columns: int, model: ModelConfig) -> tuple[int, ...]:
-        """Return the interleaving widths, in columns, of the components of a matrix.
+        """Return the width in columns of each component that is interleaved in a matrix.
 
         In qkv, blocks of q, k and v columns alternate, each as wide as a head. In a gated MLP,
         single gate and up columns alternate. Any other matrix has one component with all columns.

@@ -1,4 +1,4 @@
-"""Import of a model from Hugging Face `transformers` files (see hf_families).
+"""Import a model from Hugging Face `transformers` files (see hf_families).
 
 The files are untrusted: model sizes are taken from the stored arrays, not from config.json.
 """
@@ -109,7 +109,7 @@ class Pretrained:
         return tied
 
     def parameter(self, ours: str, config: Config) -> np.ndarray:
-        """Return a parameter by its hpc3d name.
+        """Return the parameter with the name `ours` in hpc3d.
 
         Position embeddings are truncated to the sequence length of the run. Raises ValueError if a
         value exceeds the range of the run's data type.
@@ -144,7 +144,7 @@ class Pretrained:
                 raise ValueError(f"{self.path}: {name} is {found}, but should be {wanted}")
 
     def _undecided(self, settings: Mapping[str, Any]) -> dict[str, str]:
-        """Return the keys of [model] that the user must set, each mapped to an explanation."""
+        """Return the [model] keys that the user must set, as a dict from key to reason."""
         reasons = {}
         if "heads" not in self.model:
             theirs = {ours: key for key, ours in self.family.settings.sizes.items()}
@@ -225,7 +225,6 @@ def _locations(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights
 
 
 def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str, int]:
-    """Determine the sizes of a model from the shapes of its stored arrays."""
     for name, _ in family.measured.values():
         if name not in entries or len(entries[name].shape) != 2:
             raise ValueError(
@@ -242,7 +241,7 @@ def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Format a list of names: at most three names, and the number of omitted names."""
+    """Format a list of names; replace the names after the third one with their number."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + rest
 

@@ -25,19 +25,19 @@ _ACTIVATIONS = {
     "gelu_fast": "tanh",
     "gelu_python": "exact",
 }
-_LLAMA3 = {  # dict from key of rope_scaling to hpc3d key
+_LLAMA3 = {  # maps rope_scaling keys of config.json to hpc3d keys
     "factor": "factor",
     "low_freq_factor": "low",
     "high_freq_factor": "high",
     "original_max_position_embeddings": "original",
 }
-_OF_MIXTRAL = {  # dict from key of [model] to (only supported value, description)
+_OF_MIXTRAL = {  # maps [model] keys to (value required by Mixtral, description)
     "shared_experts": (0, "no shared experts"),
     "moe_every": (1, "experts in every block"),
     "balance_bias": (0.0, "no router bias"),
 }
 _BALANCE = "router_aux_loss_coef"
-_LARGEST = 1e6  # maximum coefficient of the load-balancing loss
+_LARGEST = 1e6  # upper limit of router_aux_loss_coef
 # Keys that concern tokenization, files or training and do not affect a model's output.
 _HARMLESS = """
     _name_or_path architectures bos_token_id dtype eos_token_id gradient_checkpointing id2label
@@ -77,7 +77,7 @@ class Settings(NamedTuple):
     told: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
 
     def of(self, model: ModelConfig) -> dict[str, Any]:
-        """Convert a model configuration to the family's keys of config.json."""
+        """Return the family's config.json settings for a model configuration."""
         return {
             **self.fixed,
             **{theirs: getattr(model, ours) for theirs, ours in self.sizes.items()},
@@ -86,7 +86,7 @@ class Settings(NamedTuple):
         }
 
     def model(self, settings: Mapping[str, Any], measured: Mapping[str, int]) -> dict[str, Any]:
-        """Derive the keys of [model] from a config.json and the sizes `measured` from the arrays.
+        """Derive the `[model]` section from config.json and the stored arrays' sizes, `measured`.
 
         Raises ValueError if config.json contradicts the array sizes or has unsupported settings.
         """
@@ -187,14 +187,14 @@ def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
 
 
 def no_mixtral(model: ModelConfig) -> str | None:
-    """Return an error message for a setting that Mixtral does not support, or `None`."""
+    """Return an error message if Mixtral does not support a setting of `model`, else `None`."""
     for key, (only, what) in _OF_MIXTRAL.items():
         if (value := getattr(model, key)) != only:
             return f"model.{key} = {value}: Mixtral has {what} ({only})"
     if model.top_k == 1:
         return (
             "model.top_k = 1: Mixtral gives a single expert the gate weight 1 instead of its "
-            "router probability (use 2 or more)"
+            "router probability (set model.top_k to 2 or more)"
         )
     return None
 
@@ -215,7 +215,7 @@ def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
     if type(top_k) is not int or not 2 <= top_k <= model["experts"]:
         raise ValueError(
             f"{CONFIG}: num_experts_per_tok = {top_k!r}: must be from 2 to {model['experts']}; "
-            "with 1, the gate weight is 1 in Mixtral, but the router probability in hpc3d"
+            "with 1, Mixtral sets the gate weight to 1, but hpc3d uses the router probability"
         )
     if type(coefficient) not in (int, float) or not 0 <= coefficient <= _LARGEST:
         raise ValueError(f"{CONFIG}: {_BALANCE} = {coefficient!r}: must be a nonnegative number")

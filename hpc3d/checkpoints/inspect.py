@@ -52,7 +52,7 @@ class Tensor(NamedTuple):
 def checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint folders at a path, newest first.
 
-    The path may be a checkpoint or a run folder. Raises ValueError if it has no checkpoint.
+    The path may be a checkpoint or a run folder. Raises ValueError if it contains no checkpoint.
     """
     path = Path(path)
     if (path / "manifest.json").exists() or path in steps_of(path.parent):
@@ -125,7 +125,7 @@ def _parameters_of(model: ModelConfig) -> Parameters:
 
 
 def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Return a dict from the names of a checkpoint's parameters to their unsharded shapes.
+    """Return a dict from parameter name to unsharded shape for all parameters of a checkpoint.
 
     Raises ValueError if the number of layers differs from the stored configuration.
     """
@@ -229,7 +229,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
-    """Return the first intact checkpoint in `folders`, and the problems of the earlier entries.
+    """Return the first intact checkpoint in `folders`, and the problems of the entries before it.
 
     Raises ValueError with all problems if no checkpoint is intact.
     """

@@ -51,12 +51,12 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def name_of(dtype: np.dtype) -> str:
-    """Return the name of a dtype in manifests."""
+    """Return the name that a manifest uses for a dtype."""
     return _BFLOAT16 if dtype.name == _BFLOAT16 else dtype.str
 
 
 def type_of(name: str) -> np.dtype:
-    """Return the dtype with the given name in manifests.
+    """Return the dtype for a type name in a manifest.
 
     Raises ValueError for bfloat16 if ml_dtypes is not installed.
     """
@@ -167,7 +167,7 @@ def _check_files(files: Any) -> None:
 
 
 def _check_file(file: Any) -> None:
-    """Check a file's entry: its size, its SHA-256, and that all its pieces are within the file."""
+    """Raise ValueError if a file entry has an invalid size or hash, or a piece beyond its end."""
     name, digest, pieces = file["file"], file.get("sha256"), file.get("pieces")
     _require(_number(file.get("bytes")), f"manifest.json: {name} has no valid size in bytes")
     _require(isinstance(digest, str) and _DIGEST.fullmatch(digest), f"{name} has no valid SHA-256")
@@ -203,7 +203,7 @@ def _sound_piece(
 
 
 def _sound_box(edges: Any) -> bool:
-    """Return True if `edges` is [top, bottom, left, right], plus [front, back] for experts."""
+    """Return True for valid [top, bottom, left, right], followed by [front, back] for experts."""
     if not (isinstance(edges, list) and len(edges) in (4, 6) and all(map(_number, edges))):
         return False
     return all(first <= last for first, last in zip(edges[::2], edges[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""Resume a run: find its folder, check changed settings, and load the newest intact checkpoint."""
+"""Resume a run from its newest intact checkpoint, and report changed settings."""
 
 from __future__ import annotations
 
@@ -56,12 +56,15 @@ _ANEW = (
     "resume: the error feedback of parallel.compression is reset to 0, because the checkpoint "
     "was written with another layout, data type or compression method"
 )
-_DROPPED = "resume: the error feedback of parallel.compression is discarded"
+_DROPPED = (
+    "resume: the error feedback of parallel.compression is discarded, because this run does not "
+    "compress gradients"
+)
 _NOTHING = "{}: no checkpoint to resume from; start a new run"
 
 
 def run_to_resume(words: list[str]) -> Path | None:
-    """Remove --resume from the arguments `words`; return the run folder, or `None` if absent."""
+    """Remove --resume and its value from `words`; return the run folder, or `None` if absent."""
     for index, word in enumerate(words):
         if word.startswith("--resume="):
             words[index : index + 1] = word.split("=", 1)
@@ -106,7 +109,7 @@ def config_of_run(run: Path, words: Sequence[str]) -> Config:
 
 
 def checkpointed_config(run: Path) -> Config:
-    """Return the configuration in a run's newest readable checkpoint or, if none, config.toml."""
+    """Return the configuration from the newest readable checkpoint or, if none, config.toml."""
     opened = _newest_readable(run)
     return config_of(opened) if opened else config_of_run(run, [])
 
@@ -155,7 +158,7 @@ def _newest_readable(run: Path) -> Checkpoint | None:
 
 
 def with_free_mesh(config: Config, ranks: int) -> Config:
-    """Reset the mesh shape of a stored configuration if it does not have `ranks` ranks."""
+    """Reset the mesh shape of a stored configuration unless it matches the number of ranks."""
     refuse([*unknown_values(config)])
     mesh = config.mesh
     if mesh.grid().size == ranks or None in (mesh.x, mesh.y, mesh.z):
@@ -227,7 +230,6 @@ def changes(stored: Config, config: Config) -> list[str]:
 
 
 def _written(value: Any) -> Any:
-    """Convert a tuple to a list, as written in input files."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -269,8 +271,8 @@ def _other_optimizer(stored: Config, config: Config) -> Iterator[str]:
     kept, wanted = (optimizer_of(each).STATES for each in (stored, config))
     if {*wanted} - {*kept}:
         yield (
-            f"train.optimizer = {now}: it was {before} until now, and the checkpoints do not have "
-            f"the state of {now}; leave it at {before}, or start a new run"
+            f"train.optimizer = {now}: the run used {before} so far, and its checkpoints do not "
+            f"contain the state of {now}; set it to {before}, or start a new run"
         )
 
 
@@ -318,11 +320,11 @@ def resume(
     evaluator: Evaluator | None = None,
     texts: Mapping[str, Any] | None = None,
 ) -> int:
-    """Restore the newest intact checkpoint of a run, and return the number of the next step.
+    """Restore the newest intact checkpoint of a run, and return the index of the next step.
 
     `say(line)` logs the restored checkpoint and the problems of newer checkpoints. `differs`
-    returns the reason why a checkpoint does not fit the model. If the data files in `texts` are
-    unchanged, the best evaluation loss so far is restored in `evaluator`.
+    returns an error message if a checkpoint does not fit the model. If the data files in `texts`
+    are unchanged, the best evaluation loss so far is restored in `evaluator`.
     """
     opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
     owned = bool(trainer.parameters.own_states) and _same_layout(opened, trainer.config)
@@ -354,7 +356,7 @@ def _take(opened: Checkpoint, trainer: Trainer, owned: bool) -> None:
 
 
 def _same_layout(opened: Checkpoint, config: Config) -> bool:
-    """Return True if the blocks and local states of each rank match those in the checkpoint."""
+    """Return True if the checkpoint has the mesh, data type and block layout of `config`."""
     before = config_of(opened)
     if before.train.dtype != config.train.dtype:
         return False
@@ -384,7 +386,6 @@ def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, 
         opened = None
 
         def look(folder=folder):
-            """Verify this rank's share of the files; rank 0 also checks that the model matches."""
             nonlocal opened
             opened = Checkpoint(folder)
             damage = opened.damage(job.rank, job.size)
@@ -406,12 +407,11 @@ def _attempt(function: Callable[[], Any]) -> Any:
 
 
 def _problems_of_all(job: Job, problem: str | None) -> list[str]:
-    """Gather the problems of all ranks, and remove duplicates."""
     return [*dict.fromkeys(line for line in job.gather(problem) if line)]
 
 
 def mismatch(config: Config, opened: Checkpoint) -> str | None:
-    """Return the reason why a checkpoint does not fit a run's model and optimizer, or `None`."""
+    """Return an error message if a checkpoint does not fit a run's configuration, or `None`."""
     before = config_of(opened)
     models = (with_epsilon(each.model) for each in (before, config))
     stored, asked = map(asdict, models)

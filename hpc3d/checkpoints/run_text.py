@@ -23,13 +23,13 @@ _Texts = Mapping[str, Mapping[str, Any]]
 
 
 def described(tokens: Tokens, held: Tokens | None) -> dict[str, dict[str, Any]]:
-    """Return the length and hash of the training text and of any separate validation text."""
+    """Return the length and SHA-256 hash of the training text and any validation text."""
     texts = {PATH: tokens} | ({} if held is None else {VALIDATION: held})
     return {key: {"tokens": len(each), "sha256": each.sha256} for key, each in texts.items()}
 
 
 def recorded(texts: _Texts, config: Config, run: Path) -> dict[str, dict[str, Any]]:
-    """Add paths to the descriptions `texts` of a run's data files, for checkpoint manifests."""
+    """Add file paths to the data file descriptions `texts`, for the checkpoint manifest."""
     paths = {PATH: config.data.path, VALIDATION: str(config.data.validation)}
     return {
         key: {**text, "path": paths[key], "from_run": os.path.relpath(paths[key], run)}
@@ -72,7 +72,7 @@ def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
         sizes = [counted(each[key]["tokens"], "token") for each in (now, before)]
         path = getattr(config.data, key.removeprefix("data."))
         line = (
-            f"{key}: {path} differs from the text of the checkpoint ({sizes[0]} now, "
+            f"{key}: {path} differs from the text recorded in the checkpoint ({sizes[0]} now, "
             f"{sizes[1]} then)"
         )
         if key == VALIDATION:
@@ -92,7 +92,7 @@ def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
 
 
 def trained_on(tokens: Tokens, held: Tokens | None, config: Config) -> Iterator[str]:
-    """Yield a warning if validation documents are also part of the training text."""
+    """Yield a warning if documents of the validation text are also in the training text."""
     if held is not None and held.digests & tokens.digests:
         whole = "" if held.sha256 == tokens.sha256 else "partly "
         yield (

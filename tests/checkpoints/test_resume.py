@@ -134,8 +134,8 @@ def test_changed_optimizer_is_rejected_in_one_line(checkpoints, tmp_path):
     with pytest.raises(ValueError) as refused:
         continued(tmp_path, config_of(f"{line} optimizer=muon"))
     assert str(refused.value) == (
-        "train.optimizer = muon: it was adamw until now, and the checkpoints do not have the "
-        "state of muon; leave it at adamw, or start a new run"
+        "train.optimizer = muon: the run used adamw so far, and its checkpoints do not contain "
+        "the state of muon; set it to adamw, or start a new run"
     )
     continued(tmp_path, config_of(f"{line} optimizer=sgd"))
 

@@ -89,7 +89,9 @@ def test_a_text_that_disappeared_from_a_folder_is_reported(gone, here):
     (here / "texts" / gone).unlink()
     now = of_run(config, here)
     (line,) = differences(before, now, config)
-    assert line.startswith(f"data.path: {here / 'texts'} differs from the text of the checkpoint")
+    assert line.startswith(
+        f"data.path: {here / 'texts'} differs from the text recorded in the checkpoint"
+    )
     shared = replace(config, data=replace(config.data, validation=0.1))
     with pytest.raises(ValueError, match=r"data\.validation = 0\.1 is held out; restore /"):
         [*differences(before, now, shared)]
