@@ -35,14 +35,14 @@ _SPECIAL_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 
 
 def _home_of(path: Path) -> Path:
-    """Return the folder that contains the tokenizer of a run, checkpoint or published model."""
+    """Return the folder with the tokenizer of a run, checkpoint or Hugging Face model."""
     if path.parent.name == "checkpoints" and (path.parent.parent / "config.toml").exists():
         return path.parent.parent
     return path if path.is_dir() else path.parent
 
 
 def kept_tokenizer(path: Path) -> BpeTokenizer | None:
-    """Return the tokenizer of a run, a checkpoint or published weights, or `None` if absent."""
+    """Return the tokenizer stored with a run, checkpoint or Hugging Face model, or `None`."""
     home = _home_of(path)
     return tokenizer_from(str(home)) if (home / RULES).is_file() else None
 
@@ -54,7 +54,7 @@ def keep(folder: Path, tokens: Tokens) -> None:
 
 
 def _write(folder: Path, rules: str, end_name: str | None) -> None:
-    """Write a tokenizer in the file format of `transformers.AutoTokenizer`."""
+    """Write the tokenizer files that `transformers.AutoTokenizer` reads."""
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings["clean_up_tokenization_spaces"] = False
     if end_name:
@@ -64,9 +64,9 @@ def _write(folder: Path, rules: str, end_name: str | None) -> None:
 
 
 def refuse_unfit(source: Path, vocabulary: int) -> None:
-    """Raise ValueError if the tokenizer of published weights is unusable.
+    """Raise ValueError if the model of a Hugging Face folder cannot use its tokenizer.
 
-    A tokenizer is unusable if it is invalid, has more tokens than the model's vocabulary, or has
+    A tokenizer is rejected if it is invalid, has more tokens than the model's vocabulary, or has
     settings that are not valid JSON.
     """
     home = _home_of(source)
@@ -86,7 +86,7 @@ def refuse_unfit(source: Path, vocabulary: int) -> None:
 
 
 def take_along(source: Path, run: Path) -> bool:
-    """Copy the tokenizer and special token ids of published weights to a run.
+    """Copy the tokenizer and special token ids of a Hugging Face model to a run folder.
 
     Returns True if a tokenizer was found.
     """
@@ -133,8 +133,9 @@ def export(path: Path, target: Path) -> list[str]:
 def special_ids(path: Path) -> dict[str, Any]:
     """Return the special token ids for the config.json of an exported model.
 
-    If the run was started from an imported model, ids from its config.json take precedence over
-    the ids of the tokenizer, provided that the tokenizer has tokens with these ids.
+    If the run was started from an imported model, ids from that model's config.json take
+    precedence over the ids of the tokenizer, provided that the tokenizer has tokens with these
+    ids.
     """
     home = _home_of(path)
     imported = object_in(home / _SPECIAL)
@@ -148,7 +149,7 @@ def special_ids(path: Path) -> dict[str, Any]:
 
 
 def end_ids(path: Path) -> frozenset[int]:
-    """Return the end-of-text token ids of published weights or of a run started from them."""
+    """Return the end-of-text token ids of a Hugging Face model or of a run started from it."""
     home = _home_of(path)
     found: set[int] = set()
     for name in (CONFIG, _SPECIAL, GENERATION):
@@ -158,18 +159,17 @@ def end_ids(path: Path) -> frozenset[int]:
 
 
 def _of_bytes(run: Path) -> bool:
-    """Return True if a run uses the byte tokenizer."""
     return _name_in(run) == ByteTokenizer.name
 
 
 def _name_in(run: Path) -> str | None:
-    """Return the tokenizer named in a run's config.toml, or `None` if the file is missing."""
+    """Return the tokenizer name in a run's config.toml, or `None` if the file is missing."""
     path = run / "config.toml"
     return load(path, [], of_run=True).data.tokenizer if path.exists() else None
 
 
 def refuse_another(run: Path, tokens: Tokens) -> None:
-    """Raise ValueError if `tokens` and a resumed run have different tokenizers."""
+    """Raise ValueError if `tokens` were not created with the tokenizer of a resumed run."""
     rules = rules_of_bytes() if tokens.tokenizer == ByteTokenizer.name else tokens.json
     if (run / RULES).is_file():
         where = str(run / RULES)

@@ -43,7 +43,7 @@ class Weights:
             raise ValueError(f"{path} is not a complete safetensors file: {what}") from None
 
     def read(self, name: str) -> np.ndarray:
-        """Read an array by name, in float64 if it is stored in float64, otherwise in float32."""
+        """Read an array by name, as float64 if it is stored as float64, otherwise as float32."""
         dtype = self.entries[name].dtype
         if dtype not in _WIDE:
             raise ValueError(
@@ -54,7 +54,7 @@ class Weights:
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write a dict of arrays to `path`, which appears only when all data is on disk."""
+    """Write a dict of arrays to `path` atomically: the file appears once all data is on disk."""
     package = _library()
     from safetensors.numpy import save_file
 

@@ -43,8 +43,8 @@ class Saver:
     ) -> None:
         self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
         self.how, self.say, self.thread, self.saved = how, say, None, 0
-        self.report = ""  # message of the writer thread after the save
-        self.exposed = 0.0  # seconds that training was blocked by the current save
+        self.report = ""  # log line left by the writer thread, for `wait`
+        self.exposed = 0.0  # time in s for which the current save blocked training
 
     def after(self, number: int, best: bool = False) -> None:
         """Save the state after step `number` if a checkpoint is due.
@@ -83,7 +83,7 @@ class Saver:
         self.thread.start()
 
     def _try_to_write(self, snapshot: Snapshot, header: Mapping[str, Any], begin: float) -> None:
-        """Call `write`; if an OSError has no file name, set it to the checkpoint folder."""
+        """Call `write`; add the checkpoint folder to an OSError that names no file."""
         try:
             self.write(snapshot, header, begin)
         except OSError as error:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class OwnElements(NamedTuple):
-    """Flattened elements of one array of a parameter that this rank stores.
+    """Elements of one parameter array that this rank stores, flattened.
 
     The elements are consecutive in the box `block`, starting at index `first`. `counts` is True if
     this rank, rather than one of its replicas, writes the elements to checkpoints.
@@ -57,7 +57,7 @@ class OwnElements(NamedTuple):
 
 
 def _block_of(item: Parameter, layout: Layout, shape: Sequence[int], mesh: Mesh) -> BlockSlices:
-    """Return this rank's box of an array with the given layout and shape.
+    """Return the box of this rank in an array with the given layout and shape.
 
     The box excludes padding rows of an embedding, and padding elements of a vector with one
     element per embedding row.
@@ -112,14 +112,13 @@ def shares(
 
 
 def _rank_name(parameters: Parameters) -> str:
-    """Return the name under which rank-local arrays are stored."""
     return f"rank-{parameters.mesh.rank:05d}"
 
 
 def _own_elements(
     item: Parameter, parameters: Parameters, optimizer: Optimizer | None
 ) -> Iterator[OwnElements]:
-    """Yield this rank's elements of a parameter's value and of its optimizer states."""
+    """Yield the elements of a parameter and of its optimizer states that this rank stores."""
     slices, mesh = parameters.slices[item], parameters.mesh
     block = _block_of(item, item.layout, item.shape, mesh)
     where = block, slices.own_value.start - slices.value.start, parameters.counts(item)
@@ -277,7 +276,7 @@ class Checkpoint:
         return sources
 
     def exact(self, name: str) -> str:
-        """Return the kind of a tensor's most precise stored array: master copy or value."""
+        """Return the kind of a tensor's most precise array, the master copy or the value."""
         return MASTER.name if (name, MASTER.name) in self.sources else "value"
 
     def damage(self, number: int = 0, of: int = 1) -> str | None:

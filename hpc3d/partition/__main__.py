@@ -137,7 +137,6 @@ def parser() -> Parser:
 
 
 def _counts(text):
-    """Parse one number or a comma-separated list of numbers."""
     return tuple(map(integer(1, MOST_RANKS), text.split(",")))
 
 
@@ -347,7 +346,7 @@ def _counted(count, one, many):
 
 
 def _some(ids):
-    """Format a list of ids; abbreviate more than four ids, and append their number."""
+    """Format a list of ids; of five or more, show the first two, the last one and the count."""
     if len(ids) <= 4:
         return " ".join(map(str, ids))
     return f"{ids[0]} {ids[1]} ... {ids[-1]} ({len(ids)})"

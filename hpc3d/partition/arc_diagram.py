@@ -22,7 +22,7 @@ _COLOURS = ("#3b6fb6", "#c8553d", "#4d9078", "#8661a8", "#b98b2f", "#5b6770")
 def arc_diagram(graph: Graph, choice: PipelineChoice) -> str:
     """Return an SVG drawing of a graph and its stages.
 
-    The stroke width of an arc grows with the logarithm of the number of bytes passed. Raises
+    The stroke width of an arc grows logarithmically with the size of the value passed. Raises
     ValueError if the graph has too many atoms for a legible diagram.
     """
     if len(graph) > _MOST:

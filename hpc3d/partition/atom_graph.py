@@ -43,8 +43,8 @@ class Value(NamedTuple):
     """Output of atom `source` that is read by the atoms `targets`.
 
     `nbytes` is the size per microbatch; the value is sent once to each stage that contains a
-    target. `saved` is the part of the source's saved activations, in bytes, that only the targets
-    save. A stage that ends before the first target does not store this part.
+    target. `saved` is the size in bytes of the source's activations that only the targets need in
+    the backward pass. A stage that ends before the first target does not store them.
     """
 
     source: int
@@ -94,8 +94,7 @@ class Graph:
         return [name for atom in bits(members) for name in self.atoms[atom].ids]
 
     def total(self, name: str, members: int) -> float:
-        """Return the sum of the field `name` over a set of atoms, counting shared weights and
-        inputs once."""
+        """Return the sum of a field over a set of atoms, counting shared tensors only once."""
         found = sum(getattr(self.atoms[atom], name) for atom in bits(members))
         for each in self.shared if name in Shared._fields else ():
             readers = sum(members >> atom & 1 for atom in each.atoms)
@@ -129,8 +128,7 @@ class Graph:
         return Graph([self.atoms[atom] for atom in order], values, shared)
 
     def downsets(self, limit: int) -> list[int] | None:
-        """Return all downsets in ascending order of size, or `None` if there are more
-        than `limit`."""
+        """Return all downsets by increasing size, or `None` if there are more than `limit`."""
         return _downsets(tuple(self.inputs), limit)
 
 
@@ -206,8 +204,8 @@ def _as_one(atoms):
 def _shared_by_several(shared, new_index, merged):
     """Return the weights and inputs read by several atoms of the merged graph.
 
-    If several members of a merged atom read the same weight or input, the merged atom's entry in
-    `merged` is corrected to count the weight or input only once.
+    If several members of a merged atom read the same tensor, the costs in `merged` are corrected
+    to count the tensor only once.
     """
     found = []
     for each in shared:

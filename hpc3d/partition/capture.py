@@ -130,7 +130,7 @@ def _program(model, like, batch):
 
 
 class _SizedByData(ValueError):
-    """Error for a module, at `path`, in which a tensor size depends on tensor values."""
+    """Error raised if a tensor size depends on tensor values in the module at `path`."""
 
     def __init__(self, node):
         what = "the size of a tensor depends on the values of another tensor"
@@ -222,7 +222,7 @@ def _carries(leaf, batch):
 
 
 def _emptied(module, inputs):
-    """Return copies of a module and its inputs in which fake tensors replace all tensors."""
+    """Return copies of a module and its inputs in which all tensors are fake tensors."""
     with without_data():
         held = [each for part in module.modules() for each in tensors(vars(part))]
         known = {id(each): emptied(each) for each in held}
@@ -294,7 +294,7 @@ def _followers(nodes, inputs):
 
 
 def _memory(node):
-    """Return the ids of the storages that hold an operation's results."""
+    """Return the identifiers of the storages that contain an operation's results."""
     return {each.untyped_storage()._cdata for each in tensors(node.meta.get("val"))}
 
 

@@ -34,7 +34,7 @@ _Stepper = Callable[[ModelCosts, PipelineChoice, float], Evaluated]
 
 _MOST_MICROBATCHES = 128  # largest number of microbatches tried
 _SAMPLE = 64  # to balance stages, layer times are computed for 1/64 of the batch
-_LONG = 64_000_000  # size in bytes of the message that determines the bandwidth
+_LONG = 64_000_000  # message size in bytes for computing the bandwidth
 
 
 class Contender(NamedTuple):
@@ -86,7 +86,7 @@ def gpipe(task: Task) -> Contender:
 def torchgpipe(task: Task) -> Contender:
     """Return torchgpipe's arrangement: GPipe with one stage per rank and balanced stage times.
 
-    The balancing corresponds to torchgpipe's balance_by_time (arXiv:2004.09910).
+    The stages are balanced as in torchgpipe's balance_by_time (arXiv:2004.09910).
     """
     stages = min(task.ranks, len(layer_runs(task.costs.graph(1))))
     cut = _by_weight(task.costs, lambda chain: chain.forward + chain.backward)
@@ -94,7 +94,7 @@ def torchgpipe(task: Task) -> Contender:
 
 
 def gpipe_hybrid(task: Task) -> Contender:
-    """Return GPipe's best arrangement with several stages of equal layer and replica counts."""
+    """Return the fastest GPipe plan whose stages have equal numbers of layers and replicas."""
     cut = partial(even, layer_runs(task.costs.graph(1)))
     counts = divisors(task.ranks)[1:]
     return fastest("GPipe hybrid", task, pipelines(task, cut, GPIPE, counts))
@@ -110,7 +110,7 @@ def pipedream(task: Task) -> Contender:
     """Return PipeDream's partition, evaluated with a synchronous pipeline schedule.
 
     PipeDream optimizes the partition for its asynchronous pipeline. The note reports the
-    throughput predicted by that objective.
+    throughput that PipeDream predicts for the asynchronous pipeline.
     """
     costs = task.costs
     share = max(1, costs.batch // task.ranks)
@@ -166,7 +166,7 @@ def _by_weight(costs, weights):
 
 
 def _alone(task, ends):
-    """Yield GPipe arrangements with one rank per stage."""
+    """Yield GPipe arrangements of the stages that end at `ends`, with one rank per stage."""
     return _searched(task.costs, [StageChoice(end) for end in ends], GPIPE)
 
 

@@ -68,7 +68,7 @@ def asynchronous(
 
 
 class _Level:
-    """Dynamic-programming table for one network level: times per minibatch and optimal cuts."""
+    """Dynamic-programming table of a network level: times per minibatch and optimal cuts."""
 
     def __init__(self, alone, parameters, crossing, level):
         size, workers = len(alone), level.workers
@@ -101,7 +101,7 @@ class _Level:
 
 
 def _unfolded(levels, number, start, end, workers):
-    """Yield the stages into which units `start` to `end` are partitioned on a network level.
+    """Yield the optimal stages for units `start` to `end` on the workers of a network level.
 
     Each stage is expanded recursively into the stages of the next inner level.
     """

@@ -63,7 +63,7 @@ class _Groups:
         return [frozenset(atoms) for atoms in self.atoms.values()]
 
     def _readers(self, group):
-        """Return a dict from each group that reads from `group` to the number of bytes read."""
+        """Return the number of bytes that each other group reads from `group`, by group."""
         found = defaultdict(float)
         for atom in self.atoms[group]:
             for value in self.made[atom]:
@@ -92,7 +92,7 @@ class _Groups:
                 del self.after[best]
 
     def _merged(self, group, other, most, measured):
-        """Return the gain in seconds from merging two groups, or `None` if not allowed."""
+        """Return the time in s that a merge of two groups saves, or `None` if it is invalid."""
         one, two = self.seconds[group], self.seconds[other]
         if max(one, two) > most or (measured and one + two > most):
             return None
@@ -129,7 +129,10 @@ class _Groups:
         return kept + self._over_borders(atoms, atoms) <= self.memory
 
     def _over_borders(self, atoms, inside):
-        """Return the bytes of all values that `atoms` exchange with atoms outside `inside`."""
+        """Return the total size in bytes of values passed between `atoms` and other atoms.
+
+        Values whose source and targets are all in `inside` are not counted.
+        """
         values = {id(v): v for a in atoms for v in (*self.made[a], *self.read[a])}
         return sum(v.nbytes for v in values.values() if not {v.source, *v.targets} <= inside)
 

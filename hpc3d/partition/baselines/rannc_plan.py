@@ -56,7 +56,7 @@ def rannc(task: Task) -> Contender:
 
 
 def _offloaded(costs, choice, memory) -> Evaluated:
-    """Evaluate a step whose stages offload the inputs of all but two microbatches to the host."""
+    """Evaluate a step in which stages keep the inputs of two microbatches and offload the rest."""
     step, offloaded = evaluated(costs, choice, memory), max(0, choice.microbatches - 2)
     parts = zip(step.held, parts_of(costs, choice), strict=True)
     held = [nbytes - offloaded * part.received for nbytes, part in parts]

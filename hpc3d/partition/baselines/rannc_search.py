@@ -95,10 +95,10 @@ def _powers(most):
 
 
 class _Costs(NamedTuple):
-    """Times of all possible stages in seconds, as arrays indexed [first cut, last cut].
+    """Times in seconds of every possible stage, as arrays indexed [first cut, last cut].
 
-    `moved` is the message time, and `summed` the time of the gradient all-reduce. If a stage does
-    not fit in memory, all its times are inf.
+    `moved` is the time to send the stage's inputs and outputs, and `summed` the time of the
+    gradient all-reduce. If a stage does not fit in memory, all its times are inf.
     """
 
     forward: np.ndarray
@@ -171,8 +171,9 @@ class _Table:
     def _choose(self, last, state, end, devices):
         """Choose the last stage for the first `end` blocks on `devices` devices.
 
-        As in RaNNC, a new candidate replaces the stored one if the new value is smaller than the
-        stored candidate's value or than the value of the stages before its last stage.
+        As in RaNNC, the stored value of a candidate is at least the value of the stages before its
+        last stage. A new candidate replaces the stored one if its own value is smaller than the
+        stored value.
         """
         before = len(self.states) - 1
         starts = slice(before, end if before else 1)

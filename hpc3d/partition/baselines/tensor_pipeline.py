@@ -37,7 +37,7 @@ class TensorCosts(ModelCosts):
         super().__init__(partial(graph_of, operations, costs.machine), costs.machine, costs.batch)
 
     def message(self, nbytes: float, senders: range, receivers: range) -> float:
-        """Return the time in seconds to send the values of a microbatch to the next stage.
+        """Return the time in seconds to send a microbatch's activations to the next stage.
 
         `senders` and `receivers` are replica indices; the first rank of replica r is `ways` * r.
         """

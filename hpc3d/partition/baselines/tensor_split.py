@@ -168,9 +168,9 @@ class SplitOperations(Operations):
         roles, ways = self.roles, self.ways
         if not any(node in group for group in roles):
             return operation
-        # The forward GEMM is (batch, m, n, k). Its n is divided by `ways`, or k in a row-parallel
-        # layer. The backward GEMMs are (batch, m, k, n) for the input gradient, which is absent
-        # if the input requires no gradient, and (batch, k, n, m) for the weight gradient.
+        # In the forward GEMM (batch, m, n, k), column parallelism divides n by `ways`, and row
+        # parallelism divides k. The backward GEMMs are (batch, m, k, n) for the input gradient,
+        # if the input requires a gradient, and (batch, k, n, m) for the weight gradient.
         forward, backward = ((3,), (2, 1)) if node in roles.rows else ((2,), (3, 2))
         own = {
             "forward": _divided(operation.forward, forward, ways),
@@ -207,8 +207,8 @@ class SplitOperations(Operations):
 def _divided(work, indices, ways):
     """Divide the work of an operation by `ways`.
 
-    `indices` contains, for each GEMM, the index of the dimension to divide. If there are fewer
-    GEMMs than indices, the leading indices are ignored.
+    `indices` contains, for each GEMM, the index of the dimension to divide. An operation with
+    fewer GEMMs uses the last indices.
     """
     products = tuple(
         tuple(size / ways if at == index else size for at, size in enumerate(sizes))
@@ -218,7 +218,7 @@ def _divided(work, indices, ways):
 
 
 def _part_of(captured, roles, ways):
-    """Return a copy of the captured module with the local shapes of the sharded weights."""
+    """Return a copy of the captured module in which sharded weights have their local shapes."""
     program = captured.program
     state = dict(program.state_dict)
     shares = [(node.args[0], 0) for node in roles.tables]

@@ -4,7 +4,7 @@ By default, torch.export creates a separate graph for each torch.no_grad block, 
 torch.no_grad inside an autocast block. This wrapper represents the blocks as follows:
 
     torch.no_grad             each floating-point operand that may require a gradient is passed
-                              through aten.detach, so that no result in the block requires one
+                              through aten.detach, so that no result in the block requires grad
     autocast(enabled=False)   ignored, because there is no enclosing autocast
 
 torch.export traces the forward pass of a torch.autograd.Function, but not the backward pass.
