@@ -1,4 +1,4 @@
-"""Reduce a chain of atoms to few candidate cuts for a joint search of all stage boundaries."""
+"""Reduce a chain of atoms to a few candidate cuts for a joint search of stage boundaries."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def positions_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
     """Return the candidate cuts of the chain as atom indices, including both ends.
 
     The cuts divide the chain into `blocks` blocks. Starting from single atoms, the algorithm
-    repeatedly merges the two adjacent blocks with the lowest score. The score is their combined
-    share of the model's time or memory, whichever is larger, minus the time for sending values
-    across the cut between them, relative to the model's time. Cuts crossed by few bytes therefore
+    repeatedly merges the two adjacent blocks with the lowest score. The score is the merged
+    block's fraction of the model's time or memory, whichever is larger, minus the time to send
+    values across the cut, as a fraction of the model's time. Cuts crossed by few bytes therefore
     tend to remain.
     """
     chain = costs.chain(costs.rows(1, 2 * ranks))
@@ -56,7 +56,7 @@ def _wire(seconds: Callable[[float], float]) -> Wire:
 class Ranges:
     """Costs of all possible stages with `rows` samples per microbatch.
 
-    The arrays are indexed by the cuts at which the stage begins and ends.
+    The arrays are indexed [first cut, last cut]; `crossing` has one entry per cut.
     """
 
     def __init__(self, costs: ModelCosts, rows: int, positions: np.ndarray) -> None:

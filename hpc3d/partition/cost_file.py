@@ -56,7 +56,7 @@ class _CostFile:
 
 
 def load(path: Path) -> Graph:
-    """Read a graph from a JSON file; raise ValueError with one line per problem in the file."""
+    """Read a graph from a JSON file; raise ValueError with one line per problem found."""
     text = small_files.read(path, small_files.MOST_JSON)
     try:
         found = TypeAdapter(_CostFile).validate_json(text, strict=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc3d.partition.atom_graph import Graph, bits
 
-MOST_WORK = 5e9  # maximum of (downsets)^2 * values; such a search takes about 1 min
+MOST_WORK = 5e9  # limit of downsets^2 * values; a search of this size takes about 1 min
 _MOST_DOWNSETS = 5_000
 
 
@@ -34,8 +34,7 @@ class _Stages:
     """
 
     def _count(self, graph, members):
-        """Store the cumulative bytes of each downset, and the number of atoms in the downset that
-        read each shared weight or input."""
+        """Compute cumulative sizes per downset, and count the readers of each shared tensor."""
         self._memory, self._parameters, self._fed = (
             self._sum(graph, name) for name in ("memory", "parameters", "fed")
         )
@@ -145,8 +144,7 @@ class Chain(_Stages):
         return _running(np.array([getattr(atom, name) for atom in graph.atoms], float))
 
     def _leaving(self, before):
-        """Return the bytes sent by stages that start at `before`, as an array indexed by the
-        stage's end."""
+        """Return an array of the bytes sent by the stage from `before` to each possible end."""
         made = self.source >= before
         ends = np.concatenate([self.source[made] + 1, self.last[made] + 1]).astype(int)
         weights = np.concatenate([self.size[made], -self.size[made]])
@@ -177,7 +175,7 @@ class Chain(_Stages):
         return kept[-1] - kept[before]
 
     def _kept(self, after):
-        """Return the cumulative saved bytes of the first 0 to `after` atoms.
+        """Return an array with the bytes saved by the first 0, 1, ..., `after` atoms.
 
         Results that are saved only for an atom after the cut `after` are excluded.
         """

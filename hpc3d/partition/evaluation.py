@@ -268,7 +268,7 @@ class ModelCosts:
         return self._parts[key]
 
     def message(self, nbytes: float, senders: range, receivers: range) -> float:
-        """Return the time in seconds to send the values of a microbatch to the next stage.
+        """Return the time in seconds to send a microbatch's activations to the next stage.
 
         `nbytes` is the number of bytes sent or received by the rank with the most rows.
         """
@@ -291,10 +291,10 @@ class ModelCosts:
 
 
 def _peers(one, other):
-    """Return the maximum number of peers per rank.
+    """Return the maximum number of ranks that a rank exchanges messages with.
 
-    `one` and `other` are the numbers of replicas of two adjacent stages. A peer of a rank is a
-    rank of the other stage that processes at least one of the same rows.
+    `one` and `other` are the numbers of replicas of two adjacent stages. Two ranks of these stages
+    exchange messages if they process at least one row in common.
     """
     few, many = sorted((one, other))
     return max(-(-(each + 1) * many // few) - each * many // few for each in range(few))
@@ -407,7 +407,7 @@ def parts_of(costs: ModelCosts, choice: PipelineChoice) -> Iterator[PartNumbers]
 
 
 def _borders(costs, choice):
-    """Return, per chunk boundary, the bytes sent per microbatch and the send times in seconds."""
+    """Return, for each chunk boundary, the bytes sent per microbatch and the send time in s."""
     stage_ranks, sent, seconds = ranks_of(choice.replicas), [], []
     for part, stage in enumerate(choice.stages[:-1]):
         here, there = (stage_ranks[number % choice.width] for number in (part, part + 1))
@@ -445,7 +445,7 @@ def _with_sums(costs, choice, parts, ends):
 
 
 def _owners(costs, choice):
-    """Yield each shared weight or input, and a count, per stage, of the chunks that read it."""
+    """Yield each shared weight or input, and the number of chunks per stage that read it."""
     ends = [stage.end for stage in choice.stages]
     for shared in costs.graph(1).shared:
         parts = {bisect_right(ends, atom) for atom in shared.atoms}
@@ -456,7 +456,7 @@ _OF_SHARED = {"fixed": "memory", "trained": "parameters", "fed": "fed"}
 
 
 def _stage_sum(name, choice, parts, owned, stage):
-    """Sum the size field `name` over the chunks of a stage; count each shared tensor once."""
+    """Sum a size in bytes over the chunks of a stage, counting each shared tensor once."""
     found = sum(getattr(part, name) for part in parts[stage :: choice.width])
     for shared, owners in owned:
         found -= max(0, owners[stage] - 1) * getattr(shared, _OF_SHARED[name])

@@ -139,7 +139,7 @@ def _has_numbers(node):
 
 
 def _writes_to_its_result(node):
-    """Return True if an operation returns an operand that it has modified in place."""
+    """Return True if an operation modifies an operand in place and returns it."""
     schema = getattr(node.target, "_schema", None)
     return schema and any(each.alias_info and each.alias_info.is_write for each in schema.returns)
 

@@ -26,7 +26,7 @@ class CannotStayWhole(ValueError):
 
 
 class Like(NamedTuple):
-    """Shape and dtype of a tensor; a pair (a, b) in `sizes` represents a * samples + b."""
+    """Shape and dtype of a tensor; a dimension (a, b) in `sizes` has size a * samples + b."""
 
     sizes: tuple[tuple[int, int], ...]
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class NestedValues(NamedTuple):
         return [leaf for leaf in self.leaves if isinstance(leaf, Like)]
 
     def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """Return the nested values, with the given tensors in place of the recorded ones."""
+        """Return the nested values with the given tensors substituted for the recorded ones."""
         left = iter(tensors)
         leaves = [next(left) if isinstance(leaf, Like) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)
@@ -146,7 +146,7 @@ def _combined_values(path, few, many, samples):
 
 
 def _combined_leaf(path, few, many, samples):
-    """Combine the values of one leaf in two runs, on `samples` and on 2 * `samples` samples.
+    """Combine a leaf of two runs, one on `samples` and one on 2 * `samples` samples.
 
     Two tensors are combined into a Like. Leaves that are not tensors must be equal.
     """
@@ -284,7 +284,7 @@ def _tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _cut_off(leaf):
-    """Return a writable copy of a tensor, detached from the operations that computed it."""
+    """Return a copy of a tensor that may be modified in place and has no autograd history."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad).clone()
@@ -296,7 +296,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def _backward(found, own):
-    """Count the FLOPs to backpropagate from the results `found` to the operands `own`."""
+    """Count the FLOPs of the backward pass from the results `found` to the operands `own`."""
     ends = [each for each in found if each.requires_grad]
     starts = [each for each in own if each.requires_grad]
     if not ends or not starts:

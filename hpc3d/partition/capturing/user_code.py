@@ -1,4 +1,4 @@
-"""Tools for calling user code without side effects and for reporting its exceptions concisely."""
+"""Call user code without side effects, and report its exceptions concisely."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Suppress all output in the context; on exit, restore torch's random generator state."""
+    """Suppress all output in the context, and restore torch's random generator state at exit."""
     state, level = torch.get_rng_state(), logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -201,7 +201,7 @@ def _(values, weights, number):
 
 
 class _StandIn:
-    """Replacement for a module's `forward` while the model is traced."""
+    """Stand-in for a module's `forward` method while the model is traced."""
 
     def __init__(self, path, part, calls):
         self.path, self.part, self.calls = path, part, iter(calls)
@@ -220,7 +220,7 @@ class _StandIn:
 
 
 class WholeModules:
-    """Modules of a model to be converted to opaque operations, found by repeated tracing.
+    """Find untraceable modules by repeated tracing, and convert them to opaque operations.
 
     `example()` returns the model with data, and a function that runs the model on a given number
     of samples. `batch` is the batch size of the example inputs.
@@ -281,7 +281,7 @@ class WholeModules:
 
 
 def _alike(model, path):
-    """Return the paths of all modules that have the same class as the module at `path`.
+    """Return the paths of all modules of the same class as the module at `path`.
 
     If the class is defined in torch, the list contains only `path`.
     """
@@ -300,7 +300,7 @@ def _around(path):
 def culprit(error: BaseException | None, model: torch.nn.Module) -> str:
     """Return the path of the innermost module that was running when an error was raised.
 
-    Returns "" if the error was raised by the model itself or outside the model.
+    Returns "" if no submodule was running.
     """
     paths = {id(part): path for path, part in model.named_modules()}
     while error is not None:
@@ -312,7 +312,7 @@ def culprit(error: BaseException | None, model: torch.nn.Module) -> str:
 
 
 def place_whole(program: ExportedProgram) -> tuple[WholeModule, ...]:
-    """Replace the placeholder operations in a program with WholeModules, and return these."""
+    """Replace a program's placeholder operations with WholeModules; return the WholeModules."""
     graph, found = program.graph, []
     for node in [*graph.nodes]:
         if node.target is torch.ops.hpc3d.whole_module.default:

@@ -99,7 +99,7 @@ class _Source(NamedTuple):
 
 
 def run(job: Job, words: list[str]) -> None:
-    """Parse the command line and train on this rank until the last step."""
+    """Parse the command line, and execute all training steps of this rank."""
     if {"-h", "--help"} & {*words}:
         job.from_root(lambda: print(__doc__, flush=True))
         return
@@ -137,7 +137,7 @@ def asked_for(words: list[str]) -> RunRequest:
 
 
 def _model(plan):
-    """Capture and partition the model of a plan, using fake tensors if possible."""
+    """Capture the model of a plan, and partition it into stages."""
     captured = captured_of(plan.model)
     split = find(plan.schedule).splits_backward
     pieces = plan.pieces(captured)
@@ -188,7 +188,7 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
 
 
 def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
-    """Yield an error message for each reason why a plan cannot be run."""
+    """Yield an error message for each setting of a plan that cannot be executed."""
     schedule, rows = find(plan.schedule), plan.batch // plan.microbatches
     if schedule.asynchronous:
         yield f"schedule {plan.schedule}: not supported for torch modules; use {DEFAULT}"
@@ -255,7 +255,7 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
 
 
 class StepInputs:
-    """Inputs of a module: `given(step)` returns the inputs of a step of `samples` samples."""
+    """Input loader of a module; `given(step)` returns a step's inputs for `samples` samples."""
 
     def __init__(
         self, captured: Captured, given: Callable[[int], tuple | dict], samples: int
@@ -290,7 +290,7 @@ def _described(dtype: torch.dtype, shape: list[int]) -> str:
 
 
 def mismatch(model: StagedModel, opened: Checkpoint) -> str | None:
-    """Return the reason why a checkpoint does not match the module, or `None` if it matches."""
+    """Return an error message if a checkpoint does not match the module, otherwise `None`."""
     tensors = stored_tensors(model.captured)
     shapes = {name: stored_shape(dims) for name, dims in tensors["shapes"].items()}
     found = inconsistencies(opened, shapes, tensors["frozen"])

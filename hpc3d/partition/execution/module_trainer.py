@@ -119,10 +119,9 @@ class ModuleTrainer(Trainer):
 def lines_of_owners(
     owners: Owners, replicas: Sequence[int], stage: int, line: Line
 ) -> dict[tuple[int, ...], Communicator]:
-    """Create a communicator for each group of stages that hold copies of the same weights.
+    """Create a communicator for each group of stages that share a weight.
 
-    The communicator contains all ranks of the stages. Only groups that contain `stage` are
-    included.
+    Each communicator contains all ranks of the group's stages. Groups without `stage` are omitted.
     """
     ranks = ranks_of(replicas)
     groups = sorted({stages for stages in owners.values() if len(stages) > 1 and stage in stages})

@@ -50,7 +50,7 @@ def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterato
 
 
 def _pairs(one, other, rows):
-    """Count the pairs of a sending and a receiving rank that process common samples."""
+    """Count the pairs of sending and receiving ranks that have samples in common."""
     if one == other:
         return one
     return sum(
@@ -61,7 +61,7 @@ def _pairs(one, other, rows):
 
 
 def sum_traffic(model: StagedModel) -> Iterator[SumTraffic]:
-    """Return the ranks and the size of each gradient all-reduce in a step.
+    """Return the ranks and the size in bytes of each gradient all-reduce in a step.
 
     Gradients are reduced over the replicas of a stage or, for tied weights, over all ranks that
     hold the weight.

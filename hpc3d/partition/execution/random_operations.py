@@ -52,7 +52,7 @@ def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Return a dict from name to value of all arguments of an operation, including defaults."""
+    """Return all arguments of an operation by name, including default values."""
     schema = node.target._schema.arguments
     given = {each.name: each.default_value for each in schema if each.has_default_value()}
     return given | {each.name: value for each, value in zip(schema, node.args)} | node.kwargs
@@ -82,7 +82,7 @@ def _dropout_in_place(name, draw, dim, self, p, train):
 
 
 def _feature_dropout(name, draw, dim, input, p, train):
-    """Apply dropout to entire channels."""
+    """Apply dropout that sets entire channels to zero."""
     shape = [*input.shape[:2], *[1] * (input.dim() - 2)]
     return input * _factors(name, draw, dim, p, shape, input.dtype)
 

@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 
 
 def split_backward(node: fx.Node, later: fx.Node) -> None:
-    """Modify a matrix product or convolution in a graph to defer its parameter gradients.
+    """Replace a matrix product or convolution with one whose parameter gradients are deferred.
 
     The backward pass calls `later(function, *args)` with the function that accumulates these
     gradients. Operations without a rule in this module are not changed.
@@ -41,7 +41,7 @@ def split_backward(node: fx.Node, later: fx.Node) -> None:
 def product(
     operation: torch._ops.OpOverload, later: Callable[..., None], **given: Any
 ) -> torch.Tensor:
-    """Compute an operation; split its backward pass if the rule of the operation applies.
+    """Compute an operation, with a split backward pass if its rule applies.
 
     All arguments of the operation are passed by name.
     """
@@ -111,10 +111,10 @@ class _Rule(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """Single call of an operation with a split backward pass.
+    """One call of an operation with a split backward pass.
 
-    `how` contains the non-tensor arguments. `weight` and `bias` are views of parameters (None: not
-    a parameter).
+    `how` contains the non-tensor arguments. `weight` and `bias` are views of parameters, or `None`
+    for an operand that is not a parameter.
     """
 
     rule: _Rule
@@ -205,7 +205,7 @@ def _convolution(split, dy, x, weight):
 def _convolved_back(split, dy, x, weight, mask):
     """Return the gradients of a convolution with respect to input, weight and bias.
 
-    `mask` has one entry per gradient: True to compute it.
+    `mask` contains True for each of the three gradients to compute.
     """
     how, dims = split.how, weight.dim() - 2
     stride, dilation, between = (

@@ -89,7 +89,7 @@ def stage_programs(
 
 
 def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
-    """Yield each value read by other chunks, and (producing chunk, last reading chunk)."""
+    """Yield (value, (producing chunk, last reading chunk)) for values read by later chunks."""
     for node in captured.program.graph.nodes:
         if node in captured.readers:
             first = part_of[captured.piece_of[node]]

@@ -1,4 +1,4 @@
-"""Partition a captured module into stages; all ranks create the same description."""
+"""Partition a captured module into stages. All ranks compute the same partition."""
 
 from __future__ import annotations
 
@@ -86,7 +86,6 @@ def staged_model(
 
 
 def _types(captured):
-    """Return the data types of the trainable parameters."""
     return {
         str(tensor.dtype).removeprefix("torch.")
         for tensor in state_of(captured).values()

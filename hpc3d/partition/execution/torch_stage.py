@@ -93,7 +93,7 @@ class TorchStage:
         return tuple(tensor.detach().contiguous().numpy() for tensor in made), kept
 
     def _run(self, received, micro, tensors):
-        """Run the chunk; return the values to send or, in the last chunk, the mean loss."""
+        """Run the chunk; return the values to send, or the mean loss if this is the last chunk."""
         draw = Draw(self.seed, micro.step, micro.first, micro.samples)
         sent, outputs = self.program.run(draw, received, micro.inputs, tensors, self._later)
         return sent if self.loss is None else [outputs[self.loss]]
@@ -139,7 +139,7 @@ def _edges(made):
 
 
 def _arrays(block):
-    """Return a tuple of arrays for a tuple, a single array, or `None` (an empty tuple)."""
+    """Convert a tuple of arrays, a single array or `None` to a tuple of arrays."""
     return block if isinstance(block, tuple) else () if block is None else (block,)
 
 

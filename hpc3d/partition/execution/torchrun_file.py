@@ -1,4 +1,4 @@
-"""Export of a plan as a Python file for torchrun, written by `hpc3d.partition -o PLAN.py`.
+"""Export a plan as a Python file for torchrun (`hpc3d.partition -o PLAN.py`).
 
 The file contains the operations of each model chunk as source code. Under torchrun, it trains the
 chunks as stages of torch.distributed.pipelining. It does not import hpc3d. It consists of
@@ -63,8 +63,7 @@ def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
 
 
 def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
-    """Yield one error message for each opaque module, which has no source code, and for each
-    property of a plan that cannot be exported."""
+    """Yield an error message for each opaque module and each unsupported property of a plan."""
     for path in dict.fromkeys(each.path for each in captured.whole):
         yield f"{path}: cannot be traced, so no source code can be written; use -o PLAN.json"
     stages, micros, replicas = len(plan.replicas), plan.microbatches, plan.replicas[0]
