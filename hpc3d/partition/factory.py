@@ -32,7 +32,7 @@ def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
 
 
 def made_with_data(name: str, seed: int) -> tuple[torch.nn.Module, tuple | dict]:
-    """Call `MODULE:FACTORY` on real tensors, with torch's default generator seeded with `seed`.
+    """Call `MODULE:FACTORY` on real tensors after seeding torch's default generator.
 
     Returns the module and its example inputs.
     """
@@ -99,7 +99,7 @@ def _literals(name, factory, call):
 
 
 def _called(name, make):
-    """Call a factory on fake tensors; if the factory needs data, call it again on real tensors."""
+    """Call a factory on fake tensors, or on real tensors if the factory needs data."""
     try:
         try:
             with undisturbed(), without_data():

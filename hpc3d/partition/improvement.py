@@ -26,7 +26,7 @@ from hpc3d.partition.evaluation import (
 from hpc3d.partition.joint_search import Allowed, JointSearch, Timed, timed
 
 _NEAR = 6  # number of atoms and of block boundaries tried on each side of a stage boundary
-_AROUND = 60  # number of atoms tried on each side, divided among all stage boundaries
+_AROUND = 60  # atoms tried on each side of a stage boundary, times the boundaries
 _CLIMB_BUDGET = 600_000  # maximum number of passes simulated by `_climbed`
 _NEAR_CUTS = 16  # maximum number of downsets tried per stage boundary
 _BORDER_BUDGET = 100_000  # maximum number of passes simulated by `settled`
@@ -102,8 +102,7 @@ def _changed(costs, choice, kind, allowed, positions):
 
 
 def moved(choice: PipelineChoice, border: int, positions: np.ndarray) -> Iterator[PipelineChoice]:
-    """Yield arrangements in which one boundary is moved to a nearby atom or to a nearby entry of
-    `positions`."""
+    """Yield variants with one boundary moved to a nearby atom or to a nearby position."""
     ends = (0, *(stage.end for stage in choice.stages))
     before, here, after = ends[border : border + 3]
     low, high = np.searchsorted(positions, [here, here + 1])
@@ -121,7 +120,7 @@ def _shifted(costs, choice, stage, ranks):
     """Yield the arrangements in which a stage has one more replica.
 
     The new replica uses an idle rank or a rank of another stage. The stage boundaries stay the
-    same; the search moves them in separate steps.
+    same, because the search moves them in separate steps.
     """
     replicas, idle = choice.replicas, ranks - choice.ranks
     if replicas[stage] == costs.rows(choice.microbatches, 1):

@@ -96,7 +96,7 @@ class Allowed(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Number of ranks per unit; the search only tries multiples of it as replica counts."""
+        """Number of ranks per unit; every replica count that is tried is a multiple of it."""
         return max(1, 2 ** (self.ranks.bit_length() - _MOST_UNITS.bit_length()))
 
     def units(self, replicas: int) -> int:
@@ -247,7 +247,7 @@ class JointSearch:
     def _all_interleaved(self, name, choices) -> Iterator[PipelineChoice]:
         """Yield arrangements with two model chunks per stage.
 
-        The numbers of replicas are taken from the `choices`, or are the same for all stages.
+        The replica counts are those of the `choices`, or the same count on all stages.
         """
         ways = {(each.replicas, each.microbatches): None for each in choices}
         for micros in self.allowed.microbatches:
@@ -325,8 +325,8 @@ class _Under(NamedTuple):
     """Result of a search with an upper limit on the stage load.
 
     `seconds` is the shortest estimated step time, `load` the largest stage load of the arrangement
-    with this step time, and `weight` the smallest value of the minimized sum for any number of
-    stages. `found` contains the best arrangements.
+    with this step time, and `weight` the smallest sum G over all numbers of stages. `found`
+    contains the best arrangements.
     """
 
     seconds: float
@@ -353,9 +353,9 @@ class _OfWay:
         self.least = np.min(each, 0).sum() / self.allowed.ranks if each else inf
 
     def _replicas(self):
-        """Yield the numbers of replicas to try.
+        """Yield the replica counts to try.
 
-        Numbers that do not reduce the maximum number of rows per rank are skipped.
+        A count is skipped if a smaller one has the same maximum number of rows per rank.
         """
         rows = self.search.costs.rows(self.micros, 1)
         wanted = {r for left in range(1, self.width + 1) for r in self.allowed.replicas_of(left)}
@@ -414,7 +414,7 @@ class _OfWay:
         return _Under(best.seconds, min(start), load, [each for each, _ in found])
 
     def _sums(self, limit):
-        """Return the minimal sums G: a list with an array [cut i, units d] for each s."""
+        """Return the minima G[s, i, d] as a list over s of arrays indexed [cut i, units d]."""
         shape = len(self.search.positions), self._units() + 1
         sums = [np.full(shape, inf)]
         sums[0][-1] = 0.0
@@ -486,8 +486,8 @@ def fastest(
 ) -> Timed | None:
     """Return the partition with the shortest step over all numbers of stages and schedules.
 
-    Returns `None` if no partition fits in memory. The search simulates about `passes` passes at
-    most (None: SEARCH_BUDGET).
+    Returns `None` if no partition fits in memory. The search simulates at most about `passes`
+    passes (None: SEARCH_BUDGET).
     """
     most = range(min(limits.ranks, cuts.count - 1), 0, -1)  # more stages are usually faster
     kinds = [(name if stages > 1 else ONE_STAGE, stages) for stages in most for name in schedules]
@@ -529,7 +529,7 @@ class _DownsetSearch:
             self.extend((), 0)
 
     def extend(self, ends, before):
-        """Search all partitions in which the first stages end at the downsets `ends`."""
+        """Search all partitions whose first stages end at the downsets `ends`."""
         here, behind = len(ends), self.stages - len(ends) - 1
         if behind == 0:
             self._try_out((*ends, self.cuts.count - 1))
@@ -544,10 +544,10 @@ class _DownsetSearch:
                 self.extend((*ends, int(after[index])), int(after[index]))
 
     def least(self, before, after, here, behind):
-        """Return lower bounds on the step time, one for each possible end of the next stage.
+        """Return a lower bound on the step time for each end in `after` of the next stage.
 
-        The possible ends are listed in `after`. A bound is inf if the stage does not fit in memory
-        or leaves too few atoms for the remaining stages.
+        A bound is inf if the stage does not fit in memory or leaves too few atoms for the
+        remaining stages.
         """
         cuts, micros = self.cuts, self.micros
         forward = cuts.forward[after] - cuts.forward[before]

@@ -73,7 +73,7 @@ class ModuleProfile(NamedTuple):
         return text_of("profile", self._asdict())
 
     def machine(self, ranks: int) -> Machine:
-        """Return a machine description with the measured times, for plans with `ranks` ranks.
+        """Return a machine description based on the measured times, for plans with `ranks` ranks.
 
         Raises ValueError if `ranks` is greater than 1 and the profile has no message times.
         """
@@ -135,7 +135,7 @@ def _link_of(tables):
 
 
 class MeasuredOperations(Operations):
-    """Operations of a captured module whose times are taken from measurements of its pieces."""
+    """Operations of a captured module, with the times measured for its pieces."""
 
     def __init__(self, captured: Captured, profile: ModuleProfile) -> None:
         super().__init__(captured)
@@ -165,7 +165,7 @@ class MeasuredOperations(Operations):
         return found
 
     def at(self, rows: int) -> np.ndarray:
-        """Return the times for `rows` rows in seconds, as an array indexed [piece, pass]."""
+        """Return the predicted times for `rows` rows in s, as an array indexed [piece, pass]."""
         known, last = self.rows, self.rows[-1]
         if rows >= last:
             return self.seconds[..., -1] * (rows / last)

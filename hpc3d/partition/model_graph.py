@@ -60,7 +60,7 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
 
 
 def _saved_later(operations, found):
-    """Yield a zero-byte Value for each result that only another piece saves for backward."""
+    """Yield a zero-byte Value for each result that is saved for backward only by another piece."""
     piece_of = operations.captured.piece_of
     for node, saver in operations.savers.items():
         if node in piece_of and piece_of.get(saver, piece_of[node]) != piece_of[node]:
@@ -106,7 +106,7 @@ def _shared(captured, weights):
 
 
 def _read_inputs(captured):
-    """Yield, for each batched model input, the pieces that read it and its bytes per sample."""
+    """For each batched model input, yield its reader pieces and its size in bytes per sample."""
     for node in captured.inputs:
         tensor, readers = node.meta["val"], {captured.piece_of.get(user) for user in node.users}
         if carries_batch(node):

@@ -39,7 +39,7 @@ _AT_LEAST, _IMPROVED = 4, 8  # minimum and maximum number of arrangements to imp
 _FAR = 1.1  # maximum time of a candidate's busiest stage, relative to the best step time
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if not each.on_request)
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
-_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # maximum numbers of downsets and passes
+_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # limits of the search over all downsets
 _MOST_LAID_OUT = 2**14  # maximum number of stages * microbatches in a simulated schedule
 _CLOSE = 1e-3  # relative accuracy of the memory reported in an error message
 
@@ -222,8 +222,8 @@ def _quickest(costs, allowed):
 def _sorted_on_the_clock(costs, choices):
     """Return the arrangements, sorted by simulated step time.
 
-    Arrangements are omitted if the compute time of their busiest stage is far above the best step
-    time.
+    Arrangements are omitted if the compute time of their busiest stage alone is far above the best
+    step time.
     """
     seconds, best = {}, inf
     for choice in sorted(choices, key=lambda each: busiest(costs, each)):
@@ -311,7 +311,7 @@ def _borders(costs, choice, step, memory):
 
 
 def _nothing_fits(costs, allowed, wanted):
-    """Return the error message if no partition fits, with the memory that would suffice."""
+    """Return the error message for a model that does not fit, with the memory that it needs."""
     low, high = allowed.memory, 2 * allowed.memory
     while not JointSearch(costs, allowed._replace(memory=high)).fits():
         low, high = high, 2 * high

@@ -55,8 +55,7 @@ class OperationCost(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Work of an operation: GEMMs (batch, m, n, k), FLOPs of a fused kernel, and bytes read and
-    written."""
+    """Work of an operation: GEMMs (batch, m, n, k), FLOPs of fused kernels, and bytes moved."""
 
     products: tuple[tuple[int, int, int, int], ...] = ()
     flop: float = 0.0
@@ -229,7 +228,7 @@ class _Meter(fx.Interpreter):
         return (is_one and (name != _aten.matmul or weight.dim() == 2)) / products
 
     def _counted(self, node):
-        """Run an operation; return its result and its FLOPs (0 if it is not in _COMPOSED)."""
+        """Run an operation; return its result, and its FLOPs (counted only for _COMPOSED)."""
         if getattr(node.target, "overloadpacket", None) not in _COMPOSED:
             return super().run_node(node), 0
         with FlopCounterMode(display=False) as counter:
@@ -369,7 +368,12 @@ _LATE_WEIGHTS = {
 }  # index of the weight operand, for operations with a split backward pass
 _COMPOSED = {_aten.einsum, _aten.tensordot, _aten.inner, _aten.bilinear, _aten.mv, _aten.dot}
 _LOOKUPS = {_aten.embedding}
-_SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # operations with a free backward pass
+_SUMS = {
+    _aten.add,
+    _aten.sub,
+    _aten.add_,
+    _aten.sub_,
+}  # operations with a zero-cost backward pass
 
 
 def _nbytes(values):

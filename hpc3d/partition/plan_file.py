@@ -70,7 +70,7 @@ class SavedPlan(NamedTuple):
 
 
 def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> SavedPlan:
-    """Convert a plan to a `SavedPlan`; `model` and `machine` are the names to record."""
+    """Convert a plan to a `SavedPlan` that records the names of the model and the machine."""
     choice, step, names = plan.choice, plan.step, names_of(captured)
     return SavedPlan(
         model=model,
@@ -102,7 +102,7 @@ def names_of(captured: Captured) -> list[str]:
 
 
 def digest_of(captured: Captured) -> str:
-    """Return the SHA-256 of a model's computation; it does not depend on the batch size.
+    """Return a SHA-256 hash of a model's computation that is independent of the batch size.
 
     The hash covers the operations with their operands, and the shapes and dtypes of all values.
     """
@@ -117,7 +117,7 @@ def digest_of(captured: Captured) -> str:
 
 
 def _constants(value):
-    """Return the arguments of an operation, with None in place of graph nodes."""
+    """Return the arguments of an operation, with graph nodes replaced by None."""
     return fx.node.map_arg(value, lambda node: None)
 
 

@@ -73,7 +73,7 @@ class GraphPlan(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Peak memory in bytes per rank, maximum over all stages."""
+        """Peak memory per rank in bytes, on the stage that needs the most."""
         return max(stage.held for stage in self.stages)
 
 
@@ -165,7 +165,7 @@ def _last(graph, cuts, before, after):
 
 
 def _nothing_fits(cuts: Downsets | Chain, limits):
-    """Return the error message if no partition fits, with the memory that would suffice."""
+    """Return the error message for a graph that does not fit, with the memory that it needs."""
     low, high = limits.memory, float(cuts.fixed(0, -1) + limits.microbatches * cuts.saved[-1])
     while high - low > 1e-3 * high:
         middle = (low + high) / 2

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Tally(CostMeter):
     """Cost meter that counts the operations of a model.
 
-    `asked` maps a call of a `Machine` method, (name, arguments), to the number of operations whose
-    time it predicts.
+    `asked` counts operations by the call of a `Machine` method, (name, arguments), that predicts
+    their time.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Tally(CostMeter):
         return pending
 
     def taken(self) -> Counter:
-        """Return the numbers of operations since the last call, and reset them to zero."""
+        """Return the operation counts since the last call, and reset the counters."""
         asked, self.asked = self.asked, Counter()
         return asked
 

@@ -145,11 +145,11 @@ def config_of(row: PublishedStep) -> Config:
 
 
 def rows(published: Iterable[PublishedStep], machine: Machine) -> list[dict[str, Any]]:
-    """Return one dict per published step with the predicted step time.
+    """Predict the step time of each published step; return one dict per step.
 
     The keys are the model, the recomputation, the number of ranks, the published and the predicted
-    step time, the relative error, and the fractions of the step time that are bubble and
-    communication.
+    step time, the relative error, and the fractions of the step time spent on pipeline bubbles and
+    on communication.
     """
     return [predicted(row, machine) for row in published]
 
@@ -176,7 +176,7 @@ def errors(found: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def layers(machine: Machine) -> list[dict[str, Any]]:
-    """Predict the times of a layer's forward and backward passes for all rows of LAYERS, in ms."""
+    """Predict the forward and backward times of a layer in ms, for each row of LAYERS."""
     found = []
     for scheme, recompute, *published in LAYERS:
         row = RECOMPUTATION[0]._replace(layers=2, scheme=scheme, recompute=recompute)
@@ -187,7 +187,7 @@ def layers(machine: Machine) -> list[dict[str, Any]]:
 
 
 def _passes(row: PublishedStep, machine: Machine) -> list[float]:
-    """Return the times of the forward pass and of the backward pass through one layer, in ms.
+    """Return the forward and backward times of one layer in ms.
 
     The backward pass includes recomputation.
     """
@@ -198,7 +198,7 @@ def _passes(row: PublishedStep, machine: Machine) -> list[float]:
 
 
 def states() -> list[dict[str, Any]]:
-    """Predict the parameter and optimizer memory of a first-stage rank for each row of STATES.
+    """Predict the parameter and optimizer memory of a rank on the first stage, per row of STATES.
 
     The sizes are given with and without the embedding tables, which the published sizes exclude.
     The sizes depend neither on the number of microbatches nor on the number of model chunks.

@@ -322,7 +322,7 @@ CUT = CutModel(
 
 
 def _constants(model: StagedModel) -> Iterator[str]:
-    """Yield a dict item, as source code, for each constant that the model creates itself.
+    """Yield a dict item, as source code, for each constant created in the forward pass.
 
     Constants that are attributes of the model are skipped, because the file reads them from the
     model.

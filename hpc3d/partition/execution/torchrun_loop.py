@@ -73,7 +73,7 @@ class ComputedAgain(nn.Module):
 
 
 def _written(part):
-    """Return a dict from name to buffer for the buffers that a forward pass modifies."""
+    """Return the buffers that a forward pass modifies, as a dict from name to buffer."""
     return {name: part.get_buffer(name) for name in part.writes_buffers}
 
 
@@ -175,11 +175,11 @@ class PartTrainer:
         return cut.schedule(given, cut.microbatches, loss_fn=self._share, scale_grads=False)
 
     def _share(self, loss, target):
-        """Return the contribution of a microbatch to the mean loss."""
+        """Scale the loss of a microbatch so that the sum over microbatches is the mean loss."""
         return loss / self.cut.microbatches
 
     def _owners(self):
-        """Return a dict from name to process group for trained weights held by several processes.
+        """Return the process group of each trained weight that several processes hold, by name.
 
         All processes create all groups in the same order.
         """
@@ -322,7 +322,7 @@ def _batches(cut, place, example):
 
 
 def _samples(cut, inputs):
-    """Return the number of samples per step; exit if it cannot be split evenly."""
+    """Return the number of samples per step; exit if the samples cannot be split evenly."""
     samples = next(len(value) for name, value in inputs.items() if name not in cut.undivided)
     if samples % (cut.replicas * cut.microbatches):
         shares = f"{cut.microbatches} microbatches x {cut.replicas} replicas"

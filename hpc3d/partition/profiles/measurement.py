@@ -79,7 +79,7 @@ def measured_run(run: OneRankRun, repeats: int) -> dict[str, float]:
 
 
 def _parts(captured: Captured, count: int) -> list[list[int]]:
-    """Group the pieces into at most `count` chunks, so that no chunk depends on a later one."""
+    """Group the pieces into at most `count` chunks that depend only on earlier chunks."""
     atoms = graph_of(Operations(captured), UNIT, 2).atoms
     count = min(count, len(atoms))
     ends = [len(atoms) * part // count for part in range(count + 1)]

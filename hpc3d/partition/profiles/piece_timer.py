@@ -33,7 +33,7 @@ class PieceTimer:
         (self.program,) = stage_programs(captured, [range(self.pieces)])
         self.loss = self.program.outputs.index(loss_of(captured))
         self.seconds = np.zeros((2, self.pieces))
-        self.last, self.owners = 0.0, {}  # last clock reading; piece index by autograd node
+        self.last, self.owners = 0.0, {}  # last clock reading; maps autograd nodes to pieces
         self._read_clock(captured)
 
     def _read_clock(self, captured):

@@ -1,4 +1,4 @@
-"""Comparison of pipeline and data parallelism on the same number of ranks (arXiv:2407.02081)."""
+"""Compare pipeline and data parallelism on the same number of ranks (arXiv:2407.02081)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def by_microbatches(machine: Machine, hidden: int = 4096, batch: int = 64) -> li
 
 
 def slowed(machine: Machine, factor: float) -> Machine:
-    """Copy a machine with slower outermost links; the copy has no measured calls."""
+    """Return a copy of a machine with slower outermost links and without measured calls."""
     *inner, link = machine.links
     rates = ("bandwidth", "node_bandwidth", "pair_bandwidth")
     slow = replace(link, **{rate: getattr(link, rate) / factor for rate in rates})
