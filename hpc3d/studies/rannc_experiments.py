@@ -105,7 +105,7 @@ def _table(machine, settings, planners) -> Iterator[dict[str, Any]]:
 
 
 def _loaded(model):
-    """Return the captured operations of a model, and its number of parameters in billions."""
+    """Return the captured operations of a model, and its parameter count in billions."""
     module, inputs = made(model)
     count = sum(each.numel() for each in module.parameters())
     return Operations(capture(module, inputs)), count / 1e9
@@ -118,7 +118,7 @@ def point(
     billions: float,
     planners: Sequence[_Planner],
 ) -> dict[str, Any]:
-    """Return a dict with the fields of the setting and the plans of hpc3d and of `planners`.
+    """Return the fields of the setting, and the plans of hpc3d and of `planners`, as a dict.
 
     The key "rows" holds a dict from planner name to plan.
     """
@@ -155,7 +155,7 @@ def _rate(row):
 
 
 def claims(bert: Sequence[Mapping[str, Any]], resnet: Sequence[Mapping[str, Any]]) -> dict:
-    """Check each claim in these settings; return a dict from claim to a one-line verdict."""
+    """Check the paper's claims; return a dict from claim to a one-line verdict."""
     gpipe = ("GPipe hybrid", "GPipe, even layers", "GPipe, by time")
     lines = {
         "five times larger": _larger(bert, "Megatron-LM"),
@@ -209,7 +209,7 @@ def _comparable(points, other):
 def _better(points, name, others):
     """Report in one line whether a planner's plans are always faster than those of `others`.
 
-    Otherwise, the line lists the settings in which they are slower.
+    If not, the line lists the settings in which the planner's plans are slower.
     """
     ratios = dict(_ratios(points, name, others))
     worse = [where for where, ratio in ratios.items() if ratio < 1]

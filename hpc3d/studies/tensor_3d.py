@@ -63,7 +63,7 @@ def _model_of(
     keep: bool = False,
     recompute: str = "none",
 ) -> Config:
-    """Return the configuration for a batch size and hidden size, with default scheme and mesh."""
+    """Return a configuration with the given sizes, and with the default scheme and mesh."""
     return Config(
         parallel=ParallelConfig(keep_gathered=keep, recompute=recompute),
         model=ModelConfig(hidden=hidden, sequence=sequence, **_BLOCKS),
@@ -86,8 +86,8 @@ def _spent(machine: Machine, config: Config, scheme: str, grid: tuple[int, ...])
 def point(machine: Machine, batch: int, hidden: int, dtype: str, **how: Any) -> dict[str, Any]:
     """Compare the three schemes for one batch size and hidden size.
 
-    For each scheme, the result contains the time per sequence in ms, a flag that is true if
-    it fits in memory, and the speed-up of 3-D over the scheme.
+    For each scheme, the result contains the time per sequence in ms, whether the scheme fits in
+    memory, and the speed-up of 3-D over the scheme.
     """
     config = _model_of(batch, hidden, dtype, **how)
     each = {scheme: _spent(machine, config, scheme, grid) for scheme, grid in _GRIDS.items()}
@@ -125,7 +125,7 @@ def reproduces(row: dict[str, Any]) -> bool:
 
 
 def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Return the sizes that reproduce the published speed-ups with a batch size per scheme.
+    """Return the sizes that reproduce the published speed-ups if batch sizes may differ.
 
     Each result is (hidden size, batch size of 2-D, batch size of 3-D). Both layouts fit in memory.
     The batch size of 1-D is arbitrary, because the time per sequence does not depend on it.
@@ -196,7 +196,7 @@ def _sweep(machine: Machine, dtype: str) -> dict[str, Any]:
         f"\n{dtype}: speed-up of 3-D (4 x 4 x 4) over 1-D (64; paper: 2.32) and 2-D (8 x 8; 1.57)"
     )
     print(
-        "   Within 10 % of the paper: speed-up over a: 1-D, b: 2-D, *: both. m: exceeds the memory"
+        "   a, b: speed-up over 1-D, 2-D within 10 % of the paper; *: both; m: exceeds the memory"
     )
     _print_table(found, _cell)
     alone = own_batches(found)

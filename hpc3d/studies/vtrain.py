@@ -90,7 +90,7 @@ def read(path: Path | str) -> np.ndarray:
 
 
 def _impossible(row: Mapping[str, float]) -> str | None:
-    """Return the reason why a row is not a valid training step, or `None` if it is valid."""
+    """Return an error message if a row is not a valid training step, otherwise `None`."""
     for name, value in row.items():
         if not 0 < value < inf:
             return f"{name} = {value}: must be positive"
@@ -136,7 +136,7 @@ class Profile(NamedTuple):
     micro: int
 
     def work(self, published: Published) -> dict[str, PartWork]:
-        """Record the operations of embedding, block and head on one tensor-parallel rank.
+        """Record the operations of the embedding, a block and the head on one rank.
 
         Dropout is not modeled explicitly, because its cost is included in the fitted values.
         """
@@ -159,9 +159,8 @@ class Profile(NamedTuple):
 class ProfileFactors(NamedTuple):
     """Fitted machine model with correction factors.
 
-    `odd` is the slowdown of matrix products with an odd dimension. `factors` is a dict from
-    profile to the factor by which the predicted kernel times of the layers are multiplied.
-    Profiles that are not in the dict have factor 1.
+    `odd` is the slowdown of matrix products with an odd dimension. `factors` maps a profile to a
+    factor for the predicted kernel times of the layers; the default factor is 1.
     """
 
     machine: Machine
@@ -222,7 +221,7 @@ class Steps:
         return fixed, self.total(passes, 1.0, calibration) - fixed
 
     def passes(self, calibration: ProfileFactors) -> dict[str, np.ndarray]:
-        """Return the forward and backward times of embedding, block and head, in seconds.
+        """Return the forward and backward times of the embedding, a block and the head in s.
 
         The result is a dict from name to an array with the dimensions [computation or
         communication, forward or backward, step].
@@ -274,7 +273,7 @@ class Steps:
 
 
 def one_f_one_b(passes: Any, micros: int, message: np.ndarray) -> np.ndarray:
-    """Return the times of many 1F1B steps with equal numbers of microbatches, shape [step].
+    """Return the times of many 1F1B steps with the same number of microbatches, shape [step].
 
     `passes` has the shape [stage, forward or backward, step], and `message` has the shape [step].
     All times are in seconds.
@@ -330,7 +329,7 @@ def _changes(
 
 
 def with_values(base: Machine, values: Iterable[float]) -> tuple[Machine, float]:
-    """Return a machine with these values of the FREE parameters, and the parameter `odd`."""
+    """Return a machine with the given FREE parameters, and the value of `odd`."""
     launch, attention, odd = map(float, values)
     kernels = base.kernels | dict.fromkeys(_ATTENTION, attention)
     return replace(base, launch_s=launch, kernels=kernels), odd

@@ -21,7 +21,7 @@ _CLOSE = 0.03  # layouts with at most this slowdown count as close to the best l
 
 
 class Choice(NamedTuple):
-    """Layouts of a model with the shortest predicted and the shortest actual step time.
+    """Layouts of a model with the shortest predicted and the shortest published step time.
 
     `chosen` and `best` are the row indices of these two layouts. `among` is the number of layouts
     compared. `loss` is the slowdown of the chosen layout relative to the best layout.
@@ -47,7 +47,7 @@ def choices(rows: np.ndarray, seconds: np.ndarray) -> Iterator[Choice]:
 
 
 def bends(rows: np.ndarray) -> float:
-    """Return the maximum second difference, in ms, of the step time as a function of layers.
+    """Return the maximum second difference, in ms, of step times with respect to the layer count.
 
     Second differences are computed over series of rows in which only the number of layers changes,
     in equal increments. Only rows with d = 1 are used, because the time of gradient reductions is
@@ -100,7 +100,7 @@ def report(composed: Path | str, measured: Path | str, machine: Path | str) -> d
 def _outcome(
     rows: np.ndarray, seconds: np.ndarray, held: np.ndarray, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Print and return the errors for the rows `held`, and the quality of the chosen layouts."""
+    """Print and return the errors for the rows in `held`, and the quality of chosen layouts."""
     result = {"errors": errors(rows, seconds, held, names), "choices": _chosen(rows, seconds)}
     worst(rows, seconds, held)
     return result
@@ -123,7 +123,7 @@ def errors(
 ) -> dict[str, dict[str, float]]:
     """Print and return the prediction errors for the held-out rows `held`.
 
-    Statistics are computed over all of these rows, and for each value of the columns `names`.
+    Statistics are computed over all held-out rows, and for each value of the columns `names`.
     """
     error = seconds * 1e3 / rows["ms"] - 1
     groups = {"all": held}
@@ -159,7 +159,7 @@ def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
 
 
 def _factors(calibration: ProfileFactors) -> None:
-    """Print each profile's fitted factor, which scales the predicted kernel times of layers."""
+    """Print the fitted factor of each profile, by which kernel times of layers are multiplied."""
     print("    factors: hidden, t; microbatch")
     table = {}
     for profile, factor in calibration.factors.items():

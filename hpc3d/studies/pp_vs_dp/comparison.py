@@ -91,22 +91,22 @@ def race(
 
 
 def _received(run: StageRun, axis: str) -> float:
-    """Return the bytes received by a rank per step along an axis. Sends are not counted."""
+    """Return the bytes received per rank and step along an axis, excluding send operations."""
     calls = moved(run).get(axis, {})
     return sum(each["bytes"] for op, each in calls.items() if op != "send")
 
 
 def _verdict(row: dict[str, Any], quantity: str) -> str:
-    """Return "pipeline" or "data", the strategy with the smaller value of `quantity`."""
+    """Return "pipeline" or "data", whichever has the smaller value of `quantity`."""
     return "pipeline" if row[f"pipeline_{quantity}"] < row[f"data_{quantity}"] else "data"
 
 
 def why(row: dict[str, Any]) -> str:
-    """Explain why the strategy that moves more bytes is faster; return "" if it is slower.
+    """Return the reason if the strategy that moves more bytes is faster, otherwise "".
 
-    If data parallelism is faster, the reason is the largest cost of the pipeline: the bubble,
-    exposed messages, or the low efficiency of many small passes. If the pipeline is faster, the
-    reason is "sums": the gradient all-reduce of data parallelism.
+    If data parallelism is faster, the reason is the largest cost of the pipeline: "bubble",
+    "messages" (exposed communication), or "passes" (low efficiency of many small passes). If the
+    pipeline is faster, the reason is "sums", the gradient all-reduce of data parallelism.
     """
     if row["moves_less"] == row["wins"]:
         return ""

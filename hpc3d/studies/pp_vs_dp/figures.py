@@ -39,7 +39,7 @@ _SCHEMES = {"1d": BLUE, "2d-summa": NAVY}
 
 
 def write(found: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
-    """Write each figure to a folder as PNG and SVG. `found` is a dict from table name to rows."""
+    """Write all figures to a folder as PNG and SVG. `found` maps table names to rows."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in _FIGURES.items():
         with default_style():
@@ -47,7 +47,7 @@ def write(found: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
 
 
 def races(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """Plot the step time of the pipeline divided by the step time of data parallelism.
+    """Plot the ratio of the step times of pipeline and data parallelism.
 
     The axes of each panel are the number of tokens per step and the hidden size.
     """
@@ -131,7 +131,7 @@ def _partition_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _closed(row: dict[str, Any]) -> float:
-    """Return the closed-form memory of model states, embedding copies and activations in GB.
+    """Return an estimate of the memory for model states, embedding copies and activations in GB.
 
     The activation memory follows from the closed-form number of layers in flight.
     """
@@ -192,7 +192,7 @@ def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
 
 
 def _parts(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
-    """Return the colors of the bar segments, as a dict from (axis, wait or transfer) to color.
+    """Return the colors of the bar segments by (axis, "wait" or "transfer").
 
     Segments that never exceed 0.1 % of the longest bar are omitted.
     """

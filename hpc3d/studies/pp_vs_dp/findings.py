@@ -32,7 +32,7 @@ _WHY = {"": " ", "bubble": "b", "messages": "m", "passes": "s", "sums": "d"}
 
 
 def findings(machine: Machine) -> dict[str, Any]:
-    """Return a dict that contains the rows of each table, the machine name and the dtype.
+    """Return a dict with the rows of each table, the machine name and the dtype.
 
     Times are in seconds and sizes in bytes.
     """
@@ -70,8 +70,8 @@ def _print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any
         cells = [*group]
         fewer, wins = (_count(cells, key) for key in ("moves_less", "wins"))
         print(
-            f"   {network}: pipeline faster in {wins} of {len(cells)} settings, "
-            f"with fewer bytes in {fewer}"
+            f"   {network}: the pipeline is faster in {wins} of {len(cells)} settings, and moves "
+            f"fewer bytes in {fewer}"
         )
         _print_grid(cells)
     print("   b, m, s: the pipeline moves fewer bytes, but is slower, because of its bubble (b),")
@@ -116,7 +116,7 @@ def _print_grid(rows: Sequence[dict[str, Any]]) -> None:
 
 def _print_partitions(rows: Sequence[dict[str, Any]]) -> None:
     one, last = rows[0], {row["partition"]: row for row in rows}
-    print("\n2. Memory of all ranks [GB], with the layers x microbatches in flight in parentheses")
+    print("\n2. Memory of all ranks [GB] (in parentheses: layers x microbatches in flight)")
     print("   stages                states  copies  activations     buffers     total  worst rank")
     for row in rows:
         print(
@@ -151,7 +151,7 @@ def _print_messages(sums: Sequence[dict[str, Any]], tensors: Sequence[dict[str, 
 
 
 def ends(rows: Sequence[dict[str, Any]], *keys: str) -> float:
-    """Return the product of the columns `keys` in the last row, relative to the first row."""
+    """Multiply the columns `keys`; return the product in the last row over that in the first."""
     first, last = (prod(row[key] for key in keys) for row in (rows[0], rows[-1]))
     return last / first
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _RANKS = 16  # number of replicas
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # gradient bucket sizes in MB
-# For each scheme: its mesh, and the collective that moves the most bytes on the innermost axis.
+# Maps a scheme to its mesh, and to the collective with the most bytes on the innermost axis.
 _TENSOR = {"1d": ({"x": 8}, "all_reduce"), "2d-summa": ({"x": 2, "y": 4}, "broadcast")}
 _MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -118,7 +118,7 @@ def _tensor_row(
 
 
 def calls(run: StageRun, *axes: str) -> np.ndarray:
-    """Return the communication events of a simulated run along the given mesh axes."""
+    """Return the communication events of a simulated run on groups along the given mesh axes."""
     groups = [number for number, axis in enumerate(run.axes) if axis in axes]
     return run.rows[(run.rows["category"] == COMM) & np.isin(run.rows["group"], groups)]
 
