@@ -61,7 +61,6 @@ def calibrate(options: Namespace) -> dict[str, Any]:
 def _check(
     machine: Machine, folder: str, how: dict[str, str], repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the measured and predicted step times of each validation run."""
     errors = []
     print(f"{'measured':>10} {'predicted':>10} {'error':>8}  run")
     for line in CHECK:

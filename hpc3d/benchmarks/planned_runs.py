@@ -98,7 +98,6 @@ def _planned(model: str, folder: Path) -> list[_Planned]:
 
 
 def _costs(model: str, captured: Captured, ranks: int, folder: Path) -> ModelCosts:
-    """Profile a model on `ranks` ranks, and return the costs of its operations."""
     from hpc3d.partition import measured_profile
 
     path = folder / f"{model}-{ranks}-ranks.json"

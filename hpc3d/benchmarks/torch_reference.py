@@ -106,7 +106,6 @@ def _last_norm_block(
 def _hidden(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
 ) -> torch.Tensor:
-    """Return the MLP's intermediate activations, after the activation function."""
     h = linear(weights, f"{name}.up", x)
     if h.shape[-1] == 2 * shape.ffn:
         return functional.silu(h[..., ::2]) * h[..., 1::2]

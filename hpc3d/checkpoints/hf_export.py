@@ -121,14 +121,12 @@ def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ..
 
 
 def _value_of(opened: Checkpoint, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Read the unsharded value of a parameter from a checkpoint."""
     value, whole = np.empty(shape, dtype), whole_of(shape)
     opened.fill(value.reshape(whole.shape), name, opened.exact(name), whole)
     return value
 
 
 def _settings_of(family: PublishedFamily, model: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
-    """Return the content of a model's config.json, excluding special token ids."""
     return {
         "model_type": family.types[0],
         "architectures": [family.architecture],

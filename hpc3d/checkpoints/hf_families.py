@@ -67,7 +67,7 @@ class PublishedFamily(NamedTuple):
     transposed    True if layer weights have the shape [out, in]
     measured      dict from key of [model] to the (array name, dimension) that gives its value
     copies        dict from duplicate array to its original, if head and embedding are untied
-    tied          True if head and embedding are tied unless config.json says otherwise
+    tied          True if head and embedding are tied by default (config.json may override it)
     settings      conversion of the family's config.json
     """
 

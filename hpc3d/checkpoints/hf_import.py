@@ -157,7 +157,6 @@ class Pretrained:
 
 
 def _weight_files(path: Path) -> list[Weights]:
-    """Return the weight files in the folder `path`, or the file `path` itself."""
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
     refuse_cache(path)

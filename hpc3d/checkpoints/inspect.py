@@ -142,7 +142,6 @@ def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def _stateless_in(opened: Checkpoint) -> Collection[str]:
-    """Return the names of a checkpoint's parameters that have no optimizer states."""
     if module := opened.header.get("module"):
         return module["frozen"]
     return stateless_of(config_of(opened).model)
@@ -164,7 +163,6 @@ def tensors(opened: Checkpoint) -> Iterator[Tensor]:
 
 
 def _specs_in(opened: Checkpoint) -> list[StateSpec]:
-    """Return a `StateSpec` for each optimizer state that a checkpoint contains."""
     kinds = kinds_of(opened)
     specs = MASTER, *optimizer_of(config_of(opened)).STATES
     return [spec for spec in specs if spec.name in kinds]

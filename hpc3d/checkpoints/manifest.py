@@ -93,7 +93,6 @@ def _require(sound: object, problem: str) -> None:
 
 
 def _number(value: object, most: int = _MOST) -> bool:
-    """Return True if `value` is a nonnegative integer below `most`."""
     return type(value) is int and 0 <= value < most
 
 
@@ -122,13 +121,11 @@ def _check_header(header: Any) -> None:
 
 
 def _sound_best(best: Any) -> bool:
-    """Return True if `best` has exactly the keys `step` and `loss`, with valid values."""
     sound = isinstance(best, dict) and {*best} == {"step", "loss"}
     return sound and _number(best["step"], MOST_COUNT) and type(best["loss"]) is float
 
 
 def _sound_text(text: Any) -> bool:
-    """Return True if `text` has exactly the keys `path`, `from_run`, `sha256` and `tokens`."""
     if not isinstance(text, dict) or {*text} != {"path", "from_run", "sha256", "tokens"}:
         return False
     return _number(text["tokens"]) and all(
@@ -137,7 +134,6 @@ def _sound_text(text: Any) -> bool:
 
 
 def _sound_module(module: Any) -> bool:
-    """Return True if `module` has exactly the keys `shapes`, `frozen` and `aliases`, all valid."""
     if not isinstance(module, dict) or {*module} != {"shapes", "frozen", "aliases"}:
         return False
     shapes, frozen, aliases = (module[key] for key in ("shapes", "frozen", "aliases"))

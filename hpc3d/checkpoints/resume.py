@@ -349,7 +349,6 @@ def resume(
 
 
 def _take(opened: Checkpoint, trainer: Trainer, owned: bool) -> None:
-    """Load a checkpoint into a trainer, including the rank-local states if `owned` is true."""
     restore(opened, trainer.parameters, trainer.optimizer)
     if owned:
         restore_own(opened, trainer.parameters)

@@ -163,7 +163,6 @@ def _of_bytes(run: Path) -> bool:
 
 
 def _name_in(run: Path) -> str | None:
-    """Return the tokenizer name in a run's config.toml, or `None` if the file is missing."""
     path = run / "config.toml"
     return load(path, [], of_run=True).data.tokenizer if path.exists() else None
 

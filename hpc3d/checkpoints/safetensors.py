@@ -69,7 +69,6 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _library() -> ModuleType:
-    """Return the safetensors package; raise ValueError with a fix if it is not installed."""
     need("exchanging weights", "safetensors")
     import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
     import safetensors

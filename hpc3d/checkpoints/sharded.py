@@ -216,7 +216,6 @@ def _discard(folder: Path) -> None:
 
 
 def _describe_error(error: Any) -> Any:
-    """Return an error message that names the affected file, if known."""
     name = getattr(error, "filename", None)
     return f"{Path(name).name}: {reason_of(error)}" if name else error
 

@@ -56,10 +56,10 @@ _TORCHRUN = "hpc3d.partition.execution.torchrun_file"
 
 JSON = """\
 print one JSON object on the last line, with the keys objective, schedule, microbatches, time (step
-time [s]), load (of the busiest stage [s]), memory (maximum per rank [B]), proven, stages (ids of
-the operations), replicas, and borders (for each stage boundary: nbytes (message size), behind
-(last operation before it), next_best (step time of the best alternative [s]) and instead (its
-location)).
+time [s]), load (of the busiest stage [s]), memory (maximum per rank [B]), proven (true if the plan
+is proven optimal), stages (lists of operation ids), replicas, and borders (for each stage boundary:
+nbytes (message size), behind (last operation before it), next_best (step time [s] if only this
+boundary moves to the best nearby location) and instead (this location)).
 The plan of a module also has the keys recompute and pieces (per model chunk), chunks (per stage)
 and zero; its borders have the key room (false if a faster location does not fit in memory)"""
 
@@ -141,7 +141,6 @@ def _counts(text):
 
 
 def _part(text):
-    """Parse a fraction f with 0 <= f < 1."""
     if not re.fullmatch(r"0?\.[0-9]+|0", text):
         raise ArgumentTypeError(
             f"{text:.40}: must be a fraction from 0 to less than 1, such as 0.1"
@@ -228,7 +227,6 @@ def _of_module(options):
 
 
 def _write(path, plan, captured):
-    """Write a plan to a file and print the command that runs the plan."""
     if path.suffix == ".py":
         text = import_module(_TORCHRUN).torchrun_file(plan, captured)
         command = f"torchrun --nproc-per-node {plan.ranks}"

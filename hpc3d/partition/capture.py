@@ -130,8 +130,6 @@ def _program(model, like, batch):
 
 
 class _SizedByData(ValueError):
-    """Error raised if a tensor size depends on tensor values in the module at `path`."""
-
     def __init__(self, node):
         what = "the size of a tensor depends on the values of another tensor"
         super().__init__(f"{what}: {node.name}{where(node)}")
@@ -162,7 +160,6 @@ def _example(module, inputs, with_data):
 
 
 def _refuse_large(module):
-    """Raise ValueError if the parameters need more than half of the host memory."""
     needed = sum(each.numel() * each.element_size() for each in module.parameters())
     if needed > _PART_OF_MEMORY * host_memory.total():
         raise ValueError(

@@ -26,7 +26,7 @@ from hpc3d.partition.evaluation import (
 from hpc3d.partition.joint_search import Allowed, JointSearch, Timed, timed
 
 _NEAR = 6  # number of atoms and of block boundaries tried on each side of a stage boundary
-_AROUND = 60  # atoms tried on each side of a stage boundary, times the boundaries
+_AROUND = 60  # atoms tried on each side of a boundary, times the number of boundaries
 _CLIMB_BUDGET = 600_000  # maximum number of passes simulated by `_climbed`
 _NEAR_CUTS = 16  # maximum number of downsets tried per stage boundary
 _BORDER_BUDGET = 100_000  # maximum number of passes simulated by `settled`

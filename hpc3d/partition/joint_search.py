@@ -573,7 +573,6 @@ class _DownsetSearch:
         return all(self.held(*cut, stage) <= self.room for stage, cut in cuts)
 
     def _try_out(self, ends):
-        """Simulate a partition if it fits in memory, and store it if it is the fastest so far."""
         if not self.fits(ends):
             return
         self.left -= 2 * self.stages * self.micros

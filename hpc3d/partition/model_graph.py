@@ -93,7 +93,6 @@ def _weights(captured):
 
 
 def _shared(captured, weights):
-    """Return a Shared entry for each weight that is read by several pieces."""
     readers = defaultdict(list)
     for number, piece in enumerate(captured.pieces):
         for name in piece.weights:

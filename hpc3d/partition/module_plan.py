@@ -301,7 +301,6 @@ def _lightest(costs, allowed):
 
 
 def _borders(costs, choice, step, memory):
-    """Yield each boundary, with the step time if only this boundary is moved."""
     atoms = costs.graph(1).atoms
     for border, nbytes in enumerate(step.sent):
         other, seconds, tight = next_best(costs, choice, step, border, memory)

@@ -270,7 +270,6 @@ _NOTHING = Work()
 
 
 def _work(node, operands, result, saved):
-    """Return the forward and backward Work of an operation, computed from its tensor shapes."""
     if not tensors(result) or _is_view(node, operands, result):
         return _NOTHING, _NOTHING
     name = getattr(node.target, "overloadpacket", node.target)
@@ -368,12 +367,7 @@ _LATE_WEIGHTS = {
 }  # index of the weight operand, for operations with a split backward pass
 _COMPOSED = {_aten.einsum, _aten.tensordot, _aten.inner, _aten.bilinear, _aten.mv, _aten.dot}
 _LOOKUPS = {_aten.embedding}
-_SUMS = {
-    _aten.add,
-    _aten.sub,
-    _aten.add_,
-    _aten.sub_,
-}  # operations with a zero-cost backward pass
+_SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # backward pass costs nothing
 
 
 def _nbytes(values):

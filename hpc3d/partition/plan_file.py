@@ -117,7 +117,6 @@ def digest_of(captured: Captured) -> str:
 
 
 def _constants(value):
-    """Return the arguments of an operation, with graph nodes replaced by None."""
     return fx.node.map_arg(value, lambda node: None)
 
 

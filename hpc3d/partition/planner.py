@@ -144,7 +144,6 @@ def _stages(graph, cuts, limits, found):
 
 
 def _borders(graph, cuts, limits, found):
-    """Return each boundary, with the step time if only this boundary is moved."""
     borders = []
     for number, (before, here) in enumerate(pairwise((0, *found.ends[:-1]))):
         others = [*cuts_moved(cuts, limits, found, number)]

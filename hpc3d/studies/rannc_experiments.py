@@ -90,7 +90,6 @@ def main(options: Namespace) -> dict[str, Any]:
 
 
 def _table(machine, settings, planners) -> Iterator[dict[str, Any]]:
-    """Yield the plans for each setting, and print them as soon as they are computed."""
     known, head = {}, True
     for setting in settings:
         if setting.model not in known:
@@ -105,7 +104,6 @@ def _table(machine, settings, planners) -> Iterator[dict[str, Any]]:
 
 
 def _loaded(model):
-    """Return the captured operations of a model, and its parameter count in billions."""
     module, inputs = made(model)
     count = sum(each.numel() for each in module.parameters())
     return Operations(capture(module, inputs)), count / 1e9

@@ -63,7 +63,6 @@ def _model_of(
     keep: bool = False,
     recompute: str = "none",
 ) -> Config:
-    """Return a configuration with the given sizes, and with the default scheme and mesh."""
     return Config(
         parallel=ParallelConfig(keep_gathered=keep, recompute=recompute),
         model=ModelConfig(hidden=hidden, sequence=sequence, **_BLOCKS),
@@ -217,7 +216,6 @@ def _vary(label: str, dtype: str, machine: Machine, options: Mapping[str, Any]) 
 
 
 def _print_table(found: Sequence[dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> None:
-    """Print a table with one row per hidden size and one column per batch size."""
     batches = sorted({row["batch"] for row in found})
     print(" " * 10 + "".join(f"{f'batch {batch}':>15s}" for batch in batches))
     for hidden in sorted({row["hidden"] for row in found}):

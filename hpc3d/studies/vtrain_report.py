@@ -62,7 +62,6 @@ def bends(rows: np.ndarray) -> float:
 
 
 def _spread(errors: np.ndarray) -> dict[str, float]:
-    """Return the mean, median, 90th percentile and maximum of the absolute errors."""
     size = abs(errors)
     values = size.mean(), np.median(size), np.quantile(size, 0.9), size.max()
     return dict(zip(("mean", "median", "p90", "max"), map(float, values), strict=True))
@@ -100,7 +99,6 @@ def report(composed: Path | str, measured: Path | str, machine: Path | str) -> d
 def _outcome(
     rows: np.ndarray, seconds: np.ndarray, held: np.ndarray, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Print and return the errors for the rows in `held`, and the quality of chosen layouts."""
     result = {"errors": errors(rows, seconds, held, names), "choices": _chosen(rows, seconds)}
     worst(rows, seconds, held)
     return result
@@ -138,7 +136,6 @@ def errors(
 
 
 def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
-    """Print and return the slowdown of the chosen layouts relative to the best layouts."""
     found = [*choices(rows, seconds)]
     losses = np.array([choice.loss for choice in found])
     close = int((losses <= _CLOSE).sum())

@@ -123,7 +123,6 @@ class _Modes:
             self.written[node] = before
 
     def _detached(self, source, reader):
-        """Return a detached alias of `source`, inserted before `reader`."""
         if source not in self.detached:
             with self.graph.inserting_before(reader):
                 copy = self.graph.call_function(_detach, (source,))

@@ -236,7 +236,6 @@ class _Watch:
         return frozenset(written)
 
     def _check_origins(self, found, own):
-        """Raise CannotStayWhole if gradients flow to a parameter of another module."""
         known, todo = {id(each) for each in own}, [each.grad_fn for each in found]
         seen = {each.grad_fn for each in own}
         while todo:

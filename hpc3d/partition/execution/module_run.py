@@ -137,7 +137,6 @@ def asked_for(words: list[str]) -> RunRequest:
 
 
 def _model(plan):
-    """Capture the model of a plan, and partition it into stages."""
     captured = captured_of(plan.model)
     split = find(plan.schedule).splits_backward
     pieces = plan.pieces(captured)
@@ -188,7 +187,6 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
 
 
 def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
-    """Yield an error message for each setting of a plan that cannot be executed."""
     schedule, rows = find(plan.schedule), plan.batch // plan.microbatches
     if schedule.asynchronous:
         yield f"schedule {plan.schedule}: not supported for torch modules; use {DEFAULT}"
@@ -223,7 +221,6 @@ def _source(plan: SavedPlan, config: Config, model: StagedModel) -> _Source:
 
 
 def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) -> RunningJob:
-    """Set up training on this rank, from initial weights or from a checkpoint."""
     config = plan.config
     rows = config.train.batch // config.parallel.microbatches
     mesh, line = build_stages(model.replicas, rows, config.mesh.transport)
@@ -242,7 +239,6 @@ def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) 
 
 
 def _layout(config: Config, model: StagedModel) -> Iterator[str]:
-    """Yield log lines that describe how the model is partitioned over the ranks."""
     counts = [len(program.module.graph.nodes) for program in model.programs]
     replicas = " ".join(map(str, model.replicas))
     yield f"{config.torch.factory}: operations per model chunk {' '.join(map(str, counts))}"

@@ -133,7 +133,6 @@ def shared_by_root(
 
 
 def _rows(node, whole, rows):
-    """Return a copy of an input, restricted to the range `rows` if it has a batch dimension."""
     if carries_batch(node):
         return whole[rows.start : rows.stop].clone()
     return whole.clone() if isinstance(whole, torch.Tensor) else whole

@@ -87,7 +87,6 @@ def _view_of(tensor):
 
 
 def _overlaps(tensor):
-    """Return True if different elements of a strided tensor may share memory."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size > 1 and stride < reach:

@@ -139,12 +139,10 @@ def _edges(made):
 
 
 def _arrays(block):
-    """Convert a tuple of arrays, a single array or `None` to a tuple of arrays."""
     return block if isinstance(block, tuple) else () if block is None else (block,)
 
 
 def _tensor(array):
-    """Convert an array to a tensor that shares its memory; a read-only array is copied."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 

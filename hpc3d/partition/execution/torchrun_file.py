@@ -63,7 +63,6 @@ def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
 
 
 def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
-    """Yield an error message for each opaque module and each unsupported property of a plan."""
     for path in dict.fromkeys(each.path for each in captured.whole):
         yield f"{path}: cannot be traced, so no source code can be written; use -o PLAN.json"
     stages, micros, replicas = len(plan.replicas), plan.microbatches, plan.replicas[0]
@@ -109,7 +108,6 @@ torch's random number generator.
 
 
 def _parts(plan: SavedPlan, model: StagedModel) -> Iterator[str]:
-    """Yield, for each model chunk, the source code of a ModelPart class."""
     last = len(model.programs) - 1
     for number, program in enumerate(model.programs):
         names, nodes = plan.parts[number], program.module.graph.nodes
@@ -127,7 +125,6 @@ class Part{number}(ModelPart):
 
 
 def _tuple_of(names):
-    """Return the source of a tuple of strings, one per line if there are several."""
     if len(names) < 2:
         return repr(tuple(names))
     return "(\n" + "".join(f"        {name!r},\n" for name in names) + "    )"
@@ -264,7 +261,6 @@ def _borders(model: StagedModel) -> Iterator[str]:
 
 
 def _make(model):
-    """Return the source code of the function that calls the user's factory."""
     module, _, call = model.partition(":")
     call = call.strip() if "(" in call else f"{call.strip()}()"
     return f'''\
@@ -274,7 +270,6 @@ def make():
 
 
 def _named(model: StagedModel) -> str:
-    """Return the source code of the function that assigns names to the factory's inputs."""
     captured = model.captured
     spec, count = captured.program.call_spec.in_spec, len(captured.inputs)
     by_position, by_name = tree_unflatten([*range(count)], spec)

@@ -143,7 +143,6 @@ class PartTrainer:
         self.optimizer = torch.optim.AdamW([group], lr=learning_rate)
 
     def _weight(self, model, name):
-        """Copy a tensor of the full model to the device of this process."""
         home, _, last = name.rpartition(".")
         held = getattr(model.get_submodule(home), last, self.cut.constants.get(name))
         copied = held.detach().to(self.device, copy=True)
@@ -239,7 +238,6 @@ class PartTrainer:
             each.wait()
 
     def _average_buffers(self):
-        """Average modified floating-point buffers over the replicas."""
         for part in self.parts if self.cut.replicas > 1 else ():
             for buffer in _written(part).values():
                 if buffer.is_floating_point():
@@ -252,7 +250,6 @@ class PartTrainer:
 
 
 def _device():
-    """Return the GPU of this process, or the CPU if no GPU is available."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device("cpu")
@@ -310,7 +307,6 @@ def _train(cut, options):
 
 
 def _batches(cut, place, example):
-    """Return a function that maps a step number to a dict of named inputs."""
     module, _, function = (place or "").partition(":")
     given = getattr(import_module(module), function) if place else lambda step: example
 

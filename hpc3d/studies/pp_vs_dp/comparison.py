@@ -97,7 +97,6 @@ def _received(run: StageRun, axis: str) -> float:
 
 
 def _verdict(row: dict[str, Any], quantity: str) -> str:
-    """Return "pipeline" or "data", whichever has the smaller value of `quantity`."""
     return "pipeline" if row[f"pipeline_{quantity}"] < row[f"data_{quantity}"] else "data"
 
 

@@ -151,7 +151,7 @@ def _print_messages(sums: Sequence[dict[str, Any]], tensors: Sequence[dict[str, 
 
 
 def ends(rows: Sequence[dict[str, Any]], *keys: str) -> float:
-    """Multiply the columns `keys`; return the product in the last row over that in the first."""
+    """Return the last row's product of the columns `keys`, divided by the first row's."""
     first, last = (prod(row[key] for key in keys) for row in (rows[0], rows[-1]))
     return last / first
 
