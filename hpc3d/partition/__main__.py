@@ -57,9 +57,9 @@ _TORCHRUN = "hpc3d.partition.execution.torchrun_file"
 JSON = """\
 print one JSON object on the last line, with the keys objective, schedule, microbatches, time (step
 time [s]), load (of the busiest stage [s]), memory (maximum per rank [B]), proven (true if the plan
-is proven optimal), stages (lists of operation ids), replicas, and borders (for each stage boundary:
-nbytes (message size), behind (last operation before it), next_best (step time [s] if only this
-boundary moves to the best nearby location) and instead (this location)).
+is proven optimal), stages (lists of operation ids), replicas, and borders (for each stage
+boundary: nbytes (message size), behind (last operation before it), next_best (step time [s] if
+only this boundary moves to the best nearby location) and instead (this location)).
 The plan of a module also has the keys recompute and pieces (per model chunk), chunks (per stage)
 and zero; its borders have the key room (false if a faster location does not fit in memory)"""
 
