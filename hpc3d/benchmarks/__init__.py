@@ -1,1 +1,1 @@
-"""Implementation of the benchmarks of `python -m hpc3d.bench`."""
+"""Benchmarks for `python -m hpc3d.bench`."""

@@ -37,7 +37,7 @@ def guards(options: Namespace) -> dict[str, Any]:
 
 
 def _measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
-    """Time steps with and without checks alternately, and the comparison of replicas."""
+    """Measure the time of a step with and without checks, and of a replica comparison."""
 
     from hpc3d import trace
     from hpc3d.benchmarks import harness

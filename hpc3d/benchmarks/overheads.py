@@ -1,4 +1,4 @@
-"""Overheads of hpc3d, measured with pairs of alternating runs."""
+"""Measure the overheads of hpc3d with pairs of alternating runs."""
 
 from __future__ import annotations
 

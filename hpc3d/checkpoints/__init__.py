@@ -1,1 +1,1 @@
-"""Run checkpoints that can be loaded with any parallel layout."""
+"""Training checkpoints that can be loaded with any parallel layout."""

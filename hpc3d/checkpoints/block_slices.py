@@ -79,7 +79,10 @@ def whole_of(shape: Sequence[int]) -> BlockSlices:
 
 
 def box_of(slices: Sequence[slice]) -> BlockSlices:
-    """Convert slices of [columns], [rows, columns] or [rows, experts, columns] to a box."""
+    """Convert slices along the dimensions of a tensor to a box.
+
+    The tensor has the shape [columns], [rows, columns] or [rows, experts, columns].
+    """
     *others, columns = slices
     rows = others[0] if others else slice(0, 1)
     experts = others[1] if len(others) > 1 else slice(0, 1)

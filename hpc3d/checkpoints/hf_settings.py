@@ -86,7 +86,7 @@ class Settings(NamedTuple):
         }
 
     def model(self, settings: Mapping[str, Any], measured: Mapping[str, int]) -> dict[str, Any]:
-        """Derive the `[model]` section from config.json and the stored arrays' sizes, `measured`.
+        """Derive the `[model]` section from config.json and the array sizes `measured`.
 
         Raises ValueError if config.json contradicts the array sizes or has unsupported settings.
         """

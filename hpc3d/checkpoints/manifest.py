@@ -199,7 +199,7 @@ def _sound_piece(
 
 
 def _sound_box(edges: Any) -> bool:
-    """Return True for valid [top, bottom, left, right], followed by [front, back] for experts."""
+    """Return True for a valid list [top, bottom, left, right] or [..., front, back]."""
     if not (isinstance(edges, list) and len(edges) in (4, 6) and all(map(_number, edges))):
         return False
     return all(first <= last for first, last in zip(edges[::2], edges[1::2], strict=True))

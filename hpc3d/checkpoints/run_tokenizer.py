@@ -64,7 +64,7 @@ def _write(folder: Path, rules: str, end_name: str | None) -> None:
 
 
 def refuse_unfit(source: Path, vocabulary: int) -> None:
-    """Raise ValueError if the model of a Hugging Face folder cannot use its tokenizer.
+    """Raise ValueError if a Hugging Face model cannot be used with its tokenizer.
 
     A tokenizer is rejected if it is invalid, has more tokens than the model's vocabulary, or has
     settings that are not valid JSON.

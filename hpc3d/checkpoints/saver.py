@@ -1,4 +1,4 @@
-"""Periodic checkpoints of a run."""
+"""Save checkpoints of a run periodically."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _block_of(item: Parameter, layout: Layout, shape: Sequence[int], mesh: Mesh)
 
 
 class StoredPiece(NamedTuple):
-    """Contiguous elements of one array, stored in a rank's file from byte `offset` on."""
+    """Contiguous elements of one array, stored in a rank's file starting at byte `offset`."""
 
     name: str
     kind: str
@@ -275,7 +275,7 @@ class Checkpoint:
         return sources
 
     def exact(self, name: str) -> str:
-        """Return the kind of a tensor's most precise array, the master copy or the value."""
+        """Return the kind of the master copy if one is stored for a tensor, otherwise "value"."""
         return MASTER.name if (name, MASTER.name) in self.sources else "value"
 
     def damage(self, number: int = 0, of: int = 1) -> str | None:

@@ -89,7 +89,7 @@ def load(graph: Graph, members: int, limits: Limits) -> float:
 
 
 def held(graph: Graph, members: int, in_flight: float) -> float:
-    """Return the memory of a stage in bytes with `in_flight` microbatches in flight."""
+    """Return the memory in bytes that a stage needs with `in_flight` microbatches in flight."""
     return graph.total("memory", members) + in_flight * graph.total("saved", members)
 
 
@@ -138,7 +138,7 @@ class PipelineChoice(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks used."""
+        """Number of ranks that the arrangement uses."""
         return sum(self.replicas)
 
     def changed(self, part: int, **fields: Any) -> PipelineChoice:

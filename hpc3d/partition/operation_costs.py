@@ -228,7 +228,11 @@ class _Meter(fx.Interpreter):
         return (is_one and (name != _aten.matmul or weight.dim() == 2)) / products
 
     def _counted(self, node):
-        """Run an operation; return its result, and its FLOPs (counted only for _COMPOSED)."""
+        """Run an operation, and return its result and its FLOPs.
+
+        FLOPs are counted for the operations in _COMPOSED only; for other operations, 0 is
+        returned.
+        """
         if getattr(node.target, "overloadpacket", None) not in _COMPOSED:
             return super().run_node(node), 0
         with FlopCounterMode(display=False) as counter:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 class Tally(CostMeter):
     """Cost meter that counts the operations of a model.
 
-    `asked` counts operations by the call of a `Machine` method, (name, arguments), that predicts
-    their time.
+    `asked` counts operations by the `Machine` method and arguments that predict their time.
     """
 
     def __init__(self) -> None:

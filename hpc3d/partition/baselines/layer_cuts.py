@@ -1,4 +1,4 @@
-"""Partition a model at layer boundaries, as systems do in which the user lists the layers.
+"""Partition a model at layer boundaries, for systems that require the user to list the layers.
 
 A layer consists of all operations below a numbered module path: the module `layers.3.up` belongs
 to the layer `layers.3`. Layers are in program order. Operations outside all submodules belong to

@@ -63,7 +63,7 @@ class _Groups:
         return [frozenset(atoms) for atoms in self.atoms.values()]
 
     def _readers(self, group):
-        """Return the number of bytes that each other group reads from `group`, by group."""
+        """Return the bytes that other groups read from `group`, as a dict from group to bytes."""
         found = defaultdict(float)
         for atom in self.atoms[group]:
             for value in self.made[atom]:

@@ -46,7 +46,7 @@ class NestedValues(NamedTuple):
 
     @property
     def likes(self) -> list[Like]:
-        """Shapes and dtypes of the tensors among the leaves."""
+        """Shapes and dtypes of all tensors in `leaves`."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Like)]
 
     def filled(self, tensors: Iterable[torch.Tensor]) -> Any:

@@ -166,7 +166,7 @@ def _without_data(path, module):
 
 
 def _digest(module, call):
-    """Return the SHA-256 of a recorded call and its module's code, settings and weight shapes."""
+    """Return a SHA-256 hash of a recorded call and the module's code, settings and shapes."""
     lines = [repr((*call.taken, *call.returned, sorted(call.written)))]
     for path, part in module.named_modules():
         kind = type(part)

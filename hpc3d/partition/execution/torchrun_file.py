@@ -131,7 +131,7 @@ def _tuple_of(names):
 
 
 class _PartSource:
-    """Converter of a model chunk's graph to the source code of its forward method.
+    """Converter from a model chunk's graph to the source code of a forward method.
 
     Weights become attributes of the class. Sizes and the device are taken from a tensor with a
     batch dimension.

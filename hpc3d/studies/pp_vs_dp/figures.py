@@ -1,4 +1,4 @@
-"""Plot the reproduced findings of arXiv:2407.02081 from the tables of findings.py."""
+"""Plot the tables of findings.py, which reproduce the findings of arXiv:2407.02081."""
 
 from __future__ import annotations
 
