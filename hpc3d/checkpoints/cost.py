@@ -105,6 +105,6 @@ def shortage(folder: Path, size: int, keep: int) -> str | None:
     if free >= wanted:
         return None
     return (
-        f"checkpoints: {keep + 1} need {wanted / 1e6:.1f} MB, but {folder} has only "
+        f"checkpoints: {keep + 1} checkpoints need {wanted / 1e6:.1f} MB, but {folder} has only "
         f"{free / 1e6:.1f} MB free; delete files, or reduce checkpoint.keep"
     )

@@ -243,7 +243,7 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     name = "rope_parameters" if "rope_parameters" in settings else "rope_scaling"
     table = settings.get(name, {})
     if not isinstance(table, dict):
-        raise ValueError(f"{CONFIG}: {name} = {table!r}: must be a table")
+        raise ValueError(f"{CONFIG}: {name} = {table!r}: must be a JSON object")
     table = {"rope_theta": settings.get("rope_theta", 10000.0), **table}
     form = table.pop("rope_type", table.pop("type", "default"))
     found = {"rope_theta": table.pop("rope_theta")}

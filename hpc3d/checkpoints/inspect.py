@@ -260,7 +260,7 @@ def inconsistencies(
     }
     for name, kind in opened.sources.keys() - held.keys():
         if kind not in OWN_STATES:
-            yield f"its model has no {name}, {kind}"
+            yield f"the model has no {name}, {kind}"
     for (name, kind), shape in held.items():
         parts = [part for _, part in opened.sources.get((name, kind), ()) if part.size]
         if fault := coverage_error(parts, whole_of(shape)):

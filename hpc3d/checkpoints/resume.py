@@ -335,7 +335,7 @@ def resume(
     trainer.scaling.restore(opened.header.get("loss_scale"))
     for line in wrong:
         say(f"resume: {line}")
-    say(f"resume: step {opened.header['step']} follows {opened.folder}")
+    say(f"resume: step {opened.header['step']} follows checkpoint {opened.folder}")
     if trainer.parameters.own_states and not owned:
         say(_ANEW)
     elif not owned and any(kind in OWN_STATES for _, kind in opened.sources):

@@ -81,7 +81,7 @@ def refuse_unfit(source: Path, vocabulary: int) -> None:
             raise ValueError(f"it has {known} tokens, but model.vocabulary = {vocabulary}")
     except ValueError as error:
         raise ValueError(
-            f"{path}: {error}; replace it with the right tokenizer, or remove it"
+            f"{path}: {error}; replace it with the model's tokenizer, or remove it"
         ) from error
 
 

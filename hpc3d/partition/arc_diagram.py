@@ -26,7 +26,10 @@ def arc_diagram(graph: Graph, choice: PipelineChoice) -> str:
     ValueError if the graph has too many atoms for a legible diagram.
     """
     if len(graph) > _MOST:
-        raise ValueError(f"--draw: the graph has {len(graph)} atoms; at most {_MOST} can be drawn")
+        raise ValueError(
+            f"--draw: the graph has {len(graph)} atoms, but at most {_MOST} can be drawn; remove "
+            "--draw"
+        )
     far = max((max(value.targets) - value.source for value in graph.values), default=1)
     base = _MARGIN + 20 + far * _STEP / 2
     width, height = 3 * _MARGIN + len(graph) * _STEP, base + _LABELS

@@ -95,7 +95,7 @@ def _impossible(row: Mapping[str, float]) -> str | None:
         if not 0 < value < inf:
             return f"{name} = {value}: must be positive"
     if row["ranks"] != row["t"] * row["d"] * row["p"]:
-        return f"ranks = {row['ranks']}: must equal t d p, {row['t']} x {row['d']} x {row['p']}"
+        return f"ranks = {row['ranks']}: must equal t d p = {row['t']} x {row['d']} x {row['p']}"
     for whole, parts in _DIVISORS.items():
         if row[whole] % prod(row[part] for part in parts):
             return f"{whole} = {row[whole]}: must be divisible by {' x '.join(parts)}"
@@ -298,7 +298,7 @@ def calibrate(rows: np.ndarray, base: Machine, profiles: bool = True) -> Profile
     if `profiles` is true, each profile also has a factor. The fit minimizes the squared errors of
     the logarithms of the step times, with a Gaussian prior of width SPREAD on the factors.
     """
-    need("a calibration by rows", "scipy")
+    need("calibration from published rows", "scipy")
     from scipy.optimize import least_squares
 
     steps, measured = Steps(rows), rows["ms"] / 1e3

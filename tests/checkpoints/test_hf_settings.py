@@ -38,7 +38,7 @@ PARAMETERS = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 2.0, "low_fr
         ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not .*llama3$"),
         ({"rope_scaling": {"factor": 4.0}}, "'default' with factor is not supported"),
-        ({"rope_scaling": [1]}, r"rope_scaling = \[1\]: must be a table"),
+        ({"rope_scaling": [1]}, r"rope_scaling = \[1\]: must be a JSON object"),
     ],
 )
 def test_llama_config_json_maps_to_model_settings(told, found):
@@ -106,7 +106,7 @@ def test_mixtral_config_json_maps_to_model_settings(told, found):
         (
             "top_k",
             1,
-            r"gives a single expert the gate weight 1 .* router probability \(use 2 or more\)",
+            r"gives a single expert the gate weight 1 .* \(set model.top_k to 2 or more\)",
         ),
     ],
 )

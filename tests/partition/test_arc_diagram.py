@@ -38,5 +38,5 @@ def test_diagram_shows_atoms_values_and_borders():
 
 
 def test_diagram_of_a_large_graph_is_rejected():
-    with pytest.raises(ValueError, match="301 atoms; at most 300"):
+    with pytest.raises(ValueError, match="301 atoms, but at most 300"):
         drawn(301, [], (StageChoice(301),))

@@ -124,7 +124,7 @@ def test_run_resumes_in_another_job_on_another_layout(cluster, continued, steps,
     job = cluster.submit("-n", 2, "--export=NONE", *words)
     cluster.wait(job, "COMPLETED")
     place = cluster.site / run / "checkpoints"
-    assert f"resume: step {steps} follows {place}/step-" in cluster.log(job)
+    assert f"resume: step {steps} follows checkpoint {place}/step-" in cluster.log(job)
     last = losses(cluster.site / run)[-2:]
     np.testing.assert_allclose(last, losses(whole)[-2:], rtol=1e-10)
 

@@ -152,11 +152,14 @@ def _combined_leaf(path, few, many, samples):
     """
     if not isinstance(few, torch.Tensor) or not isinstance(many, torch.Tensor):
         if type(few) is not type(many) or few != many:
-            why = f"an argument or result is {few!r:.40}, but with more samples {many!r:.40}"
+            why = (
+                f"an argument or result changes from {few!r:.40} to {many!r:.40} if the number of "
+                "samples is doubled"
+            )
             raise CannotStayWhole(path, why)
         return few
     if few.dim() != many.dim() or few.dtype != many.dtype:
-        why = "a dtype or a number of dimensions depends on the number of samples"
+        why = "the dtype or dimension count of a tensor depends on the number of samples"
         raise CannotStayWhole(path, why)
     sizes = []
     for one, other in zip(few.shape, many.shape):

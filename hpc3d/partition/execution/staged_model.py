@@ -59,7 +59,7 @@ def staged_model(
     """
     if len(types := _types(captured)) != 1 or not types <= {"float32", "float64"}:
         found = ", ".join(sorted(types)) or "none"
-        raise ValueError(f"all parameters must be float32, or all float64; found: {found}")
+        raise ValueError(f"all trained parameters must be float32, or all float64; found: {found}")
     programs = stage_programs(captured, parts, redraw, split)
     with_gradient = graded(captured, programs)
     loss = loss_of(captured)

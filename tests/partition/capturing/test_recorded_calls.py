@@ -124,14 +124,14 @@ class Collects(nn.Module):
         (
             Loose(),
             lambda x: (x, x.shape[0]),
-            "an argument or result is 3, but with more samples 6",
+            "an argument or result changes from 3 to 6 if the number of samples is doubled",
         ),
         (Loose(), lambda x: (x, iter([x])), "the module takes a list_iterator"),
         (Loose(), lambda x: (x[: len(x) ** 2 // 4],), "the size of a tensor depends"),
         (
             Loose(),
             lambda x: (x.sum() if len(x) > 3 else x,),
-            "a dtype or a number of dimensions depends on the number of samples",
+            "the dtype or dimension count of a tensor depends on the number of samples",
         ),
         (Loose(), lambda x: (x, [x] * len(x)), "the nesting of the arguments"),
     ],
