@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.trace.reader import Trace
 
-_RANKS, _ONE_NODE = 8, 4096  # most ranks of a calibration run; ranks per node of the machine file
+# Maximum number of ranks per calibration run, and number of ranks per node in the machine file.
+_RANKS, _ONE_NODE = 8, 4096
 
 
 def calibrate(options: Namespace) -> dict[str, Any]:

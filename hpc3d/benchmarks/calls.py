@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 _SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # sizes in bytes of the unsharded array
-_OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # times the array is sent per call
+# Number of times that each collective transfers the array.
+_OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 _HEAD = ("op", "members", "bytes", "hpc3d ms", "MPI ms", "bound ms")
 _KEYS = ("op", "members", "bytes", "ours_s", "mpi_s", "bound_s")
 _ROUNDS = 5
