@@ -409,9 +409,7 @@ def written_by(node: fx.Node) -> Iterator[fx.Node]:
         names = zip(node.target.weights, weights, strict=True)
         yield from (weight for name, weight in names if name in node.target.call.written)
         return
-    if (
-        getattr(node.target, "overloadpacket", None) in _NORMS
-    ):  # operator schemas omit these writes
+    if getattr(node.target, "overloadpacket", None) in _NORMS:  # writes missing in op schemas
         *_, mean, variance, in_training = node.args[:6]
         yield from (each for each in (mean, variance) if in_training and each is not None)
         return
