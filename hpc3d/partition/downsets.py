@@ -204,9 +204,8 @@ class Chain(_Stages):
         return np.arange(before + 1, after)
 
     def moved(self, before: int, after: np.ndarray) -> np.ndarray:
-        first = (self.earlier < before) & (
-            self.reader >= before
-        )  # True for the first reader in the stage
+        # True for the first reader of a value in the stage
+        first = (self.earlier < before) & (self.reader >= before)
         ends, weights = self.reader[first].astype(int) + 1, self.nbytes[first]
         entering = np.cumsum(np.bincount(ends, weights, self.count + 1))
         return entering[after] + self._leaving(before)[after]
