@@ -211,7 +211,7 @@ class JointSearch:
         found = [*dict.fromkeys(choices)]
         for name in wanted:
             if not find(name).chunks:
-                found += dict.fromkeys(self._all_interleaved(name, found))
+                found += dict.fromkeys(self._with_model_chunks(name, found))
         return [
             each
             for each in found
@@ -244,7 +244,7 @@ class JointSearch:
         for each in seen:
             yield from each.found
 
-    def _all_interleaved(self, name, choices) -> Iterator[PipelineChoice]:
+    def _with_model_chunks(self, name, choices) -> Iterator[PipelineChoice]:
         """Yield arrangements with two model chunks per stage.
 
         The replica counts are those of the `choices`, or the same count on all stages.
@@ -260,9 +260,9 @@ class JointSearch:
             if micros not in self.balance:
                 self.balance[micros] = _OfWay(self, DEFAULT, micros, None).kinds
             if {*replicas} <= self.balance[micros].keys():
-                yield from self._interleaved(name, replicas, micros)
+                yield from self._chunked(name, replicas, micros)
 
-    def _interleaved(self, name, replicas, micros) -> Iterator[PipelineChoice]:
+    def _chunked(self, name, replicas, micros) -> Iterator[PipelineChoice]:
         """Yield the interleaved arrangement that minimizes the load of the heaviest chunk.
 
         Chunks recompute their activations if the stage would not fit in memory otherwise. If the
