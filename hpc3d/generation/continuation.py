@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.decoder import Decoder
 
-# Callback that maps (logits [samples, vocabulary], token index) to one token per sample, or to
-# None to stop the generation.
+# Callback that receives (logits [samples, vocabulary], token index). It returns one token per
+# sample, or `None` to stop the generation.
 _Choose = Callable[[np.ndarray, int], Sequence[int] | None]
 
 
 class TextRequest(NamedTuple):
-    """Request for `samples` continuations of a prompt, with at most `tokens` new tokens each.
+    """Request to generate `samples` continuations of `prompt`, each of at most `tokens` tokens.
 
-    The batch has `sequences` sequences, a number that is divisible by the sizes of the mesh axes.
-    Sequences beyond the number of samples are duplicates.
+    `sequences` is the batch size, rounded up from `samples` so that the mesh can shard the batch.
+    The additional sequences are duplicates.
     """
 
     prompt: np.ndarray
@@ -31,7 +31,8 @@ class TextRequest(NamedTuple):
     tokens: int
 
     def capacity(self, sequence: int) -> int:
-        """Return the number of KV cache positions for a model with context length `sequence`."""
+        """Return the required KV cache capacity in tokens, at most the context length
+        `sequence`."""
         return min(sequence, len(self.prompt) + self.tokens)
 
 
@@ -50,9 +51,9 @@ def continue_text(decoder: Decoder, wanted: TextRequest, choose: _Choose) -> Non
 def _window(decoder: Decoder, tokens: np.ndarray, unread: int) -> np.ndarray:
     """Return the trailing tokens that the decoder must process next.
 
-    If the KV cache has room for the `unread` tokens, these tokens are returned. Otherwise the
-    cache is cleared, and the decoder processes enough trailing tokens to fill half of the cache,
-    or the full cache if the prompt alone exceeds the capacity.
+    If the KV cache has room, these are the last `unread` tokens. Otherwise the cache is cleared,
+    and enough trailing tokens are returned to fill half of the cache, or the entire cache if it
+    was still empty (the prompt exceeds its capacity).
     """
     kept = decoder.kept
     if kept.length + unread > kept.capacity:

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from hpc3d.generation.sampling import Sampling
     from hpc3d.generation.trained_model import TrainedModel
 
-_ENOUGH, _ENDED, _STOPPED = "tokens", "end of text", "user"  # stop reasons
+_ENOUGH, _ENDED, _STOPPED = "tokens", "end of text", "user"  # reasons why generation stopped
 
 
 class Samples:
-    """Set of `count` sampled continuations of a text.
+    """Sampler of `count` continuations of a text.
 
-    The method `choose` is the callback of `continue_text`. A single sample is written with
-    `write(text)` while it is generated; several samples are written at the end. `stopping()`
-    returns True if the user has interrupted generation.
+    Pass the method `choose` to `continue_text` as its callback. A single sample is streamed to
+    `write(text)` as it is generated; multiple samples are written at the end. `stopping()` returns
+    True if the user has interrupted generation.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Samples:
             self.write(piece)
 
     def finish(self, prompt: str) -> None:
-        """Write the remaining text of a single sample, or the texts of all samples."""
+        """Flush the stream of a single sample, or write the texts of all samples."""
         ends = [stream.end() for stream in self.streams]
         if len(ends) == 1:
             self.write(f"{ends[0]}\n")
@@ -72,7 +72,10 @@ class Samples:
             self.write(f"=== {number} of {len(ends)}\n{prompt}{stream.text}\n")
 
     def results(self) -> list[dict[str, Any]]:
-        """Return a dict with the keys text, tokens and ended for each sample."""
+        """Return one dict per sample, with the keys text, tokens and ended.
+
+        `tokens` lists the token ids, and `ended` is True if an end token was generated.
+        """
         return [
             {"text": stream.text, "tokens": stream.tokens, "ended": ended}
             for stream, ended in zip(self.streams, self.ended, strict=True)

@@ -13,10 +13,10 @@ from hpc3d.ops.random import philox_draws, philox_key
 class Sampling(NamedTuple):
     """Sampling parameters, with the same semantics as in Hugging Face `transformers`.
 
-    The logits are divided by `temperature`, and the `top_k` largest logits are kept (0: all).
-    Among the corresponding tokens, only the smallest set of the most probable ones whose
-    probabilities add up to at least `top_p` is kept (Holtzman et al. 2020, arXiv:1904.09751).  A
-    temperature of 0 selects the token with the largest logit.
+    The logits are divided by `temperature`. Top-k sampling keeps the `top_k` largest logits (0:
+    all). Nucleus sampling then keeps the smallest set of most probable tokens whose probabilities
+    add up to at least `top_p` (Holtzman et al. 2020, arXiv:1904.09751). A temperature of 0 always
+    selects the token with the largest logit.
     """
 
     temperature: float = 1.0
@@ -27,13 +27,13 @@ class Sampling(NamedTuple):
     def draw(self, logits: np.ndarray, sample: int, position: int) -> int:
         """Draw the token at a position of a sample, given logits [vocabulary].
 
-        The result does not depend on the layout of the ranks: random number `position` of the
-        stream (seed, sample) is looked up in the cumulative distribution, ordered by token id.
+        The token is drawn by inverse transform sampling with random number `position` of the
+        stream (seed, sample), so the result does not depend on the layout of the ranks.
         """
         if not np.isfinite(logits.max()):
             raise BadData(
-                f"the model's largest logit is {logits.max()}, because its weights have diverged; "
-                "use an earlier checkpoint"
+                f"the model's largest logit is {logits.max()}: training has diverged; generate "
+                "from an earlier checkpoint"
             )
         if not self.temperature:
             return int(logits.argmax())

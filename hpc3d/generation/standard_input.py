@@ -6,16 +6,16 @@ import os
 import select
 
 _PIECE = 1 << 16  # maximum bytes per read
-_PAUSE = 2.0  # seconds without input that mark the end of the text
+_PAUSE = 2.0  # the text ends after this many seconds without input
 _NOTHING = 10.0  # maximum seconds to wait for the first byte
 
 
 def standard_input(launched: bool, descriptor: int = 0) -> bytes:
     """Read all of standard input.
 
-    A process `launched` by mpirun may never receive end-of-file, for example with Open MPI 5. In
-    this case, the text ends when no more input arrives for 2 s. Raises ValueError if a launched
-    process receives no input.
+    Some MPI launchers, such as that of Open MPI 5, never forward end-of-file. If `launched` is
+    true, the text therefore ends when no more input arrives for 2 s. Raises ValueError if a
+    launched process receives no input.
     """
     found = b""
     while not launched or _comes(descriptor, _PAUSE if found else _NOTHING):
@@ -29,5 +29,4 @@ def standard_input(launched: bool, descriptor: int = 0) -> bytes:
 
 
 def _comes(descriptor: int, seconds: float) -> bool:
-    """Return True if input arrives within `seconds`."""
     return bool(select.select([descriptor], [], [], seconds)[0])

@@ -1,4 +1,7 @@
-"""Rank layout for text generation: tensor parallelism only, independent of the training run."""
+"""Mesh for text generation, which uses only tensor parallelism.
+
+The mesh may differ from that of the training run.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,17 @@ _SIZES = {f"mesh.{axis}" for axis in AXES}
 def laid_out(trained: Config, words: Sequence[str], ranks: int, samples: int) -> Config:
     """Return the resolved configuration for text generation on `ranks` ranks.
 
-    In the result, `train.batch` is the number of sequences that the model processes to generate
-    `samples` samples. The options `words`, such as `--section.key value`, set the mesh. The
-    default is the mesh of the training run if it has the same number of ranks and only tensor
-    axes, and otherwise the best cuboid for one token per forward pass. Raises ValueError with one
-    line per violated rule.
+    `words` are command-line options such as `--mesh.x 2`. The default mesh is that of the training
+    run if it has `ranks` ranks and only tensor axes, and otherwise the cuboid with the least
+    communication per token. In the result, `train.batch` is the number of sequences required to
+    generate `samples` samples. Raises ValueError with one line per violated rule.
     """
     tree = small_files.toml(to_toml(_base(trained, words, ranks)))
     deprecated_keys.warn(override(tree, words))
     config = validate(tree, _wrong_keys)
     refuse(_wrong_keys(config))
     one_token = replace(config.model, sequence=1)
-    # batch size that is divisible by the axis sizes of every possible mesh
+    # Choose a batch size that can be sharded evenly on every possible mesh.
     every = ranks * config.mesh.grid().size
     batch = -(-samples // every) * every
     train = replace(config.train, batch=batch)
@@ -53,7 +55,10 @@ def _wrong_keys(config: Config) -> list[str]:
 
 
 def _base(trained: Config, words: Sequence[str], ranks: int) -> Config:
-    """Return the defaults of generation: the training run's parallel scheme, and float64."""
+    """Return the default configuration for generation.
+
+    It has the parallel scheme of the training run, and float64 as its data type.
+    """
     given = {option.removeprefix("--") for option, _ in options(words)}
     scheme = trained.parallel.scheme
     split = trained.parallel.split if "parallel.scheme" not in given else None
@@ -79,7 +84,7 @@ def _undisturbed(model: ModelConfig) -> ModelConfig:
 
 
 def _other_axes(mesh: MeshConfig) -> Iterator[str]:
-    """Yield an error message for each mesh axis other than x, y and z that has several ranks."""
+    """Yield an error message for each mesh axis other than x, y and z with more than one rank."""
     for axis in AXES:
         if axis not in "xyz" and getattr(mesh, axis) > 1:
             yield (

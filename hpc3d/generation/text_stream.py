@@ -13,8 +13,8 @@ _UNKNOWN = "\ufffd"  # replacement for invalid or incomplete bytes
 class TextStream:
     """Incremental decoder of a token sequence.  Invalid UTF-8 becomes U+FFFD.
 
-    Some tokenizers decode a token differently at the beginning of a text.  Each piece is therefore
-    obtained by decoding the previous tokens again and removing their text.
+    Some tokenizers decode a token differently at the beginning of a text. New tokens are therefore
+    decoded together with the previous ones, whose text is then removed.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -28,7 +28,7 @@ class TextStream:
         return "" if piece.endswith(_UNKNOWN) else self._out(piece)
 
     def end(self) -> str:
-        """Return the remaining text, at the end of the token sequence."""
+        """Return the remaining text, including an incomplete character, after the last token."""
         return self._out(self._piece())
 
     def _piece(self) -> str:

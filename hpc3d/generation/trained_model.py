@@ -36,15 +36,15 @@ _LAYOUT = ("mesh.", "parallel.", "train.dtype", "train.backend", "train.tf32")
 
 
 class WeightSource(NamedTuple):
-    """Location of the parameters: a checkpoint, or a Hugging Face model folder if `published`."""
+    """Path of a checkpoint or, if `published` is true, of a Hugging Face model folder."""
 
     path: Path
     published: bool
 
     def open(self, config: Config) -> Checkpoint | PublishedValues:
-        """Open the source for `checkpoints.sharded.restore`.
+        """Open the weights, so that `checkpoints.sharded.restore` can read them.
 
-        Raises ValueError if the source cannot be read.
+        Raises ValueError if they cannot be read.
         """
         if self.published:
             return PublishedValues(Pretrained(self.path), config)
@@ -70,7 +70,10 @@ class TrainedModel(NamedTuple):
         return min(self.config.model.vocabulary, self.tokenizer.vocabulary)
 
     def prompt(self, text: bytes) -> np.ndarray:
-        """Return the token ids of a prompt, int64; raise ValueError if it cannot be encoded."""
+        """Return the token ids of a prompt as an int64 array.
+
+        Raises ValueError if the prompt cannot be encoded.
+        """
         try:
             ids = self.tokenizer.encode(text, whole=True).astype(np.int64)
         except UnicodeDecodeError:
@@ -89,20 +92,20 @@ class TrainedModel(NamedTuple):
         if ids.max() >= known:
             raise ValueError(
                 f"--prompt contains token {ids.max()}, but the model's vocabulary has {known} "
-                f"tokens; use the {_TOKENIZER} with which the model was trained"
+                f"tokens; use the {_TOKENIZER} that the model was trained with"
             )
         return ids
 
 
 class PublishedValues:
-    """Parameters in a Hugging Face model folder, with the same read interface as a checkpoint."""
+    """Reader of the weights in a Hugging Face model folder, with the interface of a checkpoint."""
 
     def __init__(self, pretrained: Pretrained, config: Config) -> None:
         self.pretrained, self.config = pretrained, config
         self._last = "", np.empty((0, 0))
 
     def exact(self, name: str) -> str:
-        """Return the name of the stored array that contains a tensor's full-precision values."""
+        """Return the name of the array that stores a tensor's values in full precision."""
         return "value"
 
     def fill(self, array: np.ndarray, name: str, kind: str, box: BlockSlices) -> None:
@@ -115,9 +118,10 @@ class PublishedValues:
 
 
 def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
-    """Load the model at a path on rank 0; raise ValueError if it cannot generate text.
+    """Load the model at `path` on rank 0.
 
-    `words` are options such as `--section.key value`; only options for the model are used.
+    `words` are command-line options such as `--section.key value`, of which only those for the
+    model are used. Raises ValueError if the model cannot be loaded or cannot generate text.
     """
     published = path.suffix == ".safetensors" or any(
         (path / name).exists() for name in (CONFIG, WEIGHTS, INDEX, "snapshots")
@@ -146,7 +150,7 @@ def _refuse_others(words: Iterable[str], known: Sequence[str]) -> None:
 
 
 def layout_words(words: Iterable[str]) -> list[str]:
-    """Return the options that determine the layout of the ranks."""
+    """Return the options in `words` that determine the layout of the ranks."""
     return _words(words, _LAYOUT)
 
 
@@ -177,7 +181,7 @@ def _of_run(path: Path, words: Sequence[str]) -> TrainedModel:
 
 
 def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer:
-    """Return the tokenizer of the file `text`, or of the run's training text by default."""
+    """Return the tokenizer of a token file or, if `text` is `None`, of the training run."""
     name, vocabulary = config.data.tokenizer, config.model.vocabulary
     if text is None and (kept := kept_tokenizer(path)):
         return kept
@@ -185,8 +189,8 @@ def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer
         return ByteTokenizer()
     if text is None and name is None:
         raise ValueError(
-            f"{path}: the tokenizer for its vocabulary of {vocabulary} tokens is unknown; set "
-            "--data.path to a token file (.h5) with this tokenizer, or generate from the folder "
+            f"{path}: the run has a vocabulary of {vocabulary} tokens but no tokenizer; set "
+            "--data.path to a token file (.h5) with its tokenizer, or generate from the folder "
             "from which the model was imported"
         )
     return tokenizer_of(package_data.text_path(text or config.data.path))
@@ -202,7 +206,10 @@ def _published(path: Path, words: Sequence[str]) -> TrainedModel:
 
 
 def _published_tokenizer(path: Path, vocabulary: Any) -> Tokenizer:
-    """Return the tokenizer in a model's folder, or ByteTokenizer if the vocabulary is 256."""
+    """Return the tokenizer in the model folder.
+
+    If the folder has none and the vocabulary has 256 tokens, return a ByteTokenizer.
+    """
     file = (path if path.is_dir() else path.parent) / _TOKENIZER
     if file.exists():
         try:
@@ -211,7 +218,7 @@ def _published_tokenizer(path: Path, vocabulary: Any) -> Tokenizer:
             raise ValueError(f"{file}: not UTF-8") from None
     if vocabulary != ByteTokenizer.vocabulary:
         raise ValueError(
-            f"{path}: no {_TOKENIZER} for the vocabulary of {vocabulary} tokens; write the "
-            "tokenizer to this folder with tokenizer.save_pretrained(FOLDER) of transformers"
+            f"{path}: no {_TOKENIZER} for the vocabulary of {vocabulary} tokens; save the "
+            "tokenizer to this folder with tokenizer.save_pretrained(FOLDER) in transformers"
         )
     return ByteTokenizer()

@@ -1,4 +1,4 @@
-"""Python interface of the commands train, simulate and plan, which return objects.
+"""Python functions for the commands train, simulate and plan. The functions return objects.
 
 Each function raises ValueError with the lines that the command would print.  `options` maps keys
 of the input file to values, for example {"train.steps": 3, "mesh.x": 2}.  `source` is the path of
@@ -59,19 +59,19 @@ def run_training(
 ) -> OpenedRun:
     """Train a model with mpirun on this machine.
 
-    The call blocks until the run has ended.  The output of the command is in train.log of the run
-    folder.  An interrupt (Ctrl-C, or a notebook's stop button) ends the ranks.
+    The call blocks until the run has ended.  The output is written to train.log in the run folder.
+    An interrupt (Ctrl-C, or a notebook's stop button) terminates the ranks.
 
     Parameters
     ----------
     source, options
-        Input file or its name (None: the default model), and values of its keys.
+        Same as for `predict_step`.
     ranks
         Number of ranks.
     out
         Parent folder of the new run folder.
     resume
-        Run, or path of its folder, whose last checkpoint is resumed. The layout may differ.
+        Run, or path of a run folder. Training continues from its last checkpoint, in any layout.
 
     Returns
     -------
@@ -140,19 +140,19 @@ def find_layouts(
 
     Parameters
     ----------
-    source, options
-        Input file or its name, and values of its keys.
-    ranks, machine, memory
-        Number of ranks; machine file, or a name in inputs/machines; memory per rank in B (None:
-        the value in the machine file).
+    source, options, machine
+        Same as for `predict_step`, but `source` is required.
+    ranks
+        Number of ranks.
+    memory
+        Memory per rank in B (None: the value in the machine file).
     top
-        Maximum number of layouts.
+        Maximum number of layouts to return.
 
     Returns
     -------
     FoundLayouts
-        The layouts, fastest first.  If no layout fits in memory, all of them use the first
-        memory-saving technique with which a layout fits.
+        The layouts, fastest first, with a memory-saving technique if none fits without one.
 
     Raises
     ------
@@ -166,7 +166,7 @@ def find_layouts(
     for name, value in {"ranks": ranks, "top": top}.items():
         if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name} = {value!r}: must be a positive integer")
-    more = max(top, _TOP)  # at least _TOP, so that `top` does not affect the ranking
+    more = max(top, _TOP)  # so that a small `top` does not affect the ranking
     found = plan_layouts(source, _words(options), ranks, load(machine), memory, more)
     return FoundLayouts(*found, top)
 
@@ -191,12 +191,12 @@ def simulate_schedule(
     stages, microbatches
         Number of pipeline stages, and number of microbatches per step.
     chunks, steps
-        Model chunks per stage (None: set by the schedule); training steps, for asynchronous
-        schedules.
+        Number of model chunks per stage (None: the schedule's default), and number of training
+        steps (for asynchronous schedules).
     **times
         Seconds per microbatch and stage: `forward`, `backward` (input gradient) and `weight`
-        (weight gradient), 1 by default; and `comm` (time of a message), 0 by default.  A list has
-        one value per model chunk, and for `comm` one per boundary between chunks.
+        (weight gradient), 1 by default; and `comm` (time of a message), 0 by default.  A list
+        sets one value per model chunk, or for `comm` one per boundary between chunks.
 
     Returns
     -------
@@ -222,6 +222,6 @@ def _words(options: _Options | None) -> list[str]:
 def _text(value: Any) -> str:
     """Format a value as TOML; unknown types become strings."""
     if isinstance(value, Integral) and not isinstance(value, bool):
-        return str(int(value))  # converts NumPy integers, too
+        return str(int(value))  # also converts NumPy integers
     known = isinstance(value, bool | float | list | tuple | dict)
     return literal(value if known else str(value))

@@ -22,8 +22,8 @@ The command `python -m hpc3d.library.commands_page > docs/commands.md` writes th
 parsers, and a test compares the two.
 """
 
-# Dict from command to (module, function that returns its parser). If the function is "", the
-# module has no argparse parser, and its docstring is the help text.
+# Maps each command to its module and the name of the function that returns its argparse parser.
+# If the name is "", the module has no parser, and its docstring is the help text.
 _PARSERS = {
     "init": ("init", "parser"),
     "train": ("train", ""),
@@ -57,7 +57,6 @@ def page() -> str:
 
 
 def _sections(command: str, parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the section of a command, and one section per subcommand."""
     given = [each for each in parser._actions if each.dest != "help"]
     verbs = [each for each in given if isinstance(each, argparse._SubParsersAction)]
     usage = parser.usage % {"prog": parser.prog} if parser.usage else _usage(parser.prog, given)
@@ -71,7 +70,7 @@ def _sections(command: str, parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _usage(program: str, given: Sequence[argparse.Action]) -> str:
-    """Return the usage line: required options, then positional arguments."""
+    """Return the usage line, with required options before positional arguments."""
     needed = [
         _spelled(each, short=True) for each in given if each.option_strings and each.required
     ]
@@ -81,7 +80,6 @@ def _usage(program: str, given: Sequence[argparse.Action]) -> str:
 
 
 def _option(action: argparse.Action) -> str:
-    """Return the Markdown list item of an option or argument."""
     text = (action.help or "") % {**vars(action), "prog": "hpc3d"}
     required = " (required)" if action.option_strings and action.required else ""
     return f"* **`{_spelled(action)}`**{required}: {_sentence(' '.join(text.split()))}"
@@ -94,7 +92,7 @@ def _spelled(action: argparse.Action, short: bool = False) -> str:
 
 
 def _values(action: argparse.Action) -> str:
-    """Return the placeholder for the value, or values, of an option or argument."""
+    """Return the metavar of an option or argument, such as `FILE [FILE ...]`."""
     choices = action.choices if action.metavar is None else None
     name = "|".join(map(str, choices)) if choices else action.metavar or action.dest.upper()
     forms = {"+": f"{name} [{name} ...]", "*": f"[{name} ...]", "?": f"[{name}]", 0: ""}
@@ -102,7 +100,6 @@ def _values(action: argparse.Action) -> str:
 
 
 def _sentence(text: str | None) -> str:
-    """Capitalize the first letter of a text, and end it with a period."""
     text = (text or "").strip()
     return text[:1].upper() + text[1:] + "." * (text[-1:] not in ("", "."))
 

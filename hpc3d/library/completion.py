@@ -19,7 +19,13 @@ from hpc3d.config.reference import choices_of
 
 SHELLS = "bash", "zsh", "fish"
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-_OF_INPUTS = "train", "plan", "simulate", "partition", "generate"  # commands with input keys
+_OF_INPUTS = (
+    "train",
+    "plan",
+    "simulate",
+    "partition",
+    "generate",
+)  # commands that accept input keys as options
 
 _BASH = """\
 _hpc3d() {{
@@ -89,7 +95,7 @@ def _options(command: str) -> list[str]:
 
 
 def _values() -> dict[str, list[str]]:
-    """Return the allowed values of each key that has a finite set of them."""
+    """Return the allowed values of each boolean or enumerated key."""
     found: dict[str, list[str]] = {}
     for section, table in get_type_hints(Config).items():
         for key, kind in _hints(table).items():

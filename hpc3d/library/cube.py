@@ -25,14 +25,18 @@ _MOST = 512  # maximum number of threads
 
 
 class Received(NamedTuple):
-    """Communication of one collective along an axis, averaged over ranks.
+    """Communication by one type of collective along one mesh axis, averaged over the ranks.
 
     Attributes
     ----------
-    axis, operation : str
-        Mesh axis, and the collective.
-    calls, received : float
-        Number of calls, and received bytes, per rank.
+    axis : str
+        Mesh axis.
+    operation : str
+        Collective, such as "all_gather".
+    calls : float
+        Number of calls per rank.
+    received : float
+        Received bytes per rank.
     """
 
     axis: str
@@ -42,7 +46,10 @@ class Received(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """Result blocks of a rank, and a dict from (axis, operation) to (calls, received bytes)."""
+    """Result of a rank: its blocks, and its communication.
+
+    `moved` maps (axis, operation) to (calls, received bytes).
+    """
 
     mesh: Mesh
     blocks: tuple[Array, ...]
@@ -62,7 +69,7 @@ class Cube:
     Attributes
     ----------
     calls : list of Received
-        Communication of the last product (arXiv:2105.14450, section 3; formulas in
+        Communication during the last matrix product (arXiv:2105.14450, section 3; formulas in
         docs/theory.md).
 
     Raises
@@ -164,14 +171,14 @@ class Cube:
     def gradients(
         self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, scheme: str | Split = "3d"
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the gradients of both factors of a product.
+        """Return the gradients with respect to both factors of a matrix product.
 
         Parameters
         ----------
         x, w
             Factors of the product, [m, k] and [k, n].
         dy
-            Gradient of the product, [m, n].
+            Gradient with respect to the product, [m, n].
         scheme
             Name in `hpc3d.SCHEMES`, or a split.
 
@@ -217,7 +224,6 @@ def _split(scheme: str | Split) -> Split:
 
 
 def _refuse_idle(split: Split, sizes: Mapping[str, int]) -> None:
-    """Raise ValueError if all ranks along an axis would do identical work."""
     cut = f"{split.m} {split.n} {split.k}".split()
     for axis, size in sizes.items():
         if size > 1 and axis not in cut:
@@ -228,7 +234,6 @@ def _refuse_idle(split: Split, sizes: Mapping[str, int]) -> None:
 
 
 def _check(split, x, w, dy, sizes):
-    """Raise ValueError if shapes or types do not match, or a dimension cannot be split evenly."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"x {x.shape} and w {w.shape}: must be matrices [m, k] and [k, n]")
     if x.dtype != w.dtype or x.dtype not in (np.float32, np.float64):
@@ -244,7 +249,6 @@ def _check(split, x, w, dy, sizes):
 
 
 def _product(mesh: Mesh, split: Split, x: Array, w: Array, dy: Array | None) -> _Done:
-    """Compute the result blocks of a rank, and record its communication."""
     recorder = MemoryRecorder(mesh.rank, lambda: 0)
     product = sharded_matmul(mesh.traced(recorder), split)
     block = {
@@ -262,7 +266,6 @@ def _product(mesh: Mesh, split: Split, x: Array, w: Array, dy: Array | None) -> 
 
 
 def _calls(results: Sequence[_Done]) -> list[Received]:
-    """Return the communication by axis and operation, averaged over ranks."""
     calls: Counter[tuple[str, str]] = Counter()
     received = calls.copy()
     for done in results:

@@ -23,9 +23,10 @@ _COLUMNS = "step_time_s", "simulated", "bubble", "communication", "axis", "peak_
 class FoundLayouts(list[dict[str, Any]]):
     """Layouts in the format of `python -m hpc3d.plan --json`, fastest first.
 
-    Each layout is a dict with `layout` (tables of an input file), `step_time_s` (an estimate
-    unless `simulated`), `bubble` and `communication` as fractions of the step time, the `axis`
-    with the longest waits, and `peak_bytes`, the highest memory peak of any rank in B.
+    Each item is a dict with the keys `layout` (sections of an input file), `step_time_s`
+    (estimated, or simulated if `simulated` is true), `bubble` and `communication` (fractions of
+    the step time), `axis` (the axis with the longest waits) and `peak_bytes` (peak memory of the
+    rank with the highest peak, in B).
 
     Attributes
     ----------

@@ -24,8 +24,8 @@ _SETTINGS = {
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
 }
 _CONSENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-# Matches lines that hpc3d.train prints to standard error, except progress lines. The launcher may
-# add a prefix to each line.
+# Pattern of the lines that hpc3d.train prints to standard error, except progress lines. It also
+# matches lines to which the launcher adds a prefix.
 _SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
 
 
@@ -69,14 +69,19 @@ def _launcher(ranks: int) -> list[str]:
 
 
 def _ended(command: list[str], settings: dict[str, str]) -> tuple[int, str]:
-    """Run a command with additional environment variables; terminate it on an interrupt.
+    """Run a command with additional environment variables, and terminate it on an interrupt.
 
-    Returns the exit code and the standard error of the command.
+    Returns the exit code and the text of standard error.
     """
     defaults = _SETTINGS | (_CONSENT if os.geteuid() == 0 else {})
     process = subprocess.Popen(
         command,
-        env={**defaults, **os.environ, **settings, "NO_COLOR": "1"},  # override Jupyter's color
+        env={
+            **defaults,
+            **os.environ,
+            **settings,
+            "NO_COLOR": "1",
+        },  # disable the colors that Jupyter enables
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -19,7 +19,7 @@ class StageTimeline:
     makespan : float
         Time from the start of the first pass to the end of the last [s].
     bubble : float
-        Idle fraction of the worst stage, as defined in arXiv:2401.10241, section 5.3.
+        Bubble rate, as defined in arXiv:2401.10241, section 5.3.
     in_flight : list of int
         For each stage, the peak number of (microbatch, chunk) pairs with saved activations.
     weight_inputs : list of int

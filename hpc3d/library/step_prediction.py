@@ -22,11 +22,11 @@ class StepPrediction(dict[str, Any]):
 
     The keys are: `step_time_s` [s]; `tokens_per_s`; `bubble`, the fraction of the step time that
     the busiest stage waits for messages; `communication`, the fraction of the step time that this
-    stage waits for other calls; `flop`, summed over all ranks; `mfu` and `hfu` (arXiv:2205.05198),
-    as fractions of the machine's peak; `memory` [B], a dict with the peaks of all `stages`, the
-    peak of the `worst` stage, the `total`, and `fits`, which is true if the model fits in memory;
-    and `bytes`, which a rank in stage 0 receives, by axis and operation. `config` is the resolved
-    configuration.
+    stage waits for other communication; `flop`, summed over all ranks; `mfu` and `hfu`
+    (arXiv:2205.05198), as fractions of the machine's peak; `memory` [B], a dict with the peaks of
+    all `stages`, the peak of the `worst` stage, the `total`, and `fits`, which is true if the
+    model fits in memory; and `bytes`, the calls and received bytes of a rank in stage 0 by axis
+    and operation. The attribute `config` is the resolved configuration.
     """
 
     def __init__(self, step: PredictedStep) -> None:
@@ -44,12 +44,16 @@ class StepPrediction(dict[str, Any]):
 
     @property
     def memory(self) -> pd.DataFrame:
-        """Peak memory per rank [B] by stage and kind; `all` is the peak of the total memory."""
+        """Peak memory per rank in B: one row per stage, one column per kind of memory.
+
+        The column `all` is the peak of the total.
+        """
         return _frame([{"stage": n, **row} for n, row in enumerate(self["memory"]["stages"])])
 
     @property
     def received(self) -> pd.DataFrame:
-        """Calls and received bytes per step of a rank in stage 0, by mesh axis and operation."""
+        """Communication per step of a rank in stage 0: calls and received bytes, one row per
+        mesh axis and operation."""
         return _frame(
             [
                 {"axis": axis, "op": op, **each}

@@ -14,8 +14,11 @@ _TURN = "turn"
 
 
 class ScheduleTable(NamedTuple):
-    """Schedule read from a CSV file: the instruction stream of each stage, the placement of the
-    model chunks, and the number of microbatches."""
+    """Schedule read from a CSV file.
+
+    It consists of the instruction stream of each stage, the placement of the model chunks, and the
+    number of microbatches.
+    """
 
     streams: list[list[Instruction]]
     placement: Placement
@@ -48,7 +51,8 @@ def to_csv(path: str, streams: Iterable[Iterable[Instruction]], placement: Place
 
 
 def _rows(content):
-    """Parse CSV content to a list of (row, [(column, text), ...]) without blank rows and cells."""
+    """Parse CSV content into a list of (row, [(column, text), ...]), skipping blank rows and
+    cells."""
     try:
         reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""))
         rows = [(reader.line_num, list(enumerate(map(str.strip, row), 1))) for row in reader]
@@ -66,7 +70,9 @@ def _table(rows):
         raise ValueError("the file has no instructions; write one row per stage")
     micros, chunks = (1 + max(numbers) for numbers in list(zip(*passes))[1:])
     if turn and chunks != 2:
-        wrong = f"with turn, each stage must have 2 model chunks, but this schedule has {chunks}"
+        wrong = (
+            f"a schedule with turn must have 2 model chunks per stage, but this one has {chunks}"
+        )
         raise ValueError(f"row {rows[0][0]}: {wrong}")
     for row, stream in streams.items():
         _refuse_gaps(row, stream, micros, chunks)
@@ -85,10 +91,10 @@ def _stream(row, cells):
 
 
 def _pass(text, done):
-    """Parse the instruction in a cell and add its passes to `done`.
+    """Parse the instruction in a cell, and add its passes to `done`.
 
-    `done` holds the passes (F, B or W) of the cells to the left.  Raises ValueError if a pass is
-    repeated or comes before its predecessor.
+    `done` contains the passes (F, B or W) of the cells to the left.  Raises ValueError if a pass
+    is repeated, or precedes a pass that it depends on.
     """
     instruction = parse(text)
     op, mb, chunk = instruction
@@ -105,7 +111,6 @@ def _pass(text, done):
 
 
 def _refuse_gaps(row, stream, micros, chunks):
-    """Raise ValueError unless a stage runs F and B of all `micros` microbatches on each chunk."""
     done = {(op[0], mb, chunk) for op, mb, chunk in stream}
     for letter, chunk, mb in (
         (x, c, m) for x in "FB" for c in range(chunks) for m in range(micros)

@@ -46,9 +46,10 @@ def draw(rows: Sequence[Row], columns: int = 99, unit: float = 0.0) -> str:
 
 
 def _scale(spans, columns, unit):
-    """Return a scale whose cells are as wide as the longest label.
+    """Choose a scale whose cells are as wide as the longest label.
 
-    Passes are separated by a blank if the diagram has a Step or if the blanks fit in `columns`.
+    A blank separates the passes if the diagram has a Step, or if it still fits in `columns`
+    characters.
     """
     label = max(len(_label(instruction)) for *_, instruction in spans)
     cells = Scale(unit, 0, 0, 0).cell(max(end for _, end, _ in spans))

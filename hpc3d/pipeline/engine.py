@@ -41,11 +41,14 @@ PHASE = {
     "Reduce": "optimizer",
     "Step": "optimizer",
 }
-EVALUATION = dict.fromkeys(PHASE, "evaluation")  # dict from operation to trace phase
+EVALUATION = dict.fromkeys(PHASE, "evaluation")  # all operations belong to one trace phase
 
 
 class DeferredWeightGrads:
-    """Queue of weight-gradient computations, with their layer numbers, deferred to the W pass."""
+    """Queue of weight-gradient computations that are deferred to the W pass.
+
+    Each entry includes the number of the layer, for the trace.
+    """
 
     def __init__(self, trace: MeshRecorder) -> None:
         self.trace = trace
@@ -155,7 +158,10 @@ class Engine:
             self._deliver("F", key, y)
 
     def backward(self, instruction: Instruction, defer: Callable[..., None] = immediately) -> None:
-        """Run the backward pass of a chunk; pass each weight-gradient computation to `defer`."""
+        """Run the backward pass of a chunk.
+
+        `defer` is called with each weight-gradient computation, and runs or queues it.
+        """
         mb, chunk = key = instruction[1:]
         last = self.placement.last(self.stage, chunk)
         dy = None if last else self.inbox.pop(("B", *key)).wait()
@@ -174,8 +180,8 @@ class Engine:
     def finished(self, unit: str) -> None:
         """Mark the gradient of `unit` as complete, so that its reduction may start.
 
-        This has an effect only in the chunk's last backward pass of a step, and only if gradient
-        reductions overlap with this pass.
+        The call has no effect unless gradient reductions overlap with the current pass, which is
+        the chunk's last backward pass of a step.
         """
         if self.closing:
             with self.mesh.trace.scope(phase="optimizer"):
@@ -189,8 +195,8 @@ class Engine:
         self.update()
 
     def _deliver(self, kind: str, key: tuple[int, int], block: Array) -> None:
-        """Store a block in `outbox` for its Send, or in `inbox` if this stage also runs the next
-        model chunk."""
+        """Put the result of a pass in `outbox`, to be sent, or in `inbox` if this stage also runs
+        the next model chunk."""
         here = self.placement.part(self.stage, key[1])
         stage, chunk = self.placement.location(here + (1 if kind == "F" else -1))
         if stage == self.stage:

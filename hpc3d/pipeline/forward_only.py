@@ -1,4 +1,4 @@
-"""Forward-only instruction streams for evaluation, for any placement of the model chunks."""
+"""Forward-only instruction streams that evaluate a model with any placement of its chunks."""
 
 from __future__ import annotations
 

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 
 class Compression(Protocol):
-    """Custom reduction of selected gradients, for example by
-    hpc3d.training.gradient_compression."""
+    """Interface for a custom reduction of selected gradients.
+
+    hpc3d.training.gradient_compression implements it.
+    """
 
     def takes(self, item: Parameter) -> bool: ...
     def bucket(self, parameters: Parameters, items: Sequence[Parameter]) -> GradientBucket: ...
@@ -56,10 +58,10 @@ class Buckets:
         self.begin()
 
     def bucket(self, shared: type[Bucket], owned: type[Bucket], items: Sequence[Parameter]) -> Any:
-        """Return a bucket for `items`.
+        """Create a bucket for `items`.
 
-        Its class is `owned` if a single replica updates the items, and `shared` if each replica
-        updates a shard of them.
+        The bucket is of class `owned` if a single replica updates these parameters, and of class
+        `shared` otherwise.
         """
         return (owned if items[0] in self.parameters.owners else shared)(self.parameters, items)
 
@@ -113,7 +115,7 @@ class Buckets:
         message of the schedule.
         """
         mine = self.parameters.grad[self.parameters.slices[item].own_grad]
-        peer = self.mesh.comm("p").members[item.tied_peer]  # type: ignore[index]  # a tied item has a peer
+        peer = self.mesh.comm("p").members[item.tied_peer]  # type: ignore[index]  # not `None`
         sent = self.mesh.world.send(on_host(mine), peer)
         theirs = self.mesh.world.recv(mine.shape, mine.dtype, peer).wait()
         sent.wait()
@@ -134,13 +136,14 @@ class Buckets:
 
 
 class Bucket:
-    """Adjacent parameters that are communicated together.
+    """Contiguous parameters that are communicated in a single call.
 
-    For sharded parameters, the communicated block has one row per replica.  A row contains the
-    replica's shard of every parameter; `columns` lists the column range of each parameter.
+    If the parameters are sharded, the communicated block has one row per replica.  The row
+    contains the replica's shard of every parameter; `columns` lists the column range of each
+    parameter.
     """
 
-    pending: Any  # the collective in flight, or None
+    pending: Any  # handle of the collective in flight, or `None`
 
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
         self.parameters, self.mesh, self.items = parameters, parameters.mesh, items
@@ -191,7 +194,7 @@ class GradientBucket(Bucket):
         return comm.all_reduce(self._carried(axis))
 
     def _carried(self, axis: str) -> Array:
-        """Return the gradient in the dtype used for the reduction over `axis`."""
+        """Return the bucket's gradient, converted to the dtype of the reduction over `axis`."""
         grad, dtype = self.parameters.grad[self.span], self.parameters.reduced
         if dtype == grad.dtype or axis not in {self.replicas, *self.items[0].replicas}:
             return grad
@@ -214,7 +217,7 @@ class GradientBucket(Bucket):
 
 
 class _ValueBucket(Bucket):
-    """Bucket of parameters whose shards are updated by the replicas and then all-gathered."""
+    """Bucket of parameters of which each replica updates one shard, which is then all-gathered."""
 
     def post(self) -> None:
         here = zip(self.items, self.slices, strict=True)
@@ -271,10 +274,11 @@ def _make_buckets(
     size: int,
     apart: Callable[[Parameter], bool] = bool,
 ) -> Iterator[list[Parameter]]:
-    """Yield lists of adjacent parameters that have the same reduction and the same owner.
+    """Group adjacent parameters into buckets; yield each bucket as a list of parameters.
 
-    Each list contains at least one parameter, and otherwise as many as fit in `size` bytes of
-    gradients.  Parameters for which `apart` returns True are in separate lists.
+    The parameters of a bucket have the same reduction and the same owner.  The gradients of a
+    bucket with several parameters have at most `size` bytes.  Parameters for which `apart` returns
+    True are in separate buckets.
     """
     owners, itemsize = parameters.owners, parameters.wide.itemsize
     for _, alike in groupby(

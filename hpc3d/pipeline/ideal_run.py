@@ -13,13 +13,13 @@ from hpc3d.pipeline.timeline import Cost, Row, bubble, makespan, timeline
 
 TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "comm": 0.0}  # default times in s
 MOST_SIMULATED = 1_000_000  # maximum number of forward passes in a simulation
-_SHORTEST, _LONGEST = 1e-12, 1e9  # bounds on times in s, so that sums and ratios are finite
+_SHORTEST, _LONGEST = 1e-12, 1e9  # valid range in s; keeps sums and ratios of times finite
 
 Seconds = float | list[float] | tuple[float, ...]
 
 
 class IdealRun(NamedTuple):
-    """Simulated schedule with its sizes, times and timeline.
+    """Result of a schedule simulation: the simulated sizes and times, and the timeline.
 
     `chunks` is the number of model chunks per stage, `microbatches` the number of microbatches per
     step, and `times` the argument of `ideal_run`.  `passes` lists the passes of each stage,
@@ -39,8 +39,7 @@ class IdealRun(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Title with the name and sizes, such as "1f1b: 2 stages, 3 microbatches, 1 chunk, 1
-        step"."""
+        """Title of a figure, such as "1f1b: 2 stages, 3 microbatches, 1 chunk, 1 step"."""
         sizes = {"stage": self.stages, "microbatch": self.microbatches}
         sizes |= {"chunk": self.chunks, "step": self.steps}
         words = [counted(number, what) for what, number in sizes.items()]
@@ -53,7 +52,9 @@ class IdealRun(NamedTuple):
         rate as defined in arXiv:2401.10241.  For each stage, it also contains the peak number of
         microbatches in flight and the peak number of microbatches with a pending W.
         """
-        from hpc3d.pipeline.step_model import in_flight  # --help must not import NumPy
+        from hpc3d.pipeline.step_model import (
+            in_flight,
+        )  # imports NumPy, which --help does not need
 
         peaks = [in_flight(stream) for stream in self.passes]
         keys = ("name", "stages", "microbatches", "chunks", "steps")
@@ -77,12 +78,12 @@ def ideal_run(
 ) -> IdealRun:
     """Simulate a pipeline schedule.
 
-    `times` overrides entries of TIMES, in seconds.  The time of a pass is one number (the time per
-    microbatch on a stage, summed over its chunks) or a list with one value per model chunk.  The
-    time of a message is one number, or a list with one value per boundary between model chunks.
-    `chunks` defaults to the number required by the schedule, or to 2.  Raises ValueError if the
-    schedule does not support the sizes, a time is invalid, or the simulation would have more than
-    MOST_SIMULATED forward passes.
+    `times` overrides the default times TIMES, in seconds.  The time of a pass is a number (the
+    time per microbatch on a stage, summed over its chunks) or a list with one value per model
+    chunk.  The time of a message is a number, or a list with one value per boundary between model
+    chunks.  `chunks` defaults to the number that the schedule requires, or to 2 if it allows any
+    number.  Raises ValueError if the schedule does not support the sizes, a time is invalid, or
+    the simulation would have more than MOST_SIMULATED forward passes.
     """
     chunks = chunks if chunks is not None else find(name).chunks or 2
     _refuse_large(stages, microbatches, chunks, steps)
@@ -132,7 +133,7 @@ def _costs(times: Mapping[str, Seconds], stages: int, chunks: int) -> Cost | lis
 
 
 def bounds_of_times() -> str:
-    """Return an error message that states the valid range of times."""
+    """Describe the valid range of times, for an error message."""
     return f"must be 0, or from {_SHORTEST:g} to {_LONGEST:g} seconds"
 
 

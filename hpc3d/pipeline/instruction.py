@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 COMPUTE = ("F", "B", "W", "BW")
-# Dict from message operation to the peer's operation and the offset of the peer's model chunk.
+# For each message operation: the matching operation on the peer stage, and the offset from this
+# model chunk to the peer's model chunk.
 MESSAGES = {
     "SendF": ("RecvF", +1),
     "RecvF": ("SendF", -1),
@@ -52,9 +53,9 @@ def parse(text: str) -> Instruction:
 
 
 def from_pattern(pattern: Iterable[str]) -> Iterator[Instruction]:
-    """Yield the passes denoted by the letters F, B and W, or f, b and w for passes of chunk 1.
+    """Convert a string of letters to passes: F, B and W for chunk 0, and f, b and w for chunk 1.
 
-    Microbatches are numbered in order for each letter: "FFBFB" is F0 F1 B0 F2 B1.
+    For each letter, microbatches are numbered consecutively: "FFBFB" yields F0 F1 B0 F2 B1.
     """
     count: Counter[str] = Counter()
     for letter in pattern:
@@ -63,8 +64,7 @@ def from_pattern(pattern: Iterable[str]) -> Iterator[Instruction]:
 
 
 def whole(stream: Iterable[Instruction]) -> Iterator[Instruction]:
-    """Yield the stream with each B that has no matching W replaced by BW, the full backward
-    pass."""
+    """Replace each B that has no matching W with BW, the full backward pass."""
     stream = list(stream)
     split = {(mb, chunk) for op, mb, chunk in stream if op == "W"}
     for instruction in stream:
@@ -74,7 +74,7 @@ def whole(stream: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 class Placement(NamedTuple):
-    """Mapping from each model chunk, in model order, to the (stage, chunk) that runs it.
+    """Assignment of model chunks to pipeline stages.
 
     `part` is the index of a model chunk in model order: the first model chunk has the embedding,
     and the last one has the head.  By default, model chunks are assigned to stages round-robin:
@@ -101,11 +101,11 @@ class Placement(NamedTuple):
         return chunk * self.stages + stage
 
     def parts_of(self, stage: int) -> list[int]:
-        """Return the model-order indices of the chunks of a stage."""
+        """Return the indices, in model order, of the model chunks on a stage."""
         return [self.part(stage, chunk) for chunk in range(self.chunks)]
 
     def location(self, part: int) -> tuple[int, int]:
-        """Return the (stage, chunk) that runs model chunk `part`."""
+        """Return the stage that runs model chunk `part`, and its chunk index on that stage."""
         chunk, stage = divmod(part, self.stages)
         return (self.parts - 1 - part if self.v_shaped and chunk == 1 else stage), chunk
 
@@ -138,7 +138,7 @@ class Placement(NamedTuple):
         return place[0], Instruction(op, instruction.mb, place[1])
 
     def needs(self, stage: int, instruction: Instruction) -> list[tuple[int, Instruction]]:
-        """Return the passes on which an instruction depends, as (stage, pass) pairs.
+        """Return the passes that an instruction depends on, as a list of (stage, pass) pairs.
 
         F needs the F of the previous model chunk.  B and BW need the B of the next model chunk and
         the F of the same model chunk.  W needs the B of the same model chunk.  BW counts as B.

@@ -29,8 +29,8 @@ def lower(
 ) -> list[list[Group]]:
     """Lower instruction streams, and return the instruction groups of each stage.
 
-    Raises ValueError if the streams deadlock; the message names the instructions as written in the
-    input.
+    Raises ValueError if the streams deadlock; the error message lists the blocked instructions of
+    the input.
     """
     complete = [_add_steps(stream) for stream in streams]
     moved = _add_messages(complete, placement)
@@ -38,7 +38,6 @@ def lower(
 
 
 def _add_steps(stream: Iterable[Instruction]) -> list[Instruction]:
-    """Append a Step to the stream, unless it already has one or has no backward passes."""
     stream, step = list(stream), Instruction("Step")
     backward = any(instruction.op in COMPUTE[1:] for instruction in stream)
     return stream if step in stream or not backward else [*stream, step]
@@ -47,7 +46,7 @@ def _add_steps(stream: Iterable[Instruction]) -> list[Instruction]:
 def _add_messages(
     streams: Iterable[Iterable[Instruction]], placement: Placement
 ) -> list[list[Instruction]]:
-    """Return the streams with the required messages between stages added.
+    """Add the messages between stages to the instruction streams.
 
     The time of a message is the end time of the pass that produces it in an ideal simulation, in
     which F, B and W take one time unit and messages take none.  Sender and receiver post a message
@@ -73,7 +72,7 @@ def _add_messages(
 
 
 def _sends(rows, placement):
-    """Return (time, sending stage, send instruction) for all messages, in their global order."""
+    """Return a (time, sending stage, send instruction) tuple for each message, in global order."""
     return sorted(
         (time, stage, Instruction(f"Send{op[0]}", mb, chunk))
         for stage, row in enumerate(rows)
@@ -83,15 +82,14 @@ def _sends(rows, placement):
 
 
 def _goes_on(placement, stage, op, chunk):
-    """Return True if the result of a pass must be sent to another stage."""
     neighbor = placement.neighbor(stage, chunk, 1 if op == "F" else -1)
     return neighbor is not None and neighbor[0] != stage
 
 
 def _merged(row, posts):
-    """Merge messages into the timeline row of a stage.
+    """Yield the passes and messages of a stage in order.
 
-    A message precedes the first pass that starts at or after the time of the message.
+    A message is placed before the first pass that starts at or after the message's time.
     """
     posts = iter([*posts, (float("inf"), None)])
     time, message = next(posts)
@@ -106,9 +104,9 @@ def _merged(row, posts):
 
 
 def _fuse(stream: Iterable[Instruction]) -> Iterator[Group]:
-    """Yield the groups of a stream.
+    """Split a stream into groups of instructions.
 
-    Consecutive messages form one group, and every other instruction is a group of its own.
+    Consecutive messages form one group; every other instruction is a separate group.
     """
     for moves, run in groupby(stream, key=_is_message):
         group = tuple(run)
@@ -120,13 +118,13 @@ def _is_message(instruction):
 
 
 def add_reductions(groups: Iterable[Group], overlap: bool) -> Iterator[Group]:
-    """Before each Step, add a Reduce for each chunk that has new gradients.
+    """Add a Reduce for each chunk with new gradients before each Step.
 
-    With `overlap`, the Reduce joins the group of the chunk's last W or BW, so that reductions
-    overlap with this pass.  If the pass is followed by a SendB of its result, the Reduce comes
-    after the SendB, because posting the reductions first would delay all earlier stages.  Such
-    stages overlap their reductions with the drain.  Without `overlap`, the Reduce is a separate
-    group before the Step.
+    If `overlap` is true, the Reduce joins the group of the chunk's last W or BW, so that the
+    reduction overlaps with this pass.  However, if the stage then sends the result of the pass,
+    the Reduce follows the SendB and overlaps with the pipeline drain, because posting the
+    reduction first would delay all earlier stages.  If `overlap` is false, the Reduce is a
+    separate group before the Step.
     """
     return _reduced_early(groups) if overlap else _reduced_late(groups)
 
@@ -179,7 +177,7 @@ def check(
 
 
 def _check_passes(stage, stream, placement, micros, passes):
-    """Check that a stage runs every pass once, after the passes and receives that it needs."""
+    """Check that a stage runs every pass exactly once, and not before its inputs are available."""
     done = set()
     for instruction in stream:
         for need in _needs_here(stage, instruction, placement):
@@ -200,7 +198,7 @@ def _check_passes(stage, stream, placement, micros, passes):
 
 
 def _needs_here(stage, instruction, placement):
-    """Return the passes and receives that must precede an instruction on the same stage."""
+    """Return the passes and receives on this stage that an instruction depends on."""
     op, mb, chunk = instruction
     if op.startswith("Send"):
         return [Instruction(op[-1], mb, chunk)]
@@ -237,7 +235,7 @@ def _check_pairs(streams, placement):
 
 
 def _check_pair(sender, receiver, sent, received):
-    # A send without a receive needs no check here: `_check_passes` reports the missing input.
+    # `_check_passes` already reports a send without a receive, because an input is missing.
     for send, receive in sorted(set(received) - set(sent)):
         raise ValueError(f"stage {receiver}: {receive} has no matching {send} on stage {sender}")
     for (send, due), (_, receive) in zip(sent, received):
@@ -249,7 +247,7 @@ def _check_pair(sender, receiver, sent, received):
 
 
 def _check_rendezvous(programs, placement):
-    """Simulate the groups with unbuffered messages; raise ValueError in case of a deadlock."""
+    """Raise ValueError if the stages would deadlock with unbuffered (rendezvous) messages."""
     heads, moved = [0] * len(programs), True
     posted: set[tuple[int, Instruction]] = set()
     while moved:

@@ -21,11 +21,11 @@ STEP = (Instruction("Step"),)
 class Program(NamedTuple):
     """Instruction groups of every stage, and the placement of the model chunks.
 
-    `stages` contains the groups of one training step if the schedule is synchronous, otherwise of
-    all steps.  At the end of an asynchronous step, microbatches of up to `ahead` later steps are
-    in flight.  A training step performs `updates` optimizer updates, and an evaluation none.
-    `alone` is true if each microbatch is a minibatch with its own optimizer update.  `weights` is
-    the class that manages weight versions.
+    `stages` contains the groups of one training step if the schedule is synchronous, and of all
+    training steps if it is asynchronous.  At the end of a step of an asynchronous schedule,
+    microbatches of up to `ahead` later steps are in flight.  `updates` is the number of optimizer
+    updates per training step, and 0 for an evaluation.  `alone` is true if each microbatch is a
+    minibatch with its own optimizer update.  `weights` is the class that manages weight versions.
     """
 
     stages: list | dict
@@ -46,15 +46,15 @@ class Program(NamedTuple):
         return self.updates > 0
 
     def steps(self, stage: int) -> Iterator[Sequence[Group]]:
-        """Return an iterator over the groups of a stage, one training step at a time."""
+        """Return an iterator that yields the groups of a stage for one training step at a time."""
         groups = self.stages[stage]
         return cut(groups, self.updates) if self.asynchronous else repeat(groups)
 
 
 def cut(groups: Sequence[Group], updates: int) -> Iterator[Sequence[Group]]:
-    """Split the groups after every `updates`-th Step.
+    """Split the groups of all steps into one sequence per training step of `updates` updates.
 
-    Groups after the last Step belong to the last section.
+    Groups after the last Step belong to the last training step.
     """
     ends = [count for count, group in enumerate(groups, 1) if group == STEP]
     edges = [0, *ends[updates - 1 : -1 : updates], len(groups)]

@@ -19,8 +19,9 @@ from hpc3d.pipeline.instruction import Instruction, Placement, from_pattern
 from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
-ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"  # names of schedules that other modules use
-_CHUNKS = (2, 3, 4, 6, 8)  # numbers of chunks to try if a schedule allows any number
+ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"
+# Numbers of chunks per stage that layout searches try, if the schedule allows any number.
+_CHUNKS = (2, 3, 4, 6, 8)
 
 
 def none(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
@@ -78,9 +79,9 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int) -> Iterator[I
 
 
 def _group_edges(micros, groups):
-    """Split the microbatches into groups of nearly equal sizes, the larger ones first.
+    """Split the microbatches into groups of nearly equal size, with larger groups first.
 
-    Returns an iterator over the boundaries of the groups, from 0 to `micros`.
+    Returns an iterator over the group boundaries, from 0 to `micros`.
     """
     size, larger = divmod(micros, groups)
     return accumulate((size + (group < larger) for group in range(groups)), initial=0)
@@ -110,7 +111,6 @@ def pipedream_2bw(stage: int, stages: int, micros: int, steps: int = 1) -> Itera
 
 
 def _updated(stream: Iterable[Instruction], every: int) -> Iterator[Instruction]:
-    """Insert a Step after every `every`-th backward pass of the stream."""
     for instruction in stream:
         yield instruction
         if instruction.op == "B" and (instruction.mb + 1) % every == 0:
@@ -118,7 +118,7 @@ def _updated(stream: Iterable[Instruction], every: int) -> Iterator[Instruction]
 
 
 def _anything(name, stages, micros):
-    """Return `None` (no error) for all sizes: the rule of schedules without restrictions."""
+    """Accept all sizes, by returning `None` instead of an error message."""
 
 
 def _one_stage(name, stages, micros):
@@ -178,14 +178,14 @@ class Schedule(NamedTuple):
 
     @property
     def takes_partitions(self) -> bool:
-        """True if the schedule supports any model partition with chunk n on stage n mod
-        `stages`."""
+        """True if the schedule supports any assignment of layers to model chunks, provided that
+        chunk n is on stage n mod `stages`."""
         several = not self.forbids(2, 2, self.chunks or 2)
         return several and not self.asynchronous and not self.v_shaped
 
     def forbids(self, stages: int, micros: int, chunks: int) -> str | None:
-        """Return None if the schedule supports these sizes, or an error message that states the
-        key and a fix."""
+        """Return `None` if the schedule supports these sizes, or else an error message with the
+        key and a valid value."""
         sizes = {"mesh.p": stages, "parallel.microbatches": micros, "parallel.chunks": chunks}
         for key, size in sizes.items():
             if size < 1:
@@ -235,9 +235,9 @@ def usual(stages: int) -> str:
 
 
 def find(name: str) -> Schedule:
-    """Return the schedule `name`; the name csv:FILE reads a schedule from a file.
+    """Return the schedule called `name`, or read it from FILE if `name` is csv:FILE.
 
-    Raises ValueError for unknown names and invalid files.
+    Raises ValueError if the name is unknown or the file is invalid.
     """
     from hpc3d.pipeline.csv_schedule import from_csv
 
@@ -255,7 +255,8 @@ def find(name: str) -> Schedule:
 
 
 def _from_table(name, table):
-    """Return a schedule read from a file, which supports only the sizes in the file."""
+    """Convert a schedule table from a file to a Schedule, which supports only the table's
+    sizes."""
 
     def rule(name, stages, micros):
         if stages != table.placement.stages:

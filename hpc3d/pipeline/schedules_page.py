@@ -78,8 +78,6 @@ def page() -> str:
 
 
 def _section(schedule: Schedule) -> str:
-    """Return the section about a schedule: description, diagram and peak numbers of
-    microbatches."""
     stages, micros, steps = _sizes(schedule)
     chunks = schedule.chunks or 2
     passes, placement = instruction_streams(schedule.name, stages, micros, chunks, steps)
@@ -96,7 +94,7 @@ def _section(schedule: Schedule) -> str:
 
 
 def _sizes(schedule):
-    """Return the numbers of stages, microbatches per step, and steps (8 microbatches in total)."""
+    """Return the sizes of a diagram: numbers of stages, microbatches per step, and steps."""
     if schedule.forbids(4, 8, schedule.chunks or 2):
         return 1, 8, 1
     generations = schedule.asynchronous and not schedule.update_per_microbatch

@@ -23,12 +23,13 @@ from hpc3d.pipeline.timeline import Cost
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
 _KINDS = ("F", "B", "W", "BW")
-_NOWHERE, _START = -2, -1  # indices for: no remote input, no earlier pass on the stage
-# Numbers of simulated microbatches per stage: enough to reach the steady state of a schedule, and
-# then to measure its period.
+# Placeholder indices of passes: no input from another stage, and no earlier pass on the stage.
+_NOWHERE, _START = -2, -1
+# Numbers of simulated microbatches per stage. The first number is enough to reach the steady
+# state of a schedule, and the second one to measure its period.
 _FILL, _ROUNDS = 4, 4
-# Changes that a pass makes to two counts: the number of microbatches with saved activations, and
-# the number of microbatches with saved inputs of W.
+# Change due to each kind of pass in (number of microbatches with saved activations, number of
+# microbatches with saved inputs of W).
 _KEPT = {"F": (1, 0), "B": (-1, 1), "W": (0, -1), "BW": (-1, 0)}
 
 
@@ -62,16 +63,17 @@ def _kept(passes: Sequence[Instruction], chunks: int) -> np.ndarray:
 
 
 def _fullest(states: np.ndarray) -> np.ndarray:
-    """Return the distinct rows, without rows that another row equals or exceeds in every
+    """Return the Pareto-maximal rows: those that no other row equals or exceeds in every
     column."""
     states = np.unique(states, axis=0)
     return states[[np.all(states >= row, axis=1).sum() == 1 for row in states]]
 
 
 class StageTimes(NamedTuple):
-    """Pass times per microbatch on each stage, summed over its chunks, and the message time.
+    """Pass times of one microbatch on each stage, and the time of one message, in seconds.
 
-    All times are in seconds.  `weight` is 0 if the backward pass is not split.
+    Pass times are summed over the chunks of a stage.  `weight` is 0 if the backward pass is not
+    split.
     """
 
     forward: Sequence[float]
@@ -80,11 +82,11 @@ class StageTimes(NamedTuple):
     message: float = 0.0
 
     def work(self) -> list[float]:
-        """Return the total time of the passes of a microbatch on each stage, in seconds."""
+        """Return the compute time per microbatch on each stage, in seconds."""
         return [sum(passes) for passes in zip(*self[:3])]
 
     def longest(self) -> int:
-        """Return the index of the stage with the most work."""
+        """Return the index of the slowest stage."""
         work = self.work()
         return max(range(len(work)), key=work.__getitem__)
 
@@ -120,7 +122,7 @@ class StepModel:
         weight_inputs: Sequence[float],
         gradient: float = 0.0,
     ) -> list[tuple[tuple[str, int], float]]:
-        """Return the size of the data saved on a stage when its passes start.
+        """Return the number of bytes saved on a stage at the start of its passes.
 
         Parameters
         ----------
@@ -134,8 +136,8 @@ class StepModel:
         Returns
         -------
         list
-            Pairs ((op, chunk) of a pass, bytes).  Only passes whose start may have the highest
-            memory use are included.
+            Pairs ((op, chunk) of a pass, bytes).  Only passes at whose start the memory use may
+            peak are included.
         """
         if stage not in self._known:
             self._known[stage] = self._fullest_moments(stage)
@@ -144,12 +146,13 @@ class StepModel:
         return [*zip(kinds, nbytes.tolist(), strict=True)]
 
     def _fullest_moments(self, stage):
-        """Return the passes (op, chunk) at whose start the memory use of the stage may peak.
+        """Return the (op, chunk) of the passes at whose start the memory use may peak.
 
-        Also returns the numbers of saved blocks when these passes start; `held` multiplies the
-        numbers by the block sizes in bytes.
+        For each of these passes, also returns the numbers of blocks saved at its start, which
+        `held` multiplies by the block sizes in bytes.
         """
-        # Unless all forward passes come first, 4 * stages microbatches suffice to reach the peak.
+        # If a schedule does not run all forward passes first, its memory use peaks within the
+        # first 4 * stages microbatches.
         most = self.micros if self.schedule.keeps_all else min(self.micros, 4 * self.stages)
         passes = [*whole(self.schedule.stream(stage, self.placement, most, 1))]
         states = _kept(passes, self.chunks).reshape(1 + len(passes), -1)
@@ -169,11 +172,11 @@ class StepModel:
 
     @cached_property
     def _order(self):
-        """All passes in dependency order, and the index of the last pass of every stage.
+        """All passes in dependency order, and the index of each stage's last pass.
 
-        A pass is a tuple of four indices: the previous pass on the same stage, the pass on another
-        stage whose result it needs, the boundary between the two model chunks, and a combined
-        index of model chunk and kind of pass.
+        A pass is represented by four indices: the previous pass on the same stage, the pass on
+        another stage that produces its input, the boundary between the two model chunks, and a
+        combined index of model chunk and kind of pass.
         """
         streams = [deque(passes) for passes in self._streams]
         numbers: dict[tuple[int, Instruction], int] = {}
@@ -195,7 +198,6 @@ class StepModel:
         return found, last
 
     def _from_another(self, stage, instruction):
-        """Return the (stage, pass) on another stage that a pass depends on, or None."""
         needs = self.placement.needs(stage, instruction)
         return next((need for need in needs if need[0] != stage), None)
 
@@ -223,14 +225,14 @@ class StepModel:
     def simulated_microbatches(self) -> int:
         """Number of microbatches that `steady_ends` simulates.
 
-        If the schedule does not support a smaller number (such as a schedule from a file), all
-        microbatches are simulated.
+        A schedule that supports only a fixed number, such as one from a file, is simulated with
+        all microbatches.
         """
         few = self.micros - self.stages * max(0, self.micros // self.stages - _FILL - _ROUNDS)
         return self.micros if self.schedule.rule(self.schedule.name, self.stages, few) else few
 
     def steady_ends(self, costs: Sequence[Cost]) -> list[float]:
-        """Return the same end times as `ends`, extrapolated from a few simulated microbatches.
+        """Estimate the result of `ends` by extrapolation from a few simulated microbatches.
 
         In the steady state, every round of microbatches takes the same time.  The result is exact
         if one stage is always busy.  If round trips of messages between stages limit the
@@ -247,11 +249,10 @@ class StepModel:
         return step_model(self.schedule.name, self.stages, micros, self.chunks)
 
     def seconds(self, times: StageTimes) -> float:
-        """Return the time from the start of the first pass of a step to the end of the last one.
+        """Return the makespan of a step's passes in seconds.
 
-        The time is in seconds.  A closed form is used if the schedule has one: planning a model
-        with 175 B parameters on 1,024 ranks takes 42 s of CPU time with closed forms, and 50 s
-        with simulations only.
+        A closed form is used if the schedule has one: planning a model with 175 B parameters on
+        1,024 ranks takes 42 s of CPU time with closed forms, and 50 s with simulations only.
         """
         if self.stages == 1:
             return self.micros * sum(times.work())
@@ -270,11 +271,11 @@ def reduced(
     seconds: Sequence[float],
     shared: Iterable[tuple[Iterable[int], float]] = (),
 ) -> list[float]:
-    """Return the end time of each stage's gradient reductions, given the `ends` of its passes.
+    """Return the time at which each stage's gradient reductions end, in seconds.
 
-    `seconds` lists the time of the reductions within each stage.  `shared` contains a (stages,
-    seconds) pair for each subsequent reduction across stages, which starts when all of these
-    stages are ready.
+    `ends` lists the end time of each stage's passes, and `seconds` the duration of its own
+    reductions.  `shared` contains a (stages, seconds) pair for each subsequent reduction across
+    stages, which starts when all of these stages are ready.
     """
     found = [end + each for end, each in zip(ends, seconds, strict=True)]
     for stages, more in shared:
@@ -286,20 +287,20 @@ def reduced(
 
 # Closed forms of `StepModel.seconds` for two or more stages.  They equal the result of the
 # schedule simulator if all stages have the same work.  If one stage has more work, such as the
-# stage with the head, the other stages wait for it.  That stage is busy except while the first
-# microbatch travels to it, while the last one travels back, and during exposed messages.
-# hpc3d.pipeline.schedule gives the bubble of each schedule.
+# stage with the head, the other stages wait for it.  The slowest stage is idle only until the
+# first microbatch arrives, after its last backward pass, and during exposed messages.  The
+# docstrings in hpc3d.pipeline.schedule state the bubble of each schedule.
 
 
 def _busy_and_fill(model, times):
-    """Return two times in seconds: the work of the slowest stage in a step, and the work of one
-    microbatch on all other stages."""
+    """Return the compute time of a step on the slowest stage, and that of one microbatch on all
+    other stages, in seconds."""
     work, longest = times.work(), times.longest()
     return model.micros * work[longest], sum(work) - work[longest]
 
 
 def _all_forward_first(model, times):
-    """Return the step time of GPipe, limited by the longest forward and backward passes."""
+    """Return the step time of GPipe, based on the longest forward and backward passes."""
     _, fill = _busy_and_fill(model, times)
     paces = max(times.forward) + max(times.backward)
     return model.micros * paces + fill + 2 * (model.stages - 1) * times.message
@@ -308,9 +309,9 @@ def _all_forward_first(model, times):
 def _alternating(model, times):
     """Return the step time of 1F1B: m periods, plus the pipeline fill and exposed messages.
 
-    The period is determined by the slowest stage or the slowest loop of messages.  A loop consists
-    of the last k stages and the messages between them in both directions.  k microbatches are in
-    flight in the loop, and k is at most m, the number of microbatches per step.
+    The period is the time per microbatch of the slowest stage or the slowest loop of messages.  A
+    loop consists of the last k stages and the messages between them in both directions, with k
+    microbatches in flight; k is at most m, the number of microbatches per step.
     """
     micros, message = model.micros, times.message
     _, fill = _busy_and_fill(model, times)
@@ -322,7 +323,8 @@ def _alternating(model, times):
 
 
 def _interleaved(model, times):
-    """Return the step time of interleaved 1F1B, whose fill time is divided by `chunks`."""
+    """Return the step time of interleaved 1F1B, which divides the fill time by the number of
+    chunks per stage."""
     busy, fill = _busy_and_fill(model, times)
     messages = 2 * (model.chunks * model.stages - 1)
     return busy + fill / model.chunks + messages * times.message
@@ -335,14 +337,15 @@ def _late_weights(model, times):
     ahead, back, slack = _ways(model, times)
     weight = times.weight[times.longest()]
     drain = max(0.0, back - min(micros - 1, late * (count - 1)) * weight)
-    # ZB-H1 has half as many warm-up passes as ZB-H2, so stages wait for messages in every round.
+    # In ZB-H1, which has half as many warm-up passes as ZB-H2, stages wait for messages in every
+    # round.
     loops = min(1, (micros - 1) / (count - 1)) if late == 1 else 0
     shown = times.message + loops * max(0.0, times.message - slack)
     return busy + ahead + drain + 2 * (count - 1) * shown
 
 
 def _down_and_up(model, times):
-    """Return the step time of ZB-V, in which W passes ideally fill the bubble if m >= 2p-1."""
+    """Return the step time of ZB-V, which has no bubble in the ideal case if m >= 2p-1."""
     micros, count = model.micros, model.stages
     busy, _ = _busy_and_fill(model, times)
     ahead, back, slack = _ways(model, times)
@@ -355,12 +358,10 @@ def _down_and_up(model, times):
 
 
 def _ways(model, times):
-    """Return three times in seconds: forward time, backward time and slack.
+    """Return the forward time, the backward time and the slack per microbatch, in seconds.
 
-    The first two are the times of a microbatch on all stages except the slowest one.
-
-    The slack is the work of the slowest stage minus the mean work of the other stages, per
-    microbatch.
+    The forward and backward times are summed over all stages except the slowest one.  The slack is
+    the work of the slowest stage minus the mean work of the other stages.
     """
     work, longest = times.work(), times.longest()
     ahead, back = (sum(each) - each[longest] for each in times[:2])

@@ -11,11 +11,11 @@ Row = list[tuple[float, float, Instruction]]
 
 
 class Cost(NamedTuple):
-    """Times in seconds of each pass of a microbatch on a stage, and of a message between stages.
+    """Times in seconds of the passes of one microbatch, and of a message.
 
-    The pass times are summed over the chunks of the stage.  In a list with one Cost per model
-    chunk, each Cost contains the pass times of that chunk and the time of a message to the next
-    chunk.
+    A single Cost applies to all stages: its pass times are summed over the chunks of a stage, and
+    `comm` is the time of a message between stages.  In a list with one Cost per model chunk, each
+    Cost contains the pass times of its chunk and the time of a message to the next chunk.
     """
 
     forward: float
@@ -24,12 +24,12 @@ class Cost(NamedTuple):
     comm: float = 0.0
 
     def share(self, chunks: int) -> Cost:
-        """Return the Cost of one chunk of a stage with `chunks` equal chunks."""
+        """Return the Cost of one chunk if the stage has `chunks` equal chunks."""
         forward, backward, weight = (seconds / chunks for seconds in self[:3])
         return Cost(forward, backward, weight, self.comm)
 
     def seconds(self) -> dict[str, float]:
-        """Return a dict from pass to its time in seconds; other operations take no time."""
+        """Return a dict that maps each pass (F, B, W, BW) to its duration in seconds."""
         passes = {"F": self.forward, "B": self.backward, "W": self.weight}
         return {**passes, "BW": self.backward + self.weight}
 
@@ -40,7 +40,7 @@ def timeline(
     """Simulate a schedule; return a list of (start, end, instruction) for each stage.
 
     Times are in seconds from the start of the run.  `cost` applies to all stages, or is a list
-    with one Cost per model chunk.  The streams contain passes, Reduce and Step; the latter two
+    with one Cost per model chunk.  The streams contain passes, Reduce and Step; Reduce and Step
     take no time.  A B without a W becomes BW.  An instruction starts when the previous one on its
     stage has ended and its inputs are available: results of the same stage immediately, results of
     another stage after the message time of the stage boundary.  Sends never block.  Raises
@@ -50,7 +50,7 @@ def timeline(
 
 
 def makespan(rows: Iterable[Row]) -> float:
-    """Return the time in seconds from the first start to the last end on any stage."""
+    """Return the makespan: the time in seconds from the first start to the last end."""
     return max(row[-1][1] for row in rows) - min(row[0][0] for row in rows)
 
 
@@ -66,11 +66,14 @@ def bubble(rows: Iterable[Row]) -> float:
 
 
 def refuse_deadlock(stuck: dict[int, str]) -> None:
-    """Raise ValueError unless `stuck`, a dict from stage to blocked instruction, is empty."""
+    """Raise ValueError if any stage is blocked.
+
+    `stuck` maps each blocked stage to the instruction at which it is blocked.
+    """
     if stuck:
         where = ", ".join(f"stage {stage} at {text}" for stage, text in sorted(stuck.items()))
         raise ValueError(
-            f"deadlock: {where}; each stage waits for another; reorder the instructions"
+            f"deadlock: {where} cannot proceed; reorder the instructions of the schedule"
         )
 
 
@@ -85,7 +88,7 @@ class _Clock:
         self.placement = placement
         if isinstance(cost, Cost):
             cost = [cost.share(placement.chunks)] * placement.parts
-        self.messages = [each.comm for each in cost]  # by model chunk before the boundary
+        self.messages = [each.comm for each in cost]  # indexed by the chunk before the boundary
         self.seconds = {placement.location(part): each.seconds() for part, each in enumerate(cost)}
         self.given = [list(stream) for stream in streams]
         self.streams = [list(whole(stream)) for stream in self.given]
@@ -107,7 +110,7 @@ class _Clock:
         return self.rows
 
     def advance(self, stage) -> Iterator[int]:
-        """Run a stage until an input is missing; yield the stages that waited for its results."""
+        """Simulate a stage until an input is missing; yield the stages that it has unblocked."""
         row = self.rows[stage]
         clock = row[-1][1] if row else 0.0
         while len(row) < len(self.streams[stage]):
@@ -124,7 +127,8 @@ class _Clock:
             yield from self.finish(stage, instruction, clock)
 
     def _arrival(self, location, need):
-        """Return the time in seconds at which a (stage, chunk) receives the result of a pass."""
+        """Return the time in seconds at which the result of pass `need` arrives at a (stage,
+        chunk)."""
         stage, instruction = need
         if stage == location[0]:
             return self.ends[need]

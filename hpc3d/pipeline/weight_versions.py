@@ -22,14 +22,14 @@ class InPlace:
         self.parameters = parameters
 
     def before_forward(self, generation: int) -> None:
-        """Select the weights for a microbatch of batch number `generation`, counted from 0."""
+        """Select the weights for a microbatch of training step `generation` (zero-based)."""
 
     def before_update(self) -> None:
-        """Make the next update write to new memory, if old weight versions must be kept."""
+        """Prepare the next update, which writes to new memory if old weights must be kept."""
 
 
 class Stashed(InPlace):
-    """Weight stashing of PipeDream (arXiv:1806.03377): forward uses the stage's newest weights.
+    """PipeDream weight stashing (arXiv:1806.03377): forward passes use the newest weights.
 
     Stage i of p updates its weights after every backward pass, so microbatch k uses the weights
     after k - (p - 1 - i) updates.
@@ -40,9 +40,10 @@ class Stashed(InPlace):
 
 
 class DoubleBuffered(InPlace):
-    """PipeDream-2BW (arXiv:2006.09503): W(t+1) = W(t) - nu grad f(W(t-1)), with two versions.
+    """PipeDream-2BW double buffering (arXiv:2006.09503): W(t+1) = W(t) - nu grad f(W(t-1)).
 
-    Microbatches of batch t use W(t-1) on every stage, or W(0) for t = 0.
+    All stages use W(t-1) for the microbatches of training step t, and W(0) for t = 0. At most two
+    weight versions are stored.
     """
 
     def __init__(self, parameters: Parameters) -> None:

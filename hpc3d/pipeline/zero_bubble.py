@@ -1,4 +1,4 @@
-"""Schedules that split the backward pass in two, so that W fills the bubble.
+"""Zero-bubble schedules, which split the backward pass into B and W and fill the bubble with W.
 
 The previous stage waits for the gradient of a stage's input (B), but the gradient of the weights
 (W) can be deferred: see Zero Bubble, arXiv:2401.10241.  In the docstrings, p is the number of
@@ -54,8 +54,10 @@ def zb_v(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
 
 def _late_weights(warmup: int, lag: int, micros: int) -> Iterator[Instruction]:
-    """Return a stream of `warmup` F passes, then repeated F B W, in which W lags B by `lag`
-    microbatches."""
+    """Return a stream of `warmup` F passes followed by F B W cycles.
+
+    In a cycle, W processes the microbatch that B processed `lag` cycles earlier.
+    """
     warmup = min(warmup, micros)
     pattern = "F" * warmup
     for done in range(micros):

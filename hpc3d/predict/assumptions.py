@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def of_mixture(config: Config) -> dict[str, Any]:
-    """Return the sizes of a mixture of experts as a dict, which is empty for a dense model.
+    """Return the sizes of a mixture-of-experts model as a dict, which is empty for a dense model.
 
-    The vocabulary size of `config` must be known. `parameters` is the total number of parameters,
-    and `active` is the number used for a token. `blocks` is the number of blocks with experts.
-    `slots` is the maximum number of tokens per expert and sequence: the capacity factor times
-    top_k s / E, for s tokens and E experts.
+    The vocabulary size in `config` must be resolved. `parameters` is the total number of
+    parameters, and `active` is the number of parameters used per token. `blocks` is the number of
+    blocks with experts. `slots` is the maximum number of tokens per expert and sequence: the
+    capacity factor times top_k s / E, for s tokens per sequence and E experts.
     """
     model = config.model
     experts = family_of(model).sizes(model, model.vocabulary).experts
@@ -34,9 +34,9 @@ def of_mixture(config: Config) -> dict[str, Any]:
 
 
 def lines(config: Config) -> list[str]:
-    """Return lines that describe a mixture of experts and the assumptions of its prediction.
+    """Return lines of text that describe a mixture of experts and the assumptions about it.
 
-    The list is empty for a dense model. Predictions do not depend on the routing of tokens.
+    The list is empty for a dense model.
     """
     found = of_mixture(config)
     if not found:
@@ -50,7 +50,7 @@ def lines(config: Config) -> list[str]:
         f"parameters      {total}, of which {active} are active per token (used for FLOP and MFU)",
         f"experts         {model.experts} in {blocks}, top_k {model.top_k}",
         f"assumed         {room}: {slots} per expert for a sequence of {model.sequence} tokens",
-        "                the step time does not depend on the load balance, because unused slots",
+        "                the step time does not depend on the load balance, because empty slots",
         "                are also sent and processed",
     ]
 

@@ -28,7 +28,7 @@ _UNMEASURED = (
 
 
 def taken(words: list[str], option: str) -> str | None:
-    """Remove an option from the command-line arguments `words`; return its value or None.
+    """Remove an option from the command-line arguments `words`, and return its value or `None`.
 
     Raises ValueError if the option has no value.
     """
@@ -71,7 +71,10 @@ def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
 
 
 def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
-    """Return the machine for predictions, and the reason for omitting times ("" if none)."""
+    """Return the machine for predictions, and the reason why times cannot be predicted.
+
+    The reason is "" if they can be predicted.
+    """
     if name is not None:
         return load(name), ""
     try:
@@ -84,10 +87,9 @@ def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
 
 
 def _stand_in() -> Machine:
-    """Return the default machine, with GEMM rates for every dtype.
+    """Return the default machine, extended by GEMM rates for float64.
 
-    Memory and communication volume do not depend on the machine, so any machine can be used for
-    them.
+    It is used to predict memory and communication volume, which do not depend on the machine.
     """
     machine = load(DEFAULT_MACHINE)
     return replace(machine, gemm={"float64": machine.gemm["float32"]} | machine.gemm)
@@ -125,7 +127,7 @@ def _text(config: Config, windows: int) -> str:
 
 
 def _memory(config: Config, found: dict, machine: Machine | None) -> str:
-    """Return a line with the peak memory of the fullest rank and of all ranks.
+    """Return a line with the peak memory of the rank that needs the most, and of all ranks.
 
     The line also states whether the run fits in memory.
     """
@@ -145,7 +147,8 @@ def _memory(config: Config, found: dict, machine: Machine | None) -> str:
 
 
 def _parts(found: dict) -> Iterator[str]:
-    """Yield two lines: the peak memory of the fullest rank by kind, and the peak of each stage."""
+    """Yield a line with the peak memory by kind, on the rank that needs the most, and a line with
+    the peak memory of each pipeline stage."""
     kinds = [kind for kind in MEMORY_KIND if kind != "all" and found["worst"][kind]]
     held = ", ".join(f"{kind} {_size(found['worst'][kind])}" for kind in kinds)
     yield f"peak memory of the fullest rank by kind: {held}"
@@ -169,7 +172,6 @@ def _time(config: Config, seconds: float, machine: Machine) -> str:
 
 
 def _size(count: float) -> str:
-    """Format a number of bytes with a unit, such as 41.2 MB."""
     for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

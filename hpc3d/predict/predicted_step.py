@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class PredictedStep(NamedTuple):
-    """Simulated step of a resolved `config` on a `machine`.
+    """Simulated training step of a resolved `config` on a `machine`.
 
-    `runs` has one StageRun per stage. `summary` is a dict that can be serialized to JSON. It
-    includes the evaluation and the mixture of experts if the input uses them.
+    `runs` contains one StageRun per stage. `summary` is a JSON-serializable dict, which also
+    describes the evaluation and the mixture of experts if the input has them.
     """
 
     config: Config
@@ -35,7 +35,7 @@ class PredictedStep(NamedTuple):
     def keep(self, folder: Path) -> Path:
         """Create `folder`, write a simulated trace to it, and return the path of the trace.
 
-        If that fails, the folder is removed.
+        If the trace cannot be written, the folder is removed.
         """
         with new_folder(folder):
             return write_trace(folder, self.runs, self.config, self.machine)
@@ -50,8 +50,8 @@ def predicted_step(
 ) -> PredictedStep:
     """Predict a training step of an input file on `ranks` ranks of a machine.
 
-    `of_run` is passed to hpc3d.config.load. Raises ValueError if the input is invalid or the
-    machine does not exist.
+    Set `of_run` if the input file is the stored configuration of a run. Raises ValueError if the
+    input is invalid or the machine does not exist.
     """
     config = load_resolved(source, overrides, ranks, of_run)
     known = load(machine)

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 class Layout(tuple):
     """Mesh axes that shard each dimension of a tensor.
 
-    Layout("x y", "z") describes A[i_xy, j_z].  Along a mesh axis that is not in the layout, every
-    rank stores the same block.
+    Layout("x y", "z") describes a matrix A[i_xy, j_z], whose rows are sharded along x and y and
+    whose columns along z.  A mesh axis that is not in the layout replicates the tensor.
 
     Parameters
     ----------
     *dims
-        Axes of each dimension, separated by spaces, outermost first.
+        Axes that shard each dimension, separated by spaces, outermost first.
     owned
         Axes along which only one rank stores the block.  The other ranks store none of its rows.
     """
@@ -33,8 +33,10 @@ class Layout(tuple):
         return layout
 
     def __getnewargs__(self) -> tuple[str, ...]:
-        """Return the arguments of `__new__` for pickle; pickle restores `owned` as an
-        attribute."""
+        """Return the arguments with which pickle calls `__new__`.
+
+        Pickle restores `owned` separately, as an attribute.
+        """
         return tuple(" ".join(axes) for axes in self)
 
     def __eq__(self, other: object) -> bool:
@@ -50,7 +52,8 @@ class Layout(tuple):
         return self.indexed([""] * len(self))
 
     def indexed(self, names: Sequence[str]) -> str:
-        """Return the layout in index notation, such as "[m_xy, k]" for the dims "mk"."""
+        """Return the layout in index notation, such as "[m_xy, k]" for the dimension names
+        "mk"."""
         dims = (
             f"{name}_{''.join(axes)}" if axes else name or "-" for name, axes in zip(names, self)
         )
@@ -80,18 +83,17 @@ class Layout(tuple):
     def owner(self, axis: str, mesh: Mesh) -> int:
         """Return the coordinate along `axis` of the rank that owns this block.
 
-        The coordinate is the index of the block's rows modulo the size of `axis`, so that all
-        column blocks of a row have the same owner. The context axis is excluded, so that all
+        It is the row index of the block, in units of blocks, modulo the size of `axis`, so all
+        blocks of a row have the same owner. The index excludes the context axis, so that all
         tokens of a sequence, which attend to each other, have the same owner as well.
         """
         return mesh.index(other for other in self[0] if other != CONTEXT) % mesh.size(axis)
 
     def _holds_rows(self, mesh: Mesh) -> bool:
-        """Return True if this rank owns its block along every axis in `owned`."""
         return all(mesh.coord(axis) == self.owner(axis, mesh) for axis in self.owned)
 
     def slices(self, shape: Sequence[int], mesh: Mesh) -> tuple[slice, ...]:
-        """Return the slices of a tensor that a rank stores.
+        """Return the slices that select a rank's block of a tensor.
 
         Parameters
         ----------
@@ -134,7 +136,7 @@ class Layout(tuple):
 
 
 def part(size: int, axes: Sequence[str], mesh: Mesh) -> slice:
-    """Return this rank's slice of a dimension of length `size`, sharded by `axes`.
+    """Return this rank's slice of a dimension of length `size` that is sharded by `axes`.
 
     `axes` lists the outermost axis first.
     """

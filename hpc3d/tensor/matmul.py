@@ -1,9 +1,9 @@
 """Sharded matrix product Y[m, n] = X[m, k] W[k, n] on a mesh of ranks.
 
 Each mesh axis shards one loop dimension of the product: m, n or k.  Each matrix lacks one of these
-dimensions.  The axes that shard the missing dimension are *foreign* to the matrix: all ranks along
-a foreign axis work on the same block.  Along a foreign axis, blocks are stored in one of three
-ways, each with a pair of adjoint collectives:
+dimensions, and the axes that shard it are *foreign* to the matrix: all ranks along a foreign axis
+compute with the same block of the matrix.  The block can be stored in one of three ways along a
+foreign axis, each with a pair of adjoint collectives:
 
                  gather                            reduce
                  stored block -> working block     partial block -> stored block
@@ -11,7 +11,7 @@ ways, each with a pair of adjoint collectives:
     replicate    nothing                           all-reduce
     own          broadcast from the owner          reduce to the owner
 
-Each published scheme is a choice of axes for m, n and k, and of storage
+Each published scheme assigns axes to m, n and k, and selects a storage for each foreign axis
 (hpc3d.tensor.split.SCHEMES):
 
     1-D (Megatron)    Split(n="x", replicate="x")     2.5-D   Split(m="z x", n="y", replicate="z")
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Matmul", "Saved", "Split", "Summa", "sharded_matmul"]
 
-_NONE = ""  # placeholder for a missing axis; its size is 1
+_NONE = ""  # placeholder for a nonexistent axis, with size 1
 
 
 class Saved(NamedTuple):
     """X and W saved for the backward pass.
 
-    `kept` names the operands that are saved after gathering, as working blocks. The other operands
-    are saved as stored blocks, which the backward pass gathers again.
+    If `kept` contains "x" or "w", the operand is saved as a working block, after it has been
+    gathered. Otherwise, it is saved as a stored block, which the backward pass re-gathers.
     """
 
     x: SavedActivation
@@ -61,7 +61,8 @@ class Saved(NamedTuple):
 class SavedForWeight(NamedTuple):
     """X and dY, saved to compute dW = X' dY.
 
-    `dy` is a gathered working block; `x` is gathered only if `kept` contains "x".
+    `dy` is a working block (gathered). `x` is a working block if `kept` contains "x", and
+    otherwise a stored block.
     """
 
     x: Array
@@ -70,7 +71,10 @@ class SavedForWeight(NamedTuple):
 
 
 class Matmul:
-    """Sharded product that gathers its operands, for splits without panels (`sharded_matmul`)."""
+    """Sharded matrix product that gathers its operands; used for splits without panels.
+
+    Call `sharded_matmul` to create it.
+    """
 
     def __init__(
         self,
@@ -90,16 +94,16 @@ class Matmul:
         }
         self.deferred = set(split.defer.split())
         self.rounded = rounded
-        # An epilogue can only be fused into a product that is not a partial sum.
+        # An epilogue can be fused into a product only if its result is not a partial sum.
         self.y_is_complete = fused and self._complete("k")
         self.dw_is_complete = fused and self._complete("m")
         self.is_local = self.y_is_complete and self.dw_is_complete and self._complete("n")
 
     def forward_saving(self, x: Array, w: Array, **epilogue: Any) -> tuple[Array, Saved]:
-        """Return Y = X W and the data saved for `backward_input`.
+        """Return Y = X W, and the data saved for `backward_input`.
 
-        If `y_is_complete`, the `epilogue` of the product (hpc3d.ops.product) may include a
-        bias, a residual and GELU.
+        If `y_is_complete` is true, the `epilogue` (see hpc3d.ops.product) may add a bias and a
+        residual, and apply GELU.
         """
         gathered_x, gathered_w = self._gather_x(x), self._gather_w(w)
         a, b = gathered_x.wait(), gathered_w.wait()
@@ -111,9 +115,9 @@ class Matmul:
     def backward_input(
         self, saved: Saved, dy: Array, **epilogue: Any
     ) -> tuple[Pending, SavedForWeight]:
-        """Compute dX = dY W' and start its reduction, the adjoint of the gather of X.
+        """Compute dX = dY W', and start to reduce it, which is the adjoint of the gather of X.
 
-        Returns a `Pending` of dX, and the operands saved for `backward_weight`.
+        Returns a `Pending` whose `wait` returns dX, and the operands saved for `backward_weight`.
         """
         dy = self.rounded.dy(self.gather(dy, self.split.y, self.axes["k"]).wait())
         b = saved.w if "w" in saved.kept else self._gather_w(saved.w).wait()
@@ -122,15 +126,19 @@ class Matmul:
         return self.reduce(dx, self.split.x, self.axes["n"]), rest
 
     def backward_weight(self, rest: SavedForWeight) -> Pending:
-        """Compute dW = X' dY and start its reduction, the adjoint of the gather of W.
+        """Compute dW = X' dY, and start to reduce it, which is the adjoint of the gather of W.
 
-        Returns a `Pending` of dW. Call this method any time after `backward_input`.
+        Returns a `Pending` whose `wait` returns dW. The method can be called at any time after
+        `backward_input`.
         """
         dw = self.multiply(*self._factors_of_dw(rest), self.axes["m"])
         return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
 
     def gather(self, block: Array, layout: Layout, foreign: Sequence[str]) -> Pending:
-        """Start gathering a block along the `foreign` axes; return the pending working block."""
+        """Start to gather a stored block along the `foreign` axes.
+
+        Returns a `Pending` whose `wait` returns the working block.
+        """
         pending = ready(block)
         for axis in reversed(foreign):
             comm = self.mesh.comm(axis)
@@ -143,7 +151,10 @@ class Matmul:
     def reduce(
         self, block: Array, layout: Layout, foreign: Sequence[str], deferred: Collection[str] = ()
     ) -> Pending:
-        """Start to reduce a block over `foreign`, the adjoint of `gather`; return a `Pending`."""
+        """Start to reduce a partial block over the `foreign` axes, the adjoint of `gather`.
+
+        Returns a `Pending` whose `wait` returns the stored block.
+        """
         pending = ready(block)
         for axis in foreign:
             comm = self.mesh.comm(axis)
@@ -186,22 +197,23 @@ class Matmul:
         return self.backward_saved(Saved(x, w, ""), dy)
 
     def backward_saved(self, saved: Saved, dy: Array) -> tuple[Array, Array]:
-        """Return the stored blocks of dX and dW from the saved operands and dY."""
+        """Return the stored blocks of dX and dW, given the saved operands and dY."""
         dx, rest = self.backward_input(saved, dy)
         dw = self.backward_weight(rest)
         return dx.wait(), dw.wait()
 
     def add_w(self, rest: SavedForWeight, grad: Array, bias_grad: Array | None = None) -> None:
-        """Add dW to `grad`; requires `dw_is_complete`.
+        """Add dW to `grad`. `dw_is_complete` must be true.
 
-        If `y_is_complete`, the column sums of dY can be added to `bias_grad`.
+        If `y_is_complete` is also true, `bias_grad` may be given, and the column sums of dY are
+        added to it.
         """
         a, b = self._factors_of_dw(rest)
         with self._span(a, b):
             accumulate_product(grad, a, b, bias_grad)
 
     def multiply(self, a: Array, b: Array, foreign: Sequence[str], **epilogue: Any) -> Array:
-        """Compute the product a b into the send buffer of the first reduction over `foreign`."""
+        """Compute a b, and write it to the send buffer of the first reduction over `foreign`."""
         axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), _NONE)
         out = self.mesh.comm(axis).buffer((*a.shape[:-1], b.shape[-1]), a.dtype)
         with self._span(a, b):
@@ -211,7 +223,7 @@ class Matmul:
 
     @property
     def moves_w(self) -> bool:
-        """True if ranks must communicate to gather W."""
+        """True if the gather of W requires communication."""
         layout = self.w_layout
         stored = {axis for dim in layout for axis in dim} | {*layout.owned}
         return any(self.mesh.size(axis) > 1 and axis in stored for axis in self.axes["m"])
@@ -223,7 +235,7 @@ class Matmul:
         return self.gather(w, self.w_layout, self.axes["m"])
 
     def _rounded_w(self, block: Array) -> Array:
-        """Return the rounded W[k, n] from a working block, which may be stored transposed."""
+        """Round a working block of W, and return it as [k, n] even if it is stored transposed."""
         block = self.rounded.w(block)
         return block.T if self.transposed else block
 
@@ -234,14 +246,16 @@ class Matmul:
         return left.T, right
 
     def _complete(self, letter: str) -> bool:
-        """Return True if no axis of loop dimension `letter` needs a reduction before the step
-        ends."""
+        """Return True if sums over dimension `letter` (m, n or k) need no immediate reduction.
+
+        This is the case if all axes that shard the dimension have size 1 or a deferred reduction.
+        """
         return all(
             self.mesh.size(axis) == 1 or axis in self.deferred for axis in self.axes[letter]
         )
 
     def _span(self, a: Array, b: Array) -> AbstractContextManager[Any]:
-        """Return the trace span of a product [m, k] times [k, n], named by its dimensions.
+        """Return the trace span of a product [m, k] x [k, n], whose name contains m, n and k.
 
         For stacked experts, m is the total number of rows of all experts.
         """
@@ -251,16 +265,20 @@ class Matmul:
 
 
 def _weight_layouts(split: Split, transposed: bool) -> list[Layout]:
-    """Return the layouts of W and dW, which differ if only dW is sharded over a data axis."""
+    """Return the layouts of W and dW.
+
+    The layouts differ with ZeRO-2, which shards only dW over the data axis.
+    """
     splits = split, split.of_gradient
     return [each.w_transposed if transposed else each.w for each in splits]
 
 
 def _in_order(axes: str, layout: Layout) -> list[str]:
-    """Return the foreign axes in the order in which blocks are reduced along them.
+    """Return the foreign axes `axes` in the order of their reductions.
 
-    Axes that shard the block come first, in the order of the layout, because the owner of a block
-    depends on its rows.  All-reduces over replicated axes come last, when the block is smallest.
+    Axes that shard the block come first, in the order of the layout, followed by axes along which
+    one rank owns the block, because the owner depends on the rows of the shard.  All-reduces over
+    axes that replicate the block come last, when the block is smallest.
     """
     order = [*(axis for dim in layout for axis in dim), *layout.owned]
     last = [axis for axis in axes.split() if axis not in order]
@@ -268,14 +286,14 @@ def _in_order(axes: str, layout: Layout) -> list[str]:
 
 
 class Summa(Matmul):
-    """SUMMA with stationary Y, one panel of k at a time: X[m_x, k_y], W[k_x, n_y], Y[m_x, n_y].
+    """SUMMA with stationary Y: Y[m_x, n_y] = X[m_x, k_y] W[k_x, n_y], one panel of k at a time.
 
     Each panel of X is owned by one rank along y, and each panel of W by one rank along x.  Owners
     broadcast panels in the forward pass; gradients are reduced to the owners in the backward pass
-    (van de Geijn and Watts 1997; Optimus, arXiv:2104.05343).  At most one panel of X and one of W
-    are gathered at a time, so no working block is saved.  W is gathered first along other axes
-    that shard it, such as the ZeRO-3 axis.  Stored blocks are rounded before their panels are
-    broadcast, and no epilogue is fused into the products of panels.
+    (van de Geijn and Watts 1997; Optimus, arXiv:2104.05343).  Only one panel of X and one of W are
+    gathered at a time, so no working block is saved.  If other axes shard W, such as the data axis
+    with ZeRO-3, W is first gathered along them.  Stored blocks are rounded to float8, if enabled,
+    before their panels are broadcast.  No epilogue is fused into the products of panels.
     """
 
     def __init__(self, mesh: Mesh, split: Split, rounded: Operands) -> None:
@@ -326,15 +344,15 @@ class Summa(Matmul):
         return self.mesh.comm(self.along_w).broadcast(w[part], owner)
 
     def _reduce_to_owner(self, partial: Array, stored: Array, axis: str, panel: int) -> None:
-        """Reduce `partial` along `axis` to the panel's owner, which stores it in the panel's
-        rows."""
+        """Reduce `partial` along `axis` to the owner of the panel, which writes the sum to the
+        panel's rows of `stored`."""
         owner, part = self._panel_slice(axis, stored.shape[0], panel)
         total = self.mesh.comm(axis).reduce(partial, owner).wait()
         if self.mesh.coord(axis) == owner:
             stored[part] = total
 
     def _panel_slice(self, axis: str, size: int, panel: int) -> tuple[int, slice]:
-        """Return a panel's owner along `axis`, and the panel's slice of the owner's rows."""
+        """Return the owner of a panel along `axis`, and the panel's slice of the owner's block."""
         each = self.panels // self.mesh.size(axis)
         owner, number = divmod(panel, each)
         width = size // each
@@ -349,29 +367,30 @@ def sharded_matmul(
     stacked: bool = False,
     scales: str | None = None,
 ) -> Matmul:
-    """Return the sharded product for a `split` on a `mesh`.
+    """Create a sharded matrix product for a `split` on a `mesh`.
 
     Parameters
     ----------
     mesh, split
         Mesh of this rank, and the axes that shard m, n and k, such as `hpc3d.SCHEMES["3d"]`.
     keep
-        Operands saved as working blocks.  On a q^3 cube, "xw" saves 1/q^2 of X and W per rank (six
-        collectives), and "" saves 1/q^3 (eight collectives).  Splits with panels save none.
+        Operands saved as working blocks (none with panels).  On a q^3 cube, "xw" saves 1/q^2 of X
+        and W per rank (six collectives), and "" saves 1/q^3 (eight collectives).
     transposed, stacked
-        True if W is stored as [n, k]; True for one product per expert, X[m, e, k] W[k, e, n].
+        Set `transposed` if W is stored as [n, k], and `stacked` to compute one product per
+        expert, X[m, e, k] W[k, e, n].
     scales
-        Scales of operands rounded to float8: "block" or "tensor"; None does not round.
+        Scales for rounding the operands to float8, "block" or "tensor"; None disables rounding.
 
     Returns
     -------
     Matmul
-        The product, with `forward(x, w)` and `backward(x, w, dy)`.
+        Matrix product with the methods `forward(x, w)` and `backward(x, w, dy)`.
 
     Raises
     ------
     ValueError
-        If the weight of a split with panels is transposed.
+        If `transposed` is true and the split has panels.
     """
     if split.panels and transposed:
         raise ValueError("a transposed weight does not support panels; use Split.without_panels()")

@@ -1,4 +1,4 @@
-"""Rounding of product operands to float8, identical on every layout.
+"""Rounding of matrix product operands to float8, with the same results on every layout.
 
 Each tile of the full matrix has one scale.  Several ranks may share a tile:
 
@@ -7,10 +7,10 @@ Each tile of the full matrix has one scale.  Several ranks may share a tile:
     tensor      all                     all             Micikevicius et al., arXiv:2209.05433
 
 X and W are rounded to float8_e4m3fn; dY, which has a wider range, to float8_e5m2.  Ranks whose
-blocks share a tile all-reduce its maximum.  The full matrices X and dY have the rows of one
-microbatch on all replicas.
-The product dW = X' dY reuses the scales of X and dY from the other products.  DeepSeek-V3 uses
-tiles of 128 tokens in this product, but such tiles would depend on how the batch is split.
+blocks share a tile compute its maximum with an all-reduce.  The rows of the full matrices X and dY
+are those of one microbatch on all replicas.  The product dW = X' dY reuses the scales of X and dY
+from the other two products.  DeepSeek-V3 uses tiles of 128 tokens for dW, but the contents of such
+tiles would depend on how the batch is sharded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hpc3d.tensor.split import Split
 
 TILE = 128
-_WHOLE = 0  # tile extent 0: one tile covers the full dimension
+_WHOLE = 0  # means that one tile covers the full dimension
 _TILES = {
     "block": {"x": (1, TILE), "w": (TILE, TILE), "dy": (1, TILE)},
     "tensor": dict.fromkeys(("x", "w", "dy"), (_WHOLE, _WHOLE)),
@@ -46,7 +46,7 @@ _TYPES = {"x": E4M3, "w": E4M3, "dy": E5M2}
 
 
 class Operands(NamedTuple):
-    """Functions that are applied to the operands X, W and dY before they are multiplied."""
+    """Functions that round the operands X, W and dY before a matrix product."""
 
     x: Callable[[Array], Array]
     w: Callable[[Array], Array]
@@ -61,15 +61,15 @@ EXACT = Operands(_as_it_is, _as_it_is, _as_it_is)
 
 
 def rounded_operands(mesh: Mesh, split: Split, scales: str, dense: bool) -> Operands:
-    """Return the functions that round the operands of a product to float8.
+    """Return the functions that round the operands of a matrix product to float8.
 
-    `scales` is "block" or "tensor". `dense` is True for products without panels and stacked
-    experts. Operands of dense products that have one scale each are stored as float8 codes if the
-    GPU supports float8 products.
+    `scales` is "block" or "tensor". `dense` is True for products without panels and without
+    stacked experts. For such products with scales "tensor", operands are stored as float8 codes if
+    the GPU supports float8 GEMMs.
     """
     m, n, k = (axes.split() for axes in (split.m, split.n, split.k))
-    # Axes that shard the rows and the columns of each matrix at the time of rounding.  Working
-    # blocks are rounded, except that panels of X and W are rounded before they are broadcast.
+    # Axes that shard the rows and the columns of each matrix when it is rounded: after the gather
+    # or, for panels of X and W, before the broadcast.
     axes: dict[str, tuple[Sequence[str], Sequence[str]]] = {"x": (m, k), "w": (k, n), "dy": (m, n)}
     if split.panels:
         axes |= {"x": (split.x[0], split.x[1]), "w": (split.w[0][:1], n)}
@@ -100,16 +100,20 @@ class _Dim(NamedTuple):
 
     @property
     def tiles(self) -> slice:
-        """Slice of the all-reduce message that belongs to this block's tiles.
+        """Slice of the all-reduce message that contains the maxima of this block's tiles.
 
-        The message covers all tiles of the dimension if ranks share tiles; otherwise, it covers
-        only this block's tiles.
+        If ranks share tiles, the message covers all tiles of the dimension; otherwise, it covers
+        only those of this block.
         """
         return slice(self.first, self.last) if self.shared else slice(self.last - self.first)
 
 
 class Rounding:
-    """Round a block of a matrix to a float8 `dtype` with one scale for each of its `tiles`."""
+    """Function that rounds a block of a matrix to a float8 `dtype`, with one scale per tile.
+
+    `tiles` is the size of a tile (rows, columns), and `cuts` lists the axes that shard the rows
+    and those that shard the columns.
+    """
 
     def __init__(
         self,
@@ -122,7 +126,10 @@ class Rounding:
         self.cuts = [[axis for axis in axes if mesh.size(axis) > 1] for axes in cuts]
 
     def __call__(self, block: Array) -> Array:
-        """Return a rounded copy of a block [m, n], or of a stack [m, e, n] with scales per e."""
+        """Return a rounded copy of a block [m, n], or of stacked expert blocks [m, e, n].
+
+        Each expert has its own scales.
+        """
         stack = block if block.ndim == 3 else block.reshape(len(block), 1, -1)
         rows, columns = map(self._dim, (len(stack), stack.shape[2]), self.tiles, self.cuts)
         tiles = Tiles(rows.extent, columns.extent, rows.offset, columns.offset)
@@ -153,7 +160,7 @@ class Rounding:
         return maxima
 
     def _of_all_ranks(self, maxima: Array, rows: _Dim, columns: _Dim) -> Array:
-        """Return the maxima of this block's tiles over all ranks that share them."""
+        """Combine the tile maxima of this block with those of the ranks that share the tiles."""
         shared = rows.shared + columns.shared
         if not shared:
             return maxima
@@ -168,7 +175,7 @@ class Rounding:
 
 
 class Coding(Rounding):
-    """Encode a matrix with one scale as float8 codes for the GPU's float8 product."""
+    """Function that encodes a matrix with a single scale as float8 codes, for GPU float8 GEMMs."""
 
     def rounded(self, stack: Array, maxima: Array, tiles: Tiles, shape: Sequence[int]) -> Coded:
         codes = self.mesh.empty(shape, np.uint8, "workspace")

@@ -1,4 +1,4 @@
-"""Splits of a matrix product (the mesh axes that shard m, n and k), and published schemes."""
+"""Splits of matrix products (mesh axes that shard m, n and k), including published schemes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hpc3d.console.sanitize import Problems
 from hpc3d.tensor.layout import Layout
 
 LOOPS = "m", "n", "k"
-STORAGE = "replicate", "own", "panels"  # a foreign axis in none of these shards the block
+STORAGE = "replicate", "own", "panels"  # any other foreign axis shards the rows of the block
 
 
 @dataclass(frozen=True)
 class Split:
     """Mesh axes that shard each loop dimension of Y[m, n] = X[m, k] W[k, n].
 
-    The axes that shard the dimension missing from a matrix are foreign to the matrix.  A foreign
-    axis shards the rows of each block, unless the axis is in `replicate` or `own`.  `defer` and
-    `scatter` apply to axes whose ranks process different rows of X, such as the data axis (see
-    `over`).
+    Each matrix lacks one of the dimensions; the axes that shard it are foreign to the matrix.  A
+    foreign axis shards the rows of the matrix's blocks, unless it is in `replicate` or `own`.
+    `defer` and `scatter` apply to axes whose ranks process different rows of X, such as the data
+    axis (see `over`).
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class Split:
     defer
         Axes over which weight gradients are reduced at the end of the step.
     scatter
-        Axes over which the gradient is sharded although the weight is replicated.
+        Axes over which the weight gradient is sharded although the weight is replicated.
 
     Raises
     ------
@@ -57,7 +57,7 @@ class Split:
         if problems := [*misplaced(vars(self))]:
             raise Problems(problems)
 
-    @cache  # noqa: B019  there are few splits
+    @cache  # noqa: B019
     def next(self) -> Split:
         """Return the split of the next layer.
 
@@ -72,7 +72,7 @@ class Split:
 
     @cache  # noqa: B019
     def without_panels(self) -> Split:
-        """Return the equivalent split without panels, which has the same storage layout for X.
+        """Return the equivalent split without panels, which stores X in the same layout.
 
         Embedding lookups and the head use it.
         """
@@ -82,23 +82,23 @@ class Split:
 
     @cache  # noqa: B019
     def alike(self) -> Split:
-        """Return the split of a product whose X and Y both have the layout of this split's X.
+        """Return a split whose X and Y both have the layout of this split's X.
 
         Use it for a single product between two products that store X in this layout.  It differs
-        from `by_rows` only in that X's columns are processed panel by panel.
+        from `by_rows` only because it processes the columns of X panel by panel.
         """
         rows = self.by_rows()
         return replace(rows, n=rows.k, k="", panels=rows.k)
 
     @cache  # noqa: B019
     def by_rows(self) -> Split:
-        """Return the split of a product whose Y has few columns, such as the logits of a router.
+        """Return a split for products whose Y has few columns, such as the logits of a router.
 
         X has the same layout as the X of this split, and each rank computes complete rows of Y. An
-        axis of n along which X's rows are sharded, or owned by one rank, becomes the outermost
-        axis of m, so that the axes added by `over` remain the innermost axes of W. (The order of
-        the axes that shard X's rows is irrelevant, because the product does not communicate X.)
-        All ranks along an axis that replicates X do the same work.
+        axis of n along which the rows of X are sharded, or owned by one rank, becomes the
+        outermost axis of m, so that the axes added by `over` remain the innermost axes of W. (The
+        order of the axes that shard the rows of X is irrelevant, because X is not communicated.)
+        Ranks along an axis that replicates X do redundant work.
         """
         panels = self.panels.split()
         rows = [axis for axis in self.n.split() if axis not in [*self.replicate.split(), *panels]]
@@ -108,18 +108,18 @@ class Split:
 
     @cache  # noqa: B019
     def over(self, axis: str, zero: int = 0, outermost: bool = False) -> Split:
-        """Return this split with an additional axis on m, such as the data axis.
+        """Return this split with an additional axis that shards m, such as the data axis.
 
         Parameters
         ----------
         axis
             Axis whose ranks process different rows of X and hold replicas of the weights.
         zero
-            ZeRO stage (arXiv:1910.02054).  With 3, each replica stores a shard of the weights.
-            With 0 or 1, gradients are all-reduced at the end of the step.  With 2 or 3, they are
-            reduce-scattered in every backward pass.
+            ZeRO stage (arXiv:1910.02054).  In stages 0 and 1, gradients are all-reduced at the end
+            of the step; in stages 2 and 3, they are reduce-scattered in every backward pass.  In
+            stage 3, each replica stores a shard of the weights.
         outermost
-            True for the outermost axis of m, False for the innermost one.
+            True to add the outermost axis of m, False to add the innermost one.
 
         Returns
         -------
@@ -152,7 +152,7 @@ class Split:
 
     @cached_property
     def of_gradient(self) -> Split:
-        """Split whose W has the layout of this split's dW."""
+        """Split in which W has the layout that dW has in this split."""
         stay = [axis for axis in self.replicate.split() if axis not in self.scatter.split()]
         return replace(self, replicate=" ".join(stay))
 
@@ -172,8 +172,8 @@ class Split:
 def misplaced(letters: Mapping[str, str]) -> Iterator[str]:
     """Yield an error message for each unsupported use of a mesh axis in a split.
 
-    An axis must occur in exactly one of m, n and k, and in at most one storage field. `panels` has
-    further restrictions. `letters` maps the field names of a `Split` to their values.
+    `letters` maps the field names of a `Split` to their values. An axis must be in exactly one of
+    m, n and k, and in at most one storage field. `panels` has further restrictions.
     """
     axes = {key: letters.get(key, "").split() for key in LOOPS + STORAGE}
     loops = [axis for letter in LOOPS for axis in axes[letter]]

@@ -128,7 +128,7 @@ def test_tokenizer_is_read_from_the_token_file(tmp_path):
     made = ["--tokenizer", "bpe", "--vocabulary", "262", "-o", str(tokens)]
     assert prepare.main([str(text), *made]) == 0
     run, _ = saved(tmp_path, BYTES.replace("vocabulary=256", "vocabulary=262"))
-    with pytest.raises(ValueError, match=elided("262 tokens is unknown; set --data.path")):
+    with pytest.raises(ValueError, match=elided("262 tokens but no tokenizer; set --data.path")):
         find_model(run, [])
     found = find_model(run, ["--data.path", str(tokens)])
     assert found.tokenizer.decode(found.prompt(b"the theme")) == b"the theme"

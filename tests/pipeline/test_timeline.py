@@ -98,7 +98,7 @@ def test_deadlocked_streams_are_reported(backward):
     orders, place = [list(map(parse, text.split())) for text in texts], Placement(2, 1)
     for run in (lambda: timeline(orders, place, EQUAL), lambda: lower(orders, place)):
         with pytest.raises(
-            ValueError, match=rf"^deadlock: stage 0 at {backward}0, stage 1 at F1;"
+            ValueError, match=rf"^deadlock: stage 0 at {backward}0, stage 1 at F1 cannot proceed;"
         ):
             run()
 

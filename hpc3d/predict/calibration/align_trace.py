@@ -1,10 +1,10 @@
-"""Alignment of a measured trace with the matrix products, kernels and calls of the program.
+"""Match the rows of a measured trace to the matrix products, kernels and calls of the program.
 
 A simulated rank on abstract arrays (hpc3d.arrays.abstract) records the same trace rows as a real
-rank, in the same order. It also logs the products and kernels that run between and within these
-rows. The recorder uses the length of this log as its clock, so the timestamps of a row are indices
-into the log. Rows of the categories copy and io are excluded, because they depend on timing and
-data.
+rank, in the same order. It also logs the matrix products and kernels that run between and within
+these rows. The simulated rank uses the length of the log as its clock, so the timestamps of its
+rows are indices into the log. Rows of the categories copy and io are excluded, because they depend
+on timing and data.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TimedKernel(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Communication call: operation, number of bytes as counted in traces, and group size."""
+    """Communication call: operation, received bytes (as in traces), and group size."""
 
     op: str
     bytes: int
@@ -65,10 +65,10 @@ class Call(NamedTuple):
 
 
 class TimedWork(NamedTuple):
-    """Work of a rank between the ends of two consecutive trace rows, and its duration in seconds.
+    """Work of a rank between the ends of two consecutive trace rows, with its duration.
 
-    `computed` lists the Products and TimedKernels. `call` is the communication call recorded in
-    the second row, or `None` if the row is not a call.
+    `computed` lists the matrix products (Product) and kernels (TimedKernel). `call` is the
+    communication call that the second row records, or `None` if it records something else.
     """
 
     computed: tuple
@@ -77,8 +77,6 @@ class TimedWork(NamedTuple):
 
 
 class _MeterLog(CostMeter):
-    """Meter that logs all matrix products and kernels of a rank, in program order."""
-
     def __init__(self) -> None:
         self.entries = []
 
@@ -90,10 +88,10 @@ class _MeterLog(CostMeter):
 
 
 class _ExpectedRows(NamedTuple):
-    """Expected trace rows of a rank in a steady-state step.
+    """Trace rows that a rank is expected to record in a steady-state step.
 
-    `computed` lists, for each row, the Products and TimedKernels since the end of the previous
-    row. Its last entry is the work after the last row.
+    For each row, `computed` contains the matrix products and kernels since the end of the previous
+    row. An additional last entry contains those after the last row.
     """
 
     rows: np.recarray
@@ -101,9 +99,9 @@ class _ExpectedRows(NamedTuple):
 
 
 def _expected_rows(config: Config, coords: Mapping[str, int], program: Program) -> _ExpectedRows:
-    """Run the program on abstract arrays; return the expected rows of the rank at `coords`.
+    """Run the program of one rank on abstract arrays, and return the trace rows that it records.
 
-    `coords` maps an axis to the rank's coordinate along it.
+    `coords` maps each mesh axis to the rank's coordinate.
     """
     log = _MeterLog()
     mesh = abstract_mesh(config.mesh.sizes(), coords, AbstractPool(log))
@@ -120,11 +118,12 @@ def _expected_rows(config: Config, coords: Mapping[str, int], program: Program) 
 
 
 def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
-    """Return the work of a training step, from the trace rows of all ranks.
+    """Return the work items of a training step on all ranks, with their measured durations.
 
-    Durations are medians over the steps after the first `skip`. Raises ValueError if a different
-    version of the program wrote the trace, or if its clock does not measure CPU time: wall-clock
-    time includes waiting and, on shared cores, the work of other ranks.
+    Durations are medians over all steps except the first `skip`. Raises ValueError if a different
+    version of the program wrote the trace, or if the trace does not contain CPU times. Wall-clock
+    times are not suitable, because they include waiting and, on shared cores, the work of other
+    ranks.
     """
     config = configuration(trace)
     program, grid, found = program_of(config), config.mesh.grid(), []
@@ -141,11 +140,10 @@ def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
 
 
 def _parts(computed: tuple, call: Call | None, before: float, inside: float) -> list[TimedWork]:
-    """Split the time of a trace row between the preceding computation and the row's call.
+    """Assign the times `before` and `inside` a trace row, in seconds, to computation and call.
 
-    `before` and `inside` are the times in seconds before and within the row. If nothing is
-    computed before a communication call, the time before the row is Python overhead, which counts
-    as part of the call.
+    If the row is a communication call without preceding computation, the time before it is Python
+    overhead, which counts as part of the call.
     """
     if call is None or not computed:
         return [TimedWork(computed, call, before + inside)]
@@ -153,7 +151,10 @@ def _parts(computed: tuple, call: Call | None, before: float, inside: float) -> 
 
 
 def configuration(trace: Trace) -> Config:
-    """Return the Config of a trace, or raise ValueError if the trace cannot be aligned."""
+    """Return the Config of a trace.
+
+    Raises ValueError if the trace contains wall-clock times instead of CPU times.
+    """
     config = stored(trace.attrs["config"])
     if config.trace.clock != "cpu":
         raise ValueError(
@@ -164,14 +165,13 @@ def configuration(trace: Trace) -> Config:
 
 
 def _steps_of(trace: Trace, rank: int) -> list[tuple[int, ...]]:
-    """Return (step number, start, end) of each step of a rank, with times in ns."""
+    """Return a (step number, start in ns, end in ns) tuple for each step of a rank."""
     mine = trace.steps["rank"] == rank
     columns = (trace.steps[key][mine].tolist() for key in ("step", "t_start", "t_end"))
     return [*zip(*columns, strict=True)]
 
 
 def _rows_of(trace: Trace, rank: int) -> np.recarray:
-    """Return the trace rows of a rank, ordered by end time."""
     mine, names = trace.rows(rank), ("step", *_SAME, *_TIMES)
     rows = np.rec.fromarrays([trace.events[name, mine] for name in names], names=[*names])
     return rows[np.argsort(rows.t_start + rows.dur, kind="stable")]
@@ -180,12 +180,13 @@ def _rows_of(trace: Trace, rank: int) -> np.recarray:
 def _aligned(
     rows: np.recarray, expected: _ExpectedRows, step: int, begin: int, end: int
 ) -> np.ndarray | None:
-    """Return the times in seconds before and within each row of a step.
+    """Return the times in seconds between and within the rows of a step, or `None`.
 
     The result has the shape [2, rows + 1], because the end of the step counts as a row of zero
-    length. It is `None` if the rows differ from the expected rows. The time before a row starts at
-    the end of the preceding row. If the wait for a call starts later than its post, the time to
-    post it (a row of category copy) is part of the call, even if other rows are in between.
+    length. Entry [0, i] is the time from the end of row i-1 to the start of row i, and entry
+    [1, i] the time within row i. If a call is posted before the wait for it starts, the time to
+    post it (a row of category copy) counts as part of the call, even if other rows are in between.
+    The result is `None` if the rows differ from the expected rows.
     """
     rows = rows[rows.step == step]
     extra = np.isin(rows.category, _EXTRA)

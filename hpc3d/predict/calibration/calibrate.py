@@ -1,12 +1,12 @@
-"""Machine model fitted to traces of runs on the machine.
+"""Fit of a machine model to traces of runs on the machine.
 
-align_trace.py returns the work of each rank between two trace rows and its duration. The times of
-products and calls are averaged in bins, one per doubling of the size. The bandwidth of each kernel
-and the common launch time come from a least-squares fit to the measured times, so they include the
-Python overhead between kernels.
+align_trace.py returns the work of each rank between two trace rows, and its duration. The times of
+matrix products and communication calls are averaged in bins of sizes, one bin per power of two.
+The bandwidth of each kernel and the common launch time are obtained by a least-squares fit to the
+measured times, so they include the Python overhead between kernels.
 
-All times are CPU times of the ranks. The wall-clock time of a step also includes the time in which
-waiting ranks wake up at the end of a communication call.
+All times are CPU times of the ranks. The wall-clock time of a step is longer, because ranks that
+wait for a communication call need some time to wake up at its end.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
 
 
 def _rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
-    """Return a dict from dtype to the Rates measured in `works` of a single matrix product."""
+    """Return a dict from dtype to Rates, measured in `works` that consist of one matrix
+    product."""
     found = defaultdict(list)
     for work in works:
         if work.call is None and len(work.computed) == 1 and isinstance(work.computed[0], Product):
@@ -73,9 +74,9 @@ def _rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
 def _octave_means(
     points: Sequence[tuple[float, float]],
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Average the points in each octave of x, from 2^(i - 1/2) to 2^(i + 1/2).
+    """Average the (x, y) points in each octave of x, which spans 2^(i - 1/2) to 2^(i + 1/2).
 
-    Returns two tuples, the mean x and the mean y of each octave.
+    Returns two tuples: the mean x of each octave, and the mean y.
     """
     octaves = defaultdict(list)
     for x, y in points:
@@ -92,11 +93,11 @@ def _rounded(value: float) -> float:
 def _kernels_of(
     works: Sequence[TimedWork], rates: Mapping[str, Rates]
 ) -> tuple[float, dict[str, float], float]:
-    """Fit the launch time and the rates of kernels.
+    """Fit the launch time and the bandwidth of kernels.
 
-    Returns the launch time in seconds, a dict from kernel to its rate in bytes/s, and the mean
-    rate of all kernels in bytes/s. The values are the weighted least-squares solution of one
-    equation per TimedWork without a communication call:
+    Returns the launch time in seconds, a dict from kernel to its bandwidth in bytes/s, and the
+    mean bandwidth of all kernels in bytes/s. The values are the weighted least-squares solution of
+    one equation per TimedWork without a communication call:
 
     seconds - products = sum over kernels of launch + bytes / rate
 
@@ -123,7 +124,7 @@ def _kernels_in(work: TimedWork) -> list[TimedKernel]:
 
 
 def _in_products(work: TimedWork, rates: Mapping[str, Rates]) -> float:
-    """Return the time in seconds of the matrix products in `work`, as predicted by `rates`."""
+    """Return the total time in seconds of the matrix products in `work`, given their `rates`."""
     products = [each for each in work.computed if isinstance(each, Product)]
     return sum(each.flop / rates[each.dtype].curve(each.flop) for each in products)
 
@@ -131,7 +132,7 @@ def _in_products(work: TimedWork, rates: Mapping[str, Rates]) -> float:
 def _positive(matrix: np.ndarray, values: np.ndarray) -> list[float]:
     """Solve a least-squares problem with nonnegative coefficients.
 
-    Columns with negative coefficients are removed, and their coefficients are set to 0, until no
+    The solver repeatedly sets negative coefficients to 0 and solves for the others, until no
     coefficient is negative.
     """
     found, used = np.zeros(matrix.shape[1]), np.arange(matrix.shape[1])
@@ -144,7 +145,7 @@ def _positive(matrix: np.ndarray, values: np.ndarray) -> list[float]:
 
 
 def _tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable, ...]:
-    """Return a CallTable for each operation and group size."""
+    """Return one CallTable per operation and group size, with mean times per octave of bytes."""
     found = defaultdict(list)
     for work in works:
         if work.call and work.call.bytes:
@@ -157,9 +158,9 @@ def _tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable,
 
 
 def _table(found: tuple, bandwidth: float) -> tuple:
-    """Return the (bytes, seconds) columns of a table, extended to at least two points.
+    """Return the columns `bytes` and `seconds` of a call table, extended to at least two points.
 
-    If only one size was measured, the time for twice the bytes is extrapolated with the memory
+    If only one size was measured, a point with twice the bytes is extrapolated with the memory
     bandwidth.
     """
     (bytes_, *more), (seconds, *_) = found
@@ -171,9 +172,9 @@ def _table(found: tuple, bandwidth: float) -> tuple:
 def with_wakeup(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Machine:
     """Return `machine` with a wake-up time fitted to the measured step times.
 
-    `timed` lists (config, step time in seconds) of runs in which each rank had a dedicated core.
-    `wakeup_s` is the median over these runs, limited to MOST_S, because longer delays are caused
-    by other programs.
+    `timed` contains a pair (config, step time in seconds) for each run. Each rank of these runs
+    must have had a dedicated core. `wakeup_s` is the median over the runs, limited to MOST_S
+    because longer delays are caused by other programs.
     """
     found = []
     for config, seconds in timed:
@@ -188,5 +189,5 @@ def with_wakeup(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Mach
 
 
 def step_seconds(runs: Sequence[StageRun]) -> float:
-    """Return the makespan of a simulated step, from first start to last end, in seconds."""
+    """Return the time in seconds from the first start to the last end of a simulated step."""
     return (max(run.step[3] for run in runs) - min(run.step[2] for run in runs)) * 1e-9

@@ -58,9 +58,9 @@ p=2 x=2 y=2 hidden=256 layers=4 batch=32 microbatches=4
 
 
 def settings(line: str, **more: str) -> tuple[int, list[str]]:
-    """Convert a line of CALIBRATE or CHECK to a number of ranks and command-line options.
+    """Convert a line of CALIBRATE or CHECK to the number of ranks and command-line options.
 
-    `more` overrides settings in the line.
+    The keyword arguments `more` override settings in the line.
     """
     pairs = dict(pair.split("=") for pair in f"{_BASE} {line}".split()) | more
     ranks = prod(int(pairs.get(axis, 1)) for axis in ("p", "d", "x", "y", "z"))
@@ -69,6 +69,6 @@ def settings(line: str, **more: str) -> tuple[int, list[str]]:
 
 
 def config_of(line: str, **more: str) -> Config:
-    """Return the Config for a line of CALIBRATE or CHECK; `more` overrides its settings."""
+    """Return the resolved Config of a line of CALIBRATE or CHECK; `more` overrides settings."""
     ranks, words = settings(line, **more)
     return load_resolved(None, words, ranks)

@@ -1,9 +1,9 @@
-"""Cost of communication calls between hosts without GPUs: CPU time and NIC time.
+"""Cost model of communication calls between hosts without GPUs: CPU time and NIC time.
 
-A call of a group with r members on each of h hosts has two levels: shared memory within each host,
-and the network between the hosts, over which each member transfers 1/r of the block.  The NIC of a
-host therefore carries the same volume for any r, as if the group had one member per host.  The
-model is also used if the hosts have different numbers of members.
+If a group has r members on each of h hosts, a call has two levels: shared memory within each host,
+and the network between the hosts, over which each member transfers 1/r of the block.  The traffic
+of a host's NIC is therefore independent of r, as if the group had one member per host.  The model
+is also used if the hosts have different numbers of members.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpc3d.comm.communicator import received_share
 from hpc3d.predict.machine.collective_costs import best
 from hpc3d.trace.schema import MESSAGES
 
-# Dict from each collective between hosts to the collectives that it performs within a host.
+# Maps each collective between hosts to the collectives that it performs within each host.
 _INSIDE = {
     "all_gather": ("all_gather",),
     "reduce_scatter": ("reduce_scatter",),
@@ -27,11 +27,11 @@ _INSIDE = {
 
 
 class Crossing(NamedTuple):
-    """Group of `size` members on several `hosts`.
+    """Group of `size` ranks on several `hosts`.
 
-    `local` lists the members on the host with the most members.  The NIC of that host needs
-    `alpha` seconds per message and `beta` seconds per byte for this group, while it also serves
-    the groups of the other ranks on the host.
+    `local` lists the members on the host with the most members.  `alpha` (seconds per message) and
+    `beta` (seconds per byte) are the costs of this group on that host's NIC while the other ranks
+    of the host communicate in their own groups.
     """
 
     size: int
@@ -42,19 +42,19 @@ class Crossing(NamedTuple):
 
 
 class Legs(NamedTuple):
-    """CPU time (`work`) and network time (`wired`) of a call, in seconds."""
+    """CPU time `work` and network time `wired` of a communication call, in seconds."""
 
     work: float
     wired: float
 
 
 def crossing(machine: Any, members: Sequence[int]) -> Crossing | None:
-    """Return the Crossing of a group, or None if all members are on one host."""
+    """Return the Crossing that describes a group, or `None` if all members are on one host."""
     hosts = machine.by_node(members)
     if len(hosts) == 1:
         return None
     local, link = tuple(max(hosts, key=len)), machine.link(members)
-    # If a host runs adjacent pipeline stages, only the first and the last of them use the NIC.
+    # If adjacent pipeline stages are on one host, only the first and the last of them use the NIC.
     apart = max(members) - min(members) if len(members) == 2 else machine.ranks_per_node
     beta = link.beta(len(local), min(apart, machine.ranks_per_node))
     return Crossing(len(members), len(hosts), local, link.alpha_s, beta)
@@ -74,7 +74,8 @@ def carried(op: str, nbytes: float, there: Crossing) -> float:
 def legs(machine: Any, op: str, nbytes: float, members: Sequence[int]) -> Legs:
     """Return the CPU and network time of a call in which each member receives `nbytes` bytes.
 
-    If the group is on one host, or if the ranks have GPUs, all of the time counts as CPU time.
+    If the group is on one host, or if the ranks have GPUs, the network time is 0 and the total
+    time counts as CPU time.
     """
     there = machine.crossing(members) if machine.cores else None
     if there is None:
@@ -90,10 +91,10 @@ def legs(machine: Any, op: str, nbytes: float, members: Sequence[int]) -> Legs:
 
 
 def _handed(machine: Any, op: str, nbytes: float, hosts: int) -> float:
-    """Return the CPU time in seconds that a member needs to pass `nbytes` to and from the NIC.
+    """Return a member's CPU time, in seconds, to transfer `nbytes` to and from the NIC.
 
-    If the operation has been measured in shared memory with `hosts` members, the result is the
-    measured time.
+    If the time of the operation has been measured in shared memory with `hosts` members, this
+    measured time is returned.
     """
     table = machine.anywhere.get((op, hosts))
     return table(nbytes) if table else machine.launch_s + nbytes / machine.memory_bandwidth

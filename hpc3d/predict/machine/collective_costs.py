@@ -1,10 +1,10 @@
-"""Cost models of collective algorithms with `alpha` s per message and `beta` s per byte.
+"""Cost models of collective algorithms: `alpha` seconds per message and `beta` seconds per byte.
 
 Every cost function takes (alpha, beta, g, nbytes) and returns seconds. g is the number of members
-of the group. `nbytes` is the number of bytes counted in a trace, which is the minimum number that
-one member receives: a fraction 1 - 1/g of the full array for all_gather, reduce_scatter and
-all_to_all, twice that for all_reduce, and the block for other operations. The time of reduction
-arithmetic is not modeled separately, because a measured beta includes it.
+of the group. `nbytes` is the number of bytes counted in a trace: the minimum number that a member
+must receive. It is a fraction 1 - 1/g of the full array for all_gather, reduce_scatter and
+all_to_all, twice that for all_reduce, and the size of the block for other operations. The time of
+reduction arithmetic is not modeled separately, because a measured beta includes it.
 
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH"
 (IJHPCA 19(1), 2005) describes all algorithms except the chain; MPICH implements them in
@@ -22,7 +22,7 @@ _SHORT = 512 * 1024  # maximum size in bytes for recursive doubling and halving 
 
 
 def message(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """Single message from one member to another."""
+    """Cost of a single message from one member to another."""
     return alpha + nbytes * beta
 
 
@@ -39,14 +39,13 @@ def pairwise(alpha: float, beta: float, g: int, nbytes: float) -> float:
 def doubling(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """All-gather by recursive doubling, or by Bruck's algorithm if g is not a power of two.
 
-    The cost is the same for its mirror image, reduce-scatter by recursive halving, which requires
-    a power of two.
+    A reduce-scatter by recursive halving has the same cost; it requires that g is a power of two.
     """
     return ceil(log2(g)) * alpha + nbytes * beta
 
 
 def bruck(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """Bruck all-to-all: log2 g steps, each of which sends half of the array."""
+    """Bruck all-to-all: each of ceil(log2 g) steps sends half of the array."""
     return ceil(log2(g)) * (alpha + nbytes * g / (g - 1) / 2 * beta)
 
 
@@ -56,17 +55,17 @@ def ring_all_reduce(alpha: float, beta: float, g: int, nbytes: float) -> float:
 
 
 def rabenseifner(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """Rabenseifner all-reduce: reduce-scatter by recursive halving, all-gather by doubling.
+    """Rabenseifner all-reduce: recursive-halving reduce-scatter, recursive-doubling all-gather.
 
-    If g is not a power of two, the excess members send their blocks to a neighbor first and
-    receive the sum at the end.
+    If g is not a power of two, the excess members first send their blocks to a neighbor, and
+    receive the sum from it at the end.
     """
     odd = not _power_of_two(g)
     return 2 * (floor(log2(g)) + odd) * alpha + (nbytes + 2 * odd * _summed(g, nbytes)) * beta
 
 
 def doubling_all_reduce(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """Recursive-doubling all-reduce, which exchanges the full block in each of log2 g steps."""
+    """Recursive-doubling all-reduce, which exchanges the full array in each of log2 g steps."""
     steps = floor(log2(g)) + 2 * (not _power_of_two(g))
     return steps * (alpha + _summed(g, nbytes) * beta)
 
@@ -79,7 +78,7 @@ def binomial(alpha: float, beta: float, g: int, nbytes: float) -> float:
 def scatter_all_gather(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """Broadcast as a binomial-tree scatter followed by a ring all-gather.
 
-    The reverse algorithm for a reduce has the same cost.
+    A reduce by the reverse algorithm has the same cost.
     """
     return (ceil(log2(g)) + g - 1) * alpha + 2 * (1 - 1 / g) * nbytes * beta
 
@@ -101,7 +100,7 @@ def _power_of_two(g: int) -> bool:
 
 
 def _summed(g: int, nbytes: float) -> float:
-    """Return the array size, in bytes, of an all-reduce in which a rank receives `nbytes`."""
+    """Return the array size in bytes of an all-reduce in which each rank receives `nbytes`."""
     return nbytes * g / (2 * (g - 1))
 
 
@@ -117,8 +116,9 @@ def short_power_of_two(g: int, nbytes: float) -> bool:
     return nbytes <= _SHORT and _power_of_two(g)
 
 
-# Pairs (algorithm, condition): libraries use an algorithm for an operation if the condition holds.
-# Recursive doubling sends to distant ranks, so long messages would contend for the same links.
+# For each operation, pairs (algorithm, condition under which MPI libraries use it). Recursive
+# doubling is limited to short messages, because long ones between distant ranks would contend for
+# the same links.
 ALGORITHMS = {
     "all_gather": ((ring, always), (doubling, short)),
     "reduce_scatter": ((ring, always), (doubling, short_power_of_two)),
@@ -140,7 +140,7 @@ _NEIGHBOURS = {ring, ring_all_reduce, chain}  # algorithms that send to neighbor
 def best(
     op: str, g: int, nbytes: float, alpha: float, beta: float, hop: float | None = None
 ) -> float:
-    """Return the time in seconds of a call with the fastest algorithm that libraries would use.
+    """Return the time in seconds of a collective call, using the fastest eligible algorithm.
 
     `hop` is the latency between neighboring ranks in seconds; it defaults to `alpha`.
     """
@@ -155,7 +155,10 @@ def best(
 
 
 class Level(NamedTuple):
-    """Level of a network hierarchy: number of members, seconds per message, seconds per byte."""
+    """One level of a network hierarchy.
+
+    It has `members` members, with `alpha` seconds per message and `beta` seconds per byte.
+    """
 
     members: int
     alpha: float

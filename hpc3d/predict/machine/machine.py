@@ -28,7 +28,7 @@ TYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")  # dtypes
 
 
 class Curve:
-    """Curve y(x) through given points: linear in log-log scale between them, constant outside."""
+    """Curve y(x) through given points, with log-log interpolation and constant extrapolation."""
 
     def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
         self.x, self.y = tuple(map(float, x)), tuple(map(float, y))
@@ -46,10 +46,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of matrix products in one dtype.
+    """Measured rates of matrix products in one dtype.
 
-    `peak` in FLOP/s is the reference for MFU. `flop` and `rate` list the measured points: a
-    product with `flop` floating-point operations runs at `rate` FLOP/s.
+    A matrix product of `flop` floating-point operations runs at `rate` FLOP/s; the two tuples list
+    the measured points. `peak`, in FLOP/s, is the reference for MFU.
     """
 
     __pydantic_config__ = STRICT
@@ -64,12 +64,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Link:
-    """Network link that connects `ranks` consecutive ranks (0: all ranks).
+    """Network link that connects groups of `ranks` consecutive ranks (0: all ranks).
 
-    `alpha_s` is the latency of a message in seconds. Bandwidths are in bytes/s. `bandwidth` is the
-    bandwidth of a rank, and `node_bandwidth` limits the total of all ranks on a node (0: no
-    limit). `pair_bandwidth` is the bandwidth between two ranks (0: the same as `bandwidth`). It is
-    lower than `bandwidth` if pairs of ranks are connected directly, without a switch.
+    `alpha_s` is the latency of a message in seconds. Bandwidths are in bytes/s: `bandwidth` limits
+    each rank, `node_bandwidth` the total of a node (0: no limit), and `pair_bandwidth` each pair
+    of ranks (0: the same as `bandwidth`). The last one is lower than `bandwidth` if pairs of ranks
+    are connected directly, without a switch.
     """
 
     __pydantic_config__ = STRICT
@@ -80,10 +80,10 @@ class Link:
     pair_bandwidth: float = 0.0
 
     def beta(self, senders: int, ranks_per_node: int, peers: float = inf) -> float:
-        """Return the time per byte, in seconds, for a group with `senders` ranks on a node.
+        """Return the time per byte, in seconds, of a group that has `senders` ranks on a node.
 
-        Each sender has `peers` destination ranks on the link, while the other ranks of the node
-        send in the same way within their own groups.
+        Each of them sends to `peers` ranks over this link. The other ranks of the node are assumed
+        to send concurrently in the same way, within their own groups.
         """
         common = (self.node_bandwidth or inf) * min(1, senders / ranks_per_node)
         return 1 / min(senders * self.bandwidth, common, peers * (self.pair_bandwidth or inf))
@@ -91,10 +91,10 @@ class Link:
 
 @dataclass(frozen=True)
 class CallTable:
-    """Measured times of an operation `op`, in `seconds`, as a function of its size in `bytes`.
+    """Table of the measured times of communication operation `op`.
 
-    `bytes` are counted as in a trace. The group consists of `members` ranks with the stride
-    `stride`; if it is 0, the table applies to any stride on a single node. `groups` is "alone" if
+    A call of `bytes` (counted as in a trace) takes `seconds`. The group consists of `members`
+    ranks with stride `stride`; stride 0 means any stride on a single node. `groups` is "alone" if
     only this group made calls, and "at once" if all groups of the axis made calls concurrently.
     """
 
@@ -113,8 +113,8 @@ class CallTable:
     def time(self, nbytes: float) -> float:
         """Return the time of a call in seconds.
 
-        The interpolation is log-log between the measured sizes and linear (alpha + beta nbytes)
-        outside.
+        Times are interpolated in log-log scale between the measured sizes, and extrapolated
+        linearly (alpha + beta nbytes) outside.
         """
         x, y = self.bytes, self.seconds
         if x[0] <= nbytes <= x[-1]:
@@ -127,12 +127,12 @@ class CallTable:
 
 
 class Route(NamedTuple):
-    """Cost parameters of the calls of a group.
+    """Cost parameters of communication in a group.
 
-    Measured `tables` take precedence. Otherwise, a message takes `alpha` seconds, or `hop` seconds
-    between neighbors in a ring, plus `beta` seconds per byte, or `spread` seconds per byte in an
-    all-to-all. If the group has several members on each of several nodes, `levels` contains the
-    `Level` within the nodes and the `Level` across the nodes.
+    Measured `tables` take precedence. Otherwise, the latency of a message is `alpha` seconds, or
+    `hop` seconds between neighbors in a ring. Each byte takes `beta` seconds, or `spread` seconds
+    in an all-to-all. If the group has several members on each of several nodes, `levels` contains
+    the `Level` within the nodes and the `Level` across the nodes.
     """
 
     members: int
@@ -153,10 +153,10 @@ def _over_nodes(
 ) -> Route:
     """Return the Route of a group with several members on each of several nodes.
 
-    The data of a ring leave each node once, over as many NICs as the group has members on the
-    node, in `leaving` seconds per byte. The steps of a ring overlap, so their latency is the mean
-    latency of a hop, as in NCCL (src/graph/tuning.cc). The latency of a tree is the mean over its
-    steps within and across nodes.
+    `leaving` is the time per byte, in seconds, for ring data that leave a node, which use one NIC
+    per member on the node. The latency of a ring step is the mean over all hops of the ring,
+    because its steps overlap, as in NCCL (src/graph/tuning.cc). The latency of a tree step is the
+    mean over the steps within and across nodes.
     """
     near, far = ceil(log2(inside.members)), ceil(log2(across.members))
     alpha = (near * inside.alpha + far * across.alpha) / (near + far)
@@ -177,15 +177,16 @@ def _over_nodes(
 
 @dataclass(frozen=True)
 class Machine:
-    """Model of a machine's ranks and links; `source` is the origin of the numbers.
+    """Performance model of a machine; `source` states where its numbers come from.
 
-    A node has `ranks_per_node` ranks. If `cores` is smaller, ranks share cores; if `cores` is 0,
-    each rank has a device. `memory_gb` is per rank. A kernel takes `launch_s` seconds plus the
-    time to move its bytes at `memory_bandwidth`, or at its own rate in `kernels`, in bytes/s.
-    `links` are ordered from the innermost to the outermost. Without devices, communication uses
-    the cores, and a rank that waited resumes after `wakeup_s` seconds. Fused attention on a device
-    supports heads up to the size `max_fused_head_dim` (0: no fused attention). Copies between a
-    device and its host run at `host_bandwidth` bytes/s (25e9: PCIe 4 x16).
+    A node has `ranks_per_node` ranks and `cores` CPU cores. If there are fewer cores than ranks,
+    ranks share cores; if `cores` is 0, each rank has a GPU. `memory_gb` is the memory per rank. A
+    kernel takes `launch_s` seconds plus the time to move its bytes at `memory_bandwidth` or at its
+    own bandwidth in `kernels`, in bytes/s. `links` are ordered from the innermost to the
+    outermost. Without GPUs, communication uses the cores, and a waiting rank resumes with a delay
+    of `wakeup_s` seconds. Fused attention on GPUs supports heads of up to `max_fused_head_dim`
+    elements (0: no fused attention). Copies between a GPU and its host run at `host_bandwidth`
+    bytes/s (25e9: PCIe 4 x16).
     """
 
     __pydantic_config__ = STRICT
@@ -205,12 +206,11 @@ class Machine:
     host_bandwidth: float = 25e9
 
     def product(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
-        """Return the time in seconds of `batch` matrix products of shapes [m, k] and [k, n].
+        """Return the time in seconds of `batch` matrix products [m, k] x [k, n].
 
-        A product takes at least the launch time. On a device, it also takes at least the time to
-        move the operands through memory (S. Williams et al., "Roofline", CACM 52(4), 2009); on CPU
-        cores, the operands are assumed to be in cache. Raises ValueError if the machine has no
-        rates for the dtype.
+        The time is at least the launch time and, on a GPU, at least the time to move the operands
+        through memory (S. Williams et al., "Roofline", CACM 52(4), 2009). On CPU cores, operands
+        are assumed to be in cache. Raises ValueError if the machine has no rates for the dtype.
         """
         moved = 0 if self.cores else batch * (m * k + k * n + m * n) * itemsize(dtype)
         return self.fused(2.0 * m * n * k * batch, moved, dtype)
@@ -230,12 +230,13 @@ class Machine:
         return self.launch_s + nbytes / self.kernels.get(name, self.memory_bandwidth)
 
     def call(self, op: str, nbytes: float, members: Sequence[int]) -> float:
-        """Return the time in seconds of a call made concurrently by all groups along an axis.
+        """Return the time in seconds of a communication call.
 
-        `members` are the ranks of one group (a tuple or a range), and `nbytes` is the number of
-        bytes counted in a trace. The time is the sum of the launch time and the message time
-        (collective_costs.best); measured times include both. For calls between hosts without
-        devices, the time is the sum of CPU and network time (hpc3d.predict.machine.between_hosts).
+        All groups along the axis are assumed to make the call concurrently. `members` are the
+        ranks of one group (a tuple or a range), and `nbytes` is the number of bytes counted in a
+        trace. The time is the sum of the launch time and the message time
+        (collective_costs.best); measured times include both. For calls between hosts without GPUs,
+        the time is the sum of CPU and network time (hpc3d.predict.machine.between_hosts).
         """
         if len(members) == 1:
             return 0.0
@@ -251,7 +252,7 @@ class Machine:
         return self.launch_s + seconds
 
     def crossing(self, members: Sequence[int]) -> Crossing | None:
-        """Return the Crossing of a group (hpc3d.predict.machine.between_hosts).
+        """Return the Crossing that describes a group (hpc3d.predict.machine.between_hosts).
 
         The result is `None` if all members are on one node.
         """
@@ -267,7 +268,8 @@ class Machine:
 
     @cached_property
     def anywhere(self) -> dict[tuple[str, int], Callable[[float], float]]:
-        """Dict from (op, number of members) to the `time` method of the table without a stride."""
+        """Dict from (operation, number of members) to the time function of the measured table
+        that applies to any stride."""
         return {
             (each.op, each.members): each.time
             for groups in ("alone", "at once")
@@ -281,7 +283,8 @@ class Machine:
         return {}
 
     def route(self, members: tuple[int, ...]) -> Route:
-        """Return the Route of a group of two or more ranks, distributed evenly over the nodes."""
+        """Return the Route of a group of two or more ranks that are evenly distributed over the
+        nodes."""
         on_node, ranks = self.by_node(members), self.ranks_per_node
         here = max(on_node, key=len)
         near, far = self.link(here), self.link(members)
@@ -310,12 +313,12 @@ class Machine:
     def tables(
         self, members: Sequence[int], alone_serves: bool
     ) -> dict[str, Callable[[float], float]]:
-        """Return a dict from operation to a function that returns the measured time in seconds.
+        """Return the measured times that apply to a group.
 
-        Only tables that apply to the group `members` are included. Tables measured "at once" take
-        precedence. Tables measured "alone" are used only if `alone_serves` is true, which means
-        that the group shares no link with other groups. Tables without a stride are used for
-        groups on one node.
+        The result maps each operation to a function from bytes to seconds. Tables measured "at
+        once" take precedence. Tables measured "alone" are used only if `alone_serves` is true
+        (the group shares no link with other groups). Tables with stride 0 are used only for groups
+        on one node.
         """
         ranks, across = sorted(members), len(self.by_node(members)) > 1
         strides = {there - here for here, there in pairwise(ranks)}

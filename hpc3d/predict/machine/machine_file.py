@@ -1,4 +1,4 @@
-"""Reading, validating and writing machine files in TOML."""
+"""Read, validate and write machine files in TOML."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from hpc3d.predict.machine.collective_costs import ALGORITHMS
 from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 
 _RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # maps old keys to new keys
-_LONGEST, _SLOWEST = 10.0, 1.0  # longest valid time in s, lowest valid rate in 1/s
+_LONGEST, _SLOWEST = 10.0, 1.0  # maximum time in s, and minimum rate in 1/s
 _PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
 
 
 def load(path: Path | str) -> Machine:
-    """Read a Machine from a TOML file, or by name from hpc3d.config.package_data.
+    """Read a Machine from a TOML file, or by the name of a machine that comes with hpc3d.
 
-    Raises ValueError with one line per error that states the file, the key and the fix.
+    Raises ValueError with one line per error, which states the file, the key and the fix.
     """
     found = find(path, MACHINE)
     if not (tree := read(found)):
@@ -39,7 +39,7 @@ def load(path: Path | str) -> Machine:
 
 
 def dumps(machine: Machine) -> str:
-    """Serialize `machine` to TOML text; `load` converts the text to an equal Machine."""
+    """Serialize `machine` to TOML text, which `load` can read."""
     tree = asdict(machine)
     gemm, links, kernels, measured = map(tree.pop, ("gemm", "links", "kernels", "measured"))
     parts = [_table("", tree)]
@@ -60,17 +60,17 @@ def _key(name: str) -> str:
 
 
 def _validate(tree: dict[str, Any]) -> Machine:
-    """Convert nested TOML tables to a Machine, and warn about each deprecated key.
+    """Convert nested TOML tables to a Machine, and warn about deprecated keys.
 
-    Raises ValueError with one line per error that states the key and the fix.
+    Raises ValueError with one line per error, which states the key and the fix.
     """
     import json
 
     from pydantic import TypeAdapter, ValidationError
 
     deprecated_keys.warn(deprecated_keys.rename_keys(tree, _RENAMED))
-    # pydantic's strict mode, which is needed to reject `true` as a number, can convert tables to
-    # dataclasses only from JSON.
+    # Strict mode is needed so that pydantic does not accept `true` as a number. In strict mode,
+    # pydantic can convert tables to dataclasses only if the input is JSON.
     text = json.dumps(tree, default=str)
     try:
         machine = TypeAdapter(Machine).validate_json(text, strict=True)
@@ -83,7 +83,6 @@ def _validate(tree: dict[str, Any]) -> Machine:
 
 
 def _explain(error: Mapping[str, Any]) -> str:
-    """Format a pydantic error as one line."""
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
         return f"{key}: missing; add it"
@@ -94,24 +93,22 @@ def _explain(error: Mapping[str, Any]) -> str:
 
 
 def _hint(*key: str) -> str:
-    """Suggest a similar known key, or list the known keys."""
     known = [each.name for each in fields(_PARTS[key[0]] if len(key) > 1 else Machine)]
     near = get_close_matches(key[-1], known, 1)
     return f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
 
 
 def _wrong_numbers(machine: Machine) -> Iterator[str]:
-    """Yield an error for each value that is out of range."""
     if not (machine.name.strip() and machine.name.isprintable()):
-        yield f"name = {machine.name!r}: must be one line of printable characters, and not empty"
+        yield f"name = {machine.name!r}: must be one nonempty line of printable characters"
     if machine.ranks_per_node < 1:
         yield f"ranks_per_node = {machine.ranks_per_node}: must be at least 1"
     if machine.cores < 0:
-        yield f"cores = {machine.cores}: must be at least 0; 0 means one device per rank"
+        yield f"cores = {machine.cores}: must be at least 0 (0: each rank has a GPU)"
     if machine.max_fused_head_dim < 0:
         yield (
-            f"max_fused_head_dim = {machine.max_fused_head_dim}: must be at least 0; 0 means no "
-            "fused attention"
+            f"max_fused_head_dim = {machine.max_fused_head_dim}: must be at least 0 (0: no fused "
+            "attention)"
         )
     if not _sound(machine.memory_gb):
         yield f"memory_gb = {machine.memory_gb}: must be positive"
@@ -131,12 +128,11 @@ def _wrong_numbers(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_rates(machine: Machine) -> Iterator[str]:
-    """Yield an error for missing or invalid GEMM rates, and for rates above the peak."""
     if not machine.gemm:
         yield "gemm: missing; add [gemm.float32] or another data type"
     for dtype, rates in machine.gemm.items():
         if dtype not in TYPES:
-            yield f"gemm.{dtype}: unknown type; use one of {', '.join(TYPES)}"
+            yield f"gemm.{dtype}: unknown data type; use one of {', '.join(TYPES)}"
         yield from _wrong_knots(f"gemm.{dtype}", flop=rates.flop, rate=rates.rate)
         if _SLOWEST <= rates.peak < max(rates.rate, default=0):
             yield (
@@ -146,7 +142,6 @@ def _wrong_rates(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_links(machine: Machine) -> Iterator[str]:
-    """Yield an error for each missing or invalid link, and for links in the wrong order."""
     if not machine.links:
         yield "links: missing; add [[links]] with ranks = 0, which connects all ranks"
     for place, link in enumerate(machine.links):
@@ -154,17 +149,16 @@ def _wrong_links(machine: Machine) -> Iterator[str]:
     for place, (inner, outer) in enumerate(pairwise(machine.links[:-1]), 1):
         if outer.ranks <= inner.ranks or inner.ranks < 1 or outer.ranks % inner.ranks:
             yield (
-                f"links.{place}.ranks = {outer.ranks}: must be a larger multiple of the number of "
-                f"ranks of the previous link, {inner.ranks}; sort the links by size"
+                f"links.{place}.ranks = {outer.ranks}: must be a multiple of, and larger than, "
+                f"ranks = {inner.ranks} of the previous link; sort the links by size"
             )
 
 
 def _wrong_link(key: str, link: Link, last: bool) -> Iterator[str]:
-    """Yield an error for each invalid value of a link."""
     if last and link.ranks:
         yield f"{key}.ranks = {link.ranks}: must be 0, because the last link connects all ranks"
     if not last and link.ranks < 2:
-        yield f"{key}.ranks = {link.ranks}: must be at least 2; only the last link may have 0"
+        yield f"{key}.ranks = {link.ranks}: must be at least 2 (only the last link may have 0)"
     if not _SLOWEST <= link.bandwidth < inf:
         yield f"{key}.bandwidth = {link.bandwidth}: must be at least {_SLOWEST:g} bytes/s"
     if not 0 <= link.alpha_s <= _LONGEST:
@@ -183,7 +177,7 @@ def _wrong_tables(machine: Machine) -> Iterator[str]:
         if table.members < 2:
             yield f"{key}.members = {table.members}: must be at least 2"
         if table.stride < 0:
-            yield f"{key}.stride = {table.stride}: must be at least 0; 0 means any stride"
+            yield f"{key}.stride = {table.stride}: must be at least 0 (0: any stride)"
         yield from _wrong_knots(key, least=2, bytes=table.bytes, seconds=table.seconds)
     calls = [(each.op, each.members, each.stride, each.groups) for each in machine.measured]
     for (op, members, stride, groups), times in Counter(calls).items():
@@ -197,14 +191,14 @@ def _wrong_tables(machine: Machine) -> Iterator[str]:
 def _wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterator[str]:
     """Yield an error if two columns of numbers do not define a valid curve.
 
-    The columns must contain positive values and have the same length, which must be at least
-    `least`. The first column must be in ascending order.
+    Both columns must contain the same number of positive values, at least `least`. The first
+    column must be in ascending order.
     """
     (first, x), (second, y) = columns.items()
     if len(x) != len(y) or len(x) < least:
         yield (
-            f"{key}: {first} has {len(x)} values and {second} has {len(y)}; both need the same "
-            f"number of values, at least {least}"
+            f"{key}: {first} has {len(x)} values and {second} has {len(y)}; both must have the "
+            f"same number of values, at least {least}"
         )
     elif not all(map(_sound, (*x, *y))):
         yield f"{key}: {first} and {second} must be positive numbers"
@@ -213,5 +207,4 @@ def _wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterat
 
 
 def _sound(value: float) -> bool:
-    """Return True if `value` is positive and finite."""
     return 0 < value < inf

@@ -1,9 +1,9 @@
-"""Variants of the best layouts of a search: uneven layers per stage and other bucket sizes.
+"""Variants of the best layouts of a search: uneven layers per stage, and other bucket sizes.
 
 The variants are tried last and only for the best layouts, because they improve a good layout only
-slightly. layer_counts.py evaluates layers per stage with the schedule simulator, also for layouts
-that do not fit in memory with even layers. The bucket sizes correspond to the gradients of 1, 2,
-4, ... layers.
+slightly. layer_counts.py searches for the best number of layers on each stage with the schedule
+simulator. It includes layouts that do not fit in memory if the layers are evenly distributed. A
+bucket holds the gradients of 1, 2, 4, ... layers.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 
 _FEW = 6  # maximum number of layouts for which uneven layers are tried
 _SCHEDULES = 3  # maximum number of schedules per candidate
-_LESS = 2  # number of options that save less memory, to be tried with uneven layers
-_PASSES = 12_000_000  # budget of simulated passes for all layouts together
+_LESS = 2  # maximum number of options with smaller memory savings to try with uneven layers
+_PASSES = 12_000_000  # maximum number of simulated passes, summed over all layouts
 _WORTH = 0.01  # minimum relative reduction of the step time that justifies non-default keys
-_BUCKETS = 6  # maximum number of bucket sizes, for the gradients of 1, 2, 4, ... layers
+_BUCKETS = 6  # maximum number of bucket sizes to try
 
 
 class Offer(NamedTuple):
-    """Additional estimate of a layout, for the timed candidate with index `number`."""
+    """Estimate of a variant of the timed candidate with index `number`."""
 
     number: int
     estimate: Estimate
 
 
 def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
-    """Yield estimates of layouts that are faster, or only fit in memory, with uneven layer counts.
+    """Yield estimates of layouts that are faster, or fit in memory, only with uneven layers.
 
-    Each estimate is preceded by an estimate of the same layout with even layers, which is made by
-    the same simulator and is therefore comparable.
+    Each estimate follows an estimate of the same layout with even layers from the same simulator,
+    so that the two are comparable.
     """
     estimator = candidates.estimator
     layers = timed[0].candidate.config.model.layers
@@ -75,7 +75,8 @@ def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
         left -= share - max(0, search.left)
         if counts:
             candidates.count += 1
-            # The schedule simulator estimates both partitions, so that the times are comparable.
+            # Both partitions are estimated by the schedule simulator, so their times are
+            # comparable.
             clocked = estimator.estimate(_with_layers(config, even))._replace(config=config)
             other = estimator.estimate(_with_layers(config, counts))
             yield offer._replace(estimate=clocked)
@@ -84,7 +85,7 @@ def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
 
 
 def gains(seconds: float, usual: float) -> bool:
-    """Return True if `seconds` is far enough below `usual` to justify non-default keys."""
+    """Return True if the step time `seconds` is sufficiently shorter than the `usual` one."""
     return seconds < (1 - _WORTH) * usual
 
 
@@ -95,8 +96,9 @@ def _with_layers(config: Config, counts: Sequence[int]) -> Config:
 def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
     """Yield layouts with even layers that may become faster with uneven layers.
 
-    These are the layouts with the fastest schedules of each pipeline-parallel candidate, and
-    variants of the fastest candidates that save less memory and fit only with uneven layers.
+    These are the layouts with the fastest schedules of each pipeline-parallel candidate. Variants
+    of the fastest candidates that save less memory are included, because they may fit with uneven
+    layers.
     """
     for number, each in enumerate(timed):
         if each.best.config.mesh.p == 1:
@@ -113,7 +115,7 @@ def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
 def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
     """Yield the fastest estimates of layouts that save less memory than `best`.
 
-    These layouts recompute or re-gather less, or have a lower ZeRO stage.
+    Such layouts recompute less, re-gather fewer weights, or use a lower ZeRO stage.
     """
     config, parallel = best.config, best.config.parallel
     ways = candidates.ways(config)
@@ -128,7 +130,8 @@ def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
 
 
 def least_uneven(estimator: Estimator, estimate: Estimate) -> float:
-    """Return the step time in seconds of a layout if the work were equal on all stages."""
+    """Return the step time, in seconds, that a layout would have with equal work on all
+    stages."""
     config = estimate.config
     stages = [stage_content(each) for each in contents(config)]
     works = estimator.works(config, estimator.costs.parts(config), stages)
@@ -137,7 +140,7 @@ def least_uneven(estimator: Estimator, estimate: Estimate) -> float:
 
 
 def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> LayerPipeline:
-    """Return the LayerPipeline of a layout, with at most `memory` bytes per rank."""
+    """Return the LayerPipeline of a layout, which may use at most `memory` bytes per rank."""
     parts, model = estimator.costs.parts(config), model_of(config)
     none = _with_layers(config, (0,) * model.placement.parts)
     backward = parts.layer.backward if model.schedule.splits_backward else parts.layer.whole
@@ -153,9 +156,10 @@ def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> Layer
 
 
 def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float]:
-    """Return a function (stage, layers) -> exposed time in seconds of the gradient reductions.
+    """Return a function that computes the exposed time of a stage's gradient reductions.
 
-    All stages are assumed to need the same time per byte as the first stage.
+    The function maps (stage, number of layers) to seconds. It assumes that the time per byte is
+    the same on all stages.
     """
     chunks = contents(config)
     first = stage_content(chunks[0])
@@ -171,7 +175,10 @@ def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float
 
 
 def _held_of(costs: CostTable, config: Config) -> Callable[[int, tuple[int, ...]], float]:
-    """Return a function (stage, layers of each chunk) -> peak memory of a rank in bytes."""
+    """Return a function that computes the peak memory of a rank.
+
+    The function maps (stage, number of layers of each chunk) to bytes.
+    """
     parts, placement = costs.parts(config), model_of(config).placement
     sums, rest = costs.update(config, stage_content(contents(config)[0]))
     sample = costs.sample(config, config.parallel.zero)
@@ -188,16 +195,16 @@ def _held_of(costs: CostTable, config: Config) -> Callable[[int, tuple[int, ...]
 
 
 def _mixtures(config: Config, layers: int) -> float:
-    """Return the mean number of mixture-of-experts layers among `layers` layers.
+    """Return the average number of mixture-of-experts layers among `layers` layers.
 
-    The result is 0 if all layers of the model are identical.
+    The result is 0 if all layers of the model are of the same type.
     """
     every = config.model.moe_every
     return layers / every if every > 1 else 0
 
 
 def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]:
-    """Return estimates of a layout with other bucket sizes, ordered by step time."""
+    """Estimate a layout with other bucket sizes; return the estimates, fastest first."""
     sizes = bucket_sizes(candidates.estimator, config)
     candidates.count += len(sizes)
     sized = (replace(config.parallel, bucket_mb=size) for size in sizes)
@@ -206,9 +213,9 @@ def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]
 
 
 def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
-    """Return the bucket sizes to try, in MB, without the configured size.
+    """Return the bucket sizes to try, in MB, excluding the configured size.
 
-    The sizes correspond to the gradients of 1, 2, 4, ... layers, up to those of a full stage.
+    A bucket holds the gradients of 1, 2, 4, ... layers, up to those of an entire stage.
     """
     layer = estimator.costs.layer_gradient(config) / config.model.moe_every
     whole = max(
@@ -220,6 +227,6 @@ def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
 
 
 def _rounded_up(size: float) -> float:
-    """Round up to two significant digits, so that the intended gradients fit into a bucket."""
+    """Round up to two significant digits, so that the bucket still holds its gradients."""
     unit = 10.0 ** (ceil(log10(size)) - 2)
     return round(ceil(size / unit * (1 - 1e-12)) * unit, 12)

@@ -33,16 +33,17 @@ _KINDS = {
     "2.5d": "2.5-D",
     "3d": "3-D",
 }
-_SHORT = 2  # number of candidates per (p, d, c, e) on the short list
-# Factor by which estimated compute and communication times are multiplied in a lower bound.
+_SHORT = 2  # length of a short list, not counting candidates of additional kinds
+# Factor that turns an estimated compute or communication time into a lower bound.
 _BOUND_MARGIN = 0.7
 
 
 class Candidate(NamedTuple):
     """Layout whose schedule and memory options have not been chosen yet.
 
-    `moves` maps an axis to its communication time per step, in seconds. `work` is the CPU time of
-    all communication, and `hidden` is the communication time that may overlap with compute.
+    `moves` maps each axis to its communication time per step. `work` is the CPU time of all
+    communication, and `hidden` is the part of the communication time that can overlap with
+    compute. All times are in seconds.
     """
 
     config: Config
@@ -56,17 +57,17 @@ class Candidate(NamedTuple):
 
 
 def kind(config: Config) -> str:
-    """Return the class of a layout's scheme, such as "2-D", or "none" without tensor
-    parallelism."""
+    """Return the kind of tensor parallelism that a layout uses, such as "2-D", or "none"."""
     mesh = config.mesh
     return "none" if mesh.x * mesh.y * mesh.z == 1 else _KINDS[config.parallel.scheme]
 
 
 def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
-    """Return short lists of candidates, which are timed first, and a list of all others.
+    """Return short lists of candidates, to be timed first, and a list of all other candidates.
 
-    Each combination of p, d, c and e has a short list, in the order of `candidates`. A candidate
-    is added to its list if the list has fewer than _SHORT candidates or none of the same kind.
+    Each combination of p, d, c and e has a short list. In the order of `candidates`, a candidate
+    is added to its list if the list has fewer than _SHORT candidates, or none with the same kind
+    of tensor parallelism.
     """
     groups, others = {}, []
     for candidate in candidates:
@@ -78,7 +79,8 @@ def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], 
 
 
 def _product_type(config: Config, machine: Machine) -> str:
-    """Return the fastest dtype used in the matrix products of a run's layers."""
+    """Return the dtype of the fastest matrix products in a run: FP8 if enabled, or
+    `train.dtype`."""
     train = config.train
     asked = (train.backend, train.product_dtype, train.product_scale)
     coded = asked == ("cupy", "float8", "tensor") and E4M3 in machine.gemm
@@ -103,10 +105,10 @@ class Bounds:
         return self.machine.call("all_gather", 1e6, (0, stride))
 
     def candidate(self, config: Config) -> Candidate:
-        """Return the Candidate of a layout.
+        """Return a Candidate for a layout.
 
-        The axes are reordered by communication volume, with the largest volume innermost, if this
-        shortens the communication time.
+        If this shortens the communication time, the axes are reordered by communication volume,
+        with the largest volume on the innermost axis.
         """
         volume = volumes(config)
         candidate = self.moves(config, volume)
@@ -119,8 +121,7 @@ class Bounds:
     def calibrate(self, config: Config, parts: PartCosts, fixed: float) -> None:
         """Tighten the bounds with the measured costs of a microbatch.
 
-        Sets the compute time of a step on any layout, and the time `fixed`, in seconds, that is
-        added to the step of every layout.
+        `fixed` is an additional time per step, in seconds, which is the same for all layouts.
         """
         micros = config.parallel.microbatches * self.layers / config.mesh.p
         layer = parts.layer.forward + parts.layer.whole
@@ -130,9 +131,9 @@ class Bounds:
     def least(self, candidate: Candidate) -> float:
         """Return a lower bound on the step time in seconds.
 
-        The bound is the time of compute and bubble with the best number of microbatches, plus the
+        The bound is the compute and bubble time at the best number of microbatches, plus the
         communication time that cannot be hidden. If ranks share a core, the bound is at least the
-        CPU time of all ranks on the core.
+        total CPU time of the ranks on the core.
         """
         stages, micros, found = candidate.config.mesh.p, 1, []
         chunks = max(1, self.layers // stages)
@@ -150,16 +151,17 @@ class Bounds:
     def shown_context(self, candidate: Candidate) -> float:
         """Return the approximate exposed communication time along axis c, in seconds.
 
-        The communication overlaps with attention, which is assumed to run at peak rate.
+        Attention, with which the communication overlaps, is assumed to run at the peak rate.
         """
         rate, hidden = self.machine.gemm[candidate.config.train.dtype].peak, candidate.hidden
         busy = attention_flops(candidate.config) / rate
         return candidate.moves.get(CONTEXT, 0.0) - min(hidden, busy)
 
     def moves(self, config: Config, volume: Mapping[str, float]) -> Candidate:
-        """Return the Candidate of a layout, given its communication `volume` by axis.
+        """Return a Candidate for a layout with the given communication `volume` by axis.
 
-        A layer is assumed to have four matrix products, each with two calls along the tensor axes.
+        A layer is assumed to have four matrix products, each of which makes two communication
+        calls along the tensor axes.
         """
         itemsize = np.dtype(config.train.dtype).itemsize
         found, work = {}, 0.0
@@ -174,7 +176,8 @@ class Bounds:
 
 
 def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
-    """Return the operation of an axis, its calls per step, and the ranks of one group."""
+    """Return the communication along an axis: operation, calls per step, and ranks of one
+    group."""
     grid, layers = config.mesh.grid(), config.model.layers / config.mesh.p
     members = grid.ranks_over(axis.split(), {})
     if axis == "p":
@@ -194,23 +197,22 @@ def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
 
 
 def _seconds(sample: LayerSample, sequences: int) -> float:
-    """Return the time in seconds of a forward and a backward pass of a layer."""
     passes = sample.layer_passes(sequences, halves=False)
     return passes.forward.seconds + passes.whole.seconds
 
 
 def _smallest(config: Config) -> Config:
-    """Return a one-layer, single-rank configuration whose time is dominated by launches."""
+    """Return a one-layer, single-rank configuration whose time is dominated by kernel launches."""
     model = replace(config.model, layers=1, hidden=1, heads=1, kv_heads=None, ffn=None, sequence=1)
     mesh = MeshConfig(x=1, y=1, z=1)
     return replace(config, model=model, mesh=mesh, train=replace(config.train, batch=1))
 
 
 def volumes(config: Config) -> Counter[str]:
-    """Return the elements that a rank receives per step along each axis with several ranks.
+    """Return the number of elements that a rank receives per step along each mesh axis.
 
-    The number of microbatches is assumed to equal the number of stages. Each microbatch gathers
-    the weights.
+    Axes with one rank are omitted. The number of microbatches is assumed to equal the number of
+    stages, and weights are gathered for every microbatch.
     """
     mesh, model, train = config.mesh, config.model, config.train
     tensor, layers = mesh.x * mesh.y * mesh.z, model.layers / mesh.p
@@ -238,9 +240,10 @@ def volumes(config: Config) -> Counter[str]:
 
 
 def tensor_replicas(config: Config, loop: str) -> dict[str, int]:
-    """Return a dict from axis to size for the tensor axes of `loop` that replicate blocks.
+    """Return the sizes of the tensor axes that shard dimension `loop` and replicate blocks.
 
-    Axes of m replicate weights, as z does in the 2.5-D scheme, and axes of n replicate X.
+    The result maps axes to sizes. For m, the replicated blocks are weights (as along z in the
+    2.5-D scheme); for n, they are blocks of X.
     """
     split, sizes = config.splits["dense"], config.mesh.sizes()
     axes = set(getattr(split, loop).split()).intersection(split.replicate.split(), "xyz")
@@ -248,7 +251,10 @@ def tensor_replicas(config: Config, loop: str) -> dict[str, int]:
 
 
 def summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
-    """Return pairs (axes, number of matrix elements with gradients reduced over these axes)."""
+    """Return pairs (axes, number of weights whose gradients are reduced over these axes).
+
+    The first pair is for dense layers, the second one for experts.
+    """
     sizes, dense, experts = config.mesh.sizes(), 0, 0.0
     for count, each in block_products(config.model):
         if each.experts > 1:
@@ -259,11 +265,11 @@ def summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
 
 
 def _slot_words(config: Config) -> float:
-    """Return the number of elements received by a rank per step along axis e.
+    """Return the number of elements that a rank receives per step along axis e.
 
-    The number per mixture-of-experts layer is 4 (1 - 1/e) E C S h, divided over the other axes. E
-    is the number of experts, C the capacity per expert and sequence, S the number of sequences and
-    h the hidden size. With context parallelism, C is at most the number of tokens per rank.
+    A mixture-of-experts layer communicates 4 (1 - 1/e) E C S h elements, divided by the sizes of
+    the other axes, for E experts with capacity C per sequence, S sequences and hidden size h. With
+    context parallelism, C is at most the number of tokens per rank.
     """
     model, mesh = config.model, config.mesh
     experts = family_of(model).sizes(model, model.vocabulary).experts
@@ -275,10 +281,7 @@ def _slot_words(config: Config) -> float:
 
 
 def _heaviest_last(config: Config, volume: Mapping[str, float]) -> Config:
-    """Return the layout with its axes ordered by communication volume.
-
-    The axis with the largest volume is innermost.
-    """
+    """Order the axes of a layout by communication volume, with the largest volume innermost."""
     order, words = config.mesh.order.split(), Counter()
     for group, count in volume.items():
         words.update(dict.fromkeys(group.split(), count))

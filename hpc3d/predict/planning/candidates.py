@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.bounds import Candidate
     from hpc3d.predict.planning.estimate import Estimate, Estimator
 
-NEAR = 0.1  # a layout whose estimated peak exceeds the memory by up to this fraction may fit
-SURE = 0.95  # a layout with an estimated peak up to this fraction of the memory certainly fits
+NEAR = 0.1  # a layout may fit if its estimated peak exceeds the memory by at most this fraction
+SURE = 0.95  # a layout is assumed to fit if its estimated peak is below this fraction of memory
 _LONG = 1024  # minimum sequence length for which chunked attention is tried
-RECOMPUTE = ("none", "selective", "full")  # in order of increasing recomputation
+RECOMPUTE = ("none", "selective", "full")  # in ascending order of recomputation
 
 
 class TimedCandidate(NamedTuple):
-    """Candidate layout with the estimates made for it.
+    """Candidate layout and its estimates, for different schedules and memory options.
 
-    `fits` is True if any estimate may fit in memory. `offers` lists all estimates that may fit,
-    fastest first; if no estimate may fit, `offers` contains only the one with the lowest peak.
-    `sure` is the step time in seconds of the fastest estimate that certainly fits, or inf.
+    `fits` is True if any of the estimated layouts may fit in memory. `offers` lists all estimates
+    that may fit, fastest first, or else only the estimate with the lowest peak. `sure` is the
+    shortest estimated step time, in seconds, of a layout that is assumed to fit, or inf.
     """
 
     candidate: Candidate
@@ -46,9 +46,9 @@ class TimedCandidate(NamedTuple):
 
 
 class Candidates:
-    """Generator of estimates for layouts on `ranks` ranks with `memory` bytes each.
+    """Generator of estimates for layouts on `ranks` ranks with `memory` bytes per rank.
 
-    `count` is the number of estimates so far.
+    `count` is the number of estimates that have been made.
     """
 
     def __init__(self, estimator: Estimator, ranks: int, memory: float) -> None:
@@ -57,8 +57,8 @@ class Candidates:
     def ways(self, config: Config) -> list[MemoryOption]:
         """Return the memory options that have an effect on a layout.
 
-        Without tensor parallelism, nothing is re-gathered. With chunked attention, there are no
-        saved probabilities for selective recomputation.
+        Without tensor parallelism, no weights are gathered. Chunked attention saves no
+        probabilities, so selective recomputation has no effect.
         """
         config = replace(config, parallel=replace(config.parallel, attention=None))
         mesh, chunked = config.mesh, config.chunked()
@@ -73,10 +73,10 @@ class Candidates:
         ]
 
     def promising(self, config: Config) -> list[Estimate]:
-        """Return the estimates that are needed to compare the mesh of `config` with other meshes.
+        """Estimate layouts on the mesh of `config`, for a comparison with other meshes.
 
         Recomputation costs time, so layouts recompute only as much as the memory limit requires.
-        ZeRO 2 and 3 are tried only if layouts would need full recomputation otherwise.
+        ZeRO 2 and 3 are tried only if layouts would otherwise need full recomputation.
         """
         mesh, found = config.mesh, []
         counts = layouts.microbatches(config, self.ranks)
@@ -96,10 +96,11 @@ class Candidates:
         return [*found, *self.split(min(fitting, key=seconds_of))]
 
     def every(self, best: Estimate, limit: Callable[[], float]) -> Iterator[list[Estimate]]:
-        """Yield lists of estimates on the mesh of `best` that may be faster than `limit()`.
+        """Yield estimates of all layouts on the mesh of `best` that may be faster than a limit.
 
-        `limit()` returns seconds. Numbers of microbatches close to the number in `best` come
-        first. Layouts recompute only as much as the memory limit requires.
+        `limit()` returns the current limit in seconds. Each yielded list contains estimates with
+        the same number of microbatches; numbers close to that of `best` come first. Layouts
+        recompute only as much as the memory limit requires.
         """
         config, start = best.config, best.config.parallel.microbatches
         counts = layouts.microbatches(config, self.ranks)
@@ -113,8 +114,11 @@ class Candidates:
     def _needed(
         self, config: Config, micros: int, group: Sequence[int], splits: bool, limit: float
     ) -> Iterator[Estimate]:
-        """Yield estimates below `limit` seconds for layouts that save no excess memory."""
-        sure = {}  # (schedule, chunks, ZeRO stage) -> memory options that certainly fit
+        """Yield estimates with a step time below `limit` seconds.
+
+        Layouts that save more memory than necessary are excluded.
+        """
+        sure = {}  # maps (schedule, chunks, ZeRO stage) to memory options assumed to fit
         for way in self.ways(config):
             quick = False
             for each in self.options(config, micros, group, way, splits):
@@ -135,10 +139,10 @@ class Candidates:
         ways: Sequence[MemoryOption],
         found: list[Estimate],
     ) -> MemoryOption | None:
-        """Return the first memory option in `ways` that fits with `micros` microbatches, or None.
+        """Return the first option in `ways` with which a layout fits in memory, or `None`.
 
-        `ways` is ordered by increasing memory savings. All estimates made in the search are added
-        to `found`.
+        The layout has `micros` microbatches. `ways` must be sorted by increasing memory savings.
+        The estimates made by this search are appended to `found`.
         """
         low, high = 0, len(ways)
         while low < high:
@@ -155,8 +159,8 @@ class Candidates:
     ) -> Iterator[Estimate]:
         """Yield estimates for increasing numbers of microbatches.
 
-        The generator stops when layouts that fit become slower or, without a pipeline, after the
-        first layout that fits.
+        The generator stops when layouts that fit in memory become slower or, without pipeline
+        parallelism, after the first number with which a layout fits.
         """
         best = inf
         for micros in counts:
@@ -181,10 +185,10 @@ class Candidates:
         way: MemoryOption,
         splits: bool = False,
     ) -> Iterator[Estimate]:
-        """Yield estimates for all schedules and the ZeRO stages in `group`.
+        """Yield an estimate for each schedule and each ZeRO stage in `group`.
 
         If `splits` is true, only schedules that split the backward pass are considered; otherwise,
-        only schedules that do not.
+        only schedules that do not split it.
         """
         named = layouts.schedules(config.mesh.p, micros, config.model.layers)
         named = [each for each in named if find(each[0]).splits_backward == splits]
@@ -212,7 +216,7 @@ def _floor(estimate: Estimate) -> float:
 
 
 def _keeps_more(way: MemoryOption, other: MemoryOption) -> bool:
-    """Return True if `other` recomputes and re-gathers at least as much as `way`."""
+    """Return True if memory option `other` saves at least as much memory as `way`."""
     less = RECOMPUTE.index(way.recompute) <= RECOMPUTE.index(other.recompute)
     chunks_too = other.attention is not None or way.attention is None
     return way.keep_gathered >= other.keep_gathered and less and chunks_too
@@ -221,8 +225,8 @@ def _keeps_more(way: MemoryOption, other: MemoryOption) -> bool:
 def _chunks_save(config: Config, widest: int) -> bool:
     """Return True if chunked attention is not the default but would save memory.
 
-    Chunked attention saves no memory if the device supports fused attention (for heads of size up
-    to `widest`), which does not store the probabilities either.
+    It saves no memory if the device supports fused attention, which does not store the
+    probabilities either. `widest` is the largest head size supported by fused attention.
     """
     model, train = config.model, config.train
     if config.chunked() or model.sequence < _LONG:

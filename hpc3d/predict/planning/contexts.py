@@ -14,22 +14,24 @@ from hpc3d.model.families import family_of
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-_FULL = 0.5  # fraction of memory that saved activations may use without context parallelism
+# Saved activations that exceed this fraction of the memory justify context parallelism.
+_FULL = 0.5
 _SPARE = 4  # maximum ratio of c to the smallest c that fits in memory
-# The bubble is large with fewer than _FEW microbatches per stage, and small with at least _ENOUGH.
+# The bubble is considered large with fewer than _FEW microbatches per stage, and small with
+# _ENOUGH or more.
 _FEW, _ENOUGH = 2, 4
 
 _FORWARD_AND_BACKWARD = 3.5  # (forward + backward FLOPs) / forward FLOPs = 14 / 4
 
 
 def contexts(c: int) -> Iterator[tuple[str, int]]:
-    """Yield the values of (parallel.context, parallel.ulysses) for c context-parallel ranks."""
+    """Yield all valid pairs (parallel.context, parallel.ulysses) for c context-parallel ranks."""
     yield from (("ring", 1), ("all-to-all", 1))
     yield from (("both", size) for size in divisors(c)[1:-1])
 
 
 def with_context(config: Config, c: int, context: str, ulysses: int) -> Config:
-    """Return a copy of the layout with c-way context parallelism of the given kind."""
+    """Return the layout with c-way context parallelism of type `context`."""
     parallel = replace(config.parallel, context=context, ulysses=ulysses)
     return replace(config, mesh=replace(config.mesh, c=c), parallel=parallel)
 
@@ -39,9 +41,9 @@ def may_cut(config: Config, c: int, memory: float) -> bool:
 
     Data parallelism with c times as many replicas gives each rank the same work with less
     communication. Context parallelism is therefore useful only in three cases: the batch is not
-    divisible by the larger number of replicas, too few microbatches remain for a pipeline, or the
-    saved activations of full sequences exceed the fraction _FULL of `memory` bytes. In the last
-    case, values of c far above the smallest one that fits in memory are not useful.
+    divisible by this number of replicas, too few microbatches would remain for the pipeline, or
+    the saved activations of full sequences exceed the fraction _FULL of `memory` bytes. In the
+    last case, c should not be much larger than necessary to fit in memory.
     """
     mesh = config.mesh
     batch, copies, stages = config.train.batch, mesh.d * mesh.e * c, mesh.p
@@ -57,7 +59,7 @@ def may_cut(config: Config, c: int, memory: float) -> bool:
 
 
 def _kept(config: Config) -> float:
-    """Return the size in bytes of the saved activations of a sequence on a rank."""
+    """Return the bytes of saved activations per sequence on a rank."""
     model, mesh, family = config.model, config.mesh, family_of(config.model)
     sizes = family.sizes(model, model.vocabulary)
     stage = family.blocks_kept(sizes, "none", True) / mesh.p
@@ -66,10 +68,10 @@ def _kept(config: Config) -> float:
 
 
 def ring_words(config: Config) -> float:
-    """Return the number of elements that a rank receives per step in ring attention.
+    """Return the communication volume of ring attention per rank and step.
 
-    The number includes keys, values and their gradients, and counts in elements of `train.dtype`.
-    Gradients have at least 32 bits per element.
+    The volume includes keys, values and their gradients, in units of `train.dtype` elements.
+    Gradients are communicated with at least 32 bits per element.
     """
     itemsize = np.dtype(config.train.dtype).itemsize
     wide = max(4, itemsize) / itemsize
@@ -78,7 +80,7 @@ def ring_words(config: Config) -> float:
 
 
 def exchange_words(config: Config) -> float:
-    """Return the number of elements received by a rank per step in Ulysses all-to-all calls."""
+    """Return the communication volume of Ulysses all-to-alls per rank and step, in elements."""
     share = 1 - 1 / config.context().heads
     elements = _elements(config, keys=True) + _elements(config, keys=False)
     return 4 * share * elements
@@ -87,8 +89,8 @@ def exchange_words(config: Config) -> float:
 def attention_flops(config: Config) -> float:
     """Return the FLOPs of chunked attention per rank and step.
 
-    The number includes the recomputation of the scores in the backward pass. With a causal mask,
-    half of the scores are skipped.
+    The FLOPs include those for recomputing the scores in the backward pass. A causal mask halves
+    the FLOPs.
     """
     model, mesh, family = config.model, config.mesh, family_of(config.model)
     square = family.attention(family.sizes(model, model.vocabulary))
@@ -98,7 +100,10 @@ def attention_flops(config: Config) -> float:
 
 
 def _elements(config: Config, keys: bool) -> float:
-    """Return the number of key (or query) elements of a rank per step, summed over all layers."""
+    """Return the number of query elements that a rank computes per step, over all its layers.
+
+    If `keys` is true, return the number of key elements instead.
+    """
     model, mesh = config.model, config.mesh
     width = model.hidden * (model.kv_heads or model.heads) / model.heads if keys else model.hidden
     rows = config.train.batch * model.sequence / mesh.replicas()

@@ -1,7 +1,7 @@
-"""Cache of layout costs: passes, gradient reductions, optimizer updates and messages.
+"""Cache of the costs of passes, gradient reductions, optimizer updates and messages.
 
-Many layouts of a search share costs. The cache key, `CostKey`, contains all values on which a cost
-depends.
+Many layouts of a search have costs in common. The cache key `CostKey` contains all values that a
+cost depends on.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.planning.pass_costs import Pass, StageContent
 
-_TOKEN = 4  # size of a token in bytes
+_TOKEN = 4  # bytes per token
 _MESSAGE_COSTS = ("message", "handled")  # names of costs computed without running the program
 
 
 class CostKey(NamedTuple):
-    """Cache key of a cost: the values that determine the cost.
+    """Cache key of a cost, which contains all values that determine the cost.
 
-    All costs depend on the fields without a default; each of the other fields is `None` if the
-    cost does not depend on it. `tensor` lists (axis, size, stride) for x, y, z and e. `data` and
-    `pipeline` are (axis, size, stride) for d and p, respectively. `context` contains this tuple
-    for c, followed by the keys for context parallelism and attention. `keep` is
-    parallel.keep_gathered. `halves` is True if the backward pass is split, and `together` is True
-    if the embedding and the head are on the same stage. `times` is the ratio of the number of
-    layers in an update to the number of layers in the LayerSample.
+    Optional fields are `None` if the cost does not depend on them. `tensor` lists (axis, size,
+    stride) for x, y, z and e. `data` and `pipeline` are such tuples for d and p. `context`
+    contains the tuple for c, followed by the settings of context parallelism and attention. `keep`
+    is parallel.keep_gathered. `halves` is True if the backward pass is split, and `together` is
+    True if the embedding and the head are on the same stage. `times` is the size of a stage's
+    gradients relative to that of the layers in the LayerSample.
     """
 
     cost: str
@@ -65,7 +64,6 @@ class CostKey(NamedTuple):
 
 
 def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
-    """Return the cache key of the cost named `cost`; `values` sets the optional fields."""
     train, parallel, axes = config.train, config.parallel, _axes_of(config.mesh)
     return CostKey(
         cost,
@@ -86,7 +84,8 @@ def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
 
 @cache
 def _axes_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
-    """Return a dict from axis to (axis, size, stride); the stride is 0 if the size is 1."""
+    """Return a dict that maps each axis to (axis, size, stride), with stride 0 if the size is
+    1."""
     grid = mesh.grid()
     return {
         axis: (axis, size, grid.stride(axis) if size > 1 else 0)
@@ -95,10 +94,10 @@ def _axes_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
 
 
 class CostTable:
-    """Table of the costs of a model with `vocabulary` tokens on a machine.
+    """Cache of the costs of a model with `vocabulary` tokens on a machine.
 
-    A cost is computed when it is first needed. `measured` counts the costs that were measured by
-    running the program.
+    Each cost is computed when it is first needed. `measured` is the number of costs obtained by
+    running the program on abstract arrays.
     """
 
     def __init__(self, vocabulary: int, machine: Machine) -> None:
@@ -107,7 +106,6 @@ class CostTable:
         self._found: dict[CostKey, Any] = {}
 
     def _once(self, key: CostKey, measure: Callable[[], Any]) -> Any:
-        """Return the cost for `key`; call `measure()` if it is not in the cache."""
         if key not in self._found:
             self._found[key] = measure()
             self.measured += key.cost not in _MESSAGE_COSTS
@@ -139,7 +137,7 @@ class CostTable:
         return self._once(key, measure)
 
     def parts(self, config: Config) -> PartCosts:
-        """Return the costs of a microbatch in a layer, the embedding and the head."""
+        """Return the costs of one microbatch in a layer, in the embedding and in the head."""
         parallel, mesh = config.parallel, config.mesh
         sequences = config.train.batch // parallel.microbatches
         halves = find(parallel.schedule).splits_backward
@@ -174,7 +172,7 @@ class CostTable:
         return self._once(key, measure)
 
     def held(self, config: Config, stage: StageContent) -> Counter:
-        """Return the bytes of a stage's parameters, gradients and optimizer state, as a dict."""
+        """Return the sizes in bytes of a stage's parameters, gradients and optimizer state."""
         return self.sample(config, config.parallel.zero).held_by(stage)
 
     def layer_gradient(self, config: Config) -> int:
@@ -182,7 +180,8 @@ class CostTable:
         return self.sample(config, config.parallel.zero).layer_gradient
 
     def update(self, config: Config, stage: StageContent) -> tuple[Pass, Pass]:
-        """Return the costs of a stage's gradient reductions and of its update, each as a Pass."""
+        """Return the costs of a stage's gradient reductions and optimizer update, as two
+        Passes."""
         sample = self.sample(config, config.parallel.zero)
         layer = sample.layer_gradient
         times = sample.held_by(stage)["gradient"] / layer
@@ -206,7 +205,7 @@ class CostTable:
         return self._between_stages("message", config, nbytes, seconds)
 
     def handled(self, config: Config, nbytes: float) -> Pass:
-        """Return the CPU cost of a message as a Pass, averaged over sending and receiving."""
+        """Return the mean CPU cost of sending or receiving a message between stages."""
 
         def work(pair):
             return mean(legs(self.machine, op, nbytes, pair).work for op in MESSAGES)
@@ -221,7 +220,6 @@ class CostTable:
         nbytes: float,
         seconds: Callable[[tuple[int, int]], float],
     ) -> float:
-        """Return the mean of `seconds(pair)` over the pairs of adjacent stages."""
         if config.mesh.p == 1:
             return 0.0
 
@@ -233,7 +231,7 @@ class CostTable:
         return self._once(_key_of(cost, config, nbytes=nbytes, pipeline=pipeline), measure)
 
     def tied_exchange(self, config: Config, stages: Sequence[StageContent]) -> Pass:
-        """Return the cost of exchanging gradients between the two copies of a tied embedding."""
+        """Return the cost of the gradient exchange between the two copies of a tied embedding."""
         if not config.model.tied or config.mesh.p == 1 or stages[0].last:
             return NOTHING
         ends = config.mesh.grid().ranks_along("p", {})
@@ -241,9 +239,9 @@ class CostTable:
         return self._call("p", "send", nbytes, (ends[0], ends[-1]))
 
     def world(self, config: Config) -> Pass:
-        """Return the cost of the calls that involve all ranks in a step.
+        """Return the cost of a step's communication among all ranks.
 
-        These calls are the broadcast of the batch and three all-reduces of one element.
+        It consists of the broadcast of the batch and three all-reduces of one element each.
         """
         ranks = range(config.mesh.grid().size)
         if len(ranks) == 1:
@@ -253,7 +251,6 @@ class CostTable:
         return self._call("world", "broadcast", batch, ranks) + element * 3
 
     def _call(self, axis: str, op: str, nbytes: float, members: Sequence[int]) -> Pass:
-        """Return the cost of a communication call as a Pass."""
         if not self.machine.cores:
             seconds = self.machine.call(op, nbytes, members)
             waits = Counter({axis: seconds})

@@ -1,4 +1,4 @@
-"""Estimated step of a layout, from the costs of its passes and a model of its schedule.
+"""Estimate the step of a layout from the costs of its passes and a model of its schedule.
 
 Estimates are fast enough for all layouts of a search: a CostTable measures one layer, the
 embedding and the head, and hpc3d.pipeline.step_model combines these costs into a step. The
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 class Estimate(NamedTuple):
-    """Estimated step of a layout.
+    """Estimated step time and memory of a layout.
 
     The step time `seconds` is the sum of `compute`, `bubble` and the communication times in
-    `waits` (a dict from axis to seconds). These times are for the stage with the most work.
-    `stage` is the stage with the highest peak memory, and `kinds` is a dict from memory kind to
+    `waits`, which maps axes to seconds. These times are those of the stage with the most work.
+    `stage` is the stage with the highest peak memory, and `kinds` maps each kind of memory to its
     size in bytes on a rank of this stage.
     """
 
@@ -60,7 +60,7 @@ class Estimate(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Bytes of parameters, gradients and optimizer state on the fullest rank."""
+        """Size in bytes of the parameters, gradients and optimizer state on a rank of `stage`."""
         return sum(self.kinds.get(kind, 0) for kind in ("parameter", "gradient", "optimizer"))
 
 
@@ -80,7 +80,8 @@ class Estimator:
         stages = [stage_content(each) for each in chunks]
         works = self.works(config, parts, stages)
 
-        # Find the stage `late`, whose gradient reductions end last, and its work after the passes.
+        # `late` is the stage whose gradient reductions end last; `after` is the work after its
+        # passes.
         if even(config):
             late, (sums, rest) = 0, costs.update(config, stages[0])
         else:
@@ -90,14 +91,15 @@ class Estimator:
         after = _without(sums, self.hidden(config, parts, stages[late], sums)) + rest
         after = after + costs.world(config) + costs.tied_exchange(config, stages)
 
-        # Work of each stage in a step; the stage with the most work has the shortest bubble.
+        # `totals` is the work of each stage in a step. The stage with the most work determines
+        # the bubble, which is its idle time.
         known = {id(work): work for work in works}
         micros = config.parallel.microbatches
         known = {key: sum(work, NOTHING) * micros for key, work in known.items()}
         totals = [known[id(work)] for work in works]
         step = max(totals, key=lambda each: each.seconds) + after
 
-        # If ranks share cores, the step time includes the resulting slowdown.
+        # If ranks share cores, the work takes longer by the factor `slowdown`.
         def passes(slowdown):
             return self.pass_seconds(config, parts, works, late, slowdown)
 
@@ -115,7 +117,7 @@ class Estimator:
     def works(
         self, config: Config, parts: PartCosts, stages: Sequence[StageContent]
     ) -> list[StageWork]:
-        """Return the work of each stage on a microbatch, as a list of StageWork.
+        """Return a list with the StageWork (costs per microbatch) of each stage.
 
         Stages with the same content and the same number of messages may share one object.
         """
@@ -127,7 +129,7 @@ class Estimator:
         return self._with_messages(config, parts, stages, messages)
 
     def part_costs(self, config: Config, parts: PartCosts, slowdown: float = 1.0) -> list[Cost]:
-        """Return the Cost of a microbatch for each model chunk.
+        """Return the Cost of one microbatch on each model chunk.
 
         All CPU times are multiplied by `slowdown`.
         """
@@ -136,7 +138,7 @@ class Estimator:
         return [Cost(*(_slowed(each, slowdown) for each in work), message) for work in works]
 
     def _with_messages(self, config, parts, contents, messages):
-        """Return the work of each StageContent, including the CPU time of its messages."""
+        """Return the StageWork of each StageContent, including the CPU time for messages."""
         split = find(config.parallel.schedule).splits_backward
         works = [work_of(parts, content, split) for content in contents]
         if not self.machine.cores:
@@ -148,11 +150,10 @@ class Estimator:
         return found
 
     def _ends(self, config, parts, slowdown=1.0):
-        """Simulate the schedule; return the end time in seconds of each stage's passes."""
+        """Simulate the schedule; return the end time of each stage's last pass in seconds."""
         return model_of(config).steady_ends(self.part_costs(config, parts, slowdown))
 
     def _last_to_reduce(self, config, parts, stages):
-        """Return the index of the stage whose gradient reductions end last."""
         shown = {each: self.shown_sums(config, parts, each) for each in {*stages}}
         ends = reduced(self._ends(config, parts), [shown[stage] for stage in stages])
         return ends.index(max(ends))
@@ -165,7 +166,8 @@ class Estimator:
         late: int,
         slowdown: float,
     ) -> float:
-        """Return the time in seconds from the start of a step to the last pass of stage `late`."""
+        """Return the time in seconds from the start of a step to the end of stage `late`'s last
+        pass."""
         if not even(config):
             return self._ends(config, parts, slowdown)[late]
         seconds = [[_slowed(each, slowdown) for each in work] for work in works]
@@ -173,10 +175,10 @@ class Estimator:
         return model_of(config).seconds(times)
 
     def hidden(self, config: Config, parts: PartCosts, stage: StageContent, sums: Pass) -> Counter:
-        """Return a dict from axis to the time of hidden gradient reductions, in seconds.
+        """Return the hidden time of a stage's gradient reductions, as a dict from axis to seconds.
 
-        Hidden reductions overlap with the last backward pass of the stage. Buckets are posted
-        after each layer, so the last bucket is posted at the end of the pass and is not hidden.
+        Reductions are hidden if they overlap with the last backward pass of the stage. Buckets are
+        posted after each layer, so the last one is posted at the end of the pass and is exposed.
         """
         parallel = config.parallel
         if not parallel.overlap:
@@ -202,11 +204,11 @@ class Estimator:
         busy: float,
         idle: float,
     ) -> float:
-        """Return the factor by which core sharing lengthens a step, excluding its idle time.
+        """Return the slowdown of a step, excluding its idle time, due to ranks that share a core.
 
         With a dedicated core per rank, the step takes `alone` seconds, during which the core is
         busy for `busy` seconds and idle for `idle` seconds. `passes(factor)` returns the time of
-        the passes if cores are slower by `factor`, and `after` is the work after the passes.
+        the passes on cores that are slower by `factor`, and `after` is the work after the passes.
         """
         sharing, chain = core_sharing(config, self.machine), 0.0
         if sharing.ranks == 1:
@@ -218,7 +220,7 @@ class Estimator:
 
 
 def _slowed(done: Pass, slowdown: float) -> float:
-    """Return the time of a Pass in seconds, with its CPU times multiplied by `slowdown`."""
+    """Return the duration of a Pass in seconds if its CPU time is multiplied by `slowdown`."""
     if slowdown == 1:
         return done.seconds
     idle = done.idle.total()
@@ -226,7 +228,7 @@ def _slowed(done: Pass, slowdown: float) -> float:
 
 
 def _without(done: Pass, hidden: Counter) -> Pass:
-    """Return a Pass shortened by `hidden`, a dict from axis to the hidden time in seconds."""
+    """Return a Pass without its hidden communication time (a dict from axis to seconds)."""
     if not hidden.total():
         return done
     seconds = done.seconds - hidden.total()

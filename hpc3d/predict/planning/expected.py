@@ -1,8 +1,9 @@
-"""Expected step times of candidates, which set the order in which a search times them.
+"""Expected step times of candidate layouts, which determine the order in which they are timed.
 
-The lower bounds assume unlimited memory. With a limit, candidates recompute activations, run more
-microbatches or use a higher ZeRO stage, so step times of candidates with equal bounds differ by
-several times. This model scales the costs of one sequence on one rank to each candidate.
+The lower bounds assume unlimited memory. If memory is limited, candidates recompute activations,
+run more microbatches or use a higher ZeRO stage, so candidates with equal bounds can have very
+different step times. This model measures the costs of one sequence on one rank and scales them to
+each candidate.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.bounds import Candidate
     from hpc3d.predict.planning.cost_table import CostTable
 
-# Communication of a weight matrix per microbatch, relative to the two gathers that `volumes`
-# counts: if memory is short, the forward and the backward pass gather it, and its gradient is
-# reduce-scattered.
+# If memory is short, each microbatch needs three collectives per weight matrix: a gather in the
+# forward pass, and a gather and a reduce-scatter of the gradient in the backward pass. `volumes`
+# counts only two.
 _GATHERED = 1.5
 
 
 class SequenceCosts(NamedTuple):
-    """Costs of one sequence on one rank, for a value of `parallel.recompute`.
+    """Costs of one sequence on one rank, for a given value of `parallel.recompute`.
 
-    `layer` and `outer` are the times in seconds of the forward and backward pass of a layer, and
-    of the embedding and the head. A layer saves activations of `saved` bytes. `layer_peak` and
-    `outer_peak` are the peaks of the passes in bytes.
+    `layer` is the time of the forward and backward pass of a layer in seconds, and `outer` that of
+    the embedding and the head together. `saved` is the size of a layer's saved activations, and
+    `layer_peak` and `outer_peak` are the peak memory of the passes, in bytes.
     """
 
     layer: float
@@ -48,7 +49,7 @@ class SequenceCosts(NamedTuple):
 
 
 class ExpectedSteps:
-    """Model of the expected step times of layouts on `ranks` ranks with `memory` bytes each."""
+    """Model of step times on `ranks` ranks with `memory` bytes per rank."""
 
     def __init__(self, base: Config, ranks: int, memory: float, costs: CostTable) -> None:
         self.ranks, self.memory, self.costs = ranks, memory, costs
@@ -62,9 +63,10 @@ class ExpectedSteps:
         self._sequence = cache(self._measured)
 
     def of(self, candidate: Candidate) -> tuple[float, float]:
-        """Return the bytes by which a candidate exceeds the memory, and its step time in seconds.
+        """Return the number of bytes above the memory limit, and the step time in seconds.
 
-        Both values are for the best number of microbatches, ZeRO stage and recomputation.
+        Both values are for the candidate's best combination of microbatches, ZeRO stage and
+        recomputation.
         """
         best, zeros = (inf, inf), self._zeros(candidate)
         for micros, needed, seconds in self._passes(candidate):
@@ -76,7 +78,10 @@ class ExpectedSteps:
         return best
 
     def _passes(self, candidate: Candidate) -> Iterator[tuple[int, float, float]]:
-        """Yield (number of microbatches, bytes of memory, time in seconds) for a step's passes."""
+        """Yield (number of microbatches, peak memory in bytes, time in seconds) of the passes.
+
+        The tuples cover all numbers of microbatches and all values of `parallel.recompute`.
+        """
         config, moves = candidate.config, candidate.moves
         mesh, parallel, layers = config.mesh, config.parallel, config.model.layers
         stages, own, tensor = mesh.p, layers / mesh.p, mesh.x * mesh.y * mesh.z
@@ -84,7 +89,7 @@ class ExpectedSteps:
         weights = sum(moves[axis] for axis in "xyz" if axis in moves and axis in rows)
         others = sum(moves.values()) - candidate.hidden - weights
         sequences = config.train.batch / (mesh.d * mesh.e * tensor)
-        copies = prod(tensor_replicas(config, "n").values())  # of some activations
+        copies = prod(tensor_replicas(config, "n").values())  # replicas of some activations
         counts = layouts.microbatches(config, self.ranks)
         costs = self._sequence(mesh.c, parallel.context, parallel.ulysses)
         for micros in (count for count in counts if 2 * count >= stages or count == counts[-1]):
@@ -100,7 +105,7 @@ class ExpectedSteps:
     def _zeros(self, candidate: Candidate) -> list[tuple[float, float, float]]:
         """Return (bytes, extra seconds, extra seconds per microbatch) for each ZeRO stage.
 
-        `bytes` is the size of the parameters, gradients and optimizer state.
+        The bytes are those of the parameters, gradients and optimizer state on a rank.
         """
         mesh, sizes = candidate.config.mesh, candidate.config.mesh.sizes()
         axes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}
@@ -108,7 +113,7 @@ class ExpectedSteps:
         copies = prod(tensor_replicas(candidate.config, "m").values())
         tensor, replicas = mesh.x * mesh.y * mesh.z, mesh.replicas()
         share = (self.dense + (1 - self.dense) / mesh.e) * copies / (mesh.p * tensor)
-        # ZeRO 2 reduces the gradients of each microbatch; ZeRO 3 also gathers parameters.
+        # ZeRO 2 reduces gradients once per microbatch; ZeRO 3 also gathers parameters.
         more = (0.0, 0.0), (-seconds / 2, seconds / 2), (-seconds, 1.5 * seconds)
         held = share * self.held.total()
         found = [(held, 0.0, 0.0)]
@@ -118,7 +123,8 @@ class ExpectedSteps:
         return found if replicas > 1 else found[:1]
 
     def _measured(self, c: int, context: str, ulysses: int) -> list[SequenceCosts]:
-        """Measure the SequenceCosts on c context-parallel ranks for each value of recompute."""
+        """Measure the SequenceCosts for each value of `parallel.recompute`, with c
+        context-parallel ranks."""
         config, found = with_context(self.single_rank, c, context, ulysses), []
         for recompute in RECOMPUTE:
             parallel = replace(config.parallel, recompute=recompute)

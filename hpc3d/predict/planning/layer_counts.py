@@ -1,11 +1,12 @@
-"""Search for the layers per model chunk that give the shortest step and fit in memory.
+"""Search for the number of layers per model chunk that minimizes the step time and fits in memory.
 
 The embedding and the head take time and memory on the first and the last model chunk, so an even
 partition is not optimal. All layers are assumed to be identical. A greedy algorithm assigns one
 layer at a time to the least loaded stage with enough free memory, which minimizes the work of the
-slowest stage. Starting from this or from the even partition, whichever is faster, the search
-moves single layers as long as the simulated step becomes shorter. If stage s takes f_s seconds for
-a forward pass, b_s for a backward pass and w_s in total, a step of M microbatches takes at least
+slowest stage. The search starts from this partition or the even one, whichever is faster, and
+moves one layer at a time as long as the simulated step becomes shorter. If stage s takes f_s
+seconds for a forward pass, b_s for a backward pass and w_s in total, a step of M microbatches
+takes at least
 
     sum_{i<s} f_i + M w_s + sum_{i<s} b_i
 
@@ -24,20 +25,22 @@ from typing import NamedTuple
 from hpc3d.pipeline.step_model import StepModel, reduced
 from hpc3d.pipeline.timeline import Cost
 
-# Costs in units of the cost of one simulated pass. Building the simulator costs _BUILT per pass,
-# and checking the lower bound of a partition costs _LOOK per model chunk.
+# Costs relative to that of simulating one pass: _BUILT for each pass when the simulator is built,
+# and _LOOK for each model chunk when a lower bound is computed.
 _BUILT = 150
 _LOOK = 3
 _GAIN = 1e-9  # minimum relative improvement of the step time; larger than rounding errors
 
 
 class LayerPipeline(NamedTuple):
-    """Pipeline whose model chunks are assigned layers, and the StepModel of its schedule.
+    """Costs of a pipeline for any assignment of layers to model chunks.
 
-    `bare` lists the Cost of each model chunk without layers, and `layer` is the Cost of a layer;
-    both are for one microbatch. `sums(stage, layers)` returns the exposed time of gradient
-    reductions in seconds. `held(stage, layers of its chunks)` returns the peak memory of a rank in
-    bytes, which must not exceed `memory`.
+    `model` is the StepModel of its schedule.
+
+    For one microbatch, `bare` lists the Cost of each model chunk without layers, and `layer` is
+    the Cost of a layer. `sums(stage, layers)` returns the exposed time of gradient reductions in
+    seconds. `held(stage, layers of each chunk)` returns the peak memory of a rank in bytes, which
+    must not exceed `memory`.
     """
 
     model: StepModel
@@ -49,9 +52,9 @@ class LayerPipeline(NamedTuple):
 
 
 class LayerCounts:
-    """Search for the number of layers of each model chunk, in model order.
+    """Search for the best number of layers of each model chunk, in model order.
 
-    `passes` is the budget of simulated passes, and `left` is the remaining budget.
+    `passes` limits the number of simulated passes, and `left` is the remaining number.
     """
 
     def __init__(self, pipeline: LayerPipeline, passes: int) -> None:
@@ -67,7 +70,7 @@ class LayerCounts:
     def best(self, even: Sequence[int]) -> tuple[int, ...] | None:
         """Return the number of layers of each model chunk in the fastest partition found.
 
-        Returns `None` if this partition is the `even` one or does not fit in memory, or if the
+        Returns `None` if this is the `even` partition, if it does not fit in memory, or if the
         budget is too small.
         """
         if self.left <= 0:
@@ -78,17 +81,18 @@ class LayerCounts:
         return None if found == even or self.excess(found) else found
 
     def can_fit(self, layers: int) -> bool:
-        """Return True if a greedy partition of the layers fits in memory."""
+        """Return True if one of the greedy partitions of the layers fits in memory."""
         return not all(map(self.excess, self.leveled(layers)))
 
     def leveled(self, layers: int) -> list[tuple[int, ...]]:
-        """Return two greedy partitions, which differ in the order of equally loaded chunks."""
+        """Return two greedy partitions, which break ties between model chunks differently."""
         return [self.level(layers, order) for order in (self.parts, tuple(reversed(self.parts)))]
 
     def level(self, layers: int, order: Sequence[int]) -> tuple[int, ...]:
-        """Return a greedy partition: each layer is added to the stage with the least work.
+        """Return a greedy partition, which adds each layer to the stage with the least work.
 
-        Stages that would exceed the memory are chosen last. Ties are broken by `order`.
+        Stages that would exceed the memory limit are chosen last. Among equally loaded model
+        chunks, the first one in `order` is chosen.
         """
         counts = [0] * len(self.parts)
         heights = [self.level_with(counts, part) for part in self.parts]
@@ -102,9 +106,9 @@ class LayerCounts:
     def level_with(self, counts: list[int], part: int) -> tuple[float, float, float]:
         """Return the sort key for adding a layer to model chunk `part`.
 
-        The key has three values, computed with the layer added: the number of bytes by
-        which the stage exceeds the memory limit, the time of the stage per step, and the time of
-        the model chunk per microbatch. Times are in seconds.
+        The key consists of three values after the layer has been added: the number of bytes above
+        the stage's memory limit, the time of the stage per step in seconds, and the time of the
+        model chunk per microbatch in seconds.
         """
         stage = self.stage_of[part]
         counts[part] += 1
@@ -115,7 +119,10 @@ class LayerCounts:
         return over, seconds, own
 
     def descended(self, counts: tuple[int, ...], key: tuple[float, float]) -> tuple[int, ...]:
-        """Move one layer at a time while this improves the key; return the final layer counts."""
+        """Improve a partition by moving one layer at a time; return the final layer counts.
+
+        `key` is the sort key of the initial partition `counts`.
+        """
         better = True
         while better:
             better = False
@@ -132,7 +139,8 @@ class LayerCounts:
         return counts
 
     def is_hopeless(self, counts: Sequence[int], key: tuple[float, float]) -> bool:
-        """Return True if the lower bound shows that `counts` cannot improve on `key`."""
+        """Return True if the lower bound of partition `counts` rules out a better sort key than
+        `key`."""
         excess, seconds = key
         self.left -= _LOOK * len(self.parts)
         more = self.excess(counts)
@@ -147,7 +155,8 @@ class LayerCounts:
         return self.excess(counts), self.seconds(counts)
 
     def seconds(self, counts: Sequence[int]) -> float:
-        """Return the simulated time in seconds from the first pass to the last reduction."""
+        """Return the simulated time, in seconds, from the first pass to the last gradient
+        reduction."""
         pipeline, layer = self.pipeline, self.pipeline.layer
         self.left -= self.passes
         costs = [
@@ -169,14 +178,14 @@ class LayerCounts:
         return max(work + way for work, way in zip(works, accumulate(ways, initial=0.0)))
 
     def work(self, counts: Sequence[int]) -> list[float]:
-        """Return the time of a microbatch on each stage, in seconds."""
+        """Return the compute time per microbatch on each stage, in seconds."""
         found = [0.0] * self.model.stages
         for part, stage in enumerate(self.stage_of):
             found[stage] += self.of(counts, part)
         return found
 
     def of(self, counts: Sequence[int], part: int) -> float:
-        """Return the time of a microbatch on model chunk `part`, in seconds."""
+        """Return the compute time per microbatch on model chunk `part`, in seconds."""
         return self.bare[part] + counts[part] * self.layer
 
     def excess(self, counts: Sequence[int]) -> float:
@@ -191,5 +200,5 @@ class LayerCounts:
         return self.pipeline.sums(stage, sum(self.chunks_of(counts, stage)))
 
     def chunks_of(self, counts: Sequence[int], stage: int) -> tuple[int, ...]:
-        """Return the number of layers in each of a stage's chunks."""
+        """Return the number of layers in each model chunk of a stage."""
         return tuple([counts[part] for part in self.parts_of[stage]])

@@ -1,4 +1,4 @@
-"""Enumeration of layouts: the meshes for a model, and the options of each mesh."""
+"""Enumerate the layouts of a model: all meshes, and the options for each mesh."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class MemoryOption(NamedTuple):
-    """Settings of `[parallel]` that save memory at the cost of recomputation or communication.
+    """Settings in `[parallel]` that save memory at the cost of recomputation or communication.
 
-    If `attention` is `None`, `parallel.attention` has its default value.
+    If `attention` is `None`, `parallel.attention` keeps its default value.
     """
 
     keep_gathered: bool
@@ -36,22 +36,22 @@ def _options(*ways: tuple[str, ...]) -> tuple[MemoryOption, ...]:
     return tuple(MemoryOption(keep, *way) for way in ways for keep in (True, False))
 
 
-# Options in order of increasing step time. Like "selective", chunked attention recomputes the
-# probabilities. On CPUs, it is no slower than "selective" and has a lower peak memory; on GPUs, it
+# Options in order of increasing step time. Chunked attention recomputes the probabilities, as
+# "selective" does. On CPUs, it is not slower than "selective" and needs less memory; on GPUs, it
 # launches far more kernels.
 MEMORY_OPTIONS = _options(("none",), ("selective",), ("full",))
 WITH_CHUNKS = {
     "numpy": _options(("none",), ("none", "chunked"), ("full", "chunked")),
     "cupy": (*MEMORY_OPTIONS, *_options(("none", "chunked"), ("full", "chunked"))),
 }
-_ZEROS = ((0, 1), (2,), (3,))  # in increasing order of communication per pass
+_ZEROS = ((0, 1), (2,), (3,))  # in ascending order of communication per pass
 
 
 def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple[int, int, str, int, int, int]]:
     """Yield each distinct mesh (p, d, scheme, x, y, z) for a number of ranks.
 
-    Equivalent meshes appear once: 3-D with z = 1 is the same as 2-D, and with x = z = 1 it is the
-    same as 1-D with sequence parallelism. 2.5-D requires z > 1.
+    Only one of several equivalent meshes is included: the 3-D scheme with z = 1 is equivalent to
+    2-D, and with x = z = 1 to 1-D with sequence parallelism. 2.5-D requires z > 1.
     """
     for p in (p for p in divisors(ranks) if p <= layers):
         for d in (d for d in divisors(ranks // p) if batch % d == 0):
@@ -63,7 +63,6 @@ def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple[int, int, str,
 
 
 def _schemes(x: int, y: int, z: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (scheme, x, y, z) for all schemes that support these sizes."""
     if z == 1 and x > 1 and y > 1:
         yield from (("2d", x, y, 1), ("2d-summa", x, y, 1))
     elif x == z == 1 < y:
@@ -75,7 +74,7 @@ def _schemes(x: int, y: int, z: int) -> Iterator[tuple[str, int, int, int]]:
 
 
 def bare(config: Config) -> Config:
-    """Return `config` without mesh sizes; all keys that depend on the mesh have their defaults."""
+    """Return `config` with default values for the mesh sizes and all keys that depend on them."""
     order, transport = config.mesh.order, config.mesh.transport
     parallel = replace(
         config.parallel,
@@ -102,7 +101,7 @@ def with_mesh(config: Config, p: int, d: int, scheme: str, x: int, y: int, z: in
 
 
 def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]]:
-    """Yield, for each mesh, the valid layouts with different kinds of context parallelism."""
+    """Yield the valid layouts on each mesh as a list, one per kind of context parallelism."""
     layers, batch = base.model.layers, base.train.batch
     for c, e in product(divisors(ranks), divisors(gcd(base.model.experts or 1, ranks))):
         if ranks % (c * e):
@@ -117,10 +116,9 @@ def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]
 
 
 def _cut(config: Config, c: int, ranks: int) -> Iterator[Config]:
-    """Yield the valid layouts of `config` with c-way context parallelism."""
     ring = with_context(config, c, "ring", 1)
     if [*wrong_parts(ring), *wrong_pipeline(ring), *violations(ring, ranks)]:
-        return  # every kind of context parallelism is invalid
+        return  # then the other kinds of context parallelism are invalid as well
     for context, ulysses in contexts(c):
         cut = with_context(config, c, context, ulysses)
         if not [*wrong_context(cut)] and (cut == ring or not violations(cut, ranks)):
@@ -135,9 +133,9 @@ def problems(config: Config, ranks: int) -> list[str]:
 
 @cache
 def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], ...]:
-    """Return (name, chunks) for each valid schedule with these numbers of stages and microbatches.
+    """Return a pair (name, chunks) for each schedule that supports the given sizes.
 
-    The schedules are sorted by name. Schedules that split the backward pass come last.
+    The pairs are sorted by name, with schedules that split the backward pass last.
     """
     if stages == 1:
         return ((usual(stages), 1),)
@@ -154,7 +152,7 @@ def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], .
 
 
 def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the valid ZeRO stages of a layout, in groups with identical passes."""
+    """Return the valid ZeRO stages of a layout, grouped by the communication in their passes."""
     if config.mesh.replicas() == 1:
         return ((0,),)
     allowed = [group for group in _ZEROS if not [*wrong_compression(_with_zero(config, group[0]))]]
@@ -166,7 +164,7 @@ def _with_zero(config: Config, zero: int) -> Config:
 
 
 def orders(config: Config) -> int:
-    """Return the number of possible orders of the axes with more than one rank."""
+    """Return the number of permutations of the axes that have more than one rank."""
     return factorial(sum(size > 1 for size in config.mesh.sizes().values()))
 
 
@@ -175,7 +173,7 @@ def microbatches(config: Config, ranks: int) -> tuple[int, ...]:
     """Return the valid numbers of microbatches in ascending order.
 
     The number of sequences per microbatch must be divisible by the sizes of the axes that shard
-    them, so the largest valid number of microbatches is a multiple of all others.
+    the batch, so the largest valid number of microbatches is a multiple of all others.
     """
     allowed = divisors(config.train.batch // sequence_divisor(config))
     for most in reversed([size for size in allowed if size * config.mesh.p <= MOST_PASSES]):

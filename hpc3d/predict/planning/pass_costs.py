@@ -1,7 +1,7 @@
-"""Costs of a layer, the embedding and the head, measured with a simulated clock.
+"""Costs of the passes of a layer, the embedding and the head, measured with a simulated clock.
 
-A step consists of few distinct passes. This module runs the passes of one layer, the embedding and
-the head on abstract arrays, and hpc3d.predict.planning.estimate combines their costs into a step.
+A step repeats a small number of distinct passes. This module runs each of them once on abstract
+arrays, and hpc3d.predict.planning.estimate combines their costs into the cost of a step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class SingleStage(NamedTuple):
-    """Stand-in for the pipeline communicator if the pipeline has a single stage."""
+    """Substitute for the pipeline communicator, for a pipeline with a single stage."""
 
     rank: int = 0
     size: int = 1
@@ -50,11 +50,11 @@ class SingleStage(NamedTuple):
 class Pass(NamedTuple):
     """Time and memory of a pass.
 
-    `seconds` is the duration of the pass, and `busy` is its CPU time. `waits` maps an axis to the
-    duration of the communication calls along the axis, and `idle` to the part of this time in
-    which the rank waits for its device or for the NIC of its host. All times are in seconds.
-    `left` is the number of bytes still allocated after the pass, excluding its result, and `peak`
-    is the peak memory in bytes, both relative to the start of the pass.
+    `seconds` is the duration of the pass, and `busy` is its CPU time. `waits` maps each axis to
+    the duration of its communication calls, and `idle` to the time that the rank waits for the GPU
+    or the NIC during these calls. All times are in seconds. `left` is the number of bytes that
+    remain allocated after the pass, excluding its result, and `peak` is the peak memory in bytes;
+    both are relative to the memory use before the pass.
     """
 
     seconds: float
@@ -65,7 +65,7 @@ class Pass(NamedTuple):
     idle: Counter
 
     def __add__(self, other: Pass) -> Pass:
-        """Combine two passes that run in sequence.
+        """Return the cost of two passes that run in sequence.
 
         Memory that the first pass leaves allocated is added to the peak of the second pass.
         """
@@ -97,15 +97,18 @@ NOTHING = Pass(0.0, _NONE, 0, 0, 0.0, _NONE)
 
 
 def replicas_of(config: Config, waits: Mapping[str, float]) -> Counter:
-    """Return the communication times in `waits` of the axes over which gradients are reduced."""
+    """Return the entries of `waits` for the axes over which gradients are reduced."""
     sizes = config.mesh.sizes()
     planes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}
     return Counter({axis: waits[axis] for axis in planes if axis in waits})
 
 
 class PassSeconds(NamedTuple):
-    """Costs of a section of the model: the forward pass, the full backward pass, and the two
-    halves of a split backward pass (`backward` for the input, `weight` for the weights)."""
+    """Costs of the passes of a section of the model.
+
+    `forward` is the forward pass, and `whole` the full backward pass. If the backward pass is
+    split, `backward` computes the gradient of the input and `weight` that of the weights.
+    """
 
     forward: Pass
     whole: Pass
@@ -120,12 +123,12 @@ class PassSeconds(NamedTuple):
 
 
 class _WaitClock(Clock):
-    """Clock that accumulates the time of communication calls by axis, in ns.
+    """Simulated clock that records the time of communication calls by axis, in ns.
 
-    The time of kernels and the bytes of calls are multiplied by `times`, and calls are split so
-    that each has at most `most` bytes. The time of matrix products is multiplied by `products`.
-    `waited` maps an axis to the time of the calls along the axis. `idle` maps an axis to the part
-    of this time in which the core of the rank is not busy with the calls.
+    `waited` maps each axis to the time of its calls, and `idle` to the part of this time in which
+    the rank's core is idle. The clock can simulate repeated work: it multiplies the time of
+    kernels and the bytes of calls by `times`, and the time of matrix products by `products`. Calls
+    are split so that each has at most `most` bytes.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -136,9 +139,9 @@ class _WaitClock(Clock):
 
     @contextmanager
     def repeated(self, times: float, most: float, products: float = 1) -> Iterator[None]:
-        """Context manager that multiplies all work by `times` and limits calls to `most` bytes.
+        """Context manager that multiplies all work by `times`, but matrix products by `products`.
 
-        The number of matrix products is multiplied by `products` instead.
+        Communication calls are split so that each has at most `most` bytes.
         """
         self.times, self.most, self.products = times, most, products
         try:
@@ -153,7 +156,7 @@ class _WaitClock(Clock):
             self._again(self.products, begin, busy)
 
     def _again(self, times: float, begin: int, busy: int) -> None:
-        """Advance the clock as if the work since `begin` had run `times` times in total."""
+        """Advance the clock as if the work since time `begin` had been done `times` times."""
         self.now += round((times - 1) * (self.now - begin))
         self.busy += round((times - 1) * (self.busy - busy))
 
@@ -164,7 +167,10 @@ class _WaitClock(Clock):
             self._again(self.times, begin, busy)
 
     def cut(self, nbytes: int) -> tuple[int, float]:
-        """Split a call into calls of at most `most` bytes; return their number and their size."""
+        """Split a call into calls of at most `most` bytes.
+
+        Returns the number of calls, and the number of bytes per call.
+        """
         calls = ceil(self.times * nbytes / self.most) or 1
         return calls, self.times * nbytes / calls
 
@@ -201,9 +207,9 @@ class _WaitClock(Clock):
 
 
 class _HostDrivenWaitClock(_WaitClock, HostDrivenClock):
-    """Clock that accumulates the time of calls by axis on a machine without devices.
+    """Variant of _WaitClock for machines without GPUs.
 
-    The time of a call includes the CPU time that the rank spends on the call.
+    The time of a call includes the CPU time that the rank spends on it.
     """
 
     def post(self, op: str, nbytes: int, members: Sequence[int], axis: str) -> int:
@@ -234,10 +240,9 @@ class LayerSample:
     """One layer, the embedding and the head of a model, on the first rank of an abstract mesh.
 
     If only every n-th block has a mixture of experts, `layers` contains n layers, and `kinds`
-    contains a dense layer and a mixture-of-experts layer. Each section of the model has separate
-    parameters, as on different pipeline stages. `ends` contains the two tuples (FIRST,) and
-    (LAST,) if the embedding and the head are on different stages, and the tuple (FIRST, LAST) if
-    they share parameters on one stage.
+    contains a dense layer and a mixture-of-experts layer. Each section of the model has its own
+    parameters, as on different pipeline stages. `ends` is ((FIRST,), (LAST,)) if the embedding and
+    the head are on different stages, and ((FIRST, LAST),) if they are on the same stage.
     """
 
     def __init__(
@@ -267,7 +272,6 @@ class LayerSample:
             self.add(*parts)
 
     def _held_by(self, stage: StageContent) -> Counter:
-        """Return a dict with the bytes of a stage's parameters, gradients and optimizer state."""
         held = self.held
         ends = tuple(part for part, here in ((FIRST, stage.first), (LAST, stage.last)) if here)
         parts, counts = (self.layers,), (stage.layers,)
@@ -280,14 +284,14 @@ class LayerSample:
 
     @property
     def layer_gradient(self) -> int:
-        """Size in bytes of the gradients of the sample's layers."""
+        """Size in bytes of the gradients of all layers in the sample."""
         return self.held[(self.layers,)]["gradient"]
 
     def add(self, *parts: LayerRange) -> tuple[Parameters, Any, GradientCompression | None]:
-        """Build the stages in `parts`, and record their memory use in `held[parts]`.
+        """Build sections of the model, and record their memory use in `held[parts]`.
 
         `held[parts]` is a dict from memory kind to bytes, excluding offloaded data. `held[()]`
-        contains the memory that is allocated before any stage is built.
+        is the memory allocated before any section is built.
         """
         before = Counter(self.pool.live)
         parameters, optimizer, stages = self.built(parts)
@@ -298,7 +302,7 @@ class LayerSample:
         return parameters, optimizer, compression
 
     def built(self, parts: Sequence[LayerRange]) -> tuple[Parameters, Any, list[PipelineStage]]:
-        """Build the stages of `parts`; return the parameters, the optimizer and the stages."""
+        """Build sections of the model; return their parameters, the optimizer and the stages."""
         config = self.config
         kind, parallel = optimizer_of(config), config.parallel
         parameters = Parameters(
@@ -314,9 +318,9 @@ class LayerSample:
         return parameters, kind(parameters, 0.0, **config.train.constants()), stages
 
     def passes(self, part: LayerRange, sequences: int, halves: bool) -> PassSeconds:
-        """Measure the passes of a section of the model on a microbatch.
+        """Measure the passes of a section of the model for one microbatch.
 
-        The split backward pass is included if `halves` is true.
+        If `halves` is true, the split backward pass is measured as well.
         """
         context, stage = self.context, self.stages[part]
         zeros = np.broadcast_to(np.int32(0), (context.parts * sequences, context.tokens))
@@ -339,7 +343,7 @@ class LayerSample:
     def forward(
         self, stage: PipelineStage, micro: Microbatch, part: LayerRange
     ) -> tuple[Pass, Any]:
-        """Run a forward pass; return its cost and the saved activations."""
+        """Run a forward pass of `stage`; return its cost and the saved activations."""
         before = self.pool.held
         x = None if part.first else self.block(stage, micro)
         (y, saved), done = self.measured(partial(stage.forward, x, micro))
@@ -355,7 +359,10 @@ class LayerSample:
         saved: Any,
         defer: Callable[..., None],
     ) -> Pass:
-        """Run a backward pass and return its cost; `left` includes the bytes saved by `defer`."""
+        """Run a backward pass of `stage`, and return its cost.
+
+        The field `left` of the cost includes the data of weight gradients deferred by `defer`.
+        """
         dy = None if part.last else self.block(stage, micro)
         before = self.pool.held - getattr(dy, "nbytes", 0)
         dx, done = self.measured(partial(stage.backward, dy, saved, micro, defer))
@@ -368,7 +375,7 @@ class LayerSample:
         return self.mesh.empty(shape, dtype)
 
     def measured(self, work: Callable[[], Any]) -> tuple[Any, Pass]:
-        """Run `work()`; return its result and its cost as a Pass."""
+        """Call `work()`; return its result, and its cost as a Pass."""
         clock, live = self.clock, self.pool.held
         waited, idle, same = Counter(clock.waited), Counter(clock.idle), clock.idle is clock.waited
         start, busy = clock.now, clock.busy
@@ -382,10 +389,10 @@ class LayerSample:
         return result, Pass(seconds, waits, left, peak, busy, idle)
 
     def update(self, times: float, most: float, layers: int) -> tuple[Pass, Pass]:
-        """Return the cost of the gradient reductions and the cost of the update.
+        """Return the cost of the gradient reductions and the cost of the optimizer update.
 
-        Both costs apply to `times` copies of the sample's layers, with buckets of at most `most`
-        bytes. The update includes the matrix products of `layers` layers.
+        Both costs are for `times` copies of the sample's layers and buckets of at most `most`
+        bytes. The matrix products of the update are those of `layers` layers.
         """
         first, _, compression = self.layer
         with self.clock.repeated(times, most, times):
@@ -410,9 +417,9 @@ class LayerSample:
 class StageContent(NamedTuple):
     """Content of a model chunk or stage.
 
-    `layers` is the number of layers. `first` is True if the embedding is included, and `last` if
-    the head is included. `mixtures` is the number of mixture-of-experts layers, if only some
-    layers of the model have a mixture of experts.
+    `layers` is the number of layers. `first` is True if the content includes the embedding, and
+    `last` is True if it includes the head. `mixtures` is the number of mixture-of-experts layers,
+    or 0 if all layers of the model are of the same type.
     """
 
     layers: int
@@ -426,7 +433,7 @@ class PartCosts:
     """Costs of the passes of a layer, the embedding (`first`) and the head (`last`).
 
     `block` is the size in bytes of the activation between two layers. If only some layers have a
-    mixture of experts, `layer` is the mean over all layers, and `kinds` contains the costs of a
+    mixture of experts, `layer` contains the average cost of a layer, and `kinds` the costs of a
     dense layer and of a mixture-of-experts layer.
     """
 

@@ -1,8 +1,8 @@
-"""Peak memory of the fullest rank, from the costs of the passes of a step.
+"""Peak memory of the rank that needs the most, computed from the costs of a step's passes.
 
-When a pass begins, a stage stores the saved activations of all microbatches and chunks that wait
-for their backward pass. If the backward pass is split, the stage also stores the tensors that are
-saved between its two halves. The peak memory of the pass itself is added to the size of this data.
+When a pass begins, a stage holds the saved activations of all microbatches and chunks that wait
+for their backward pass. If the backward pass is split, the stage also holds the tensors saved
+between its two halves. The peak memory of the pass itself is added to the size of this data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
 
 
 class StageWork(NamedTuple):
-    """Costs of the passes of a microbatch on a model chunk or stage."""
+    """Costs of the passes of one microbatch on a model chunk or stage."""
 
     forward: Pass
     backward: Pass
@@ -35,13 +35,13 @@ class StageWork(NamedTuple):
 
 
 def model_of(config: Config) -> StepModel:
-    """Return the StepModel of a layout."""
+    """Return the StepModel for the schedule and sizes of a layout."""
     parallel = config.parallel
     return step_model(parallel.schedule, config.mesh.p, parallel.microbatches, parallel.chunks)
 
 
 def contents(config: Config) -> list[tuple[StageContent, ...]]:
-    """Return the StageContent of every chunk of every stage."""
+    """Return one tuple per stage, with the StageContent of each of its model chunks."""
     return _contents_of(model_of(config).placement, *contents_in_order(config))
 
 
@@ -76,25 +76,25 @@ def _contents_of(placement: Placement, *contents: StageContent) -> list[tuple[St
 
 
 def buckets(gradient: float, megabytes: float) -> int:
-    """Return the number of buckets of `megabytes` MB needed for a gradient of `gradient` bytes.
+    """Return the number of buckets of `megabytes` MB required for `gradient` bytes of gradients.
 
-    A bucket size of 0, which selects one bucket per tensor, counts as 1 byte.
+    A bucket size of 0, which selects one bucket per tensor, is treated as 1 byte.
     """
     return ceil(gradient / max(1.0, 1e6 * megabytes))
 
 
 @cache
 def stage_content(chunks: tuple[StageContent, ...]) -> StageContent:
-    """Combine the contents of a stage's chunks into one StageContent."""
+    """Return the StageContent of a stage with the given model chunks."""
     layers, first, last, mixtures = zip(*chunks)
     return StageContent(sum(layers), any(first), any(last), sum(mixtures))
 
 
 @cache
 def work_of(parts: PartCosts, content: StageContent, split: bool) -> StageWork:
-    """Return the costs of the passes of a microbatch on a stage with the given content.
+    """Return the costs of a microbatch's passes on a stage with the given content.
 
-    If `split` is true, the backward pass is split into two halves.
+    If `split` is true, the backward pass is split into input and weight gradients.
     """
     ends = [parts.first] * content.first, [parts.last] * content.last
     order, nothing = [*ends[0], *_layers_of(parts, content), *ends[1]], parts.layer * 0
@@ -103,7 +103,6 @@ def work_of(parts: PartCosts, content: StageContent, split: bool) -> StageWork:
 
 
 def _layers_of(parts: PartCosts, content: StageContent) -> list[PassSeconds]:
-    """Return the pass costs of a stage's dense layers and of its mixture-of-experts layers."""
     if not parts.kinds:
         return [parts.layer * content.layers]
     dense, mixture = parts.kinds
@@ -120,8 +119,8 @@ def fullest(
 ) -> tuple[int, dict[str, int]]:
     """Return the index of the stage with the highest peak memory, and its peak by memory kind.
 
-    Sizes are in bytes. `chunks` lists the content of each stage. `sums` and `rest` are the memory
-    peaks of a layer's gradient reductions and of its update.
+    `chunks` lists the contents of each stage's model chunks. `sums` and `rest` are the peak memory
+    of a layer's gradient reductions and of its optimizer update. All sizes are in bytes.
     """
     last, sample = len(chunks) - 1, costs.sample(config, config.parallel.zero)
     numbers = {0, min(1, last), max(0, last - 1), last} if even(config) else range(last + 1)
@@ -142,10 +141,10 @@ def stage_bytes(
     sums: int,
     rest: int,
 ) -> Counter:
-    """Return the peak memory of a rank on stage `number`, as a dict from kind to bytes.
+    """Return the peak memory of a rank on stage `number`, as a dict from memory kind to bytes.
 
-    `chunks` lists the contents of the stage's chunks. `sums` is the peak, in bytes, of a layer's
-    gradient reductions, and `rest` is the peak of the layer's update.
+    `chunks` lists the contents of the stage's model chunks. `sums` is the peak memory, in bytes,
+    of a layer's gradient reductions, and `rest` that of its optimizer update.
     """
     parallel, model, content = config.parallel, model_of(config), stage_content(chunks)
     held, layer = sample.held_by(content), sample.layer_gradient
@@ -160,7 +159,8 @@ def stage_bytes(
         (saved, peaks[op][chunk] + blocks)
         for (op, chunk), saved in model.held(number, forward, inputs)
     ]
-    # The update gathers at most two buckets; reductions overlap with the backward pass of a layer.
+    # The update holds at most two gathered buckets. Gradient reductions overlap with the backward
+    # pass of a layer.
     posts = min(max(1, content.layers), buckets(held["gradient"], parallel.bucket_mb) or 1)
     early = sums * (1 - 1 / posts) if parallel.overlap else 0
     backward = parts.layer.weight if split else parts.layer.whole
@@ -173,8 +173,8 @@ def stage_bytes(
 def _blocks(model: StepModel, stage: int) -> int:
     """Return the number of message blocks in memory during a pass.
 
-    A stage has a sent and a received block per neighboring stage, for at most as many neighbors as
-    there are microbatches. A single stage has one block, its result.
+    A stage holds a sent and a received block per neighboring stage. With one microbatch, only one
+    neighbor counts. If there is a single stage, it holds one block, its result.
     """
     neighbors = (stage > 0) + (stage < model.stages - 1)
     return 2 * min(neighbors, model.micros) or 1

@@ -26,8 +26,11 @@ TOP = 10  # default number of layouts to show
 
 
 class PlannedLayouts(NamedTuple):
-    """Plan for the input `config`: the result of the search, the ranking of its layouts, and the
-    `best` layouts that fit in memory."""
+    """Plan for the input `config`.
+
+    `found` is the result of the search, `ranking` ranks its layouts, and `best` lists the fastest
+    layouts that fit in memory.
+    """
 
     config: Config
     found: Found
@@ -36,10 +39,11 @@ class PlannedLayouts(NamedTuple):
 
 
 class ResortedLayouts(NamedTuple):
-    """Plan that uses a memory-saving technique because no layout fits in memory without one.
+    """Plan with a memory-saving technique, because no layout fits in memory without one.
 
-    `planned` is the plan with the technique, and `fit` describes the technique. `nearest` is the
-    smallest layout without the technique. `others` lists other techniques that make a layout fit.
+    `planned` is the plan, and `fit` describes the technique. `nearest` is the layout that needs
+    the least memory without the technique. `others` lists alternative techniques with which a
+    layout fits.
     """
 
     planned: PlannedLayouts
@@ -63,11 +67,11 @@ def plan_layouts(
     memory: float | None = None,
     top: int = TOP,
 ) -> tuple[PlannedLayouts, ResortedLayouts | None]:
-    """Plan the best layouts of an input on `ranks` ranks with `memory` bytes each.
+    """Plan the best layouts of an input on `ranks` ranks with `memory` bytes per rank.
 
-    `memory` defaults to the memory per rank of the machine. Returns the PlannedLayouts, and
-    either None or, if layouts fit only with a memory-saving technique, the ResortedLayouts. Raises
-    ValueError if the input is invalid for every layout, or if no layout fits.
+    `memory` defaults to the machine's memory per rank. Returns the PlannedLayouts and the
+    ResortedLayouts, which are `None` unless layouts fit only with a memory-saving technique.
+    Raises ValueError if the input is invalid for every layout, or if no layout fits.
     """
     config = allowed(source, overrides)
     memory = memory or machine.memory_gb * 1e9
@@ -90,13 +94,16 @@ def _planned(
 def _resorted(
     source: Path | str, overrides: Sequence[str], short: PlannedLayouts, top: int
 ) -> ResortedLayouts | None:
-    """Plan with the first technique that makes a layout fit; return `None` if none does."""
+    """Plan with the first technique with which a layout fits in memory.
+
+    Returns `None` if no layout fits with any technique.
+    """
     search, machine = short.ranking.search, short.ranking.machine
     fitting = [*fits(source, overrides, search, short.found)]
     for fit in fitting:
         again = _planned(fit.config, search.ranks, machine, search.memory, top)
         if again.best:
-            mildest = {fit.resort.keys: fit}  # the first, mildest technique for each set of keys
+            mildest = {fit.resort.keys: fit}  # set of keys -> first and mildest technique
             for other in fitting:
                 mildest.setdefault(other.resort.keys, other)
             _, *others = mildest.values()
@@ -105,28 +112,26 @@ def _resorted(
 
 
 def _nothing_fits(planned: PlannedLayouts, memory: float) -> str:
-    """Return an error message that no layout fits, with the smallest layout and possible fixes."""
     row = _smallest(planned)
     return (
         f"no layout fits in {gigabytes(memory)} per rank; {nearest_in_words(row)}; use --memory "
-        f"{-(-row.peak // 10**6)}MB, more ranks, or a smaller model or batch"
+        f"{-(-row.peak // 10**6)}MB, more ranks, a smaller model, or a smaller batch"
     )
 
 
 def _smallest(planned: PlannedLayouts) -> RankedLayout:
-    """Return the layout with the lowest peak memory, for a plan in which no layout fits."""
     timed = planned.found.timed
     rows = planned.ranking.known.values() or [estimated(each.best) for each in timed]
     return min(rows, key=lambda row: row.peak)
 
 
 def nearest_in_words(row: RankedLayout) -> str:
-    """Format the smallest layout and its peak memory."""
+    """Describe the layout with the lowest peak memory, and its peak, in words."""
     return f"the smallest layout, {shown_layout(row.config)}, needs {held(row)}"
 
 
 def held(row: RankedLayout) -> str:
-    """Format the peak memory of a layout by kind, the largest first."""
+    """Format the peak memory of a layout, followed by its size by kind, largest first."""
     kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in kinds)
     return f"{gigabytes(row.peak)} on stage {row.stage} ({parts})"
@@ -138,5 +143,5 @@ def gigabytes(nbytes: float) -> str:
 
 
 def input_with(config: Config, planned: Config) -> str:
-    """Return the input file `config` as text, with the planned mesh and parallelism."""
+    """Return `config` as the text of an input file, with the mesh and parallelism of a plan."""
     return to_toml(replace(config, mesh=planned.mesh, parallel=planned.parallel))

@@ -1,4 +1,4 @@
-"""Search and ranking of layouts for an input file, for `plan` and the Python API."""
+"""Search and rank the layouts for an input file; used by `plan` and the Python API."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.ranking import RankedLayout
     from hpc3d.predict.planning.search import Found
 
-_FEW = 16  # maximum number of ranks for an exhaustive search
+_FEW = 16  # number of ranks up to which a search is practically exhaustive
 
 
 def allowed(source: Path | str, overrides: Sequence[str]) -> Config:
-    """Load the Config of an input; raise Problems if it is invalid for every layout."""
+    """Load an input, and raise Problems if it is invalid for every layout."""
     config = load(source, overrides, rules=_wrong_everywhere)
     refuse(_wrong_everywhere(config))
     return config
 
 
 def _wrong_everywhere(config: Config) -> list[str]:
-    """Return the errors in an input that apply to every layout."""
+    """Return the errors of an input that do not depend on the layout."""
     problems = [*unknown_values(config), *reported(not_there_yet(config))]
     alone = bare(mark_wrong(config, problems))  # `plan` chooses the mesh
     rules = wrong_experts(alone), wrong_compression(alone), wrong_offload(alone)
@@ -44,7 +44,7 @@ def _wrong_everywhere(config: Config) -> list[str]:
 def ranked(
     config: Config, ranks: int, machine: Machine, memory: float, top: int
 ) -> tuple[Found, Ranking]:
-    """Search the layouts on `ranks` ranks with `memory` bytes each.
+    """Search for the `top` fastest layouts on `ranks` ranks with `memory` bytes per rank.
 
     Returns the result of the search and the Ranking of its layouts.
     """
@@ -60,7 +60,8 @@ def ranked(
 def searched(found: Found, ranking: Ranking) -> dict[str, int]:
     """Return the numbers of layouts, mesh candidates, estimates and simulations in a search.
 
-    Mesh candidates are counted by outcome: timed, pruned, or not considered within the budget.
+    Mesh candidates are counted by outcome: timed, pruned (`cut`), or not reached within the budget
+    (`left`).
     """
     return {
         "layouts": found.considered,
@@ -89,10 +90,10 @@ def as_plain(row: RankedLayout) -> dict[str, Any]:
 
 
 def _most_costs(ranks: int) -> int:
-    """Return the maximum number of costs to measure; one measurement takes about 3 ms."""
+    """Return the maximum number of pass costs to measure, at about 3 ms per measurement."""
     return 2500 if ranks <= _FEW else min(1250, 200 + 2 * ranks)
 
 
 def _most_effort(ranks: int) -> int:
-    """Return the simulation budget in ms, which limits the sum of estimated simulation times."""
+    """Return the budget for simulations: the maximum sum of their estimated run times in ms."""
     return 3000 if ranks <= _FEW else min(6000, 500 + 5 * ranks)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.estimate import Estimate
     from hpc3d.predict.planning.search import Found, Search
 
-_CUBOIDS = ("1d-sequence", "2d", "3d")  # 3-D cuboids, including cuboids with axes of size 1
+_CUBOIDS = ("1d-sequence", "2d", "3d")  # 3-D, and its special cases with axes of size 1
 _NAMED = {
     "1-D": lambda config: kind(config) == "1-D",
     "2-D": lambda config: kind(config) == "2-D",
@@ -31,22 +31,22 @@ _NAMED = {
     "best cuboid": lambda config: kind(config) != "none" and config.parallel.scheme in _CUBOIDS,
 }
 _EACH = 2  # number of candidates to time in each class of layouts in _NAMED
-_SHOWN = 0.25  # fraction of the budget kept for layouts slower than the fastest
+_SHOWN = 0.25  # fraction of the simulation budget reserved for layouts slower than the fastest
 _RESIZED, _SIZES = 6, 3  # number of layouts to try with other bucket sizes, and sizes per layout
-_SIZED = 0.25  # extra budget for bucket sizes, relative to the simulation budget
-# Factors for a lower bound on the simulated step time. _NEW multiplies an estimate if no layout of
-# its family has been simulated. Otherwise, _KIN multiplies the product of the estimate and the
-# family's smallest ratio of simulated to estimated time.
+_SIZED = 0.25  # additional budget for bucket sizes, as a fraction of the simulation budget
+# Factors that turn an estimated step time into a lower bound on the simulated one. _NEW is used if
+# no layout with the same grouping key (`_family`) has been simulated. Otherwise, the estimate is
+# multiplied by _KIN and by the group's smallest ratio of simulated to estimated time.
 _NEW, _KIN = 0.9, 0.97
 
 
 class RankedLayout(NamedTuple):
-    """Predicted step of a layout.
+    """Predicted step time and memory of a layout.
 
     `seconds` is the step time; `bubble` and `communication` are fractions of this time. `waits`
-    maps an axis to its communication time in seconds. The rank with the highest peak memory is on
-    stage `stage`; `peak` is its peak in bytes, and `kinds` maps a kind of memory to bytes.
-    `simulated` is False for an estimate.
+    maps each axis to its communication time in seconds. `stage` is the pipeline stage with the
+    highest peak memory, `peak` is this peak in bytes per rank, and `kinds` maps each kind of
+    memory to bytes. `simulated` is False if the prediction is an estimate.
     """
 
     config: Config
@@ -67,9 +67,9 @@ class RankedLayout(NamedTuple):
 
 
 class Loser(NamedTuple):
-    """Group of `count` layouts that are slower than the best for the same `reason`.
+    """Group of `count` layouts that are slower than the best one for the same `reason`.
 
-    `nearest` is the best layout of the group.
+    `nearest` is the fastest layout of the group that fits in memory.
     """
 
     reason: str
@@ -98,7 +98,7 @@ def estimated(estimate: Estimate) -> RankedLayout:
 
 
 def _simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayout:
-    """Simulate a layout; return a RankedLayout with `waits` from the least idle stage."""
+    """Simulate a layout; return a RankedLayout with the `waits` of the busiest stage."""
     runs = simulate(config, vocabulary, machine)
     found = summary(runs, config, machine)
     seconds, worst = found["step_time_s"], found["memory"]["worst"]
@@ -118,7 +118,7 @@ def _simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayou
 
 
 def _simulation_cost(config: Config) -> float:
-    """Return the approximate time in ms that a simulation of the layout takes."""
+    """Return the estimated run time of a layout's simulation, in ms."""
     stages, parallel = config.mesh.p, config.parallel
     passes = stages * parallel.microbatches * parallel.chunks
     return 8 * config.model.layers + 10 * stages + passes
@@ -127,8 +127,8 @@ def _simulation_cost(config: Config) -> float:
 class Ranking:
     """Ranking of the layouts found by a search.
 
-    The most promising layouts are simulated within a budget of `most` ms. The others are ranked by
-    their estimates, which are corrected by the mean error of simulated layouts.
+    The most promising layouts are simulated, within a budget of `most` ms. The other layouts are
+    ranked by their estimates, corrected for the mean error of the simulated layouts' estimates.
     """
 
     def __init__(self, search: Search, found: Found, machine: Machine, most: float) -> None:
@@ -139,7 +139,8 @@ class Ranking:
     def simulate(self) -> None:
         """Simulate layouts until no other layout can be faster than the fastest one that fits.
 
-        If no layout fits, the remaining layout with the lowest peak is simulated last.
+        If none of the simulated layouts fits, the remaining layout with the lowest peak memory is
+        simulated as well.
         """
         offers = [offer for each in self.found.timed if each.fits for offer in each.offers]
         shortest = inf
@@ -151,9 +152,10 @@ class Ranking:
             self.run(min(offers, key=self.peak))
 
     def try_buckets(self) -> None:
-        """Simulate other bucket sizes for layouts that may become the fastest.
+        """Simulate layouts with other bucket sizes if they may become the fastest.
 
-        Layouts that are sufficiently faster with another size are added to the candidate's offers.
+        If a layout is sufficiently faster with another size, this variant is added to the
+        candidate's `offers`.
         """
         kept, self.left = self.left, _SIZED * self.most
         for seconds, other, each in sorted(self._resized(), key=lambda one: one[0]):
@@ -166,9 +168,9 @@ class Ranking:
         self.left = kept
 
     def _resized(self) -> Iterator[tuple[float, Estimate, TimedCandidate]]:
-        """Yield (likely step time in s, estimate, candidate) for other bucket sizes.
+        """Estimate the best layouts that fit with other bucket sizes.
 
-        The bucket sizes are tried on the best layouts that fit.
+        Yields (corrected step time in s, estimate, candidate).
         """
         fitting = (
             each for each in self.found.timed if each.fits and each.best.config.mesh.replicas() > 1
@@ -181,13 +183,13 @@ class Ranking:
                         yield ratio * other.seconds, other, each
 
     def _fitting_seconds(self) -> list[float]:
-        """Return the step times in seconds of the simulated layouts that fit."""
         return [row.seconds for row in self.known.values() if self.fits(row)]
 
     def promising(self, offers: Sequence[Estimate], shortest: float) -> Estimate | None:
-        """Return the most promising of the `offers`, or None if no simulation is worthwhile.
+        """Return the most promising estimate in `offers`, or `None` if simulating any of them is
+        not worthwhile.
 
-        `shortest` is the shortest step time in seconds of a simulated layout that fits.
+        `shortest` is the shortest step time, in seconds, of a simulated layout that fits.
         """
         near = (offer for offer in offers if self.peak(offer) <= self.room(offer))
         offer = min(near, key=self.least, default=None)
@@ -195,25 +197,25 @@ class Ranking:
         return None if enough or not offer or self.least(offer) > shortest else offer
 
     def least(self, estimate: Estimate) -> float:
-        """Return an estimated lower bound on the simulated step time of a layout, in seconds."""
+        """Return a probable lower bound on the simulated step time of a layout, in seconds."""
         ratios = self.ratios.get(_family(estimate.config))
         return estimate.seconds * (_KIN * min(ratios) if ratios else _NEW)
 
     def peak(self, estimate: Estimate) -> float:
-        """Return the peak memory in bytes that a simulation of a layout is expected to report."""
+        """Return the expected peak memory of a layout in a simulation, in bytes per rank."""
         return estimate.peak * fmean(self.peaks.get(_family(estimate.config), [1]))
 
     def room(self, estimate: Estimate) -> float:
-        """Return the maximum expected peak memory, in bytes, of a layout that may be simulated.
+        """Return the limit on a layout's expected peak memory, in bytes, for it to be simulated.
 
-        The limit decreases with the remaining budget, so that the layouts that are simulated last
-        are likely to fit in memory.
+        The limit decreases with the remaining budget, so that layouts are more likely to fit in
+        memory the later they are simulated.
         """
         left = (self.left - _simulation_cost(estimate.config)) / self.most
         return self.search.candidates.memory * (1 + NEAR * max(-1, left))
 
     def run(self, estimate: Estimate) -> RankedLayout:
-        """Simulate a layout and return its RankedLayout."""
+        """Simulate the layout of an estimate, and return its RankedLayout."""
         config = estimate.config
         self.left -= _simulation_cost(config)
         row = _simulated(config, self.search.estimator.vocabulary, self.machine)
@@ -225,17 +227,17 @@ class Ranking:
     def _corrected(self, estimate: Estimate) -> RankedLayout:
         """Convert an estimate to a RankedLayout with a corrected step time.
 
-        The step time is multiplied by the mean ratio of simulated to estimated times.
+        The correction factor is the mean ratio of simulated to estimated step times.
         """
         ratios = [*chain(*self.ratios.values())]
         seconds = estimate.seconds * (fmean(ratios) if ratios else 1)
         return estimated(estimate)._replace(seconds=seconds)
 
     def row(self, each: TimedCandidate) -> RankedLayout:
-        """Return the best RankedLayout of a candidate, or None if none of its layouts fits.
+        """Return the best RankedLayout of a candidate, or `None` if none of its layouts fits.
 
-        The result is the fastest simulated layout that fits or, without such a layout, an
-        estimate.
+        The best is the fastest simulated layout that fits or, if none has been simulated, the
+        fastest estimate.
         """
         known = [self.known[one.config] for one in each.offers if one.config in self.known]
         fitting = filter(self.fits, known)
@@ -245,7 +247,7 @@ class Ranking:
         return shortest or next(map(self._corrected, likely), None)
 
     def looked_at(self, each: TimedCandidate) -> RankedLayout:
-        """Return the best RankedLayout of a candidate, which is simulated if the budget allows."""
+        """Return the best RankedLayout of a candidate, and simulate it if the budget allows."""
         row = self.row(each)
         while row and not row.simulated and _simulation_cost(row.config) <= self.left:
             self.run(self._offer(row.config))
@@ -253,7 +255,10 @@ class Ranking:
         return row
 
     def best(self, top: int) -> list[RankedLayout]:
-        """Return the fastest `top` layouts that fit; at least the first one is simulated."""
+        """Return the `top` fastest layouts that fit in memory.
+
+        At least the first one has been simulated.
+        """
         self.simulate()
         self.try_buckets()
         fitting = [each for each in self.found.timed if each.fits]
@@ -268,9 +273,9 @@ class Ranking:
         return row.peak <= self.search.candidates.memory
 
     def widen(self, mesh: MeshConfig | None = None) -> None:
-        """Time the most promising candidates of each class of layouts in `_NAMED`.
+        """Estimate the most promising candidates of each class of layouts in `_NAMED`.
 
-        If `mesh` is given, only candidates with the same p, d, c and e are considered.
+        If `mesh` is given, only candidates with its values of p, d, c and e are considered.
         """
         for is_it in _NAMED.values():
             named = sorted(self._named_candidates(is_it, mesh), key=self.search.bounds.least)
@@ -279,9 +284,9 @@ class Ranking:
     def _named_candidates(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> Iterator[Candidate]:
-        """Yield the candidates whose layout satisfies `is_it`.
+        """Yield the candidates for which the predicate `is_it(config)` is true.
 
-        If `mesh` is given, only candidates with the same p, d, c and e are yielded.
+        If `mesh` is given, only candidates with its values of p, d, c and e are yielded.
         """
         found = self.found
         for candidate in [*(each.candidate for each in found.timed), *found.left, *found.cut]:
@@ -289,19 +294,20 @@ class Ranking:
                 yield candidate
 
     def named(self, mesh: MeshConfig | None = None) -> dict[str, RankedLayout | None]:
-        """Return a dict from each class in `_NAMED` to its best RankedLayout, or to `None`.
+        """Return the best RankedLayout of each class of layouts in `_NAMED`.
 
-        If `mesh` is given, only layouts with the same p, d, c and e are considered.
+        The result is a dict whose values are `None` for classes without a layout. If `mesh` is
+        given, only layouts with its values of p, d, c and e are considered.
         """
         return {name: self._called(is_it, mesh) for name, is_it in _NAMED.items()}
 
     def _called(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> RankedLayout | None:
-        """Return the best RankedLayout whose configuration satisfies the predicate `is_it`.
+        """Return the best RankedLayout for which the predicate `is_it(config)` is true.
 
-        If none of these layouts fits in memory, the one with the lowest peak is returned. Returns
-        `None` if no configuration satisfies `is_it`.
+        If none of these layouts fits in memory, return the one with the lowest peak. If the
+        predicate is false for all layouts, return `None`.
         """
         chosen = {id(candidate) for candidate in self._named_candidates(is_it, mesh)}
         timed = [each for each in self.found.timed if id(each.candidate) in chosen]
@@ -311,7 +317,8 @@ class Ranking:
         return min(fitting or nearest, key=lambda row: row.seconds, default=None)
 
     def losers(self, best: RankedLayout) -> list[Loser]:
-        """Return the reasons why other layouts are slower than `best`, most frequent first."""
+        """Group the other layouts by the reason why they are slower than `best`, largest group
+        first."""
         winner, groups = self._offer(best.config), {}
         for each in self.found.timed:
             if winner not in each.offers:
@@ -323,20 +330,20 @@ class Ranking:
         return sorted(losers, key=lambda loser: -loser.count)
 
     def _offer(self, config: Config) -> Estimate:
-        """Return the estimate of the layout `config`."""
         offers = chain.from_iterable(each.offers for each in self.found.timed)
         return next(offer for offer in offers if offer.config == config)
 
     def nearest(self, group: Sequence[Estimate]) -> Estimate:
-        """Return the fastest estimate that fits, or the estimate with the lowest peak memory."""
+        """Return the fastest estimate that fits in memory, or else the one with the lowest
+        peak."""
         fitting = [each for each in group if self.fits(each)]
         smallest = min(group, key=lambda each: each.peak)
         return min(fitting, key=lambda each: each.seconds, default=smallest)
 
     def reason(self, each: TimedCandidate, winner: Estimate) -> str:
-        """Return the component of the step time with the largest increase over `winner`.
+        """Return the component of the step time that increases most compared with `winner`.
 
-        The result is "memory" if no layout of the candidate fits.
+        The result is "memory" if no layout of the candidate fits in memory.
         """
         if not each.fits:
             return "memory"
@@ -349,10 +356,8 @@ class Ranking:
 
 
 def _family(config: Config) -> tuple[MeshConfig, str, str, bool]:
-    """Return the grouping key of a layout.
-
-    The estimates of layouts with the same key tend to have similar errors.
-    """
+    """Return a grouping key such that estimates of layouts with the same key have similar
+    errors."""
     parallel = config.parallel
     return config.mesh, parallel.scheme, parallel.schedule, parallel.layers_per_stage is None
 

@@ -1,8 +1,8 @@
 """Memory-saving fallbacks that the planner tries if no layout fits in memory.
 
-Fallbacks that leave all results unchanged are tried first, followed by fallbacks with an
-increasing effect on the results. Each fallback is checked on the layouts with the lowest peak
-memory. The search is then repeated with the first fallback that makes a layout fit.
+Fallbacks that leave the results of a run unchanged are tried first, followed by those with an
+increasing effect on the results. Each fallback is applied to the layouts with the lowest peak
+memory. The search is then repeated with the first fallback with which one of them fits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.search import Found, Search
 
 log = logging.getLogger(__name__)
-_NEAREST = 8  # number of layouts for which each fallback is checked
+_NEAREST = 8  # number of layouts to which each fallback is applied
 
 
 class Resort(NamedTuple):
@@ -76,7 +76,11 @@ RESORTS = (
 
 
 class Fit(NamedTuple):
-    """Fallback, the input file with its changes, and the fastest layout that fits."""
+    """Fallback with which a layout fits in memory.
+
+    `config` is the input with the changes of the fallback, and `estimate` the fastest layout that
+    fits.
+    """
 
     resort: Resort
     config: Config
@@ -86,7 +90,7 @@ class Fit(NamedTuple):
 def fits(
     source: Path | str, overrides: Sequence[str], search: Search, found: Found
 ) -> Iterator[Fit]:
-    """Yield a Fit for each fallback that makes at least one of the smallest layouts fit."""
+    """Yield a Fit for each fallback with which at least one of the smallest layouts fits."""
     nearest = sorted(
         (min(each.offers, key=lambda offer: offer.peak) for each in found.timed),
         key=lambda offer: offer.peak,
@@ -112,6 +116,6 @@ def fits(
 
 
 def _changed(layout: Config, config: Config) -> Config:
-    """Return `layout` with the `[train]` section and the memory keys of the input `config`."""
+    """Return `layout` with the section `[train]`, `keep_dtype` and `offload` from `config`."""
     kept = {key: getattr(config.parallel, key) for key in ("keep_dtype", "offload")}
     return replace(layout, train=config.train, parallel=replace(layout.parallel, **kept))

@@ -1,10 +1,11 @@
 """Search for the layout with the shortest step among those that fit in memory.
 
-bounds.py computes a lower bound on the step time of every mesh, and expected.py computes a step
-time that also accounts for the memory limit. In the order of the expected times, estimate.py
-estimates the step time of each mesh with suitable schedules, microbatches, ZeRO stages and
-recomputation, until the remaining bounds exceed the best step times or the budget is spent.
-Finally, adaptation.py tries uneven layers for the best few layouts.
+bounds.py computes a lower bound on the step time of every mesh, and expected.py an approximate
+step time that also accounts for the memory limit. The meshes are processed in the order of these
+approximate times: estimate.py estimates the step time of each mesh with suitable schedules,
+microbatches, ZeRO stages and recomputation. The search stops when the bounds of the remaining
+meshes exceed the best step times, or when the budget is spent. Finally, adaptation.py tries uneven
+layers for the best few layouts.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _FEW = 16  # maximum number of ranks for which all kinds of context parallelism are searched
-_REACH = 1.4  # maximum step time of refined candidates, relative to the shortest
-_COARSE = 2 / 3  # fraction of the cost budget for comparing meshes; the rest is for refinement
+_REACH = 1.4  # maximum ratio of a refined candidate's step time to the shortest step time
+_COARSE = 2 / 3  # fraction of the measurement budget for comparing meshes, before refinement
 
 
 class Found(NamedTuple):
     """Result of a search.
 
-    `timed` has the timed candidates, fastest first; candidates that do not fit in memory come
-    last. `cut` lists the candidates that were pruned because of their lower bound, and `left`
-    lists the candidates that had not been timed when the budget was spent. `considered` is the
-    number of layouts in the search space.
+    `timed` lists the candidates whose step time was estimated, fastest first, followed by those
+    that do not fit in memory. `cut` lists the candidates that were pruned because of their lower
+    bound, and `left` those that were not estimated within the budget. `considered` is the number
+    of layouts in the search space.
     """
 
     timed: list
@@ -60,7 +61,7 @@ class Found(NamedTuple):
         candidates: Sequence[Candidate],
         time: Callable[[Candidate], TimedCandidate],
     ) -> None:
-        """Time the candidates that have not been timed yet, and move them to `timed`."""
+        """Call `time` for the candidates that have not been timed, and move them to `timed`."""
         new = [
             candidate
             for candidate in candidates
@@ -78,7 +79,7 @@ class Found(NamedTuple):
 
 
 class Search:
-    """Search for the best layouts of `config` on `ranks` ranks with `memory` bytes each."""
+    """Search for the best layouts of `config` on `ranks` ranks with `memory` bytes per rank."""
 
     def __init__(
         self, config: Config, ranks: int, vocabulary: int, machine: Machine, memory: float
@@ -90,12 +91,12 @@ class Search:
         self.allowed = 0  # number of valid candidates
 
     def run(self, top: int, most: int) -> Found:
-        """Search for the `top` fastest layouts; measure at most about `most` costs.
+        """Search for the `top` fastest layouts within a budget of about `most` cost measurements.
 
         For each (p, d, c, e), the candidate with the shortest expected step is timed first. Other
-        candidates on the short lists follow, starting with the fastest lists, and then the
-        remaining candidates. Finally, the fastest candidates are refined. Raises ValueError with a
-        one-line remedy if no layout is valid.
+        candidates on the short lists follow, fastest lists first, and then the remaining
+        candidates. Finally, the fastest candidates are refined. Raises ValueError with a one-line
+        fix if no layout is valid.
         """
         candidates = []
         for candidate in self.allowed_candidates():
@@ -123,14 +124,13 @@ class Search:
         return found
 
     def _add(self, found: Found, offers: Sequence[Offer]) -> None:
-        """Add each estimate in `offers` to the candidate with the index stored in the offer."""
         for number, estimate in offers:
             candidate, known, *_ = found.timed[number]
             found.timed[number] = self._offered(candidate, [*known, estimate])
         found.sort()
 
     def _refine(self, found: Found, most: int) -> None:
-        """Refine the most promising candidates, round-robin, until the budget is spent."""
+        """Estimate more layouts of the best candidates, round-robin, until the budget is spent."""
 
         def limit():
             return _REACH * self.limit(found.timed, 1)
@@ -152,7 +152,7 @@ class Search:
     def _consider(self, candidate: Candidate, found: Found, top: int, most: float) -> float:
         """Time a candidate if it may be among the best `top`.
 
-        Returns its step time in seconds if it was timed and fits, and inf otherwise.
+        Returns its step time in seconds, or inf if it was not timed or does not fit in memory.
         """
         if self.bounds.least(candidate) > self.limit(found.timed, top):
             found.cut.append(candidate)
@@ -172,7 +172,8 @@ class Search:
         self.bounds.calibrate(config, self.estimator.costs.parts(config), fixed)
 
     def limit(self, timed: Sequence[TimedCandidate], top: int) -> float:
-        """Return the step time in seconds below which a candidate is among the best `top`."""
+        """Return the step time, in seconds, that a candidate must not exceed to be among the best
+        `top`."""
         seconds = sorted(each.sure for each in timed)
         return seconds[top - 1] if len(seconds) >= top else inf
 
@@ -187,8 +188,6 @@ class Search:
             yield from found if self.ranks <= _FEW else found[:1]
 
     def _refusal(self) -> str:
-        """Return the message that no layout is valid, with an error of one layout as an
-        example."""
         model, train = self.base.model, self.base.train
         mesh = next(layouts.meshes(self.ranks, model.layers, train.batch))
         problem, *_ = layouts.problems(layouts.with_mesh(self.base, *mesh), self.ranks)
@@ -196,7 +195,7 @@ class Search:
         return f"no layout on {ranks} is valid for this model; for example, {problem}"
 
     def variants(self, candidate: Candidate) -> int:
-        """Return the number of layouts with the same mesh sizes as a candidate."""
+        """Return the number of layouts that have the mesh sizes of a candidate."""
         config, layers = candidate.config, self.base.model.layers
         counts = layouts.microbatches(config, self.ranks)
         ways = sum(len(layouts.schedules(config.mesh.p, micros, layers)) for micros in counts)
@@ -205,11 +204,11 @@ class Search:
         return ways * len(self.candidates.ways(config)) * zeros * orders
 
     def timed(self, candidate: Candidate) -> TimedCandidate:
-        """Return the candidate with the estimates that are needed to compare it with others."""
+        """Estimate layouts of a candidate, for a comparison with other candidates."""
         return self._offered(candidate, self.candidates.promising(candidate.config))
 
     def _offered(self, candidate: Candidate, found: Sequence[Estimate]) -> TimedCandidate:
-        """Return a candidate with the estimates in `found` that may fit, fastest first."""
+        """Return a TimedCandidate with the estimates in `found` that may fit, fastest first."""
         near = {each.config: each for each in found if self.candidates.fits(each, 1 + NEAR)}
         if not near:
             return TimedCandidate(candidate, [min(found, key=lambda each: each.peak)], False, inf)

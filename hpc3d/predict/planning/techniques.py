@@ -1,6 +1,6 @@
-"""Effects of single memory, precision, optimizer and communication settings on a given layout.
+"""Effects of individual memory, precision, optimizer and communication settings.
 
-Each technique is simulated and compared with the unchanged input.
+Each setting is simulated in a given layout and compared with the unchanged input.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _OF_MUON = (("train.orthogonalize", "sharded"),)
 
 
 class Effect(NamedTuple):
-    """Simulated training step of the input with one `change`.
+    """Simulated training step of an input with one `change`.
 
-    `memory` maps a kind of memory to the peak in bytes on the fullest rank, as in `summary`.
-    `received` is the number of bytes that a rank of stage 0 receives per step, and `seconds` is
-    the step time. If the change is invalid, `refused` is the reason.
+    `memory` maps each kind of memory to bytes, on the rank with the highest peak. `received` is
+    the number of bytes that a rank of stage 0 receives per step, and `seconds` is the step time.
+    If the change is invalid, `refused` is the reason.
     """
 
     change: str
@@ -82,7 +82,7 @@ class Effect(NamedTuple):
 def effects(
     source: Path | str, overrides: Sequence[str], ranks: int, machine: Machine
 ) -> Iterator[Effect]:
-    """Yield the Effect of the unchanged input, and of each technique that is not in use."""
+    """Yield the Effect of the unchanged input, then of each setting that differs from it."""
     config = load_resolved(source, overrides, ranks)
     yield _effect("as it is", config, machine)
     techniques = TECHNIQUES + (_OF_MUON if config.train.optimizer == "muon" else ())

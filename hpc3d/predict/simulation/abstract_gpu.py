@@ -1,7 +1,8 @@
 """CUDA backend for abstract arrays (shapes without data).
 
-The backend counts kernel launches, GEMMs and workspaces instead of executing them. The code of
-real GPU runs selects the kernels and their arguments, so the counts are exact.
+The backend counts kernel launches, GEMMs and workspace memory instead of computing anything. The
+kernels and their arguments are selected by the same code as on a real GPU, so the counts are
+exact.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 
 class _DeviceShape(AbstractArray):
-    """Abstract array on a device."""
-
     __slots__ = ()
 
 
@@ -53,7 +52,7 @@ class DeviceShapes(AbstractPool):
 
 
 class AbstractGpu(Gpu):
-    """GPU that computes nothing, and only reports kernels and GEMMs to the meter of a pool."""
+    """GPU that only counts kernels and GEMMs, in the meter of a pool, and computes nothing."""
 
     def __init__(self, pool: AbstractPool) -> None:
         self.pool, empty = pool, partial(pool.empty, kind="workspace")
@@ -62,9 +61,10 @@ class AbstractGpu(Gpu):
         self.workspace = empty((WORKSPACE,), np.uint8)
 
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-        """Yield the first item of each kind in `pieces`.
+        """Yield one item of each kind in `pieces`.
 
-        The meter multiplies the work on this item by the number of items of the same kind.
+        While the caller processes the item, its work is counted once for every item of the same
+        kind.
         """
         first, counts = {}, Counter()
         for piece in pieces:
@@ -102,7 +102,7 @@ class AbstractGpu(Gpu):
         add: AbstractArray | None,
         **epilogue: Any,
     ) -> bool:
-        """Report a GEMM and return True, because cuBLASLt supports every requested epilogue."""
+        """Count a GEMM; return True, because cuBLASLt supports every requested epilogue."""
         self.multiplied(a, b, out)
         return True
 
@@ -110,10 +110,10 @@ class AbstractGpu(Gpu):
 class _AbstractAttention:
     """Cost model of cuDNN's fused attention (cudnn_attention.Flash).
 
-    The score matrix is not stored in memory. Causal attention computes half of every GEMM. The
-    backward pass has five GEMMs, one of which is recomputed. All layers share a workspace of the
-    size that cuDNN 9.19 requests on an H100: the gradient of q in float32, and one float32 value
-    per row for the dot product of out and its gradient.
+    The score matrix is not stored in memory. With a causal mask, half of every GEMM is computed.
+    The backward pass has five GEMMs, one of which recomputes the scores. All layers share a
+    workspace of the size that cuDNN 9.19 requests on an H100: the gradient of q in float32, and
+    for each row the dot product of out and its gradient in float32.
     """
 
     def __init__(self, pool: AbstractPool) -> None:
@@ -148,7 +148,10 @@ class _AbstractAttention:
         return dqkv
 
     def have(self, size: int) -> None:
-        """Ensure a workspace of at least `size` bytes; smaller workspaces remain allocated."""
+        """Allocate a workspace of `size` bytes, unless the last one is at least as large.
+
+        Smaller workspaces remain allocated.
+        """
         if size > self.workspaces[-1].nbytes:
             self.workspaces.append(self.pool.empty((size,), np.uint8, "workspace"))
 
@@ -159,7 +162,10 @@ class _AbstractAttention:
 
 
 def _on_pool(primitive: Primitive) -> Callable[..., Any]:
-    """Return the CUDA implementation of a primitive, for the abstract GPU of the first array."""
+    """Return the CUDA implementation of a primitive.
+
+    It runs on the abstract GPU that the first array argument belongs to.
+    """
     rule = primitive.cuda_rule
     if rule is None:
         return counted(primitive)
@@ -173,10 +179,10 @@ value_of.register(_DeviceShape, lambda array: 0.0)
 
 
 def unrecorded(config: Config) -> Config:
-    """Return `config` with CUDA graphs disabled, which does not change the counted work."""
+    """Return `config` without CUDA graphs, which do not affect the counted work."""
     return replace(config, train=replace(config.train, cuda_graph=False))
 
 
 def pool_of(config: Config, meter: CostMeter | None = None) -> AbstractPool:
-    """Return a pool of abstract arrays for the backend of a run."""
+    """Return a pool of abstract arrays for the backend `train.backend`."""
     return (DeviceShapes if config.train.backend == "cupy" else AbstractPool)(meter)

@@ -1,8 +1,8 @@
-"""Communication, FLOPs and memory of a training step, counted by running the program.
+"""Count the communication, FLOPs and memory of a training step by running the program.
 
 One rank at a time runs the trainer on abstract arrays (arrays/abstract.py), which takes
-milliseconds for any model size. The simulation uses the same recorder as real runs, so the
-predicted bytes, messages and memory are exactly equal to the values in a trace.
+milliseconds for any model size. The recorder is the same as in real runs, so the predicted bytes,
+messages and memory are exactly equal to those in a trace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.program import Program
 
-CAPACITY = 1 << 12  # initial number of rows in the table of each Prediction
+CAPACITY = 1 << 12  # initial number of rows in a recorder's table
 _COMM = CATEGORY.index("comm")
 
 
@@ -41,7 +41,7 @@ class InMemory(Recorder):
 
 
 class ZeroBatches(MicrobatchLoader):
-    """Loader of zero batches; token values do not affect a prediction."""
+    """Loader of batches of zeros, because token values do not affect a prediction."""
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         pair = AbstractArray((2, *self.shape), np.int32, self.mesh.pool)
@@ -53,9 +53,9 @@ class ZeroBatches(MicrobatchLoader):
 class Prediction(NamedTuple):
     """Predicted steady-state training step of one rank.
 
-    `events` contains the rows of the trace table EVENTS, but without valid times. `axes` lists the
-    mesh axis of each group. `peak` maps a kind of memory to its peak in bytes; the key "all" is
-    the peak of the sum over all kinds.
+    `events` contains rows of the trace table EVENTS, whose times are not valid. `axes` lists the
+    mesh axis of each communication group. `peak` maps each kind of memory to its peak in bytes;
+    the key "all" is the peak of the sum over all kinds.
     """
 
     events: np.ndarray
@@ -72,7 +72,7 @@ class Prediction(NamedTuple):
         return {key: (count, received[key]) for key, count in calls.items()}
 
     def flops(self) -> dict[str, float]:
-        """Return a dict from operation to its number of floating-point operations."""
+        """Return a dict that maps each operation of the trace to its FLOPs."""
         events, total = self.events, {}
         for op in np.unique(events["op"]).tolist():
             if count := float(events["flops"][events["op"] == op].sum()):
@@ -83,10 +83,10 @@ class Prediction(NamedTuple):
 def predict(
     config: Config, vocabulary: int, coords: Mapping[str, int], program: Program | None = None
 ) -> Prediction:
-    """Predict the second training step of the rank at `coords`, a dict from axis to coordinate.
+    """Predict the second training step of the rank at mesh coordinates `coords`.
 
-    Raises ValueError if blocks have owner ranks (scheme 3d-broadcast), because a single rank then
-    does not know all shapes.
+    `coords` maps each axis to a coordinate. Raises ValueError for scheme 3d-broadcast, in which
+    blocks have owner ranks, because a single rank then does not know all shapes.
     """
     mesh = abstract_mesh(config.mesh.sizes(), coords, pool_of(config))
     return predict_on(mesh, config, vocabulary, program)
@@ -95,7 +95,7 @@ def predict(
 def predict_on(
     mesh: Mesh, config: Config, vocabulary: int, program: Program | None = None
 ) -> Prediction:
-    """Predict the second training step on an abstract `mesh`, for the rank that it represents."""
+    """Predict the second training step of the rank that an abstract `mesh` represents."""
     config = unrecorded(config)
     recorder = InMemory(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
     program = program or program_of(config)
@@ -109,9 +109,9 @@ def predict_on(
 
 
 def every_rank(config: Config, vocabulary: int) -> list[Prediction]:
-    """Return the Prediction of each rank, in rank order.
+    """Return a list with the Prediction of each rank, in rank order.
 
-    Ranks run sequentially, or concurrently on threads if blocks have owner ranks.
+    Ranks are simulated one after another, or concurrently in threads if blocks have owner ranks.
     """
     grid, program = config.mesh.grid(), program_of(config)
     if any(split.own for split in config.splits.values()):

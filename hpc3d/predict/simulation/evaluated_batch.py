@@ -1,4 +1,4 @@
-"""Simulated time to evaluate a batch on a machine."""
+"""Simulate the evaluation of a batch on a machine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def seconds_of_batch(config: Config, vocabulary: int, machine: Machine) -> float:
-    """Return the time in seconds to evaluate `train.batch` sequences on all stages.
+    """Return the predicted time in seconds for the evaluation of `train.batch` sequences.
 
-    `config` must be resolved. If ranks share cores, all CPU times are multiplied by the number of
-    ranks of the same stage per core.
+    `config` must be resolved. If several ranks of a stage share a core, all CPU times are
+    multiplied by their number.
     """
     config = unrecorded(replace(config, train=replace(config.train, steps=1)))
     grid = config.mesh.grid()

@@ -13,7 +13,7 @@ _ROWS = record_type(EVENTS)
 
 
 class MemoryRecorder(Recorder):
-    """Recorder of rank `rank` that never writes a file; `clock` returns the time in ns."""
+    """In-memory recorder of a rank, which writes no file; `clock()` returns the time in ns."""
 
     def __init__(self, rank: int, clock: Callable[[], int]) -> None:
         without = float("inf")
@@ -24,7 +24,7 @@ class MemoryRecorder(Recorder):
         return np.frombuffer(self.table, _ROWS, self.count)[first:].copy()
 
     def add(self, rows: np.ndarray, now: int) -> None:
-        """Append the rows of a replayed pass that ends at time `now` (in ns)."""
+        """Append the trace rows of a replayed pass, which ends at time `now` (in ns)."""
         end = self.count + len(rows)
         while end > self.capacity:
             self.grow()

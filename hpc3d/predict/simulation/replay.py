@@ -1,8 +1,8 @@
-"""Recording and replay of passes, so that a simulation runs only a few of them.
+"""Record and replay passes, so that a simulation has to run only a few of them.
 
-On abstract arrays, all microbatches are identical: a pass takes the same time, makes the same
-calls and leaves the same memory allocated. Only the first pass of each kind and the passes that
-overlap with gradient reductions are run.
+On abstract arrays, passes of the same kind are identical for all microbatches: they take the same
+time, make the same calls and leave the same memory allocated. A simulation therefore runs only the
+first pass of each kind and the passes that overlap with gradient reductions.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 class RecordedPass(NamedTuple):
     """Recorded effects of a pass.
 
-    `start`, `length`, `busy` (CPU time) and `wired` (wait for the network) are in ns. `rows`
-    contains the trace rows of the pass. For each call sequence, `first` is the number of its first
-    call in the pass, and `calls` is the number of calls. For each kind of memory, `live` is the
-    number of bytes at the end of the pass, and `peak` the maximum number of bytes, both relative
-    to the start of the pass. `brought` maps names to placeholders of the arrays that the pass
-    copied to the device.
+    `start`, `length` (duration), `busy` (CPU time) and `wired` (wait for the network) are in ns.
+    `rows` contains the trace rows of the pass. For each call sequence, `first` is the sequence
+    number of the first call in the pass, and `calls` is the number of calls. For each kind of
+    memory, `live` is the memory use in bytes at the end of the pass, and `peak` its maximum; both
+    are relative to the start of the pass. `brought` maps names to placeholders for the arrays that
+    the pass copied to the device.
     """
 
     start: int
@@ -54,9 +54,9 @@ class RecordedPass(NamedTuple):
 
 
 class PassRecorder:
-    """Recorder of a rank's passes.
+    """Record and replay the passes of a rank.
 
-    A replay advances the clock, updates the memory usage and adds the trace rows to the ledger.
+    A replay advances the clock, updates the memory use, and adds the trace rows to `ledger`.
     """
 
     def __init__(self, mesh: Mesh, ledger: MemoryRecorder, clock: Clock) -> None:
@@ -66,7 +66,8 @@ class PassRecorder:
 
     @contextmanager
     def record(self, kind: tuple[str, int, int], micro: Microbatch) -> Iterator[None]:
-        """Context manager that records a pass of `kind`, if it is the first pass of this kind."""
+        """Context manager that records the pass run in its body, if it is the first of its
+        `kind`."""
         pool, count = self.mesh.pool, self.ledger.count
         now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
         before, held, peak = Counter(pool.live), pool.held, pool.peak
@@ -96,9 +97,9 @@ class PassRecorder:
     def replay(
         self, kind: tuple[str, int, int], micro: Microbatch, microbatch: int
     ) -> Iterator[None]:
-        """Context manager that replays a pass of `kind`.
+        """Context manager that replays the recorded pass of `kind`.
 
-        The caller allocates and frees arrays that outlive the pass in this context.
+        In this context, the caller must allocate and free the arrays that outlive the pass.
         """
         recorded, pool, before = self.passes[kind], self.mesh.pool, Counter(self.mesh.pool.live)
         rows = self._shifted_rows(recorded, microbatch)
@@ -119,7 +120,7 @@ class PassRecorder:
         pool.peak |= Counter(high | {"all": held + recorded.peak["all"]})
 
     def _shifted_rows(self, recorded: RecordedPass, microbatch: int) -> np.ndarray:
-        """Return a pass's trace rows, with times and call numbers adapted to `microbatch`."""
+        """Return the trace rows of a pass, with the times and sequence numbers of a replay."""
         rows, now = recorded.rows.copy(), self.clock.now
         for name in ("t_start", "t_global", "posted"):
             rows[name] += now - recorded.start
@@ -130,10 +131,10 @@ class PassRecorder:
         return rows
 
     def _calls(self, rows: np.ndarray, group: int, key: Any) -> np.ndarray:
-        """Return a mask of the trace rows that belong to the call sequence `key` of a group.
+        """Return a boolean mask that selects the trace rows of a group's call sequence `key`.
 
-        The sequence contains either all collectives of the group, or all messages of one kind
-        that are exchanged with one peer.
+        A sequence consists of all collectives of the group, or of all messages of one kind to or
+        from one peer.
         """
         calls = (rows["group"] == group) & (rows["seq"] >= 0)
         if key == "collective":
@@ -156,19 +157,19 @@ def _differences(new: Mapping[Any, int], old: Mapping[Any, int]) -> dict[Any, in
 
 
 def _placeholder(array: Any) -> np.ndarray:
-    """Return a host array of the same shape and dtype, backed by a single element."""
+    """Return a host array with the shape and dtype of `array`, backed by a single element."""
     return np.broadcast_to(np.zeros((), getattr(array, "dtype", np.float32)), np.shape(array))
 
 
 class KeptArrays:
-    """References that keep the saved arrays of a replayed pass in memory."""
+    """References to the arrays that a replayed pass saves, so that they stay allocated."""
 
     def __init__(self, arrays: list[Any]) -> None:
         self.arrays = arrays
 
 
 class ReplayedStage:
-    """PipelineStage that runs the passes of microbatches in `run` and replays all other passes."""
+    """PipelineStage that runs the passes of the microbatches in `run`, and replays all others."""
 
     def __init__(
         self, stage: PipelineStage, recorder: PassRecorder, chunk: int, run: Collection[int]
@@ -235,7 +236,7 @@ class ReplayedStage:
         return dx
 
     def weight_grad(self, micro: Microbatch, work: Any) -> None:
-        """Run or replay the weight gradients that a split backward pass has deferred."""
+        """Run or replay the deferred weight-gradient computations of a split backward pass."""
         kind = self.kind("W", micro)
         if isinstance(work, KeptArrays):
             with self.recorder.replay(kind, micro, self.microbatch):
@@ -245,9 +246,10 @@ class ReplayedStage:
                 work.run()
 
     def _new_array(self, like: Any, given: Any) -> Any:
-        """Return a new array if `like` is an ArraySpec, and `given` if it is _SAME_ARRAY.
+        """Return the result of a replayed pass, whose input is `given`.
 
-        Otherwise, return `like`.
+        It is a new array if `like` is an ArraySpec, the input itself if `like` is _SAME_ARRAY,
+        and otherwise `like`.
         """
         if like is _SAME_ARRAY:
             return given
@@ -260,14 +262,14 @@ class ArraySpec(NamedTuple):
     kind: str
 
 
-_SAME_ARRAY = object()  # a stage without layers returns its input
+_SAME_ARRAY = object()  # marks the result of a stage without layers, which is its input
 
 
 def _array_spec(array: Any, given: Any) -> Any:
     """Return an ArraySpec that describes an array, so that the array itself can be freed.
 
-    Returns _SAME_ARRAY if the array shares memory with `given`.  Other objects are returned
-    unchanged.
+    If the array shares memory with `given`, return _SAME_ARRAY.  If `array` is not an abstract
+    array, return it unchanged.
     """
     if not isinstance(array, AbstractArray):
         return array
@@ -277,7 +279,6 @@ def _array_spec(array: Any, given: Any) -> Any:
 
 
 def _leases(saved: Any) -> set[AbstractLease]:
-    """Return the memory leases of all arrays in nested tuples and lists."""
     if isinstance(saved, AbstractArray):
         return {saved.lease} - {None}
     if isinstance(saved, (tuple, list)):
@@ -286,10 +287,10 @@ def _leases(saved: Any) -> set[AbstractLease]:
 
 
 def microbatches_to_run(groups: Iterable[Group], sizes: Sequence[int]) -> dict[int, set[int]]:
-    """Return a dict from chunk to the microbatches whose passes must be run.
+    """Return a dict from model chunk to the microbatches whose passes must be run, not replayed.
 
-    Passes must be run if they overlap with gradient reductions, or if they are the first forward
-    or backward pass with a microbatch size in `sizes`.
+    A pass must be run if it overlaps with gradient reductions, or if it is the first forward or
+    backward pass of a microbatch of its size. `sizes` lists the size of each microbatch.
     """
     found, run = set(), {}
     for group in groups:

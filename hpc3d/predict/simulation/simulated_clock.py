@@ -1,10 +1,10 @@
-"""Simulated clock of a rank, advanced by its array operations and communication calls.
+"""Simulated clock of a rank, which its array operations and communication calls advance.
 
-The model, the optimizer and the engine run unchanged, and the recorder reads this clock. All ranks
-along a tensor, data or context axis do the same work at the same time, so one rank represents
-them. In a ring, a rank receives its predecessor's message at the same time as its successor
-receives the rank's own message. Pipeline stages send each other the times at which their messages
-are complete.
+The model, the optimizer and the engine run unchanged; the recorder reads the simulated clock. All
+ranks along a tensor, data or context axis do the same work at the same time, so one rank
+represents them. In a ring, a rank receives the message of its predecessor at the same time as its
+successor receives the rank's own message. Pipeline stages send each other the completion times of
+their messages.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from hpc3d.model.context import Context
     from hpc3d.predict.machine.machine import Machine
 
-_CARD, _HOST = "card", "host"  # keys of `ends` for the NIC and for copies to and from the host
-_LONG = 1e6  # message size in bytes for comparing the transfer times of pairs of ranks
+_CARD, _HOST = "card", "host"  # keys of `ends`: the NIC, and copies to and from the host
+_LONG = 1e6  # message size, in bytes, used to find the pair of ranks with the slowest transfer
 
 
 class Clock(CostMeter):
     """Simulated clock in integer nanoseconds from the start of a run, as in a trace.
 
     `busy` is the total compute time of the rank. `ends` maps each queue of collectives to the end
-    time of its last collective. The collectives of a queue run one at a time, but overlap with
-    computation and with other queues. If ranks share cores, all CPU times are multiplied by
-    `slowdown`.
+    time of its last collective. Collectives in a queue run one at a time, but overlap with
+    computation and with other queues. All CPU times are multiplied by `slowdown`, which is greater
+    than 1 if ranks share cores.
     """
 
     wired = 0
@@ -60,9 +60,9 @@ class Clock(CostMeter):
         return E4M3 in self.machine.gemm
 
     def advance(self, length: int, busy: int, wired: int) -> None:
-        """Advance the clock by a replayed pass of `length` ns.
+        """Advance the clock by the duration of a replayed pass, `length` ns.
 
-        The rank computes for `busy` ns and waits for the NIC of its host for `wired` ns.
+        During the pass, the rank computes for `busy` ns and waits for the NIC for `wired` ns.
         """
         self.now += length
         self.busy += busy
@@ -107,37 +107,35 @@ class Clock(CostMeter):
     def post(self, op: str, nbytes: float, members: Sequence[int], axis: str) -> int:
         """Post a collective along an axis; return its end time in ns.
 
-        The collective begins now, or when the earlier collectives in its queue have ended,
-        whichever is later.
+        The collective begins as soon as the earlier collectives in its queue have ended.
         """
         queue = queue_of(axis)
         self.ends[queue] = max(self.now, self.ends[queue]) + self.call(op, nbytes, members)
         return self.ends[queue]
 
     def send_done(self, nbytes: float, members: Sequence[int], last: int) -> int:
-        """Return the time in ns at which a message has been sent.
+        """Return the time in ns at which the transfer of a message ends.
 
-        The transfer begins now or at `last`, the time at which the preceding message has been
-        sent.
+        The transfer begins now, or at the end `last` of the preceding transfer if that is later.
         """
         return max(self.now, last) + self.call("send", nbytes, members)
 
     def receive(self, nbytes: float, members: Sequence[int], arrival: int) -> None:
-        """Wait for a message that arrives at time `arrival`, and receive it."""
+        """Advance the clock to time `arrival`, at which a message arrives, and receive it."""
         self.now = max(self.now, arrival)
 
     def pass_on(self, nbytes: float, pair: Sequence[int], axis: str) -> int:
-        """Return the arrival time in ns of messages that all members of a group post now.
+        """Send a message from each member of a group to another; return the arrival time in ns.
 
         The transfers begin when the earlier calls in the queue of the axis have ended. `pair` is
-        the pair of ranks with the slowest transfer.
+        the pair of ranks with the slowest transfer, which determines the arrival time.
         """
         queue = queue_of(axis)
         self.ends[queue] = self.send_done(nbytes, pair, self.ends[queue])
         return self.ends[queue]
 
     def taken(self, nbytes: float, pair: Sequence[int], end: int, pending: Pending) -> Pending:
-        """Return a `Pending` that receives a message with arrival time `end`."""
+        """Return a `Pending` whose `wait` receives a message that arrives at time `end`."""
 
         def finish():
             self.receive(nbytes, pair, end)
@@ -156,12 +154,12 @@ class Clock(CostMeter):
 
 
 class HostDrivenClock(Clock):
-    """Clock of a machine without GPUs, on which the cores copy the data of communication calls.
+    """Clock of a machine without GPUs, on which CPU cores copy the data of communication calls.
 
-    The NIC of the host transfers data to other hosts, one call at a time, concurrently with the
-    rank. `wired` is the time in ns during which the rank waits for the NIC. Other ranks may use
-    its core during this time, so core sharing does not lengthen the wait. A block is available as
-    soon as the last member has posted it, but waiting ranks need time to wake up.
+    The NIC transfers data to other hosts, one call at a time, while the rank continues to compute.
+    `wired` is the time in ns that the rank waits for the NIC. Core sharing does not lengthen this
+    wait, because other ranks may use the core during it. A collective completes as soon as the
+    last member has posted it, but waiting ranks need some time to wake up.
     """
 
     def __init__(self, machine: Machine, slowdown: float = 1.0) -> None:
@@ -169,12 +167,13 @@ class HostDrivenClock(Clock):
         self.wired = self.since = self.done = 0
 
     def copied(self, nbytes: float) -> int:
-        """Simulate a copy by the CPU core; return its end time in ns. Disk time is not modeled."""
+        """Simulate an offload copy by the CPU core, without disk time; return its end time in
+        ns."""
         self.kernel("offload", 2 * nbytes)
         return self.now
 
     def wake_up(self, time: int) -> int:
-        """Return the time in ns at which a rank resumes after waiting until `time`."""
+        """Return the time in ns at which a rank resumes if its wait ends at `time`."""
         return time + _nanoseconds(self.slowdown * self.machine.wakeup_s)
 
     def post(self, op: str, nbytes: float, members: Sequence[int], axis: str) -> int:
@@ -185,10 +184,10 @@ class HostDrivenClock(Clock):
         return self.wake_up(self.ends[queue])
 
     def _card_done(self, ready: int, seconds: float) -> int:
-        """Return the time in ns at which the NIC has transferred data that is ready at `ready`.
+        """Simulate a NIC transfer of `seconds`; return its end time in ns.
 
-        Sets `since`, the start of the current busy period of the NIC, and `done`, the time up to
-        which the most recent call waits for the NIC.
+        The data are available at time `ready`. Sets `since`, the start of the NIC's current busy
+        period, and `done`, the time at which the most recent call stops waiting for the NIC.
         """
         if seconds:
             begin = max(ready, self.ends[_CARD])
@@ -198,7 +197,8 @@ class HostDrivenClock(Clock):
         return ready
 
     def until(self, end: int, pending: Pending) -> Pending:
-        # The Pending of a call is created right after the post, so `since` and `done` are current.
+        # The Pending of a call is created right after its post, so `since` and `done` are those of
+        # the call.
         begin, done, ended = self.since, self.done, super().until(end, pending)
 
         def finish():
@@ -221,7 +221,7 @@ class HostDrivenClock(Clock):
 
 
 def clock_of(machine: Machine, slowdown: float = 1.0) -> Clock:
-    """Return a HostDrivenClock if the machine's ranks have no devices, otherwise a Clock."""
+    """Return a Clock if the ranks of the machine have GPUs, and a HostDrivenClock otherwise."""
     return (HostDrivenClock if machine.cores else Clock)(machine, slowdown)
 
 
@@ -230,7 +230,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 class TimedCommunicator(AbstractCommunicator):
-    """Communicator along an axis whose calls advance the simulated clock.
+    """Communicator along a mesh axis whose calls advance the simulated clock.
 
     All members are assumed to make each call at the same time.
     """
@@ -265,8 +265,8 @@ class TimedCommunicator(AbstractCommunicator):
 class ContextTimed(TimedCommunicator):
     """Communicator of the first rank along the context axis.
 
-    `context` defines the peers of all members. All members send at the same time, so a message
-    arrives when the slowest message has been sent. Messages that are posted together are sent
+    `context` defines the peers of all members. All members send at the same time, and their
+    messages arrive when the slowest transfer has ended. Messages that are posted together are sent
     sequentially.
     """
 
@@ -285,7 +285,7 @@ class ContextTimed(TimedCommunicator):
         return self.clock.taken(nbytes, self.slowest(peer), end, pending)
 
     def slowest(self, peer: int) -> tuple[int, int]:
-        """Return the pair of ranks with the slowest transfer while this rank sends to `peer`."""
+        """Return the pair of ranks with the slowest transfer when this rank sends to `peer`."""
         if peer not in self.pairs:
             others = (self.context.peer(number, peer) for number in range(self.size))
             pairs = [(rank, self.members[other]) for rank, other in zip(self.members, others)]
@@ -296,9 +296,9 @@ class ContextTimed(TimedCommunicator):
 class PipelineTimed(TimedCommunicator):
     """Communicator across pipeline stages, whose calls advance the simulated clock.
 
-    `stages` maps a member to its simulated stage. `peers` is the communicator of the stage
-    threads, which exchange times through it. The transfer of a message begins when the message is
-    posted and all earlier messages have been sent. A collective begins when the last stage has
+    `stages` maps each member to its simulated stage. `peers` is the communicator over which the
+    threads that simulate the stages exchange times. The transfer of a message begins when it has
+    been posted and all earlier transfers have ended. A collective begins when the last stage has
     posted it.
     """
 
@@ -344,8 +344,9 @@ class PipelineTimed(TimedCommunicator):
 def representative(grid: Grid, pool: Pool, peers: Any, context: Context | None = None) -> Mesh:
     """Return the mesh of the first rank of a stage, which represents all ranks of the stage.
 
-    `peers` is the communicator of the stage threads, and its rank is the stage number. The meter
-    of `pool` must be a Clock. `context` describes the partition of sequences, if any.
+    `peers` is the communicator of the threads that simulate the stages; its rank is the stage
+    index. The meter of `pool` must be a Clock. `context` describes how sequences are sharded in
+    context parallelism.
     """
     column = grid.ranks_along("p", {})
     coords = grid.coords(column[peers.rank])

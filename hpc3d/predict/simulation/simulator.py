@@ -1,7 +1,7 @@
-"""Simulation of a training step on a machine, by running the program with a simulated clock.
+"""Simulate a training step on a machine by running the program with a simulated clock.
 
-One thread per pipeline stage runs the trainer on abstract arrays for one rank of the stage
-(simulated_clock.py). The run time of a simulation depends on the number of stages and layers, but
+One thread per pipeline stage runs the trainer on abstract arrays, for one rank of the stage
+(simulated_clock.py). The run time of a simulation depends on the numbers of stages and layers, but
 not on the number of ranks.
 """
 
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _NEAR, _ROUNDS = 1e-3, 4  # tolerance and maximum number of iterations of `with_shared_cores`
-_SECOND = 1  # index of the recorded step, between two others because steps may overlap
+_SECOND = 1  # index of the recorded step, which may overlap with the steps before and after it
 
 
 class StageRun(NamedTuple):
     """Simulated step of the first rank of a stage.
 
     `rows`, `step` and `memory` are the rank's rows in the trace tables /events, /steps and
-    /memory. Times are in ns from the start of the run. `names` and `axes` list the strings and the
-    mesh axes to which `rows` refer by index. `peak` maps a kind of array memory to its peak in
-    bytes; the key "all" is the peak of the sum. The peaks include the values of token tables
-    (`tables` bytes) and the logits of a microbatch (`logits` bytes). `busy` is the compute time of
-    the rank in ns, and `wired` the time in ns during which it waits for the NIC of its host.
+    /memory. Times are in ns from the start of the run. `names` and `axes` list the strings and
+    mesh axes that `rows` refer to by index. `peak` maps each kind of array memory to its peak in
+    bytes; the key "all" is the peak of the sum. The peaks include the token tables (`tables`
+    bytes) and the logits of a microbatch (`logits` bytes). `busy` is the compute time of the rank
+    in ns, and `wired` is the time in ns that it waits for the NIC.
     """
 
     rank: int
@@ -86,7 +86,8 @@ def load_resolved(
 ) -> Config:
     """Load an input file and resolve its Config, including the vocabulary, for `ranks` ranks.
 
-    `of_run` is passed to hpc3d.config.load. Raises ValueError if the input is invalid.
+    Set `of_run` if the file is the stored configuration of a run. Raises ValueError if the input
+    is invalid.
     """
     config = load(path, overrides, of_run, rules=partial(violated, ranks=ranks))
     mesh = config.mesh
@@ -99,10 +100,10 @@ def load_resolved(
 
 
 def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun]:
-    """Simulate a step of a resolved `config` on a machine; return the StageRun of each stage.
+    """Simulate a training step on a machine; return the StageRun of each pipeline stage.
 
-    Raises ValueError if blocks have owner ranks (scheme 3d-broadcast), because one rank then
-    cannot represent all ranks.
+    `config` must be resolved. Raises ValueError for scheme 3d-broadcast, in which blocks have
+    owner ranks, because one rank then cannot represent all ranks of its stage.
     """
     if any(split.own for split in config.splits.values()):
         raise ValueError(
@@ -125,7 +126,10 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
 
 
 def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Clock) -> StageRun:
-    """Simulate the stage of this thread; `peers` is the communicator between stage threads."""
+    """Simulate the pipeline stage of this thread.
+
+    `peers` is the communicator of the threads, one per stage.
+    """
     pool = pool_of(config, clock)
     bare = representative(config.mesh.grid(), pool, peers, config.context())
     ledger = MemoryRecorder(bare.rank, lambda: clock.now)
@@ -159,9 +163,9 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
 
 
 def _bytes_of_tables(parameters: Parameters) -> int:
-    """Return the size in bytes of the token tables on this rank.
+    """Return the size in bytes of the token embedding tables on this rank.
 
-    The first stage stores the tables, and the last stage may store a copy.
+    The tables are on the first stage; the last stage may have a copy.
     """
     tables = [item for item in parameters if item.rows and len(item.shape) == 2]
     slices = [parameters.slices[item].value for item in tables]
@@ -171,7 +175,7 @@ def _bytes_of_tables(parameters: Parameters) -> int:
 def _bytes_of_logits(trainer: Trainer) -> int:
     """Return the size in bytes of this rank's logits for the largest microbatch.
 
-    The size is 0 if the rank is not on the stage with the head.
+    The size is 0 if the rank's stage does not include the head.
     """
     train, count = trainer.config.train, trainer.config.parallel.microbatches
     rows = -(-train.batch // count) * trainer.config.model.sequence
@@ -191,7 +195,7 @@ def replay_passes(
     clock: Clock,
     program: Program,
 ) -> None:
-    """Modify `engine` to run only a few passes of its program and to replay all others."""
+    """Modify `engine` so that it runs only a few passes of its program and replays the others."""
     recorder, train = PassRecorder(mesh, ledger, clock), config.train
     count = config.parallel.microbatches
     sizes = [train.batch * (i + 1) // count - train.batch * i // count for i in range(count)]
@@ -203,7 +207,7 @@ def replay_passes(
 
 
 def ranks_per_core(machine: Machine, ranks: int) -> float:
-    """Return the number of ranks per core of a node (at least 1), or 1 if ranks have devices."""
+    """Return the number of ranks that share a core, which is 1 if ranks have GPUs."""
     here = min(ranks, machine.ranks_per_node)
     return max(1.0, here / machine.cores) if machine.cores else 1.0
 
@@ -211,9 +215,9 @@ def ranks_per_core(machine: Machine, ranks: int) -> float:
 class CoreSharing(NamedTuple):
     """Numbers of ranks and of communication groups that share a core.
 
-    `ranks` is the number of ranks per core, and `stage` is the number of ranks per core that
-    belong to the same pipeline stage. `lanes` is the number of different groups in which the
-    `stage` ranks communicate with other hosts.
+    `ranks` is the number of ranks per core, and `stage` the number of ranks per core that belong
+    to the same pipeline stage. `lanes` is the number of separate groups in which these ranks of a
+    stage communicate with other hosts.
     """
 
     ranks: float
@@ -227,17 +231,17 @@ class CoreSharing(NamedTuple):
         ranks of a stage synchronize in every layer, so their CPU time on the critical path,
         `chain`, is multiplied by `stage`; the wait for the network, `wired`, is not. The lanes
         (groups that communicate with other hosts) take turns on a core, and each lane sends its
-        blocks as soon as its rank is done. On average, this is earlier than in the last lane by a
+        blocks when it has computed them. On average, this is earlier than in the last lane by a
         fraction (1 - 1 / lanes) / 2 of the work. Other stages use the remaining core time. `busy`
-        is the CPU time of each rank, and the result is at least the CPU time of all ranks that
-        share a core.
+        is the CPU time of a rank. The step time is at least the total CPU time of all ranks on the
+        core.
         """
         early = (1 - 1 / self.lanes) / 2 * min(self.stage * busy, wired)
         return max(alone + (self.stage - 1) * chain - early, self.ranks * busy)
 
 
 def core_sharing(config: Config, machine: Machine) -> CoreSharing:
-    """Return the CoreSharing of a layout: the numbers of ranks and groups that share a core."""
+    """Return the CoreSharing of a layout on a machine."""
     grid = config.mesh.grid()
     here = range(min(grid.size, machine.ranks_per_node))
     together = max(Counter(grid.coord(rank, "p") for rank in here).values())
@@ -247,11 +251,11 @@ def core_sharing(config: Config, machine: Machine) -> CoreSharing:
 
 
 def _lanes_of(grid: Grid, together: int, here: range) -> int:
-    """Return the number of groups in which a stage's ranks on a host communicate with other hosts.
+    """Return the number of separate groups in which a stage's ranks communicate with other hosts.
 
-    `together` is the number of these ranks, and `here` contains all ranks of the host. The result
-    is 1 if an axis connects all ranks of the stage on this host, because they are then
-    synchronized, or if no axis extends to another host.
+    Only ranks on one host are considered: `here` lists all of them, and `together` is the number
+    of those in the stage. The result is 1 if one axis connects all of the stage's ranks on this
+    host, because they are then synchronized, or if no axis extends to another host.
     """
     lanes, crossing = together, False
     for axis in (axis for axis, size in grid.sizes.items() if axis != "p" and size > 1):
@@ -267,9 +271,10 @@ def _lanes_of(grid: Grid, together: int, here: range) -> int:
 def with_shared_cores(
     sharing: CoreSharing, runs: Callable[[float], list[StageRun]]
 ) -> list[StageRun]:
-    """Return the StageRuns of a step with several ranks per core.
+    """Simulate a step on cores that several ranks share; return the StageRun of each stage.
 
-    `runs(slowdown)` simulates the stages with all CPU times multiplied by `slowdown`.
+    `runs(slowdown)` simulates the stages with all CPU times multiplied by `slowdown`. The slowdown
+    is iterated until the simulated step time agrees with `sharing`.
     """
     found = runs(1.0)
     alone, busy = step_length(found), fmean(run.busy for run in found)
@@ -288,5 +293,5 @@ def with_shared_cores(
 
 
 def step_length(runs: Sequence[StageRun]) -> int:
-    """Return the makespan of a step over all stages, in ns."""
+    """Return the time in ns from the first start to the last end of a step on any stage."""
     return max(run.step[3] for run in runs) - min(run.step[2] for run in runs)

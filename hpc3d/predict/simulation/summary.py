@@ -22,7 +22,7 @@ COMM, _COPY = CATEGORY.index("comm"), CATEGORY.index("copy")
 
 
 def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[str, Any]:
-    """Return a simulated step as a dict for `--json`, with values in seconds, bytes and FLOPs.
+    """Summarize a simulated step in a dict for `--json`, in units of seconds, bytes and FLOPs.
 
     `memory` contains the peak memory of a rank by kind, for each stage and for the `worst` stage.
     Activations in flight count as kind activation; gathered blocks and buffers count as kind
@@ -60,16 +60,19 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
 def bubble(runs: Sequence[StageRun]) -> float:
     """Return the bubble rate (cost - work) / cost.
 
-    `cost` is the maximum over stages of the time from the first to the last pass, and `work` is
-    the maximum of this time without waits for messages (arXiv:2401.10241, section 5.3). Calls
-    within a stage count as work.
+    `cost` is the time from the start of the first to the end of the last pass, and `work` is this
+    time excluding waits for messages; both are maxima over stages (arXiv:2401.10241, section 5.3).
+    Communication within a stage counts as work.
     """
     spans, works = zip(*map(_span_and_work, runs))
     return 1 - max(works) / max(spans)
 
 
 def _span_and_work(run: StageRun) -> tuple[int, int]:
-    """Return the time in ns from first to last pass, including and excluding message waits."""
+    """Return the time from the first to the last pass, including and excluding waits for messages.
+
+    Both times are in ns.
+    """
     rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != _COPY)]
     message = np.isin(rows["op"], MESSAGE_CODES)
     passes, waits = rows[~message], rows[message]
@@ -79,9 +82,10 @@ def _span_and_work(run: StageRun) -> tuple[int, int]:
 
 
 def communication(runs: Sequence[StageRun], seconds: float) -> float:
-    """Return the fraction of a step that the least idle stage spends in communication calls.
+    """Return the fraction of a step that the busiest stage spends in communication calls.
 
-    Waits for messages from other stages are excluded, because they are part of the bubble.
+    The busiest stage is the one with the shortest waits for other stages. These waits are
+    excluded, because they are part of the bubble.
     """
     waits = min(map(waits_of, runs), key=lambda waits: waits["p"])
     return (waits.total() - waits["p"]) / seconds
@@ -93,7 +97,7 @@ def exposed(run: StageRun) -> float:
 
 
 def waits_of(run: StageRun) -> Counter:
-    """Return a dict from axis to a stage's communication time along the axis, in seconds."""
+    """Return a dict that maps each axis to a stage's communication time in seconds."""
     calls, waits = run.rows[run.rows["category"] == COMM], Counter()
     for group in np.unique(calls["group"]).tolist():
         spent = calls["dur"][calls["group"] == group].sum() / 1e9
@@ -117,7 +121,7 @@ def memory(runs: Sequence[StageRun], here: int, machine: Machine) -> dict[str, A
 
 
 def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
-    """Return a rank's number of calls and received bytes per step, by axis and operation.
+    """Return the communication of a rank per step, by axis and operation.
 
     The result has the form {axis: {operation: {"calls": ..., "bytes": ...}}}.
     """
@@ -128,9 +132,9 @@ def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def moved_by(rows: np.ndarray, axes: Sequence[str]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return a dict from (axis, operation) to (number of calls, bytes received).
+    """Return a dict that maps (axis, operation) to (number of calls, received bytes).
 
-    `rows` are rows of /events, and `axes` lists the mesh axis of each group.
+    `rows` are rows of the trace table /events, and `axes` lists the mesh axis of each group.
     """
     calls, received = Counter(), Counter()
     for row in rows[rows["category"] == COMM]:

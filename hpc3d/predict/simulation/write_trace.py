@@ -1,4 +1,4 @@
-"""Export of a simulated step as a trace file that `hpc3d.report` can read."""
+"""Export a simulated step as a trace file that `hpc3d.report` can read."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def write_trace(
 ) -> Path:
     """Write FOLDER/trace.h5 with the events of every rank, and return its path.
 
-    The events of a rank are derived from the events of the simulated rank of its stage. Raises
-    ValueError if the trace would have too many ranks or events, or if the schedule is
-    asynchronous, so that training steps overlap.
+    The events of a rank are derived from those of the simulated rank of its stage. Raises
+    ValueError if the trace would have too many ranks or events, or if training steps overlap
+    because the schedule is asynchronous.
     """
     if find(config.parallel.schedule).asynchronous:
         raise ValueError(
@@ -57,9 +57,9 @@ def write_trace(
     total = sum(len(run.rows) for run in runs) * grid.size // len(runs)
     if total > MOST_ROWS or grid.size > _MOST_RANKS:
         raise ValueError(
-            f"a trace of {grid.size:,} ranks would have {total:,} events, but at most "
-            f"{_MOST_RANKS:,} ranks and {MOST_ROWS:,} events can be written; remove --out, or "
-            "simulate fewer ranks or microbatches"
+            f"a trace of {grid.size:,} ranks would have {total:,} events, but the limits are "
+            f"{_MOST_RANKS:,} ranks and {MOST_ROWS:,} events; remove --out, or simulate fewer "
+            "ranks or microbatches"
         )
     for rank in range(grid.size):
         coords = grid.coords(rank)
@@ -77,7 +77,8 @@ def write_trace(
 
 
 def _members(grid: Grid, coords: Mapping[str, int], axes: Iterable[str]) -> list[list[int]]:
-    """Return the member ranks of the group along each axis for the rank at `coords`."""
+    """Return one list of ranks per axis: the members of the group that contains the rank at
+    `coords`."""
     world = [*range(grid.size)]
     groups = {**groups_of(grid, coords), WORLD: world}
     return [[*(groups.get(axis) or grid.ranks_along(axis, coords))] for axis in axes]
@@ -110,10 +111,10 @@ def _header_of(
 def _tables_of(
     rank: int, run: StageRun, here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, ...]:
-    """Return a rank's tables of events, steps, memory and clock samples.
+    """Return the trace tables of a rank: events, steps, memory and clock samples.
 
     The tables are derived from `run`, the simulated rank of the same stage. `here` lists the
-    members of each group of this rank, and `there` the members of the simulated rank's groups.
+    members of this rank's communication groups, and `there` those of the simulated rank's groups.
     """
     events = run.rows.copy()
     events["rank"], events["step"] = rank, np.where(run.rows["step"] == run.step[1], 0, -1)
@@ -133,10 +134,10 @@ def _tables_of(
 def _turn_peers(
     events: np.ndarray, group: int, members: Sequence[int], number: int, context: Context
 ) -> None:
-    """Set the peers of the messages of member `number` along the context axis, in place.
+    """Correct, in place, the peers of the messages that a rank exchanges along the context axis.
 
-    On entry, each peer is the peer of the simulated rank (the first member) plus the rank
-    difference between member `number` and the first member.
+    The rank is member `number` of `group`, and the simulated rank is the first member. On entry,
+    each peer is the simulated rank's peer plus the difference between the two ranks.
     """
     messages = np.isin(events["op"], MESSAGE_CODES) & (events["peer"] >= 0)
     rows = np.flatnonzero((events["group"] == group) & messages)
@@ -147,7 +148,7 @@ def _turn_peers(
 def _turn_roots(
     events: np.ndarray, group: int, rank: int, mine: Sequence[int], others: Sequence[int]
 ) -> None:
-    """Set, in place, the root and the received bytes of each broadcast and reduction of a group.
+    """Correct, in place, the root and the received bytes of a group's broadcasts and reduces.
 
     `mine` lists the members of this rank's group, and `others` those of the simulated rank's
     group.
@@ -162,10 +163,10 @@ def _turn_roots(
 
 
 def prediction(runs: Sequence[StageRun], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of the table /prediction for a summary.
+    """Return the columns of the trace table /prediction, from the summary `found`.
 
-    The rows contain the step time and, for the first rank of each stage, the peak memory of each
-    kind. The stage and rank are -1 if a value does not belong to a single stage or rank.
+    The table contains the step time and, for the first rank of each stage, the peak memory of each
+    kind. `stage` and `rank` are -1 for values that do not belong to a single stage or rank.
     """
     rows = [("step_s", -1, -1, found["step_time_s"])]
     for stage, (run, peaks) in enumerate(zip(runs, found["memory"]["stages"], strict=True)):
