@@ -6,13 +6,14 @@ The type annotations in input_file.py contain the constraints, and this module c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
 from math import isfinite
 from operator import attrgetter, ge, gt, le, lt
 from typing import Any, ClassVar, get_type_hints
 
-from hpc3d.config.wrong_values import reported
+from hpc3d.config.wrong_values import WrongValueUsed
 from hpc3d.model.families import with_epsilon
 
 
@@ -86,16 +87,13 @@ def invalid_keys(config: Any) -> Iterator[str]:
     model = with_epsilon(type(config.model)(kind=config.model.kind))
     defaults, config = type(config)(model=model), replace(config, model=with_epsilon(config.model))
     for key, required in constraints_of(type(config), ValidFor).items():
-        yield from reported(_invalid(key, required, config, attrgetter(key)(defaults)))
-
-
-def _invalid(key: str, required: tuple[ValidFor, ...], config: Any, default: Any) -> Iterator[str]:
-    value = attrgetter(key)(config)
-    unmet = [each for each in required if not each.holds(config)]
-    if unmet and value != default:
-        conditions, others = map(str, unmet), (each.other for each in unmet)
-        said = f"{key} = {_text(value)}: only valid for {' and '.join(conditions)}"
-        yield f"{said}; leave it out, or change {' and '.join(others)}"
+        value, default = attrgetter(key)(config), attrgetter(key)(defaults)
+        with suppress(WrongValueUsed):
+            unmet = [each for each in required if not each.holds(config)]
+            if unmet and value != default:
+                conditions, others = map(str, unmet), (each.other for each in unmet)
+                said = f"{key} = {_text(value)}: only valid for {' and '.join(conditions)}"
+                yield f"{said}; leave it out, or change {' and '.join(others)}"
 
 
 def out_of_bounds(config: Any) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -22,32 +21,26 @@ def with_cuboid(config: Config, ranks: int) -> Config:
     If all three are unset, the valid cuboid with the least communication is used.  Otherwise,
     each unset size is 1.
     """
-    given = [axis for axis in ("x", "y", "z") if getattr(config.mesh, axis) is not None]
+    unset = [axis for axis in "xyz" if getattr(config.mesh, axis) is None]
     others = config.mesh.p * config.mesh.d * config.mesh.c * config.mesh.e
-    if given or others < 1 or ranks % others:
-        sizes = {axis: getattr(config.mesh, axis) or 1 for axis in "xyz" if axis not in given}
-        return replace(config, mesh=replace(config.mesh, **sizes))
-    if ranks == others:
-        return replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
-    best = min(_cuboids(config, ranks // others), key=received_elements, default=None)
+    if len(unset) < 3 or others < 1 or ranks % others or ranks == others:
+        return replace(config, mesh=replace(config.mesh, **dict.fromkeys(unset, 1)))
+    size = ranks // others
+    cuboids = (
+        replace(config, mesh=replace(config.mesh, x=x, y=y, z=size // (x * y)))
+        for x, y in product(divisors(size), repeat=2)
+        if size % (x * y) == 0
+    )
+    valid = (each for each in cuboids if not violations(each, ranks))
+    best = min(valid, key=received_elements, default=None)
     if best is None:
         experts = ", and mesh.e for its experts" if config.model.experts else ""
         raise ValueError(
-            f"mesh: no cuboid of {counted(ranks // others, 'rank')} has axes that divide the "
+            f"mesh: no cuboid of {counted(size, 'rank')} has axes that divide the "
             f"model and batch sizes ({config.parallel.way}); set mesh.x, mesh.y and "
             f"mesh.z{experts}, or change [model] or train.batch"
         )
     return best
-
-
-def _cuboids(config: Config, ranks: int) -> Iterator[Config]:
-    """Yield `config` with every valid mesh for which x * y * z = `ranks`."""
-    for x, y in product(divisors(ranks), repeat=2):
-        if ranks % (x * y) == 0:
-            mesh = replace(config.mesh, x=x, y=y, z=ranks // (x * y))
-            found = replace(config, mesh=mesh)
-            if not violations(found, mesh.grid().size):
-                yield found
 
 
 def received_elements(config: Config, parts: int = 1) -> float:

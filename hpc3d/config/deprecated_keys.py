@@ -31,7 +31,11 @@ def use_new_names(tree: dict[str, Any]) -> list[str]:
     for section, table in tree.items():
         if isinstance(table, dict):
             notices += rename_keys(table, KEYS.get(section, {}), f"{section}.")
-            notices += _rename_values(table, VALUES.get(section, {}), f"{section}.")
+            for key, values in VALUES.get(section, {}).items():
+                old = table.get(key)
+                if isinstance(old, str) and old in values:
+                    table[key] = values[old]
+                    notices.append(f'{section}.{key} = "{old}" is now called "{values[old]}"')
     return notices
 
 
@@ -46,22 +50,6 @@ def rename_keys(table: dict[str, Any], names: Mapping[str, str], prefix: str = "
         _refuse_both(prefix + old, prefix + new, table=[prefix + key for key in table])
         table[new] = table.pop(old)
     return [f"{prefix}{old} is now called {prefix}{new}" for old, new in found]
-
-
-def _rename_values(
-    table: dict[str, Any], names: Mapping[str, Mapping[str, str]], prefix: str
-) -> list[str]:
-    """Rename the deprecated values of one table in place; return one notice per renamed value.
-
-    `names` is a dict from key to a dict from old value to new value.
-    """
-    notices = []
-    for key, values in names.items():
-        old = table.get(key)
-        if isinstance(old, str) and old in values:
-            table[key] = values[old]
-            notices.append(f'{prefix}{key} = "{old}" is now called "{values[old]}"')
-    return notices
 
 
 def rename_options(keys: Sequence[str]) -> tuple[list[str], list[str]]:

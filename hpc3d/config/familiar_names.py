@@ -114,12 +114,8 @@ _OTHERWISE = {  # keys of other programs -> advice, if no hpc3d key has the same
 }
 
 
-def _answers() -> dict[str, str]:
-    alike = {name: f"use {key}" for key, names in _ALIKE.items() for name in names.split()}
-    return alike | {name: text for names, text in _OTHERWISE.items() for name in names.split()}
-
-
-FAMILIAR = _answers()
+_ADVICE = {names: f"use {key}" for key, names in _ALIKE.items()} | _OTHERWISE
+FAMILIAR = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 """Dict from another program's key, in lower case with underscores, to advice for hpc3d users."""
 
 

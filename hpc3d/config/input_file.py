@@ -380,14 +380,10 @@ class TrainConfig:
         """Return the number of steps, including the warmup, after which the decay ends."""
         return self.decay_steps or max(self.steps, self.warmup)
 
-    def cools_down(self) -> bool:
-        """Return True if the learning rate stays at its peak from the warmup to the cooldown."""
-        return self.decay in ("wsd", "wsd-linear")
-
     def falling(self) -> int:
         """Return the number of steps in which the learning rate decreases."""
         after = self.decaying() - self.warmup
-        if not self.cools_down():
+        if self.decay not in ("wsd", "wsd-linear"):
             return after
         return min(after, self.cooldown or -(-self.decaying() // 5))
 

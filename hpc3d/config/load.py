@@ -20,6 +20,7 @@ from hpc3d.config.familiar_names import familiar
 from hpc3d.config.input_file import Config
 from hpc3d.config.package_data import INPUT, find
 from hpc3d.config.wrong_values import mark_wrong
+from hpc3d.console import small_files
 from hpc3d.console.sanitize import Problems, sanitized
 
 if TYPE_CHECKING:
@@ -87,9 +88,8 @@ def _expand_paths(tree: dict[str, Any]) -> None:
     for key in _PATHS:
         section, name = key.split(".")
         table = tree.get(section)
-        if not isinstance(table, dict) or not isinstance(text := table.get(name), str):
-            continue
-        table[name] = _expanded(key, text)
+        if isinstance(table, dict) and isinstance(text := table.get(name), str):
+            table[name] = _expanded(key, text)
 
 
 def _expanded(key: str, text: str) -> str:
@@ -105,8 +105,6 @@ def _expanded(key: str, text: str) -> str:
 
 
 def read(path: Path | str) -> dict[str, Any]:
-    from hpc3d.console import small_files
-
     content = small_files.read(path, remedy="specify a readable file")
     try:
         return small_files.toml(content.decode())
@@ -130,7 +128,10 @@ def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
             table = table.setdefault(section, {})
             if not isinstance(table, dict):
                 raise ValueError(f"{option}: {section} is a key, not a section; remove {option}")
-        value = _toml_value(text)
+        try:
+            value = small_files.toml(f"value = {text}")["value"]
+        except ValueError:
+            value = text
         is_path = name in _PATHS and isinstance(value, str)
         table[key] = _expanded(name, value) if is_path else value
     return notices + deprecated_keys.use_new_names(tree)
@@ -149,23 +150,9 @@ def options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
             text = next(words, "--")
             if text.startswith("--"):
                 raise ValueError(f"{option}: the value is missing; write {option} VALUE")
-        if _not_text(option + text):
+        if any("\ud800" <= letter <= "\udfff" for letter in option + text):
             raise ValueError(f"{option} {text}: not valid UTF-8; use another value")
         yield option, text
-
-
-def _not_text(word: str) -> bool:
-    """Return True if an argument of the command line is not valid UTF-8."""
-    return any("\ud800" <= letter <= "\udfff" for letter in word)
-
-
-def _toml_value(text: str) -> Any:
-    from hpc3d.console.small_files import toml
-
-    try:
-        return toml(f"value = {text}")["value"]
-    except ValueError:
-        return text
 
 
 def stored(text: str) -> Config:
@@ -173,17 +160,13 @@ def stored(text: str) -> Config:
 
     Raises ValueError if the text is not a valid configuration or a number is out of bounds.
     """
-    from hpc3d.config import limits
     from hpc3d.config.constraints import out_of_bounds
-    from hpc3d.console import small_files
-    from hpc3d.model.families import block_products
+    from hpc3d.config.size_rules import too_large
 
     tree = small_files.toml(text)
     deprecated_keys.use_new_names(tree)
     config = validate(tree)
-    for line in out_of_bounds(config):
-        raise ValueError(line)
-    for line in limits.too_large(config, block_products(config.model)):
+    for line in chain(out_of_bounds(config), too_large(config)):
         raise ValueError(line)
     return config
 
@@ -286,9 +269,10 @@ def hint(key: str, table: bool = False) -> str:
     *sections, name = key.split(".")
     if said := familiar(name):
         return said
-    here = [each for each in known_keys() if each.split(".")[:-1] == sections]
+    known = known_keys()
+    here = [each for each in known if each.split(".")[:-1] == sections]
     tables = [each for each in here if _is_section(each)] if table and not sections else []
-    for keys in [tables] if tables else [here, known_keys()]:
+    for keys in [tables] if tables else [here, known]:
         names = {key.split(".")[-1]: key for key in keys}
         if near := get_close_matches(name, names, 1):
             return f"did you mean {names[near[0]]}?"

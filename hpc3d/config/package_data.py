@@ -7,7 +7,6 @@ contains the files.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
@@ -46,11 +45,18 @@ def find(word: str, kind: Kind) -> Path:
     An existing path takes precedence, then inputs/ in the current folder, then the shipped files.
     Raises ValueError with all known names if no file is found.
     """
-    known = file_names(kind)
-    for path in (word, f"{word}.toml", known.get(_name_of(word, kind), "")):
+    known, name = file_names(kind), str(Path(word)).removesuffix(".toml")
+    for folder in (*Path(_INPUTS, kind.folder).parts, *kind.below):
+        name = name.removeprefix(f"{folder}/")
+    for path in (word, f"{word}.toml", known.get(name, "")):
         if os.path.exists(path) and not os.path.isdir(path):
             return Path(path)
-    raise ValueError(_unknown(word, kind, known))
+    wrong = "is a folder" if os.path.isdir(word) else f"no such {kind.title}"
+    near = get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ValueError(
+        f"{word}: {wrong}; {hint}specify a path, or one of {', '.join(sorted(known))}"
+    )
 
 
 def file_names(kind: Kind) -> dict[str, Path]:
@@ -58,22 +64,6 @@ def file_names(kind: Kind) -> dict[str, Path]:
     roots = shipped(kind.folder), Path(_INPUTS, kind.folder)
     folders = [root / folder for root in roots for folder in (*kind.below, "")]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
-
-
-def _name_of(word: Path | str, kind: Kind) -> str:
-    """Return the name in `word`, without leading folders of the `kind` and without .toml."""
-    name = str(Path(word)).removesuffix(".toml")
-    for folder in (*Path(_INPUTS, kind.folder).parts, *kind.below):
-        name = name.removeprefix(f"{folder}/")
-    return name
-
-
-def _unknown(word: Path | str, kind: Kind, known: Collection[str]) -> str:
-    """Return the error message for an unknown name `word`, with the most similar known name."""
-    wrong = "is a folder" if os.path.isdir(word) else f"no such {kind.title}"
-    near = get_close_matches(_name_of(word, kind), known, 1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f"{word}: {wrong}; {hint}specify a path, or one of {', '.join(sorted(known))}"
 
 
 def text_path(word: Path | str) -> Path | str:

@@ -21,29 +21,19 @@ def wrong_context(config: Config) -> Iterator[str]:
         remedy = f"use {' or '.join(fitting)}" if fitting else 'use context = "ring"'
         yield f"parallel.ulysses = {u} must divide mesh.c = {c}, and not be 1 or {c}; {remedy}"
     else:
-        yield from _uneven_sequences(config)
-        if parallel.attention == "full" and config.context().rings > 1:
+        ring, length = config.context().rings > 1, config.model.sequence
+        parts, chunks = (2 * c, " x 2 chunks") if ring else (c, "")  # chunks of the sequence
+        if length % parts:
+            below = length // parts * parts
+            nearest = " or ".join(str(size) for size in (below, below + parts) if size)
+            yield (
+                f"model.sequence = {length} must be divisible by mesh.c = {c}{chunks}; "
+                f"use {nearest}, or another mesh.c"
+            )
+        if parallel.attention == "full" and ring:
             why = f"ring attention (mesh.c = {c}) is always chunked"
             remedy = 'remove the key, or use parallel.context = "all-to-all"'
             yield f"parallel.attention = full: {why}; {remedy}"
-
-
-def _uneven_sequences(config: Config) -> Iterator[str]:
-    """Report a sequence length that is not divisible by the number of chunks.
-
-    The number of chunks per rank is two for ring attention and one for other algorithms.
-    """
-    context, length = config.context(), config.model.sequence
-    parts, chunks = context.parts, ""
-    if context.rings > 1:
-        parts, chunks = 2 * parts, " x 2 chunks"
-    if length % parts:
-        below = length // parts * parts
-        nearest = " or ".join(str(size) for size in (below, below + parts) if size)
-        yield (
-            f"model.sequence = {length} must be divisible by mesh.c = {context.parts}{chunks}; "
-            f"use {nearest}, or another mesh.c"
-        )
 
 
 def unexchanged_heads(config: Config, members: int) -> Iterator[str]:

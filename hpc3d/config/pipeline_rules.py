@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from hpc3d.config import limits
+from hpc3d.config.limits import MOST_PASSES
 from hpc3d.config.wrong_values import reported
 from hpc3d.console.sanitize import counted
 from hpc3d.pipeline.schedule import find
@@ -34,16 +34,36 @@ def _wrong_chunks(config: Config) -> Iterator[str]:
         remedy = f"use at most {layers} {unit}, or more layers"
         key = f"mesh.p = {config.mesh.p}{chunks}"
         yield f"{key}: {parts} {unit} need a layer each, but model.layers = {layers}; {remedy}"
-    elif parallel.layers_per_stage is not None:
-        yield from _wrong_stages(parallel.layers_per_stage, parts, layers)
+    elif (stages := parallel.layers_per_stage) is not None:
+        key, found = f"parallel.layers_per_stage = {list(stages)}", counted(sum(stages), "layer")
+        if len(stages) != parts:
+            yield f"{key}: {counted(len(stages), 'number')} for {parts} chunks; set one per chunk"
+        elif min(stages) < 0:
+            yield f"{key}: a chunk cannot have {min(stages)} layers; use 0 or more"
+        elif sum(stages) != layers:
+            yield f"{key}: {found} in total, but model.layers = {layers}; use a total of {layers}"
 
 
 def _wrong_schedule(config: Config) -> Iterator[str]:
     """Report settings that the pipeline schedule does not support."""
-    parallel, schedule = config.parallel, find(config.parallel.schedule)
-    problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
-    yield from [problem] if problem else _wrong_updates(config, schedule)
-    yield from limits.too_many_passes(parallel, config.mesh.p)
+    parallel, stages, schedule = config.parallel, config.mesh.p, find(config.parallel.schedule)
+    if problem := schedule.forbids(stages, parallel.microbatches, parallel.chunks):
+        yield problem
+    elif schedule.update_per_microbatch:
+        name = f"schedule {schedule.name}"
+        if config.train.clip:
+            why = f"{name} updates stages separately, without a global gradient norm"
+            yield f"train.clip = {config.train.clip}: {why}; use train.clip = 0"
+        if config.model.tied and stages > 1:
+            why = f"with {name} the two copies of the embedding would diverge"
+            yield f"model.tied = true: {why}; use model.tied = false"
+    passes = stages * parallel.microbatches * parallel.chunks
+    if passes > MOST_PASSES:
+        yield (
+            f"parallel.microbatches = {parallel.microbatches}: {stages} stages x "
+            f"{parallel.chunks} chunks need {passes} forward passes per step, more than "
+            f"{MOST_PASSES}; use at most {MOST_PASSES // (stages * parallel.chunks)} microbatches"
+        )
     if schedule.asynchronous:
         yield from _wrong_asynchronous(config, schedule)
 
@@ -94,26 +114,3 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
             f"train.dtype = float16: schedule {schedule.name} cannot skip a step whose gradient "
             "overflows; use bfloat16, or a synchronous schedule"
         )
-
-
-def _wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[str]:
-    """Report an invalid distribution of the layers over the model chunks."""
-    key, found = f"parallel.layers_per_stage = {list(stages)}", counted(sum(stages), "layer")
-    if len(stages) != parts:
-        yield f"{key}: {counted(len(stages), 'number')} for {parts} chunks; set one per chunk"
-    elif min(stages) < 0:
-        yield f"{key}: a chunk cannot have {min(stages)} layers; use 0 or more"
-    elif sum(stages) != layers:
-        yield f"{key}: {found} in total, but model.layers = {layers}; use a total of {layers}"
-
-
-def _wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
-    """Report settings that are invalid if the schedule updates each stage separately."""
-    if not schedule.update_per_microbatch:
-        return
-    if config.train.clip:
-        why = f"schedule {schedule.name} updates stages separately, without a global gradient norm"
-        yield f"train.clip = {config.train.clip}: {why}; use train.clip = 0"
-    if config.model.tied and config.mesh.p > 1:
-        why = f"with schedule {schedule.name} the two copies of the embedding would diverge"
-        yield f"model.tied = true: {why}; use model.tied = false"

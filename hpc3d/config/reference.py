@@ -12,7 +12,7 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from inspect import getdoc, getsource
 from itertools import pairwise
@@ -26,6 +26,7 @@ from hpc3d.config.input_file import Config
 from hpc3d.config.load import hint, known_keys, literal
 from hpc3d.pipeline.schedule import SCHEDULES
 
+_SECTIONS = {key: kind for key, kind in get_type_hints(Config).items() if is_dataclass(kind)}
 _COLUMN, _NARROWEST, _WIDTH = 28, 60, 99
 _HEAD = """\
 # Configuration
@@ -74,9 +75,9 @@ def about(name: str, width: int = _WIDTH) -> str:
     """
     if name not in known_keys():
         raise ValueError(f"--help {name}: no such key or section; {hint(name)}")
-    section, dot, key = name.partition(".")
-    table = get_type_hints(Config)[section] if is_dataclass(getattr(Config(), section)) else Config
-    if table is not Config and not dot:
+    section, _, key = name.partition(".")
+    table = _SECTIONS.get(section, Config)
+    if name in _SECTIONS:
         head = _with_comment(f"[{name}]", getdoc(table), width)
         return "\n".join([*head, manual(table, width)])
     key = key or name
@@ -91,18 +92,17 @@ def page_width() -> int:
 
 def page() -> str:
     """Return the content of the page docs/configuration.md."""
-    sections = {key: kind for key, kind in get_type_hints(Config).items() if is_dataclass(kind)}
-    parts = [_HEAD, *_rows(Config, skip=sections)]
-    for key, kind in sections.items():
+    parts = [_HEAD, *_rows(Config)]
+    for key, kind in _SECTIONS.items():
         parts += [f"\n## [{key}]\n\n{getdoc(kind)}\n", *_rows(kind)]
     return "\n".join(parts) + "\n"
 
 
-def _rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
-    """Yield a Markdown list with one item per key of a dataclass."""
+def _rows(table: type) -> Iterator[str]:
+    """Yield a Markdown list with one item per key of a dataclass, without its sections."""
     types, texts = get_type_hints(table), meanings(table)
     for item in fields(table):
-        if item.name not in skip:
+        if item.name not in _SECTIONS:
             given = [] if item.default is None else [f"default `{literal(item.default)}`"]
             if choices := choices_of(types[item.name]):
                 given += ["choices " + ", ".join(f"`{choice}`" for choice in choices)]
@@ -147,9 +147,8 @@ def schema() -> dict[str, Any]:
     from pydantic import TypeAdapter
 
     found = TypeAdapter(Config).json_schema()
-    sections = {key: kind for key, kind in get_type_hints(Config).items() if is_dataclass(kind)}
     tables = {"": (Config, found)}
-    tables |= {f"{key}.": (kind, found["$defs"][kind.__name__]) for key, kind in sections.items()}
+    tables |= {f"{key}.": (kind, found["$defs"][kind.__name__]) for key, kind in _SECTIONS.items()}
     for prefix, (kind, table) in tables.items():
         del table["title"]
         for key, text in meanings(kind).items():

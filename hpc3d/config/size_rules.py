@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import CONTEXT, Mesh
-from hpc3d.config import limits
+from hpc3d.config.limits import MOST_RANKS
 from hpc3d.config.parallel_rules import unexchanged_heads
 from hpc3d.config.wrong_values import reported
 from hpc3d.console.sanitize import counted
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Axes = tuple[str, ...]
 
+_MOST_ELEMENTS = 2**56  # maximum array size in elements, so that its size in bytes fits in int64
 _SMALLEST = ModelSizes(layers=1, hidden=1, heads=1, sequence=1, vocabulary=1)
 
 
@@ -51,11 +52,28 @@ def wrong_parts(config: Config) -> Iterator[str]:
     """Report model and batch sizes that are invalid for every mesh."""
     model = config.model
     heads = _wrong_heads(model), _wrong_kv_heads(model), wrong_tokens(model), _wrong_head(config)
-    yield from reported(_too_large(config), *heads, _wrong_microbatches(config))
+    yield from reported(too_large(config), *heads, _wrong_microbatches(config))
 
 
-def _too_large(config: Config) -> Iterator[str]:
-    yield from limits.too_large(config, block_products(config.model))
+def too_large(config: Config) -> Iterator[str]:
+    """Yield a message if the mesh is too large, and a message for each array that is too large."""
+    model, products = config.model, block_products(config.model)
+    ranks = config.mesh.grid().size
+    if ranks > MOST_RANKS:
+        yield f"mesh: {ranks} ranks; use at most {MOST_RANKS}"
+    vocabulary = model.vocabulary or 0
+    widest = max(*(each.experts * each.outputs for _, each in products), vocabulary)
+    if scores := not config.chunked():
+        widest = max(widest, model.heads * model.sequence)
+    arrays = {
+        "model.layers x weights of a block": sum(count * each.weights for count, each in products),
+        "model.hidden x (vocabulary + sequence)": model.hidden * (vocabulary + model.sequence),
+        "train.batch x model.sequence x the largest of layer width, vocabulary"
+        + scores * " and heads x sequence": config.train.batch * model.sequence * widest,
+    }
+    for name, count in arrays.items():
+        if count > _MOST_ELEMENTS:
+            yield f"{name} = {count} exceeds {_MOST_ELEMENTS} elements; reduce one of these sizes"
 
 
 def _wrong_heads(model: ModelConfig) -> Iterator[str]:
@@ -96,30 +114,34 @@ def wrong_tokens(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _alike(model: ModelConfig) -> bool:
+def _alike(config: Config) -> bool:
     """Return True if the head has a matrix product whose X and Y have the same layout."""
-    return any(each.alike for each in family_of(model).head(_SMALLEST))
+    return any(each.alike for each in family_of(config.model).head(_SMALLEST))
 
 
 def _wrong_head(config: Config) -> Iterator[str]:
     """Report a split of the columns of X over several axes, if the head supports only one axis."""
     split = config.splits["dense"]
-    if _alike(config.model) and len(split.x[1]) > 1:
+    if _alike(config) and len(split.x[1]) > 1:
         head = f"the head of model.kind = {config.model.kind}"
         yield f"parallel.split.k = {split.k}: {head} supports one axis; move the others to m or n"
 
 
 def _wrong_sizes(config: Config) -> Iterator[str]:
     """Report model sizes that are not divisible by the sizes of the axes that shard them."""
-    model, sizes, needs = config.model, config.mesh.grid().sizes, _needs(config)
+    sizes, needs = config.mesh.grid().sizes, _needs(config)
     for (key, value), axis_groups in needs.items():
         for axes in sorted(axis_groups):
-            yield from _indivisible(key, value, axes, sizes)
-    for axes in sorted(needs["model.heads", model.heads]):
-        yield from _unshared_keys(model, axes, sizes)
-        yield from _uneven_tiles(config, axes, sizes)
+            count = prod(sizes[axis] for axis in axes)
+            if value % count:
+                remedy = f"use a multiple of {count}, or other [mesh] sizes"
+                yield f"{key} = {value} must be divisible by {_named(axes)} = {count}; {remedy}"
+    for axes in sorted(needs["model.heads", config.model.heads]):
+        count = prod(sizes[axis] for axis in axes)
+        yield from _unshared_keys(config.model, _named(axes), count)
+        yield from _uneven_tiles(config, _named(axes), count)
         if config.mesh.c > 1:
-            yield from unexchanged_heads(config, prod(sizes[axis] for axis in axes))
+            yield from unexchanged_heads(config, count)
 
 
 def sequence_divisor(config: Config) -> int:
@@ -138,22 +160,27 @@ def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
     sizes, turned, outer = config.mesh.grid().sizes, split.next(), split.without_panels()
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
-    rows, inputs = _single_product(config)
     whole = {split.y[0], outer.y[0]}  # attention and the loss need full sequences
+    rows, hidden = {split.x[0], turned.y[0]}, {split.x[1], turned.w[1], outer.next().w[1]}
+    hidden |= {split.of_gradient.w[0], turned.of_gradient.w[0]}
     if model.experts:
+        router = split.by_rows()
         whole.add(split.x[0])  # the capacity slots of experts are assigned per sequence
-    whole = _used(whole, sizes)
-    across = _used({split.y[1], turned.x[1]}, sizes)
-    inputs |= {split.x[1], split.of_gradient.w[0], turned.of_gradient.w[0]}
+        rows.add(router.y[0])
+        hidden |= {router.w[0], router.of_gradient.w[0]}
+    if _alike(config):
+        head = split.alike()
+        hidden |= {head.w[0], head.of_gradient.w[0]}
+    whole, across = _used(whole, sizes), _used({split.y[1], turned.x[1]}, sizes)
     needs = {
         (batch, sequences // micros): {
             tuple([axis for axis in axes if axis != CONTEXT]) for axes in whole
         },
         (f"{batch} x model.sequence", sequences // micros * model.sequence): (
-            _used({split.x[0], turned.y[0], *rows}, sizes) - whole
+            _used(rows, sizes) - whole
         ),
         ("model.heads", model.heads): across,
-        ("model.hidden", model.hidden): _used(inputs | {turned.w[1], outer.next().w[1]}, sizes),
+        ("model.hidden", model.hidden): _used(hidden, sizes),
     }
     if model.ffn is not None:
         ffn = {split.of_gradient.w[1], split.w[1], turned.of_gradient.w[0], turned.w[0]}
@@ -166,56 +193,33 @@ def _used(axis_groups: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
     return {tuple([axis for axis in axes if sizes[axis] > 1]) for axes in axis_groups}
 
 
-def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
-    """Return the axes that shard the rows and input features of the router and of some heads.
-
-    Only heads whose output has the same layout as their input are included.
-    """
-    split = config.splits["dense"]
-    rows, inputs = set(), set()
-    if config.model.experts:
-        apart = split.by_rows()
-        rows, inputs = {apart.y[0]}, {apart.w[0], apart.of_gradient.w[0]}
-    if _alike(config.model):
-        alike = split.alike()
-        inputs |= {alike.w[0], alike.of_gradient.w[0]}
-    return rows, inputs
-
-
-def _unshared_keys(model: ModelConfig, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
+def _unshared_keys(model: ModelConfig, axes: str, count: int) -> Iterator[str]:
     """Report KV heads whose number is neither a multiple nor a divisor of the number of ranks."""
-    count, keys = prod(sizes[axis] for axis in axes), model.kv_heads or model.heads
+    keys = model.kv_heads or model.heads
     if model.heads % count or keys % count == 0 or count % keys == 0:
         return
     fit = [n for n in divisors(model.heads) if n % count == 0 or count % n == 0]
     below, above = max(n for n in fit if n < keys), min(n for n in fit if n > keys)
-    over = f"must be divisible by {_named(axes)} = {count} or divide it"
+    over = f"must be divisible by {axes} = {count} or divide it"
     yield f"model.kv_heads = {keys} {over}; use {below} or {above}, or other [mesh] sizes"
 
 
-def _uneven_tiles(config: Config, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
+def _uneven_tiles(config: Config, axes: str, count: int) -> Iterator[str]:
     """Report float8 scaling tiles that contain both query and key columns.
 
     The results would then depend on the mesh.
     """
-    model, train, count = config.model, config.train, prod(sizes[axis] for axis in axes)
+    model, train = config.model, config.train
     keys, width = model.kv_heads or model.heads, model.hidden // model.heads
     if (train.product_dtype, train.product_scale) != ("float8", "block") or count == 1:
         return
     columns = model.heads // count * width, max(1, keys // count) * width
     if keys < model.heads and any(each % TILE for each in columns):
         yield (
-            f"train.product_scale = block: with {_named(axes)} = {count}, a rank has {columns[0]} "
+            f"train.product_scale = block: with {axes} = {count}, a rank has {columns[0]} "
             f"query columns and {columns[1]} key columns, but both must be multiples of {TILE}; "
             "use train.product_scale = tensor, or other [mesh] sizes"
         )
-
-
-def _indivisible(key: str, value: int, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
-    count = prod([sizes[axis] for axis in axes])
-    if value % count:
-        remedy = f"use a multiple of {count}, or other [mesh] sizes"
-        yield f"{key} = {value} must be divisible by {_named(axes)} = {count}; {remedy}"
 
 
 def _named(axes: Iterable[str]) -> str:

@@ -8,8 +8,7 @@ import pytest
 from hpc3d.config import limits
 from hpc3d.config.input_file import Config
 from hpc3d.config.pipeline_rules import wrong_pipeline
-from hpc3d.config.size_rules import divisors, wrong_parts
-from hpc3d.model.families import block_products
+from hpc3d.config.size_rules import divisors, too_large, wrong_parts
 from tests.elided import elided
 
 
@@ -17,15 +16,15 @@ def test_matrix_products_are_bounded():
     model, train = Config().model, Config().train
     wide = replace(model, hidden=2**20, vocabulary=2**27, layers=limits.MOST_LAYERS)
     config = replace(Config(), model=wide, train=replace(train, batch=1))
-    (line,) = limits.too_large(config, block_products(wide))
+    (line,) = too_large(config)
     assert line.startswith("model.layers x weights of a block = 131941395333120000 ")
     long = replace(model, sequence=2**27, heads=1, vocabulary=256)
     for batch, wrong in ((2, 0), (5, 1)):  # 2^27 rows of 2^27 scores are 2^54
         full = replace(Config().parallel, attention="full")
         config = replace(Config(), model=long, parallel=full, train=replace(train, batch=batch))
-        assert len([*limits.too_large(config, block_products(long))]) == wrong
+        assert len([*too_large(config)]) == wrong
         chunked = replace(config, parallel=replace(full, attention="chunked"))
-        assert not [*limits.too_large(chunked, block_products(long))]
+        assert not [*too_large(chunked)]
     mesh = replace(Config().mesh, p=1, d=2**10, x=2**10, y=1, z=1)
     assert not [*wrong_parts(replace(Config(), mesh=mesh))]
     (line,) = wrong_parts(replace(Config(), mesh=replace(mesh, y=2)))
@@ -53,7 +52,7 @@ def test_expert_products_are_bounded(sizes, larger, line):
         parallel = replace(Config().parallel, attention="chunked")
         train = replace(Config().train, batch=1)
         config = replace(Config(), model=model, parallel=parallel, train=train)
-        return [*limits.too_large(config, block_products(model))]
+        return [*too_large(config)]
 
     assert not lines(**sizes)
     (found,) = lines(**{**sizes, **larger})
