@@ -90,17 +90,13 @@ class AllPairs(MpiCommunicator):
             request = self.comm.Isend(integers(block), root, tag)
             return arriving(request.Test, block[:0].copy(), block)
         blocks = self.empty((self.size, *block.shape), block.dtype)
-        blocks[root], requests = block, []
-        for peer in range(self.size):
-            if peer != root:
-                requests.append(self.comm.Irecv(integers(blocks[peer]), peer, tag))
-
-        def add(blocks):
-            total = self.empty(block.shape, block.dtype)
-            fold(np.add, blocks, total)
-            return total
-
-        return arriving(lambda: MPI.Request.Testall(requests), blocks).then(add)
+        blocks[root] = block
+        peers = [peer for peer in range(self.size) if peer != root]
+        requests = [self.comm.Irecv(integers(blocks[peer]), peer, tag) for peer in peers]
+        coming = arriving(lambda: MPI.Request.Testall(requests), blocks)
+        return coming.then(
+            lambda blocks: fold(np.add, blocks, self.empty(block.shape, block.dtype))
+        )
 
     def summed(
         self, operation: Callable[..., object], parts: Sequence[Any], out: np.ndarray, tag: int
@@ -114,12 +110,7 @@ class AllPairs(MpiCommunicator):
         blocks = [out if peer == first else None for peer in range(self.size)]
         blocks[self.rank] = parts[self.rank]
         blocks = [next(others) if block is None else block for block in blocks]
-
-        def add(blocks):
-            fold(operation, blocks, out)
-            return out
-
-        return self.swapped(parts, blocks, tag).then(add)
+        return self.swapped(parts, blocks, tag).then(lambda blocks: fold(operation, blocks, out))
 
     def swapped(self, sent: Sequence[Any], received: Sequence[Any], tag: int) -> Pending:
         """Exchange sent[j] for received[j] with each peer j; return `received` as a `Pending`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
@@ -42,18 +42,16 @@ def build(
     coords = grid.coords(cart.rank)
     nodes = [None] * cart.size if transport == "mpi" else node_of_rank(cart)
 
-    def talk(line, members):
-        """Return the communicator of the ranks `members`, based on the MPI communicator `line`."""
-        if line.size == 1:
-            return Self(pool, cart.rank)
-        return _communicator_of(line, members, pool, [nodes[rank] for rank in members])
-
-    lines = {
-        name: (_line(cart, name, members, sizes), members)
-        for name, members in groups_of(grid, coords).items()
-    }
+    lines = {}
+    for name, members in groups_of(grid, coords).items():
+        if name in sizes:
+            line: Any = cart.Sub([name == axis for axis in sizes])
+        else:
+            line = cart.Split(min(members), members.index(cart.rank))
+        lines[name] = line, members
     if device is None:
-        comms, blocks = {name: talk(*line) for name, line in lines.items()}, pool
+        comms = {name: _communicator_of(*line, pool, nodes) for name, line in lines.items()}
+        blocks = pool
     else:
         from hpc3d.comm.device_communicators import communicators
         from hpc3d.comm.pinned_store import PinnedStore
@@ -62,17 +60,8 @@ def build(
         blocks = DevicePool(device)
         blocks.store = PinnedStore(blocks)
         comms = communicators(transport, cart, lines, blocks)
-    return Mesh(grid.sizes, coords, comms, talk(cart, range(grid.size)), pool=blocks)
-
-
-def _line(
-    cart: MPI.Cartcomm, name: str, members: Sequence[int], sizes: Mapping[str, int]
-) -> MPI.Intracomm:
-    """Create the MPI communicator of a group (hpc3d.comm.mesh.groups_of); collective over
-    `cart`."""
-    if name in sizes:
-        return cart.Sub([name == other for other in sizes])
-    return cart.Split(min(members), members.index(cart.rank))  # type: ignore[return-value]
+    world = _communicator_of(cart, range(grid.size), pool, nodes)
+    return Mesh(grid.sizes, coords, comms, world, pool=blocks)
 
 
 def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") -> tuple[Mesh, Line]:
@@ -84,27 +73,25 @@ def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") ->
     nodes = [None] * comm.size if transport == "mpi" else node_of_rank(comm)
 
     def line(members):
-        hosts = [nodes[rank] for rank in members]
-        if len(members) == 1:
-            return Self(pool, comm.rank)
         made = comm.Create_group(comm.group.Incl([*members]))
-        return _communicator_of(made, members, pool, hosts)
+        return _communicator_of(made, members, pool, nodes)
 
     return stage_mesh(replicas, rows, line(range(comm.size)), line), line
 
 
 def _communicator_of(
-    line: MPI.Intracomm, members: Sequence[int], pool: Pool, hosts: Sequence[int | None]
+    line: MPI.Intracomm, members: Sequence[int], pool: Pool, nodes: Sequence[int | None]
 ) -> Communicator:
-    """Return the communicator of the members of `line`; member j is on host `hosts[j]`."""
+    """Return the communicator of the members of `line`; rank r is on node `nodes[r]`."""
+    if len(members) == 1:
+        return Self(pool, members[0])
+    hosts = [nodes[rank] for rank in members]
     numbers = set(Counter(hosts).values())
     if None in hosts or len(numbers) > 1 or numbers == {1}:
         return AllPairs(line, members, pool)
-    return (
-        TwoLevel(line, members, pool, hosts)
-        if len({*hosts}) > 1
-        else SharedMemory(line, members, pool)
-    )
+    if len({*hosts}) == 1:
+        return SharedMemory(line, members, pool)
+    return TwoLevel(line, members, pool, hosts)
 
 
 def node_of_rank(comm: MPI.Intracomm) -> list[int | None]:

@@ -13,7 +13,7 @@ not run concurrently with a call that still reads it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -59,10 +59,12 @@ class CommStream:
 
         The call reads and writes `arrays` on the device and `host_buffers` on the host.
         """
-        if self.open:
-            return self.add(self.open, call, arrays, host_buffers)
-        flight = self.add(self.begin(), call, arrays, host_buffers)
-        self.end(flight)
+        flight = self.open or self.begin()
+        flight.arrays += arrays
+        flight.host_buffers += host_buffers
+        call(stream=self.sending)
+        if flight is not self.open:
+            self.end(flight)
         return flight
 
     @contextmanager
@@ -88,18 +90,6 @@ class CommStream:
     def begin(self) -> AsyncCall:
         self.sending.wait_event(self.compute.record())
         return AsyncCall()
-
-    def add(
-        self,
-        flight: AsyncCall,
-        call: Callable[..., object],
-        arrays: Iterable[Array],
-        host_buffers: Sequence[np.ndarray],
-    ) -> AsyncCall:
-        flight.arrays += arrays
-        flight.host_buffers += host_buffers
-        call(stream=self.sending)
-        return flight
 
     def end(self, flight: AsyncCall) -> None:
         """Record the event that marks the completion of an asynchronous call.

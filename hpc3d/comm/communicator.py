@@ -137,13 +137,9 @@ class Communicator:
         return wrapper.wrap(self, axis)
 
     def all_gather(self, block: Array, dim: int = 0) -> Pending:
-        block = contiguous(_rows_first(block, dim))
+        block = _rows_first(block, dim)
         pending = self.call("all_gather", block.nbytes, None, partial(self._all_gather, block))
-        return (
-            pending
-            if dim == 0
-            else pending.then(lambda whole: contiguous(_rows_first(whole, dim)))
-        )
+        return pending.then(lambda whole: _rows_first(whole, dim)) if dim else pending
 
     def reduce_scatter(self, block: Array, dim: int = 0) -> Pending:
         if block.shape[dim] % self.size:
@@ -151,12 +147,10 @@ class Communicator:
                 f"dimension {dim} has size {block.shape[dim]}, which must be divisible by the "
                 f"number of ranks, {self.size}"
             )
-        block = contiguous(_rows_first(block, dim))
+        block = _rows_first(block, dim)
         move = partial(self._reduce_scatter, block)
         pending = self.call("reduce_scatter", block.nbytes, None, move)
-        return (
-            pending if dim == 0 else pending.then(lambda part: contiguous(_rows_first(part, dim)))
-        )
+        return pending.then(lambda part: _rows_first(part, dim)) if dim else pending
 
     def all_reduce(self, block: Array, op: str = "sum") -> Pending:
         move = partial(self._all_reduce, contiguous(block), op)
@@ -210,35 +204,23 @@ class Self(Communicator):
     def __init__(self, pool: Pool | None = None, member: int = 0) -> None:
         super().__init__(0, 1, (member,), pool)
 
-    def _all_gather(self, block):
+    def _unchanged(self, block, op_or_root=None):
         return ready(block)
 
-    def _reduce_scatter(self, block):
-        return ready(block)
-
-    def _all_reduce(self, block, op):
-        return ready(block)
-
-    def _broadcast(self, block, root):
-        return ready(block)
-
-    def _reduce(self, block, root):
-        return ready(block)
-
-    def _all_to_all(self, block):
-        return ready(block)
+    _all_gather = _reduce_scatter = _all_to_all = _unchanged
+    _all_reduce = _broadcast = _reduce = _unchanged
 
 
 def _rows_first(block: Array, dim: int) -> Array:
-    """Return `block` with dims 0 and `dim` swapped; a second call undoes the swap."""
-    return block if dim == 0 else block.swapaxes(0, dim)
+    """Return a contiguous `block` with dims 0 and `dim` swapped; a second call undoes the swap."""
+    return contiguous(block.swapaxes(0, dim) if dim else block)
 
 
 REDUCTIONS = {"sum": np.add, "max": np.maximum}
 
 
-def fold(operation: Callable[..., object], blocks: Any, out: Array) -> None:
-    """Reduce the blocks with `operation` into `out`, in the order of the members.
+def fold(operation: Callable[..., object], blocks: Any, out: Any) -> Any:
+    """Reduce the blocks with `operation` into `out`, in the order of the members; return `out`.
 
     `out` may be one of the first two blocks. 16-bit floats are summed in float32, and the result
     is rounded once.
@@ -247,7 +229,8 @@ def fold(operation: Callable[..., object], blocks: Any, out: Array) -> None:
         total = np.empty(out.shape, WIDE)
         fold(operation, [of_type(each) for each in blocks], total)
         out[...] = total
-        return
+        return out
     operation(blocks[0], blocks[1], out=out)
     for block in blocks[2:]:
         operation(out, block, out=out)
+    return out

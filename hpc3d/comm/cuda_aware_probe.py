@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.runtime import mpi_library as library
@@ -202,7 +203,10 @@ def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[
     The result is TAKEN (device memory works), STAGED (MPI lacks CUDA support) or WRONG (the test
     failed). The ranks form a separate MPI job, even if this process is part of one.
     """
-    forgotten = [word for name in os.environ if _told_by_launcher(name) for word in ("-u", name)]
+    launched = [
+        name for name in os.environ if name.startswith(_LAUNCHED) and not name.startswith(_KEPT)
+    ]
+    forgotten = [word for name in launched for word in ("-u", name)]
     words = [mpirun, "-np", "2", sys.executable, "-m", "hpc3d.comm.cuda_aware_probe"]
     code, printed = outcome(["env", *forgotten, *words], seconds, **environment)
     said = set(printed.split()) & {TAKEN, STAGED, WRONG}
@@ -210,11 +214,6 @@ def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[
         return said.pop(), ""
     what = {0: "gives wrong results", None: "hangs"}.get(code, f"ends with exit code {code}")
     return WRONG, f"a test of two ranks {what}"
-
-
-def _told_by_launcher(name: str) -> bool:
-    """Return True if a launcher sets the variable `name` in the processes of an MPI job."""
-    return name.startswith(_LAUNCHED) and not name.startswith(_KEPT)
 
 
 def surroundings() -> dict[str, str]:
@@ -241,17 +240,13 @@ def _attempt() -> str:
 
     comm = MPI.COMM_WORLD
     pool = DevicePool(bound(comm.rank))
-    return TAKEN if _right(CudaAwareMpi(comm, pool.device, range(comm.size), pool)) else WRONG
+    tested = CudaAwareMpi(comm, pool.device, range(comm.size), pool)
+    cases = product(_SIZES, ("float32", "float16"))
+    return TAKEN if all(_right(tested, rows, dtype) for rows, dtype in cases) else WRONG
 
 
-def _right(comm: CudaAwareMpi) -> bool:
-    """Return True if small and large float32 and float16 blocks give correct results."""
-    return all(
-        _right_blocks(comm, rows, dtype) for rows in _SIZES for dtype in ("float32", "float16")
-    )
-
-
-def _right_blocks(comm: CudaAwareMpi, rows: int, dtype: str) -> bool:
+def _right(comm: CudaAwareMpi, rows: int, dtype: str) -> bool:
+    """Return True if all calls on blocks with `rows` rows give correct results."""
     import numpy as np
 
     values = np.arange(2 * rows).reshape(rows, 2) % 100

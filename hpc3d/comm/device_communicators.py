@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
@@ -18,7 +19,7 @@ from hpc3d.cuda.device import QUEUES
 
 if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
-    from hpc3d.cuda.device import Cuda, DevicePool
+    from hpc3d.cuda.device import DevicePool
 
 # Dict from axis to (sub-communicator of the Cartesian communicator, ranks of its members).
 Lines = Mapping[str, tuple[MPI.Intracomm, Sequence[int]]]
@@ -44,7 +45,7 @@ def _by_nccl(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Co
     world, parts = split(library, cart, keys)
     device.meanwhile += [part.check_async_error for part in parts.values()]
     device.aborts += [comm.abort for comm in (*parts.values(), world)]
-    traffic = _comm_streams(device, grouped(library))
+    traffic = {queue: CommStream(device, grouped(library), queue) for queue in QUEUES}
     return {
         axis: Nccl(parts[axis], line, traffic[queue_of(axis)], members, pool)
         for axis, (line, members) in lines.items()
@@ -58,37 +59,25 @@ def _by_mpi(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Cud
     }
 
 
-def _by_hosts(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
-    return {axis: HostStaged(**how) for axis, how in _through_hosts(lines, pool).items()}
+def _by_hosts(
+    cart: MPI.Cartcomm,
+    lines: Lines,
+    pool: DevicePool,
+    direct: Mapping[str, CudaAwareMpi] | None = None,
+) -> dict[str, Communicator]:
+    """Return host-staged communicators, which send messages by the communicators `direct`."""
+    found: dict[str, Communicator] = {}
+    device = pool.device
+    traffic = {queue: CommStream(device, nullcontext, queue) for queue in QUEUES}
+    for axis, (line, members) in lines.items():
+        staged = partial(CudaAwareMessages, direct[axis]) if direct else HostStaged
+        comm = AllPairs(line, members, device.pinned)
+        found[axis] = staged(comm, traffic[queue_of(axis)], device.pinned, pool)
+    return found
 
 
 def _by_messages(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
-    direct = _by_mpi(cart, lines, pool)
-    return {
-        axis: CudaAwareMessages(direct[axis], **how)
-        for axis, how in _through_hosts(lines, pool).items()
-    }
-
-
-def _through_hosts(lines: Lines, pool: DevicePool) -> dict[str, dict[str, Any]]:
-    """Return a dict from axis to the keyword arguments of the axis's HostStaged communicator."""
-    pinned, traffic = pool.device.pinned, _comm_streams(pool.device, nullcontext)
-    return {
-        axis: {
-            "comm": AllPairs(line, members, pinned),
-            "traffic": traffic[queue_of(axis)],
-            "pinned": pinned,
-            "pool": pool,
-        }
-        for axis, (line, members) in lines.items()
-    }
-
-
-def _comm_streams(
-    device: Cuda, group: Callable[[], AbstractContextManager]
-) -> dict[str, CommStream]:
-    """Return a dict from queue to its CommStream."""
-    return {queue: CommStream(device, group, queue) for queue in QUEUES}
+    return _by_hosts(cart, lines, pool, _by_mpi(cart, lines, pool))
 
 
 _MAKERS: dict[str, Callable[..., dict[str, Any]]] = {

@@ -93,7 +93,8 @@ class HostStaged(Communicator):
         The block consists of `given` shards, and the result of `taken` shards; each shard belongs
         to one member.
         """
-        return self.staged(call, integers(block), integers(result), given, taken, result)
+        coming = [call(chunk) for chunk in self.out(integers(block), given)]
+        return self._arriving(coming, integers(result), taken, result)
 
     def summed(
         self, call: Callable[..., Pending], block: Array, result: Array, given: int, taken: int
@@ -105,20 +106,9 @@ class HostStaged(Communicator):
         """
         wide = widened(block)
         total = result if wide is block else self.buffer(result.shape, wide.dtype)
-        pending = self.staged(call, wide, total, given, taken, total)
-        return pending.then(lambda total: narrowed(total, result))
-
-    def staged(
-        self,
-        call: Callable[..., Pending],
-        block: Array,
-        target: Array,
-        given: int,
-        taken: int,
-        result: Array,
-    ) -> Pending:
-        coming = [call(chunk) for chunk in self.out(block, given)]
-        return self._arriving(coming, target, taken, result)
+        coming = [call(chunk) for chunk in self.out(wide, given)]
+        arriving = self._arriving(coming, total, taken, total)
+        return arriving.then(lambda total: narrowed(total, result))
 
     def out(self, block: Array, parts: int) -> Iterator[np.ndarray]:
         """Yield host copies of the chunks of a block that contains `parts` shards.

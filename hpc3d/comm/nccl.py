@@ -14,13 +14,10 @@ from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from hpc3d.comm.communicator import Communicator, Pending, ready
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from numpy.typing import DTypeLike
 
     from hpc3d.arrays.array import Array
     from hpc3d.arrays.pool import Pool
@@ -117,10 +114,8 @@ class Nccl(Communicator):
     def _reduce(self, block, root):
         mine = self.rank == root
         total = self.buffer(block.shape if mine else (0, *block.shape[1:]), block.dtype)
-        how = _OPERATIONS["sum"], root
-        return self.launch(
-            self.nccl.reduce, block, total if mine else block, block, *how, of=total
-        )
+        target, how = total if mine else block, (_OPERATIONS["sum"], root)
+        return self.launch(self.nccl.reduce, block, target, block, *how, of=total)
 
     def _all_to_all(self, block):
         """All-to-all implemented by grouped sends and receives (NCCL 2.26 has no all-to-all)."""
@@ -152,7 +147,7 @@ class Nccl(Communicator):
             return ready(result)
 
         def begin(stream):
-            dtype = number_of(counted.dtype)
+            dtype = TYPES[counted.dtype.name]
             function(source.data.ptr, target.data.ptr, counted.size, dtype, *how, stream.ptr)
 
         return self._landing(self.traffic.post(begin, source, target), result)
@@ -166,7 +161,7 @@ class Nccl(Communicator):
 
     def message(self, function: Callable[..., object], block: Any, peer: int) -> AsyncCall:
         def begin(stream):
-            function(block.data.ptr, block.size, number_of(block.dtype), peer, stream.ptr)
+            function(block.data.ptr, block.size, TYPES[block.dtype.name], peer, stream.ptr)
 
         return self.traffic.post(begin, block)
 
@@ -180,7 +175,3 @@ class Nccl(Communicator):
             return result
 
         return Pending(finish)
-
-
-def number_of(dtype: DTypeLike) -> int:
-    return TYPES[np.dtype(dtype).name]

@@ -208,8 +208,7 @@ class SharedMemory(MpiCommunicator):
         mine = slice(self.rank * part.size, (self.rank + 1) * part.size)
 
         def finish(block=block):
-            blocks = region.blocks(block.size, block.dtype)[:, mine]
-            fold(np.add, blocks, part.reshape(-1))
+            fold(np.add, region.blocks(block.size, block.dtype)[:, mine], part.reshape(-1))
             return part
 
         return self.after(self.publish(region), finish)
@@ -248,9 +247,9 @@ class SharedMemory(MpiCommunicator):
         self.wait_for_all(header := self.publish(value=block.shape[0]))
         rows = self.flags[root * _LINE + _RING + 1 + header % _RING]
         shape = (rows, *block.shape[1:])
-        region = self.region(max(1, prod(shape) * block.itemsize) // self.size + 64)
-        packed = region.memory[: max(1, prod(shape) * block.itemsize)]
-        whole = self.lend(region, packed, shape, block.dtype)
+        nbytes = max(1, prod(shape) * block.itemsize)
+        region = self.region(nbytes // self.size + 64)
+        whole = self.lend(region, region.memory[:nbytes], shape, block.dtype)
         if self.rank == root:
             whole[...] = block
         whole.flags.writeable = False
@@ -263,8 +262,7 @@ class SharedMemory(MpiCommunicator):
 
         def finish(block=block):
             if mine:
-                blocks = region.blocks(block.size, block.dtype)
-                fold(np.add, blocks, total.reshape(-1))
+                fold(np.add, region.blocks(block.size, block.dtype), total.reshape(-1))
             return total
 
         return self.after(self.publish(region), finish)

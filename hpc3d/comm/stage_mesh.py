@@ -41,12 +41,7 @@ def shares(rows: int, replicas: int) -> list[range]:
     ]
 
 
-def stage_mesh(
-    replicas: Sequence[int],
-    rows: int,
-    world: Communicator,
-    line: Line,
-) -> Mesh:
+def stage_mesh(replicas: Sequence[int], rows: int, world: Communicator, line: Line) -> Mesh:
     """Return the mesh of this rank, with axes p and d, for microbatches of `rows` samples."""
     stages, (stage, replica) = ranks_of(replicas), stage_and_replica(replicas, world.rank)
     comms: dict[str, Communicator] = {}

@@ -94,9 +94,7 @@ class Threads(Communicator):
 
 def _sum_of(blocks: Sequence[np.ndarray], op: str = "sum") -> np.ndarray:
     """Return the sum (or maximum) of the blocks, in the order of the members."""
-    total = of_type(np.empty_like(blocks[0]))
-    fold(REDUCTIONS[op], blocks, total)
-    return total
+    return fold(REDUCTIONS[op], blocks, of_type(np.empty_like(blocks[0])))
 
 
 def meshes(

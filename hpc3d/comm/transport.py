@@ -69,7 +69,12 @@ def _rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:
 
     location = job.location()
     device = bound(location["local_rank"])
-    return device, job.gather(_rank_device(location["host"], device))
+    there = f"{device.bus} {device.uuid}"  # MIG instances share a bus ID
+    several = os.environ.get(_SEVERAL) == "1"
+    aware = cuda_aware_probe.says_yes(library_file())
+    nccl = cuda_aware_probe.nccl_version()
+    mine = RankDevice(location["host"], there, str(device), nccl, several, aware)
+    return device, job.gather(mine)
 
 
 def explained(job: Job) -> Iterator[Finding]:
@@ -91,14 +96,6 @@ def refuse(job: Job, problems: Sequence[str | None]) -> None:
     where = [f" (ranks {spans(who)})" if found or len(ranks) > 1 else "" for who in ranks.values()]
     if ranks:
         job.refuse(*(f"{what}{who}" for what, who in zip(ranks, where, strict=True)))
-
-
-def _rank_device(host: str, device: Cuda) -> RankDevice:
-    """Describe the device and the libraries of a rank as a RankDevice."""
-    there = f"{device.bus} {device.uuid}"  # MIG instances share a bus ID
-    several = os.environ.get(_SEVERAL) == "1"
-    aware = cuda_aware_probe.says_yes(library_file())
-    return RankDevice(host, there, str(device), cuda_aware_probe.nccl_version(), several, aware)
 
 
 def choose(

@@ -55,10 +55,7 @@ class TwoLevel(AllPairs):
         self.peers = self.table[:, self.lane]
         part = comm.Split(self.host, self.lane), comm.Split(self.lane, self.host)
         here, there = ([members[j] for j in own] for own in (self.table[self.host], self.peers))
-        self.node, self.wire = (
-            SharedMemory(part[0], here, pool),
-            AllPairs(part[1], there, pool),
-        )
+        self.node, self.wire = SharedMemory(part[0], here, pool), AllPairs(part[1], there, pool)
 
     @property
     def readers(self) -> tuple[int, int]:
@@ -141,20 +138,17 @@ class TwoLevel(AllPairs):
         if block.nbytes < self.long:
             return super()._reduce(block, root)
         block, region = self.node.placed(block)
-        result = self.empty(
-            block.shape if self.rank == root else (0, *block.shape[1:]), block.dtype
-        )
-        there = self._host_of(root)
-        total, common = (
-            self.shared(block.shape, block.dtype) if self.host == there else (None, None)
-        )
+        mine, there, total, common = self.rank == root, self._host_of(root), None, None
+        result = self.empty(block.shape if mine else (0, *block.shape[1:]), block.dtype)
+        if self.host == there:
+            total, common = self.shared(block.shape, block.dtype)
 
         def finish(block=block, total=total):
             coming = self.wire._reduce(self._summed_here(region, block, np.add), there).wait()
             if total is not None:
                 total.reshape(-1)[self._slice_of(block.size)] = coming
                 total = self.seen(total, common)
-            if self.rank == root:
+            if mine:
                 result[...] = total
             return result
 
@@ -170,8 +164,7 @@ class TwoLevel(AllPairs):
         """Reduce this lane's slice of the host's blocks in `region`, and return the result."""
         mine = self._slice_of(block.size)
         total = self.empty((mine.stop - mine.start,), block.dtype)
-        fold(operation, region.blocks(block.size, block.dtype)[:, mine], total)
-        return total
+        return fold(operation, region.blocks(block.size, block.dtype)[:, mine], total)
 
     def _host_of(self, member: int) -> int:
         """Return the index of a member's host, which is also the member's index in its lane."""

@@ -30,8 +30,8 @@ def test_memory_of_a_call_without_wait_is_not_reused_early():
 class Careless(CommStream):
     """Forgets the arrays of its calls."""
 
-    def add(self, flight, *call):
-        flight = super().add(flight, *call)
+    def post(self, call, *arrays, **how):
+        flight = super().post(call, *arrays, **how)
         flight.arrays.clear()
         return flight
 

@@ -89,7 +89,12 @@ class CheckedCommunicator(Communicator):
             return pending
         row = self.open("all_reduce", block)
         self.maxima.append(row)
-        return pending.then(lambda total: self.same(row, total))
+
+        def check(total):
+            self.rows[row, self.size] = words(total)[0]
+            return total
+
+        return pending.then(check)
 
     def open(self, op: str, block: np.ndarray) -> int:
         """Add a row for a call to the table of checksums and return the row index."""
@@ -132,10 +137,6 @@ class CheckedCommunicator(Communicator):
             return givers
         number, readers = self.comm.readers
         return givers[(number + 1) % min(readers, len(givers)) :: readers]
-
-    def same(self, row: int, total: np.ndarray) -> np.ndarray:
-        self.rows[row, self.size] = words(total)[0]
-        return total
 
     def adding(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, gets: bool = True
@@ -185,10 +186,8 @@ class CheckedCommunicator(Communicator):
         """Compare all members' records; return one line per error in this rank's results."""
         count = len(self.notes)
         mine = np.zeros((1, count + 1, 2 * self.size), np.uint64)
-        mine[0, :count], mine[0, count, 0] = (
-            self.rows[:count],
-            max(len(self.sent), len(self.arrived)),
-        )
+        mine[0, :count] = self.rows[:count]
+        mine[0, count, 0] = max(len(self.sent), len(self.arrived))
         everyone = self.all_gather(mine).wait()
         found = [*self.moves(everyone), *self.totals(everyone), *self.peaks(everyone)]
         messages = int(everyone[:, count, 0].max())
@@ -237,27 +236,16 @@ class CheckedCommunicator(Communicator):
         for column, notes in ((0, self.sent), (3, self.arrived)):
             for row, ((peer, number), (bits, _)) in enumerate(notes.items()):
                 table[row, column : column + 3] = peer + 1, number, bits
-        everyone = self.all_gather(table[None]).wait().tolist()
-        sent = {
-            (peer, row[1]): row[2]
-            for peer, rows in enumerate(everyone)
-            for row in rows
-            if row[0] == self.rank + 1
-        }
-        seen = {
-            (peer, row[4])
-            for peer, rows in enumerate(everyone)
-            for row in rows
-            if row[3] == self.rank + 1
-        }
+        everyone = enumerate(self.all_gather(table[None]).wait().tolist())
+        rows, mine = [(peer, *row) for peer, rows in everyone for row in rows], self.rank + 1
+        sent = {(peer, number): bits for peer, to, number, bits, *_ in rows if to == mine}
+        seen = {(peer, number) for peer, _, _, _, giver, number, _ in rows if giver == mine}
         for key in [*self.arrived]:
             if key in sent:
                 bits, note = self.arrived.pop(key)
                 if bits != sent[key]:
-                    yield self.line(
-                        note,
-                        f"the data from rank {self.members[key[0]]} differ from the data sent",
-                    )
+                    giver = self.members[key[0]]
+                    yield self.line(note, f"the data from rank {giver} differ from the data sent")
         self.sent = {key: letter for key, letter in self.sent.items() if key not in seen}
 
     def forget(self) -> None:

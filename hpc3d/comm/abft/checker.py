@@ -84,21 +84,15 @@ class AbftChecker:
         difference -= sums
         row = wrong_row(a, b, sums, np.abs(difference, out=difference))
         if row is not None:
-            self.found.append(self._product_line(a, b, c, row, which))
+            again = a[row] @ b
+            off = np.nan_to_num(np.abs(again - c[row]), nan=np.inf)
+            column = int(off.argmax())
+            shape = f"[{a.shape[0]}, {a.shape[1]}] [{b.shape[0]}, {b.shape[1]}]{which}"
+            self.found.append(
+                f"rank {self.rank}: {position(self.trace)}: product {shape}: row {row}, "
+                f"column {column} is {c[row, column]:.6g}, but should be {again[column]:.6g}"
+            )
         return sums
-
-    def _product_line(
-        self, a: np.ndarray, b: np.ndarray, c: np.ndarray, row: int, which: str
-    ) -> str:
-        """Format the error message for a wrong row of a matrix product and its worst column."""
-        again = a[row] @ b
-        off = np.nan_to_num(np.abs(again - c[row]), nan=np.inf)
-        column = int(off.argmax())
-        shape = f"[{a.shape[0]}, {a.shape[1]}] [{b.shape[0]}, {b.shape[1]}]{which}"
-        return (
-            f"rank {self.rank}: {position(self.trace)}: product {shape}: row {row}, "
-            f"column {column} is {c[row, column]:.6g}, but should be {again[column]:.6g}"
-        )
 
     def rows(self, block: np.ndarray, parts: int = 1) -> np.ndarray:
         """Return the signed row sums of a block; reuse sums already computed by `product`."""
