@@ -135,8 +135,7 @@ class GroupCalls:
         return np.where(known[found] == wanted, index[found], -1)
 
     def of(self, *ops: str) -> np.ndarray:
-        codes = [code for code, name in self.trace.events.labels("op").items() if name in ops]
-        return np.isin(self.columns["op"], codes)
+        return labeled(self.trace.events, "op", *ops)[self.rows]
 
     def repeated(self) -> np.ndarray:
         """Return True for each row that repeats an earlier call of the same rank."""

@@ -7,7 +7,6 @@ Invariants that involve several ranks are checked in hpc3d.trace.checks_across_r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,19 +20,11 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _COMMUNICATION = STREAM.index("communication")
-_TABLES = {
-    "ranks": "ranks",
-    "events": "events",
-    "steps": "steps",
-    "memory": "memory",
-    "evaluation": "evaluation",
-    "experts": "experts",
-    "routers": "routers",
-    "clock_samples": "clock/samples",
-    "clock_model": "clock/model",
-    "prediction": "prediction",
-}
+# Attributes of a Trace that are not tables, attributes that are tables, and the paths of the
+# tables whose attributes have another name.
 _REFERENCES = ("strings", "groups", "rank_ptr", "calibration")
+_TABLES = ("ranks", "events", "steps", "memory", "evaluation", "experts", "routers")
+_PATHS = {"clock_samples": "clock/samples", "clock_model": "clock/model"}
 
 
 def violations(trace: Trace) -> list[str]:
@@ -61,32 +52,25 @@ def _damages(trace):
 
     The other checks cannot handle such data.
     """
-    for name in _REFERENCES:
-        _, problems = _attempt(partial(getattr, trace, name))
-        yield from problems
-    for name, path in _TABLES.items():
-        table, problems = _attempt(partial(getattr, trace, name))
-        yield from problems
-        for column in LAYOUT[path].columns:
-            if table is not None and column.name in table:
-                yield from _damages_of(name, table, column)
-
-
-def _damages_of(name, table, column):
-    values, problems = _attempt(partial(table.__getitem__, column.name))
-    yield from problems
-    if values is not None and column.least is not None:
-        low = np.nonzero(values < column.least)[0]
-        if len(low):
-            yield f"/{name}: {column.name} is less than {column.least}: {_where(table, low)}"
-
-
-def _attempt(function):
-    """Return the result of `function()`, or None, and a list with the error message, if any."""
-    try:
-        return function(), []
-    except ValueError as error:
-        return None, [str(error)]
+    for name in (*_REFERENCES, *_TABLES, *_PATHS, "prediction"):
+        try:
+            table = getattr(trace, name)
+        except ValueError as error:
+            yield str(error)
+            continue
+        columns = () if name in _REFERENCES else LAYOUT[_PATHS.get(name, name)].columns
+        for column in columns:
+            if column.name not in table:
+                continue
+            try:
+                values = table[column.name]
+            except ValueError as error:
+                yield str(error)
+                continue
+            if column.least is not None and (values < column.least).any():
+                low = np.nonzero(values < column.least)[0]
+                what = f"{column.name} is less than {column.least}"
+                yield f"/{name}: {what}: {_where(table, low)}"
 
 
 def _where(table, rows):

@@ -177,19 +177,14 @@ def _telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
     """
     kept = [int(width.argmin())]
     while True:
-        model = _straight(t0[sorted(kept)], offset[sorted(kept)])
+        times, ahead = t0[sorted(kept)], offset[sorted(kept)]
+        drift = np.diff(ahead) / np.maximum(1, np.diff(times)) if len(kept) > 1 else np.zeros(1)
+        model = Model(times[: len(drift)], ahead[: len(drift)], drift, 0.0)
         away = np.abs(model.to_global(t0) - t0 - offset) - width / 2
         missed = np.setdiff1d(np.flatnonzero(away > 1), kept)  # rounding tolerance: 1 ns
         if not len(missed):
             return model
         kept.append(int(missed[width[missed].argmin()]))
-
-
-def _straight(t0: np.ndarray, offset: np.ndarray) -> Model:
-    """Return the model that interpolates linearly between the knots."""
-    drift = np.diff(offset) / np.maximum(1, np.diff(t0)) if len(t0) > 1 else np.zeros(1)
-    pieces = slice(len(drift))
-    return Model(t0[pieces], offset[pieces], drift, 0.0)
 
 
 def _through(above: Model, here: np.ndarray, offset: np.ndarray) -> np.ndarray:

@@ -159,16 +159,12 @@ class Timestamps:
         event = pool.pop() if pool else self.clock.create()
         self.stream.record(event)
         if not self.count % CHUNK:
-            self._resolve_oldest()
+            left = CHUNK
+            while left and (resolved := self._resolve(left)):
+                left -= resolved
         self.events.append(event)
         self.count += 1
         return self.count - 1
-
-    def _resolve_oldest(self) -> None:
-        """Resolve up to CHUNK of the oldest timestamps whose events have completed."""
-        left = CHUNK
-        while left and (resolved := self._resolve(left)):
-            left -= resolved
 
     def resolve(self) -> None:
         """Resolve all timestamps whose events have completed."""

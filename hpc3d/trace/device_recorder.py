@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.communicator import Communicator
     from hpc3d.cuda.device import Cuda
-    from hpc3d.trace.recorder import Context
 
 _ROWS = record_type(EVENTS)
 _HOST = CATEGORY.index("host")
@@ -296,32 +295,24 @@ class DeviceTraced(Traced):
             pending = post()
         free = recorder.clock()
         left = stamps.record() if free - called > AT_ONCE else None
-        count, what = stamps.count, (recorder.name(op), OP_NUMBER[op])
+        count, name, number = stamps.count, recorder.name(op), OP_NUMBER[op]
 
         def finish():
             begin = posted
             if stamps.count > count or recorder.clock() - free > AT_ONCE:
-                self._hold(posted, left, what, context, step)
+                if left is not None:
+                    recorder.stalls.append((posted, left))
+                    where = context, self.group
+                    what = name, COPY, number
+                    recorder.put(posted, left, *what, *where, step=step, stream=_COMPUTATION)
                 begin = stamps.record()
             result = pending.wait()
             end = stamps.record()
             recorder.outstanding.remove(posted)
             recorder.stalls.append((begin, end))
-            name, number = what
             about = self.about(op, seq, peer, block, result)
             about |= {"posted": posted, "stream": _COMPUTATION}
             recorder.put(begin, end, name, COMM, number, context, **about)
             return result
 
         return Pending(finish)
-
-    def _hold(
-        self, posted: int, left: int | None, what: tuple[int, int], context: Context, step: int
-    ) -> None:
-        """If `left` is not `None`, record that a call blocked the host until timestamp `left`."""
-        if left is None:
-            return
-        recorder, (name, number) = self.recorder, what
-        recorder.stalls.append((posted, left))
-        where = context, self.group
-        recorder.put(posted, left, name, COPY, number, *where, step=step, stream=_COMPUTATION)

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from hpc3d.trace.schema import Column
 
 _CHUNK = 64 * 1024  # rows per chunk
+_COMPRESSION = {
+    "shuffle": True,
+    "compression": "gzip",
+    "compression_opts": 1,
+    "fletcher32": True,
+}
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # dict from HDF5 filter id to name
 _SHRINKS = 1100  # upper bound on the compression ratio; deflate reaches 1032 on zeros
 # Errors of file systems without lock support. Locks are not needed for correctness: a trace is
@@ -63,11 +69,21 @@ def write_table(file: Group, path: str, columns: Sequence[Column], data: Any = N
 
     If `data` is `None`, the table is created empty, and rows can be appended later.
     """
+    import h5py
+
     group = _require_group(file, path)
     for column in columns:
         values = np.asarray([] if data is None else data[column.name])
-        write = _write_text if column.type == TEXT else _write_numbers
-        dataset = write(group, column, values)
+        dtype: Any = column.type
+        if column.unit == "enum":
+            codes = {name: code for code, name in enumerate(ENUMS[column.name])}
+            dtype = h5py.enum_dtype(codes, column.type)
+        if column.type == TEXT:  # HDF5 cannot apply filters to strings of variable length
+            how = {"data": values.astype(object), "dtype": h5py.string_dtype()}
+        else:
+            sizes = {"chunks": (_CHUNK, *values.shape[1:]), "maxshape": (None, *values.shape[1:])}
+            how = {"data": values.astype(column.type), "dtype": dtype, **sizes, **_COMPRESSION}
+        dataset = group.create_dataset(column.name, **how)
         dataset.attrs["units"] = column.unit
         dataset.attrs["description"] = column.description
     return group
@@ -87,36 +103,6 @@ def _describe(names: Sequence[str]) -> str:
     if names[0] == "calibration":
         names = ("calibration", "<op>", "<axis>")[: len(names)]
     return LAYOUT["/".join(names)].description
-
-
-def _write_text(group, column, values):
-    """Write a column of variable-length strings, to which HDF5 cannot apply filters."""
-    import h5py
-
-    return group.create_dataset(column.name, data=values.astype(object), dtype=h5py.string_dtype())
-
-
-def _write_numbers(group, column, values):
-    return group.create_dataset(
-        column.name,
-        data=values.astype(column.type),
-        dtype=_stored_type(column),
-        maxshape=(None, *values.shape[1:]),
-        chunks=(_CHUNK, *values.shape[1:]),
-        shuffle=True,
-        compression="gzip",
-        compression_opts=1,
-        fletcher32=True,
-    )
-
-
-def _stored_type(column):
-    import h5py
-
-    if column.unit != "enum":
-        return np.dtype(column.type)
-    codes = {name: code for code, name in enumerate(ENUMS[column.name])}
-    return h5py.enum_dtype(codes, column.type)
 
 
 class Growing:
@@ -295,14 +281,14 @@ def _fits(dataset):
 
 
 def read(dataset: Dataset, rows: slice) -> np.ndarray:
-    """Return a slice of a column as an array; string columns become arrays of str."""
+    """Return a slice of a column as an array; string columns become arrays of str.
+
+    Strings are read a few rows at a time, because a string may be as long as the file.
+    """
     import h5py
 
-    return _read_text(dataset, rows) if h5py.check_string_dtype(dataset.dtype) else dataset[rows]
-
-
-def _read_text(dataset, rows):
-    """Read a string column a few rows at a time, because a string may be as long as the file."""
+    if not h5py.check_string_dtype(dataset.dtype):
+        return dataset[rows]
     numbers, texts, size = range(len(dataset))[rows], [], 0
     step = max(1, _MOST_TEXT // dataset.file.id.get_filesize())
     for part in (numbers[i : i + step] for i in range(0, len(numbers), step)):

@@ -85,7 +85,10 @@ class _Merge:
         parts = self.before.parts(rank) + now
         if not parts:
             return
-        self._describe(rank, parts[-1].header, parts[: len(parts) - len(now)] + now[-1:])
+        header = _OPTIONAL | parts[-1].header
+        self.headers[rank] = {key: header[key] for key in (*RUN, *_OWN, *_OPTIONAL)}
+        last = parts[: len(parts) - len(now)] + now[-1:]  # the last segment of each attempt
+        self.headers[rank]["dropped"] = sum(part.header["dropped"] for part in last)
         self._set_time(rank, now)
         self._renumber(parts)
         events, *others = (np.concatenate(tables) for tables in zip(*(part[1:] for part in parts)))
@@ -107,15 +110,6 @@ class _Merge:
                 self.missing.append(f"rank {rank}: {error}")
             else:
                 yield part
-
-    def _describe(self, rank, header, last):
-        """Store the header fields of a rank.
-
-        Dropped events are summed over `last`, the last segment of each attempt.
-        """
-        whole = _OPTIONAL | header
-        self.headers[rank] = {key: whole[key] for key in (*RUN, *_OWN, *_OPTIONAL)}
-        self.headers[rank]["dropped"] = sum(part.header["dropped"] for part in last)
 
     def _check(self, header, path):
         """Raise ValueError if a segment's header is not valid for this run."""
@@ -167,7 +161,11 @@ class _Merge:
         steps = np.unique(np.concatenate([*self.steps.values()]))
         for rank in ranks:
             self.missing += [f"rank {rank}: {what}" for what in self._missing(rank, steps)]
-        self.missing += self._unfinished(steps)
+        wanted = configured(self.first["config"], "train", "steps")
+        done = 1 + int(steps.max(initial=-1))
+        if self.first["kind"] == "measured" and isinstance(wanted, int) and done < wanted:
+            what = f"the run has completed {done} of {wanted} steps"
+            self.missing.append(f"steps from {done} on: {what}")
         self._write_ranks(ranks)
         self._write_groups()
         self._write_clock()
@@ -193,13 +191,6 @@ class _Merge:
         if dropped := self.headers[rank]["dropped"]:
             found.append(f"{dropped} events, which were dropped because its event table was full")
         return found
-
-    def _unfinished(self, steps):
-        """Yield a message if the run has completed fewer steps than configured."""
-        wanted = configured(self.first["config"], "train", "steps")
-        done = 1 + int(steps.max(initial=-1))
-        if self.first["kind"] == "measured" and isinstance(wanted, int) and done < wanted:
-            yield f"steps from {done} on: the run has completed {done} of {wanted} steps"
 
     def _write_ranks(self, ranks):
         unknown = dict.fromkeys(_OWN, -1) | {"host": "", "device": "", "dropped": 0}

@@ -280,8 +280,7 @@ def _records(table: Table, columns: Sequence[Column]) -> np.ndarray:
 def _wall_seconds(before: str, after: str) -> int:
     """Return the seconds between two ISO 8601 times, or 0 if one of them is invalid."""
     try:
-        return int(
-            (datetime.fromisoformat(after) - datetime.fromisoformat(before)).total_seconds()
-        )
+        passed = datetime.fromisoformat(after) - datetime.fromisoformat(before)
     except ValueError:
         return 0
+    return int(passed.total_seconds())

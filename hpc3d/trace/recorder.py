@@ -19,20 +19,8 @@ import numpy as np
 from hpc3d.arrays.pool import has_values
 from hpc3d.comm.mesh import Scope
 from hpc3d.trace.router_sums import RouterSums
-from hpc3d.trace.schema import (
-    CATEGORY,
-    CLOCK_SAMPLES,
-    EVALUATION,
-    EVENTS,
-    EXPERTS,
-    MEMORY,
-    MEMORY_KIND,
-    PHASE,
-    ROUTERS,
-    STEPS,
-    record_type,
-)
-from hpc3d.trace.segment import segment_path, write_segment
+from hpc3d.trace.schema import CATEGORY, EVENTS, MEMORY_KIND, PHASE, record_type
+from hpc3d.trace.segment import TABLES, segment_path, write_segment
 from hpc3d.trace.traced_communicator import COPY, OP_NUMBER, Traced
 
 if TYPE_CHECKING:
@@ -263,17 +251,19 @@ class Recorder:
 
     def flush(self) -> None:
         """Write the recorded rows as a closed segment and begin the next one."""
-        events = np.frombuffer(self.table, record_type(EVENTS), self.count)
-        steps = np.array(self.steps, record_type(STEPS))
-        memory = np.array(self.memory, record_type(MEMORY))
-        samples = np.array(self.samples, record_type(CLOCK_SAMPLES))
-        evaluation = np.array(self.evaluations, record_type(EVALUATION))
         path = segment_path(self.run_dir, self.rank, self.segments)
         header = {**self.header, "dropped": self.dropped}
-        experts = np.array(self.experts, record_type(EXPERTS))
-        routers = np.array(self.routers, record_type(ROUTERS))
-        tables = steps, memory, samples, evaluation, experts, routers
-        write_segment(path, header, list(self.strings), events, *tables)
+        recorded = {
+            "events": np.frombuffer(self.table, record_type(EVENTS), self.count),
+            "steps": self.steps,
+            "memory": self.memory,
+            "samples": self.samples,
+            "evaluation": self.evaluations,
+            "experts": self.experts,
+            "routers": self.routers,
+        }
+        tables = [np.asarray(recorded[name], record_type(TABLES[name])) for name in TABLES]
+        write_segment(path, header, list(self.strings), *tables)
         self.steps, self.memory, self.samples, self.count = [], [], [], 0
         self.evaluations, self.experts, self.routers = [], [], []
         self.segments, self.flushed = self.segments + 1, self.clock()

@@ -91,16 +91,8 @@ class Traced:
             else:
                 begin = posted
             recorder.blocked += end - begin
-            recorder.put(
-                begin,
-                end - begin,
-                name,
-                COMM,
-                number,
-                context,
-                posted=posted,
-                **self.about(op, seq, peer, block, result),
-            )
+            about = self.about(op, seq, peer, block, result) | {"posted": posted}
+            recorder.put(begin, end - begin, name, COMM, number, context, **about)
             return result
 
         return Pending(finish)
