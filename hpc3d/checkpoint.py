@@ -102,20 +102,15 @@ def show(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
         print(sanitized(_line_of(found[0], newest, best)))
         _print_tensors(found[0])
     else:
-        found = [_about_or_problem(folder) for folder in folders]
+        found = []
+        for folder in folders:
+            try:
+                found.append(about(Checkpoint(folder)))
+            except ValueError as problem:
+                found.append({"folder": str(folder), "problem": str(problem)})
         for one in found:
             print(sanitized(_line_of(one, newest, best)))
     return {"latest": newest, "best": best, "checkpoints": found}
-
-
-def _about_or_problem(folder: Path) -> dict[str, Any]:
-    from hpc3d.checkpoints.inspect import about
-    from hpc3d.checkpoints.sharded import Checkpoint
-
-    try:
-        return about(Checkpoint(folder))
-    except ValueError as problem:
-        return {"folder": str(folder), "problem": str(problem)}
 
 
 def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:

@@ -67,8 +67,13 @@ select an interface that all hosts can use: --mca btl_tcp_if_include NAME (Open 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks and print the findings; return 3 if a check fails."""
-    options = _parsed(argv)
+    ours = parser()
+    options = ours.parse_args(argv)
     if not _started():
+        if options.together:
+            ours.error(
+                "--together requires a launcher: mpirun -np N python -m hpc3d.doctor --together"
+            )
         return run("doctor", lambda: _conclude(told(_alone(options)), options))
     environment.set_environment()
     meant = environment.number_in(environment.WORLD_RANKS, default=1)
@@ -77,27 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if environment.number_in(environment.OWN_RANK, default=0):
             return 0  # on a nonzero exit code, the launcher kills rank 0 before it prints
         return _conclude(told(_lonely(options, meant)), options)
-    _unmet(options)
-    return launch.run("doctor", lambda job: _meet(job, options))
-
-
-def _unmet(options: Namespace) -> None:
-    """End the job with a finding if its ranks cannot reach each other."""
     from hpc3d.diagnose import meeting
 
-    if found := meeting.meet():
+    if found := meeting.meet():  # some ranks cannot reach each other
         meeting.end(_conclude(told([found]), options))
-
-
-def _parsed(argv: Sequence[str] | None) -> Namespace:
-    """Parse the command line."""
-    ours = parser()
-    options = ours.parse_args(argv)
-    if options.together and not _started():
-        ours.error(
-            "--together requires a launcher: mpirun -np N python -m hpc3d.doctor --together"
-        )
-    return options
+    return launch.run("doctor", lambda job: _meet(job, options))
 
 
 def parser() -> Parser:
@@ -216,11 +205,10 @@ def hdf5(folder: Path) -> Iterator[Finding]:
         yield Finding(FAIL, "HDF5", f"{folder}: {error}".partition("\n")[0], _INSTALL_H5PY)
         return
     text = f"a compressed table was written and read in {folder}"
-    yield (
-        Finding(OK, "HDF5", text)
-        if right
-        else Finding(FAIL, "HDF5", f"{text}, with wrong values", _INSTALL_H5PY)
-    )
+    if right:
+        yield Finding(OK, "HDF5", text)
+    else:
+        yield Finding(FAIL, "HDF5", f"{text}, with wrong values", _INSTALL_H5PY)
 
 
 def one_rank(options: Namespace) -> Iterator[Finding]:

@@ -152,22 +152,18 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
             )
         found = tokenizer_from(name, arguments.end) if name else _of_numbers(numbered[0])
         _refuse_others(numbered, found, name or f"next to {numbered[0]}")
-        return _with_end(found, texts)
+        if found.end is None and len(numbered) < len(texts):
+            raise ValueError(
+                "the tokenizer has no known end-of-document token; specify it, such as --end "
+                "'<eos>'"
+            )
+        return found
     if arguments.vocabulary not in (None, ByteTokenizer.vocabulary):
         raise ValueError(
             f"--vocabulary {arguments.vocabulary}: byte has {ByteTokenizer.vocabulary} tokens; "
             "leave this out, or use --tokenizer bpe"
         )
     return ByteTokenizer()
-
-
-def _with_end(tokenizer: Tokenizer, texts: Sequence[Path]) -> Tokenizer:
-    """Return the tokenizer; raise ValueError if the texts need an end token that it lacks."""
-    if tokenizer.end is None and any(text.suffix not in BIN for text in texts):
-        raise ValueError(
-            "the tokenizer has no known end-of-document token; specify it, such as --end '<eos>'"
-        )
-    return tokenizer
 
 
 def _of_numbers(path: Path) -> BpeTokenizer:

@@ -126,11 +126,12 @@ def _report(options):
             log.info("reading run %d of %d", number, len(traces))
             runs.append(analyze_run(each, options.peak, options.step, others=others))
         report = compare(traces, runs)
-        out = _cleared(options.out or _run_dir(options.runs[0]) / "report")
-        for each, name in zip(traces, _folders(report)):
-            if options.export:
-                events = events_of(each, calls_of(each), *options.steps)
-                export(options.export, events, out / "exports" / name)
+        first = options.runs[0] if options.runs[0].is_dir() else options.runs[0].parent
+        out = _cleared(options.out or first / "report")
+        for number, each in enumerate(traces if options.export else (), 1):
+            events = events_of(each, calls_of(each), *options.steps)
+            name = str(number) if len(traces) > 1 else ""
+            export(options.export, events, out / "exports" / name)
     with naming(out):
         write(report, out, options.tables)
     print(
@@ -155,11 +156,6 @@ def _cleared(out):
     return out
 
 
-def _folders(report):
-    """Return the name of each run's subfolder of exports/, or "" if there is only one run."""
-    return [str(n) if len(report.runs) > 1 else "" for n in range(1, 1 + len(report.runs))]
-
-
 def _plain(report):
     """Return the tables of a report as JSON-compatible values."""
     keys = ("label", "run_id", "about", "missing", "violations")
@@ -176,10 +172,6 @@ def _trace_path(path, again):
     if again:
         raise ValueError(f"{path}: --merge requires a run folder, not a trace file")
     return path
-
-
-def _run_dir(path):
-    return path if path.is_dir() else path.parent
 
 
 if __name__ == "__main__":

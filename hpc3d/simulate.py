@@ -136,8 +136,8 @@ def _keep_beside(folder, runs, found):
     from hpc3d.predict.simulation.write_trace import prediction
     from hpc3d.trace.annotations import write_prediction
 
-    write_prediction(folder / "trace.h5", prediction(runs, found))
     trace = folder / "trace.h5"
+    write_prediction(trace, prediction(runs, found))
     return f"the prediction was added to {trace}; to compare, run python -m hpc3d.report {folder}"
 
 
@@ -184,11 +184,7 @@ def _print_memory(memory):
 def schedule_parser() -> Parser:
     """Return the command-line parser of `simulate schedule`."""
     parser = Parser("simulate schedule", _SCHEDULE)
-    _add_options(parser.add_argument)
-    return parser
-
-
-def _add_options(add):
+    add = parser.add_argument
     add("--name", required=True, help=f"schedule: {', '.join(SCHEDULES)} or csv:FILE")
     add("--stages", required=True, type=_size, metavar="P", help="number of stages")
     add(
@@ -219,6 +215,7 @@ def _add_options(add):
     add("--png", metavar="FILE", help="draw the diagram as a PNG file")
     add("--csv", metavar="FILE", help="write the schedule as a CSV file, for --name csv:FILE")
     add("--json", action="store_true", help=_SCHEDULE_JSON)
+    return parser
 
 
 _size = integer(0, MOST_SIMULATED)  # each schedule checks its own minimum

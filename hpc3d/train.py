@@ -76,7 +76,10 @@ def train(job: Job, words: list[str]) -> None:
         program = job.on_root(lambda: checked_program(plan.config))
         lock = job.on_root(lambda: open_folder(plan, tokens))
         plan = job.from_root(lambda: plan)
-        program = job.scatter_from_root(lambda: _programs(plan.config, program))
+        grid = plan.config.mesh.grid()
+        program = job.scatter_from_root(
+            lambda: [program.of(grid.coord(rank, "p")) for rank in range(grid.size)]
+        )
         stop = Stop(job, plan.folder, plan.config.run.signal, plan.config.train.max_minutes)
         run = _begin(job, plan, ours._replace(homes=homes), program, batches, validation)
     with lock or nullcontext():
@@ -209,12 +212,6 @@ def checked_program(config: Config, this_machine: bool = True) -> Program:
     if this_machine:
         refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
     return program_of(config)
-
-
-def _programs(config: Config, program: Program) -> list[Program]:
-    """Return a list with the program of each rank, which depends on the rank's pipeline stage."""
-    grid = config.mesh.grid()
-    return [program.of(grid.coord(rank, "p")) for rank in range(grid.size)]
 
 
 def open_folder(plan: RunPlan, tokens: Tokens) -> TextIO:

@@ -58,19 +58,15 @@ class Source:
         if self.path.suffix in BIN:
             yield from self._given_ids()
             return
+        end, remedy = np.array([self.tokenizer.end]), "choose another --tokenizer"
         for group in _grouped(_parts(self.path, self.field)):
-            yield self._encoded(group), sum(part.size for part in group)
+            with reading(self.path, "not encodable with this tokenizer", remedy):
+                encoded = self.tokenizer.encode_batch([part.text for part in group])
+            rows = []
+            for ids, part in zip(encoded, group, strict=True):
+                rows += [ids, end] if part.last else [ids]
+            yield np.concatenate(rows), sum(part.size for part in group)
             self.documents += sum(part.last for part in group)
-
-    def _encoded(self, group: Sequence[_DocumentPart]) -> np.ndarray:
-        """Return the ids of document segments, with an end token after each document."""
-        end = np.array([self.tokenizer.end])
-        with reading(self.path, "not encodable with this tokenizer", "choose another --tokenizer"):
-            encoded = self.tokenizer.encode_batch([part.text for part in group])
-        rows = []
-        for ids, part in zip(encoded, group, strict=True):
-            rows += [ids, end] if part.last else [ids]
-        return np.concatenate(rows)
 
     def _given_ids(self) -> Iterator[tuple[np.ndarray, int]]:
         ids, ends = opened_ids(self.path)

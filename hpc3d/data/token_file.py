@@ -268,21 +268,15 @@ def write_tokens(
     ):
         dataset = file.create_dataset("tokens", (0,), dtype, **layout)
         for ids, size in chain.from_iterable(sources):
-            part = ids.astype(dtype)
-            _append(dataset, part)
+            part, length = ids.astype(dtype), len(dataset)
+            dataset.resize((length + len(part),))
+            dataset[length:] = part
             digest.update(part)
             disk.check()
             report(size)
         file.attrs.update(_described(texts, tokenizer))
         file.attrs.update(documents=sum(source.documents for source in sources))
         file.attrs.update(length=len(dataset), sha256=_fixed(digest.hexdigest()))
-
-
-def _append(dataset: "h5py.Dataset", part: np.ndarray) -> None:
-    """Append the array `part` to a 1-D HDF5 dataset."""
-    length = len(dataset)
-    dataset.resize((length + len(part),))
-    dataset[length:] = part
 
 
 def _described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:

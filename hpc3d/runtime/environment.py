@@ -68,7 +68,6 @@ def mpi_environment() -> Iterator[None]:
         yield
     finally:
         for name in ("OMPI_MCA_btl", "SLURM_STEP_ID"):
+            os.environ.pop(name, None)
             if name in before:
                 os.environ[name] = before[name]
-            else:
-                os.environ.pop(name, None)

@@ -18,14 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from hpc3d.console.exit_codes import (
-    BAD_INPUT,
-    FAILED,
-    INTERRUPTED,
-    STALLED,
-    BadData,
-    JobExit,
-)
+from hpc3d.console.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, STALLED, BadData, JobExit
 from hpc3d.console.sanitize import (
     OutputError,
     file_and_reason,

@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,15 @@ class MetricsFile:
 
     def _keep(self, start: int) -> None:
         """Remove, in one atomic replacement of the file, all records after `start` steps."""
-        with replacing(self.path) as kept, kept.open("w", encoding="utf-8") as file:
-            file.writelines(line for line, record in _lines(self.path) if _done(record) <= start)
+        with (
+            self.path.open(encoding="utf-8", errors="replace") as lines,
+            replacing(self.path) as kept,
+            kept.open("w", encoding="utf-8") as file,
+        ):
+            for line in lines:
+                record = _record(line) if line.endswith("\n") else None
+                if record and record["step"] + ("loss" in record) <= start:  # completed steps
+                    file.write(line)
 
     def write(self, **values: Any) -> None:
         record = {key: _finite(value) for key, value in values.items()} | {"time": time.time()}
@@ -104,33 +111,20 @@ class MetricsReader:
         return anew, records
 
 
-def _lines(path: Path) -> Iterator[tuple[str, _Record]]:
-    """Yield a pair (line, record) for each complete and valid line."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.endswith("\n") and (record := _record(line)):
-                yield line, record
-
-
 def _record(line: str | bytes) -> _Record | None:
-    """Parse a line; return None if the line is invalid, for example because of a disk error."""
+    """Parse a line; return None if the line is invalid, for example because of a disk error.
+
+    In a valid record, the step is an integer, and all values are valid numbers or `None`.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # ValueError includes invalid UTF-8
         return None
-    return record if isinstance(record, dict) and _is_sound(record) else None
-
-
-def _is_sound(record: _Record) -> bool:
-    """Return True if the step is an integer and all values are valid numbers or `None`."""
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
     known = [value for value in record.values() if value is not None]
-    numbers = all(type(value) in (int, float) for value in known)
-    return type(record.get("step")) is int and numbers and all(abs(each) < _MOST for each in known)
-
-
-def _done(record: _Record) -> int:
-    """Return the number of steps that were complete when a record was written."""
-    return record["step"] + ("loss" in record)
+    sound = all(type(value) in (int, float) and abs(value) < _MOST for value in known)
+    return record if sound else None
 
 
 def _finite(value: Any) -> Any:

@@ -84,13 +84,10 @@ def world() -> int:
 
 def library_file() -> str | None:
     """Return the path of the MPI library that is loaded in this process, or None."""
-    files = re.findall(r"/.*/lib(?:p?mpi|mpich)(?:_[a-z]+\d*)?\.so[.\d]*$", _maps(), re.MULTILINE)
-    return files[0] if files else None
-
-
-def _maps() -> str:
-    """Return the memory map of this process, one mapped file per line."""
-    return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    library = r"/.*/lib(?:p?mpi|mpich)(?:_[a-z]+\d*)?\.so[.\d]*$"
+    found = re.search(library, mapped, re.MULTILINE)
+    return found and found[0]
 
 
 def on_path() -> MpiInstall | None:
@@ -232,7 +229,7 @@ def _offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
 
 def started_by_other_mpi(mpi: MpiInstall) -> bool:
     """Return True if the mpirun of another MPI started this process; MPI_Init may then abort."""
-    return _starter() is not None and _starter() != mpi.abi
+    return _starter() not in (None, mpi.abi)
 
 
 def _starter() -> str | None:
