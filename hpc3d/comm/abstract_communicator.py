@@ -64,11 +64,7 @@ class AbstractCommunicator(Communicator):
 
     def _all_reduce(self, block, op):
         copy, total = self.placed(block), self.like(block, block.shape)
-        large = (
-            isinstance(total, AbstractArray)
-            and block.nbytes > SMALL_SUM
-            and block.size >= self.size
-        )
+        large = block.nbytes > SMALL_SUM and block.size >= self.size
         return Pending(lambda copy=copy: self.shared(total) if large else total)
 
     def _broadcast(self, block, root):

@@ -157,10 +157,8 @@ def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
     try:
         cupy = imported()
     except Exception as error:  # ImportError, or an error raised by a CUDA library
-        yield (
-            f"CuPy cannot be imported ({f'{error}'.strip().partition(chr(10))[0]})",
-            f"run {EXTRAS}",
-        )
+        reason = f"{error}".strip().partition("\n")[0]
+        yield f"CuPy cannot be imported ({reason})", f"run {EXTRAS}"
     if int(cupy.__version__.partition(".")[0]) < 14:
         yield f"CuPy {cupy.__version__} is older than 14", f"run {EXTRAS}"
     runtime = cupy.cuda.runtime
@@ -171,16 +169,13 @@ def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
         text = f"the driver supports CUDA {_dotted(driver)}, but CuPy needs {_dotted(needed)}"
         yield text, f"install a newer driver, or the wheel cupy-cuda{driver // 1000}x"
     if not cupy.cuda.is_available():
-        remedy = "run nvidia-smi, set --gpus-per-node in the Slurm job"
-        yield "CuPy finds no device", remedy
+        yield "CuPy finds no device", "run nvidia-smi, set --gpus-per-node in the Slurm job"
     if dtype == "bfloat16" and find_spec("ml_dtypes") is None:
         yield "bfloat16 needs ml_dtypes", f"run {EXTRAS}"
     major = runtime.getDeviceProperties(0)["major"]
     if dtype == "bfloat16" and major < 8:
-        yield (
-            f"devices with compute capability {major} do not support bfloat16",
-            "use train.dtype = float16",
-        )
+        text = f"devices with compute capability {major} do not support bfloat16"
+        yield text, "use train.dtype = float16"
     if asked == "nccl" and not nccl_version():
         yield "mesh.transport = nccl, but NCCL is not installed", f"run {EXTRAS}"
 

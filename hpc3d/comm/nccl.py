@@ -23,19 +23,9 @@ if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
     from hpc3d.comm.comm_stream import AsyncCall, CommStream
 
-# NCCL's enum values of data types and reduction operations (nccl.h).
-TYPES = {
-    "int8": 0,
-    "uint8": 1,
-    "int32": 2,
-    "uint32": 3,
-    "int64": 4,
-    "uint64": 5,
-    "float16": 6,
-    "float32": 7,
-    "float64": 8,
-    "bfloat16": 9,
-}
+# NCCL's enum values of data types, numbered from 0, and of reduction operations (nccl.h).
+_NAMES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16"
+TYPES = {name: number for number, name in enumerate(_NAMES.split())}
 _OPERATIONS = {"sum": 0, "max": 2}
 OLDEST, _IN_ORDER = 22600, "NCCL_LAUNCH_ORDER_IMPLICIT"
 

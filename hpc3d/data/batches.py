@@ -36,7 +36,10 @@ class Batches:
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs and targets of a step: contiguous int32 arrays [batch, sequence]."""
-        starts = [window * self._sequence for window in self._windows(step)]
+        first = step * self._batch + self._skipped
+        numbers = range(first, first + self._batch)
+        chosen = [self._window(*divmod(number, self.windows)) for number in numbers]
+        starts = [window * self._sequence for window in chosen]
         length = self._sequence + self.AHEAD
         windows = np.stack([self._tokens.read(start, start + length) for start in starts])
         return windows[:, : self._sequence].copy(), windows[:, self.AHEAD :].copy()
@@ -50,11 +53,6 @@ class Batches:
         sequences = step * self._batch + self._skipped
         epoch, offset = divmod(sequences, self.windows)
         return {"epoch": epoch, "offset": offset, "sequences": sequences}
-
-    def _windows(self, step: int) -> list[int]:
-        first = step * self._batch + self._skipped
-        sequences = range(first, first + self._batch)
-        return [self._window(*divmod(number, self.windows)) for number in sequences]
 
     def _window(self, epoch: int, offset: int) -> int:
         if epoch != self._epoch:

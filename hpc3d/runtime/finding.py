@@ -46,9 +46,7 @@ def examine(check: Callable[..., Iterable[Finding]], *args: Any) -> Iterator[Fin
     try:
         yield from check(*args)
     except Exception as error:
-        subject, what = (
-            check.__name__.replace("_", " ").strip(),
-            f"{type(error).__name__}: {error}",
-        )
+        subject = check.__name__.replace("_", " ").strip()
+        what = f"{type(error).__name__}: {error}"
         remedy = "fix the other problems first, since they may be the cause"
         yield Finding(WARN, subject, f"could not be checked ({what})", remedy)

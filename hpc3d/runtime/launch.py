@@ -41,15 +41,7 @@ from hpc3d.runtime.stop_request import ENDING, ended_by
 if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
-_DISK = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EIO,
-    errno.ESTALE,
-)
+_DISK = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE
 _MEETING = 60  # timeout in s of the first collective call
 _SPOKEN = 0.5  # time in s for the launcher to forward printed output
 _ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # possible values of run.signal

@@ -60,11 +60,8 @@ def messages(trace: Trace) -> Iterator[Violation]:
     unequal = events["bytes"][sent] != events["bytes"][received]
     early = _times(trace, received)[1] < _times(trace, sent)[0]
     early &= _comparable(trace, sent) & _comparable(trace, received)
-    yield (
-        "events",
-        "send or receive without counterpart",
-        lone[: len(lone) * trace.attrs["complete"]],
-    )
+    lone = lone[: len(lone) * trace.attrs["complete"]]
+    yield "events", "send or receive without counterpart", lone
     yield "events", "the bytes of the receive differ from the bytes of the send", received[unequal]
     yield "events", "the receive ends before the send is posted", received[early]
 

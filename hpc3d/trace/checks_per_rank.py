@@ -34,14 +34,10 @@ def violations(trace: Trace) -> list[str]:
     trace is not a violation. Times of different hosts are compared on corrected clocks, so a
     message may appear to arrive too early, by at most the clock uncertainty.
     """
-    checks = (
-        *(order, overlap, _nesting, inside, _steps, memory, _together, _evaluations),
-        _loads,
-        *(collectives, messages),
-    )
+    of_ranks = order, overlap, _nesting, inside, _steps, memory, _together, _evaluations, _loads
     return [*_damages(trace)] or [
         f"/{table}: {what}: {_where(getattr(trace, table), rows)}"
-        for check in checks
+        for check in (*of_ranks, collectives, messages)
         for table, what, rows in check(trace)
         if len(rows)
     ]
@@ -89,11 +85,8 @@ def order(trace: Trace) -> Iterator[Violation]:
     size = np.diff(trace.rank_ptr)
     elsewhere = np.flatnonzero(rank != np.repeat(np.arange(len(size)), size))
     yield "events", "the row is not in the range of its rank in /index/rank_ptr", elsewhere
-    yield (
-        "ranks",
-        "n_events is not the event count",
-        np.flatnonzero(trace.ranks["n_events"] != size),
-    )
+    wrong = np.flatnonzero(trace.ranks["n_events"] != size)
+    yield "ranks", "n_events is not the event count", wrong
 
 
 def overlap(trace: Trace) -> Iterator[Violation]:
@@ -183,11 +176,8 @@ def memory(trace: Trace) -> Iterator[Violation]:
 def _evaluations(trace: Trace) -> Iterator[Violation]:
     """Check that the step numbers of evaluations increase, and that their events have step -1."""
     steps = trace.evaluation["step"]
-    yield (
-        "evaluation",
-        "the step is not greater than in the previous row",
-        1 + np.flatnonzero(np.diff(steps) <= 0),
-    )
+    early = 1 + np.flatnonzero(np.diff(steps) <= 0)
+    yield "evaluation", "the step is not greater than in the previous row", early
     inside = labeled(trace.events, "phase", "evaluation") & (trace.events["step"] >= 0)
     yield "events", "an event of an evaluation belongs to a step", np.flatnonzero(inside)
 
@@ -205,18 +195,14 @@ def _together(trace: Trace) -> Iterator[Violation]:
     must be between the maximum and the sum of their peaks.
     """
     table = trace.memory
-    cells, cell = np.unique(
-        (table["rank"].astype("i8") << 32) + table["step"], return_inverse=True
-    )
+    keys = (table["rank"].astype("i8") << 32) + table["step"]
+    cells, cell = np.unique(keys, return_inverse=True)
     whole, live, peak = labeled(table, "kind", "all"), table["bytes"], table["peak"]
     summed = ~whole & ~labeled(table, "kind", "offloaded")
     sums, peaks, highest = np.zeros((3, len(cells)), "i8")
-    for reduce, into, values in (
-        (np.add, sums, live),
-        (np.add, peaks, peak),
-        (np.maximum, highest, peak),
-    ):
-        reduce.at(into, cell[summed], values[summed])
+    np.add.at(sums, cell[summed], live[summed])
+    np.add.at(peaks, cell[summed], peak[summed])
+    np.maximum.at(highest, cell[summed], peak[summed])
     low, high = peak < highest[cell], peak > peaks[cell]
     wrong = whole & (low | high | (live != sums[cell]))
     yield "memory", "the kind all is inconsistent with the other kinds", np.flatnonzero(wrong)

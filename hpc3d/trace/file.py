@@ -28,12 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.schema import Column
 
 _CHUNK = 64 * 1024  # rows per chunk
-_COMPRESSION = {
-    "shuffle": True,
-    "compression": "gzip",
-    "compression_opts": 1,
-    "fletcher32": True,
-}
+_COMPRESSION = {"shuffle": True, "compression": "gzip", "compression_opts": 1, "fletcher32": True}
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # dict from HDF5 filter id to name
 _SHRINKS = 1100  # upper bound on the compression ratio; deflate reaches 1032 on zeros
 # Errors of file systems without lock support. Locks are not needed for correctness: a trace is

@@ -22,7 +22,7 @@ import numpy as np
 
 from hpc3d.trace import schema
 from hpc3d.trace.reader import Trace
-from hpc3d.trace.segment import Segment, read_segment, segment_path
+from hpc3d.trace.segment import TABLES, Segment, read_segment, segment_path
 from hpc3d.trace.trace_config import tables_of
 
 if TYPE_CHECKING:
@@ -33,15 +33,8 @@ _ASIDE = re.compile(r"trace-(\d+)\.h5")
 _TIMES = ("t_start", "t_end", "posted", "t_local")
 _OF_TRAIN = "batch", "dtype", "orthogonalize", "product_dtype", "product_scale"
 _NEVER = np.iinfo(np.int64).max  # sentinel: later than any event
-_SMALL = {
-    "steps": schema.STEPS,
-    "memory": schema.MEMORY,
-    "clock_samples": schema.CLOCK_SAMPLES,
-    "evaluation": schema.EVALUATION,
-    "experts": schema.EXPERTS,
-    "routers": schema.ROUTERS,
-    "clock_model": schema.CLOCK_MODEL,
-}
+_SMALL = {name: TABLES[name] for name in ("steps", "memory", "evaluation", "experts", "routers")}
+_SMALL |= {"clock_samples": schema.CLOCK_SAMPLES, "clock_model": schema.CLOCK_MODEL}
 
 
 @contextmanager

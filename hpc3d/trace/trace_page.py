@@ -1,6 +1,6 @@
 """Generator of docs/trace.md: python -m hpc3d.trace.trace_page > docs/trace.md."""
 
-from hpc3d.trace.schema import ATTRIBUTES, ENUMS, LAYOUT, TEXT
+from hpc3d.trace.schema import ATTRIBUTES, ENUMS, LAYOUT
 
 _HEAD = """\
 # The trace file
@@ -232,13 +232,9 @@ def _attributes():
 def _section(path):
     """Return the Markdown section of a table or group: heading, description and columns."""
     table = LAYOUT[path]
-    rows = [(f"`{c.name}`", _type(c), _unit(c), c.description) for c in table.columns]
+    rows = [(f"`{c.name}`", c.type, _unit(c), c.description) for c in table.columns]
     columns = ["", _table(("column", "type", "unit", "meaning"), rows)] if rows else [""]
     return "\n".join([f"### `/{path}`", "", table.description, *columns])
-
-
-def _type(column):
-    return "text" if column.type == TEXT else column.type
 
 
 def _unit(column):
