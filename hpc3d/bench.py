@@ -78,39 +78,18 @@ def parser() -> Parser:
     """Return the command-line parser."""
     parser = Parser("bench", __doc__)
     add = parser.add_argument
-    add(
-        "names",
-        nargs="+",
-        action=Names,
-        choices=_BENCHMARKS,
-        metavar="NAME",
-        help="name of a benchmark in the list above",
-    )
-    add(
-        "--rounds",
-        type=positive,
-        default=0,
-        metavar="N",
-        help="number of pairs of runs (default: depends on the benchmark)",
-    )
-    add(
-        "--out", default="results", metavar="DIR", help="folder for the figures (default: results)"
-    )
-    add(
-        "--machine",
-        metavar="NAME|FILE",
-        help="machine to use for predictions, or a machine file written by calibrate",
-    )
-    add(
-        "--transport",
-        default="auto",
-        help="calibrate: value of mesh.transport for the calibration runs",
-    )
-    add(
-        "--check",
-        action="store_true",
-        help="calibrate: validate the fitted machine on additional runs",
-    )
+    text = "name of a benchmark in the list above"
+    add("names", nargs="+", action=Names, choices=_BENCHMARKS, metavar="NAME", help=text)
+    text = "number of pairs of runs (default: depends on the benchmark)"
+    add("--rounds", type=positive, default=0, metavar="N", help=text)
+    text = "folder for the figures (default: results)"
+    add("--out", default="results", metavar="DIR", help=text)
+    text = "machine to use for predictions, or a machine file written by calibrate"
+    add("--machine", metavar="NAME|FILE", help=text)
+    text = "calibrate: value of mesh.transport for the calibration runs"
+    add("--transport", default="auto", help=text)
+    text = "calibrate: validate the fitted machine on additional runs"
+    add("--check", action="store_true", help=text)
     add("--quick", action="store_true", help="partition: plan only a few of the models")
     add("--json", action="store_true", help="print one JSON object on the last line")
     return parser

@@ -93,20 +93,12 @@ def parser() -> Parser:
     """Return the command-line parser."""
     parser = Parser("doctor", __doc__, _EXITS)
     add = parser.add_argument
-    add(
-        "--out",
-        type=Path,
-        default="results",
-        metavar="DIR",
-        help="folder in which runs are created (default: results)",
-    )
-    add(
-        "--together",
-        action="store_true",
-        help="under a launcher: run only the checks that involve all ranks",
-    )
-    wait = "timeout in s of the processes that the command starts (default: 60)"
-    add("--timeout", type=_seconds, default=60, metavar="SECONDS", help=wait)
+    text = "folder in which runs are created (default: results)"
+    add("--out", type=Path, default="results", metavar="DIR", help=text)
+    text = "under a launcher: run only the checks that involve all ranks"
+    add("--together", action="store_true", help=text)
+    text = "timeout in s of the processes that the command starts (default: 60)"
+    add("--timeout", type=_seconds, default=60, metavar="SECONDS", help=text)
     add("--json", action="store_true", help=_JSON)
     return parser
 

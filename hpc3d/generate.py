@@ -216,40 +216,20 @@ def parser() -> Parser:
     usage = "%(prog)s RUN_DIR|FOLDER --prompt TEXT|- [options] [--section.key value ...]"
     command = _Words("generate", __doc__, _EXITS, usage=usage)
     add = command.add_argument
-    add(
-        "model",
-        type=Path,
-        metavar="RUN_DIR|FOLDER",
-        help="run folder, checkpoint, or folder of a Hugging Face Transformers model",
-    )
+    text = "run folder, checkpoint, or folder of a Hugging Face Transformers model"
+    add("model", type=Path, metavar="RUN_DIR|FOLDER", help=text)
     add("--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input")
     add("--tokens", type=positive, default=200, help="maximum number of new tokens (default: 200)")
-    add(
-        "--temperature",
-        type=_number(0, 1e6),
-        default=1.0,
-        help="sampling temperature; 0 selects the most likely token (default: 1)",
-    )
-    add(
-        "--top-k",
-        type=positive,
-        default=0,
-        help="sample from the K most likely tokens (default: all)",
-    )
-    add(
-        "--top-p",
-        type=_number(0, 1),
-        default=1.0,
-        help="sample from the smallest set of most likely tokens whose total probability is "
-        "at least P (default: 1)",
-    )
+    text = "sampling temperature; 0 selects the most likely token (default: 1)"
+    add("--temperature", type=_number(0, 1e6), default=1.0, help=text)
+    text = "sample from the K most likely tokens (default: all)"
+    add("--top-k", type=positive, default=0, help=text)
+    text = "sample from the smallest set of most likely tokens whose total probability is "
+    text += "at least P (default: 1)"
+    add("--top-p", type=_number(0, 1), default=1.0, help=text)
     add("--seed", type=integer(0, _MOST_SEED), default=1234, help="random seed (default: 1234)")
-    add(
-        "--samples",
-        type=integer(1, _MOST_SAMPLES),
-        default=1,
-        help="number of continuations (default: 1)",
-    )
+    text = "number of continuations (default: 1)"
+    add("--samples", type=integer(1, _MOST_SAMPLES), default=1, help=text)
     add("--json", action="store_true", help="print one JSON object on the last line")
     return command
 

@@ -83,24 +83,14 @@ def parser() -> Parser:
     add = parser.add_argument
     add("input", metavar="INPUT.toml", help="input file, or the name of a shipped input")
     add("--ranks", type=number_of_ranks, required=True, metavar="N", help="number of ranks")
-    add(
-        "--machine",
-        metavar="NAME|FILE",
-        help=f"machine in inputs/machines, or a machine file (default: {DEFAULT_MACHINE})",
-    )
-    add(
-        "--memory",
-        type=size,
-        metavar="80GB",
-        help="memory per rank, in GB if no unit is given (default: memory of the machine)",
-    )
+    text = f"machine in inputs/machines, or a machine file (default: {DEFAULT_MACHINE})"
+    add("--machine", metavar="NAME|FILE", help=text)
+    text = "memory per rank, in GB if no unit is given (default: memory of the machine)"
+    add("--memory", type=size, metavar="80GB", help=text)
     add("--top", type=positive, metavar="K", help="number of layouts to show (default: 10)")
     add("--apply", metavar="FILE", help="write an input file with the best layout")
-    add(
-        "--techniques",
-        action="store_true",
-        help="print the savings and cost of each memory-saving technique for INPUT.toml",
-    )
+    text = "print the savings and cost of each memory-saving technique for INPUT.toml"
+    add("--techniques", action="store_true", help=text)
     add("--json", action="store_true", help=_JSON)
     return parser
 

@@ -66,17 +66,13 @@ def parser() -> Parser:
     add = parser.add_argument
     add("texts", nargs="*", type=Path, metavar="TEXT", help=_SOURCES)
     add("-o", "--output", type=Path, metavar="FILE.h5", help="token file to write")
-    field = "field of JSON lines, or parquet column, that contains the text (default: text)"
-    add("--field", "--column", default="text", metavar="NAME", help=field)
+    text = "field of JSON lines, or parquet column, that contains the text (default: text)"
+    add("--field", "--column", default="text", metavar="NAME", help=text)
     add("--tokenizer", metavar="byte|bpe|gpt2|FILE", help=_TOKENIZERS)
     add("--end", metavar="TOKEN", help="end-of-document token (default: set by the tokenizer)")
-    add(
-        "--vocabulary",
-        type=int,
-        metavar="N",
-        help=f"vocabulary size of bpe (default: {_BPE_VOCABULARY}); byte has "
-        f"{ByteTokenizer.vocabulary} tokens",
-    )
+    text = f"vocabulary size of bpe (default: {_BPE_VOCABULARY}); byte has "
+    text += f"{ByteTokenizer.vocabulary} tokens"
+    add("--vocabulary", type=int, metavar="N", help=text)
     add("--force", action="store_true", help="replace FILE.h5 if it exists")
     add("--verify", type=Path, metavar="FILE.h5", help="verify the SHA-256 of a token file")
     add("--json", action="store_true", help="print one JSON object on the last line")

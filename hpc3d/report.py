@@ -54,34 +54,17 @@ def parser() -> Parser:
     parser = Parser("report", _DESCRIPTION)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_DIR|TRACE.h5", help="run folder or trace file")
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="output folder (default: RUN_DIR/report of the first run)",
-    )
-    add(
-        "--tables",
-        action="store_true",
-        help="write only tables (requires no packages except NumPy and h5py)",
-    )
+    text = "output folder (default: RUN_DIR/report of the first run)"
+    add("--out", type=Path, metavar="DIR", help=text)
+    text = "write only tables (requires no packages except NumPy and h5py)"
+    add("--tables", action="store_true", help=text)
     add("--step", type=int, help="step to draw (default: a step with the median time)")
     add("--peak", type=_peak, metavar="FLOPS", help="peak FLOP/s of one rank (for MFU and HFU)")
-    add(
-        "--export",
-        type=_formats,
-        default=[],
-        metavar="FORMAT,...",
-        help="also export the events, with up to 400 bytes per event: perfetto, pipit, hta"
-        " (Holistic Trace Analysis), or otf2 (Vampir)",
-    )
-    add(
-        "--steps",
-        type=_steps,
-        default=(0, None),
-        metavar="FIRST:LAST",
-        help="range of steps to export, or a single step (default: all steps)",
-    )
+    text = "also export the events, with up to 400 bytes per event: perfetto, pipit, hta"
+    text += " (Holistic Trace Analysis), or otf2 (Vampir)"
+    add("--export", type=_formats, default=[], metavar="FORMAT,...", help=text)
+    text = "range of steps to export, or a single step (default: all steps)"
+    add("--steps", type=_steps, default=(0, None), metavar="FIRST:LAST", help=text)
     add("--merge", action="store_true", help="merge the segments again, even if trace.h5 exists")
     add("--print", action="store_true", help="print all tables")
     add("--json", action="store_true", help="print all tables as one JSON object on the last line")
@@ -134,11 +117,10 @@ def _report(options):
             export(options.export, events, out / "exports" / name)
     with naming(out):
         write(report, out, options.tables)
-    print(
-        markdown.page(report)
-        if options.print
-        else "\n".join(map(sanitized, terminal.lines(report)))
-    )
+    if options.print:
+        print(markdown.page(report))
+    else:
+        print(*map(sanitized, terminal.lines(report)), sep="\n")
     page = out if options.tables else out / "report.html"
     print(sanitized(f"written to {page}"))
     if options.json:

@@ -75,18 +75,10 @@ def parser() -> Parser:
     parser = Parser("simulate", _STEP, usage=usage)
     add = parser.add_argument
     add("input", type=Path, metavar="INPUT.toml|RUN_DIR", help="input file or run folder")
-    add(
-        "--machine",
-        required=True,
-        metavar="NAME|FILE",
-        help="machine in inputs/machines, such as h100, or a machine file",
-    )
-    add(
-        "--ranks",
-        type=number_of_ranks,
-        metavar="N",
-        help="number of ranks (default: product of the sizes in [mesh])",
-    )
+    text = "machine in inputs/machines, such as h100, or a machine file"
+    add("--machine", required=True, metavar="NAME|FILE", help=text)
+    text = "number of ranks (default: product of the sizes in [mesh])"
+    add("--ranks", type=number_of_ranks, metavar="N", help=text)
     add("--out", type=Path, metavar="DIR", help="new folder for the simulated trace, trace.h5")
     add("--json", action="store_true", help=_STEP_JSON)
     return parser
@@ -187,31 +179,17 @@ def schedule_parser() -> Parser:
     add = parser.add_argument
     add("--name", required=True, help=f"schedule: {', '.join(SCHEDULES)} or csv:FILE")
     add("--stages", required=True, type=_size, metavar="P", help="number of stages")
-    add(
-        "--microbatches",
-        required=True,
-        type=_size,
-        metavar="M",
-        help="number of microbatches per step",
-    )
+    text = "number of microbatches per step"
+    add("--microbatches", required=True, type=_size, metavar="M", help=text)
     add("--forward", type=_times, default=1.0, metavar="S", help=_time("the forward pass"))
     add("--backward", type=_times, default=1.0, metavar="S", help=_time("the input gradient"))
     add("--weight", type=_times, default=1.0, metavar="S", help=_time("the weight gradient"))
-    comm = "time per message in s (default: 0), or a list with one time per chunk boundary: 1,2,3"
-    add("--comm", type=_times, default=0.0, metavar="S", help=comm)
-    add(
-        "--chunks",
-        type=_size,
-        metavar="V",
-        help="model chunks per stage (default: determined by the schedule, or 2)",
-    )
-    add(
-        "--steps",
-        type=_size,
-        default=1,
-        metavar="N",
-        help="number of training steps, for an asynchronous schedule (default: 1)",
-    )
+    text = "time per message in s (default: 0), or a list with one time per chunk boundary: 1,2,3"
+    add("--comm", type=_times, default=0.0, metavar="S", help=text)
+    text = "model chunks per stage (default: determined by the schedule, or 2)"
+    add("--chunks", type=_size, metavar="V", help=text)
+    text = "number of training steps, for an asynchronous schedule (default: 1)"
+    add("--steps", type=_size, default=1, metavar="N", help=text)
     add("--png", metavar="FILE", help="draw the diagram as a PNG file")
     add("--csv", metavar="FILE", help="write the schedule as a CSV file, for --name csv:FILE")
     add("--json", action="store_true", help=_SCHEDULE_JSON)

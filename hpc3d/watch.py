@@ -44,23 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     """Return the command-line parser."""
     parser = Parser("watch", _TEXT, usage="%(prog)s [RUN] [--every S] [--once]")
-    parser.add_argument(
-        "run",
-        nargs="?",
-        type=Path,
-        metavar="RUN",
-        help="run folder (default: the newest run in results/)",
-    )
-    parser.add_argument(
-        "--every",
-        type=_seconds,
-        default=2.0,
-        metavar="S",
-        help="refresh interval in seconds (default: 2)",
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="print the state of the run once and exit"
-    )
+    add = parser.add_argument
+    text = "run folder (default: the newest run in results/)"
+    add("run", nargs="?", type=Path, metavar="RUN", help=text)
+    text = "refresh interval in seconds (default: 2)"
+    add("--every", type=_seconds, default=2.0, metavar="S", help=text)
+    add("--once", action="store_true", help="print the state of the run once and exit")
     return parser
 
 
