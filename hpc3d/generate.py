@@ -133,7 +133,10 @@ def _prepare(job: Job, words: Sequence[str]) -> _Reading:
     options = parser().parse_args(ours)
     model = find_model(options.model, settings)
     config = laid_out(model.config, layout_words(settings), job.size, options.samples)
-    for line in (*model.notes, _summary(config, model)):
+    sizes = [f"{axis} {size}" for axis, size in config.mesh.sizes().items() if size > 1]
+    how = f"{' '.join(sizes)}, {config.parallel.way}" if sizes else "one rank"
+    about = f"{model.source.path}: {config.model.kind} on {how}, {config.train.dtype}"
+    for line in (*model.notes, about):
         job.complain(line)
     text = os.fsencode(options.prompt)
     if options.prompt == "-":
@@ -145,13 +148,6 @@ def _prepare(job: Job, words: Sequence[str]) -> _Reading:
     wanted = TextRequest(prompt, options.samples, config.train.batch, options.tokens)
     plan = _Plan(config, model.source, wanted)
     return _Reading(options, model, text.decode("utf-8", "replace"), plan)
-
-
-def _summary(config: Config, model: TrainedModel) -> str:
-    """Describe the model and its layout in one line."""
-    sizes = [f"{axis} {size}" for axis, size in config.mesh.sizes().items() if size > 1]
-    how = f"{' '.join(sizes)}, {config.parallel.way}" if sizes else "one rank"
-    return f"{model.source.path}: {config.model.kind} on {how}, {config.train.dtype}"
 
 
 def _decoder(job: Job, plan: _Plan) -> Decoder:

@@ -138,6 +138,10 @@ class Scope:
     __exit__ = __enter__
 
 
+def _ignore(self: Any, *values: object) -> None:
+    """Do nothing, as a method of the classes below."""
+
+
 class NullRecorder:
     """No-op recorder, for a mesh that is not traced."""
 
@@ -148,25 +152,15 @@ class NullRecorder:
     def span(self, name: str, op: str = "elementwise", flops: float = 0) -> AbstractContextManager:
         return self
 
-    def copying(self, name: str, nbytes: int) -> AbstractContextManager:
+    def copying(self, *values: object) -> AbstractContextManager:
         return self
 
-    def waiting(self, name: str) -> AbstractContextManager:
-        return self
+    waiting = copying
 
     def scope(self, layer: int | None = None, phase: str | None = None) -> AbstractContextManager:
         return Scope(self, layer, phase)
 
     def at(self, stage: int, chunk: int, microbatch: int) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def mark(self, name: str) -> None:
-        pass
-
-    def routed(self, *decided: object) -> None:
         pass
 
     def begin_step(self, number: int) -> None:
@@ -175,14 +169,10 @@ class NullRecorder:
     def end_step(self, *results: object) -> None:
         self.step = -1
 
-    def end_evaluation(self, *results: object) -> None:
-        pass
-
     def __enter__(self) -> NullRecorder:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        pass
+    synchronize = mark = routed = end_evaluation = __exit__ = _ignore
 
 
 class NullGuard:
@@ -190,11 +180,7 @@ class NullGuard:
 
     found: Sequence[str] = ()
 
-    def begin(self, number: int, trace: MeshRecorder) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
+    begin = end = _ignore
 
     def product(self, a: Array, b: Array, c: Array) -> None:
         pass

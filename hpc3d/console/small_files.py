@@ -120,10 +120,8 @@ def _has_ended(host: str, process: str, left: Path) -> bool:
         return time.time() - left.stat().st_mtime > _ABANDONED_S
     try:
         os.kill(int(process), 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, ValueError, OverflowError):  # not our process, or no PID in the name
-        return False
+    except (OSError, ValueError, OverflowError) as error:  # also if the name contains no PID
+        return isinstance(error, ProcessLookupError)
     return False
 
 

@@ -79,13 +79,13 @@ class Trace:
         try:
             with explained(self.path):
                 self.attrs = attributes(self._file)
-            self._check_version()
-            self._check_attributes()
+            self._check()
         except ValueError:
             self.close()
             raise
 
-    def _check_version(self):
+    def _check(self):
+        """Raise ValueError if the version is not supported or a required attribute is missing."""
         version = self.attrs.get("version")
         if self.attrs.get("format") != schema.FORMAT or not isinstance(version, int):
             raise ValueError(
@@ -96,8 +96,6 @@ class Trace:
                 f"{self.path}: trace version {version} is newer than the supported version "
                 f"{schema.VERSION}; update hpc3d"
             )
-
-    def _check_attributes(self):
         wrong = [
             known.name
             for known in schema.ATTRIBUTES
