@@ -53,7 +53,10 @@ def devices() -> Iterator[Finding]:
         return
     yield from _versions(cupy.cuda.runtime)
     for number in range(cupy.cuda.runtime.getDeviceCount()):
-        yield _described(number, cupy.cuda.runtime.getDeviceProperties(number))
+        found = cupy.cuda.runtime.getDeviceProperties(number)
+        capability = f"compute capability {found['major']}.{found['minor']}"
+        text = f"{found['name'].decode()}, {capability}, {found['totalGlobalMem'] / 1e9:.0f} GB"
+        yield Finding(OK, f"device {number}", text)
     yield from nccl()
 
 
@@ -80,14 +83,6 @@ def _versions(runtime: Any) -> Iterator[Finding]:
 def _dotted(version: int) -> str:
     """Format a CUDA version number: 12090 becomes "12.9"."""
     return f"{version // 1000}.{version % 1000 // 10}"
-
-
-def _described(number: int, properties: Mapping[str, Any]) -> Finding:
-    name = properties["name"].decode()
-    capability = f"{properties['major']}.{properties['minor']}"
-    memory = properties["totalGlobalMem"] / 1e9
-    text = f"{name}, compute capability {capability}, {memory:.0f} GB"
-    return Finding(OK, f"device {number}", text)
 
 
 def nccl_version() -> int:

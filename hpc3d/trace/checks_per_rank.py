@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _COMMUNICATION = STREAM.index("communication")
-# Attributes of a Trace that are not tables, attributes that are tables, and the paths of the
-# tables whose attributes have another name.
-_REFERENCES = ("strings", "groups", "rank_ptr", "calibration")
+_REFERENCES = ("strings", "groups", "rank_ptr", "calibration")  # not instances of Table
 _TABLES = ("ranks", "events", "steps", "memory", "evaluation", "experts", "routers")
-_PATHS = {"clock_samples": "clock/samples", "clock_model": "clock/model"}
+_PATHS = {"clock_samples": "clock/samples", "clock_model": "clock/model"}  # other tables
 
 
 def violations(trace: Trace) -> list[str]:
