@@ -73,7 +73,7 @@ def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") ->
     nodes = [None] * comm.size if transport == "mpi" else node_of_rank(comm)
 
     def line(members):
-        made = comm.Create_group(comm.group.Incl([*members]))
+        made = comm if len(members) == 1 else comm.Create_group(comm.group.Incl([*members]))
         return _communicator_of(made, members, pool, nodes)
 
     return stage_mesh(replicas, rows, line(range(comm.size)), line), line
