@@ -10,12 +10,14 @@ from hpc3d.analyze.report.table_format import (
     ColumnSpec,
     TableSpec,
     change,
+    columns,
     count,
     integer,
     milliseconds,
     percent,
     prefixed,
     ratio,
+    times,
 )
 
 RUN = ColumnSpec("run", "run")
@@ -27,9 +29,12 @@ GROUPS = {
 }
 
 
-def _interval(key: str) -> tuple[ColumnSpec, ColumnSpec]:
-    """Return the two columns with the limits of the 95 % confidence interval of a ratio."""
-    return ColumnSpec(f"{key}_low", "from", ratio), ColumnSpec(f"{key}_high", "to", ratio)
+def _ratios(**headings: str) -> tuple[ColumnSpec, ...]:
+    """Return the columns of ratios, each with the limits of its 95 % confidence interval."""
+    found = []
+    for key, heading in headings.items():
+        found += columns(ratio, **{key: heading, f"{key}_low": "from", f"{key}_high": "to"})
+    return tuple(found)
 
 
 _RUNS = TableSpec(
@@ -37,17 +42,14 @@ _RUNS = TableSpec(
     "Runs",
     (
         RUN,
-        ColumnSpec("ranks", "ranks", integer),
-        ColumnSpec("steps", "steps", integer),
-        ColumnSpec("step_s_25", "25 % [ms]", milliseconds),
-        ColumnSpec("step_s_median", "step [ms]", milliseconds),
-        ColumnSpec("step_s_75", "75 % [ms]", milliseconds),
+        *columns(integer, ranks="ranks", steps="steps"),
+        *columns(milliseconds, step_s_25="25 % [ms]", step_s_median="step [ms]"),
+        *columns(milliseconds, step_s_75="75 % [ms]"),
         ColumnSpec("tokens_per_s", "tokens/s", prefixed),
         ColumnSpec("communication_share", "communication", percent),
         ColumnSpec("communication_calls", "calls", count),
-        ColumnSpec("communication_bytes", "received [B]", prefixed),
-        ColumnSpec("peak_bytes", "peak memory [B]", prefixed),
-        ColumnSpec("offloaded_bytes", "offloaded [B]", prefixed),
+        *columns(prefixed, communication_bytes="received [B]", peak_bytes="peak memory [B]"),
+        *columns(prefixed, offloaded_bytes="offloaded [B]"),
         ColumnSpec("loss_step", "loss after step", integer),
         ColumnSpec("loss", "loss [nat]", "{:.6f}".format),
         ColumnSpec("loss_difference", "max loss difference [nat]", "{:.1e}".format),
@@ -61,18 +63,12 @@ _SCALING = TableSpec(
     "Scaling",
     (
         RUN,
-        ColumnSpec("ranks", "ranks", integer),
-        ColumnSpec("batch", "batch", integer),
-        ColumnSpec("hidden", "hidden", integer),
-        ColumnSpec("heads", "heads", integer),
-        ColumnSpec("forward_s", "forward [ms]", milliseconds),
-        ColumnSpec("backward_s", "backward [ms]", milliseconds),
+        *columns(integer, ranks="ranks", batch="batch", hidden="hidden", heads="heads"),
+        *times("forward", "backward"),
         ColumnSpec("average_step_s", "average step time [ms]", milliseconds),
-        ColumnSpec("tokens_per_s", "tokens/s", prefixed),
-        ColumnSpec("tokens_per_s_rank", "tokens/s per rank", prefixed),
+        *columns(prefixed, tokens_per_s="tokens/s", tokens_per_s_rank="tokens/s per rank"),
         ColumnSpec("scaling", "scaling"),
-        ColumnSpec("speedup", "speedup", ratio),
-        *_interval("speedup"),
+        *_ratios(speedup="speedup"),
         ColumnSpec("efficiency", "efficiency", percent),
     ),
 )
@@ -83,31 +79,19 @@ _GAINS = TableSpec(
         RUN,
         ColumnSpec("family", "tensor parallelism"),
         ColumnSpec("average_step_s", "average step time [ms]", milliseconds),
-        ColumnSpec("over_1d", "over 1-D", ratio),
-        *_interval("over_1d"),
-        ColumnSpec("over_2d", "over 2-D", ratio),
-        *_interval("over_2d"),
-        ColumnSpec("step_s", "step [ms]", milliseconds),
-        ColumnSpec("step_over_1d", "step over 1-D", ratio),
-        *_interval("step_over_1d"),
-        ColumnSpec("step_over_2d", "step over 2-D", ratio),
-        *_interval("step_over_2d"),
+        *_ratios(over_1d="over 1-D", over_2d="over 2-D"),
+        *times("step"),
+        *_ratios(step_over_1d="step over 1-D", step_over_2d="step over 2-D"),
     ),
 )
 _DIFFERENCES = TableSpec(
     "differences",
     "Differences from the first run",
     (
-        RUN,
-        CATEGORY,
-        PHASE,
-        AXIS,
-        OP,
-        ColumnSpec("seconds", "first run [ms]", milliseconds),
-        ColumnSpec("other_seconds", "this run [ms]", milliseconds),
-        ColumnSpec("difference_s", "difference [ms]", milliseconds),
-        ColumnSpec("low", "from [ms]", milliseconds),
-        ColumnSpec("high", "to [ms]", milliseconds),
+        *(RUN, CATEGORY, PHASE, AXIS, OP),
+        *columns(milliseconds, seconds="first run [ms]", other_seconds="this run [ms]"),
+        *times("difference"),
+        *columns(milliseconds, low="from [ms]", high="to [ms]"),
     ),
     rows_shown=10,
 )

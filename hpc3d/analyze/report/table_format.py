@@ -118,6 +118,19 @@ def prefixed(value: float) -> str:
     return f"{value:.3g}" if value != int(value) else f"{value:.0f}"
 
 
+# Columns of the same format
+
+
+def columns(write: Callable, **headings: str) -> tuple[ColumnSpec, ...]:
+    """Return columns that are formatted by `write`, as keyword arguments KEY="HEADING"."""
+    return tuple(ColumnSpec(key, heading, write) for key, heading in headings.items())
+
+
+def times(*names: str) -> tuple[ColumnSpec, ...]:
+    """Return columns of times. The times "wait" have the key wait_s and the heading wait [ms]."""
+    return columns(milliseconds, **{f"{name}_s": f"{name} [ms]" for name in names})
+
+
 # Table formats
 
 
