@@ -23,6 +23,7 @@ from hpc3d.analyze.metrics.columns import (
     named,
     overlapped,
     own_time,
+    rows_of,
     slices,
     with_label,
 )
@@ -133,13 +134,12 @@ def copy_rows(trace: Trace) -> list[dict[str, Any]]:
         "exposed_s": seconds * ~overlapped(trace)[rows],
     }
     means = {
-        key: (np.bincount(kind, values, len(kinds)) / len(trace.steps)).tolist()
+        key: np.bincount(kind, values, len(kinds)) / len(trace.steps)
         for key, values in measures.items()
     }
-    found = [dict(zip(means, values)) for values in zip(*means.values())]
     return [
         names | row | {"byte_per_s": ratio(row["bytes"], row["seconds"])}
-        for names, row in zip(named(trace, keys, kinds), found)
+        for names, row in zip(named(trace, keys, kinds), rows_of(means))
     ]
 
 

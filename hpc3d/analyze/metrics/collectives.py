@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.analyze.metrics.columns import combinations, event_values, named, with_label
+from hpc3d.analyze.metrics.columns import combinations, event_values, named, rows_of, with_label
 from hpc3d.comm.communicator import EXCHANGES, received_share
 from hpc3d.trace.schema import item_sizes
 
@@ -82,9 +82,8 @@ def bandwidth_rows(calls: CallInstances) -> list[dict[str, Any]]:
         "seconds": (low + high) * 0.5e-9,
         "later": np.bincount(kind, later, len(kinds)) / count,
     }
-    values = zip(*(column.tolist() for column in columns.values()))
-    what = named(calls.trace, ("axis", "op"), kinds)
-    rows = [names | dict(zip(columns, each)) for names, each in zip(what, values)]
+    pairs = zip(named(calls.trace, ("axis", "op"), kinds), rows_of(columns))
+    rows = [names | row for names, row in pairs]
     return [row | _rates(row) for row in rows]
 
 

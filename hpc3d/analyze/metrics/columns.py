@@ -11,7 +11,7 @@ the time during which the device computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +138,12 @@ def named(trace: Trace, keys: Sequence[str], values: np.ndarray) -> list[dict[st
         {key: name.get(value, value) for key, name, value in zip(keys, names, row)}
         for row in values.tolist()
     ]
+
+
+def rows_of(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Convert a table from a dict of columns to a list of rows with Python scalars."""
+    lists = (column.tolist() for column in columns.values())
+    return [dict(zip(columns, row)) for row in zip(*lists)]
 
 
 def combinations(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

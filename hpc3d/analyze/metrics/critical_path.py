@@ -98,10 +98,7 @@ class _Rows:
         self.end = self.start + events["dur"][rows]
         self.shift = self.start - events["t_start"][rows]
         self.until, self.by = self.start.copy(), self.rank.copy()
-        call_of_row = np.full(size, -1)
-        call_of_row[calls.row] = np.arange(len(calls.row))
-        mine = np.flatnonzero(call_of_row[rows] >= 0)
-        call = call_of_row[rows[mine]]
+        mine, call = calls.among(rows)
         waited = calls.until[call] > self.start[mine]
         mine, call = mine[waited], call[waited]
         self.until[mine], self.by[mine] = calls.until[call], calls.by[call]

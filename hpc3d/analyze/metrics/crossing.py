@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.analyze.metrics.collectives import block_bytes, communication_matrix
-from hpc3d.analyze.metrics.columns import combinations, hosts
+from hpc3d.analyze.metrics.columns import combinations, hosts, rows_of
 from hpc3d.trace.schema import MESSAGES
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ def host_traffic_rows(calls: CallInstances) -> list[dict[str, Any]]:
         return []
     called, received = _nic_traffic(calls, host_of, len(names))
     columns = {
-        "host": names,
-        "ranks": np.bincount(host_of).tolist(),
-        "calls": called.tolist(),
-        "bytes": matrix.sum(0).tolist(),
-        "crossing": (matrix.sum(0) - matrix.diagonal()).tolist(),
-        "on_cards": received.tolist(),
+        "host": np.array(names, object),
+        "ranks": np.bincount(host_of),
+        "calls": called,
+        "bytes": matrix.sum(0),
+        "crossing": matrix.sum(0) - matrix.diagonal(),
+        "on_cards": received,
     }
-    return [dict(zip(columns, row)) for row in zip(*columns.values())]
+    return rows_of(columns)
 
 
 def host_pair_rows(calls: CallInstances) -> list[dict[str, Any]]:

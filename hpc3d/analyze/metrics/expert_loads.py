@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.columns import combinations, event_values, named, with_label
+from hpc3d.analyze.metrics.columns import combinations, event_values, named, rows_of, with_label
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import step_seconds
 from hpc3d.comm.mesh import EXPERTS
@@ -133,12 +133,9 @@ def router_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
     }
     if loads.slots:
         columns["empty"] = 1 - kept / (loads.slots * count)
-    where = np.stack(np.meshgrid(loads.steps, loads.layers, indexing="ij"), -1).reshape(-1, 2)
-    values = zip(*(column.ravel().tolist() for column in columns.values()))
-    return [
-        {"step": step, "layer": layer, **dict(zip(columns, each))}
-        for (step, layer), each in zip(where.tolist(), values)
-    ]
+    step, layer = np.meshgrid(loads.steps, loads.layers, indexing="ij")
+    columns = {"step": step, "layer": layer, **columns}
+    return rows_of({key: values.ravel() for key, values in columns.items()})
 
 
 def expert_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
@@ -183,12 +180,11 @@ def exchange_rows(calls: CallInstances, timed: bool = True) -> list[dict[str, An
         blocked, wait = (getattr(calls, name)[index] * 1e-9 for name in ("blocked", "wait"))
         columns |= {"blocked_s": blocked, "wait_s": wait, "transfer_s": blocked - wait}
     means = {name: np.bincount(kind, each, len(kinds)) * per for name, each in columns.items()}
-    values = zip(*(each.tolist() for each in means.values()))
     keys = named(calls.trace, ("axis", "phase"), kinds[:, :2])
     exchange = ("dispatch", "combine")
     return [
-        {**names, "what": exchange[order], **dict(zip(means, each))}
-        for names, order, each in zip(keys, kinds[:, 2].tolist(), values)
+        {**names, "what": exchange[order], **row}
+        for names, order, row in zip(keys, kinds[:, 2].tolist(), rows_of(means))
     ]
 
 

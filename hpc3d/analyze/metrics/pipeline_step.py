@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.bubble import BACKWARD
+from hpc3d.analyze.metrics.bubble import BACKWARD, bubble_rows
 from hpc3d.analyze.metrics.columns import overlapped, with_label
 from hpc3d.analyze.metrics.pass_spans import spans
 from hpc3d.config.load import stored
@@ -39,24 +39,27 @@ _TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
 
 def pipeline_of_step(
     trace: Trace, step: int
-) -> tuple[list[dict[str, Any]], list[tuple[str, list[list[PassSpan]]]]]:
-    """Return the table of a step with one row per stage, and its Gantt chart panels.
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[tuple[str, list[list[PassSpan]]]]]:
+    """Return the tables of a step with one row per stage, and its Gantt chart panels.
 
-    One panel shows the measured passes and the other the simulated passes. The results are empty
-    if the run has a single stage and a single microbatch, or if the trace contains CPU times,
-    which have no common clock.
+    The first table describes the passes, and the second the bubble. It is empty for an
+    asynchronous schedule. One panel shows the measured passes and the other the simulated passes.
+    All results are empty if the run has a single stage and a single microbatch, or if the trace
+    contains CPU times, which have no common clock.
     """
     config = configuration(trace)
     if not config or config.mesh.p * config.parallel.microbatches == 1:
-        return [], []
+        return [], [], []
     passes = StepPasses(trace)
     rows = passes.measured(step)
     if not one_time(trace) or not any(rows):
-        return [], []
-    shown = _between(passes.rows(), _pairs(rows)) if is_asynchronous(config) else rows
+        return [], [], []
+    overlapping = _is_asynchronous(config)
+    shown = _between(passes.rows(), _pairs(rows)) if overlapping else rows
     ideal = simulated(config, step, rows)
     table = _stage_rows(passes, step, idle_shares(shown), ideal)
-    return table, _panels(config, step, shown, ideal)
+    bubble = [] if overlapping else bubble_rows(rows)
+    return table, bubble, _panels(config, step, shown, ideal)
 
 
 def configuration(trace: Trace) -> Config | None:
@@ -72,7 +75,7 @@ def configuration(trace: Trace) -> Config | None:
     return config
 
 
-def is_asynchronous(config: Config) -> bool:
+def _is_asynchronous(config: Config) -> bool:
     """Return whether the schedule is asynchronous, so that passes of different steps overlap."""
     schedule = SCHEDULES.get(config.parallel.schedule)
     return bool(schedule and schedule.asynchronous)
@@ -246,7 +249,7 @@ def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
     """
     parallel, stages = config.parallel, config.mesh.p
     # The first stage is p-1 microbatches, and thus less than p steps, ahead of the last stage.
-    steps = min(config.train.steps, step + 1 + stages) if is_asynchronous(config) else 1
+    steps = min(config.train.steps, step + 1 + stages) if _is_asynchronous(config) else 1
     try:
         passes, placement = instruction_streams(
             parallel.schedule or "", stages, parallel.microbatches, parallel.chunks, steps

@@ -26,13 +26,15 @@ def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
     known = _peaks(trace)
     if one_time(trace):
         known["step_s", -1] = float(np.median(slowest_seconds(trace)))
-    rows = zip(*(trace.prediction[key].tolist() for key in _COLUMNS))
-    return [
-        {"quantity": quantity, "stage": stage, "rank": rank, "predicted": value}
-        | _measured(value, known.get((quantity, rank)))
-        for quantity, stage, rank, step, value in rows
-        if step == -1
-    ]
+    rows = []
+    for quantity, stage, rank, step, value in zip(
+        *(trace.prediction[key].tolist() for key in _COLUMNS)
+    ):
+        if step == -1:
+            measured = known.get((quantity, rank))
+            row = {"quantity": quantity, "stage": stage, "rank": rank, "predicted": value}
+            rows.append(row | {"measured": measured, "ratio": ratio(value, measured)})
+    return rows
 
 
 def _peaks(trace):
@@ -43,7 +45,3 @@ def _peaks(trace):
         key = f"peak_{names.get(kind)}_bytes", rank
         peaks[key] = max(peak, peaks.get(key, 0))
     return peaks
-
-
-def _measured(predicted, measured):
-    return {"measured": measured, "ratio": ratio(predicted, measured)}

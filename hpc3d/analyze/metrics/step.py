@@ -8,7 +8,7 @@ the step time. A table is a list of rows. Each row is a dict from column to valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from hpc3d.analyze.metrics.columns import (
     named,
     overlapped,
     own_time,
+    rows_of,
     with_label,
 )
 from hpc3d.trace.trace_config import one_time
@@ -46,11 +47,11 @@ def time_rows(trace: Trace) -> list[dict[str, Any]]:
         "bytes": (trace.events["bytes"] * ~with_label(trace.events, "op", ["send"]))[inside],
         "flop": trace.events["flops"][inside],
     }
-    sums = [np.bincount(kind, values, len(kinds)) for values in measures.values()]
-    means = (np.transpose(sums) / len(trace.steps)).tolist()
-    rows = [
-        row | dict(zip(measures, mean)) for row, mean in zip(named(trace, _KEYS, kinds), means)
-    ]
+    means = {
+        key: np.bincount(kind, values, len(kinds)) / len(trace.steps)
+        for key, values in measures.items()
+    }
+    rows = [names | row for names, row in zip(named(trace, _KEYS, kinds), rows_of(means))]
     step = float(step_seconds(trace).mean())
     rest = dict.fromkeys(_KEYS, "") | dict.fromkeys(measures, 0.0) | {"category": "unrecorded"}
     rest["seconds"] = step - sum(row["seconds"] for row in rows)
@@ -74,19 +75,18 @@ def between_rows(trace: Trace) -> list[dict[str, Any]]:
     between = np.flatnonzero((trace.events["step"] < 0) & ~evaluation & ~overlapped(trace))
     if not len(between):
         return []
-    kinds, kind = combinations([event_values(trace, key, between) for key in ("name", "category")])
+    keys, ranks = ("name", "category"), trace.attrs["world_size"]
+    kinds, kind = combinations([event_values(trace, key, between) for key in keys])
     seconds, longest = own_time(trace)[between] * 1e-9, np.zeros(len(kinds))
     np.maximum.at(longest, kind, seconds)
     count, total = np.bincount(kind), np.bincount(kind, seconds)
-    ranks = trace.attrs["world_size"]
-    measures = count / ranks, total / count, longest, total / ranks
-    keys = "times", "mean_s", "longest_s", "seconds"
-    return [
-        row | dict(zip(keys, values))
-        for row, values in zip(
-            named(trace, ("name", "category"), kinds), np.transpose(measures).tolist()
-        )
-    ]
+    measures = {
+        "times": count / ranks,
+        "mean_s": total / count,
+        "longest_s": longest,
+        "seconds": total / ranks,
+    }
+    return [names | row for names, row in zip(named(trace, keys, kinds), rows_of(measures))]
 
 
 def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -163,15 +163,13 @@ def loss_rows(trace: Trace) -> list[dict[str, Any]]:
 
 def evaluation_rows(trace: Trace) -> list[dict[str, Any]]:
     """Return one row per evaluation. The perplexity is the exponential of the loss."""
-    table, keys = trace.evaluation, ("step", "loss", "accuracy", "tokens", "seconds")
-    rows = [dict(zip(keys, row)) for row in zip(*(table[key].tolist() for key in keys))]
+    keys = ("step", "loss", "accuracy", "tokens", "seconds")
+    rows = rows_of({key: trace.evaluation[key] for key in keys})
     with np.errstate(over="ignore"):
-        perplexity = [finite(np.exp(row["loss"])) for row in rows]
-    return [
-        row
-        | {"loss": finite(row["loss"]), "accuracy": finite(row["accuracy"]), "perplexity": each}
-        for row, each in zip(rows, perplexity)
-    ]
+        for row in rows:
+            row["perplexity"] = finite(np.exp(row["loss"]))
+            row |= {key: finite(row[key]) for key in ("loss", "accuracy")}
+    return rows
 
 
 def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
@@ -251,6 +249,14 @@ def means_of(index: np.ndarray, values: np.ndarray) -> np.ndarray:
     count = np.bincount(index[number], minlength=index.max() + 1)
     total = np.bincount(index[number], values[number], minlength=index.max() + 1)
     return np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
+
+
+def mean_row(rows: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str, float | None]:
+    """Return the mean of each key over the rows of a table, or None if its values are unknown."""
+    return {
+        key: None if rows[0][key] is None else sum(row[key] for row in rows) / len(rows)
+        for key in keys
+    }
 
 
 def finite(value: float) -> float | None:

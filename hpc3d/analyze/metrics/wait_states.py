@@ -33,6 +33,7 @@ from hpc3d.analyze.metrics.columns import (
     combinations,
     event_values,
     named,
+    rows_of,
     with_label,
 )
 from hpc3d.trace.schema import MESSAGES
@@ -41,12 +42,8 @@ if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
     from hpc3d.trace.reader import Trace
 
-_UNBOUND = (
-    "send",
-    "broadcast",
-    "reduce",
-)  # operations that may complete on a rank before all members have called them
-_EARLY = ("broadcast",)  # operations whose call may block before the separate wait
+# Operations that may complete on a rank before all members have called them.
+_UNBOUND = ("send", "broadcast", "reduce")
 
 
 @dataclass(frozen=True)
@@ -103,6 +100,21 @@ class CallInstances:
         """Return the time in ns by which each call ended before a required arrival, or 0."""
         return np.maximum(0, self.until - self.end)
 
+    def among(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Find the calls in the given rows of /events.
+
+        Returns
+        -------
+        position
+            Position in `rows` of each event that is a call.
+        call
+            Index of this call.
+        """
+        call_of_row = np.full(len(self.trace.events), -1)
+        call_of_row[self.row] = np.arange(len(self.row))
+        position = np.flatnonzero(call_of_row[rows] >= 0)
+        return position, call_of_row[rows[position]]
+
     @property
     def known(self) -> np.ndarray:
         """Return the number of calls that were recorded for each call instance."""
@@ -124,8 +136,9 @@ def calls_of(trace: Trace | Steady) -> CallInstances:
     copy that start a broadcast.
     """
     row, instance = _call_instances(trace)
-    start, end, posted = _times(trace, row)
-    rank = trace.events["rank"][row]
+    events, start = trace.events, trace.events["t_global"][row]
+    end, rank = start + events["dur"][row], events["rank"][row]
+    posted = events["posted"][row] + start - events["t_start"][row]
     first = np.flatnonzero(np.diff(instance, prepend=-1))
     last = np.maximum.reduceat(posted, first)
     latest = _first_where(posted == last[instance], first)
@@ -133,7 +146,7 @@ def calls_of(trace: Trace | Steady) -> CallInstances:
     return CallInstances(
         trace=trace,
         row=row,
-        ending=trace.events["seq"][row] >= 0,
+        ending=events["seq"][row] >= 0,
         inside=cells(trace)[row] >= 0,
         rank=rank,
         posted=posted,
@@ -178,7 +191,7 @@ def _broadcast_calls(events, row):
     An event of category copy is matched with the wait that has the same rank and group and was
     posted at the start of the event.
     """
-    kind = with_label(events, "op", _EARLY)
+    kind = with_label(events, "op", ["broadcast"])
     calls = with_label(events, "category", ["copy"]) & kind & (events["seq"] < 0)
     calls &= events["stream"] < COMMUNICATION
     called = np.flatnonzero(calls)
@@ -191,14 +204,6 @@ def _broadcast_calls(events, row):
     _, key = combinations([events["rank"][both], events["group"][both], when])
     _, call, end = np.intersect1d(key[: len(called)], key[len(called) :], return_indices=True)
     return called[call], waits[end]
-
-
-def _times(trace, row):
-    """Return the start, end and posting times of calls, in ns on the clock of rank 0."""
-    events = trace.events
-    start = events["t_global"][row]
-    shift = start - events["t_start"][row]
-    return start, start + events["dur"][row], events["posted"][row] + shift
 
 
 def _first_where(true, first):
@@ -255,9 +260,7 @@ def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> lis
         "violations": np.bincount(kind, violation > 0, len(kinds)).astype(int),
         "worst_s": worst * 1e-9,
     }
-    values = zip(*(column.tolist() for column in columns.values()))
-    what = named(calls.trace, keys, kinds)
-    return [names | dict(zip(columns, each)) for names, each in zip(what, values)]
+    return [names | row for names, row in zip(named(calls.trace, keys, kinds), rows_of(columns))]
 
 
 def incomplete(calls: CallInstances) -> int:

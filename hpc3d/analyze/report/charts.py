@@ -11,30 +11,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.analyze.metrics.step import mean_row
 from hpc3d.analyze.report import palette
 from hpc3d.comm.grid import AXES
 from hpc3d.comm.mesh import PLANES, WORLD, along
-from hpc3d.trace.schema import CATEGORY
 
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.expert_loads import ExpertLoads
     from hpc3d.analyze.report.run_analysis import RunAnalysis
 
-_CATEGORIES = {
-    "compute": palette.COMPUTE,
-    "comm": palette.WORK["transfer"],
-    "wait": palette.WORK["wait"],
-    "copy": palette.WORK["copy"],
-    "optimizer": palette.WORK["optimizer"],
-    "io": palette.READING,
-    "host": palette.WORK["host"],
-    "marker": palette.MARKER,
-}
 _PARTS = {
     **dict(zip(map(along, AXES), palette.AXES, strict=True)),
     **dict(zip(map(along, PLANES), palette.PLANES, strict=True)),
     along(WORLD): palette.WORLD,
-    **{name: _CATEGORIES[name] for name in CATEGORY},
+    "compute": palette.COMPUTE,
+    "comm": palette.WORK["transfer"],
+    "io": palette.READING,
+    "marker": palette.MARKER,
+    **{name: palette.WORK[name] for name in ("wait", "copy", "optimizer", "host")},
     "unrecorded": palette.UNRECORDED,
     "recorded": palette.RECORDED,
 }
@@ -170,17 +164,9 @@ def _series(rows):
 
 def runs(found: Sequence[RunAnalysis]) -> Bars:
     """Return a bar chart with the mean step time breakdown of each run."""
-    labels, rows = zip(*((run.label, _mean(run.tables["ranks"])) for run in found))
-    return _of_ranks([*labels], rows)._replace(horizontal=True)
-
-
-def _mean(rows):
-    """Return the mean of each step time component over `rows`, or None for unknown components."""
     keys = [f"{part}_s" for part in _RANK_PARTS]
-    return {
-        key: None if rows[0][key] is None else sum(row[key] for row in rows) / len(rows)
-        for key in keys
-    }
+    rows = [mean_row(run.tables["ranks"], keys) for run in found]
+    return _of_ranks([run.label for run in found], rows)._replace(horizontal=True)
 
 
 # Charts of a single run
@@ -193,16 +179,13 @@ def ranks(run: RunAnalysis) -> Bars:
 
 
 def _of_ranks(labels, rows):
+    # If wait_s and transfer_s are known, their sum exposed_s is not drawn.
+    rows = [row if row["wait_s"] is None else row | {"exposed_s": None} for row in rows]
     parts = {
-        part: (color, [(_disjoint(row)[f"{part}_s"] or 0.0) * 1e3 for row in rows])
+        part: (color, [(row[f"{part}_s"] or 0.0) * 1e3 for row in rows])
         for part, color in _RANK_PARTS.items()
     }
     return Bars("", "time per step [ms]", labels, _present(parts))
-
-
-def _disjoint(row):
-    """Return the row; set exposed_s to `None` if its summands wait_s and transfer_s are known."""
-    return row if row["wait_s"] is None else row | {"exposed_s": None}
 
 
 def phases(rows: Sequence[dict[str, Any]]) -> Bars:

@@ -15,7 +15,6 @@ from hpc3d.analyze.metrics.breakdown import (
     memory_rows,
     rank_rows,
 )
-from hpc3d.analyze.metrics.bubble import bubble_rows
 from hpc3d.analyze.metrics.collectives import bandwidth_rows, communication_matrix
 from hpc3d.analyze.metrics.columns import require_steps
 from hpc3d.analyze.metrics.compare import (
@@ -38,12 +37,7 @@ from hpc3d.analyze.metrics.expert_loads import (
 from hpc3d.analyze.metrics.loads import differing, notes
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
-from hpc3d.analyze.metrics.pipeline_step import (
-    StepPasses,
-    configuration,
-    is_asynchronous,
-    pipeline_of_step,
-)
+from hpc3d.analyze.metrics.pipeline_step import pipeline_of_step
 from hpc3d.analyze.metrics.prediction import prediction_rows
 from hpc3d.analyze.metrics.run_summary import about
 from hpc3d.analyze.metrics.steady import Steady
@@ -73,7 +67,6 @@ _NO_COMMON_TIME = (
     " MFU, scaling, differences between runs, waits, stragglers, the critical path, the rates of"
     " collectives, the timeline and the pipeline stages are not available"
 )
-_DROPPED = "dropped events of {ranks}, so only the step, loss and memory tables are valid"
 
 
 @dataclass(frozen=True)
@@ -145,8 +138,8 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     """
     runs = _distinct(runs)
     timed = all(map(one_time, traces))
-    tables = {"runs": comparison_rows(runs), "received": [], "scaling": [], "gains": []}
-    tables["differences"] = []
+    tables = {"runs": comparison_rows(runs)}
+    tables |= {name: [] for name in ("received", "scaling", "gains", "differences")}
     if len(runs) > 1:
         tables["received"] = received_rows([run.tables["time"] for run in runs], timed)
     if len(runs) > 1 and timed:
@@ -182,12 +175,12 @@ def analyze_run(
     steady = Steady(trace)
     step, calls = median_step(steady) if step is None else step, calls_of(steady)
     matrices, loads = _matrices(trace, calls), loads_of(trace)
-    stages, panels = pipeline_of_step(trace, step)
+    stages, bubble, panels = pipeline_of_step(trace, step)
     tables = {
         **_of_all_steps(trace),
         **_of_mean_step(steady, calls, peak, matrices, loads),
         "pipeline": stages,
-        "bubble": _bubble(trace, step) if stages else [],
+        "bubble": bubble,
     }
     attrs, drawn, more = trace.attrs, None, []
     missing = [line for line in attrs["missing"].split("\n") if line]
@@ -219,16 +212,11 @@ def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
 
 
 def _dropped(trace):
-    """Yield a line that lists the ranks that dropped events, if there are any."""
-    if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
-        yield _DROPPED.format(ranks=_ranks(dropped))
-
-
-def _ranks(numbers):
-    """Format rank numbers as a list of at most eight ranks, followed by the number omitted."""
-    shown = ", ".join(map(str, numbers[:8].tolist()))
-    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return f"rank{'s'[: len(numbers) > 1]} {shown}{more}"
+    """Yield a line that lists the first eight ranks that dropped events, if there are any."""
+    if dropped := np.flatnonzero(trace.ranks["dropped"]).tolist():
+        ranks = f"rank{'s'[: len(dropped) > 1]} {', '.join(map(str, dropped[:8]))}"
+        ranks += f" and {len(dropped) - 8} more" if len(dropped) > 8 else ""
+        yield f"dropped events of {ranks}, so only the step, loss and memory tables are valid"
 
 
 def _of_mean_step(steady, calls, peak, matrices, loads):
@@ -236,25 +224,21 @@ def _of_mean_step(steady, calls, peak, matrices, loads):
 
     The tables that require a common clock of all ranks have no rows yet.
     """
+    time = time_rows(steady)
     return {
-        **_of_time(steady, calls, peak),
-        **_of_traffic(calls, matrices),
+        "step": [step_row(steady, time)],
+        "efficiency": [efficiency_row(steady, peak)],
+        "prediction": prediction_rows(steady),
+        "time": time,
+        "layers": breakdown(steady, ("layer", "phase", "category")),
+        "ranks": rank_rows(steady, calls),
+        "imbalance": imbalance_rows(steady),
+        "copies": copy_rows(steady),
+        "traffic": _pairs(matrices),
+        "crossing": host_traffic_rows(calls),
+        "crossing_pairs": host_pair_rows(calls),
         **_of_experts(steady, loads, calls),
         **{name: [] for name in ("path", "waits", "stragglers", "collectives")},
-    }
-
-
-def _of_time(trace, calls, peak):
-    time = time_rows(trace)
-    return {
-        "step": [step_row(trace, time)],
-        "efficiency": [efficiency_row(trace, peak)],
-        "prediction": prediction_rows(trace),
-        "time": time,
-        "layers": breakdown(trace, ("layer", "phase", "category")),
-        "ranks": rank_rows(trace, calls),
-        "imbalance": imbalance_rows(trace),
-        "copies": copy_rows(trace),
     }
 
 
@@ -266,15 +250,6 @@ def _of_all_steps(trace):
         "between": between_rows(trace),
         "memory": peak_rows(trace),
         "memory_ranks": memory_rows(trace),
-    }
-
-
-def _of_traffic(calls, matrices):
-    """Return the tables of the communication volume, which do not contain times."""
-    return {
-        "traffic": _pairs(matrices),
-        "crossing": host_traffic_rows(calls),
-        "crossing_pairs": host_pair_rows(calls),
     }
 
 
@@ -320,16 +295,6 @@ def _pairs(matrices):
         if axis
         for pair, amount in zip(np.argwhere(matrix).tolist(), matrix[matrix.nonzero()].tolist())
     ]
-
-
-def _bubble(trace, step):
-    """Return the idle times of each stage during warmup, steady phase and drain.
-
-    The result is empty if the schedule is asynchronous.
-    """
-    if is_asynchronous(configuration(trace)):
-        return []
-    return bubble_rows(StepPasses(trace).measured(step))
 
 
 def _wait_warnings(calls, tables):

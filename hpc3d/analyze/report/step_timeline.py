@@ -11,6 +11,7 @@ import numpy as np
 
 from hpc3d.analyze.metrics.columns import cell_values, event_values, labels, with_label
 from hpc3d.analyze.metrics.critical_path import critical_path
+from hpc3d.analyze.metrics.step import slowest_seconds
 from hpc3d.analyze.report.palette import WORK as KINDS
 from hpc3d.console.sanitize import sanitized_tree
 
@@ -27,17 +28,8 @@ _STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of timelines; smallest event l
 
 _KIND_INDEX = {kind: number for number, kind in enumerate(KINDS)}
 DETAILS = (
-    "name",
-    "op",
-    "phase",
-    "axis",
-    "layer",
-    "microbatch",
-    "stage",
-    "chunk",
-    "seq",
-    "bytes",
-    "flops",
+    *("name", "op", "phase", "axis", "layer", "microbatch", "stage", "chunk"),
+    *("seq", "bytes", "flops"),
 )
 
 
@@ -100,27 +92,29 @@ def timeline(
     rows = rows[np.isin(ranks, shown)]
     names = {key: labels(trace, key) for key in ("op", "phase", "axis")}
     names["name"] = dict(enumerate(trace.strings))
-    columns = _times(trace, calls, step, rows) | {"kind": _kinds(trace, rows)}
+    of_step, begin, end = _step_bounds(trace, step)
+    extents = np.stack([begin, end], -1)[np.searchsorted(of_step, shown)] - begin.min()
+    columns = _times(trace, calls, begin.min(), rows) | {"kind": _kinds(trace, rows)}
     columns |= {key: event_values(trace, key, rows) for key in ("rank", "stream", *DETAILS)}
     axes = list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
     if prod(size for _, size in axes) != trace.attrs["world_size"]:
         axes = []  # no mesh coordinates exist if stages have different numbers of replicas
     axes, names = sanitized_tree((axes, names))
-    extents = _extents(trace, step, shown)
-    return Timeline(
-        step, shown, trace.attrs["world_size"], axes, columns, names, path, extents, peak
-    )
+    ranks = trace.attrs["world_size"]
+    return Timeline(step, shown, ranks, axes, columns, names, path, extents * 1e-6, peak)
 
 
 def other_steps(
     trace: Trace, calls: CallInstances, step: int, peak: float | None = None, limit: int = OTHERS
 ) -> list[Timeline]:
-    """Return the timelines of all steps except `step`.
+    """Return the timelines of all completed steps except `step`.
 
     If there are more than _STEPS steps, only the first, the longest, the last and evenly spaced
     steps are included.
     """
-    steps, length = _lengths(trace)
+    steps, length = np.unique(trace.steps["step"]), slowest_seconds(trace)
+    recorded = np.isin(steps, trace.events["step"])
+    steps, length = steps[recorded], length[recorded]
     if len(steps) > _STEPS:
         even = np.linspace(0, len(steps) - 1, _STEPS - 1).astype(int)
         steps = np.unique(np.append(steps[even], steps[length.argmax()]))
@@ -132,15 +126,6 @@ def other_steps(
             path = critical_path(trace, calls, other)
             found.append(timeline(trace, calls, other, path, min(each, EVENTS), peak))
     return found
-
-
-def _lengths(trace):
-    """Return the completed steps that have events, and their times in ns on the slowest rank."""
-    steps, index = np.unique(trace.steps["step"], return_inverse=True)
-    length = np.zeros(len(steps))
-    np.maximum.at(length, index, trace.steps["t_end"] - trace.steps["t_start"])
-    recorded = np.isin(steps, trace.events["step"])
-    return steps[recorded], length[recorded]
 
 
 def boxes(chart: Timeline) -> dict[str, Any]:
@@ -212,37 +197,21 @@ def _representatives(
     return sorted(wanted[: max(1, fitting)])
 
 
-def _times(trace, calls, step, rows):
-    """Compute the columns `start`, `until`, `end`, `posted`, `meeting` and `by` for `rows`."""
+def _times(trace, calls, first, rows):
+    """Compute the columns `start`, `until`, `end`, `posted`, `meeting` and `by` for `rows`.
+
+    `first` is the time at which the first rank starts the step, in ns on the clock of rank 0.
+    """
     start = trace.events["t_global"][rows]
     end = start + trace.events["dur"][rows]
     until, meeting, by = start.copy(), np.full(len(rows), -1), np.full(len(rows), -1)
-    call_of_row = np.full(len(trace.events), -1)
-    call_of_row[calls.row] = np.arange(len(calls.row))
-    mine = np.flatnonzero(call_of_row[rows] >= 0)
-    call = call_of_row[rows[mine]]
+    mine, call = calls.among(rows)
     until[mine], meeting[mine] = start[mine] + calls.wait[call], calls.instance[call]
     by[mine] = np.where(calls.wait[call] > 0, calls.by[call], -1)
-    first = _begin(trace, step)
     posted = trace.events["posted"][rows] + start - trace.events["t_start"][rows]
     times = {"start": start, "until": until, "end": end, "posted": posted}
     times = {key: ((value - first) * 1e-6).astype("f4") for key, value in times.items()}
     return times | {"meeting": meeting, "by": by}
-
-
-def _begin(trace, step):
-    """Return the time at which the first rank starts a step, in ns on the clock of rank 0."""
-    return _step_bounds(trace, step)[1].min()
-
-
-def _extents(trace, step, shown):
-    """Return the start and end of a step on each of the ranks `shown`, shape [ranks, 2].
-
-    Times are in ms since the first rank started the step.
-    """
-    ranks, begin, end = _step_bounds(trace, step)
-    index = np.searchsorted(ranks, shown)
-    return (np.stack([begin, end], -1)[index] - begin.min()) * 1e-6
 
 
 def _step_bounds(trace, step):

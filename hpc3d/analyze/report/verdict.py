@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hpc3d.analyze.metrics.breakdown import DISJOINT
+from hpc3d.analyze.metrics.step import mean_row
 from hpc3d.analyze.report.table_format import seconds
 from hpc3d.trace.schema import MESSAGES
 
@@ -29,16 +30,8 @@ def verdict(tables: Mapping[str, _Rows]) -> list[str]:
     tables
         Dict from table name to the rows of the table.
     """
-    parts = _means(tables["ranks"]) | _offloading(tables)
+    parts = mean_row(tables["ranks"], ("step_s", "exposed_s", *DISJOINT)) | _offloading(tables)
     return [_composition(parts), *_largest_costs(tables, parts), *_predicted(tables["prediction"])]
-
-
-def _means(ranks: _Rows) -> dict[str, float | None]:
-    """Return the mean of each step time component over ranks, or None for unknown components."""
-    return {
-        key: None if ranks[0][key] is None else sum(row[key] for row in ranks) / len(ranks)
-        for key in ("step_s", "exposed_s", *DISJOINT)
-    }
 
 
 def _offloading(tables: Mapping[str, _Rows]) -> dict[str, float]:
@@ -106,16 +99,11 @@ def _predicted(rows: _Rows) -> Iterator[str]:
     for row in rows:
         if row["quantity"] == "step_s" and row["predicted"]:
             ratio = row["measured"] / row["predicted"]
-            comparison = f"{_times(ratio)} the predicted {seconds(row['predicted'])}"
+            comparison = f"{ratio:.2f} times" if ratio < 10 else f"{ratio:.0f} times"
             if abs(ratio - 1) <= _TOLERANCE:
-                comparison = (
-                    f"within {_TOLERANCE:.0%} of the predicted {seconds(row['predicted'])}"
-                )
-            yield f"A step takes {seconds(row['measured'])}, {comparison}."
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f} times" if ratio < 10 else f"{ratio:.0f} times"
+                comparison = f"within {_TOLERANCE:.0%} of"
+            predicted = f"{comparison} the predicted {seconds(row['predicted'])}"
+            yield f"A step takes {seconds(row['measured'])}, {predicted}."
 
 
 def _share(part: float, whole: float) -> str:

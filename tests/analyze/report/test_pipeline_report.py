@@ -125,7 +125,7 @@ TABLE = [
 
 def test_pipeline_table_of_a_hand_written_run(hand):
     with opened(hand) as recorded:
-        rows, panels = pipeline_of_step(recorded, 1)
+        rows, _, panels = pipeline_of_step(recorded, 1)
     assert rows == [pytest.approx(row) for row in TABLE]
     assert [title for title, _ in panels] == [
         "measured: schedule 1f1b, step 1, idle 48.0%",
@@ -166,12 +166,12 @@ def test_missing_or_changed_schedule_file_is_not_simulated(tmp_path, monkeypatch
         with opened(run) as recorded:
             return pipeline_of_step(recorded, 1)
 
-    rows, panels = observed()
+    rows, _, panels = observed()
     assert rows == [pytest.approx(row) for row in TABLE] and len(panels) == 2
     file.write_text("F0,F1,B0,W0,B1,W1\nF0,F1,B0,W0,B1,W1\n")
-    assert len(observed()[1]) == 1
+    assert len(observed()[2]) == 1
     file.unlink()
-    rows, panels = observed()
+    rows, _, panels = observed()
     assert rows[0]["idle_share"] == pytest.approx(0.52)
     assert rows[0]["idle_share_simulated"] is rows[0]["in_flight_simulated"] is None
     assert [title for title, _ in panels] == [
@@ -193,7 +193,7 @@ def test_overlapping_steps_are_clipped_to_the_shown_step(tmp_path):
     steps, sizes = (0, 1, 2), SIZES | {"parallel__schedule": "pipedream-2bw"}
     run = by_hand(tmp_path / "run", events, steps, (50, 50, 50), **sizes)
     with opened(run) as recorded:
-        table, ((_, measured), _) = pipeline_of_step(recorded, 1)
+        table, _, ((_, measured), _) = pipeline_of_step(recorded, 1)
     found = [[(span.start * 1e3, span.end * 1e3, span.label) for span in row] for row in measured]
     assert found == [
         [pytest.approx(span) for span in row]
@@ -209,7 +209,7 @@ def test_overlapping_steps_are_clipped_to_the_shown_step(tmp_path):
 def test_cpu_time_run_has_no_pipeline_table(tmp_path):
     run = by_hand(tmp_path / "run", {0: STAGE_0, 1: STAGE_1}, **SIZES, trace__clock="cpu")
     with opened(run) as recorded:
-        assert pipeline_of_step(recorded, 1) == ([], [])
+        assert pipeline_of_step(recorded, 1) == ([], [], [])
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_recomputation_belongs_to_the_backward_pass(tmp_path):
 @pytest.mark.filterwarnings("error::UserWarning", "error::DeprecationWarning")
 def test_pipeline_figure_has_two_panels_on_one_time_axis(hand):
     with opened(hand) as recorded:
-        _, panels = pipeline_of_step(recorded, 1)
+        *_, panels = pipeline_of_step(recorded, 1)
     measured, ideal = gantt(panels).axes
     assert measured.get_title(loc="left").startswith("measured")
     assert ideal.get_title(loc="left").startswith("simulated")
