@@ -92,9 +92,8 @@ def _links(calls, rows, size):
     """
     ranks = calls.trace.attrs["world_size"]
     key = calls.instance.astype("i8") * ranks + calls.rank
-    order = np.argsort(
-        key, kind="stable"
-    )  # a broadcast has two rows per rank: first the call, then the wait
+    # The sort is stable: a broadcast has two rows per rank, first the call, then the wait.
+    order = np.argsort(key, kind="stable")
     op = calls.trace.events["op"][calls.row]
     names = calls.trace.events.labels("op")
     receives = np.isin(op, [code for code, name in names.items() if name == "recv"])

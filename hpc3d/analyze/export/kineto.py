@@ -13,11 +13,10 @@ calls.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc3d.analyze.export.perfetto import records
+from hpc3d.analyze.export.perfetto import records, write_records
 from hpc3d.trace.schema import STREAM
 
 if TYPE_CHECKING:
@@ -36,35 +35,25 @@ def write(events: Events, folder: Path) -> Path:
         # Holistic Trace Analysis reads the rank of a file from the first "rank" key in the file.
         about = {"backend": "nccl", "rank": rank, "world_size": len(events.rows)}
         head = {"schemaVersion": 1, "distributedInfo": about}
-        with (path / f"rank-{rank:05d}.json").open("w", encoding="utf-8") as file:
-            file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
-            for number, line in enumerate(_lines(events, rank, rows)):
-                file.write(("," if number else "") + json.dumps(line) + "\n")
-            file.write("]}\n")
+        write_records(path / f"rank-{rank:05d}.json", head, _lines(events, rank, rows))
     return path
 
 
 def _lines(events, rank, rows):
     for owner, step, begin, end in events.steps:
         if owner == rank:
-            yield _complete(
-                f"ProfilerStep#{step}", "user_annotation", begin, end, _HOST, _HOST, {}
-            )
+            name = f"ProfilerStep#{step}"
+            yield _complete(name, "user_annotation", begin, end, _HOST, _HOST, {})
     on_device = events.columns["stream"][rows].any()
     for number, row in enumerate(records(events, rows), 1):
         if on_device and row["stream"] == _ON_HOST:
             name, times = events.names["name"].get(row["name"], ""), (row["start"], row["end"])
             yield _complete(name, "cpu_op", *times, _HOST, _HOST, {"External id": number})
         elif row["stream"] < _COMMUNICATION or row["stream"] == _OFFLOAD:
-            yield from _launched(events, row, number)
-
-
-def _launched(events, row, number):
-    """Yield the launch record and the kernel record of an event."""
-    launch, of_step = {"correlation": number}, {"External id": number}
-    when = row["posted"], row["posted"]
-    yield _complete("cudaLaunchKernel", "cuda_runtime", *when, _HOST, _HOST, launch | of_step)
-    yield _kernel(events, row, launch | of_step)
+            launch = {"correlation": number, "External id": number}
+            when = row["posted"], row["posted"]
+            yield _complete("cudaLaunchKernel", "cuda_runtime", *when, _HOST, _HOST, launch)
+            yield _kernel(events, row, launch)
 
 
 def _complete(name, category, begin, end, process, thread, values):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.analyze.export.pipit import region_names, visits
+from hpc3d.analyze.metrics.columns import rows_of
 from hpc3d.trace.schema import MESSAGES, STREAM, item_sizes
 
 if TYPE_CHECKING:
@@ -59,9 +60,8 @@ def write(events: Events, folder: Path) -> Path:
             archive.description = "Times are CPU times, measured separately by each rank."
         definitions = _Definitions(otf2, archive.definitions, events)
         for (rank, stream), location in definitions.locations.items():
-            own = events.rows[rank].start + np.flatnonzero(
-                events.columns["stream"][events.rows[rank]] == stream
-            )
+            rows = events.rows[rank]
+            own = rows.start + np.flatnonzero(events.columns["stream"][rows] == stream)
             writer = archive.event_writer_from_location(location)
             _Records(definitions, writer).write(own)
     return path
@@ -96,9 +96,8 @@ class _Definitions:
             node = registry.system_tree_node(host, "node", machine)
             axes = (axis for axis, _ in self.events.axes)
             coords = [f"{axis}={index}" for axis, index in zip(axes, self.events.coords[rank])]
-            process = registry.location_group(
-                " ".join([f"rank {rank}", *coords]), system_tree_parent=node
-            )
+            name = " ".join([f"rank {rank}", *coords])
+            process = registry.location_group(name, system_tree_parent=node)
             for stream in np.unique(self.events.columns["stream"][rows]).tolist() or [0]:
                 kind = kinds.ACCELERATOR_STREAM if stream else kinds.CPU_THREAD
                 name = STREAM[stream] if stream < len(STREAM) else f"stream {stream}"
@@ -165,8 +164,7 @@ class _Records:
     def write(self, own: np.ndarray) -> None:
         """Write the records of the events whose indices are in `own`."""
         columns = _of_location(self.definitions.events, own)
-        lists = {key: values.tolist() for key, values in columns.items()}
-        rows = [dict(zip(lists, values)) for values in zip(*lists.values())]
+        rows = rows_of(columns)
         actions = self._enter, self._request, self._leave
         for time, action, index in zip(*(each.tolist() for each in _sequence(columns))):
             actions[action](time, rows[index])
@@ -208,19 +206,14 @@ class _Records:
         elif op in _COLLECTIVES:
             writer = self.writer
             end = writer.non_blocking_collective_complete if early else writer.mpi_collective_end
-            end(time, *self._collective(row), *request)
+            kind = getattr(self.definitions.otf2.CollectiveOp, _COLLECTIVES[op])
+            communicator = self.definitions.communicators[row["group"]]
+            end(time, kind, communicator, self._peer(row), row["sent"], row["bytes"], *request)
 
     def _message(self, row):
         """Return the peer, communicator, tag and size in bytes of a message."""
-        group = row["group"]
-        communicator = self.definitions.communicators[group]
-        return self._peer(row), communicator, row["seq"], row["bytes"]
-
-    def _collective(self, row):
-        """Return a collective's operation, communicator, root, bytes sent and bytes received."""
-        op = getattr(self.definitions.otf2.CollectiveOp, _COLLECTIVES[row["name_of_op"]])
         communicator = self.definitions.communicators[row["group"]]
-        return op, communicator, self._peer(row), row["sent"], row["bytes"]
+        return self._peer(row), communicator, row["seq"], row["bytes"]
 
     def _peer(self, row):
         """Return the rank of the peer or root within the group, or NONE if there is neither."""

@@ -9,7 +9,7 @@ a collective to the calls that waited for it. Perfetto's documentation describes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,17 @@ _STEPS = -1  # thread ID of the row that shows the training steps
 def write(events: Events, folder: Path) -> Path:
     """Write perfetto.json and return its path."""
     path = folder / "perfetto.json"
+    write_records(path, {"displayTimeUnit": "ms"}, _lines(events))
+    return path
+
+
+def write_records(path: Path, head: dict[str, Any], lines: Iterable[dict[str, Any]]) -> None:
+    """Write a JSON object with the keys of `head` and the list "traceEvents", a line per event."""
     with path.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        for number, line in enumerate(_lines(events)):
+        file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
+        for number, line in enumerate(lines):
             file.write(("," if number else "") + json.dumps(line) + "\n")
         file.write("]}\n")
-    return path
 
 
 def _lines(events):
@@ -45,7 +50,10 @@ def _lines(events):
 
 def _processes(events):
     for rank, rows in enumerate(events.rows):
-        name = f"rank {rank} {_coordinates(events.coords[rank], events.axes)}".strip()
+        # Coordinates are shown along the axes with more than one rank.
+        coords = zip(events.axes, events.coords[rank])
+        shown = " ".join(f"{axis}={index}" for (axis, size), index in coords if size > 1)
+        name = f"rank {rank} ({shown})" if shown else f"rank {rank}"
         clock = "" if events.one_time else "CPU time of this rank"
         labels = filter(None, (name, events.hosts.get(rank), clock))
         yield _meta("process_name", rank, 0, name=", ".join(labels))
@@ -55,12 +63,6 @@ def _processes(events):
         for stream in streams:
             role = f", {STREAM[stream]}" if any(streams) and stream < len(STREAM) else ""
             yield _meta("thread_name", rank, stream, name=f"stream {stream}{role}")
-
-
-def _coordinates(coords, axes):
-    """Format the coordinates of a rank along the axes with more than one rank."""
-    shown = [f"{axis}={index}" for (axis, size), index in zip(axes, coords) if size > 1]
-    return f"({' '.join(shown)})" if shown else ""
 
 
 def _meta(what, rank, thread, **values):

@@ -36,13 +36,12 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
             "matrix products and attention",
         )
     yield "memory", *_memory(tables["memory_ranks"])
-    for last in tables["loss"][-1:] if any_loss(run) else ():
-        loss = _written(last["loss"], "{:.4f}".format)
-        yield "loss", loss, f"nat per token after step {last['step']}"
-    if tables["evaluation"]:
-        last = tables["evaluation"][-1]
-        loss = _written(last["loss"], "{:.4f}".format)
-        yield "validation", loss, f"nat per token after step {last['step']}"
+    losses = {"loss": tables["loss"][-1:] if any_loss(run) else []}
+    losses["validation"] = tables["evaluation"][-1:]
+    for title, rows in losses.items():
+        for last in rows:
+            loss = _written(last["loss"], "{:.4f}".format)
+            yield title, loss, f"nat per token after step {last['step']}"
 
 
 def any_loss(run: RunAnalysis) -> bool:

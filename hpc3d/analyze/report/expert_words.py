@@ -10,30 +10,21 @@ from hpc3d.analyze.report.table_format import percent, prefixed, seconds
 
 def in_words(cost: Mapping[str, Any]) -> str:
     """Describe a row of the table expert_cost in sentences. Unknown values are omitted."""
-    return " ".join([_dropped_and_unused(cost), *_wait_time(cost)])
-
-
-def _dropped_and_unused(cost):
-    lost = (
-        f"{percent(cost['dropped'])} of the routed tokens exceeded the capacity and were dropped"
-    )
-    if cost["empty"] is None:
-        return f"{lost}."
-    return (
-        f"{lost} ({percent(cost['dropped_even'])} with a balanced load), and"
-        f" {percent(cost['empty'])} of the capacity was unused ({percent(cost['empty_even'])} with"
-        f" a balanced load), which costs {prefixed(cost['empty_flop'])}FLOP per step, forward and"
-        " backward."
-    )
-
-
-def _wait_time(cost):
+    dropped = percent(cost["dropped"])
+    text = f"{dropped} of the routed tokens exceeded the capacity and were dropped"
+    if cost["empty"] is not None:
+        text += (
+            f" ({percent(cost['dropped_even'])} with a balanced load), and"
+            f" {percent(cost['empty'])} of the capacity was unused ({percent(cost['empty_even'])}"
+            f" with a balanced load), which costs {prefixed(cost['empty_flop'])}FLOP per step,"
+            " forward and backward"
+        )
     if cost["wait_s"] is None:
-        return
+        return f"{text}."
     share = "" if cost["wait_share"] is None else f" ({percent(cost['wait_share'])} of a step)"
     several = "s" * (" " in cost["experts"])
-    yield (
-        f"In dispatch and combine, a rank waited {seconds(cost['wait_s'])}{share} on average,"
-        f" longest for rank {cost['rank']}, whose expert{several} {cost['experts']} had"
+    return (
+        f"{text}. In dispatch and combine, a rank waited {seconds(cost['wait_s'])}{share} on"
+        f" average, longest for rank {cost['rank']}, whose expert{several} {cost['experts']} had"
         f" {cost['load']:.2f} times the mean load."
     )

@@ -120,11 +120,8 @@ def _text(name):
 
 def prose(text: str) -> str:
     """Convert text to HTML paragraphs. Column headings in backticks are printed in bold."""
-    return "\n".join(f"<p>{_marked(part)}</p>" for part in text.split("\n\n"))
-
-
-def _marked(text):
-    return re.sub(r"`([^`]+)`", r"<b>\1</b>", escape(text, quote=False))
+    marked = re.sub(r"`([^`]+)`", r"<b>\1</b>", escape(text, quote=False))
+    return "\n".join(f"<p>{part}</p>" for part in marked.split("\n\n"))
 
 
 class StepChoices(NamedTuple):

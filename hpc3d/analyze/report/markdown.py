@@ -40,16 +40,13 @@ def page(report: Report) -> str:
         sections += _section("##", spec, report.tables[spec.name])
     for run in report.runs:
         summary = in_markdown(" ".join(verdict(run.tables)))
-        sections += [f"## {in_markdown(run.label)}", summary, _facts(run)]
+        facts = [f"* {title}: {in_markdown(text)}" for title, text in run.about.items()]
+        sections += [f"## {in_markdown(run.label)}", summary, "\n".join(facts)]
         sections += _listed("The trace is incomplete. Missing:", run.missing)
         sections += _listed("The trace is inconsistent:", run.violations)
         for spec in OF_A_RUN:
             sections += _section("###", spec, run.tables[spec.name], run.step)
     return "\n\n".join(sections) + "\n"
-
-
-def _facts(run):
-    return "\n".join(f"* {title}: {in_markdown(text)}" for title, text in run.about.items())
 
 
 def _listed(title, lines):

@@ -182,21 +182,19 @@ def _timeline(chart: Timeline):
     _label(plot.yaxis[0], chart.shown)
     background = ColumnDataSource({key: [] for key in ("rank", "row", "start", "end")})
     source = ColumnDataSource({key: [] for key in ("row", "kind", "waited", *chart.events)})
-    _draw_rest(plot, background, chart)
+    # The background of each row makes unrecorded time visible.
+    box = {"y": "row", "left": "start", "right": "end", "height": 0.84}
+    style = {"color": UNRECORDED, "line_color": None, "legend_label": rest(chart)}
+    plot.hbar(**box, **style, source=background)
     _draw_boxes(plot, source, chart)
-    path = _draw_path(plot)
+    path = ColumnDataSource({key: [] for key in ("time", "rank", "row")})
+    style = {"line_width": 2, "line_color": PATH, "legend_label": "critical path"}
+    plot.line("time", "row", source=path, name="path", **style)
     about = {"names": _names(chart), "axes": chart.axes, "peak": chart.peak}
-    plot.tags = [about, source, path.data_source, background]
+    plot.tags = [about, source, path, background]
     clicked = CustomJS(args={"plot": plot}, code="hpc3d.clicked(plot)")
     source.selected.js_on_change("indices", clicked)
     return _legend(plot)
-
-
-def _draw_rest(plot, source, chart):
-    """Draw a background box over the full step of each rank to make unrecorded time visible."""
-    box = {"y": "row", "left": "start", "right": "end", "height": 0.84}
-    style = {"color": UNRECORDED, "line_color": None, "legend_label": rest(chart)}
-    plot.hbar(**box, **style, source=source)
 
 
 def _draw_boxes(plot, source, chart):
@@ -217,15 +215,6 @@ def _draw_boxes(plot, source, chart):
     formatter = CustomJSHover(args={"plot": plot}, code=code)
     hover = HoverTool(tooltips=_TOOLTIP, formatters={"@rank": formatter}, renderers=drawn)
     plot.add_tools(hover, TapTool(renderers=drawn))
-
-
-def _draw_path(plot):
-    """Draw the critical path on top of the boxes."""
-    from bokeh.models import ColumnDataSource
-
-    source = ColumnDataSource({key: [] for key in ("time", "rank", "row")})
-    style = {"line_width": 2, "line_color": PATH, "legend_label": "critical path"}
-    return plot.line("time", "row", source=source, name="path", **style)
 
 
 def _names(chart):

@@ -38,18 +38,14 @@ def write(report: Report, out: Path, tables_only: bool = False) -> None:
     text = "\n".join([markdown.page(report), *images])
     (out / "report.md").write_text(text, encoding="utf-8")
     if found:
-        _draw(found, out / "figures")
+        (out / "figures").mkdir(exist_ok=True)
+        pictures = [each for named in found for each in named.items()]
+        for number, (name, picture) in enumerate(pictures, 1):
+            log.info("drawing figure %d of %d", number, len(pictures))
+            plot_matplotlib.save(plot_matplotlib.draw(picture.chart), out / "figures" / name)
         log.info("writing the page")
         page = html.page(report, found, out / "figures")
         (out / "report.html").write_text(page, encoding="utf-8")
-
-
-def _draw(found, folder):
-    folder.mkdir(exist_ok=True)
-    pictures = [each for named in found for each in named.items()]
-    for number, (name, picture) in enumerate(pictures, 1):
-        log.info("drawing figure %d of %d", number, len(pictures))
-        plot_matplotlib.save(plot_matplotlib.draw(picture.chart), folder / name)
 
 
 def _write_tables(report, folder):
