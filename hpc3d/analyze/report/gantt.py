@@ -1,21 +1,18 @@
-"""Gantt charts of pipeline schedules, as matplotlib figures or Bokeh plots for the HTML page.
+"""Gantt charts of pipeline schedules, as matplotlib figures.
 
 The measured and the simulated schedule are separate panels with a common time axis.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from textwrap import fill
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.analyze.report.palette import REDUCTION, WORK, default_style
 from hpc3d.runtime.optional_packages import need
 
 if TYPE_CHECKING:
-    from bokeh.model import Model
     from matplotlib.figure import Figure
 
     from hpc3d.analyze.metrics.pass_spans import PassSpan
@@ -31,14 +28,6 @@ _KINDS = {
     "step": ("optimizer", WORK["optimizer"]),
 }
 _WIDTH, _TEXT = 10.0, 5.5  # figure width in inches, font size of the labels in points
-_ROW = 26  # height of a stage's row on the HTML page in pixels
-_TOOLTIPS = [
-    ("stage", "@stage"),
-    ("pass", "@name"),
-    ("microbatch", "@label"),
-    ("start", "@start{0,0.000} ms"),
-    ("duration", "@took{0,0.000} ms"),
-]
 
 
 class Panels(NamedTuple):
@@ -95,11 +84,11 @@ def _figure(titles):
 
 def _bars(panel, stage, row, kind):
     """Draw all spans of the same kind on one pipeline stage."""
-    height = 0.3 if _split_kind(kind)[1] in ("message", "reduce") else 0.8
+    height = 0.3 if is_thin(kind) else 0.8
     panel.broken_barh(
         [(start, end - start) for start, end, *_ in row],
         (stage - height / 2, height),
-        facecolors=[_color_of(kind)],
+        facecolors=[color_of(kind)],
         edgecolors="black",
         linewidth=0.3,
         zorder=2 if height < 0.5 else 1,
@@ -113,7 +102,7 @@ def _labels(panel, stage, row, seconds):
     """
     for start, end, kind, label in row:
         if label and end - start > seconds * _TEXT * (0.64 * len(label) + 0.2):
-            color = "white" if sum(_color_of(kind)) < 1.0 else "black"
+            color = "white" if sum(color_of(kind)) < 1.0 else "black"
             middle = (start + end) / 2
             panel.text(middle, stage, label, ha="center", va="center", fontsize=_TEXT, color=color)
 
@@ -122,15 +111,15 @@ def _legend(figure, kinds):
     from matplotlib.patches import Patch
 
     patches = [
-        Patch(facecolor=_color_of(kind), edgecolor="black", linewidth=0.3, label=name_of(kind))
-        for kind in sorted(kinds, key=_order_of)
+        Patch(facecolor=color_of(kind), edgecolor="black", linewidth=0.3, label=name_of(kind))
+        for kind in sorted(kinds, key=order_of)
     ]
     columns = len({_split_kind(kind)[1] for kind in kinds})
     style = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
     figure.legend(handles=patches, ncols=columns, **style)
 
 
-def _order_of(kind: str) -> tuple[int, int]:
+def order_of(kind: str) -> tuple[int, int]:
     """Return the sort key that determines the position of a kind of span in the legend."""
     chunk, name = _split_kind(kind)
     return list(_KINDS).index(name), chunk
@@ -142,13 +131,18 @@ def name_of(kind: str) -> str:
     return _KINDS[name][0] + (f", chunk {chunk}" if chunk else "")
 
 
+def is_thin(kind: str) -> bool:
+    """Return whether spans of this kind run concurrently with passes, and so have thin bars."""
+    return _split_kind(kind)[1] in ("message", "reduce")
+
+
 def _split_kind(kind: str) -> tuple[int, str]:
     """Split a kind of span, such as 1BW, into the model chunk index 1 and the base kind BW."""
     name = kind.lstrip("0123456789")
     return int(kind.removesuffix(name) or 0), name
 
 
-def _color_of(kind: str) -> tuple[float, ...]:
+def color_of(kind: str) -> tuple[float, ...]:
     """Return the color of a kind of span as RGB components from 0 to 1.
 
     The color of each model chunk is twice as close to white as the color of the previous chunk.
@@ -157,67 +151,3 @@ def _color_of(kind: str) -> tuple[float, ...]:
     text = _KINDS[name][1]
     full = [int(text[index : index + 2], 16) / 255 for index in (1, 3, 5)]
     return tuple(1 - (1 - channel) * 0.5**chunk for channel in full)
-
-
-# Gantt charts on the HTML page
-
-
-def on_screen(chart: Panels, empty_plot: Callable[..., Any]) -> Model:
-    """Return the Bokeh model of a Gantt chart, with one plot per panel and a shared time axis.
-
-    Parameters
-    ----------
-    empty_plot
-        Function that creates an empty plot of a given height in pixels.
-    """
-    from bokeh.layouts import column
-
-    plots = []
-    for title, rows in chart.panels:
-        plot = empty_plot(130 + _ROW * len(rows), x_axis_label="time [ms]", title=fill(title, 56))
-        plot.title.update(text_font_style="normal", text_font_size="9pt")
-        _draw_passes(plot, rows)
-        plots.append(plot)
-    for plot in plots[1:]:
-        plot.x_range = plots[0].x_range
-    return column(*plots, sizing_mode="stretch_width")
-
-
-def _draw_passes(plot, rows):
-    from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, Range1d
-
-    for kind, columns in sorted(_by_kind(rows).items(), key=lambda item: _order_of(item[0])):
-        thin = _split_kind(kind)[1] in ("message", "reduce")
-        red, green, blue = (round(255 * channel) for channel in _color_of(kind))
-        plot.hbar(
-            y="stage",
-            left="start",
-            right="end",
-            height=0.3 if thin else 0.8,
-            color=f"#{red:02X}{green:02X}{blue:02X}",
-            line_color="#40404080",
-            line_width=0.5,
-            source=ColumnDataSource(columns),
-            legend_label=name_of(kind),
-            level="glyph" if not thin else "annotation",
-        )
-    plot.y_range = Range1d(len(rows) - 0.5, -0.5)
-    plot.yaxis.axis_label, plot.yaxis.ticker = "stage", BasicTicker(min_interval=1)
-    plot.add_tools(HoverTool(tooltips=_TOOLTIPS))
-
-
-def _by_kind(rows):
-    """Return a dict from kind of span to the columns of these spans, with times in ms."""
-    found = defaultdict(lambda: defaultdict(list))
-    for stage, row in enumerate(rows):
-        for start, end, kind, label in row:
-            values = {
-                "stage": stage,
-                "start": start * 1e3,
-                "end": end * 1e3,
-                "label": label or "-",
-            }
-            values |= {"took": (end - start) * 1e3, "name": name_of(kind)}
-            for key, value in values.items():
-                found[kind][key].append(value)
-    return found

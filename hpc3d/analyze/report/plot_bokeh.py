@@ -5,14 +5,16 @@ Plots use Bokeh's canvas backend, because WebGL takes seconds per frame without 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import singledispatch
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpc3d.analyze.report.charts import Bars, Heat, Lines
-from hpc3d.analyze.report.gantt import Panels, on_screen
+from hpc3d.analyze.report.gantt import Panels, color_of, is_thin, name_of, order_of
 from hpc3d.analyze.report.palette import PATH, RUNS, UNRECORDED
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, lanes, rest
 
@@ -21,9 +23,16 @@ if TYPE_CHECKING:
 
 _TOOLS = "pan,box_zoom,reset,save"
 _TICKS = 32  # maximum number of labels on a rank axis
-_ROW = 14  # height of a timeline row in pixels
+_ROW, _STAGE_ROW = 14, 26  # height in pixels of a row in a timeline and in a Gantt chart
 # page/timeline.js replaces @rank{all} with the details of the event.
 _TOOLTIP = '<div style="white-space: pre-line">@rank{all}</div>'
+_PASS_TOOLTIPS = [
+    ("stage", "@stage"),
+    ("pass", "@name"),
+    ("microbatch", "@label"),
+    ("start", "@start{0,0.000} ms"),
+    ("duration", "@took{0,0.000} ms"),
+]
 
 
 def embed(models: Mapping[str, Model]) -> tuple[str, str, Mapping[str, str]]:
@@ -157,10 +166,53 @@ def _heat(chart: Heat):
 
 @draw.register
 def _panels(chart: Panels):
-    plot = on_screen(chart, _plot)
-    for each in plot.children:
-        _legend(each)
-    return plot
+    """Draw a Gantt chart, with one plot per panel and a shared time axis."""
+    from bokeh.layouts import column
+
+    plots = []
+    for title, rows in chart.panels:
+        height = 130 + _STAGE_ROW * len(rows)
+        plot = _plot(height, x_axis_label="time [ms]", title=fill(title, 56))
+        plot.title.update(text_font_style="normal", text_font_size="9pt")
+        _draw_passes(plot, rows)
+        plots.append(_legend(plot))
+    for plot in plots[1:]:
+        plot.x_range = plots[0].x_range
+    return column(*plots, sizing_mode="stretch_width")
+
+
+def _draw_passes(plot, rows):
+    from bokeh.models import BasicTicker, ColumnDataSource, HoverTool
+
+    for kind, columns in sorted(_by_kind(rows).items(), key=lambda item: order_of(item[0])):
+        red, green, blue = (round(255 * channel) for channel in color_of(kind))
+        plot.hbar(
+            y="stage",
+            left="start",
+            right="end",
+            height=0.3 if is_thin(kind) else 0.8,
+            color=f"#{red:02X}{green:02X}{blue:02X}",
+            line_color="#40404080",
+            line_width=0.5,
+            source=ColumnDataSource(columns),
+            legend_label=name_of(kind),
+            level="annotation" if is_thin(kind) else "glyph",
+        )
+    plot.y_range = _range(len(rows))
+    plot.yaxis.axis_label, plot.yaxis.ticker = "stage", BasicTicker(min_interval=1)
+    plot.add_tools(HoverTool(tooltips=_PASS_TOOLTIPS))
+
+
+def _by_kind(rows):
+    """Return a dict from kind of span to the columns of these spans, with times in ms."""
+    found = defaultdict(lambda: defaultdict(list))
+    for stage, row in enumerate(rows):
+        for start, end, kind, label in row:
+            values = {"stage": stage, "start": start * 1e3, "end": end * 1e3}
+            values |= {"label": label or "-", "took": (end - start) * 1e3, "name": name_of(kind)}
+            for key, value in values.items():
+                found[kind][key].append(value)
+    return found
 
 
 @draw.register
