@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
@@ -44,7 +44,8 @@ _SUMMED = 1 << 17  # number of elements in the array that is all-reduced
 
 def report_hosts(job: Job) -> Iterator[Finding]:
     """Report the ranks on each host, and any problems with the rank order or core binding."""
-    hosts, everyone = defaultdict(list), job.gather(location(job))
+    mine = job.location() | {"bound": os.sched_getaffinity(0), "cores": cores_of_node()}
+    hosts, everyone = defaultdict(list), job.gather(mine)
     for rank, where in enumerate(everyone):
         hosts[where["host"]].append(rank)
     listed = ", ".join(f"{host} {spans(ranks)}" for host, ranks in hosts.items())
@@ -58,11 +59,6 @@ def report_hosts(job: Job) -> Iterator[Finding]:
         yield from _numbering(host, [where["local_rank"] for where in here])
         used = len(set().union(*(where["bound"] for where in here)))
         yield from _oversubscription(host, len(ranks), used, here[0]["cores"])
-
-
-def location(job: Job) -> dict[str, Any]:
-    """Return this rank's host, local rank and bound cores, and the core count of its node."""
-    return job.location() | {"bound": os.sched_getaffinity(0), "cores": cores_of_node()}
 
 
 def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:

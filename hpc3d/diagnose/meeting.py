@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from hpc3d.diagnose.job_checks import spans
 from hpc3d.runtime.finding import FAIL, Finding
+from hpc3d.runtime.host_map import spans
 
 _WITHIN = 5  # time limit in s for the messages
 _LATER = 2  # additional time limit in s for receiving the reports of other ranks
@@ -66,14 +66,15 @@ class Board:
         return f"hpc3d-{self.job}-{what}-{rank}"
 
 
-def meet(comm: MPI.Intracomm = MPI.COMM_WORLD, within: float = _WITHIN) -> Finding | None:
+def meet() -> Finding | None:
     """Exchange messages between ranks to check that they can reach each other.
 
     Rank 0 returns a Finding if any two peers cannot reach each other, else None. Every
     other rank returns None if it reaches all of its peers; otherwise it exits, and the caller on
     rank 0 ends the job.
     """
-    board, end = Board(comm), time.monotonic() + within
+    comm, end = MPI.COMM_WORLD, time.monotonic() + _WITHIN
+    board = Board(comm)
     board.tell("host", socket.gethostname())
     hosts = board.read("host", end) if comm.rank == 0 else []
     if len(set(hosts)) > 1:
@@ -86,13 +87,13 @@ def meet(comm: MPI.Intracomm = MPI.COMM_WORLD, within: float = _WITHIN) -> Findi
     board.tell("missing", f"ranks {spans(missing)}")
     if comm.rank:
         if missing:
-            time.sleep(within + 2 * _LATER)
+            time.sleep(_WITHIN + 2 * _LATER)
             os._exit(1)
         return None
     told = [*map(numbers, board.read("missing", end + _LATER))]
     told[0] = missing
     pairs = {tuple(sorted((rank, peer))) for rank, peers in enumerate(told) for peer in peers}
-    return finding(pairs, hosts, within) if pairs else None
+    return finding(pairs, hosts) if pairs else None
 
 
 def peers(rank: int, size: int) -> list[int]:
@@ -122,7 +123,7 @@ def numbers(text: str) -> list[int]:
     return [each for first, last in found for each in range(int(first), int(last or first) + 1)]
 
 
-def finding(pairs: Iterable[Sequence[int]], hosts: Sequence[str], within: float) -> Finding:
+def finding(pairs: Iterable[Sequence[int]], hosts: Sequence[str]) -> Finding:
     """Return the Finding for the `pairs` of ranks that cannot reach each other."""
     apart = defaultdict(set)
     for pair in pairs:
@@ -131,7 +132,7 @@ def finding(pairs: Iterable[Sequence[int]], hosts: Sequence[str], within: float)
         f"{' and '.join(where)} (ranks {spans(sorted(ranks))})"
         for where, ranks in sorted(apart.items())
     )
-    return Finding(FAIL, "meeting", f"no message in {within:g} s between {listed}", _REMEDY)
+    return Finding(FAIL, "meeting", f"no message in {_WITHIN} s between {listed}", _REMEDY)
 
 
 def _announce(hosts: Sequence[str]) -> None:

@@ -158,31 +158,23 @@ def shared_memory(ranks: int) -> Iterator[Finding]:
 
 def limits(ranks: int) -> Iterator[Finding]:
     """Check the process limits on open files, file size and locked memory."""
+    unlimited, need = resource.RLIM_INFINITY, _FILES + _FILES_OF_RANK * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = _FILES + _FILES_OF_RANK * ranks
-    if _below(soft, need):
+    if soft == unlimited or soft >= need:
+        yield Finding(OK, "open files", "unlimited" if soft == unlimited else str(soft))
+    else:
         able = f"ulimit -n {need}"
-        if _below(hard, need):
+        if hard != unlimited and hard < need:
             able = "ask the administrator for a higher limit (limits.conf)"
         yield Finding(WARN, "open files", f"{soft}, but {ranks} ranks may need {need}", able)
-    else:
-        yield Finding(OK, "open files", _number(soft))
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if largest != resource.RLIM_INFINITY:
+    if largest != unlimited:
         text = f"at most {size(largest)}; larger traces and checkpoints cannot be written"
         yield Finding(WARN, "file size", text, "ulimit -f unlimited")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if any(os.path.isdir(path) for path in FABRICS) and locked != resource.RLIM_INFINITY:
+    if any(os.path.isdir(path) for path in FABRICS) and locked != unlimited:
         text = f"at most {size(locked)}, but network interfaces and GPUs need locked memory"
         yield Finding(WARN, "locked memory", text, "ulimit -l unlimited (limits.conf, slurmd)")
-
-
-def _below(limit: int, need: int) -> bool:
-    return limit != resource.RLIM_INFINITY and limit < need
-
-
-def _number(limit: int) -> str:
-    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
 
 
 def size(count: float) -> str:

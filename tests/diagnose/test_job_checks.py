@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpc3d.diagnose.job_checks import spans
 from hpc3d.diagnose.meeting import numbers
+from hpc3d.runtime.host_map import spans
 
 
 @pytest.mark.parametrize("ranks", [[], [0], [3, 4, 5], [0, 2, 3, 9, 10, 11, 40]])

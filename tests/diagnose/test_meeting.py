@@ -19,7 +19,7 @@ def test_peers_are_symmetric_and_complete_on_few_ranks(size):
 
 def test_finding_names_each_pair_of_hosts_once():
     pairs = {(0, 2), (0, 3), (1, 2), (1, 3), (4, 5)}
-    found = finding(pairs, ["a", "a", "b", "b", "c", ""], 5)
+    found = finding(pairs, ["a", "a", "b", "b", "c", ""])
     assert re.fullmatch(
         elided("... 5 s between a and b (ranks 0-3); c and rank 5 (ranks 4-5)"), found.text
     )
