@@ -7,7 +7,8 @@ segments are skipped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,16 +52,12 @@ class NewestSegments:
         """Return the communication shares by axis, or None if no segment contains a step."""
         counts = count_segments(self.run)
         if counts != self.counts:
-            self.counts = counts
-            self.found = _axis_shares([*self._readable()])
+            self.counts, segments = counts, []
+            for rank, count in counts.items():
+                with suppress(ValueError):
+                    segments.append(read_segment(segment_path(self.run, rank, count - 1), rank))
+            self.found = _axis_shares(segments)
         return self.found
-
-    def _readable(self) -> Iterator[Segment]:
-        for rank, count in self.counts.items():
-            try:
-                yield read_segment(segment_path(self.run, rank, count - 1), rank)
-            except ValueError:
-                continue
 
 
 def _axis_shares(segments: Sequence[Segment]) -> AxisShares | None:

@@ -20,10 +20,10 @@ from hpc3d.analyze.metrics.columns import (
     combinations,
     event_values,
     hosts,
+    mean_rows,
     named,
     overlapped,
     own_time,
-    rows_of,
     slices,
     with_label,
 )
@@ -124,8 +124,6 @@ def copy_rows(trace: Trace) -> list[dict[str, Any]]:
     rows = np.flatnonzero(copies | waits)
     if not copies.any():
         return []
-    keys = "name", "phase"
-    kinds, kind = combinations([events[key][rows] for key in keys])
     seconds, copied = events["dur"][rows] * 1e-9, copies[rows]
     measures = {
         "copies": copied,
@@ -133,13 +131,9 @@ def copy_rows(trace: Trace) -> list[dict[str, Any]]:
         "seconds": seconds * copied,
         "exposed_s": seconds * ~overlapped(trace)[rows],
     }
-    means = {
-        key: np.bincount(kind, values, len(kinds)) / len(trace.steps)
-        for key, values in measures.items()
-    }
     return [
-        names | row | {"byte_per_s": ratio(row["bytes"], row["seconds"])}
-        for names, row in zip(named(trace, keys, kinds), rows_of(means))
+        row | {"byte_per_s": ratio(row["bytes"], row["seconds"])}
+        for row in mean_rows(trace, ("name", "phase"), rows, measures)
     ]
 
 

@@ -146,6 +146,26 @@ def rows_of(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     return [dict(zip(columns, row)) for row in zip(*lists)]
 
 
+def mean_rows(
+    trace: Trace, keys: Sequence[str], rows: np.ndarray, measures: Mapping[str, np.ndarray]
+) -> list[dict[str, Any]]:
+    """Group events by `keys`, and return one row per group with means per rank and step.
+
+    Parameters
+    ----------
+    rows
+        Rows of /events.
+    measures
+        Dict from column to one value per event in `rows`.
+    """
+    kinds, kind = combinations([event_values(trace, key, rows) for key in keys])
+    means = {
+        name: np.bincount(kind, values, len(kinds)) / len(trace.steps)
+        for name, values in measures.items()
+    }
+    return [names | row for names, row in zip(named(trace, keys, kinds), rows_of(means))]
+
+
 def combinations(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Find the distinct rows of a table that consists of integer columns.
 

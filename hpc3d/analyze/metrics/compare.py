@@ -110,22 +110,19 @@ def received_rows(times: Sequence[Sequence[dict[str, Any]]], timed: bool) -> lis
         Results of `time_rows`, one per run.
     """
     runs = [_received(time) for time in times]
-    first = runs[0]
     kinds = {kind: None for run in runs for kind, (received, _) in run.items() if received}
+    most = {kind: max(run[kind][0] for run in runs) for kind in kinds}
     rows = []
-    for axis, op in kinds:
+    for axis, op in sorted(kinds, key=lambda kind: (kind[0] != _ALL, -most[kind])):
         row: dict[str, Any] = {"axis": axis, "op": op}
+        first, _ = runs[0][axis, op]
         for number, run in enumerate(runs, 1):
             received, seconds = run[axis, op]
             row |= {f"bytes_{number}": received, f"seconds_{number}": seconds if timed else None}
             if number > 1:
-                more = received - first[axis, op][0]
-                row[f"difference_{number}"] = ratio(more, first[axis, op][0])
+                row[f"difference_{number}"] = ratio(received - first, first)
         rows.append(row)
-    numbers = range(1, len(runs) + 1)
-    return sorted(
-        rows, key=lambda row: (row["axis"] != _ALL, -max(row[f"bytes_{each}"] for each in numbers))
-    )
+    return rows
 
 
 def _received(time):

@@ -77,10 +77,8 @@ def _nic_traffic(calls, host_of, count):
     events, groups = calls.trace.events, calls.trace.groups
     row = calls.row[calls.inside]
     kinds, kind = combinations([events[key][row] for key in ("group", "op", "rank", "peer")])
-    amounts = np.transpose(
-        [np.bincount(kind, values, len(kinds)) for values in (events["bytes"][row],
-         block_bytes(events, row), np.ones(len(row)))]
-    )  # fmt: skip
+    columns = events["bytes"][row], block_bytes(events, row), np.ones(len(row))
+    amounts = np.transpose([np.bincount(kind, values, len(kinds)) for values in columns])
     ops = events.labels("op")
     called, received = np.zeros((2, count))
     for (group, op, rank, peer), (nbytes, block, times) in zip(kinds.tolist(), amounts):
@@ -88,8 +86,8 @@ def _nic_traffic(calls, host_of, count):
         here, there = host_of[rank], host_of[peer] if peer >= 0 else None
         message = ops.get(op) in MESSAGES
         inter_host = there != here if message else len(of_group) > 1
-        called[here] += times * inter_host
         if inter_host:
+            called[here] += times
             host = there if ops.get(op) == "reduce" else here
             share = _share(ops.get(op), here == there, of_group, here)
             received[host] += share * (block if ops.get(op) == "reduce" else nbytes)

@@ -120,21 +120,15 @@ def _compared(traces, abouts):
     if None not in configs:
         known = [flat(replace(each, model=with_epsilon(each.model))) for each in configs]
         for key in known[0]:
-            yield group_of(key), key, [_written(each[key]) for each in known]
+            values = [each[key] for each in known]
+            texts = ["absent" if value is None else literal(value) for value in values]
+            yield group_of(key), key, texts
     tokens = [int(trace.steps["tokens"].max(initial=0)) for trace in traces]
     yield WORK, "tokens a step", [f"{each:,}" for each in tokens]
     yield EXECUTION, "trace", [trace.attrs.get("kind") or "measured" for trace in traces]
     for key in _OF_MACHINE:
-        yield EXECUTION, key, [_about(each, key) for each in abouts]
-
-
-def _about(about, key):
-    return about.get(key, "unknown").replace(";", ",")  # ";" separates runs in lists
-
-
-def _written(value):
-    """Format a value as in an input file, or "absent" if it is `None`."""
-    return "absent" if value is None else literal(value)
+        # The comma replaces ";", which separates runs in lists.
+        yield EXECUTION, key, [each.get(key, "unknown").replace(";", ",") for each in abouts]
 
 
 def _whose(values, labels):

@@ -17,6 +17,7 @@ from hpc3d.analyze.metrics.columns import (
     cells,
     combinations,
     event_values,
+    mean_rows,
     named,
     overlapped,
     own_time,
@@ -40,29 +41,21 @@ def time_rows(trace: Trace) -> list[dict[str, Any]]:
     The last row contains the time that is not covered by any event.
     """
     inside = np.flatnonzero(cells(trace) >= 0)
-    kinds, kind = combinations([event_values(trace, key, inside) for key in _KEYS])
     measures = {
         "seconds": own_time(trace)[inside] * 1e-9,
         "calls": np.ones(len(inside)),
         "bytes": (trace.events["bytes"] * ~with_label(trace.events, "op", ["send"]))[inside],
         "flop": trace.events["flops"][inside],
     }
-    means = {
-        key: np.bincount(kind, values, len(kinds)) / len(trace.steps)
-        for key, values in measures.items()
-    }
-    rows = [names | row for names, row in zip(named(trace, _KEYS, kinds), rows_of(means))]
+    rows = mean_rows(trace, _KEYS, inside, measures)
     step = float(step_seconds(trace).mean())
     rest = dict.fromkeys(_KEYS, "") | dict.fromkeys(measures, 0.0) | {"category": "unrecorded"}
     rest["seconds"] = step - sum(row["seconds"] for row in rows)
-    return [
-        row
-        | {
-            "share": ratio(row["seconds"], step),
-            "flop_per_s": ratio(row["flop"], row["seconds"]),
-        }
-        for row in [*rows, rest]
-    ]
+    rows.append(rest)
+    for row in rows:
+        row["share"] = ratio(row["seconds"], step)
+        row["flop_per_s"] = ratio(row["flop"], row["seconds"])
+    return rows
 
 
 def between_rows(trace: Trace) -> list[dict[str, Any]]:
@@ -98,9 +91,9 @@ def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tokens/s is `None`, because it depends on the wall-clock time.
     """
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
-    low, lower, median, upper, high = np.percentile(
-        slowest_seconds(trace), (0, 25, 50, 75, 100)
-    ).tolist()
+    quantiles = {"min": 0, "25": 25, "median": 50, "75": 75, "max": 100}
+    seconds = np.percentile(slowest_seconds(trace), [*quantiles.values()]).tolist()
+    times = {f"step_s_{name}": each for name, each in zip(quantiles, seconds)}
     communication = [row for row in time if row["category"] in ("comm", "wait") or row["axis"]]
     calls = [row for row in communication if row["category"] == "comm"]
     return {
@@ -108,14 +101,12 @@ def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "steps": len(steps),
         "first": int(steps[0]),
         "last": int(steps[-1]),
-        "step_s_min": low,
-        "step_s_25": lower,
-        "step_s_median": median,
-        "step_s_75": upper,
-        "step_s_max": high,
+        **times,
         "forward_s": finite(np.median(means_of(step, trace.steps["forward_s"]))),
         "backward_s": finite(np.median(means_of(step, trace.steps["backward_s"]))),
-        "tokens_per_s": rate(trace, float(np.median(trace.steps["tokens"])), median),
+        "tokens_per_s": rate(
+            trace, float(np.median(trace.steps["tokens"])), times["step_s_median"]
+        ),
         "communication_share": ratio(
             sum(row["seconds"] for row in communication), sum(row["seconds"] for row in time)
         ),
@@ -198,10 +189,10 @@ def _peaks(rows):
     """Return the highest memory peak and the highest number of offloaded bytes on any rank."""
     ranks = [row for row in rows if row["rank"] is not None]
     peaks = {"peak_bytes": "all", "offloaded_bytes": "offloaded"}
-    most = {
-        name: max((row.get(key) or 0 for row in ranks), default=0) for name, key in peaks.items()
+    return {
+        name: max((row.get(key) or 0 for row in ranks), default=0) or None
+        for name, key in peaks.items()
     }
-    return {name: value or None for name, value in most.items()}
 
 
 def equal_curves(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -211,12 +202,8 @@ def equal_curves(rows: Sequence[dict[str, Any]]) -> list[str]:
     """
     found = []
     for row in rows[1:]:
-        difference = row["loss_difference"]
-        if (
-            difference is not None
-            and row["loss"] is not None
-            and difference <= _ROUNDING * abs(row["loss"])
-        ):
+        difference, loss = row["loss_difference"], row["loss"]
+        if None not in (difference, loss) and difference <= _ROUNDING * abs(loss):
             precision = "to the last bit" if difference == 0 else f"to {difference:.0e} nat"
             found.append(f"the losses of {row['run']} equal those of {rows[0]['run']} {precision}")
     return found

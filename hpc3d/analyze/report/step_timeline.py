@@ -90,8 +90,7 @@ def timeline(
     ranks = trace.events["rank"][rows]
     shown = _representatives(trace, calls, path, np.bincount(ranks), limit)
     rows = rows[np.isin(ranks, shown)]
-    names = {key: labels(trace, key) for key in ("op", "phase", "axis")}
-    names["name"] = dict(enumerate(trace.strings))
+    names = {key: labels(trace, key) for key in ("op", "phase", "axis", "name")}
     of_step, begin, end = _step_bounds(trace, step)
     extents = np.stack([begin, end], -1)[np.searchsorted(of_step, shown)] - begin.min()
     columns = _times(trace, calls, begin.min(), rows) | {"kind": _kinds(trace, rows)}

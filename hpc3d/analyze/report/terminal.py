@@ -20,11 +20,9 @@ _COMPARED = "step", "tokens/s", "communication", "memory", "loss"
 def lines(report: Report) -> list[str]:
     """Return the lines of the report: the summary of a single run, or a comparison of runs."""
     found = [*_several(report)] if len(report.runs) > 1 else [*_one(report.runs[0])]
-    return (
-        found
-        if len(found) <= _MAX_LINES
-        else [*found[: _MAX_LINES - 1], "see the report for more"]
-    )
+    if len(found) > _MAX_LINES:
+        found = [*found[: _MAX_LINES - 1], "see the report for more"]
+    return found
 
 
 def _one(run: RunAnalysis) -> Iterator[str]:
@@ -53,10 +51,8 @@ def _several(report: Report) -> Iterator[str]:
 def _warnings(run: RunAnalysis) -> Iterator[str]:
     if (cores := run.about.get("cores", "")).endswith(CORES_SHARED):
         yield f"cores: {cores}"
-    for title, found in (
-        ("missing in the trace", run.missing),
-        ("inconsistent trace", run.violations),
-    ):
+    problems = {"missing in the trace": run.missing, "inconsistent trace": run.violations}
+    for title, found in problems.items():
         if found:
             more = f", and {len(found) - 1} more" if len(found) > 1 else ""
             yield f"{title}: {found[0]}{more}"
