@@ -144,26 +144,16 @@ class StepPasses:
         The forward pass of a microbatch through a model chunk is in flight from its start to the
         end of the corresponding B or BW pass.
         """
-        return {
-            stage: max(accumulate(_changes(row), initial=self.before(stage, step)))
-            for stage, row in enumerate(self.measured(step))
-        }
-
-    def before(self, stage: int, step: int) -> int:
-        """Return the number of forward passes in flight on a stage at the start of a step."""
-        earlier = (self.table["stage"] == stage) & (self.table["step"] < step)
-        count = Counter(COMPUTE[op] for op in self.table["op"][earlier].tolist())
-        return count["F"] - count["B"] - count["BW"]
-
-
-def _changes(row):
-    """Return the changes in the number of forward passes in flight, in chronological order.
-
-    A change is +1 at the start of an F pass and -1 at the end of a B or BW pass.
-    """
-    enter = [(start, 1) for start, _, what in row if what.op == "F"]
-    leave = [(end, -1) for _, end, what in row if what.op in ("B", "BW")]
-    return [change for _, change in sorted(enter + leave)]
+        peaks = {}
+        for stage, row in enumerate(self.measured(step)):
+            earlier = (self.table["stage"] == stage) & (self.table["step"] < step)
+            count = Counter(COMPUTE[op] for op in self.table["op"][earlier].tolist())
+            before = count["F"] - count["B"] - count["BW"]
+            enter = [(start, 1) for start, _, what in row if what.op == "F"]
+            leave = [(end, -1) for _, end, what in row if what.op in BACKWARD]
+            changes = [change for _, change in sorted(enter + leave)]
+            peaks[stage] = max(accumulate(changes, initial=before))
+        return peaks
 
 
 def _events_of_passes(trace):

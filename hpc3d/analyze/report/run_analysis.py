@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.breakdown import (
-    breakdown,
-    copy_rows,
-    imbalance_rows,
-    memory_rows,
-    rank_rows,
-)
+from hpc3d.analyze.metrics import breakdown, expert_loads
 from hpc3d.analyze.metrics.collectives import bandwidth_rows, communication_matrix
 from hpc3d.analyze.metrics.columns import require_steps
 from hpc3d.analyze.metrics.compare import (
@@ -26,14 +20,6 @@ from hpc3d.analyze.metrics.compare import (
 )
 from hpc3d.analyze.metrics.critical_path import critical_path, path_rows
 from hpc3d.analyze.metrics.crossing import host_pair_rows, host_traffic_rows
-from hpc3d.analyze.metrics.expert_loads import (
-    ExpertLoads,
-    cost_row,
-    exchange_rows,
-    expert_rows,
-    loads_of,
-    router_rows,
-)
 from hpc3d.analyze.metrics.loads import differing, notes
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
@@ -105,7 +91,7 @@ class RunAnalysis:
     timeline: Timeline
     panels: list
     matrices: dict
-    loads: ExpertLoads | None
+    loads: expert_loads.ExpertLoads | None
     others: list = field(default_factory=list)
 
 
@@ -174,7 +160,7 @@ def analyze_run(
     wrong = violations(trace)  # computed before calls_of to reduce peak memory
     steady = Steady(trace)
     step, calls = median_step(steady) if step is None else step, calls_of(steady)
-    matrices, loads = _matrices(trace, calls), loads_of(trace)
+    matrices, loads = _matrices(trace, calls), expert_loads.loads_of(trace)
     stages, bubble, panels = pipeline_of_step(trace, step)
     tables = {
         **_of_all_steps(trace),
@@ -230,10 +216,10 @@ def _of_mean_step(steady, calls, peak, matrices, loads):
         "efficiency": [efficiency_row(steady, peak)],
         "prediction": prediction_rows(steady),
         "time": time,
-        "layers": breakdown(steady, ("layer", "phase", "category")),
-        "ranks": rank_rows(steady, calls),
-        "imbalance": imbalance_rows(steady),
-        "copies": copy_rows(steady),
+        "layers": breakdown.breakdown(steady, ("layer", "phase", "category")),
+        "ranks": breakdown.rank_rows(steady, calls),
+        "imbalance": breakdown.imbalance_rows(steady),
+        "copies": breakdown.copy_rows(steady),
         "traffic": _pairs(matrices),
         "crossing": host_traffic_rows(calls),
         "crossing_pairs": host_pair_rows(calls),
@@ -249,7 +235,7 @@ def _of_all_steps(trace):
         "evaluation": evaluation_rows(trace),
         "between": between_rows(trace),
         "memory": peak_rows(trace),
-        "memory_ranks": memory_rows(trace),
+        "memory_ranks": breakdown.memory_rows(trace),
     }
 
 
@@ -259,10 +245,10 @@ def _of_experts(steady, loads, calls):
         return {name: [] for name in ("expert_cost", "experts", "routers", "exchanges")}
     timed, averaged = one_time(steady), loads.of(steady.steps["step"])
     return {
-        "expert_cost": [cost_row(steady, averaged, calls if timed else None)],
-        "experts": expert_rows(averaged),
-        "routers": router_rows(loads),
-        "exchanges": exchange_rows(calls, timed),
+        "expert_cost": [expert_loads.cost_row(steady, averaged, calls if timed else None)],
+        "experts": expert_loads.expert_rows(averaged),
+        "routers": expert_loads.router_rows(loads),
+        "exchanges": expert_loads.exchange_rows(calls, timed),
     }
 
 
