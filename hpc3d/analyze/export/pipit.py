@@ -44,26 +44,20 @@ def write(events: Events, folder: Path) -> Path:
 
 
 def _sequence(events):
-    """Return the timestamp, entry flag and event index of each CSV row, in chronological order."""
-    streams = events.columns["stream"]
-    found = [
-        _of_stream(events.columns, rows.start + np.flatnonzero(streams[rows] == stream))
-        for rows in events.rows
-        for stream in np.unique(streams[rows])
-    ]
+    """Return the timestamp, entry flag and event index of each CSV row, in chronological order.
+
+    Equal timestamps of a stream are increased until all of its timestamps are distinct.
+    """
+    columns, streams, found = events.columns, events.columns["stream"], []
+    for rows in events.rows:
+        for stream in np.unique(streams[rows]):
+            own = rows.start + np.flatnonzero(streams[rows] == stream)
+            times, enters, index = visits(columns["start"][own], columns["end"][own])
+            count = np.arange(len(times))
+            found.append((np.maximum.accumulate(times - count) + count, enters, own[index]))
     times, enters, rows = (np.concatenate(columns) for columns in zip(*found))
     order = np.argsort(times, kind="stable")
     return times[order], enters[order], rows[order]
-
-
-def _of_stream(columns, own):
-    """Return the timestamp, entry flag and event index of each CSV row of one stream.
-
-    Equal timestamps are increased until all timestamps are distinct.
-    """
-    times, enters, index = visits(columns["start"][own], columns["end"][own])
-    count = np.arange(len(times))
-    return np.maximum.accumulate(times - count) + count, enters, own[index]
 
 
 def visits(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

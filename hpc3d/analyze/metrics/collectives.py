@@ -82,17 +82,13 @@ def bandwidth_rows(calls: CallInstances) -> list[dict[str, Any]]:
         "seconds": (low + high) * 0.5e-9,
         "later": np.bincount(kind, later, len(kinds)) / count,
     }
-    pairs = zip(named(calls.trace, ("axis", "op"), kinds), rows_of(columns))
-    rows = [names | row for names, row in pairs]
-    return [row | _rates(row) for row in rows]
-
-
-def _rates(row):
-    """Return algbw and busbw of a row in bytes per second, or None if they are unknown."""
-    if row["size"] <= 0 or row["seconds"] <= 0:
-        return {"algbw": None, "busbw": None}
-    algbw = row["size"] / row["seconds"]
-    return {"algbw": algbw, "busbw": algbw * received_share(row["op"], row["members"])}
+    rows = []
+    for names, row in zip(named(calls.trace, ("axis", "op"), kinds), rows_of(columns)):
+        known = row["size"] > 0 and row["seconds"] > 0
+        algbw = row["size"] / row["seconds"] if known else None
+        busbw = algbw * received_share(names["op"], row["members"]) if known else None
+        rows.append(names | row | {"algbw": algbw, "busbw": busbw})
+    return rows
 
 
 def _instances_in_steps(calls):
