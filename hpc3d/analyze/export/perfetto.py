@@ -31,7 +31,7 @@ def write(events: Events, folder: Path) -> Path:
 
 
 def write_records(path: Path, head: dict[str, Any], lines: Iterable[dict[str, Any]]) -> None:
-    """Write a JSON object with the keys of `head` and the list "traceEvents", a line per event."""
+    """Write a JSON object with the items of `head` and the list "traceEvents", one per line."""
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
         for number, line in enumerate(lines):

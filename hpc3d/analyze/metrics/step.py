@@ -91,9 +91,9 @@ def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tokens/s is `None`, because it depends on the wall-clock time.
     """
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
-    quantiles = {"min": 0, "25": 25, "median": 50, "75": 75, "max": 100}
-    seconds = np.percentile(slowest_seconds(trace), [*quantiles.values()]).tolist()
-    times = {f"step_s_{name}": each for name, each in zip(quantiles, seconds)}
+    quantiles = np.percentile(slowest_seconds(trace), (0, 25, 50, 75, 100)).tolist()
+    names = "step_s_min", "step_s_25", "step_s_median", "step_s_75", "step_s_max"
+    tokens = float(np.median(trace.steps["tokens"]))
     communication = [row for row in time if row["category"] in ("comm", "wait") or row["axis"]]
     calls = [row for row in communication if row["category"] == "comm"]
     return {
@@ -101,12 +101,10 @@ def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "steps": len(steps),
         "first": int(steps[0]),
         "last": int(steps[-1]),
-        **times,
+        **dict(zip(names, quantiles)),
         "forward_s": finite(np.median(means_of(step, trace.steps["forward_s"]))),
         "backward_s": finite(np.median(means_of(step, trace.steps["backward_s"]))),
-        "tokens_per_s": rate(
-            trace, float(np.median(trace.steps["tokens"])), times["step_s_median"]
-        ),
+        "tokens_per_s": rate(trace, tokens, quantiles[2]),
         "communication_share": ratio(
             sum(row["seconds"] for row in communication), sum(row["seconds"] for row in time)
         ),

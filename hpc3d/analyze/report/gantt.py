@@ -132,7 +132,7 @@ def name_of(kind: str) -> str:
 
 
 def is_thin(kind: str) -> bool:
-    """Return whether spans of this kind run concurrently with passes, and so have thin bars."""
+    """Return whether a kind of span has thin bars, because it runs concurrently with passes."""
     return _split_kind(kind)[1] in ("message", "reduce")
 
 

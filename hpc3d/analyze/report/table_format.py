@@ -122,12 +122,12 @@ def prefixed(value: float) -> str:
 
 
 def columns(write: Callable, **headings: str) -> tuple[ColumnSpec, ...]:
-    """Return columns that are formatted by `write`, as keyword arguments KEY="HEADING"."""
+    """Return one column per keyword argument KEY="HEADING", all formatted by `write`."""
     return tuple(ColumnSpec(key, heading, write) for key, heading in headings.items())
 
 
 def times(*names: str) -> tuple[ColumnSpec, ...]:
-    """Return columns of times. The times "wait" have the key wait_s and the heading wait [ms]."""
+    """Return columns of times in ms. The name wait means key "wait_s" and heading "wait [ms]"."""
     return columns(milliseconds, **{f"{name}_s": f"{name} [ms]" for name in names})
 
 
