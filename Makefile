@@ -10,7 +10,8 @@
 # make entrances   run setup and training in fresh clones, with Debian's MPIs and without an MPI
 # make test-hosts  train on several hosts, emulated on this machine (root, iproute2)
 # make gpu-check   verify and measure the GPU of this machine; PYTHON has CuPy (docs/gpu-verification.md)
-# make lint        check style and spelling with ruff and codespell, and types with mypy (setup.cfg)
+# make lint        check style, spelling, types and imports with ruff, codespell, mypy and
+#                  import-linter (setup.cfg)
 # make docs        build the documentation as HTML in build/docs
 # make report      write tables and figures of RUN (default: the newest run in results/)
 # make bench       measure the overhead of hpc3d itself
@@ -121,6 +122,7 @@ lint: .venv/lint.stamp
 	ruff format --check
 	codespell
 	mypy
+	lint-imports --no-logo
 
 docs: .venv/docs.stamp
 	sphinx-build -q -W --keep-going -b html docs build/docs
@@ -133,7 +135,7 @@ bench: .venv/test.stamp
 	python -m hpc3d.bench overhead step trace
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find hpc3d tests -name __pycache__ -type d -exec rm -rf {} +
 
 .venv/setup.stamp: setup.cfg pyproject.toml constraints.txt

@@ -1,21 +1,21 @@
 """Draw the figures of docs/architecture.md: python docs/figures/code_structure.py
 
-The floors are read from tests/test_floors.py, which enforces them.
+The layers are read from setup.cfg, where import-linter finds them, too.
 """
 
-import sys
+from configparser import ConfigParser
 from pathlib import Path
 
 from parallel_training import INK, SHADES, arrow, box, canvas, write
 
-sys.path.append(str(Path(__file__).parents[2]))
-from tests.test_floors import FLOORS
-
 
 def floors():
-    """The folders of hpc3d by floor; a module imports from its own folder or a lower floor."""
+    """The folders of hpc3d by layer; a module imports from its own folder or a lower layer."""
+    setup = ConfigParser()
+    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    layers = setup["importlinter:contract:layers"]["layers"].split("\n")[3:]
     figure, axes = canvas(7.5, 5.6, 100, 98)
-    names = [["commands: hpc3d/*.py"], *map(sorted, reversed(FLOORS))]
+    names = [["commands: hpc3d/*.py"], *(sorted(layer.split(" | ")) for layer in layers)]
     for number, folders in enumerate(names):
         y, width = 6 * number, 84 / len(folders)
         for column, name in enumerate(folders):
