@@ -52,8 +52,7 @@ class StepPrediction(dict[str, Any]):
 
     @property
     def received(self) -> pd.DataFrame:
-        """Communication per step of a rank in stage 0: calls and received bytes, one row per
-        mesh axis and operation."""
+        """Communication of a rank in stage 0: calls and bytes per step, by axis and operation."""
         return _frame(
             [
                 {"axis": axis, "op": op, **each}
