@@ -1,8 +1,8 @@
-"""Python functions for the commands train, simulate and plan. The functions return objects.
+"""Python counterparts of the commands `train`, `simulate` and `plan`, for notebooks and scripts.
 
-Each function raises ValueError with the lines that the command would print.  `options` maps keys
-of the input file to values, for example {"train.steps": 3, "mesh.x": 2}.  `source` is the path of
-an input file, or the name of an input shipped with hpc3d.
+For invalid input, each function raises a ValueError that contains the error lines of the command.
+`options` maps input keys to values, for example {"train.steps": 3, "mesh.x": 2}, and overrides the
+input file.  `source` is the path of an input file, or the name of an input shipped with hpc3d.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def open_run(path: Path | str) -> OpenedRun:
     Parameters
     ----------
     path
-        Folder of a run, such as results/NAME-STAMP, or a trace.h5.
+        Run folder, such as results/NAME-STAMP, or the path of a trace.h5 file.
 
     Returns
     -------
@@ -71,7 +71,7 @@ def run_training(
     out
         Parent folder of the new run folder.
     resume
-        Run, or path of a run folder. Training continues from its last checkpoint, in any layout.
+        Run or run folder to resume from its last checkpoint. The layout may differ.
 
     Returns
     -------
@@ -83,7 +83,7 @@ def run_training(
     ValueError
         If `train` rejects the input.
     RuntimeError
-        If a rank or a check fails.  The message contains the output and the exit code (README.md).
+        If a rank or a run-time check fails.  The message contains the output and the exit code.
     """
     from hpc3d.library.launched_run import launched
 
@@ -106,11 +106,11 @@ def predict_step(
     source
         Input file, or the name of an input that comes with hpc3d (None: the default model).
     options
-        Values of keys of the input, such as {"train.steps": 3, "mesh.x": 2}.
+        Values that override input keys, such as {"train.steps": 3, "mesh.x": 2}.
     ranks
         Number of ranks (None: the product of the sizes in [mesh]).
     machine
-        Machine file, or a name in inputs/machines.
+        Machine file, or the name of a machine in inputs/machines.
 
     Returns
     -------
@@ -120,7 +120,7 @@ def predict_step(
     Raises
     ------
     ValueError
-        If the input is invalid, or the machine does not exist.
+        If the input is invalid, or the machine file does not exist.
     """
     from hpc3d.library.step_prediction import StepPrediction
     from hpc3d.predict.predicted_step import predicted_step
@@ -152,7 +152,7 @@ def find_layouts(
     Returns
     -------
     FoundLayouts
-        The layouts, fastest first, with a memory-saving technique if none fits without one.
+        The layouts, fastest first. They use a memory-saving technique if none fits without one.
 
     Raises
     ------
@@ -166,7 +166,8 @@ def find_layouts(
     for name, value in {"ranks": ranks, "top": top}.items():
         if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name} = {value!r}: must be a positive integer")
-    more = max(top, _TOP)  # so that a small `top` does not affect the ranking
+    # rank at least _TOP layouts, so that a small `top` does not change the ranking
+    more = max(top, _TOP)
     found = plan_layouts(source, _words(options), ranks, load(machine), memory, more)
     return FoundLayouts(*found, top)
 
@@ -215,12 +216,12 @@ def simulate_schedule(
 
 
 def _words(options: _Options | None) -> list[str]:
-    """Convert options to command-line arguments `--section.key VALUE`, with TOML values."""
+    """Convert options to arguments `--section.key VALUE`, with each VALUE in TOML syntax."""
     return [word for key, value in (options or {}).items() for word in (f"--{key}", _text(value))]
 
 
 def _text(value: Any) -> str:
-    """Format a value as TOML; unknown types become strings."""
+    """Format a value as TOML; values of unsupported types become strings."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return str(int(value))  # also converts NumPy integers
     known = isinstance(value, bool | float | list | tuple | dict)

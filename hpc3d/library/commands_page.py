@@ -13,17 +13,18 @@ _HEAD = """\
 
 This reference lists every command of hpc3d with its usage and its options.
 
-`hpc3d COMMAND`, `python -m hpc3d COMMAND` and `python -m hpc3d.COMMAND` are equivalent. If a usage
-contains `--section.key value`, every key of an input file is also an option
-([configuration.md](configuration.md)). Names of inputs and machines work without a path, such as
-`gpt-3d-64` and `h100`. The [README](../README.md#exit-codes) lists the exit codes.
+`hpc3d COMMAND`, `python -m hpc3d COMMAND` and `python -m hpc3d.COMMAND` are equivalent. If the
+usage line of a command contains `--section.key value`, every key of an input file is also an
+option ([configuration.md](configuration.md)). Inputs and machines shipped with hpc3d can be
+specified by name, such as `gpt-3d-64` and `h100`. The [README](../README.md#exit-codes) lists the
+exit codes.
 
 The command `python -m hpc3d.library.commands_page > docs/commands.md` writes this page from the
 parsers, and a test compares the two.
 """
 
 # Maps each command to its module and the name of the function that returns its argparse parser.
-# If the name is "", the module has no parser, and its docstring is the help text.
+# If the function name is "", the module has no parser, and its docstring serves as help text.
 _PARSERS = {
     "init": ("init", "parser"),
     "train": ("train", ""),
@@ -45,7 +46,7 @@ _PARSERS = {
 
 
 def page() -> str:
-    """Return the Markdown text of the page."""
+    """Return the text of docs/commands.md."""
     parts = [_HEAD]
     for command, (name, function) in _PARSERS.items():
         module = import_module(f"hpc3d.{name}")
@@ -70,7 +71,7 @@ def _sections(command: str, parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _usage(program: str, given: Sequence[argparse.Action]) -> str:
-    """Return the usage line, with required options before positional arguments."""
+    """Return the usage line of a program; required options precede positional arguments."""
     needed = [
         _spelled(each, short=True) for each in given if each.option_strings and each.required
     ]
@@ -105,7 +106,7 @@ def _sentence(text: str | None) -> str:
 
 
 def _fenced(text: str) -> str:
-    """Return a block of verbatim text; long lines are wrapped."""
+    """Return `text` as a fenced Markdown code block, with lines wrapped at 99 characters."""
     lines = [fill(line, 99) if len(line) > 99 else line for line in text.split("\n")]
     return "\n".join(["```text", *lines, "```"])
 

@@ -1,6 +1,6 @@
-"""Shell completion of `hpc3d`: `hpc3d --completion bash`.
+"""Shell completion for `hpc3d`, printed by `hpc3d --completion SHELL`.
 
-The script is generated from the commands, their help and the keys of an input file.
+The completion script is generated from the commands, their help texts and the input keys.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _fish(options: dict[str, list[str]]) -> str:
 
 
 def _options(command: str) -> list[str]:
-    """Return the options in a command's help, and the input keys if the command accepts them."""
+    """Return the options in a command's help, plus all input keys if the command accepts them."""
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said), suppress(SystemExit):
         import_module(f"hpc3d.{command}").main(["--help"])

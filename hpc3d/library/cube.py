@@ -1,4 +1,4 @@
-"""Sharded matrix products in a notebook, with threads as ranks."""
+"""Sharded matrix products for notebooks, computed by one thread per rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Received(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """Result of a rank: its blocks, and its communication.
+    """Mesh, computed blocks and communication of one rank.
 
     `moved` maps (axis, operation) to (calls, received bytes).
     """
@@ -104,19 +104,19 @@ class Cube:
         return prod(self.sizes.values())
 
     def shard(self, whole: np.ndarray, layout: Layout) -> list[np.ndarray]:
-        """Return the block of each rank, in rank order with z varying fastest.
+        """Split a matrix into the blocks of all ranks.
 
         Parameters
         ----------
         whole
             Full matrix.
         layout
-            One of `layouts()`.
+            Layout of the matrix, such as `layouts()["w"]`.
 
         Returns
         -------
         list of ndarray
-            The blocks.
+            One block per rank, in rank order: z varies fastest.
 
         Raises
         ------
@@ -129,12 +129,12 @@ class Cube:
         ]
 
     def layouts(self, scheme: str | Split = "3d") -> dict[str, Layout]:
-        """Return the layouts of X, W and Y in a scheme.
+        """Return the layouts of the matrices in Y = X W under a sharding scheme.
 
         Parameters
         ----------
         scheme
-            Name in `hpc3d.SCHEMES`, or a split.
+            Name in `hpc3d.SCHEMES`, or a `Split`.
 
         Returns
         -------
@@ -154,7 +154,7 @@ class Cube:
         w
             Matrix [k, n] of the same type.
         scheme
-            Name in `hpc3d.SCHEMES`, or a split.
+            Name of a sharding scheme in `hpc3d.SCHEMES`, or a `Split`.
 
         Returns
         -------
@@ -164,7 +164,8 @@ class Cube:
         Raises
         ------
         ValueError
-            If a dimension cannot be split evenly, or the scheme does not use an axis of the cube.
+            If a dimension is not divisible by the number of its blocks, or the scheme shards no
+            matrix along an axis with more than one rank.
         """
         return self._run(scheme, x, w)[0]
 
@@ -180,7 +181,7 @@ class Cube:
         dy
             Gradient with respect to the product, [m, n].
         scheme
-            Name in `hpc3d.SCHEMES`, or a split.
+            Name of a sharding scheme in `hpc3d.SCHEMES`, or a `Split`.
 
         Returns
         -------
@@ -192,7 +193,8 @@ class Cube:
         Raises
         ------
         ValueError
-            If a dimension cannot be split evenly, or the scheme does not use an axis of the cube.
+            If a dimension is not divisible by the number of its blocks, or the scheme shards no
+            matrix along an axis with more than one rank.
         """
         return self._run(scheme, x, w, dy)
 
@@ -215,7 +217,6 @@ class Cube:
 
 
 def _split(scheme: str | Split) -> Split:
-    """Convert the name of a scheme to its Split; a Split is returned unchanged."""
     if not isinstance(scheme, str):
         return scheme
     if scheme not in SCHEMES:

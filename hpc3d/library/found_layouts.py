@@ -1,4 +1,4 @@
-"""Planned layouts, for use in a notebook."""
+"""Layouts found by the planner, for use in a notebook."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class FoundLayouts(list[dict[str, Any]]):
     Attributes
     ----------
     technique : str or None
-        Memory-saving setting of all layouts, such as "train.optimizer=adafactor", if no layout
-        fits in memory without it.
+        Memory-saving setting of all layouts, such as "train.optimizer=adafactor", or None if
+        layouts without such a setting fit in memory.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class FoundLayouts(list[dict[str, Any]]):
         -------
         pandas.DataFrame
             One row per `reason`, with the `count` of layouts, and the columns of `frame` for the
-            fastest layout that fits in memory (or else for the smallest layout).
+            fastest layout that fits in memory. If none of them fits, the columns describe the
+            layout with the lowest peak memory.
         """
         losers = self._planned.ranking.losers(self._rows[0])
         return _frame(
@@ -83,7 +84,7 @@ class FoundLayouts(list[dict[str, Any]]):
         return self._rows[place].config
 
     def write(self, path: Path | str, place: int = 0) -> Path:
-        """Write an input file that selects a layout.
+        """Write an input file with the settings of a layout.
 
         Parameters
         ----------

@@ -16,7 +16,7 @@ from hpc3d.console.exit_codes import BAD_INPUT, STOPPED
 from hpc3d.console.sanitize import Problems
 from hpc3d.training.run_folder import FOLDER_FILE
 
-_MOST_SAID = 2000  # maximum characters of launcher output in an error message
+_MOST_SAID = 2000  # maximum number of characters of launcher output in an error message
 _LEAVE = 10  # grace period in s for the ranks to exit after a signal
 # Same settings as in the Makefile: allow oversubscription, and allow root to run mpirun.
 _SETTINGS = {
@@ -53,7 +53,7 @@ def launched(ranks: int, words: list[str]) -> Path:
 def _launcher(ranks: int) -> list[str]:
     """Return the command that launches `ranks` ranks, or an empty list for one rank.
 
-    An mpirun on PATH, such as a cluster's, takes precedence over the mpirun next to this Python.
+    An mpirun on PATH takes precedence over one in the directory of this Python interpreter.
     """
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks = {ranks!r}: must be a positive integer")
@@ -69,7 +69,7 @@ def _launcher(ranks: int) -> list[str]:
 
 
 def _ended(command: list[str], settings: dict[str, str]) -> tuple[int, str]:
-    """Run a command with additional environment variables, and terminate it on an interrupt.
+    """Run a command with additional environment variables; terminate it if interrupted.
 
     Returns the exit code and the text of standard error.
     """

@@ -1,4 +1,4 @@
-"""Simulated pipeline schedule, for use in a notebook."""
+"""Timeline of a simulated pipeline schedule, for use in a notebook."""
 
 from __future__ import annotations
 

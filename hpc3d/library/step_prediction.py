@@ -21,8 +21,8 @@ class StepPrediction(dict[str, Any]):
     """Predicted step: a dict with the values of `python -m hpc3d.simulate --json`.
 
     The keys are: `step_time_s` [s]; `tokens_per_s`; `bubble`, the fraction of the step time that
-    the busiest stage waits for messages; `communication`, the fraction of the step time that this
-    stage waits for other communication; `flop`, summed over all ranks; `mfu` and `hfu`
+    the busiest stage spends waiting for messages; `communication`, the fraction that this stage
+    spends waiting for other communication; `flop`, summed over all ranks; `mfu` and `hfu`
     (arXiv:2205.05198), as fractions of the machine's peak; `memory` [B], a dict with the peaks of
     all `stages`, the peak of the `worst` stage, the `total`, and `fits`, which is true if the
     model fits in memory; and `bytes`, the calls and received bytes of a rank in stage 0 by axis
@@ -46,13 +46,16 @@ class StepPrediction(dict[str, Any]):
     def memory(self) -> pd.DataFrame:
         """Peak memory per rank in B: one row per stage, one column per kind of memory.
 
-        The column `all` is the peak of the total.
+        The column `all` contains the peak of the total over all kinds.
         """
         return _frame([{"stage": n, **row} for n, row in enumerate(self["memory"]["stages"])])
 
     @property
     def received(self) -> pd.DataFrame:
-        """Communication of a rank in stage 0: calls and bytes per step, by axis and operation."""
+        """Communication per step of a rank in stage 0, with one row per mesh axis and operation.
+
+        The columns are the number of calls and the received bytes.
+        """
         return _frame(
             [
                 {"axis": axis, "op": op, **each}
@@ -67,7 +70,7 @@ class StepPrediction(dict[str, Any]):
         Parameters
         ----------
         folder
-            A new folder.
+            Path of the run folder to create.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""Traces of measured or simulated runs: time and bytes of every event, in one HDF5 schema."""
+"""HDF5 traces of measured and simulated runs, with the time and bytes of every event."""
 
 
 def __getattr__(name):

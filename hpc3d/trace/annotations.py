@@ -33,7 +33,7 @@ Measured = Mapping[tuple[str, str], Calibration]  # keys: (operation, mesh axis)
 
 
 def write_calibration(path: Path | str, measured: Measured) -> None:
-    """Write calibrations, keyed by (op, axis), to a trace file. Existing entries are replaced.
+    """Write calibrations to a trace file, replacing existing entries with the same (op, axis).
 
     A modified copy replaces the file atomically, so readers see either the old or the new file.
     """
@@ -47,7 +47,7 @@ def write_calibration(path: Path | str, measured: Measured) -> None:
 
 
 def write_prediction(path: Path | str, rows: Mapping[str, Any]) -> None:
-    """Write a prediction to a trace file, where it replaces any earlier prediction.
+    """Write a prediction to a trace file, replacing any earlier prediction.
 
     A modified copy replaces the file atomically, so readers see either the old or the new file.
     """
@@ -57,7 +57,6 @@ def write_prediction(path: Path | str, rows: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _changing(path):
-    """Check that a file is a trace, and open a copy of the file for modification."""
     Trace(path).close()
     with changing(Path(path)) as file:
         yield file
@@ -78,7 +77,6 @@ def add_supplements(
 
 
 def _whole(columns, rows):
-    """Return `rows`; raise ValueError if a column is missing or if column lengths differ."""
     lacking = [column.name for column in columns if column.name not in rows]
     if lacking:
         raise ValueError(f"missing columns: {', '.join(lacking)}")

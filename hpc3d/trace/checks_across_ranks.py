@@ -1,4 +1,4 @@
-"""Consistency checks of a trace across ranks: collective calls, and matching sends and receives.
+"""Consistency checks of a trace across ranks, for collective calls and point-to-point messages.
 
 Rows are matched by sequence number (`seq`), not by time.  Incomplete traces are not checked for
 missing rows.  Times are not compared between ranks whose clocks were not synchronized.
@@ -27,7 +27,7 @@ Violation = tuple[str, str, np.ndarray]
 
 
 def collectives(trace: Trace) -> list[Violation]:
-    """Check that all members of a group make the same calls and that no call ends too early."""
+    """Check that group members make the same calls, and no call ends before all have posted it."""
     calls = GroupCalls(trace)
     wrong = {
         "the rank is not in the group of the call": calls.member < 0,
@@ -67,7 +67,7 @@ def messages(trace: Trace) -> Iterator[Violation]:
 
 
 def _calls(trace, ops):
-    """Return the row indices of events that record waits for calls of the given operations."""
+    """Return the /events row indices of communication calls whose operation is in `ops`."""
     comm = labeled(trace.events, "category", "comm")
     return np.flatnonzero(comm & labeled(trace.events, "op", *ops))
 
@@ -85,7 +85,7 @@ def _times(trace, rows):
 
 
 def _comparable(trace, rows):
-    """Return True for each row of a rank whose clock was synchronized with rank 0's clock."""
+    """Return a mask of the rows of ranks whose clock was synchronized with rank 0's clock."""
     if trace.attrs.get("kind") == "simulated":
         return np.ones(len(rows), bool)
     host = trace.ranks["host_id"]
@@ -116,12 +116,12 @@ class GroupCalls:
         self.member = self._index_in_group(self.columns["rank"])
 
     def changes(self, name: str) -> np.ndarray:
-        """Return True for each row whose value differs from the value in the previous row."""
+        """Return a mask of the rows that differ from the previous row in column `name`."""
         values = self.columns[name]
         return np.append(np.ones(len(values[:1]), bool), values[1:] != values[:-1])
 
     def _index_in_group(self, ranks: np.ndarray) -> np.ndarray:
-        """Return the index of each rank in the group of its row, or -1 if it is not a member."""
+        """Return the index of each of `ranks` in the group of its row, or -1 for non-members."""
         members = [np.array(group.members, int) for group in self.trace.groups]
         keys = (group * self.world + ranks for group, ranks in enumerate(members))
         known = np.concatenate([*keys, [-1]])
@@ -135,24 +135,24 @@ class GroupCalls:
         return labeled(self.trace.events, "op", *ops)[self.rows]
 
     def repeated(self) -> np.ndarray:
-        """Return True for each row that repeats an earlier call of the same rank."""
+        """Return a mask of the rows that repeat an earlier call of the same rank."""
         return ~(self.changes("group") | self.changes("seq") | self.changes("rank"))
 
     def partial(self) -> np.ndarray:
-        """Return True for each row of a call that some members of its group did not make."""
+        """Return a mask of the rows whose call was not made by all members of its group."""
         return np.bincount(self.call)[self.call] < self.size
 
     def unlike(self, name: str) -> np.ndarray:
-        """Return True for each row whose value differs from the first row of the same call."""
+        """Return a mask of the rows that differ from their call's first row in column `name`."""
         values = self.columns[name]
         return values != values[self.first][self.call]
 
     def _highest(self, values: np.ndarray) -> np.ndarray:
-        """Return, for each row, the maximum of `values` over all rows of the same call."""
+        """For each row, return the maximum of `values` over all rows of the same call."""
         return np.maximum.reduceat(values, self.first)[self.call] if len(values) else values
 
     def early(self) -> np.ndarray:
-        """Return True for each row that ends before all members of its group have posted the call.
+        """Return a mask of the rows that end before all members of the group have posted the call.
 
         Only exchanges are checked: collectives that must wait for all members.
         """
@@ -162,7 +162,7 @@ class GroupCalls:
         return self.of(*EXCHANGES) & (self.columns["bytes"] > 0) & known & (ended < last)
 
     def miscounted(self) -> np.ndarray:
-        """Return True for each row whose received bytes do not match its input block size."""
+        """Return a mask of the rows whose received bytes do not match the input block size."""
         item = item_sizes(self.trace.events.labels("dtype"))[self.columns["dtype"]]
         block = self.columns["count"] * item
         root = self._index_in_group(self.columns["peer"])

@@ -1,6 +1,7 @@
 """Consistency checks of a trace, one rank at a time.
 
-The events of a stream must not overlap, and each event must lie within its parent and its step.
+Events of a stream must not overlap unless they are nested, and each event must lie within its
+parent and its step.
 Invariants that involve several ranks are checked in hpc3d.trace.checks_across_ranks.
 """
 
@@ -42,9 +43,9 @@ def violations(trace: Trace) -> list[str]:
 
 
 def _damages(trace):
-    """Yield a line for each table or column that is unreadable or has values below its minimum.
+    """Yield a line for each table or column that is unreadable or has values below the minimum.
 
-    The other checks cannot handle such data.
+    Such data would break the other checks, which are then skipped.
     """
     for name in (*_REFERENCES, *_TABLES, *_PATHS, "prediction"):
         try:
@@ -120,7 +121,7 @@ def _interval(events):
 
 
 def inside(trace: Trace) -> Iterator[Violation]:
-    """Check that each event lies within its step, and that no stream is busy longer than the step.
+    """Check that events lie within their steps, and that no stream is busy longer than a step.
 
     Communication streams are exempt, because a call on a device may outlast its step.
     """
@@ -142,7 +143,7 @@ def inside(trace: Trace) -> Iterator[Violation]:
 
 
 def _cells(trace):
-    """Return the row index in /steps of the step of each event, or -1 for events outside steps."""
+    """For each event, return the index of its row in /steps, or -1 if it is outside any step."""
     events, steps = (
         (table["rank"].astype("i8") << 32) + table["step"] for table in (trace.events, trace.steps)
     )
@@ -152,7 +153,7 @@ def _cells(trace):
 
 
 def _steps(trace: Trace) -> Iterator[Violation]:
-    """Check that steps of a rank do not overlap. In a complete trace, all ranks have each step."""
+    """Check that a rank's steps do not overlap and, in a complete trace, exist on all ranks."""
     rank, number = trace.steps["rank"], trace.steps["step"]
     start, end = trace.steps["t_start"], trace.steps["t_end"]
     yield "steps", "the step ends before it begins", np.flatnonzero(end < start)
@@ -172,7 +173,7 @@ def memory(trace: Trace) -> Iterator[Violation]:
 
 
 def _evaluations(trace: Trace) -> Iterator[Violation]:
-    """Check that the step numbers of evaluations increase, and that their events have step -1."""
+    """Check that evaluations have increasing step numbers and that their events have step -1."""
     steps = trace.evaluation["step"]
     early = 1 + np.flatnonzero(np.diff(steps) <= 0)
     yield "evaluation", "the step is not greater than in the previous row", early

@@ -95,7 +95,7 @@ def parent(index: int) -> int:
 
 
 def children(index: int, nodes: int) -> Iterator[int]:
-    """Yield the children of a node in the synchronization tree, in the order of their queries."""
+    """Yield the children of a node in the tree, in the order in which they query the node."""
     bit = 1 << index.bit_length()
     while index + bit < nodes:
         yield index + bit
@@ -106,8 +106,8 @@ class Model(NamedTuple):
     """Piecewise-linear clock model: rank 0's time = t + offset + drift (t - t0).
 
     The segment with the largest t0 <= t applies; earlier times use the first segment. `residual`
-    is the 99th percentile, over all samples, of the amount in ns by which the deviation from the
-    model exceeds half the round-trip time.
+    is the 99th percentile over the samples of max(0, |deviation from the model| - rtt / 2), in ns,
+    where rtt is the round-trip time.
     """
 
     t0: np.ndarray
@@ -116,7 +116,7 @@ class Model(NamedTuple):
     residual: float
 
     def to_global(self, t: np.ndarray) -> np.ndarray:
-        """Convert local times, int64 [n], to rank 0's clock."""
+        """Convert local times in ns, int64 [n], to times on rank 0's clock."""
         piece = np.maximum(np.searchsorted(self.t0, t, "right") - 1, 0)
         ahead = self.offset[piece] + self.drift[piece] * (t - self.t0[piece])
         return t + np.rint(ahead).astype(np.int64)
@@ -137,10 +137,10 @@ def as_rows(samples: ArrayLike) -> np.ndarray:
 
 
 def knot(samples: np.ndarray) -> tuple[float, float, float]:
-    """Return one synchronization's local time, offset, and width of the offset interval, in ns.
+    """Return the local time, the clock offset and its uncertainty for one synchronization, in ns.
 
-    If the intervals of its exchanges do not intersect, because a clock was adjusted, the exchange
-    with the shortest round trip is used.
+    The uncertainty is the width of the intersection of all offset intervals.  If they do not
+    intersect, because a clock was adjusted, the exchange with the shortest round trip is used.
     """
     half = samples["rtt_ns"] / 2
     low, high = (samples["offset_ns"] - half).max(), (samples["offset_ns"] + half).min()
@@ -151,9 +151,9 @@ def knot(samples: np.ndarray) -> tuple[float, float, float]:
 
 
 def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
-    """Fit a clock model to the samples of all synchronizations; return IDENTITY without samples.
+    """Fit a clock model to the samples of all synchronizations.
 
-    `above` is the model of the peer's clock.
+    `above` is the model of the peer's clock.  Returns IDENTITY if there are no samples.
     """
     samples = as_rows(samples)
     if not len(samples):
@@ -171,9 +171,10 @@ def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
 def _telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
     """Return the clock model that interpolates a greedily selected subset of the knots.
 
-    The selection starts with the knot that has the narrowest interval. As long as the model misses
-    the intervals of some knots, the one with the narrowest interval among them is added. The other
-    knots were measured on a busy machine and have wide intervals, so they would only add error.
+    The selection starts with the knot that has the narrowest interval. While the model misses
+    the intervals of some knots, the missed knot with the narrowest interval is added. The
+    remaining knots were measured on a busy machine and have wide intervals, so they would only add
+    error.
     """
     kept = [int(width.argmin())]
     while True:

@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 
 _POOL = 1024  # number of events created before the first step
 CHUNK = 64  # maximum number of timestamps resolved at once
-_FIRST, _MOST = 16, 8  # clock readings for the first reference; maximum number of extra readings
+# number of clock readings for the first reference, and maximum number of additional readings
+_FIRST, _MOST = 16, 8
 _MILLISECOND = 1_000_000  # ns
 _LONG = 1e9  # minimum interval in ns between two references for measuring the rate
 
 
 class Reference:
-    """Event whose host time in ns is known, and to which other events are compared.
+    """Event with a known host time, from which the times of later events are computed.
 
-    `rate` is the host clock's advance per ns of device time. `until` is the host time of the next
-    reference.
+    `rate` is the host clock's advance per ns of device time. `time` and `until` are the host times
+    in ns of this reference and of the next one.
     """
 
     __slots__ = ("event", "rate", "time", "until")
@@ -49,7 +50,7 @@ class Reference:
 
 
 class DeviceClock:
-    """Converter of recorded device events to times in ns on the host's `clock`.
+    """Converter from recorded device events to host times in ns, as returned by `clock()`.
 
     Reference events are recorded in the compute stream of `device`.  `create()` creates an event,
     and `elapsed(event, later)` returns the time between two events in ms.  Events are reused
@@ -67,7 +68,8 @@ class DeviceClock:
         self.pool = [create() for _ in range(_POOL)]
         self.references: deque[Reference] = deque()
         self.timestamps: list[Timestamps] = []
-        # Shortest duration of a reading so far, and device time since the first reference, in ns.
+        # Duration of the shortest reading, and device time from the first to the latest reference,
+        # in ns.
         self.shortest, self.passed = float("inf"), 0.0
         self.compare(_FIRST)
 
@@ -103,7 +105,7 @@ class DeviceClock:
         return after - before, before, after, event
 
     def _refer(self, event: Any, time: int) -> None:
-        """Make `event`, recorded at `time`, the reference of all later timestamps."""
+        """Use `event` as the reference for later timestamps; `time` is its host time in ns."""
         if self.references:
             last = self.references[-1]
             self.passed += self.elapsed(last.event, event) * _MILLISECOND
@@ -148,7 +150,7 @@ class Timestamps:
         return self.events[-1]
 
     def refer(self, reference: Reference) -> None:
-        """Set the reference of all timestamps that are recorded from now on."""
+        """Set the reference for all timestamps recorded after this call."""
         if not self.events:
             self.references.clear()
         self.references.append((reference, self.count))
@@ -190,7 +192,7 @@ class Timestamps:
         return count
 
     def at(self, events: Sequence[Any]) -> np.ndarray:
-        """Return the host times of events in ns, relative to the oldest reference still in use.
+        """Return the host times of events in ns, computed from the oldest reference still in use.
 
         The compute stream also contains the reference events, so its times are capped at the time
         of the next reference.

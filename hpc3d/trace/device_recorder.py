@@ -51,7 +51,7 @@ _Ranges = tuple[Callable[[str], object], Callable[[], object]]
 
 
 class DeviceRecorder(Recorder):
-    """Recorder of the compute stream and the communication queues of `device`.
+    """Event recorder for the compute stream and the communication queues of `device`.
 
     `timing` is CuPy's pair (Event, get_elapsed_time).  `ranges` is a pair of functions that push
     and pop an NVTX range, so that NVIDIA's profilers show the names of spans.  Work captured into
@@ -75,7 +75,7 @@ class DeviceRecorder(Recorder):
             _QUEUED[queue]: Timestamps(each, self.device) for queue, each in device.queues.items()
         }
         self.timestamps = {_COMPUTATION: self.compute} | queues
-        # (begin, end) timestamps of the intervals of this step in which calls blocked computation
+        # (begin, end) timestamps of intervals in this step during which calls blocked computation
         self.stalls: list[tuple[int, int]] = []
         self.outstanding: set[int] = set()  # timestamps of calls that are not yet complete
         self.flying, self.process = False, os.getpid()
@@ -83,7 +83,7 @@ class DeviceRecorder(Recorder):
 
     @property
     def communication(self) -> float:
-        """Time in ns during which calls blocked computation. Access synchronizes the device."""
+        """Time in ns for which calls blocked computation; reading it synchronizes the device."""
         if self.stalls:
             self.device.compare()
         return self.blocked + sum(self.compute.between(*pair) for pair in self.stalls)
@@ -125,7 +125,7 @@ class DeviceRecorder(Recorder):
     def flight(self, op: str, group: int, stream: int, received: int = 0) -> Iterator[None]:
         """Context manager that records the enclosed calls as one row of a communication stream.
 
-        The stream first waits for the latest timestamp of the compute stream.
+        The stream first waits for the latest event recorded in the compute stream.
         """
         if self.flying or self.capturing:
             yield
@@ -148,12 +148,12 @@ class DeviceRecorder(Recorder):
         self.put(before, after - before, name, _HOST, OP_NUMBER["none"], self.context)
 
     def end_step(self, *results: Any) -> None:
-        """End a step, after waiting for the device to finish the step."""
+        """Wait for the device to finish the step, and record its results."""
         self.device.compare()
         super().end_step(*results)
 
     def end_evaluation(self, *results: Any) -> None:
-        """End an evaluation, after waiting for the device to finish the evaluation."""
+        """Wait for the device to finish the evaluation, and record its results."""
         self.device.compare()
         super().end_evaluation(*results)
 
@@ -175,7 +175,6 @@ class DeviceRecorder(Recorder):
         self._discard(later)
 
     def _fill(self, rows: np.ndarray) -> None:
-        """Replace the contents of the event table with `rows`."""
         self.table[: rows.nbytes], self.count = rows.tobytes(), len(rows)
 
     def _resolve_rows(self, rows: np.ndarray) -> None:
@@ -188,7 +187,7 @@ class DeviceRecorder(Recorder):
             rows["dur"][here] -= rows["t_start"][here]
 
     def _discard(self, later: np.ndarray) -> None:
-        """Discard the timestamps needed by neither the rows `later` nor outstanding calls."""
+        """Discard timestamps that neither the rows `later` nor outstanding calls need."""
         self.stalls.clear()
         for stream, stamps in self.timestamps.items():
             needed = later["posted"][later["stream"] == stream].tolist()
@@ -197,7 +196,7 @@ class DeviceRecorder(Recorder):
 
 
 def _with_passes(steps: Any, rows: np.ndarray) -> np.ndarray:
-    """Return the rows of /steps, with forward and backward times from the device's event rows."""
+    """Return the rows of /steps with forward and backward times, computed from the event rows."""
     steps = np.array(steps, record_type(STEPS))
     index = np.searchsorted(steps["step"], rows["step"])
     inside = np.append(steps["step"], -1)[index] == rows["step"]
@@ -259,9 +258,9 @@ class Ranged:
 
 
 class DeviceTraced(Traced):
-    """Communicator for blocks in device memory that records its calls.
+    """Communicator that records its calls on blocks in device memory.
 
-    Each call has a row of category comm in the computation stream, which spans the time that the
+    Each call adds a row of category comm to the computation stream. It spans the time during which
     computation waits for the block; `posted` is the time of the call. Another row, in `stream`,
     spans the execution of the call; grouped calls share this row. If a call blocked the host, and
     may thus have delayed the device, a row of category copy is added to the computation stream.

@@ -2,7 +2,7 @@
 
 Only this module of the package needs h5py.  Its functions import h5py locally, because most ranks
 never open a trace.  Files are treated as untrusted input: external links are not followed, and a
-dataset is read only if its type is known and its declared size can be stored in the file.
+dataset is read only if its type is known and its declared size is plausible for its stored size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _SHRINKS = 1100  # upper bound on the compression ratio; deflate reaches 1032 on
 # written by a single process under a temporary name.
 _WITHOUT_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS
 _LONGEST, _MOST_TEXT = 4096, 1 << 26  # maximum number of characters in a string and in a column
-_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # maximum bytes in an attribute and in a chunk
+# maximum size in bytes of an attribute and of a chunk
+_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28
 REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 
 
@@ -46,8 +47,8 @@ REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 def create(path: Path) -> Iterator[tuple[File, Hdf5Output]]:
     """Create a trace file. HDF5's chunk cache is disabled, because only full chunks are written.
 
-    Yields the file and the file object to which HDF5 writes, whose method `check` raises the error
-    of a failed write.
+    Yields the HDF5 file and its output object, whose method `check` raises an exception if a write
+    has failed.
     """
     import h5py
 
@@ -73,7 +74,7 @@ def write_table(file: Group, path: str, columns: Sequence[Column], data: Any = N
         if column.unit == "enum":
             codes = {name: code for code, name in enumerate(ENUMS[column.name])}
             dtype = h5py.enum_dtype(codes, column.type)
-        if column.type == TEXT:  # HDF5 cannot apply filters to strings of variable length
+        if column.type == TEXT:  # HDF5 cannot filter variable-length strings
             how = {"data": values.astype(object), "dtype": h5py.string_dtype()}
         else:
             sizes = {"chunks": (_CHUNK, *values.shape[1:]), "maxshape": (None, *values.shape[1:])}
@@ -94,7 +95,6 @@ def _require_group(file, path):
 
 
 def _describe(names: Sequence[str]) -> str:
-    """Return the description of the group with this path."""
     if names[0] == "calibration":
         names = ("calibration", "<op>", "<axis>")[: len(names)]
     return LAYOUT["/".join(names)].description
@@ -163,7 +163,7 @@ def remove(group: Group, path: str) -> None:
 
 @contextmanager
 def explained(path: Path, remedy: str = REMEDY) -> Iterator[None]:
-    """Convert errors in the enclosed block to a one-line ValueError with path and remedy."""
+    """Convert exceptions in the enclosed block to a one-line ValueError with path and remedy."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, MemoryError) as error:
@@ -172,7 +172,7 @@ def explained(path: Path, remedy: str = REMEDY) -> Iterator[None]:
 
 
 def open_file(path: Path) -> File:
-    """Open an HDF5 file for reading; the caller closes it."""
+    """Open an HDF5 file for reading; the caller must close it."""
     import h5py
 
     if not path.is_file():
@@ -196,12 +196,12 @@ def open_file(path: Path) -> File:
 
 
 def attributes(node: Group) -> dict[str, Any]:
-    """Return the small attributes of a group as a dict of Python values."""
+    """Return the attributes of a group as a dict of Python values, omitting oversized ones."""
     return {key: _plain(node.attrs[key]) for key in node.attrs if _small(node.attrs.get_id(key))}
 
 
 def _small(attribute):
-    """Return True if an attribute is small, and is a scalar or has a numeric type."""
+    """Return True if an attribute is within the size limit, and is a scalar or numeric array."""
     number = np.issubdtype(attribute.dtype, np.number)
     return attribute.get_storage_size() <= _ATTRIBUTE_BYTES and (number or attribute.shape == ())
 
@@ -225,7 +225,7 @@ def _child(group: Group, name: str) -> Group:
 
 
 def find(file: Group, path: str) -> Group | None:
-    """Return the group at a path, or None."""
+    """Return the group at a path, or None if it does not exist."""
     for name in path.split("/"):
         if not _has(file, name):
             return None
@@ -265,7 +265,7 @@ def sound(group: Group, column: Column) -> Dataset | None:
 
 
 def _fits(dataset):
-    """Return True if a dataset's declared size can be stored in the file and fits in memory."""
+    """Return True if a dataset fits in memory and its size is plausible for its stored bytes."""
     plan = dataset.id.get_create_plist()
     filters = {plan.get_filter(number)[0] for number in range(plan.get_nfilters())}
     if not filters <= _FILTERS.keys():
@@ -299,7 +299,7 @@ def read(dataset: Dataset, rows: slice) -> np.ndarray:
 
 
 def labels(dataset: Dataset) -> dict[int, str]:
-    """Return a dict from value to name for an enumerated column; empty for other columns."""
+    """Return a dict that maps codes to names for an enumerated column, else an empty dict."""
     import h5py
 
     codes = h5py.check_enum_dtype(dataset.dtype) or {}

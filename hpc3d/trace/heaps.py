@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 
 _MARK = b"GCOL\x01\0\0\0"
-_LARGE = 1 << 28  # maximum size in bytes of a file that is checked
+_LARGE = 1 << 28  # maximum size in bytes; larger files are not checked
 _OBJECT = struct.Struct("<HHIQ")  # number, references, reserved, size
 
 

@@ -22,7 +22,8 @@ from hpc3d.trace.trace_config import configured
 
 log = logging.getLogger(__name__)
 _WHERE = {"samples": "clock/samples"}  # path in the trace file, if it differs from the table name
-_SAME = ("run_id", "world_size", "axes", "axis_sizes")  # header fields equal on all ranks
+# Header fields that must be equal on all ranks.
+_SAME = ("run_id", "world_size", "axes", "axis_sizes")
 _OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
 RUN = (*_SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
 _OPTIONAL = {"kind": "measured", "cores": 0, "transport": "", "node": None}
@@ -57,7 +58,7 @@ def merge(run_dir: Path | str) -> Path:
 
 
 class _Merge:
-    """Trace file to which ranks are added one by one; `before` is the earlier attempt, if any."""
+    """Builder of a merged trace file; `before` holds the events of earlier attempts, if any."""
 
     def __init__(self, file, before):
         self.file, self.before = file, before
@@ -68,7 +69,8 @@ class _Merge:
         self.strings, self.groups = {}, {}
         self.headers, self.n_events, self.missing = {}, {}, []
         self.steps, self.begun = {}, {}  # completed steps and last started step of each rank
-        self.clocks, self.leaders = {}, {}  # clock models, keyed by node and by its first rank
+        # Clock models by node, and by the first rank of each node.
+        self.clocks, self.leaders = {}, {}
 
     @property
     def first(self):
@@ -87,7 +89,8 @@ class _Merge:
             return
         header = _OPTIONAL | parts[-1].header
         self.headers[rank] = {key: header[key] for key in (*RUN, *_OWN, *_OPTIONAL)}
-        last = parts[: len(parts) - len(now)] + now[-1:]  # the last segment of each attempt
+        # The last segment of each attempt, because `dropped` is cumulative.
+        last = parts[: len(parts) - len(now)] + now[-1:]
         self.headers[rank]["dropped"] = sum(part.header["dropped"] for part in last)
         self._set_time(rank, now)
         self._renumber(parts)
@@ -136,8 +139,8 @@ class _Merge:
     def _renumber(self, parts):
         """Remap the indices in the segments of a rank.
 
-        Indices of names and groups in a segment become indices in the merged file, and parent
-        indices in a segment become indices into all events of the rank.
+        Name and group indices then refer to the tables of the merged file, and parent indices to
+        all events of the rank.
         """
         rows = 0
         for part in parts:
@@ -174,7 +177,7 @@ class _Merge:
         self.file.attrs.update(_attributes(first, self.headers.values(), self.missing))
 
     def _missing(self, rank, steps):
-        """Describe the missing data of a rank; `steps` are the steps that any rank completed."""
+        """List the missing data of a rank; `steps` are the steps that any rank has completed."""
         if rank not in self.headers:
             return ["no segment"]
         own, node, found = self.steps[rank], _node(self.headers[rank]), []
@@ -229,9 +232,9 @@ def _node(header):
 
 
 def _numbers(table, keys):
-    """Return an array with the number of each key in `table`, followed by -1.
+    """Return an array of the indices of `keys` in `table`, followed by -1; add missing keys.
 
-    New keys are first added to `table`. The final -1 maps the index -1 (none) to -1.
+    Because of the final element, the index -1 (none) is mapped to -1.
     """
     return np.array([table.setdefault(key, len(table)) for key in keys] + [-1])
 

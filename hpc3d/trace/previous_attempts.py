@@ -41,7 +41,7 @@ _SMALL |= {"clock_samples": schema.CLOCK_SAMPLES, "clock_model": schema.CLOCK_MO
 def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothing]:
     """Yield the earlier trace to which the current attempt of a resumed run appends its events.
 
-    The current attempt has `count[rank]` segments. Yields `Nothing` if no section exists.
+    The current attempt has `count[rank]` segments. Yields a `Nothing` if no such trace exists.
     """
     with ExitStack() as stack:
         began: Any = _begin(run_dir, count) if _aside(run_dir) else None
@@ -53,10 +53,10 @@ def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothi
 
 
 def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing | None:
-    """Return the earlier trace that the attempt `began` continues, or None for a new run.
+    """Return the earlier trace that the attempt `began` continues, or None if there is none.
 
-    Raises ValueError if a segment of the earlier trace cannot be read.  Leaving `stack` closes the
-    trace file.
+    Returns a `Nothing` if that trace has another layout.  Raises ValueError if the trace cannot be
+    read.  The trace file remains open until `stack` is closed.
     """
     for path in _aside(run_dir):
         trace = stack.enter_context(Trace(path))
@@ -88,7 +88,10 @@ def latest_with_steps(run_dir: Path) -> Path | None:
 
 
 class _Begin(NamedTuple):
-    """Start of an attempt: first step, start time of each rank in ns (uncorrected), one header."""
+    """Start of an attempt: its first step, the start time of each rank, and one segment header.
+
+    Times are in ns on the rank's own clock.
+    """
 
     step: int
     times: dict
@@ -96,7 +99,7 @@ class _Begin(NamedTuple):
 
 
 def _begin(run_dir: Path, count: Mapping[int, int]) -> _Begin | None:
-    """Return the start of the attempt that has `count[rank]` segments.
+    """Return the start of the current attempt, which has `count[rank]` segments of each rank.
 
     Returns None if no readable segment contains an event within a step.
     """
@@ -125,7 +128,7 @@ def _first_segment(run_dir: Path, rank: int, count: int) -> Segment | None:
 
 
 def _shared(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the settings in trace attributes or a header that must be equal in all attempts."""
+    """Return settings that must be equal in all attempts, from trace attributes or a header."""
     axes = attrs["axes"]
     mesh = axes.split() if isinstance(axes, str) else axes
     return attrs["world_size"], mesh, attrs["axis_sizes"], work(attrs["config"])
@@ -178,11 +181,11 @@ class Nothing:
 
 
 class Earlier:
-    """Part of an earlier trace before the first step of the current attempt.
+    """Events of an earlier trace that precede the first step of the current attempt.
 
-    `ends` lists, for each rank, the number of events in this part and the time in ns at which the
-    last one ends, on the rank's own clock.  Times in the current attempt's segments are shifted by
-    `shift` ns, and sequence numbers by `number`.
+    `ends` lists, for each rank, the number of these events and the end time in ns of the last
+    one, on the rank's own clock.  Times in the current attempt's segments are shifted by `shift`
+    ns, and sequence numbers by `number`.
     """
 
     missing = ()
@@ -202,7 +205,7 @@ class Earlier:
         return self.trace.events[name, start : start + count]
 
     def end(self, rank: int) -> tuple[int, int]:
-        """Return the number of a rank's events before the attempt, and when the last one ends."""
+        """Return the number of a rank's events before the attempt, and the last end time in ns."""
         rows, steps = self.trace.rows(rank), self.of(rank, "steps")
         start, step, dur = (self.trace.events[name, rows] for name in ("t_start", "step", "dur"))
         undone = start[step >= self.first], steps["t_start"][steps["step"] >= self.first]
@@ -212,7 +215,7 @@ class Earlier:
         return int(count), int(last)
 
     def of(self, rank: int, name: str) -> np.ndarray:
-        """Return the rows of a rank in a table other than the events."""
+        """Return the rows of a rank in the table `name`, which must not be the event table."""
         return self.tables[name][self.tables[name]["rank"] == rank]
 
     def moved(self, began: _Begin) -> int:
@@ -263,7 +266,6 @@ class Earlier:
 
 
 def _records(table: Table, columns: Sequence[Column]) -> np.ndarray:
-    """Return a table as a record array."""
     rows = np.zeros(len(table), schema.record_type(columns))
     for column in columns:
         rows[column.name] = table[column.name]

@@ -2,7 +2,7 @@
 
     with hpc3d.trace.open("results/RUN") as trace:     # or the path of a trace.h5
         trace.events["dur"]                            # a column, as a NumPy array
-        trace.events["dur", trace.rows(3)]             # the rows of rank 3 of a column
+        trace.events["dur", trace.rows(3)]             # the rows of rank 3 in this column
         trace.events.frame(["rank", "op", "dur"])      # columns as a pandas DataFrame
 
 Files are treated as untrusted input: hpc3d.trace.file checks their structure, hpc3d.trace.table
