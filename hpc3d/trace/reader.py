@@ -36,7 +36,7 @@ def open(path: Path | str) -> Trace:
     Parameters
     ----------
     path
-        Folder of a run, or its trace.h5.
+        Run folder, or the path of its trace.h5.
 
     Returns
     -------
@@ -116,54 +116,55 @@ class Trace:
 
     @cached_property
     def events(self) -> Table:
-        """Events of all ranks, sorted by (rank, t_start), with the columns EVENTS."""
+        """Events of all ranks, sorted by (rank, t_start), with the columns `schema.EVENTS`."""
         return self._table("events", schema.EVENTS)
 
     @cached_property
     def steps(self) -> Table:
-        """One row per rank and completed step, with the columns STEPS."""
+        """One row per rank and completed step, with the columns `schema.STEPS`."""
         return self._table("steps", schema.STEPS)
 
     @cached_property
     def memory(self) -> Table:
-        """One row per rank, step and memory kind, with the columns MEMORY."""
+        """One row per rank, step and memory kind, with the columns `schema.MEMORY`."""
         return self._table("memory", schema.MEMORY)
 
     @cached_property
     def evaluation(self) -> Table:
-        """One row per evaluation, with the columns EVALUATION."""
+        """One row per evaluation, with the columns `schema.EVALUATION`."""
         return self._table("evaluation", schema.EVALUATION)
 
     @cached_property
     def experts(self) -> Table:
-        """Numbers of routed and kept tokens of each expert, with the columns EXPERTS."""
+        """Tokens routed to and kept by each expert, with the columns `schema.EXPERTS`."""
         return self._table("experts", schema.EXPERTS)
 
     @cached_property
     def routers(self) -> Table:
-        """Losses of the mixture-of-experts routers, with the columns ROUTERS."""
+        """Losses of the mixture-of-experts routers, with the columns `schema.ROUTERS`."""
         return self._table("routers", schema.ROUTERS)
 
     @cached_property
     def clock_model(self) -> Table:
-        """Segments of the piecewise-linear clock models, with the columns CLOCK_MODEL."""
+        """Segments of the piecewise-linear clock models, with the columns `schema.CLOCK_MODEL`."""
         return self._table("clock/model", schema.CLOCK_MODEL)
 
     @cached_property
     def clock_samples(self) -> Table:
-        """Message exchanges for clock synchronization, with the columns CLOCK_SAMPLES."""
+        """Message exchanges for clock synchronization, with the columns `schema.CLOCK_SAMPLES`."""
         return self._table("clock/samples", schema.CLOCK_SAMPLES)
 
     @cached_property
     def prediction(self) -> Table:
-        """Quantities predicted by a model of the run, with the columns PREDICTION."""
+        """Predicted quantities, such as the step time, with the columns `schema.PREDICTION`."""
         return self._table("prediction", schema.PREDICTION)
 
     @cached_property
     def calibration(self) -> dict[tuple[str, str], Table]:
-        """Dict from (op, axis) to a table of measured call times, with the columns CALIBRATION.
+        """Dict that maps (op, axis) to a table of measured call times.
 
-        The `attrs` of each table contain the fitted alpha in s and beta in s/B.
+        The columns are `schema.CALIBRATION`. The `attrs` of each table contain the fitted alpha in
+        s and beta in s/B.
         """
         found = {
             (op, axis): self._table(f"calibration/{op}/{axis}", schema.CALIBRATION)
@@ -178,7 +179,7 @@ class Trace:
 
     @cached_property
     def ranks(self) -> Table:
-        """One row per rank, with the columns RANKS and COORDS."""
+        """One row per rank, with the columns `schema.RANKS` and `schema.COORDS`."""
         return self._table("ranks", [*schema.RANKS, schema.COORDS])
 
     @cached_property
@@ -210,7 +211,7 @@ class Trace:
         return pointers
 
     def rows(self, rank: int) -> slice:
-        """Return the rows of a rank in `events`.
+        """Return the range of a rank's rows in `events`.
 
         Parameters
         ----------

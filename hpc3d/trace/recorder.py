@@ -2,7 +2,7 @@
 
 Within a step, no file is accessed.  Memory is allocated only if the table is full: its capacity is
 then doubled, which happens once or twice per run.  Between steps, the table is written as a closed
-segment if it is half full or the previous segment is old.
+segment if it is half full or if the previous segment was written more than `every_s` seconds ago.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Recorder:
         self.step, self.layer, self.phase = -1, -1, "other"
         self.at(0, 0, -1)
         self.blocked = 0  # time in ns spent in calls since the beginning of the step
-        # time in ns of the latest of these: call posted, row ended, step started
+        # time in ns at which a call was posted, a row ended or the step began, whichever is latest
         self.latest = 0
         self.flushed = self.started = clock()
 
@@ -117,7 +117,7 @@ class Recorder:
     def span(
         self, name: str, op: str = "elementwise", flops: float = 0
     ) -> AbstractContextManager[Any]:
-        """Return a context manager that records a compute event, or an input event for "none"."""
+        """Return a context manager for a compute event, or an input event if `op` is "none"."""
         return Span(self, self.name(name), OP_NUMBER[op], flops)
 
     def copying(self, name: str, nbytes: int) -> AbstractContextManager[Any]:
@@ -133,10 +133,11 @@ class Recorder:
         self.put(self.clock(), 0, self.name(name), _MARKER, OP_NUMBER["none"], self.context)
 
     def routed(self, chosen: Array, kept: Array, losses: tuple[Any, Any]) -> None:
-        """Add the routing decisions of the current layer for the tokens counted by this rank.
+        """Add the token counts and router losses of the current layer to the rank's sums.
 
         The arguments are described in `RouterSums.add`.  Recomputed forward passes are skipped,
-        because their tokens were already counted.  Abstract arrays are skipped, too.
+        because their tokens were already counted.  Abstract arrays are skipped, because they have
+        no values.
         """
         if self.phase != "recompute" and has_values(chosen):
             self.router_sums.add(self.layer, chosen, kept, *losses)
@@ -181,7 +182,7 @@ class Recorder:
         self.count += 1
 
     def grow(self) -> bool:
-        """Double the table size, limited to `most` rows; return True if the table has grown."""
+        """Double the table size, up to `most` rows; return True if the table has grown."""
         more = min(self.capacity, self.most - self.capacity)
         if more > 0:
             self.table.extend(bytes(more * ROW.size))
@@ -194,7 +195,7 @@ class Recorder:
         return Traced(comm, self, len(self.header["groups"]) - 1)
 
     def synchronize(self) -> None:
-        """Synchronize the hosts' clocks; all ranks must call this method, between steps."""
+        """Synchronize the hosts' clocks; all ranks must call this method between two steps."""
         if self.clocks:
             self.samples += self.clocks.synchronize()
 
@@ -213,7 +214,7 @@ class Recorder:
         backward_s: float,
         skipped: bool = False,
     ) -> None:
-        """End a step: record its results, the memory of each kind and the expert loads.
+        """End a step: record its results, its memory use by kind and its expert loads.
 
         A segment is written if one is due.
         """

@@ -16,7 +16,7 @@ RouterRow = tuple[int, int, int, float, float]
 
 
 class RouterSums:
-    """Per-layer sums of routing statistics, on the device of the routing arrays.
+    """Per-layer sums of routing statistics, stored on the same device as the routing arrays.
 
     The memory addresses of the sums never change, because replayed CUDA graphs add to them. The
     host reads the sums at the end of a step.
@@ -31,13 +31,14 @@ class RouterSums:
         `parts` contains the number of tokens routed to each expert, int64 [experts], the number of
         tokens within each expert's capacity, int64 [experts], the balance loss, and the z-loss.
         """
-        if layer not in self.layers:  # start from 0: the kernel of `+=` is compiled before capture
+        if layer not in self.layers:
+            # start from zeros, so that the kernel of `+=` is compiled before CUDA graph capture
             self.layers[layer] = [np.zeros_like(part) for part in parts]
         for total, part in zip(self.layers[layer], parts, strict=True):
             total += part
 
     def take(self, rank: int, step: int) -> tuple[list[ExpertRow], list[RouterRow]]:
-        """Return the rows of a step for /experts and /routers, and reset the sums to 0."""
+        """Return a step's rows of the tables /experts and /routers, and reset the sums to 0."""
         experts: list[ExpertRow] = []
         routers: list[RouterRow] = []
         for layer, totals in sorted(self.layers.items()):

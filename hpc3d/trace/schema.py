@@ -57,7 +57,7 @@ MEMORY_KIND = (
     "communication",
     "workspace",
     "all",  # total of the kinds above; its peak decides whether a run fits in memory
-    "offloaded",  # arrays in the offload memory, which are not included in "all"
+    "offloaded",  # offloaded arrays, which are not included in "all"
 )
 # Streams of a rank that computes on a device.
 STREAM = ("host", "computation", "communication", "replicas", "offload")
@@ -97,7 +97,7 @@ EVENTS = (
         "posted",
         "i8",
         "ns",
-        "time when the call was posted, uncorrected; its wait begins at t_start",
+        "time when the call was posted, on the rank's own clock; its wait begins at t_start",
     ),
     Column("name", "u4", "index", "name of the event", 0, "strings"),
     Column("category", "u1", "enum", "category of the event"),
@@ -114,9 +114,9 @@ EVENTS = (
     Column("seq", "i4", "1", "sequence number of the call, -1 for none", -1),
     Column("peer", "i4", "1", "mesh rank of the peer or root, -1 for none", -1, "ranks"),
     Column(
-        "bytes", "i8", "B", "bytes that the rank must receive; for a send or copy, its size", 0
+        "bytes", "i8", "B", "bytes that the rank must receive, or the size of a send or copy", 0
     ),
-    Column("count", "i8", "1", "number of elements of the input block", 0),
+    Column("count", "i8", "1", "number of elements in the input block", 0),
     Column("dtype", "u1", "enum", "data type of the elements"),
     Column("flops", "f8", "flop", "number of floating-point operations in the event", 0),
     Column("parent", "i8", "index", "enclosing event, -1 for none", -1, "events"),
@@ -207,13 +207,13 @@ GROUPS = (
         "group_id",
         "i4",
         "index",
-        "row index, to which the values of /events/group refer",
+        "row index, referenced by /events/group",
         0,
         "groups",
     ),
-    Column("axis", TEXT, "text", "mesh axis or axes of the group, or world"),
+    Column("axis", TEXT, "text", 'mesh axis or axes of the group, or "world"'),
     Column("size", "i4", "1", "number of members", 1),
-    Column("offset", "i8", "index", "index in `members` of the group's first member", 0),
+    Column("offset", "i8", "index", "index of the group's first member in `members`", 0),
 )
 MEMBERS = Column("members", "i4", "1", "ranks of all groups, concatenated", 0, "ranks")
 
@@ -227,7 +227,7 @@ CLOCK_SAMPLES = (
         "peer",
         "i4",
         "1",
-        "rank whose clock is read: rank 0, or the parent in the tree of hosts",
+        "rank whose clock is read: the first rank of the parent host in the synchronization tree",
         0,
         "ranks",
     ),
@@ -242,7 +242,7 @@ CLOCK_MODEL = (
         "resid_p99_ns",
         "f8",
         "ns",
-        "99th percentile of the samples' deviations minus half of their round-trip times",
+        "99th percentile over the samples of max(0, abs(deviation from the model) - rtt_ns / 2)",
         0,
     ),
 )
@@ -313,12 +313,12 @@ LAYOUT = {
         " events that it encloses.",
         EVENTS,
     ),
-    "index": TableSchema("Row ranges of the ranks in /events.", (RANK_PTR,)),
+    "index": TableSchema("Range of the rows of each rank in /events.", (RANK_PTR,)),
     "memory": TableSchema("One row per rank, completed step and memory kind.", MEMORY),
     "steps": TableSchema("One row per rank and completed step.", STEPS),
     "evaluation": TableSchema(
-        "One row per evaluation on held-out text. Its values cover all ranks. The events of an"
-        " evaluation have phase evaluation and step -1.",
+        "One row per evaluation on held-out text. The values are aggregated over all ranks."
+        " The events of an evaluation have the phase evaluation and step -1.",
         EVALUATION,
     ),
     "experts": TableSchema(
@@ -347,7 +347,7 @@ LAYOUT = {
 
 
 class Attribute(NamedTuple):
-    """Attribute of the root group. Files that lack an attribute with `required` are rejected."""
+    """Attribute of the root group. Readers reject files that lack a `required` attribute."""
 
     name: str
     type: type
@@ -372,7 +372,7 @@ ATTRIBUTES = (
     Attribute(
         "axis_sizes",
         list,
-        "numbers of ranks along the axes (for d, the maximum over all stages)",
+        "number of ranks along each mesh axis (for d, the maximum over all stages)",
         True,
     ),
     Attribute("time_unit", str, '"ns"'),
@@ -380,7 +380,7 @@ ATTRIBUTES = (
     Attribute("git", str, "revision of the source"),
     Attribute("mpi", str, "MPI library"),
     Attribute("device", str, "compute devices of the ranks"),
-    Attribute("transport", str, "transport of the communication along the mesh axes"),
+    Attribute("transport", str, "communication transport used along the mesh axes"),
     Attribute("cores", int, "number of usable CPU cores on rank 0's host, 0 if unknown"),
     Attribute("segments", int, "number of merged segment files"),
     Attribute("complete", bool, "true if no data of the configured run is missing", True),

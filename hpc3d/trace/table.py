@@ -98,11 +98,11 @@ class Table:
         return values
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return a dict from name to array for all columns."""
+        """Return all columns as a dict that maps column names to arrays."""
         return {name: self[name] for name in self}
 
     def labels(self, name: str) -> dict[int, str]:
-        """Return the names of the values in an enumerated column.
+        """Return the names of the codes in an enumerated column.
 
         Parameters
         ----------
@@ -112,7 +112,7 @@ class Table:
         Returns
         -------
         dict
-            Dict from value to name, as stored in the file. Empty if the column is not enumerated.
+            Maps codes to names, as stored in the file. Empty if the column is not enumerated.
         """
         if self._absent:
             return {}
@@ -126,7 +126,7 @@ class Table:
         columns
             Names of columns. The default is all columns.
         rows
-            Slice of the rows of the table.
+            Range of rows. The default is all rows.
 
         Returns
         -------
@@ -140,7 +140,7 @@ class Table:
         return DataFrame(series)
 
     def _series(self, name, rows):
-        """Return a column for pandas with one value per row, so coordinates become tuples."""
+        """Convert a column for a DataFrame: codes become categories, and 2D rows become tuples."""
         from pandas import Categorical
 
         values, column = self[name, rows], self._columns[name]

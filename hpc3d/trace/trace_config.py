@@ -30,5 +30,5 @@ def configured(config: str, section: str, key: str) -> Any:
 
 
 def one_time(trace: Trace) -> bool:
-    """Return True unless each rank recorded its own CPU time, which is not a common clock."""
+    """Return True unless events were timed in CPU time, which is not comparable between ranks."""
     return configured(trace.attrs["config"], "trace", "clock") != "cpu"

@@ -7,7 +7,7 @@ _HEAD = """\
 
 This page describes every table and column of `trace.h5`, and shows how to read the file from
 Python and from the shell. A trace contains the events of each rank, the bytes that it received,
-its memory, and the results of every step.
+its memory use, and the results of every step.
 
 Reports read only this file, and you can use it for your own analyses. A simulated run writes the
 same tables. A predicted step is stored in the same file as the measured ones.
@@ -60,8 +60,8 @@ one line for each violated invariant, with the number of rows and the first one.
 
 ### Time of a rank
 
-On one `stream` of a rank, two rows only overlap if one encloses the other. The `parent` of the
-inner row is then the row of the outer one. The durations of the rows of a step without a parent
+On one `stream` of a rank, two rows overlap only if one encloses the other. The `parent` of the
+inner row is then the row of the outer one. The durations of a step's rows without a parent
 therefore add up to at most the step time. The remaining time is unrecorded.
 
 ### Streams on a GPU

@@ -19,18 +19,20 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
 
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
-AT_ONCE = 20_000  # a call and its wait are recorded as one row if the gap is at most this many ns
+# maximum gap in ns between a call and its wait for which both are recorded as one row
+AT_ONCE = 20_000
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
 
 
 class Traced:
     """Communicator that records the group, sequence number, bytes and time of its calls.
 
-    A row spans the wait for a block. If the rank did nothing between the call and the wait, the
-    row begins with the call. Otherwise, the call has a separate row of category copy, without
-    sequence number and bytes, and the rank was free to compute between the two rows. Collectives
-    are numbered within their group. Messages are numbered separately for each pair of sender and
-    receiver, so (group, sender, receiver, number) identifies the two rows of a message.
+    Each call has a row that spans the wait for its block. If the rank did nothing between the call
+    and the wait, this row begins with the call. Otherwise, a separate row of category copy
+    records the call, without sequence number and bytes, and the rank was free to compute between
+    the two rows. Collectives are numbered within their group. Messages are numbered separately for
+    each pair of sender and receiver, so (group, sender, receiver, number) identifies the two rows
+    of a message.
     """
 
     def __init__(self, comm: Communicator, recorder: Any, group: int) -> None:
@@ -112,5 +114,5 @@ class Traced:
 
 @cache
 def _dtype_number(dtype: np.dtype) -> int:
-    """Return the code of a dtype, or the code of "none" if the trace has no name for it."""
+    """Return the code of a dtype in the trace schema, or the code of "none" if it has none."""
     return DTYPE.index(dtype.name) if dtype.name in DTYPE else 0
