@@ -1,1 +1,1 @@
-"""Python interface of hpc3d (docs/api.md)."""
+"""Python API of hpc3d, described in docs/api.md."""

@@ -188,7 +188,7 @@ def simulate_schedule(
     Parameters
     ----------
     name
-        One of `hpc3d.SCHEDULES`, or csv:FILE.
+        Schedule name from `hpc3d.SCHEDULES`, or csv:FILE for a schedule in a CSV file.
     stages, microbatches
         Number of pipeline stages, and number of microbatches per step.
     chunks, steps

@@ -19,13 +19,14 @@ from hpc3d.config.reference import choices_of
 
 SHELLS = "bash", "zsh", "fish"
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+# Commands that accept input keys as options.
 _OF_INPUTS = (
     "train",
     "plan",
     "simulate",
     "partition",
     "generate",
-)  # commands that accept input keys as options
+)
 
 _BASH = """\
 _hpc3d() {{

@@ -57,7 +57,7 @@ class _Done(NamedTuple):
 
 
 class Cube:
-    """Cuboid of ranks with the axes x, y and z, one thread per rank.
+    """Mesh of ranks with the axes x, y and z, in which each rank is a thread.
 
     Arguments and results are full matrices; each rank works on its block.
 

@@ -80,8 +80,8 @@ def _ended(command: list[str], settings: dict[str, str]) -> tuple[int, str]:
             **defaults,
             **os.environ,
             **settings,
-            "NO_COLOR": "1",
-        },  # disable the colors that Jupyter enables
+            "NO_COLOR": "1",  # disable the colored output that Jupyter enables
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -35,7 +35,7 @@ class StageTimeline:
         self.weight_inputs: list[int] = found["weight_inputs"]
 
     def timeline(self) -> Drawing:
-        """Draw the timeline.
+        """Draw the timeline of all pipeline stages.
 
         Returns
         -------

@@ -2,7 +2,7 @@
 
 
 def __getattr__(name):
-    """Import `open` on first access, so that ranks that only record do not load the reader."""
+    """Import `open` lazily, so that ranks that only record events do not load the reader."""
     if name != "open":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hpc3d.trace.reader import open

@@ -121,7 +121,10 @@ class GroupCalls:
         return np.append(np.ones(len(values[:1]), bool), values[1:] != values[:-1])
 
     def _index_in_group(self, ranks: np.ndarray) -> np.ndarray:
-        """Return the index of each of `ranks` in the group of its row, or -1 for non-members."""
+        """Return the index of each rank within the group of its row.
+
+        `ranks` contains one rank per row.  The index is -1 if the rank is not a member.
+        """
         members = [np.array(group.members, int) for group in self.trace.groups]
         keys = (group * self.world + ranks for group, ranks in enumerate(members))
         known = np.concatenate([*keys, [-1]])
@@ -154,7 +157,7 @@ class GroupCalls:
     def early(self) -> np.ndarray:
         """Return a mask of the rows that end before all members of the group have posted the call.
 
-        Only exchanges are checked: collectives that must wait for all members.
+        Only exchanges are checked, i.e. collectives that must wait for all members.
         """
         posted, ended = _times(self.trace, self.rows)
         known = _comparable(self.trace, self.rows)

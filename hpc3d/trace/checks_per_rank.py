@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _COMMUNICATION = STREAM.index("communication")
-_REFERENCES = ("strings", "groups", "rank_ptr", "calibration")  # not instances of Table
+# Attributes of a trace that are not instances of Table.
+_REFERENCES = ("strings", "groups", "rank_ptr", "calibration")
 _TABLES = ("ranks", "events", "steps", "memory", "evaluation", "experts", "routers")
-_PATHS = {"clock_samples": "clock/samples", "clock_model": "clock/model"}  # other tables
+# Tables whose path in the file differs from their attribute name.
+_PATHS = {"clock_samples": "clock/samples", "clock_model": "clock/model"}
 
 
 def violations(trace: Trace) -> list[str]:

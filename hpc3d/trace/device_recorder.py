@@ -231,7 +231,7 @@ class DeviceSpan(Span):
 
 
 class DeviceWait(DeviceSpan):
-    """Context manager that records one wait of the device's compute stream."""
+    """Context manager that records one interval in which the device's compute stream waits."""
 
     __slots__ = ()
     category = WAIT

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 64 * 1024  # rows per chunk
 _COMPRESSION = {"shuffle": True, "compression": "gzip", "compression_opts": 1, "fletcher32": True}
-_FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # dict from HDF5 filter id to name
+_FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # names of the supported HDF5 filters by id
 _SHRINKS = 1100  # upper bound on the compression ratio; deflate reaches 1032 on zeros
 # Errors of file systems without lock support. Locks are not needed for correctness: a trace is
 # written by a single process under a temporary name.
@@ -38,9 +38,6 @@ _LONGEST, _MOST_TEXT = 4096, 1 << 26  # maximum number of characters in a string
 # maximum size in bytes of an attribute and of a chunk
 _ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28
 REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
-
-
-# Write
 
 
 @contextmanager
@@ -61,9 +58,10 @@ def create(path: Path) -> Iterator[tuple[File, Hdf5Output]]:
 
 
 def write_table(file: Group, path: str, columns: Sequence[Column], data: Any = None) -> Group:
-    """Write a table, given as a dict from column name to values, and return its HDF5 group.
+    """Write a table and return its HDF5 group.
 
-    If `data` is `None`, the table is created empty, and rows can be appended later.
+    `data` maps column names to values.  If it is `None`, the table is created empty, and rows can
+    be appended later.
     """
     import h5py
 
@@ -156,9 +154,6 @@ def remove(group: Group, path: str) -> None:
             remove(_child(group, name), rest)
         else:
             del group[name]
-
-
-# Read
 
 
 @contextmanager

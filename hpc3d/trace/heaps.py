@@ -13,7 +13,7 @@ from pathlib import Path
 
 _MARK = b"GCOL\x01\0\0\0"
 _LARGE = 1 << 28  # maximum size in bytes; larger files are not checked
-_OBJECT = struct.Struct("<HHIQ")  # number, references, reserved, size
+_OBJECT = struct.Struct("<HHIQ")  # object header: number, references, reserved, size
 
 
 def check_heaps(path: Path) -> None:

@@ -32,8 +32,8 @@ _OPTIONAL = {"kind": "measured", "cores": 0, "transport": "", "node": None}
 def merge(run_dir: Path | str) -> Path:
     """Merge the segments of a run into RUN/trace.h5 and return its path.
 
-    An enclosing event precedes the events inside it.  If data is missing or damaged, it is left
-    out, `complete` is False, and `missing` lists the missing data, one item per line.
+    An enclosing event precedes the events inside it.  Missing or damaged data is omitted: the
+    attribute `complete` is then False, and `missing` lists the omitted data, one item per line.
     The trace of a resumed run includes its earlier attempts (previous_attempts.py).  An existing
     calibration or prediction of the run is kept.  Raises ValueError if no segment can be read.
     """

@@ -41,7 +41,8 @@ _SMALL |= {"clock_samples": schema.CLOCK_SAMPLES, "clock_model": schema.CLOCK_MO
 def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothing]:
     """Yield the earlier trace to which the current attempt of a resumed run appends its events.
 
-    The current attempt has `count[rank]` segments. Yields a `Nothing` if no such trace exists.
+    The current attempt has `count[rank]` segments of each rank.  If no such trace exists, a
+    `Nothing` object is yielded.
     """
     with ExitStack() as stack:
         began: Any = _begin(run_dir, count) if _aside(run_dir) else None
@@ -55,8 +56,8 @@ def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothi
 def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing | None:
     """Return the earlier trace that the attempt `began` continues, or None if there is none.
 
-    Returns a `Nothing` if that trace has another layout.  Raises ValueError if the trace cannot be
-    read.  The trace file remains open until `stack` is closed.
+    Returns a `Nothing` object if that trace has another layout.  Raises ValueError if the trace
+    cannot be read.  The trace file remains open until `stack` is closed.
     """
     for path in _aside(run_dir):
         trace = stack.enter_context(Trace(path))

@@ -136,7 +136,7 @@ class Trace:
 
     @cached_property
     def experts(self) -> Table:
-        """Tokens routed to and kept by each expert, with the columns `schema.EXPERTS`."""
+        """Numbers of routed and kept tokens per expert, with the columns `schema.EXPERTS`."""
         return self._table("experts", schema.EXPERTS)
 
     @cached_property

@@ -80,7 +80,7 @@ class Recorder:
         self.router_sums = RouterSums()
         self.step, self.layer, self.phase = -1, -1, "other"
         self.at(0, 0, -1)
-        self.blocked = 0  # time in ns spent in calls since the beginning of the step
+        self.blocked = 0  # time in ns spent in communication calls since the beginning of the step
         # time in ns at which a call was posted, a row ended or the step began, whichever is latest
         self.latest = 0
         self.flushed = self.started = clock()
@@ -108,7 +108,7 @@ class Recorder:
 
     @property
     def communication(self) -> float:
-        """Time in ns that this rank has spent in calls during the current step."""
+        """Time in ns that this rank has spent in communication calls during the current step."""
         return self.blocked
 
     def name(self, text: str) -> int:

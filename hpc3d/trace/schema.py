@@ -69,7 +69,7 @@ TEXT = "text"  # type of UTF-8 string columns
 
 
 class Column(NamedTuple):
-    """Column of a table: its NumPy type or TEXT, its unit and its description.
+    """Column of a table, with its NumPy type (or TEXT), unit and description.
 
     `least` is the smallest allowed value.  If the values are row indices, `into` is the name of
     the referenced table.  Values must be finite; if `optional` is true, NaN marks unknown values.
@@ -148,7 +148,7 @@ MEMORY = (
     Column("step", "i4", "1", "training step", 0),
     Column("kind", "u1", "enum", "memory kind (purpose of the arrays)"),
     Column("bytes", "i8", "B", "bytes allocated at the end of the step", 0),
-    Column("peak", "i8", "B", "peak of the allocated bytes during the step", 0),
+    Column("peak", "i8", "B", "peak number of bytes allocated during the step", 0),
 )
 
 EVALUATION = (
@@ -279,7 +279,7 @@ RANK_PTR = Column(
 
 
 class TableSchema(NamedTuple):
-    """HDF5 group of a trace file: its description and its datasets."""
+    """HDF5 group of a trace file, with its description and columns."""
 
     description: str
     columns: tuple = ()

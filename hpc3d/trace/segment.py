@@ -1,11 +1,11 @@
-"""Segment files, each with the events of one rank between two flushes, synced to disk.
+"""Segment files of a trace, each with the events of one rank between two flushes.
 
     RUN/trace/rank-00003-0000.npz    of rank 3: header and strings (JSON), events, steps, memory,
                                      samples of its host's clock, evaluations,
                                      expert loads, router losses
 
-A killed run loses at most the events that were not yet written.  `hpc3d.trace.merge.merge` merges
-all segments into one file.
+Segments are synced to disk, so a killed run loses at most the events that were not yet written.
+`hpc3d.trace.merge.merge` merges all segments into one file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAME = re.compile(r"rank-(\d{5,})-(\d{4,})\.npz")
 
 
 class Segment(NamedTuple):
-    """Header and record arrays of a segment. The indices in them refer to this segment only."""
+    """Header and record arrays of a segment. All indices refer to this segment only."""
 
     header: dict
     events: np.ndarray
@@ -63,7 +63,7 @@ def segment_path(run_dir: Path | str, rank: int, number: int) -> Path:
 
 
 def count_segments(run_dir: Path | str) -> dict[int, int]:
-    """Return a dict from rank to its number of segments (index of the last segment plus 1)."""
+    """Return a dict that maps each rank to its number of segments (last index plus 1)."""
     count: dict[int, int] = {}
     for path in sorted((Path(run_dir) / "trace").glob("rank-*.npz")):
         if match := _NAME.fullmatch(path.name):

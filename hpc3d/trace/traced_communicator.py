@@ -1,4 +1,4 @@
-"""Communicator that records its calls as events."""
+"""Communicator that records its calls as trace events."""
 
 from __future__ import annotations
 
@@ -114,5 +114,5 @@ class Traced:
 
 @cache
 def _dtype_number(dtype: np.dtype) -> int:
-    """Return the code of a dtype in the trace schema, or the code of "none" if it has none."""
+    """Return the code of a dtype in the trace schema; unknown dtypes have the code of "none"."""
     return DTYPE.index(dtype.name) if dtype.name in DTYPE else 0
