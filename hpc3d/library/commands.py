@@ -166,8 +166,7 @@ def find_layouts(
     for name, value in {"ranks": ranks, "top": top}.items():
         if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name} = {value!r}: must be a positive integer")
-    # rank at least _TOP layouts, so that a small `top` does not change the ranking
-    more = max(top, _TOP)
+    more = max(top, _TOP)  # makes the ranking independent of a small `top`
     found = plan_layouts(source, _words(options), ranks, load(machine), memory, more)
     return FoundLayouts(*found, top)
 
