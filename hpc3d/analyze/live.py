@@ -31,7 +31,7 @@ _RECENT = 20  # number of most recent steps over which the speed is computed
 # often as the average rank. At most _NAMED stragglers are listed.
 _LATE, _NAMED = 2, 3
 _SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # step-record keys
-_FINAL_STATES = (  # (text in train.log, state of the run that this text indicates)
+_FINAL_STATES = (  # pairs (text in train.log, run state that it indicates)
     ("stopped after step", "stopped"),
     (KEPT, "ended"),
     ("from the last checkpoint with --resume", "failed"),
@@ -175,7 +175,7 @@ def state(run: Path, steps: Sequence[dict[str, Any]], now: float) -> str:
 
 
 def _is_alive(lock: Path) -> bool | None:
-    """Return whether the process of rank 0 is alive, or `None` if it runs on another host."""
+    """Return whether rank 0's process is alive, or None if unknown (other host, or no lock)."""
     match _tail(lock).split():
         case [_, number, _, host] if number.isdecimal() and host == platform.node():
             try:
@@ -236,7 +236,7 @@ def flow(items: Iterable[str], width: int) -> list[str]:
 def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
     """Return a bar chart of `values` as a string of at most `width` characters.
 
-    Each character shows the mean of a group of consecutive values, at one of eight heights.
+    Each character is a bar with one of eight heights, and shows the mean of consecutive values.
     """
     runs = np.array_split(np.asarray(values, float), min(width, len(values)))
     means = np.array([run.mean() for run in runs])

@@ -42,7 +42,7 @@ class AxisShares(NamedTuple):
 
 
 class NewestSegments:
-    """Reader of each rank's newest trace segment, which is reread if the run has written more."""
+    """Reader of the newest trace segment of each rank. It reads again when new segments appear."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.counts = run, dict[int, int]()
@@ -76,7 +76,7 @@ def _axis_shares(segments: Sequence[Segment]) -> AxisShares | None:
 
 
 def _calls(segments: Sequence[Segment]) -> tuple[Counter[str], Counter[str], Counter[int]]:
-    """Return the time in calls and the waiting time in ns by axis, and late arrivals by rank.
+    """Return call and wait times in ns by axis, and the number of late arrivals by rank.
 
     In a collective, a rank waits until the last member has made the call. In a send or receive,
     the full duration counts as waiting.
@@ -99,7 +99,7 @@ def _calls(segments: Sequence[Segment]) -> tuple[Counter[str], Counter[str], Cou
                 joined.setdefault((*key, seq), []).append((posted, rank, start, start + dur))
     for (axis, *members, _), arrivals in joined.items():
         if len(arrivals) < len(members):
-            continue  # other members' calls are in older or missing segments
+            continue  # skip: other members' calls are in older or missing segments
         last, late_rank, *_ = max(arrivals)
         late[late_rank] += 1
         waits[axis] += sum(max(0, min(end, last) - start) for _, _, start, end in arrivals)

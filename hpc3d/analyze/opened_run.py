@@ -57,7 +57,7 @@ class OpenedRun:
     Parameters
     ----------
     path
-        Folder of a run, or a trace.
+        Run folder or trace file.
 
     Raises
     ------
@@ -97,7 +97,7 @@ class OpenedRun:
 
     @property
     def verdict(self) -> str:
-        """Return a short text on the step time breakdown, the largest cost and stragglers."""
+        """Return a short summary of the step time breakdown, the largest cost and stragglers."""
         return " ".join(verdict(self._of(None).tables))
 
     @property

@@ -14,11 +14,11 @@ class Events:
     Attributes
     ----------
     columns
-        Dict from column name to one value per event. The columns are the COLUMNS of
-        hpc3d.analyze.export.formats, the times `start`, `end` and `posted` in ns since the start
-        of the first event on any rank, and the wait time `wait` in ns.
+        Dict from column name to an array with one value per event. The columns are the COLUMNS
+        of hpc3d.analyze.export.formats, the times `start`, `end` and `posted` in ns since the
+        start of the first event on any rank, and the wait time `wait` in ns.
     names
-        Dict from code to name for each column that contains codes.
+        For each column that contains codes, a dict from code to name.
     links
         Pairs of row indices, shape [links, 2]. A pair connects a send to its receive, or the last
         call posted in a collective to another call that waited for it.
@@ -28,7 +28,7 @@ class Events:
     steps
         Tuples (rank, step, start, end) with times in ns since the start of the first event.
     rows
-        For each rank, the slice of rows that contains its events.
+        For each rank, the slice of event indices that contains its events.
     coords
         Coordinates of each rank on `axes`.
     """

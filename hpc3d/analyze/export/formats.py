@@ -1,4 +1,4 @@
-"""Export of trace events to the file formats of other tools. Each export is a file or folder."""
+"""Export of trace events to the file formats of other tools. Each format is one file or folder."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _links(calls, rows, size):
     """
     ranks = calls.trace.attrs["world_size"]
     key = calls.instance.astype("i8") * ranks + calls.rank
-    # The sort is stable: a broadcast has two rows per rank, first the call, then the wait.
+    # A broadcast has two rows per rank, the call and its wait. A stable sort keeps their order.
     order = np.argsort(key, kind="stable")
     op = calls.trace.events["op"][calls.row]
     names = calls.trace.events.labels("op")
@@ -110,9 +110,10 @@ def _links(calls, rows, size):
 
 
 def _steps(trace, first, last, shift, of_rank, zero):
-    """Yield (rank, step, start, end) of completed steps, with times in ns on the clock of rank 0.
+    """Yield (rank, step, start, end) of completed steps.
 
-    The clock offset of a rank is taken from its first event.
+    Times are in ns since the start of the first exported event, on the clock of rank 0. The clock
+    offset of a rank is taken from its first event.
     """
     table = [trace.steps[key].tolist() for key in ("rank", "step", "t_start", "t_end")]
     for rank, step, begin, end in zip(*table):

@@ -47,7 +47,7 @@ _ENTER, _REQUEST, _LEAVE = range(3)  # kinds of event records
 
 
 def write(events: Events, folder: Path) -> Path:
-    """Write an archive to the subfolder `otf2`, and return its path.
+    """Write an OTF2 archive to the subfolder `otf2`, and return its path.
 
     The anchor file of the archive is trace.otf2.
     """
@@ -144,7 +144,7 @@ class _Definitions:
         return self.registry.metric_class((moved, computed), otf2.MetricOccurrence.SYNCHRONOUS)
 
     def region(self, number: int, op: str) -> Any:
-        """Return the region of an event. It is shared by events with equal name and operation."""
+        """Return the region of an event. Events with equal name and operation share a region."""
         key = self.names[number], op
         if key not in self.regions:
             role = getattr(self.otf2.RegionRole, _ROLES.get(op, "FUNCTION"))
@@ -162,7 +162,7 @@ class _Records:
         self.total = [0, 0.0]  # accumulated bytes and FLOP
 
     def write(self, own: np.ndarray) -> None:
-        """Write the records of the events whose indices are in `own`."""
+        """Write the records of the events with indices `own`, in chronological order."""
         columns = _of_location(self.definitions.events, own)
         rows = rows_of(columns)
         actions = self._enter, self._request, self._leave
@@ -179,7 +179,6 @@ class _Records:
                 self.writer.mpi_collective_begin(time)
 
     def _request(self, time, row):
-        """Write the request record of a nonblocking call."""
         if row["name_of_op"] == "send":
             self.writer.mpi_isend(time, *self._message(row), row["number"])
         elif row["name_of_op"] == "recv":
@@ -216,7 +215,7 @@ class _Records:
         return self._peer(row), communicator, row["seq"], row["bytes"]
 
     def _peer(self, row):
-        """Return the rank of the peer or root within the group, or NONE if there is neither."""
+        """Return the peer's or root's rank within the group, or NONE if the call has neither."""
         none = self.definitions.otf2.CollectiveRoot.NONE
         return self.definitions.rank_in_group.get((row["group"], row["peer"]), none)
 
@@ -227,7 +226,7 @@ class _Records:
 
 
 def _of_location(events, own):
-    """Select the events with the indices `own`; return their columns plus derived columns."""
+    """Return all columns of the events with indices `own`, and columns derived from them."""
     columns = {key: values[own] for key, values in events.columns.items()}
     columns["number"] = own
     columns["posted"] = np.clip(columns["posted"], 0, columns["start"])
@@ -240,7 +239,7 @@ def _of_location(events, own):
 
 
 def _sequence(columns):
-    """Return the time, kind and event index of each record, in chronological order."""
+    """Return the time, kind (_ENTER, _REQUEST or _LEAVE) and event index of the sorted records."""
     times, enters, index = visits(columns["start"], columns["end"])
     early = np.flatnonzero(columns["early"])
     early = early[np.argsort(columns["posted"][early], kind="stable")]

@@ -1,6 +1,6 @@
 """Export to the Trace Event Format, for ui.perfetto.dev and chrome://tracing.
 
-Each rank is a process, and each of its streams a thread. Each event is a slice whose arguments
+Each rank is a process, and each of its streams is a thread. Each event is a slice whose arguments
 contain the columns of the event. Arrows connect a send to its receive, and the last call posted in
 a collective to the calls that waited for it. Perfetto's documentation describes the format under
 "Trace Event Format" (docs/getting-started/other-formats).
@@ -31,7 +31,7 @@ def write(events: Events, folder: Path) -> Path:
 
 
 def write_records(path: Path, head: dict[str, Any], lines: Iterable[dict[str, Any]]) -> None:
-    """Write a JSON object with the items of `head` and the list "traceEvents", one per line."""
+    """Write a JSON object: the items of `head` and a list "traceEvents", one event per line."""
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
         for number, line in enumerate(lines):
@@ -50,7 +50,7 @@ def _lines(events):
 
 def _processes(events):
     for rank, rows in enumerate(events.rows):
-        # Coordinates are shown along the axes with more than one rank.
+        # Show only coordinates along mesh axes with more than one rank.
         coords = zip(events.axes, events.coords[rank])
         shown = " ".join(f"{axis}={index}" for (axis, size), index in coords if size > 1)
         name = f"rank {rank} ({shown})" if shown else f"rank {rank}"
@@ -77,7 +77,6 @@ def _slice(name, category, begin, end, rank, thread, values):
 
 
 def _slices(events, rows):
-    """Yield one slice record for each event in a range of rows."""
     names = events.names
     for row in records(events, rows):
         values = {key: names[key].get(row[key], "") for key in ("phase", "op", "axis")}
@@ -100,7 +99,7 @@ def records(events: Events, rows: slice) -> Iterator[dict[str, Any]]:
 
 
 def _arrows(events):
-    """Yield two records for each arrow, its start and its end, which have the same id.
+    """Yield a start record and an end record, with the same id, for each arrow.
 
     An arrow starts when the first call is posted, and ends just before the second call returns.
     """

@@ -164,7 +164,7 @@ def _steps_of_ranks(trace):
 
 
 def _in_calls(calls, time):
-    """Sum `time`, in ns for each call, over the calls of each rank; return seconds per step."""
+    """Return the sum of `time` (in ns, one value per call) for each rank, in seconds per step."""
     steps = _steps_of_ranks(calls.trace)
     total = np.bincount(calls.rank, time * calls.inside, len(steps))
     return (total / np.maximum(1, steps) * 1e-9).tolist()

@@ -1,9 +1,9 @@
 """Communication matrix, and bandwidth of collectives and messages.
 
 Sizes and rates are defined as in nccl-tests (doc/PERFORMANCE.md). S is the size of the complete
-array: the result of an all-gather, or the input of a reduce-scatter. algbw = S / t. busbw is
-algbw times a factor that depends on the number of members, so that it is comparable to the
-bandwidth of each member's link.
+array: the result of an all-gather, or the input of a reduce-scatter. For a call that takes t
+seconds, algbw = S / t. busbw is algbw times a factor that depends on the number of members, so
+that it is comparable to the bandwidth of each member's link.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.ndarray:
-    """Return the bytes sent per step from each rank to each other rank, [sender, receiver].
+    """Return the number of bytes sent per step from rank to rank, shape [sender, receiver].
 
     The matrix attributes the data received by a rank to the rank where the data originated,
     regardless of the route chosen by the MPI library. Messages are counted at the receiver. The
@@ -56,7 +56,7 @@ def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.nd
 
 
 def block_bytes(events: Table, row: np.ndarray) -> np.ndarray:
-    """Return the input block size of each call in the given rows of /events, in bytes."""
+    """Return the input block size in bytes of each call in the given rows of /events."""
     return events["count"][row] * item_sizes(events.labels("dtype"))[events["dtype"][row]]
 
 

@@ -48,9 +48,9 @@ def require_steps(trace: Trace) -> None:
 
 
 def cells(trace: Trace) -> np.ndarray:
-    """Return the index of the row of /steps to which each event belongs, or -1.
+    """For each event, return the index of its row in /steps, or -1.
 
-    The index is -1 for events outside of completed steps and on communication streams.
+    The index is -1 for events outside completed steps and for events on communication streams.
     """
     require_steps(trace)
     steps, events = (
@@ -63,7 +63,7 @@ def cells(trace: Trace) -> np.ndarray:
 
 
 def overlapped(trace: Trace) -> np.ndarray:
-    """Return True for each event on a device stream that runs concurrently with computation."""
+    """Return a mask of the events on device streams that run concurrently with computation."""
     return trace.events["stream"] >= COMMUNICATION
 
 
@@ -91,7 +91,7 @@ def event_values(trace: Trace, key: str, rows: slice | np.ndarray = slice(None))
 
 
 def own_time(trace: Trace) -> np.ndarray:
-    """Return the exclusive time of each event in ns: its duration minus that of nested events.
+    """Return the exclusive time of each event in ns: its duration excluding nested events.
 
     For a host event, the time during which the device computes or waits for a block is also
     excluded.
@@ -132,7 +132,7 @@ def with_label(events: Table, column: str, names: Iterable[str]) -> np.ndarray:
 
 
 def named(trace: Trace, keys: Sequence[str], values: np.ndarray) -> list[dict[str, Any]]:
-    """Convert each row of `values`, shape [rows, keys], to a dict from key to value name."""
+    """Convert each row of `values`, shape [rows, keys], to a dict from key to the value's name."""
     names = [labels(trace, key) for key in keys]
     return [
         {key: name.get(value, value) for key, name, value in zip(keys, names, row)}

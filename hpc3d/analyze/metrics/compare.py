@@ -34,7 +34,7 @@ _Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
 # The true median lies between the extremes of n samples with probability 1 - 2^(1 - n), which is
 # 97 % for n = 6.
 FEWEST = 6
-CONSTANT = 0.1  # maximum relative difference in the work per rank that counts as weak scaling
+CONSTANT = 0.1  # maximum relative difference in work per rank for weak scaling
 
 
 # Comparison of two runs
@@ -56,9 +56,10 @@ def difference_rows(
 
 
 def _by_step(trace, keys):
-    """Return a dict from row to its time in each step, in seconds.
+    """Return the time in seconds of each group of events in each step, as a dict.
 
-    A row is identified by its (key, name) pairs. The times of a row are an array of shape [steps].
+    The keys are the (key, name) pairs that identify a group, and the values are arrays of shape
+    [steps].
     """
     columns = dict.fromkeys(("category", *keys))
     steps = np.unique(trace.steps["step"])
@@ -126,7 +127,7 @@ def received_rows(times: Sequence[Sequence[dict[str, Any]]], timed: bool) -> lis
 
 
 def _received(time):
-    """Return a dict from (axis, operation) to (bytes, seconds), including the totals."""
+    """Sum bytes and seconds by (axis, operation). The totals have the key (_ALL, _ALL)."""
     found = defaultdict(lambda: (0.0, 0.0))
     for row in time:
         if row["axis"]:
@@ -216,7 +217,7 @@ def _sizes(config):
 
 
 def scaling_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the speedup and efficiency relative to the first run to each row of `run_row`.
+    """Extend the rows returned by `run_row` by speedup and efficiency relative to the first run.
 
     `scaling` is "strong" if a run and the first run do the same total work. It is "weak" if the
     work per rank (block parameters times tokens) is the same within the relative tolerance
@@ -263,18 +264,18 @@ def gain_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the speedup of each run over 1-D and 2-D tensor parallelism, from rows of `run_row`.
 
     over_1d is the average step time of the best 1-D run divided by the average step time of this
-    run; over_2d is the same ratio for the best 2-D run (arXiv:2105.14450: 2.32 and 1.57 for 3-D on
-    64 ranks). step_over_1d and step_over_2d are the ratios of complete step times. Only runs with
-    the same model, batch size and number of ranks, stages and replicas are compared. Each ratio
-    has a 95 % confidence interval. The result is empty if no two comparable runs differ in their
-    scheme.
+    run; over_2d is the same ratio for the best 2-D run. arXiv:2105.14450 reports ratios of 2.32
+    and 1.57 for 3-D on 64 ranks. step_over_1d and step_over_2d are the ratios of complete step
+    times. Only runs with the same model, batch size and number of ranks, stages and replicas are
+    compared. Each ratio has a 95 % confidence interval. The result is empty if no two comparable
+    runs differ in their scheme.
     """
     rows = [run | _gains(run, runs) for run in runs if run["family"]]
     return rows if any(row[key] for row in rows for key in ("over_1d", "over_2d")) else []
 
 
 def _gains(run, runs):
-    """Return the step times of the best comparable 1-D and 2-D runs, divided by this run's."""
+    """Return the ratios of the step times of the best comparable 1-D and 2-D runs to `run`."""
     peers = [each for each in runs if all(each[key] == run[key] for key in _PEERS)]
     gains = {}
     for family in ("1d", "2d"):

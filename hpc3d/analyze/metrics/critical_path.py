@@ -1,8 +1,8 @@
-"""Critical path of a step: the sequence of work across ranks that determines the step time.
+"""Critical path of a step: the chain of dependent operations that determines the step time.
 
-The path is traced backward in time, starting on the rank that ends the step last. Time inside an
-event of the current rank is attributed to this event, and time between two events to the host. If
-a call waited for another rank to arrive, only the time after this arrival is attributed to the
+The path is traced backward in time, starting on the rank that finishes the step last. Time inside
+an event of the current rank is attributed to this event, and time between two events to the host.
+If a call waited for another rank to arrive, only the time after this arrival is attributed to the
 call (wait_states.py), and the path continues on the other rank. The segments are therefore
 contiguous and contain no waiting. On a device, the path excludes communication streams and host
 work that run concurrently with computation.
@@ -161,7 +161,7 @@ class _Walk:
 
 
 def _described(trace, rows):
-    """Return a dict of labels, with the keys of _HOST, for each of the given rows of /events.
+    """Return the labels of the given rows of /events, as one dict per row with the keys of _HOST.
 
     Row -1 stands for host time between events; its labels are the values of _HOST.
     """
@@ -175,7 +175,7 @@ def _described(trace, rows):
 
 
 def path_rows(segments: Sequence[PathSegment], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Sum the times and shares of path segments, grouped by the fields `keys`, largest first."""
+    """Group path segments by the fields `keys`, and sum their times and shares, largest first."""
     seconds, length = defaultdict(float), sum(each.seconds for each in segments)
     for each in segments:
         seconds[tuple(getattr(each, key) for key in keys)] += each.seconds

@@ -29,9 +29,9 @@ _UNKNOWN = "unknown"
 def host_traffic_rows(calls: CallInstances) -> list[dict[str, Any]]:
     """Return one row per host with its traffic per step, or no rows if there is only one host.
 
-    The columns are the number of ranks on the host, the number of calls of these ranks with
-    members on other hosts, the bytes received by these ranks in total and from other hosts, and
-    the bytes received by the NIC.
+    The columns are the number of ranks on the host, the number of their calls that involve ranks
+    on other hosts, the bytes that they receive in total and from other hosts, and the bytes
+    received by the NIC.
     """
     matrix, names, host_of = _host_matrix(calls)
     if len(names) < 2:
@@ -49,7 +49,7 @@ def host_traffic_rows(calls: CallInstances) -> list[dict[str, Any]]:
 
 
 def host_pair_rows(calls: CallInstances) -> list[dict[str, Any]]:
-    """Return the sender, the receiver and the bytes per step for each host pair with traffic."""
+    """Return one row per pair of hosts with traffic: sender, receiver, and bytes per step."""
     matrix, names, _ = _host_matrix(calls)
     if len(names) < 2:
         return []
@@ -73,7 +73,7 @@ def _host_matrix(calls: CallInstances) -> tuple[np.ndarray, list[str], np.ndarra
 
 
 def _nic_traffic(calls, host_of, count):
-    """Return each host's number of inter-host calls and bytes received by its NIC, per step."""
+    """For each host, return the inter-host calls and the bytes received by its NIC, per step."""
     events, groups = calls.trace.events, calls.trace.groups
     row = calls.row[calls.inside]
     kinds, kind = combinations([events[key][row] for key in ("group", "op", "rank", "peer")])
@@ -98,8 +98,8 @@ def _nic_traffic(calls, host_of, count):
 def _share(op, with_root, of_group, here):
     """Return the fraction of a call's bytes that is received by the destination host's NIC.
 
-    A call's bytes are the bytes received by a rank on host `here` or, for a reduction, sent by
-    this rank. `of_group` is a dict from host to its number of group members.
+    For a reduction, these are the bytes sent by a rank on host `here`; otherwise, the bytes
+    received by such a rank. `of_group` is a dict from host to its number of group members.
     """
     size, level = sum(of_group.values()), len({*of_group.values()}) == 1
     if op in ("broadcast", "reduce"):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _BACKWARD = ("backward", "backward_input")  # backward phases, in which combine precedes dispatch
-# Columns that identify a layer's dispatch and combine calls that belong to the same pass.
+# A layer's dispatch and combine in the same pass have equal values in these columns.
 _PASS = ("phase", "rank", "group", "step", "microbatch", "chunk", "layer")
 
 
@@ -107,7 +107,7 @@ def _slots(config: Config) -> int | None:
 
 
 def _over(value, total):
-    """Return the elementwise quotient value / total, or 0 where the total is 0."""
+    """Return value / total elementwise, with 0 for elements whose total is 0."""
     shape = np.broadcast_shapes(np.shape(value), np.shape(total))
     return np.divide(value, total, out=np.zeros(shape), where=np.asarray(total) > 0)
 

@@ -16,7 +16,7 @@ def merged(start: np.ndarray, end: np.ndarray) -> _Intervals:
 
 
 def before(intervals: _Intervals, times: np.ndarray) -> np.ndarray:
-    """Return the total length of the disjoint `intervals` before each of the times."""
+    """For each of the `times`, return the total length of disjoint `intervals` before it."""
     start, end = intervals
     if not len(start):
         return np.zeros_like(times)
@@ -26,6 +26,6 @@ def before(intervals: _Intervals, times: np.ndarray) -> np.ndarray:
 
 
 def in_common(one: _Intervals, other: _Intervals) -> int:
-    """Return the total overlap of two lists of disjoint intervals."""
+    """Return the total length of the intersection of two sets of disjoint intervals."""
     start, end = one
     return (before(other, end) - before(other, start)).sum()

@@ -1,7 +1,7 @@
-"""Work of a training step, and configuration differences to consider when comparing run times.
+"""Work of a training step, and configuration differences between runs.
 
-The work is defined by the configuration keys that determine the computation, regardless of the
-layout.
+The work is defined by the configuration keys that determine the computation, but not by those
+that determine its parallel layout.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _EXCEPTIONS = {
     **dict.fromkeys(("name", "mesh.transport", "train.max_minutes"), EXECUTION),
     **dict.fromkeys(("train.backend", "train.cuda_graph", "train.fused_gelu"), EXECUTION),
 }
-_ALWAYS_NAMED = 2  # maximum number of listed runs that have the most frequent value of a key
-_OF_MACHINE = ("hosts", "MPI", "program")  # entries of the report header to be compared
+_ALWAYS_NAMED = 2  # maximum number of runs listed for the most frequent value of a key
+_OF_MACHINE = ("hosts", "MPI", "program")  # report header entries that are compared
 
 
 def group_of(key: str) -> str:
@@ -64,7 +64,7 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
 
 
 def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
-    """Return a text that lists the trace kind and the settings in `load`, excluding SIZES.
+    """Return the trace kind and the settings in `load`, except SIZES, as text.
 
     The trace kind is "measured" or "simulated". The result is `None` if `load` is `None`.
     """
@@ -115,7 +115,7 @@ def differing(
 
 
 def _compared(traces, abouts):
-    """Yield (group, key, list with the value of each run as text) for each compared property."""
+    """Yield (group, key, values) for each compared property; `values` has one string per run."""
     configs = [configuration(trace) for trace in traces]
     if None not in configs:
         known = [flat(replace(each, model=with_epsilon(each.model))) for each in configs]
@@ -127,7 +127,7 @@ def _compared(traces, abouts):
     yield WORK, "tokens a step", [f"{each:,}" for each in tokens]
     yield EXECUTION, "trace", [trace.attrs.get("kind") or "measured" for trace in traces]
     for key in _OF_MACHINE:
-        # The comma replaces ";", which separates runs in lists.
+        # Replace ";", because `_whose` separates values with it.
         yield EXECUTION, key, [each.get(key, "unknown").replace(";", ",") for each in abouts]
 
 

@@ -106,6 +106,6 @@ def _of_model(trace):
 
 
 def _sum_of(trace, events):
-    """Return the FLOP per step of the events selected by a mask."""
+    """Return the FLOP per step, summed over the events for which the mask `events` is True."""
     inside = events & (cells(trace) >= 0)
     return float(trace.events["flops"][inside].sum()) / len(np.unique(trace.steps["step"]))

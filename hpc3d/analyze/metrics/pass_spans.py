@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class PassSpan(NamedTuple):
-    """Pass or other activity of a pipeline stage, from `start` to `end` in s.
+    """Pass or other activity of a pipeline stage, from `start` to `end` in seconds.
 
-    `kind` is a kind of span from hpc3d.analyze.report.gantt, such as F or BW. If the index of the
-    model chunk is not 0, the kind is prefixed with this index, as in 1BW. `label` is the text
+    `kind` is one of the span kinds of hpc3d.analyze.report.gantt, such as F or BW. If the index of
+    the model chunk is not 0, the kind is prefixed with this index, as in 1BW. `label` is the text
     drawn on the span.
     """
 

@@ -40,9 +40,9 @@ _TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
 def pipeline_of_step(
     trace: Trace, step: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[tuple[str, list[list[PassSpan]]]]]:
-    """Return the tables of a step with one row per stage, and its Gantt chart panels.
+    """Return two tables of a step with one row per stage, and its Gantt chart panels.
 
-    The first table describes the passes, and the second the bubble. It is empty for an
+    The first table describes the passes. The second table describes the bubble; it is empty for an
     asynchronous schedule. One panel shows the measured passes and the other the simulated passes.
     All results are empty if the run has a single stage and a single microbatch, or if the trace
     contains CPU times, which have no common clock.
@@ -76,13 +76,13 @@ def configuration(trace: Trace) -> Config | None:
 
 
 def _is_asynchronous(config: Config) -> bool:
-    """Return whether the schedule is asynchronous, so that passes of different steps overlap."""
+    """Return whether passes of different steps overlap, i.e. the schedule is asynchronous."""
     schedule = SCHEDULES.get(config.parallel.schedule)
     return bool(schedule and schedule.asynchronous)
 
 
 def _between(rows: Sequence[Row], chosen: Collection[tuple[int, Instruction]]) -> list[Row]:
-    """Return the passes during the time interval that is spanned by the `chosen` passes.
+    """Return the passes within the time interval spanned by the `chosen` passes.
 
     Passes are clipped to this interval, and times are relative to the start of the interval.
     `chosen` contains pairs (stage, instruction).
@@ -105,7 +105,6 @@ def _between(rows: Sequence[Row], chosen: Collection[tuple[int, Instruction]]) -
 
 
 def _pairs(rows: Sequence[Row]) -> set[tuple[int, Instruction]]:
-    """Return the set of pairs (stage, instruction) in the rows of a timeline."""
     return {(stage, what) for stage, row in enumerate(rows) for *_, what in row}
 
 
@@ -130,7 +129,7 @@ class StepPasses:
         return self.rows(self.table["step"] == step)
 
     def rows(self, chosen: slice | np.ndarray = slice(None)) -> list[Row]:
-        """Return the timeline of the `chosen` passes, by default all, with one row per stage."""
+        """Return the timeline of the `chosen` passes (all by default), with one row per stage."""
         table, rows = self.table[chosen], [[] for _ in range(1 + max(self.ranks, default=-1))]
         zero = table["start"].min(initial=2**62)
         for op, stage, _, mb, chunk, start, end in table.tolist():
@@ -232,13 +231,13 @@ def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
     """Simulate the schedule of a step with instantaneous messages and identical stages.
 
     The time of each kind of pass is the measured median per stage and chunk, averaged over all
-    stages and chunks. Effects that are not modeled, such as unbalanced stages, show as differences
-    between the measured and the simulated rows. An asynchronous schedule is simulated from the
-    first training step on. The result is `None` if the schedule (for example, a CSV file) has been
-    removed or changed since the run.
+    stages and chunks. Effects that are not modeled, such as unbalanced stages, appear as
+    differences between the measured and the simulated rows. An asynchronous schedule is simulated
+    from the first training step on. The result is `None` if the schedule (for example, a CSV file)
+    has been removed or changed since the run.
     """
     parallel, stages = config.parallel, config.mesh.p
-    # The first stage is p-1 microbatches, and thus less than p steps, ahead of the last stage.
+    # The first stage is p-1 microbatches, and thus fewer than p steps, ahead of the last stage.
     steps = min(config.train.steps, step + 1 + stages) if _is_asynchronous(config) else 1
     try:
         passes, placement = instruction_streams(
@@ -255,7 +254,7 @@ def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
 
 
 def _mean_cost(rows, chunks):
-    """Return a stage's mean time per microbatch, over all chunks, for each kind of pass.
+    """Return the mean time of each kind of pass per microbatch and stage, summed over chunks.
 
     In the resulting `Cost`, `backward` is the time of B, or of BW if the schedule does not split
     the backward pass.
@@ -307,7 +306,7 @@ def _seconds(row, op):
 
 
 def idle_shares(rows: Sequence[Row]) -> dict[int, float]:
-    """Return the idle share of each stage between the first and the last pass on any stage."""
+    """Return each stage's idle share of the time from the first to the last pass on any stage."""
     start = min(row[0][0] for row in rows if row)
     end = max(each[1] for row in rows for each in row)
     busy = [sum(end - start for start, end, _ in row) for row in rows]

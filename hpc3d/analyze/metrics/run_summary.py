@@ -64,7 +64,7 @@ def _cores(trace: Trace) -> str | None:
 
 
 def outnumbered(trace: Trace) -> str | None:
-    """Return a warning if a host has more ranks than cores, else None."""
+    """Return a warning if rank 0's host has more ranks than cores, else None."""
     text = _cores(trace)
     return f"cores: {text}" if text and text.endswith(CORES_SHARED) else None
 

@@ -28,7 +28,7 @@ class Steady:
 
 
 class Rows:
-    """Subset of the rows of a table."""
+    """View of a table that is limited to the given row indices."""
 
     def __init__(self, table: Table, rows: np.ndarray) -> None:
         self.table, self.rows = table, rows

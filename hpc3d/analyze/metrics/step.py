@@ -85,10 +85,10 @@ def between_rows(trace: Trace) -> list[dict[str, Any]]:
 def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return a run's step time quartiles, pass times, tokens/s and communication share.
 
-    The step time is the time of the slowest rank.
-    communication_share is the share of the step time spent in calls and their waits, including
-    calls of category copy. `time` is the result of `time_rows`. If the trace contains CPU times,
-    tokens/s is `None`, because it depends on the wall-clock time.
+    The step time is the time of the slowest rank. communication_share is the share of the step
+    time spent in calls and their waits, including calls of category copy. `time` is the result of
+    `time_rows`. If the trace contains CPU times, tokens/s is `None`, because it depends on the
+    wall-clock time.
     """
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     quantiles = np.percentile(slowest_seconds(trace), (0, 25, 50, 75, 100)).tolist()
@@ -194,7 +194,7 @@ def _peaks(rows):
 
 
 def equal_curves(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line of text for each run with the same loss curve as the first, up to rounding.
+    """Return a line of text for each run whose losses equal the first run's, up to rounding.
 
     `rows` is the result of `comparison_rows`.
     """
@@ -208,7 +208,6 @@ def equal_curves(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _evaluated(rows):
-    """Return a dict with the last and the lowest validation loss."""
     known = [row["loss"] for row in rows if row["loss"] is not None]
     last = rows[-1]["loss"] if rows else None
     return {"validation_loss": last, "validation_best": min(known, default=None)}
@@ -245,7 +244,7 @@ def mean_row(rows: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str
 
 
 def finite(value: float) -> float | None:
-    """Return a number, or None if it is not finite."""
+    """Return `value` as a float, or None if it is not finite."""
     return float(value) if np.isfinite(value) else None
 
 

@@ -77,7 +77,7 @@ def work_of(calls: CallInstances) -> np.ndarray:
 
 
 def straggler(work: np.ndarray, step: float) -> int | None:
-    """Return the rank that is a straggler, or None.
+    """Return the number of the straggling rank, or None if no rank is a straggler.
 
     Parameters
     ----------

@@ -97,7 +97,7 @@ class CallInstances:
 
     @property
     def violation(self) -> np.ndarray:
-        """Return the time in ns by which each call ended before a required arrival, or 0."""
+        """Return the time in ns by which each call ended before an arrival it depends on, or 0."""
         return np.maximum(0, self.until - self.end)
 
     def among(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -117,12 +117,12 @@ class CallInstances:
 
     @property
     def known(self) -> np.ndarray:
-        """Return the number of calls that were recorded for each call instance."""
+        """For each call instance, return the number of recorded calls."""
         return np.add.reduceat(self.ending, self.first, dtype=int)
 
     @property
     def members(self) -> np.ndarray:
-        """Return the number of ranks that take part in each call instance."""
+        """For each call instance, return the number of participating ranks."""
         sizes = np.array([len(group.members) for group in self.trace.groups], int)
         row, events = self.row[self.first], self.trace.events
         message = with_label(events, "op", MESSAGES)[row]
@@ -264,7 +264,7 @@ def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> lis
 
 
 def incomplete(calls: CallInstances) -> int:
-    """Return the number of call instances for which the call of a member was not recorded.
+    """Return the number of call instances in which a member's call was not recorded.
 
     The last arrival of such an instance is uncertain.
     """
