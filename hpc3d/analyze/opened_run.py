@@ -111,7 +111,7 @@ class OpenedRun:
         Parameters
         ----------
         name
-            Name from `tables`.
+            One of the names in `tables`.
 
         Returns
         -------
@@ -146,12 +146,12 @@ class OpenedRun:
             return opened.events.frame(columns)
 
     def timeline(self, step: int | None = None) -> Drawing:
-        """Return the timeline of all ranks in a step, with its critical path.
+        """Return the timeline of all ranks in a step, with the critical path of the step.
 
         Parameters
         ----------
         step
-            Step number. The default is a step with the median time.
+            Step number. The default is the step with the median duration.
 
         Returns
         -------
@@ -177,7 +177,7 @@ class OpenedRun:
         Parameters
         ----------
         step
-            Step number. The default is a step with the median time.
+            Step number. The default is the step with the median duration.
 
         Returns
         -------
@@ -212,7 +212,7 @@ class OpenedRun:
         return self._drawn(name, None)
 
     def report(self, out: Path | str | None = None) -> Path:
-        """Write the files of `python -m hpc3d.report`.
+        """Write the same report as `python -m hpc3d.report`.
 
         Parameters
         ----------
@@ -222,7 +222,7 @@ class OpenedRun:
         Returns
         -------
         Path
-            The HTML page.
+            Path of the HTML page.
         """
         from hpc3d.analyze.report.run_analysis import compare
         from hpc3d.analyze.report.write import clear, write

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _SMALL, _LARGE = 8, 4 << 20  # message sizes in bytes
 _EXCHANGES, _LARGE_EXCHANGES = 200, 10
-_SUMMED = 1 << 17  # number of elements in the array that is all-reduced
+_SUMMED = 1 << 17  # number of elements in the all-reduced array
 
 
 def report_hosts(job: Job) -> Iterator[Finding]:

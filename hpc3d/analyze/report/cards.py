@@ -50,7 +50,6 @@ def any_loss(run: RunAnalysis) -> bool:
 
 
 def _straggler(rows):
-    """Return the value and note of the straggler tile."""
     named = [row for row in rows if row["straggler"] == "yes"]
     if rows[0]["straggler"] is None:
         return "unknown", "too few steps to decide"
@@ -95,7 +94,7 @@ def _waiting(ranks):
         f"computing while a call is outstanding {percent(_mean(ranks, 'outstanding_s') / step)}"
     )
     if not any(row["wait_s"] for row in ranks):
-        return outstanding  # unknown, or 0 for a single rank or identical simulated ranks
+        return outstanding  # waits are unknown, or 0 (a single rank, or identical simulated ranks)
     return f"waiting {percent(_mean(ranks, 'wait_s') / step)}; {outstanding}"
 
 

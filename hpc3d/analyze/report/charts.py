@@ -1,6 +1,6 @@
 """Data of a report's charts, independent of the plotting library.
 
-plot_matplotlib draws the charts as image files, and plot_bokeh for the HTML page.
+plot_matplotlib draws the charts as image files; plot_bokeh draws them for the HTML page.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Bars(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """Heat map of a traffic matrix [sender, receiver] in `unit`, with NaN for empty cells.
+    """Heat map of a traffic matrix, shape [sender, receiver], in `unit`. Empty cells are NaN.
 
     Each cell is the sum over a block of `ranks` x `ranks` pairs of ranks.
     """
@@ -116,24 +116,24 @@ def loss(runs: Sequence[RunAnalysis]) -> Lines:
 
 
 def _losses(run, table):
-    """Return the steps and losses in a table of a run. Unknown losses are NaN."""
+    """Return the steps and losses from one table of a run. Unknown losses are NaN."""
     rows = run.tables[table]
     values = [np.nan if row["loss"] is None else row["loss"] for row in rows]
     return [row["step"] for row in rows], values
 
 
 def _difference(line, other):
-    """Return the x values that two lines have in common, and the differences of their y values."""
+    """Return the common x values of two lines, and the differences between their y values."""
     theirs = dict(zip(*other))
     both = [(x, value - theirs[x]) for x, value in zip(*line) if x in theirs]
     return [x for x, _ in both], [value for _, value in both]
 
 
 def speedup(rows: Sequence[dict[str, Any]]) -> Lines | None:
-    """Return the plot of the speedup over the first run against the number of ranks.
+    """Plot the speedup over the first run against the number of ranks.
 
-    There is one line per layout and kind of scaling, and a line for the ideal speedup. The result
-    is `None` if no line has at least two different numbers of ranks.
+    The plot has one line per layout and kind of scaling, and a line for the ideal speedup. The
+    result is `None` if no line has points at two or more numbers of ranks.
     """
     series = {name: line for name, line in _series(rows).items() if len({*line[0]}) > 1}
     ranks = sorted({count for numbers, _ in series.values() for count in numbers})
@@ -249,7 +249,6 @@ def memory(run: RunAnalysis) -> Bars:
 
 
 def _present(parts):
-    """Return the stacked segments that have at least one nonzero value."""
     return {part: (color, values) for part, (color, values) in parts.items() if any(values)}
 
 
@@ -268,9 +267,8 @@ def traffic(matrix: np.ndarray) -> Heat:
 def host_traffic(run: RunAnalysis) -> Bars:
     """Return a bar chart of the bytes that each host's ranks receive, split by origin.
 
-    The origin is the host itself or another host.
-
-    Only the _BARS hosts that receive the most bytes from other hosts are included.
+    The origin is the host itself or another host. Only the _BARS hosts that receive the most bytes
+    from other hosts are included.
     """
     rows = sorted(run.tables["crossing"], key=lambda row: -row["crossing"])[:_BARS]
     unit, size = _unit(max(row["bytes"] for row in rows))

@@ -30,7 +30,7 @@ GROUPS = {
 
 
 def _ratios(**headings: str) -> tuple[ColumnSpec, ...]:
-    """Return the columns of ratios, each with the limits of its 95 % confidence interval."""
+    """Return three columns per ratio: the value and the limits of its 95 % confidence interval."""
     found = []
     for key, heading in headings.items():
         found += columns(ratio, **{key: heading, f"{key}_low": "from", f"{key}_high": "to"})

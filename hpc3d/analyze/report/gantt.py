@@ -83,7 +83,7 @@ def _figure(titles):
 
 
 def _bars(panel, stage, row, kind):
-    """Draw all spans of the same kind on one pipeline stage."""
+    """Draw the spans of one kind on one pipeline stage."""
     height = 0.3 if is_thin(kind) else 0.8
     panel.broken_barh(
         [(start, end - start) for start, end, *_ in row],
@@ -98,7 +98,7 @@ def _bars(panel, stage, row, kind):
 def _labels(panel, stage, row, seconds):
     """Label each span that is wide enough for its text.
 
-    `seconds` is the approximate time span that corresponds to a width of one point.
+    `seconds` is the approximate duration represented by one point (1/72 inch) of figure width.
     """
     for start, end, kind, label in row:
         if label and end - start > seconds * _TEXT * (0.64 * len(label) + 0.2):
@@ -120,19 +120,19 @@ def _legend(figure, kinds):
 
 
 def order_of(kind: str) -> tuple[int, int]:
-    """Return the sort key that determines the position of a kind of span in the legend."""
+    """Return the sort key of a kind of span in the legend."""
     chunk, name = _split_kind(kind)
     return list(_KINDS).index(name), chunk
 
 
 def name_of(kind: str) -> str:
-    """Return the name of a kind of span for the legend."""
+    """Return the legend label of a kind of span."""
     chunk, name = _split_kind(kind)
     return _KINDS[name][0] + (f", chunk {chunk}" if chunk else "")
 
 
 def is_thin(kind: str) -> bool:
-    """Return whether a kind of span has thin bars, because it runs concurrently with passes."""
+    """Return True for kinds of spans that overlap passes and are therefore drawn as thin bars."""
     return _split_kind(kind)[1] in ("message", "reduce")
 
 

@@ -127,7 +127,8 @@ def prose(text: str) -> str:
 class StepChoices(NamedTuple):
     """Steps that can be selected in the timeline.
 
-    `choices` contains pairs (step, label), and `data` contains the timelines as JSON without "<".
+    `choices` contains pairs (step, label), and `data` contains the timelines as JSON with "<"
+    escaped.
     """
 
     choices: list
@@ -150,6 +151,6 @@ def _steps(run: RunAnalysis) -> StepChoices:
 
 
 def _example(run: RunAnalysis) -> str:
-    """Return an example of input for the page's rank filter, such as "p=0 d=0"."""
+    """Return sample input for the rank filter of the page, such as "p=0 d=0"."""
     axes = [f"{axis}=0" for axis, size in run.timeline.axes if size > 1]
     return " ".join(axes[:2]) or "0"

@@ -67,7 +67,7 @@ def _stored(columns: Mapping[str, np.ndarray], pool):
 
 
 def _text(values):
-    """Return the type code of an array, such as "u2", and its bytes, compressed, in base64."""
+    """Return an array's type code, such as "u2", and its shuffled, compressed bytes in base64."""
     planes = values.astype(values.dtype.newbyteorder("<")).view("u1").reshape(-1, values.itemsize)
     data = zlib.compress(planes.T.tobytes(), 9)
     return f"{values.dtype.kind}{values.itemsize}", base64.b64encode(data).decode()
@@ -96,7 +96,7 @@ def _ticks(times, tick):
 
 
 def _small(values):
-    """Convert an array to the smallest JavaScript typed-array type that can hold its values."""
+    """Convert an array to the smallest dtype that holds its values and exists in JavaScript."""
     if values.dtype.kind == "f":
         return values.astype("f4")
     bounds = (int(values.min(initial=0)), int(values.max(initial=0)))

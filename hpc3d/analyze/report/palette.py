@@ -1,8 +1,8 @@
 """Colors of figures and HTML pages. Each color has one meaning on a page.
 
 The activities of ranks have colors from the color-blind safe palette of Okabe and Ito. All other
-colors are distinguishable from these and from each other, also for protanopes and deuteranopes
-(Machado et al. 2009), and are visible on both the white and the dark background of the page.
+colors are distinguishable from these and from each other, including with protanopia and
+deuteranopia (Machado et al. 2009), and are visible on the white and on the dark page background.
 """
 
 from __future__ import annotations

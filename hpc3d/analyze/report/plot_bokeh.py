@@ -1,4 +1,4 @@
-"""Interactive charts of a report, drawn with Bokeh. The page contains Bokeh's code.
+"""Interactive charts of a report, drawn with Bokeh. The page embeds Bokeh's JavaScript library.
 
 Plots use Bokeh's canvas backend, because WebGL takes seconds per frame without a GPU.
 """
@@ -82,7 +82,7 @@ def _panel(xlabel, ylabel, lines, colors, height):
 
     plot = _plot(height, x_axis_label=xlabel, y_axis_label=ylabel)
     plot.xaxis.ticker = BasicTicker(min_interval=1)
-    # Later lines are thinner, so that all coinciding lines are visible.
+    # Later lines are thinner, so that earlier lines under them remain visible.
     widths = np.linspace(6, 1.5, len(lines)) if len(lines) > 1 else [2]
     for width, (label, (numbers, values)) in zip(widths, lines.items()):
         line = {"color": colors[label], "legend_label": label, "name": label}
@@ -204,7 +204,7 @@ def _draw_passes(plot, rows):
 
 
 def _by_kind(rows):
-    """Return a dict from kind of span to the columns of these spans, with times in ms."""
+    """Group spans by kind. Return a dict from kind to a dict of columns, with times in ms."""
     found = defaultdict(lambda: defaultdict(list))
     for stage, row in enumerate(rows):
         for start, end, kind, label in row:
@@ -270,7 +270,7 @@ def _draw_boxes(plot, source, chart):
 
 
 def _names(chart):
-    """Return a dict from column to the list of its value names, indexed by code."""
+    """Return a dict from column to its list of names, such that names[code] is the name."""
     return {
         key: [names.get(code, "") for code in range(1 + max(names, default=-1))]
         for key, names in chart.names.items()

@@ -1,6 +1,6 @@
 """Charts of a report as PNG and SVG files, drawn with matplotlib.
 
-Only figures require matplotlib, which the extra `report` installs.
+Matplotlib is required only for figures. The extra `report` installs it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def save(figure: Figure, path: Path) -> None:
 
     salt = {"svg.hashsalt": path.name}
     with default_style(), rc_context(salt), warnings.catch_warnings():
-        # If a name from the trace is too wide for the automatic layout, matplotlib warns.
+        # Ignore the warning about names that are too wide for the automatic layout.
         warnings.filterwarnings("ignore", "constrained_layout not applied")
         figure.savefig(path.with_suffix(".png"), dpi=200)
-        figure.set_layout_engine("none")  # use the layout of the PNG file for the SVG file, too
+        figure.set_layout_engine("none")  # keep the layout of the PNG file for the SVG file
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None}, dpi=200)
 
 
@@ -68,7 +68,7 @@ def _drawn(chart: object) -> Figure:
 
 @_drawn.register
 def _lines(chart: Lines):
-    """Draw a line plot. Later lines are thinner, so that all coinciding lines are visible."""
+    """Draw a line plot. Later lines are thinner, so that earlier lines under them stay visible."""
     rows = 2 if chart.lower else 1
     figure, axes = empty(WIDTH, 2.4 + 1.2 * rows, rows, height_ratios=(2, 1)[:rows])
     widths = np.linspace(6.0, 1.2, len(chart.lines)) if len(chart.lines) > 1 else [1.8]
@@ -89,10 +89,7 @@ def _lines(chart: Lines):
 
 
 def _style(color, width):
-    """Return a line style whose markers are as wide as the line.
-
-    Therefore, markers are visible only at isolated points.
-    """
+    """Return a line style with markers as wide as the line, visible only at isolated points."""
     return {"color": color, "linewidth": width, "marker": "o", "ms": width, "mew": 0}
 
 
@@ -158,7 +155,7 @@ def _heat(chart: Heat):
 
 @_drawn.register
 def _load_maps(chart: LoadMaps):
-    """Draw one heat map of the expert load per layer, in two columns.
+    """Draw a heat map of the expert load for each layer, in two columns.
 
     A balanced load is white, a higher load is red, and a lower load is blue.
     """

@@ -1,4 +1,4 @@
-"""Analysis of runs from their traces. The results contain all data for a report."""
+"""Analysis of runs from their traces. The results contain all data that a report shows."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class RunAnalysis:
     config
         Configuration in TOML format.
     missing, violations
-        Lines that describe missing data and inconsistent data in the trace.
+        Descriptions of missing data and of inconsistent data in the trace, one per line.
     tables
         Dict from table name (run_tables.py) to the rows of the table.
     step
         Training step shown in the timeline and the pipeline chart.
     matrices
-        Dict from mesh axis to the bytes sent per step, shape [sender, receiver]. The key "" is for
+        Dict from mesh axis to the bytes sent per step, shape [sender, receiver]. The key "" holds
         the sum over all axes.
     loads
         Expert loads, or None if the model has no experts.
@@ -153,7 +153,7 @@ def analyze_run(
     """Analyze an open trace. Raises ValueError if no step was completed.
 
     `peak` is the peak FLOP/s of one rank, which is required for MFU and HFU. The timeline shows
-    at most `events` events of step `step`; the default is a step with the median time. The
+    at most `events` events of step `step`; the default is the step with the median duration. The
     timelines of the other steps have about `others` events in total; 0 omits these timelines.
     """
     require_steps(trace)
@@ -198,7 +198,7 @@ def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
 
 
 def _dropped(trace):
-    """Yield a line that lists the first eight ranks that dropped events, if there are any."""
+    """Yield one line with the first eight ranks that dropped events, or nothing if none did."""
     if dropped := np.flatnonzero(trace.ranks["dropped"]).tolist():
         ranks = f"rank{'s'[: len(dropped) > 1]} {', '.join(map(str, dropped[:8]))}"
         ranks += f" and {len(dropped) - 8} more" if len(dropped) > 8 else ""
@@ -208,7 +208,7 @@ def _dropped(trace):
 def _of_mean_step(steady, calls, peak, matrices, loads):
     """Return the tables that contain averages over steps.
 
-    The tables that require a common clock of all ranks have no rows yet.
+    Tables that require a clock shared by all ranks are returned empty; see `_of_calls`.
     """
     time = time_rows(steady)
     return {
@@ -240,7 +240,6 @@ def _of_all_steps(trace):
 
 
 def _of_experts(steady, loads, calls):
-    """Return the tables that describe the experts of a mixture-of-experts model."""
     if loads is None:
         return {name: [] for name in ("expert_cost", "experts", "routers", "exchanges")}
     timed, averaged = one_time(steady), loads.of(steady.steps["step"])
@@ -265,7 +264,7 @@ def _of_calls(calls, path):
 def _matrices(trace, calls):
     """Return a dict from mesh axis to the bytes sent per step, shape [sender, receiver].
 
-    The key "" is for the sum over all axes. Axes without traffic are omitted.
+    The key "" holds the sum over all axes. Axes without traffic are omitted.
     """
     axes = ["", *sorted({group.axis for group in trace.groups})]
     found = {axis: communication_matrix(calls, axis or None) for axis in axes}
@@ -284,7 +283,7 @@ def _pairs(matrices):
 
 
 def _wait_warnings(calls, tables):
-    """Yield lines that state why the wait times may be inaccurate."""
+    """Yield the reasons why wait times may be inaccurate, one line each."""
     partial, early = incomplete(calls), sum(row["violations"] for row in tables["waits"])
     worst = max((row["worst_s"] for row in tables["waits"]), default=0)
     if partial:

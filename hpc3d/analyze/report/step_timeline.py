@@ -1,4 +1,4 @@
-"""Timeline of a training step: plot data for the events of all ranks or representative ranks."""
+"""Timeline of a training step: plot data for the events of all ranks or a subset of them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Timeline(NamedTuple):
     Attributes
     ----------
     events
-        Dict from column name to one value per event. Times are in ms since the first rank started
-        the step: `start`, `until` (end of the wait for the last arrival, or `start`), `end`, and
-        `posted` (time of the call). `kind` is an index into KINDS. `meeting` is the index of the
-        call instance, and `by` is the rank that the call waited for, or -1 if it did not wait. The
-        other columns are `rank`, `stream` and DETAILS.
+        Dict from column name to an array with one value per event. Times are in ms since the first
+        rank started the step: `start`, `until` (end of the wait for the last arrival, or `start`),
+        `end`, and `posted` (time of the call). `kind` is an index into KINDS. `meeting` is the
+        index of the call instance, and `by` is the rank that the call waited for, or -1 if it did
+        not wait. The other columns are `rank`, `stream` and DETAILS.
     names
-        Dict from code to name for each column that contains codes.
+        For each column that contains codes, a dict from code to name.
     path
         Segments of the critical path.
     extents
@@ -214,7 +214,7 @@ def _times(trace, calls, first, rows):
 
 
 def _step_bounds(trace, step):
-    """Return the ranks that have events in a step, and each rank's start and end of the step.
+    """Return the ranks with events in a step, and the times when each starts and ends it.
 
     Times are in ns on the clock of rank 0. The clock offset of a rank is taken from its first
     event in the step.

@@ -64,7 +64,7 @@ def digits(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Format a time given in seconds with the unit s, ms or us."""
+    """Format a time, given in seconds, in s, ms or us."""
     for unit, size in (("s", 1), ("ms", 1e-3)):
         if abs(value) >= size:
             return f"{digits(value / size)} {unit}"
@@ -127,7 +127,7 @@ def columns(write: Callable, **headings: str) -> tuple[ColumnSpec, ...]:
 
 
 def times(*names: str) -> tuple[ColumnSpec, ...]:
-    """Return columns of times in ms. The name wait means key "wait_s" and heading "wait [ms]"."""
+    """Return a column in ms per name: wait has the key "wait_s" and the heading "wait [ms]"."""
     return columns(milliseconds, **{f"{name}_s": f"{name} [ms]" for name in names})
 
 
@@ -149,7 +149,7 @@ def markdown(fields: Sequence[ColumnSpec], rows: Sequence[dict[str, Any]]) -> st
 
 
 def _column(field, values):
-    """Return the lines of a Markdown column (heading, rule and cells), padded to equal width.
+    """Return the cells of a Markdown column (heading, rule and values), padded to equal width.
 
     Text is left-aligned, and numbers are right-aligned.
     """

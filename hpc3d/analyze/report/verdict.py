@@ -1,4 +1,4 @@
-"""Verdict of a report: sentences on step time, largest cost, stragglers and prediction error."""
+"""Verdict of a report: the step time, its largest cost, stragglers and the prediction error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def verdict(tables: Mapping[str, _Rows]) -> list[str]:
 
 
 def _offloading(tables: Mapping[str, _Rows]) -> dict[str, float]:
-    """Return the seconds per step spent in offload copies and in waiting for offload copies."""
+    """Return the seconds per step spent on offload copies, and on waiting for them."""
     alone = [row for row in tables["time"] if tables["copies"] and not row["axis"]]
     return {
         key: sum(row["seconds"] for row in alone if row["category"] == category)
@@ -66,7 +66,7 @@ def _composition(parts: Mapping[str, float | None]) -> str:
 def _largest_costs(
     tables: Mapping[str, _Rows], parts: Mapping[str, float | None]
 ) -> Iterator[str]:
-    """Yield a sentence on the largest cost of a step, and a sentence on the straggler, if any."""
+    """Yield a sentence about the largest cost of a step, and one about a straggler, if any."""
     step, costs = parts["step_s"], defaultdict(float)
     for row in tables["time"]:
         if row["category"] == "compute":
@@ -89,7 +89,7 @@ def _largest_costs(
 
 
 def _call(row: Mapping[str, Any]) -> str:
-    """Describe the operation and mesh axis of a call; the bubble is part of messages along p."""
+    """Describe a call by operation and mesh axis. Messages along p include the bubble."""
     if row["axis"] == "p" and row["op"] in MESSAGES:
         return "messages between stages (p) and the bubble"
     return f"{row['op'].replace('_', '-')} along {row['axis']}"

@@ -62,7 +62,7 @@ def _write_tables(report, folder):
 
 
 def _pictures(report):
-    """Return a list of dicts from file name to figure: one for the comparison, one per run."""
+    """Return dicts from file name to figure: one dict for the comparison, then one per run."""
     found = [{each.name: each for each in figure_list.of_runs(report.runs, report.tables)}]
     for number, run in enumerate(report.runs, 1):
         suffix = f"-{number}" if len(report.runs) > 1 else ""
