@@ -62,7 +62,7 @@ def report_hosts(job: Job) -> Iterator[Finding]:
 
 
 def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
-    """Check that MPI treats a host as one node, which numbers its local ranks 0, 1, 2, ..."""
+    """Check that MPI treats a host as one node, i.e. its local ranks are 0, 1, 2, ..."""
     if sorted(numbers) != list(range(len(numbers))):
         text = (
             f"MPI treats {host} as several nodes (local ranks {spans(numbers)}), so its ranks "
@@ -77,7 +77,7 @@ def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
 def _oversubscription(host: str, ranks: int, used: int, cores: int) -> Iterator[Finding]:
     """Check whether the ranks of a host compete for cores.
 
-    `used` is the number of cores on which the `ranks` ranks may run, out of `cores` cores.
+    The host has `cores` cores. Its `ranks` ranks may run on `used` of them.
     """
     if used < min(ranks, cores):
         text = f"{ranks} ranks of {host} share {used} of its {counted(cores, 'core')}"
@@ -184,21 +184,20 @@ def transport(job: Job) -> Iterator[Finding]:
 
 
 def _known_sum(comm: Communicator) -> bool:
-    """Return True if an integer all-reduce over `comm` returns the exact sum."""
     numbers = np.arange(_SUMMED, dtype=np.int64)
     total = comm.all_reduce(numbers + comm.rank).wait()
     return np.array_equal(total, comm.size * numbers + sum(range(comm.size)))
 
 
 def _known_gather(comm: Communicator) -> bool:
-    """Return True if an all-gather over `comm` returns the blocks of all members."""
+    """Return True if an all-gather over `comm` returns the block of each member, in rank order."""
     block = np.full(_SUMMED // comm.size, comm.rank)
     whole = comm.all_gather(block).wait().reshape(comm.size, -1)
     return (whole == np.arange(comm.size)[:, None]).all()
 
 
 def _verdict_on(job: Job, subject: str, right: bool, text: str) -> Finding:
-    """Return a test's result as a Finding. `right` is True if this rank's result is correct."""
+    """Return a Finding for a test on all ranks. `right` is True if it passed on this rank."""
     wrong = [rank for rank, good in enumerate(job.gather(bool(right))) if not good]
     if not wrong:
         return Finding(OK, subject, text)
@@ -212,7 +211,7 @@ def link(job: Job) -> Iterator[Finding]:
         return
     latency = min(_exchanges(job, np.zeros(_SMALL, np.uint8), _EXCHANGES))
     transfer = min(_exchanges(job, np.zeros(_LARGE, np.uint8), _LARGE_EXCHANGES))
-    job.barrier()  # this barrier sleeps, so that waiting ranks do not occupy shared cores
+    job.barrier()  # job.barrier sleeps while waiting, so that the ranks do not occupy shared cores
     latency, transfer = job.comm.bcast((latency, transfer))
     rate = f"bandwidth {size(_LARGE / transfer)}/s ({size(_LARGE)})"
     text = f"latency {latency * 1e6:.1f} us ({_SMALL} B), {rate}"
@@ -220,7 +219,7 @@ def link(job: Job) -> Iterator[Finding]:
 
 
 def _exchanges(job: Job, block: np.ndarray, times: int) -> list[float]:
-    """Exchange messages, and return one-way times in s: half of each round-trip time on rank 0."""
+    """Return the one-way times in s of `times` messages: half the round-trip on rank 0."""
     last, spent = job.size - 1, []
     for _ in range(times):
         before = time.perf_counter()

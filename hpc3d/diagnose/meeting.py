@@ -27,14 +27,14 @@ _LATER = 2  # additional time limit in s for receiving the reports of other rank
 # exchanges messages with the ranks at distances 1, 2, 4, ...
 ALL_PAIRS = 128
 _SIZE = 64  # message size in bytes
-_SPOKEN = 0.2  # waiting time in s that allows the launcher to forward printed output
+_SPOKEN = 0.2  # delay in s after printing, so that the launcher can forward the output
 _REMEDY = """\
 set OMPI_MCA_btl_tcp_if_include to the network interface that connects these hosts (see ip -br
 addr), and open all ports of any firewall between them"""
 
 
 class Board:
-    """Texts that ranks publish through the launcher.
+    """Board on which ranks publish texts through the launcher, using MPI name publishing.
 
     If the launcher does not support name publishing, all texts are empty.
     """
@@ -49,7 +49,7 @@ class Board:
             self.works = False
 
     def read(self, what: str, until: float) -> list[str]:
-        """Return the text of each rank, or "" for a rank that publishes none by time `until`."""
+        """Return the text of each rank, or "" for ranks that publish no text by time `until`."""
         return [self.text(what, rank, until) for rank in range(self.comm.size)]
 
     def text(self, what: str, rank: int, until: float) -> str:
@@ -69,9 +69,9 @@ class Board:
 def meet() -> Finding | None:
     """Exchange messages between ranks to check that they can reach each other.
 
-    Rank 0 returns a Finding if any two peers cannot reach each other, else None. Every
-    other rank returns None if it reaches all of its peers; otherwise it exits, and the caller on
-    rank 0 ends the job.
+    Rank 0 returns a Finding if any two peers cannot reach each other, else None. Any other rank
+    returns None if it reaches all of its peers; otherwise, it exits, and the caller on rank 0
+    aborts the job.
     """
     comm, end = MPI.COMM_WORLD, time.monotonic() + _WITHIN
     board = Board(comm)
@@ -97,7 +97,7 @@ def meet() -> Finding | None:
 
 
 def peers(rank: int, size: int) -> list[int]:
-    """Return the ranks with which a rank exchanges messages."""
+    """Return the ranks with which `rank` exchanges test messages."""
     if size <= ALL_PAIRS:
         return [other for other in range(size) if other != rank]
     steps = [1 << power for power in range((size - 1).bit_length())]
@@ -105,7 +105,7 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 def _exchange(comm: MPI.Intracomm, end: float) -> list[int]:
-    """Exchange messages with all peers; return the peers whose exchange is incomplete at `end`."""
+    """Exchange messages with all peers until time `end`. Return the peers that did not respond."""
     kept, waiting = [], []
     for peer in peers(comm.rank, comm.size):
         sent, received = np.zeros(_SIZE, np.uint8), np.empty(_SIZE, np.uint8)
@@ -124,7 +124,7 @@ def numbers(text: str) -> list[int]:
 
 
 def finding(pairs: Iterable[Sequence[int]], hosts: Sequence[str]) -> Finding:
-    """Return the Finding for the `pairs` of ranks that cannot reach each other."""
+    """Return a Finding that lists the hosts of the `pairs` of ranks that cannot communicate."""
     apart = defaultdict(set)
     for pair in pairs:
         apart[tuple(hosts[rank] or f"rank {rank}" for rank in pair)].update(pair)
@@ -138,7 +138,7 @@ def finding(pairs: Iterable[Sequence[int]], hosts: Sequence[str]) -> Finding:
 def _announce(hosts: Sequence[str]) -> None:
     """Print a notice that names the hosts and the remedy before the first message is sent.
 
-    MPI may end the job at the first message, and its own error message contains neither.
+    MPI may abort the job at the first message, and its error message names neither.
     """
     between = ", ".join(dict.fromkeys(filter(None, hosts)))
     line = f"testing messages between {between}; if MPI ends the job now, {_REMEDY}"
@@ -147,5 +147,5 @@ def _announce(hosts: Sequence[str]) -> None:
 
 
 def end(code: int) -> None:
-    """End all ranks of the job with an exit code."""
+    """Abort the job: terminate all ranks with exit code `code`."""
     MPI.COMM_WORLD.Abort(code)

@@ -26,8 +26,8 @@ _BOUND = re.compile(r"([\w.-]+)\s*>=\s*([\d.]+)")
 # This code runs in a subprocess, because h5py aborts the process if it loads an incompatible HDF5
 # library.
 _LOAD = "import numpy, pydantic, h5py; print(h5py.version.hdf5_version)"
-# Number of open files required by a launcher: a constant, plus a number per rank. With 32 ranks,
-# Open MPI 5 crashes or hangs if the limit is 128 open files, and works if the limit is 192.
+# A launcher needs a constant number of open files, plus a number per rank. With 32 ranks, Open
+# MPI 5 crashes or hangs if the limit is 128 open files, and works if the limit is 192.
 _FILES, _FILES_OF_RANK = 64, 6
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 FABRICS = ("/sys/class/infiniband", "/proc/driver/nvidia/gpus")
@@ -64,7 +64,7 @@ def packages() -> Iterator[Finding]:
 
 
 def requirements() -> list[tuple[str, str]]:
-    """Return (package, minimum version) of each requirement.
+    """Return a list of the required packages as pairs (package, minimum version).
 
     The requirements are read from the metadata of the installed package or from setup.cfg.
     """
@@ -78,7 +78,7 @@ def requirements() -> list[tuple[str, str]]:
 
 
 def threads(ranks: int) -> Iterator[Finding]:
-    """Check the numbers of cores and of threads per rank for `ranks` ranks on this node."""
+    """Check that the threads of `ranks` ranks do not exceed the cores of this node."""
     cores = environment.cores_of_node()
     bound, share = len(os.sched_getaffinity(0)), max(1, cores // ranks)
     asked = {
@@ -120,7 +120,7 @@ def quota(cores: int) -> Iterator[Finding]:
     try:
         share, period = QUOTA.read_text().split()
         time = float(share) / float(period)
-    except (OSError, ValueError):  # no quota file, quota "max", or an older kernel
+    except (OSError, ValueError):  # no quota: file missing, quota "max", or older kernel
         return
     if time < cores:
         text = f"the container has {counted(cores, 'core')}, but a CPU quota of {time:.1f}"

@@ -42,12 +42,12 @@ def _standing(folder: Path | str) -> Path:
 
 
 def scratch(folder: Path) -> tempfile.TemporaryDirectory:
-    """Return a context manager that creates a temporary folder in `folder` and removes it."""
+    """Return a temporary folder in `folder`, as a context manager that deletes it on exit."""
     return tempfile.TemporaryDirectory(prefix=".doctor-", dir=_standing(folder))
 
 
 def replaced(folder: Path) -> None:
-    """Write a file in the same way as a checkpoint: sync, rename over an old file, sync folder."""
+    """Replace a file as for a checkpoint: sync a new file, rename it, and sync the folder."""
     new, old = folder / "new", folder / "old"
     old.touch()
     with new.open("wb") as file:
@@ -77,11 +77,11 @@ def lies_on(folder: Path) -> Iterator[Finding]:
 
 
 def file_system(path: Path) -> str:
-    """Return the type of the file system that contains `path`, from the nearest mount point."""
+    """Return the type, such as "ext4", of the file system that contains `path`."""
     mounts = {}
     for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
         _, point, kind, *_ = line.split(" ")
         point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point)
-        mounts[Path(point)] = kind  # the last mount at a mount point hides earlier mounts
+        mounts[Path(point)] = kind  # later mounts hide earlier mounts at the same mount point
     path = Path(path).resolve()
     return next(mounts[parent] for parent in (path, *path.parents) if parent in mounts)
