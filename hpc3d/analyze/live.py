@@ -25,8 +25,8 @@ from hpc3d.training.log import KEPT, duration
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
 _QUIET = 60  # a run is reported as silent if this many seconds pass without a new step
-_TAIL = 2000  # number of bytes at the end of the log that are searched for the final state
-_RECENT = 20  # number of most recent steps over which the speed is computed
+_TAIL = 2000  # number of bytes read from the end of the log to find the final state
+_RECENT = 20  # number of recent steps used to compute the speed
 # A rank is reported as a straggler if it is the last to arrive at a call at least _LATE times as
 # often as the average rank. At most _NAMED stragglers are listed.
 _LATE, _NAMED = 2, 3

@@ -42,7 +42,7 @@ class AxisShares(NamedTuple):
 
 
 class NewestSegments:
-    """Reader of the newest trace segment of each rank. It reads again when new segments appear."""
+    """Reader of each rank's newest trace segment. Results are cached until new segments appear."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.counts = run, dict[int, int]()

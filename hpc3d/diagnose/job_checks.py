@@ -219,7 +219,7 @@ def link(job: Job) -> Iterator[Finding]:
 
 
 def _exchanges(job: Job, block: np.ndarray, times: int) -> list[float]:
-    """Return the one-way times in s of `times` messages: half the round-trip on rank 0."""
+    """Return one-way times in s for `times` messages: half the round-trip times on rank 0."""
     last, spent = job.size - 1, []
     for _ in range(times):
         before = time.perf_counter()

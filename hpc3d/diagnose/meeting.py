@@ -21,7 +21,7 @@ from mpi4py import MPI
 from hpc3d.runtime.finding import FAIL, Finding
 from hpc3d.runtime.host_map import spans
 
-_WITHIN = 5  # time limit in s for the messages
+_WITHIN = 5  # time limit in s for the exchange of test messages
 _LATER = 2  # additional time limit in s for receiving the reports of other ranks
 # In jobs with at most ALL_PAIRS ranks, all pairs exchange messages. In larger jobs, each rank
 # exchanges messages with the ranks at distances 1, 2, 4, ...

@@ -103,7 +103,7 @@ def own_time(trace: Trace) -> np.ndarray:
 
 
 def _hidden(trace):
-    """Return the time in ns during which the device computes within each host event."""
+    """For each host event, return the time in ns during which the device computes."""
     events, hidden = trace.events, np.zeros(len(trace.events), "i8")
     start, end = events["t_start"], events["t_start"] + events["dur"]
     for rows in slices(events["rank"], trace.attrs["world_size"]):
@@ -115,7 +115,7 @@ def _hidden(trace):
 
 
 def labels(trace: Trace, key: str) -> dict[int, str | None]:
-    """Return a dict from each value of a key to its name. The dict is empty for numeric keys."""
+    """Return a dict from the values of a key to their names. It is empty for numeric keys."""
     if key == "axis":
         return dict(enumerate(_axes(trace)))
     return dict(enumerate(trace.strings)) if key == "name" else trace.events.labels(key)
@@ -156,7 +156,7 @@ def mean_rows(
     rows
         Rows of /events.
     measures
-        Dict from column to one value per event in `rows`.
+        Dict from column to an array with one value per event in `rows`.
     """
     kinds, kind = combinations([event_values(trace, key, rows) for key in keys])
     means = {

@@ -29,7 +29,7 @@ T95 = (
 _MODEL = ("layers", "hidden", "heads", "sequence")
 _LOAD = ("batch", *_MODEL, "setting")
 _PEERS = ("ranks", "p", "d", *_LOAD)
-_ALL = "all"  # value in the columns `axis` and `op` that marks the row of totals
+_ALL = "all"  # value of the columns `axis` and `op` in the row of totals
 _Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
 # The true median lies between the extremes of n samples with probability 1 - 2^(1 - n), which is
 # 97 % for n = 6.
@@ -85,7 +85,7 @@ def _difference(ours, theirs):
 
 
 def _margin(*samples):
-    """Return the half-width of Welch's 95 % confidence interval of the difference of two means."""
+    """Return half the width of Welch's 95 % confidence interval for a difference of means."""
     variances = np.array([sample.var(ddof=1) / len(sample) for sample in samples])
     if not variances.any():
         return 0.0
@@ -217,7 +217,7 @@ def _sizes(config):
 
 
 def scaling_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Extend the rows returned by `run_row` by speedup and efficiency relative to the first run.
+    """Add speedup and efficiency, relative to the first run, to the rows returned by `run_row`.
 
     `scaling` is "strong" if a run and the first run do the same total work. It is "weak" if the
     work per rank (block parameters times tokens) is the same within the relative tolerance
@@ -261,21 +261,21 @@ def _work(run):
 
 
 def gain_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the speedup of each run over 1-D and 2-D tensor parallelism, from rows of `run_row`.
+    """Return the speedup of each run over 1-D and 2-D tensor parallelism.
 
-    over_1d is the average step time of the best 1-D run divided by the average step time of this
-    run; over_2d is the same ratio for the best 2-D run. arXiv:2105.14450 reports ratios of 2.32
-    and 1.57 for 3-D on 64 ranks. step_over_1d and step_over_2d are the ratios of complete step
-    times. Only runs with the same model, batch size and number of ranks, stages and replicas are
-    compared. Each ratio has a 95 % confidence interval. The result is empty if no two comparable
-    runs differ in their scheme.
+    `runs` contains results of `run_row`. over_1d is the average step time of the best 1-D run
+    divided by the average step time of this run; over_2d is the same ratio for the best 2-D run.
+    arXiv:2105.14450 reports ratios of 2.32 and 1.57 for 3-D on 64 ranks. step_over_1d and
+    step_over_2d are the ratios of complete step times. Only runs with the same model, batch size
+    and number of ranks, stages and replicas are compared. Each ratio has a 95 % confidence
+    interval. The result is empty if no two comparable runs differ in their scheme.
     """
     rows = [run | _gains(run, runs) for run in runs if run["family"]]
     return rows if any(row[key] for row in rows for key in ("over_1d", "over_2d")) else []
 
 
 def _gains(run, runs):
-    """Return the ratios of the step times of the best comparable 1-D and 2-D runs to `run`."""
+    """Return the speedup of `run` over the best comparable 1-D run and 2-D run."""
     peers = [each for each in runs if all(each[key] == run[key] for key in _PEERS)]
     gains = {}
     for family in ("1d", "2d"):

@@ -153,7 +153,7 @@ class _Walk:
             rank = rows.by[index]
 
     def take(self, rank, now):
-        """Return the last unvisited event of a rank that starts before `now`, or None."""
+        """Return the index of a rank's last unvisited event that starts before `now`, or None."""
         begin = self.rows.of[rank].start
         index = begin - 1 + np.searchsorted(self.rows.start[begin : self.unused[rank]], now)
         self.unused[rank] = max(begin, index)
@@ -175,7 +175,7 @@ def _described(trace, rows):
 
 
 def path_rows(segments: Sequence[PathSegment], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Group path segments by the fields `keys`, and sum their times and shares, largest first."""
+    """Return the total time and share of path segments by the fields `keys`, largest first."""
     seconds, length = defaultdict(float), sum(each.seconds for each in segments)
     for each in segments:
         seconds[tuple(getattr(each, key) for key in keys)] += each.seconds

@@ -96,10 +96,11 @@ def _nic_traffic(calls, host_of, count):
 
 
 def _share(op, with_root, of_group, here):
-    """Return the fraction of a call's bytes that is received by the destination host's NIC.
+    """Return the fraction of a call's bytes that the NIC of the destination host receives.
 
-    For a reduction, these are the bytes sent by a rank on host `here`; otherwise, the bytes
-    received by such a rank. `of_group` is a dict from host to its number of group members.
+    The bytes of a reduction are the bytes sent by a rank on host `here`. The bytes of any other
+    call are the bytes received by such a rank. `of_group` is a dict from host to its number of
+    group members.
     """
     size, level = sum(of_group.values()), len({*of_group.values()}) == 1
     if op in ("broadcast", "reduce"):

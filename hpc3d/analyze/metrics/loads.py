@@ -91,12 +91,12 @@ def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
 def differing(
     traces: Sequence[Trace], labels: Sequence[str], abouts: Sequence[Mapping[str, str]]
 ) -> dict[str, dict[str, str]]:
-    """Return all differences between runs, as a dict from group to a dict from key to text.
+    """Return the differences between runs: result[group][key] is a string.
 
-    The text lists the runs with each value of the key. The comparison covers all configuration
-    keys, the number of tokens per step, the kind of trace, and the machine and program in
-    `abouts`. If a key is missing in an older run, the default value is used. If the configuration
-    of any run is unknown, no configuration keys are compared.
+    The string lists each value of the key with the runs that have it. The comparison covers all
+    configuration keys, the number of tokens per step, the kind of trace, and the machine and
+    program in `abouts`. If a key is missing in an older run, the default value is used. If the
+    configuration of any run is unknown, no configuration keys are compared.
 
     Parameters
     ----------

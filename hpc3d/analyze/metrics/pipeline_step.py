@@ -76,7 +76,7 @@ def configuration(trace: Trace) -> Config | None:
 
 
 def _is_asynchronous(config: Config) -> bool:
-    """Return whether passes of different steps overlap, i.e. the schedule is asynchronous."""
+    """Return True if the schedule is asynchronous, i.e. passes of different steps overlap."""
     schedule = SCHEDULES.get(config.parallel.schedule)
     return bool(schedule and schedule.asynchronous)
 

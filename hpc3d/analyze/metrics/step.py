@@ -122,7 +122,7 @@ def slowest_seconds(trace: Trace) -> np.ndarray:
 
 
 def median_step(trace: Trace | Steady) -> int:
-    """Return the number of the step with the median step time (the lower of two medians)."""
+    """Return the number of the step with the median step time (or the lower median)."""
     order = slowest_seconds(trace).argsort(kind="stable")
     return int(np.unique(trace.steps["step"])[order[(len(order) - 1) // 2]])
 
@@ -214,9 +214,10 @@ def _evaluated(rows):
 
 
 def _largest_difference(losses, others):
-    """Return the maximum absolute difference between two loss curves, or None.
+    """Return the maximum absolute difference between two loss curves.
 
-    `losses` and `others` are dicts from step to loss. Only common steps are compared.
+    `losses` and `others` are dicts from step to loss. Only common steps are compared. The result
+    is `None` if no common step has two known losses.
     """
     pairs = [(loss, others.get(step)) for step, loss in losses.items()]
     return max((abs(a - b) for a, b in pairs if None not in (a, b)), default=None)

@@ -240,8 +240,8 @@ def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> lis
     """Return the number and total time of calls, per rank and step, grouped by `keys`.
 
     blocked_s = wait_s + transfer_s is the time in calls. `violations` is the total number of calls
-    that ended before a required arrival. `worst_s` is the maximum time, in seconds, by which a
-    call ended before a required arrival.
+    that ended before an arrival on which they depend, and `worst_s` is the largest of these time
+    differences in seconds.
     """
     row = calls.row[calls.inside]
     columns = [event_values(calls.trace, key, row) for key in keys]

@@ -98,7 +98,7 @@ _DIFFERENCES = TableSpec(
 
 
 def over_runs(labels: Sequence[str]) -> tuple[TableSpec, ...]:
-    """Return the specifications of the tables that compare the runs with these labels."""
+    """Return the specifications of the tables that compare the runs labeled `labels`."""
     return _RUNS, _received(labels), _SCALING, _GAINS, _DIFFERENCES
 
 

@@ -28,7 +28,7 @@ class Picture(NamedTuple):
 def of_runs(
     runs: Sequence[RunAnalysis], tables: Mapping[str, list[dict[str, Any]]]
 ) -> Iterator[Picture]:
-    """Yield the figures that compare runs. A single run has only the loss figure."""
+    """Yield the figures that compare runs. For a single run, yield only the loss figure."""
     if any(map(any_loss, runs)):
         yield Picture("loss", "Loss by training step", "", charts.loss(runs))
     if tables["scaling"]:

@@ -120,7 +120,7 @@ def _legend(figure, kinds):
 
 
 def order_of(kind: str) -> tuple[int, int]:
-    """Return the sort key of a kind of span in the legend."""
+    """Return the sort key that orders kinds of spans in the legend."""
     chunk, name = _split_kind(kind)
     return list(_KINDS).index(name), chunk
 

@@ -270,7 +270,7 @@ def _draw_boxes(plot, source, chart):
 
 
 def _names(chart):
-    """Return a dict from column to its list of names, such that names[code] is the name."""
+    """Return a dict from column to a list that maps codes to names."""
     return {
         key: [names.get(code, "") for code in range(1 + max(names, default=-1))]
         for key, names in chart.names.items()

@@ -105,7 +105,7 @@ class Report(NamedTuple):
     notes
         Warnings about the comparability of the runs, one line per warning.
     differing
-        Differences between the runs, as a dict from group to a dict from key to text.
+        Differences between the runs: differing[group][key] lists the values and their runs.
     curves
         One line of text per run whose loss curve equals the first run's loss curve.
     """

@@ -64,7 +64,7 @@ def digits(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Format a time, given in seconds, in s, ms or us."""
+    """Format a number of seconds with a suitable unit: s, ms or us."""
     for unit, size in (("s", 1), ("ms", 1e-3)):
         if abs(value) >= size:
             return f"{digits(value / size)} {unit}"
@@ -127,7 +127,7 @@ def columns(write: Callable, **headings: str) -> tuple[ColumnSpec, ...]:
 
 
 def times(*names: str) -> tuple[ColumnSpec, ...]:
-    """Return a column in ms per name: wait has the key "wait_s" and the heading "wait [ms]"."""
+    """Return columns in ms: the name "wait" gives key "wait_s" and heading "wait [ms]"."""
     return columns(milliseconds, **{f"{name}_s": f"{name} [ms]" for name in names})
 
 
