@@ -151,7 +151,6 @@ class LiveRun:
 
 
 def _is_complete(record: dict[str, Any]) -> bool:
-    """Return True if a step record has all values that are shown in the status."""
     return (record.get("steps") or 0) > 0 and all(record.get(key) is not None for key in _SHOWN)
 
 
@@ -189,7 +188,6 @@ def _is_alive(lock: Path) -> bool | None:
 
 
 def _modified(path: Path) -> int:
-    """Return the modification time of a file in ns, or 0 if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -98,7 +98,6 @@ def threads(ranks: int) -> Iterator[Finding]:
 
 
 def _blas() -> Iterator[Finding]:
-    """Report NumPy's BLAS library and the number of threads that it uses."""
     import numpy as np
 
     library = np.show_config(mode="dicts")["Build Dependencies"].get("blas", {})

@@ -88,7 +88,6 @@ class _Definitions:
         self.metric = self._metric()
 
     def _locations(self):
-        """Yield ((rank, stream), location) for each stream of each rank."""
         registry, kinds = self.registry, self.otf2.LocationType
         machine = registry.system_tree_node("hosts", "machine")
         for rank, rows in enumerate(self.events.rows):
@@ -195,7 +194,6 @@ class _Records:
         self.writer.leave(time, self.definitions.region(row["number"], row["name_of_op"]))
 
     def _complete(self, time, row):
-        """Write the record that marks the completion of a call."""
         op, early, request = row["name_of_op"], row["early"], (row["number"],) * row["early"]
         if op == "send" and early:
             self.writer.mpi_isend_complete(time, *request)
@@ -210,7 +208,6 @@ class _Records:
             end(time, kind, communicator, self._peer(row), row["sent"], row["bytes"], *request)
 
     def _message(self, row):
-        """Return the peer, communicator, tag and size in bytes of a message."""
         communicator = self.definitions.communicators[row["group"]]
         return self._peer(row), communicator, row["seq"], row["bytes"]
 

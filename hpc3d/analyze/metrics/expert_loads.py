@@ -246,7 +246,6 @@ def _capacity_use(trace, loads, chosen, kept):
 
 
 def _waits(trace, loads, calls):
-    """Return the mean wait in expert-parallel calls, and the rank that causes the most waiting."""
     index = _exchanges(calls) if calls else np.zeros(0, int)
     if not len(index):
         return dict.fromkeys(("wait_s", "wait_share", "rank", "experts", "load"))

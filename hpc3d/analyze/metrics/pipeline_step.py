@@ -316,7 +316,6 @@ def idle_shares(rows: Sequence[Row]) -> dict[int, float]:
 def _panels(
     config: Config, step: int, rows: Sequence[Row], ideal: Ideal | None
 ) -> list[tuple[str, list[list[PassSpan]]]]:
-    """Return the title and spans of each Gantt chart panel: measured and, if known, simulated."""
     schedule = config.parallel.schedule
     found = [(f"measured: schedule {schedule}, step {step}, {_mean_idle(rows)}", spans(rows))]
     if ideal:

@@ -46,7 +46,6 @@ def _ranks(attrs):
 
 
 def _hosts(trace):
-    """List the hosts, the number of ranks on each host, and the device."""
     count = Counter(name or "unknown" for name in hosts(trace).values())
     named = [f"{name} ({ranks})" for name, ranks in count.most_common(_SHOWN)]
     more = [f"{len(count) - _SHOWN} more"] if len(count) > _SHOWN else []
@@ -70,7 +69,6 @@ def outnumbered(trace: Trace) -> str | None:
 
 
 def _configured(config):
-    """Return a dict from title to text that describes the model, batch and layout."""
     model, train, parallel = config.model, config.train, config.parallel
     if config.torch.factory:
         return {
@@ -112,7 +110,6 @@ def _program(attrs):
 
 
 def _trace(trace):
-    """Describe the kind and size of the trace, and the accuracy of the clock synchronization."""
     steps = np.unique(trace.steps["step"])
     kind = trace.attrs.get("kind") or "measured"
     completed = counted(len(steps), "completed step")

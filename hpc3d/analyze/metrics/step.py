@@ -184,7 +184,6 @@ def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _peaks(rows):
-    """Return the highest memory peak and the highest number of offloaded bytes on any rank."""
     ranks = [row for row in rows if row["rank"] is not None]
     peaks = {"peak_bytes": "all", "offloaded_bytes": "offloaded"}
     return {

@@ -116,14 +116,12 @@ def loss(runs: Sequence[RunAnalysis]) -> Lines:
 
 
 def _losses(run, table):
-    """Return the steps and losses from one table of a run. Unknown losses are NaN."""
     rows = run.tables[table]
     values = [np.nan if row["loss"] is None else row["loss"] for row in rows]
     return [row["step"] for row in rows], values
 
 
 def _difference(line, other):
-    """Return the common x values of two lines, and the differences between their y values."""
     theirs = dict(zip(*other))
     both = [(x, value - theirs[x]) for x, value in zip(*line) if x in theirs]
     return [x for x, _ in both], [value for _, value in both]

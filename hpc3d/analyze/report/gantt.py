@@ -83,7 +83,6 @@ def _figure(titles):
 
 
 def _bars(panel, stage, row, kind):
-    """Draw the spans of one kind on one pipeline stage."""
     height = 0.3 if is_thin(kind) else 0.8
     panel.broken_barh(
         [(start, end - start) for start, end, *_ in row],

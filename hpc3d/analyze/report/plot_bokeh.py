@@ -166,7 +166,6 @@ def _heat(chart: Heat):
 
 @draw.register
 def _panels(chart: Panels):
-    """Draw a Gantt chart, with one plot per panel and a shared time axis."""
     from bokeh.layouts import column
 
     plots = []
@@ -250,7 +249,6 @@ def _timeline(chart: Timeline):
 
 
 def _draw_boxes(plot, source, chart):
-    """Draw boxes with tooltips for the events of each kind, and for the wait times of calls."""
     from bokeh.models import CDSView, CustomJSHover, GroupFilter, HoverTool, TapTool
 
     drawn, height = [], 0.84 * lanes(chart.events)[1]
@@ -270,7 +268,6 @@ def _draw_boxes(plot, source, chart):
 
 
 def _names(chart):
-    """Return a dict from column to a list that maps codes to names."""
     return {
         key: [names.get(code, "") for code in range(1 + max(names, default=-1))]
         for key, names in chart.names.items()

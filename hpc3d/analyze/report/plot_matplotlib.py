@@ -119,7 +119,6 @@ def _bars(chart: Bars):
 
 
 def _horizontal_bars(chart):
-    """Draw stacked horizontal bars from top to bottom, with space for long labels."""
     figure, (panel,) = empty(WIDTH, 1.1 + 0.26 * len(chart.labels))
     left, rows = np.zeros(len(chart.labels)), range(len(chart.labels))
     for part, (color, values) in chart.parts.items():
@@ -132,7 +131,6 @@ def _horizontal_bars(chart):
 
 
 def _with_legend(figure):
-    """Add a legend of the stacked segments above the plot."""
     handles, names = figure.axes[0].get_legend_handles_labels()
     style = {"frameon": False, "fontsize": 8, "handlelength": 1.0, "columnspacing": 1.2}
     figure.legend(handles, names, loc="outside upper left", ncols=min(len(names), 8), **style)

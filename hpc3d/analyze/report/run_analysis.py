@@ -229,7 +229,6 @@ def _of_mean_step(steady, calls, peak, matrices, loads):
 
 
 def _of_all_steps(trace):
-    """Return the tables that cover all steps, including the first step."""
     return {
         "loss": loss_rows(trace),
         "evaluation": evaluation_rows(trace),
@@ -283,7 +282,6 @@ def _pairs(matrices):
 
 
 def _wait_warnings(calls, tables):
-    """Yield the reasons why wait times may be inaccurate, one line each."""
     partial, early = incomplete(calls), sum(row["violations"] for row in tables["waits"])
     worst = max((row["worst_s"] for row in tables["waits"]), default=0)
     if partial:

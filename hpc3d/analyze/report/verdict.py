@@ -44,7 +44,6 @@ def _offloading(tables: Mapping[str, _Rows]) -> dict[str, float]:
 
 
 def _composition(parts: Mapping[str, float | None]) -> str:
-    """Return a sentence with the shares of computation, communication and waiting in a step."""
     step = parts["step_s"]
     offload = parts["own_copies_s"] + parts["copy_wait_s"]
     calls = parts["exposed_s"] + parts["copy_s"] - offload
@@ -66,7 +65,6 @@ def _composition(parts: Mapping[str, float | None]) -> str:
 def _largest_costs(
     tables: Mapping[str, _Rows], parts: Mapping[str, float | None]
 ) -> Iterator[str]:
-    """Yield a sentence about the largest cost of a step, and one about a straggler, if any."""
     step, costs = parts["step_s"], defaultdict(float)
     for row in tables["time"]:
         if row["category"] == "compute":
