@@ -70,8 +70,8 @@ def _print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any
         cells = [*group]
         fewer, wins = (_count(cells, key) for key in ("moves_less", "wins"))
         print(
-            f"   {network}: the pipeline is faster in {wins} and moves fewer bytes in {fewer} "
-            f"of {len(cells)} settings"
+            f"   {network}, {len(cells)} settings:"
+            f"\n   the pipeline is faster in {wins} and moves fewer bytes in {fewer}"
         )
         _print_grid(cells)
     print("   b, m, s: the pipeline moves fewer bytes, but is slower, because of its bubble (b),")
