@@ -15,9 +15,9 @@ import sys
 
 __version__ = "0.2.0"
 
-# While a command imports its modules, Ctrl-C terminates the command without a traceback.  Later,
-# command_line.run or launch.run handles the signal.  During `python -m PACKAGE`, sys.argv[0] is
-# "-m" for any package.
+# Ctrl-C terminates a command without a traceback while the command imports its modules.  Once the
+# modules are loaded, command_line.run or launch.run handles the signal.  `python -m` sets
+# sys.argv[0] to "-m" while it imports the package.
 _program = "".join(sys.argv[:1])
 _is_command = _program.endswith("/hpc3d") or (
     _program == "-m" and any(re.match("(-m)?hpc3d", word) for word in sys.orig_argv)

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     from hpc3d.runtime import environment
 
     if environment.number_in(environment.OWN_RANK, default=0):
-        return 0  # on a nonzero exit code, the launcher kills rank 0 before it prints the error
+        return 0  # a nonzero code would make the launcher kill rank 0 before the error is printed
     from hpc3d.console.exit_codes import BAD_INPUT
     from hpc3d.console.sanitize import OutputError, file_and_reason, sanitized_streams
 

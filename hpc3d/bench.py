@@ -78,9 +78,9 @@ def parser() -> Parser:
     """Return the command-line parser."""
     parser = Parser("bench", __doc__)
     add = parser.add_argument
-    text = "name of a benchmark in the list above"
+    text = "name of a benchmark listed above"
     add("names", nargs="+", action=Names, choices=_BENCHMARKS, metavar="NAME", help=text)
-    text = "number of pairs of runs (default: depends on the benchmark)"
+    text = "number of pairs of runs to measure (default: depends on the benchmark)"
     add("--rounds", type=positive, default=0, metavar="N", help=text)
     text = "folder for the figures (default: results)"
     add("--out", default="results", metavar="DIR", help=text)

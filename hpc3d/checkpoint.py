@@ -90,7 +90,7 @@ def parser() -> Parser:
 
 
 def show(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
-    """Print one line per checkpoint of a run, or one checkpoint with its tensors."""
+    """Print one line per checkpoint of a run, or the table of tensors of a single checkpoint."""
     from hpc3d.checkpoints.inspect import about, best_of, checkpoints, latest
     from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 
@@ -114,7 +114,7 @@ def show(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
 
 
 def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
-    """Format a checkpoint as one line: its name, date, layout and size, or its problem."""
+    """Format a checkpoint as one line: its name, date, layout and size, or why it is unusable."""
     name = Path(found["folder"]).name
     if "problem" in found:
         return f"{name}  incomplete or damaged: {found['problem']}"
@@ -132,10 +132,9 @@ def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
 
 
 def _print_tensors(found: Mapping[str, Any]) -> None:
-    """Print a table of the tensors in a checkpoint, with one row for identical tensors of layers.
+    """Print a table of the tensors in a checkpoint.
 
-    Tensors share a row if their shapes, types and kinds agree and their names differ only in the
-    layer number.
+    Tensors that differ only in the layer number in their names share a row.
     """
 
     def row(tensor):
@@ -153,7 +152,7 @@ def _print_tensors(found: Mapping[str, Any]) -> None:
 
 
 def verify(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
-    """Verify all data of the checkpoints; in the result, `whole` is True if all are intact."""
+    """Verify all data of the checkpoints; the result's `whole` is True if all are intact."""
     from hpc3d.checkpoints.inspect import checkpoints, problems
 
     found = []
@@ -183,7 +182,7 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     files = [] if alone else run_tokenizer.export(opened.folder, options.output)
     written = {hf_export.WEIGHTS, *([] if module else [hf_export.CONFIG]), *files}
     for path in earlier:
-        if path.name not in written:  # obsolete file of an earlier export
+        if path.name not in written:  # left over from an earlier export
             path.unlink()
     count = sum(map(prod, shapes.values()))
     print(sanitized(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))

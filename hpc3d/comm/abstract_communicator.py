@@ -43,13 +43,13 @@ class AbstractCommunicator(Communicator):
         return self.like(block, block.shape) if self._of_node and not ours else block
 
     def like(self, block: Any, shape: Sequence[int], kind: str = "communication") -> Any:
-        """Return a received block with the given shape and the dtype of `block`."""
+        """Return a result block with the given shape and the dtype of `block`."""
         if isinstance(block, AbstractArray):
             return self.pool.empty(shape, block.dtype, kind)
         return np.resize(block, shape)
 
     def shared(self, block: Any) -> Any:
-        """Mark a block as stored once in memory shared by all ranks of a node, and return it."""
+        """Mark a block as a single copy in memory shared by all ranks of a node, and return it."""
         if self._of_node and isinstance(block, AbstractArray):
             block.lease.shared = True  # type: ignore[union-attr]  # the pool sets the lease
         return block

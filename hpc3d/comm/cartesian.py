@@ -65,9 +65,9 @@ def build(
 
 
 def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") -> tuple[Mesh, Line]:
-    """Return the stage mesh (hpc3d.comm.stage_mesh) of an MPI job, and a factory of communicators.
+    """Return the stage mesh (hpc3d.comm.stage_mesh) of an MPI job, and a communicator factory.
 
-    Transports are chosen as in `build`. The factory creates the communicator for a list of ranks.
+    Transports are chosen as in `build`. The factory creates a communicator for a list of ranks.
     """
     comm, pool = MPI.COMM_WORLD.Dup(), Pool()
     nodes = [None] * comm.size if transport == "mpi" else node_of_rank(comm)
@@ -82,7 +82,7 @@ def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") ->
 def _communicator_of(
     line: MPI.Intracomm, members: Sequence[int], pool: Pool, nodes: Sequence[int | None]
 ) -> Communicator:
-    """Return the communicator of the members of `line`; rank r is on node `nodes[r]`."""
+    """Return a communicator based on the MPI communicator `line`; rank r is on `nodes[r]`."""
     if len(members) == 1:
         return Self(pool, members[0])
     hosts = [nodes[rank] for rank in members]
@@ -95,7 +95,10 @@ def _communicator_of(
 
 
 def node_of_rank(comm: MPI.Intracomm) -> list[int | None]:
-    """Return, for each rank, the first rank on its node, or `None` if memory is not shared."""
+    """Return each rank's node, given as the lowest rank on it.
+
+    The entry is `None` if the ranks of the node cannot share memory.
+    """
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     can_share = node.allreduce(usable(node.size), MPI.LAND)
     first = node.bcast(comm.rank)

@@ -38,7 +38,7 @@ class AsyncCall:
 
 
 class CommStream:
-    """Stream that runs a rank's communication calls of one queue (hpc3d.comm.mesh) in order.
+    """CUDA stream that runs the communication calls of one queue (hpc3d.comm.mesh) in order.
 
     A single stream ensures that all ranks execute the calls in the same order.  `device` provides
     the `compute` stream and one stream per queue in `queues`.  `group` returns a context manager

@@ -1,9 +1,9 @@
 """Collectives and messages between the ranks along one mesh axis.
 
 Every call returns a `Pending`; its `wait()` returns the block, so overlap depends only on where
-`wait()` is called.  This module handles dims and contiguity: an implementation only moves
-contiguous blocks along dim 0.  The resulting blocks may be in memory shared by all members, so
-they must not be written to.
+`wait()` is called.  This module transposes blocks and makes them contiguous, so that an
+implementation only moves contiguous blocks along dim 0.  The resulting blocks may be in memory
+shared by all members, so they must not be written to.
 
     all_gather       [n, ...]   -> [g*n, ...]    the blocks of the g members, in order
     reduce_scatter   [g*n, ...] -> [n, ...]      this member's shard of the sum
@@ -41,7 +41,9 @@ EXCHANGES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce"
 
 
 def received_bytes(op: str, nbytes: Any, size: Any, member: Any = None, root: Any = 0) -> Any:
-    """Return the bytes that a member must receive in a call; `nbytes`, `size` etc. may be arrays.
+    """Return the number of bytes that a member must receive in a call.
+
+    All arguments except `op` may be arrays.
 
     Parameters
     ----------
@@ -61,7 +63,7 @@ def received_bytes(op: str, nbytes: Any, size: Any, member: Any = None, root: An
 
 
 def received_share(op: str, size: int) -> float:
-    """Return the received volume per member of a call, as a fraction of the full array."""
+    """Return the volume that each member receives in a call, as a fraction of the full array."""
     return EXCHANGES[op] * (size - 1) / size if op in EXCHANGES else 1.0
 
 
@@ -76,7 +78,7 @@ class Pending:
         return self.finish()
 
     def then(self, function: Callable[[Any], Any]) -> Pending:
-        """Return the pending result of `function` applied to the block."""
+        """Return a `Pending` whose `wait()` returns `function(block)`."""
         return Pending(lambda: function(self.wait()))
 
 

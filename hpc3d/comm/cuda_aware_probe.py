@@ -70,7 +70,7 @@ def present() -> bool:
 
 
 def _versions(runtime: Any) -> Iterator[Finding]:
-    """Yield a finding on the CUDA driver, whose major version must not be below the runtime's."""
+    """Yield a finding on the CUDA driver; its major version must be at least the runtime's."""
     driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     text = f"driver for {_dotted(driver)}, runtime {_dotted(needed)}"
     if driver // 1000 < needed // 1000:
@@ -134,7 +134,7 @@ def device_map(job: Job) -> Iterator[Finding]:
 
 
 def missing(asked: str, dtype: str) -> str | None:
-    """Return an unmet requirement of train.backend = cupy, with a fix, or None if all are met.
+    """Return a message on the first unmet requirement of train.backend = cupy, or `None`.
 
     `asked` is the value of mesh.transport, and `dtype` is the value of train.dtype.
     """
@@ -143,8 +143,8 @@ def missing(asked: str, dtype: str) -> str | None:
 
 
 def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
-    """Yield pairs (unmet requirement, fix). Only the first pair is valid, because each check
-    assumes that all earlier checks pass."""
+    """Yield a pair (unmet requirement, fix) for each failed check. Use only the first pair: each
+    check assumes that all earlier checks pass."""
     if find_spec("cupy") is None:
         yield "CuPy is not installed", f"run {EXTRAS}"
     from hpc3d.cuda.device import imported
@@ -207,7 +207,7 @@ def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[
 
 
 def surroundings() -> dict[str, str]:
-    """Return environment variables that let MPI start two ranks as root and on one core."""
+    """Return environment variables that allow root to start two MPI ranks, even on one core."""
     return dict.fromkeys((*library.CONSENT, library.CROWD_4), "1") | {
         library.CROWD_5: "slot:oversubscribe"
     }
@@ -236,7 +236,7 @@ def _attempt() -> str:
 
 
 def _right(comm: CudaAwareMpi, rows: int, dtype: str) -> bool:
-    """Return True if all calls on blocks with `rows` rows give correct results."""
+    """Return True if all calls return correct results for blocks with `rows` rows."""
     import numpy as np
 
     values = np.arange(2 * rows).reshape(rows, 2) % 100

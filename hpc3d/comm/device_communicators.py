@@ -65,7 +65,7 @@ def _by_hosts(
     pool: DevicePool,
     direct: Mapping[str, CudaAwareMpi] | None = None,
 ) -> dict[str, Communicator]:
-    """Return host-staged communicators, which send messages by the communicators `direct`."""
+    """Return a dict from axis to host-staged communicator; `direct`, if given, sends messages."""
     found: dict[str, Communicator] = {}
     device = pool.device
     traffic = {queue: CommStream(device, nullcontext, queue) for queue in QUEUES}

@@ -1,4 +1,4 @@
-"""Device and transport of a rank, chosen once and consistently on all ranks."""
+"""Choose the device of each rank and the transport of the job, consistently on all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hardware(job: Job, config: Any) -> Hardware:
     """Return the device and transport of this rank for `config`, as a `Hardware`.
 
     With `train.backend = cupy`, the device becomes the current device.  If any rank does
-    not meet a requirement, all ranks end with an error.
+    not meet a requirement, all ranks exit with an error message.
     """
     train, asked = config.train, config.mesh.transport
     if train.backend == "numpy":

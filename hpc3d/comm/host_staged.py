@@ -1,4 +1,4 @@
-"""Communication of device blocks staged through host memory, for an MPI without CUDA support.
+"""Communicate device blocks through buffers in host memory, for an MPI without CUDA support.
 
 A block is sent in chunks.  While one chunk is in flight between hosts, the next one is copied from
 its device.
@@ -31,7 +31,7 @@ CHUNK = 4 << 20  # chunk size in bytes per member
 
 
 class HostStaged(Communicator):
-    """Host-staged communicator over the host communicator `comm`; all members have devices.
+    """Host-staged communicator for ranks with devices, based on the host communicator `comm`.
 
     `comm` must not require that arrays are freed in a certain order (as SharedMemory does),
     because they stay alive until the device has read them.  Copies run on the communication stream
@@ -88,10 +88,9 @@ class HostStaged(Communicator):
     def moved(
         self, call: Callable[..., Pending], block: Array, result: Array, given: int, taken: int
     ) -> Pending:
-        """Return the pending result of a host call that moves data without reducing it.
+        """Start a host call that moves data without reducing it, and return its pending result.
 
-        The block consists of `given` shards, and the result of `taken` shards; each shard belongs
-        to one member.
+        The block has `given` shards and the result has `taken` shards, one per member or one.
         """
         coming = [call(chunk) for chunk in self.out(integers(block), given)]
         return self._arriving(coming, integers(result), taken, result)
@@ -99,10 +98,9 @@ class HostStaged(Communicator):
     def summed(
         self, call: Callable[..., Pending], block: Array, result: Array, given: int, taken: int
     ) -> Pending:
-        """Return the pending result of a reduction on the host.
+        """Start a reduction on the host, and return its pending result.
 
-        The block consists of `given` shards, and the result of `taken` shards; each shard belongs
-        to one member.
+        The block has `given` shards and the result has `taken` shards, one per member or one.
         """
         wide = widened(block)
         total = result if wide is block else self.buffer(result.shape, wide.dtype)
@@ -162,7 +160,7 @@ def _chunks_of(flat: Array) -> list[slice]:
 
 
 def widened(block: Array) -> Array:
-    """Return a block in its accumulation type: float32 for 16-bit types."""
+    """Convert a block of a 16-bit type to float32, in which it is summed."""
     return block.astype(WIDE) if is_narrow(block.dtype) else block
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DATA = "d"
 CONTEXT = "c"
 EXPERTS = "e"
-PLANES = "c d", "d e", "c d e"  # combinations of data axes, along which weights are replicated
+PLANES = "c d", "d e", "c d e"  # combinations of the data axes (weights are replicated)
 WORLD = "world"  # axis name of the group of all ranks
 
 
@@ -42,9 +42,9 @@ def plane(axes: Sequence[str]) -> str:
 
 
 def groups_of(grid: Grid, coords: Mapping[str, int]) -> dict[str, Sequence[int]]:
-    """Return a dict from the name of each group of the rank at `coords` to the group's members.
+    """Return the communication groups of the rank at `coords`, as a dict from name to members.
 
-    There is one group per axis with more than one rank, and one per plane of several data axes.
+    Each axis with more than one rank is a group, and so is each plane of several data axes.
     """
     groups: dict[str, Sequence[int]] = {
         axis: grid.ranks_along(axis, coords) for axis, size in grid.sizes.items() if size > 1
@@ -118,10 +118,7 @@ class Wrapper(Protocol):
 
 
 class Scope:
-    """Context manager that sets the layer or phase of events and restores it on exit.
-
-    On entry and on exit, the recorder and this object exchange their values.
-    """
+    """Context manager that sets the layer or phase of recorded events and restores it on exit."""
 
     __slots__ = ("layer", "phase", "recorder")
 
@@ -139,7 +136,7 @@ class Scope:
 
 
 def _ignore(self: Any, *values: object) -> None:
-    """Do nothing, as a method of the classes below."""
+    """Accept any arguments and do nothing."""
 
 
 class NullRecorder:
@@ -252,7 +249,7 @@ class Mesh:
         return self.pool.zeros(shape, dtype, kind)
 
     def traced(self, recorder: Any) -> Mesh:
-        """Return a copy of this mesh that writes every collective and every span to `recorder`."""
+        """Return a copy of this mesh that records all collectives and spans in `recorder`."""
         return self._wrapped(recorder, recorder, self.guard)
 
     def guarded(self, ledger: Any) -> Mesh:
@@ -260,7 +257,6 @@ class Mesh:
         return self._wrapped(ledger, self.trace, ledger)
 
     def _wrapped(self, wrapper: Wrapper, trace: MeshRecorder, guard: _MeshGuard) -> Mesh:
-        """Return a copy of this mesh with all communicators wrapped by `wrapper`."""
         comms = {axis: comm.wrapped(wrapper, axis) for axis, comm in self.comms.items()}
         world = wrapper.wrap(self.world, WORLD) if self.ranks > 1 else self.world
         found = Mesh(self.sizes, self.coords, comms, world, trace, guard, self.pool)

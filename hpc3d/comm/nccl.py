@@ -52,7 +52,7 @@ def split(
 
 
 def grouped(library: ModuleType) -> Callable[[], AbstractContextManager]:
-    """Return a factory of context managers in which NCCL calls are posted as one group."""
+    """Return a context manager function that posts all NCCL calls of a block as one group."""
 
     @contextmanager
     def group():
@@ -66,10 +66,10 @@ def grouped(library: ModuleType) -> Callable[[], AbstractContextManager]:
 
 
 class Nccl(Communicator):
-    """Communicator based on the NCCL communicator `nccl`; all members have devices.
+    """Communicator of ranks with devices, based on the NCCL communicator `nccl`.
 
-    `host` is the MPI communicator of the same members. This MPI communicator broadcasts the number
-    of rows of a block, which only the root knows.
+    `host` is an MPI communicator of the same ranks. It broadcasts the number of rows of a block,
+    which only the root knows.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class Nccl(Communicator):
         *how: object,
         of: Array | None = None,
     ) -> Pending:
-        """Post the NCCL call `function`; return `target`, or `of` if given, as a `Pending`.
+        """Post the NCCL call `function` from `source` to `target`.
 
-        The call reads `source`, with the data type and the number of elements of `counted`.  If
-        `counted` is empty, no call is posted.
+        `counted` is the array that gives the call's data type and number of elements. If it is
+        empty, no call is posted. Returns a `Pending` of `target`, or of the array `of` if given.
         """
         result = target if of is None else of
         if not counted.size:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 SHARED = "/dev/shm"
 _SEGMENT = 1 << 20
-# Each member has a row in the flag page, in 8-byte words: the number of the member's last post,
-# then the regions of its last _RING posts, then one value for each of these posts.
+# The flag page has one row of 8-byte words per member. The row holds the number of the member's
+# last announcement (post), the regions of its last _RING posts, and a value for each of them.
 _RING = 63
 _LINE = 1 + 2 * _RING
 
@@ -145,7 +145,7 @@ class SharedMemory(MpiCommunicator):
         self.free[region.memory.size].append(region)
 
     def publish(self, region: Region | None = None, value: int = 0) -> int:
-        """Set this member's flag to announce its writes to all peers; return the post number."""
+        """Announce this member's writes to all peers by its flag; return the post number."""
         self.posted += 1
         if self.posted - self.seen >= _RING:
             self.wait_for_all(self.posted - _RING + 1)
@@ -164,7 +164,7 @@ class SharedMemory(MpiCommunicator):
         for line in range(0, self.size * _LINE, _LINE):
             if flags[line] < post:
                 wait_until(lambda line=line: flags[line] >= post)  # type: ignore[misc]  # a default
-            # A member that is _RING - 1 posts ahead may be overwriting its entry for this post.
+            # A member that is _RING - 1 posts ahead may already be overwriting this entry.
             if flags[line + entry] != region and flags[line] < post + _RING - 1:
                 raise RuntimeError(
                     f"ranks {self.members} disagree on the layout of shared memory: they made "
@@ -227,7 +227,7 @@ class SharedMemory(MpiCommunicator):
         return self.after(self.publish(region), finish)
 
     def _sum_by_slices(self, block: np.ndarray, op: str) -> Pending:
-        """Reduce blocks into a shared array, with each member computing one slice of the sum."""
+        """Reduce blocks into a shared array, of which each member computes one slice."""
         block, region = self.placed(block)
         result = self.region(-(-block.nbytes // self.size))
         total = self.lend(result, result.memory[: block.nbytes], block.shape, block.dtype)
@@ -268,7 +268,7 @@ class SharedMemory(MpiCommunicator):
         return self.after(self.publish(region), finish)
 
     def after(self, post: int, finish: Callable[[], Any]) -> Pending:
-        """Return the pending result of `finish`, called once all members have reached `post`."""
+        """Return a `Pending` that calls `finish` once all members have reached post `post`."""
 
         def meet_and_finish():
             self.wait_for_all(post)

@@ -20,12 +20,12 @@ Line = Callable[[Sequence[int]], Communicator]
 
 
 def ranks_of(replicas: Sequence[int]) -> list[range]:
-    """Return the range of ranks of each stage."""
+    """Return one range of ranks per pipeline stage."""
     return [range(first, stop) for first, stop in pairwise(accumulate(replicas, initial=0))]
 
 
 def stage_and_replica(replicas: Sequence[int], rank: int) -> tuple[int, int]:
-    """Return the stage and the replica index of a rank."""
+    """Return the pipeline stage of a rank and its replica index in the stage."""
     return next(
         (stage, ranks.index(rank))
         for stage, ranks in enumerate(ranks_of(replicas))
@@ -34,7 +34,7 @@ def stage_and_replica(replicas: Sequence[int], rank: int) -> tuple[int, int]:
 
 
 def shares(rows: int, replicas: int) -> list[range]:
-    """Return the range of rows of each replica; range lengths differ by at most one."""
+    """Split rows evenly over the replicas; return one range of rows per replica."""
     return [
         range(rows * replica // replicas, rows * (replica + 1) // replicas)
         for replica in range(replicas)
@@ -58,8 +58,8 @@ def stage_mesh(replicas: Sequence[int], rows: int, world: Communicator, line: Li
 class SplitRows(Communicator):
     """Communicator for messages between stages with different numbers of replicas.
 
-    A block has the same number of rows for each of this rank's samples.  Rows are exchanged with
-    all ranks of the peer stage that process some of the same samples.
+    Every sample has the same number of rows in a block.  A rank exchanges rows with all ranks of
+    the peer stage that process some of its samples.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class SplitRows(Communicator):
         return found
 
     def _shared(self, peer: int) -> Iterator[tuple[int, slice]]:
-        """Yield the ranks of stage `peer` that share samples with this rank, and the samples.
+        """Yield (rank, samples) for each rank of stage `peer` that shares samples with this rank.
 
-        The samples are a slice of this rank's samples.
+        `samples` is a slice of this rank's samples.
         """
         for rank, theirs in zip(self.stages[peer], self.rows[peer], strict=True):
             first, stop = max(self.mine.start, theirs.start), min(self.mine.stop, theirs.stop)
@@ -88,8 +88,7 @@ class SplitRows(Communicator):
                 yield rank, slice(first - self.mine.start, stop - self.mine.start)
 
     def _parts(self, rows: int, peer: int) -> Iterator[tuple[int, slice]]:
-        """Yield each rank of stage `peer` that shares samples with this rank, and their block
-        rows."""
+        """Yield (rank, rows) as `_shared` does, with slices of a block that has `rows` rows."""
         each = rows // len(self.mine)
         for rank, samples in self._shared(peer):
             yield rank, slice(samples.start * each, samples.stop * each)

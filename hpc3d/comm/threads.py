@@ -1,4 +1,4 @@
-"""Communicators with threads as ranks, to run the full program in pytest without MPI."""
+"""Communicators whose ranks are threads, so that tests run the full program without MPI."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class ThreadGroup:
 
 
 class Threads(Communicator):
-    """Communicator between threads of this process. Results are copies, not views of peer data."""
+    """Communicator between threads of one process.
+
+    Results are copies, not views of the peers' blocks.
+    """
 
     def __init__(self, group: ThreadGroup, rank: int, pool: Pool) -> None:
         super().__init__(rank, len(group.members), group.members, pool)
@@ -38,7 +41,7 @@ class Threads(Communicator):
         self.awaited: Counter[int] = Counter()
 
     def share(self, block: np.ndarray) -> list[np.ndarray]:
-        """Share `block` and return the blocks of all members, which are valid until `leave()`."""
+        """Share `block` with all members; return the blocks of all, valid until `leave()`."""
         self.group.slots[self.rank] = block
         self.group.barrier.wait()
         return self.group.slots
@@ -93,14 +96,13 @@ class Threads(Communicator):
 
 
 def _sum_of(blocks: Sequence[np.ndarray], op: str = "sum") -> np.ndarray:
-    """Return the sum (or maximum) of the blocks, in the order of the members."""
     return fold(REDUCTIONS[op], blocks, of_type(np.empty_like(blocks[0])))
 
 
 def meshes(
     shape: Mapping[str, int], pool_of: Callable[[], Pool] = Pool
 ) -> tuple[list[Mesh], list[ThreadGroup]]:
-    """Return one `Mesh` per rank of `shape`, in rank order, and all thread groups."""
+    """Return the meshes of all ranks of a mesh of shape `shape`, and all thread groups."""
     grid = Grid(shape)
     world = ThreadGroup(range(grid.size))
     groups: dict[tuple[str, Sequence[int]], ThreadGroup] = {}
@@ -121,7 +123,7 @@ def run(
 ) -> list[Any]:
     """Call a function once per rank, with threads as ranks.
 
-    If a rank raises an exception, the other ranks end, and the exception is raised here.
+    If a rank raises an exception, the other ranks stop and the caller receives the exception.
 
     Parameters
     ----------
@@ -144,10 +146,9 @@ def run(
 def run_stages(
     replicas: Sequence[int], rows: int, function: Callable[[Mesh, Line], Any]
 ) -> list[Any]:
-    """Call `function(mesh, line)` once per rank of a stage mesh (hpc3d.comm.stage_mesh), on
-    threads.
+    """Call `function(mesh, line)` in one thread per rank of a stage mesh (hpc3d.comm.stage_mesh).
 
-    `line` creates the communicator of a list of ranks.  Returns the results in rank order.
+    `line` creates a communicator for a list of ranks.  Returns the results in rank order.
     """
     size, pool = sum(replicas), Pool()
     world = ThreadGroup(range(size))

@@ -1,4 +1,4 @@
-"""Transports between ranks with devices, and the choice of the transport of a job.
+"""Choose the transport of a job, that is, how ranks with devices communicate.
 
     nccl            NCCL, if each rank has its own device
     mpi             MPI on device memory, if MPI supports it (CudaAwareMpi)
@@ -32,7 +32,7 @@ OVERRIDE = "HPC3D_MPI_DEVICE"
 _WAYS = {"none": "host-staged", "p2p": "mpi-messages", "full": "mpi"}
 # Environment variable that lets several ranks share a device (NCCL 2.30 and later).
 _SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"
-_PATIENCE = 60  # timeout in seconds of the MPI test with two ranks
+_PATIENCE = 60  # timeout in seconds of the CUDA-aware MPI test
 
 
 class RankDevice(NamedTuple):
@@ -64,7 +64,7 @@ def choose_transport(job: Job, asked: str, dtype: str) -> tuple[Cuda, str, tuple
 
 
 def _rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:
-    """Return this rank's bound device, and the RankDevices of all ranks."""
+    """Bind this rank's device; return it and a description of every rank's device."""
     from hpc3d.cuda.device import bound
 
     location = job.location()
@@ -78,7 +78,7 @@ def _rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:
 
 
 def explained(job: Job) -> Iterator[Finding]:
-    """For `doctor`, yield a finding on the default transport if all ranks have devices."""
+    """Yield a finding on the transport that `auto` selects, if all ranks have devices."""
     if all(job.gather(cuda_aware_probe.present())):
         _, devices = _rank_devices(job)
         way, why = job.from_root(
@@ -88,7 +88,7 @@ def explained(job: Job) -> Iterator[Finding]:
 
 
 def refuse(job: Job, problems: Sequence[str | None]) -> None:
-    """If any rank reports a problem, end the job and print one line per distinct problem."""
+    """End the job unless all `problems`, one per rank, are `None`; print each distinct one."""
     ranks: dict[str | None, list[int]] = {}
     for rank, problem in enumerate(problems):
         ranks.setdefault(problem, []).append(rank)
@@ -133,7 +133,7 @@ def _refuse_if(wrong: bool, asked: str, problem: str) -> None:
 
 
 def _against_nccl(asked: str, devices: Sequence[RankDevice]) -> str | None:
-    """Return the reason why these ranks cannot use NCCL, or None if they can."""
+    """Explain why these ranks cannot use NCCL; return `None` if they can."""
     without = [rank for rank, rank_device in enumerate(devices) if not rank_device.nccl]
     if without:
         return f"no NCCL on ranks {spans(without)}"

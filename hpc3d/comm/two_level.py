@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class TwoLevel(AllPairs):
-    """Two-level communicator on an MPI communicator, with member j on host `hosts[j]`."""
+    """Two-level communicator based on an MPI communicator whose member j is on host `hosts[j]`."""
 
     def __init__(
         self, comm: MPI.Comm, members: Sequence[int], pool: Pool, hosts: Sequence[int | None]
@@ -66,7 +66,7 @@ class TwoLevel(AllPairs):
         return super().buffer(shape, dtype) if short else self.node.buffer(shape, dtype)
 
     def shared(self, shape: Sequence[int], dtype: np.dtype) -> tuple[np.ndarray, Region]:
-        """Return an array in memory shared by the group's ranks on this host, and its segment."""
+        """Allocate an array shared by the group's ranks on this host; return it and its region."""
         nbytes = prod(shape) * dtype.itemsize
         region = self.node.region(-(-nbytes // self.node.size))
         return self.node.lend(region, region.memory[:nbytes], shape, dtype), region
@@ -155,7 +155,6 @@ class TwoLevel(AllPairs):
         return self.node.after(self.node.publish(region), finish)
 
     def _slice_of(self, count: int) -> slice:
-        """Return this lane's slice of `count` elements."""
         return slices_of(count, self.node.size)[self.lane]
 
     def _summed_here(
@@ -167,5 +166,5 @@ class TwoLevel(AllPairs):
         return fold(operation, region.blocks(block.size, block.dtype)[:, mine], total)
 
     def _host_of(self, member: int) -> int:
-        """Return the index of a member's host, which is also the member's index in its lane."""
+        """Return the index of a member's host, which is its rank in the network communicator."""
         return int(np.argwhere(self.table == member)[0, 0])

@@ -1,1 +1,1 @@
-"""Configuration of a run: dataclasses of an input file, their reader and validation rules."""
+"""Configuration of a run: the dataclasses of an input file, its parser and validation rules."""

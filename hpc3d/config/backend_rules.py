@@ -27,7 +27,7 @@ def _wrong_transport(config: Config) -> Iterator[str]:
 
 
 def _wrong_types(config: Config) -> Iterator[str]:
-    """Report data types that save no memory, underflow gradients, or need a missing package."""
+    """Report data types that save no memory, flush gradients to 0, or need a missing package."""
     dtype, kept = config.train.dtype, config.parallel.keep_dtype
     reduced = config.parallel.reduce_dtype
     types = {"train.dtype": dtype, "parallel.keep_dtype": kept, "parallel.reduce_dtype": reduced}
@@ -77,6 +77,6 @@ def known(package: str) -> bool:
 
 
 def untrainable(config: Config) -> Iterator[str]:
-    """Report settings for which training, but not simulation, needs a missing optional package."""
+    """Report settings that require a missing optional package for training, not for simulation."""
     if (config.train.backend, config.model.gelu) == ("numpy", "exact"):
         yield from lacking("model.gelu = exact", "scipy")

@@ -67,7 +67,7 @@ class ValidFor:
 
 @cache
 def constraints_of(table: type, kind: type, section: str = "") -> dict[str, tuple[Any, ...]]:
-    """Return a dict from section.key to the key's constraints of type `kind`.
+    """Return the constraints of type `kind`, as a dict from section.key to a tuple.
 
     `table` is the dataclass of an input file or of a section.
     """
@@ -83,7 +83,7 @@ def constraints_of(table: type, kind: type, section: str = "") -> dict[str, tupl
 
 
 def invalid_keys(config: Any) -> Iterator[str]:
-    """Report every key that is set, but invalid for the current values of other keys."""
+    """Report every non-default key that is invalid for the values of other keys."""
     model = with_epsilon(type(config.model)(kind=config.model.kind))
     defaults, config = type(config)(model=model), replace(config, model=with_epsilon(config.model))
     for key, required in constraints_of(type(config), ValidFor).items():

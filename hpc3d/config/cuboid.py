@@ -1,4 +1,4 @@
-"""Default sizes of the tensor axes x, y and z: the valid cuboid with the least communication."""
+"""Choose default sizes of the tensor axes x, y and z: the cuboid with the least communication."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def with_cuboid(config: Config, ranks: int) -> Config:
 def received_elements(config: Config, parts: int = 1) -> float:
     """Return the mean number of elements received per rank and Transformer block (forward pass).
 
-    The number is the sum of [MK (n-1) + KN (m-1) + MN (k-1)] / P over the matrix products. It
-    excludes the all-to-all of tokens along e and includes only 1/`parts` of the expert weights.
+    The number is the sum of [MK (n-1) + KN (m-1) + MN (k-1)] / P over the products [M, K] x [K, N]
+    on m x n x k = P ranks. It excludes the all-to-all of tokens along e and includes only
+    1/`parts` of the expert weights.
     """
     split, sizes = config.splits["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence
@@ -68,7 +69,7 @@ def received_elements(config: Config, parts: int = 1) -> float:
 
 
 def enlarged_default(config: Config, ranks: int) -> Config:
-    """Return the default configuration, enlarged if its sizes fit no cuboid of `ranks` ranks.
+    """Enlarge the default configuration if its model does not fit any cuboid of `ranks` ranks.
 
     In the enlarged configuration, the number of heads and the batch size are multiples of `ranks`.
     """

@@ -1,4 +1,4 @@
-"""Deprecated names of keys and values in input files, which are still accepted.
+"""Deprecated keys and values of input files, which are still accepted.
 
 This module imports no other module of hpc3d, because the readers of input files, machine files and
 traces all import it.
@@ -53,7 +53,9 @@ def rename_keys(table: dict[str, Any], names: Mapping[str, str], prefix: str = "
 
 
 def rename_options(keys: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace deprecated names in a list of `section.key` names; return the list and notices.
+    """Replace deprecated names in a list of `section.key` names.
+
+    Returns the new list, and one notice per replaced name.
 
     Raises ValueError if a key is given under both its old and its new name.
     """

@@ -61,7 +61,7 @@ _ALIKE = {  # hpc3d key -> keys of other programs with the same meaning
     "run.tensorboard": "tensorboard_dir enable_tensorboard",
     "run.metrics_hook": "wandb wandb_log wandb_project report_to enable_wandb",
 }
-_OTHERWISE = {  # keys of other programs -> advice, if no hpc3d key has the same meaning
+_OTHERWISE = {  # keys of other programs without a direct hpc3d equivalent -> advice
     "tp tensor_model_parallel_size tensor_parallel_size tp_size tensor_parallel_degree": (
         "use mesh.x, mesh.y and mesh.z; their product is the tensor-parallel size"
     ),

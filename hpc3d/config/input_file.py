@@ -24,7 +24,7 @@ from hpc3d.model.context import Context
 from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split
 
-_LONG = 1024  # sequence length in tokens from which chunked attention is no slower in NumPy
+_LONG = 1024  # sequence length in tokens at which chunked attention in NumPy stops being slower
 STRICT = {"extra": "forbid"}
 OPTIMIZER_KEYS = "beta1", "beta2", "epsilon"
 CONSTANTS: dict[str, dict[str, float]] = {  # optimizer -> default hyperparameters
@@ -95,14 +95,14 @@ class ParallelConfig:
 
     __pydantic_config__ = STRICT
     scheme: Literal["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d", "3d-broadcast"] = "3d"
-    """Tensor-parallel scheme, which determines the mesh axes that shard each loop of a matrix
+    """Tensor-parallel scheme. It determines which mesh axes shard each loop (m, n, k) of a matrix
     product, and how the blocks are stored (docs/parallelism.md). 1d-sequence adds sequence
     parallelism."""
     split: dict[str, str] | None = None
     """Custom tensor-parallel scheme: the mesh axes that shard the loops m, n and k, such as { m =
-    "x", n = "y", k = "z" }. Along the axes in replicate and own, blocks are replicated or stored
-    by one rank, instead of sharded. An axis in panels selects SUMMA (docs/parallelism.md).
-    Default: the axes of scheme."""
+    "x", n = "y", k = "z" }. Along the axes in replicate, blocks are replicated instead of sharded.
+    Along the axes in own, one rank stores the block. An axis in panels selects SUMMA
+    (docs/parallelism.md). Default: the axes of scheme."""
     keep_gathered: bool = True
     """Save gathered operands for the backward pass. If false, the backward pass re-gathers
     them."""
@@ -162,7 +162,7 @@ class ParallelConfig:
 
     @property
     def way(self) -> str:
-        """Name, used in messages, of the setting that shards the matrix products."""
+        """Name of the setting that determines how matrix products are sharded, for messages."""
         return f"scheme {self.scheme}" if self.split is None else "parallel.split"
 
 
@@ -295,9 +295,9 @@ class TrainConfig:
     orthogonalize: Annotated[
         Literal["in-turn", "sharded"], ValidFor("train.optimizer", "muon")
     ] = "in-turn"
-    """muon: method for matrices that are sharded over several ranks. in-turn assigns complete
-    matrices to the ranks round-robin. sharded keeps every matrix sharded, and its ranks
-    orthogonalize it together."""
+    """muon: how to orthogonalize matrices that are sharded over several ranks. in-turn assigns
+    complete matrices to the ranks round-robin. With sharded, all ranks of a matrix orthogonalize
+    it together and keep it sharded."""
     beta1: Annotated[
         float | None, AtLeast(0), LessThan(1), ValidFor("train.optimizer", *_with("beta1"))
     ] = None
@@ -497,7 +497,7 @@ class Config:
 
     @cached_property
     def splits(self) -> Mapping[str, Split]:
-        """Dict from layer kind to the `Split` of the first matrix product in a layer of this kind.
+        """Dict from layer kind to the `Split` of the first matrix product in such a layer.
 
         The kinds are `dense` (blocks, embedding and head) and `experts`. A split includes the data
         axes. Experts are sharded along axis e, so the split of `experts` does not contain e.
@@ -527,14 +527,14 @@ class Config:
         return Context(self.model.sequence, c // heads, heads)
 
     def chunked(self) -> bool:
-        """Return True if attention is computed in chunks of the sequence."""
+        """Return True if attention is computed in chunks along the sequence."""
         train, long = self.train, self.model.sequence >= _LONG
         on_cpus = train.backend == "numpy" and train.dtype in ("float32", "float64")
         asked = self.parallel.attention or ("chunked" if on_cpus and long else "full")
         return asked == "chunked" or self.context().rings > 1
 
     def layers(self) -> list[range]:
-        """Return the range of layer indices of each model chunk, in model order."""
+        """Return one range of layer indices per model chunk, in model order."""
         parts, layers = self.mesh.p * self.parallel.chunks, self.model.layers
         counts = self.parallel.layers_per_stage or [
             layers * (part + 1) // parts - layers * part // parts for part in range(parts)

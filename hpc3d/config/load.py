@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _PATHS = "run.out", "data.path", "data.validation", "data.tokenizer"
-# Last key in config.toml that every version of hpc3d writes; without it, the file is truncated.
+# Last key that every version of hpc3d writes to config.toml; a file without it is truncated.
 _LAST = "run", "watchdog_s"
-# Components of a pydantic error location that are types of a union, not keys of the input file.
+# Components of pydantic error locations that name a type in a union, not a key of the input file.
 _KINDS = re.compile(r"float|str|(literal|tuple)\[.*")
 
 
@@ -174,14 +174,15 @@ def stored(text: str) -> Config:
 def validate(tree: dict[str, Any], rules: _Rules = lambda config: ()) -> Config:
     """Convert a parsed input file to a `Config`.
 
-    Raises `Problems` with all unknown keys, all values of a wrong type, and the errors that
-    `rules` find in the remaining values.
+    Raises `Problems`, which lists all unknown keys, all values of a wrong type, and the errors
+    that `rules` report for the remaining values.
     """
     import json
 
     from pydantic import ValidationError
 
-    # Strict mode rejects `true` as a number. It converts dicts to dataclasses only in JSON input.
+    # Strict mode rejects `true` as a number. In this mode, pydantic converts dicts to dataclasses
+    # only if the input is JSON.
     text = json.dumps(tree, default=str)
     try:
         return _adapter().validate_json(text, strict=True)
@@ -233,9 +234,9 @@ def _adapter() -> TypeAdapter[Config]:
 
 
 def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Combine the pydantic errors for a key, one per allowed type, into one message and yield it.
+    """Yield one message that combines the pydantic errors for a key, one per allowed type.
 
-    For an unknown table, also yield a message for each of its keys that other programs use.
+    For an unknown table, also yield a message for each of its keys that another program uses.
     """
     first = errors[0]
     if first["type"] == "unexpected_keyword_argument":

@@ -1,7 +1,7 @@
 """Find data files shipped with hpc3d by name: inputs, machines, texts, published measurements.
 
-In the source tree, hpc3d/share is a symbolic link to inputs/. In a wheel, it is a folder that
-contains the files.
+In the source tree, hpc3d/share is a symbolic link to inputs/. In a wheel, hpc3d/share is a folder
+with copies of these files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def default_machine() -> Path:
 
 
 def find(word: str, kind: Kind) -> Path:
-    """Find a file of a `kind` by its name, or by its path with or without .toml.
+    """Find a TOML file by its name or path; the suffix .toml is optional.
 
     An existing path takes precedence, then inputs/ in the current folder, then the shipped files.
     Raises ValueError with all known names if no file is found.
@@ -60,14 +60,14 @@ def find(word: str, kind: Kind) -> Path:
 
 
 def file_names(kind: Kind) -> dict[str, Path]:
-    """Return a dict from the name to the path of every known file of a kind."""
+    """Return a dict that maps the name of each known file of this kind to its path."""
     roots = shipped(kind.folder), Path(_INPUTS, kind.folder)
     folders = [root / folder for root in roots for folder in (*kind.below, "")]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
 
 
 def text_path(word: Path | str) -> Path | str:
-    """Return the path of a text: `word` if it exists, or else the shipped text with this name."""
+    """Return the path of a text: `word` if it exists, otherwise the shipped text of this name."""
     parts = Path(word).parts
     name = Path(*parts[parts[:1] == (_INPUTS,) :])
     there = shipped(name)
@@ -76,10 +76,10 @@ def text_path(word: Path | str) -> Path | str:
 
 
 def new_path(name: str, kind: Kind) -> Path:
-    """Return the path of a new file of a `kind`, at which `find` looks for `name`.
+    """Return a path for a new file, chosen so that `find` will find the file by `name`.
 
-    The path is in the folder of its kind in inputs/ if this folder exists, otherwise in the
-    current folder.
+    The path is in the subfolder of inputs/ for this kind if that exists, otherwise in the current
+    folder.
     """
     folder = Path(_INPUTS, kind.folder)
     return (folder if folder.is_dir() else Path()) / f"{name}.toml"

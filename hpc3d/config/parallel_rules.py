@@ -22,7 +22,9 @@ def wrong_context(config: Config) -> Iterator[str]:
         yield f"parallel.ulysses = {u} must divide mesh.c = {c}, and not be 1 or {c}; {remedy}"
     else:
         ring, length = config.context().rings > 1, config.model.sequence
-        parts, chunks = (2 * c, " x 2 chunks") if ring else (c, "")  # chunks of the sequence
+        parts, chunks = (
+            (2 * c, " x 2 chunks") if ring else (c, "")
+        )  # number of chunks per sequence
         if length % parts:
             below = length // parts * parts
             nearest = " or ".join(str(size) for size in (below, below + parts) if size)
@@ -37,9 +39,9 @@ def wrong_context(config: Config) -> Iterator[str]:
 
 
 def unexchanged_heads(config: Config, members: int) -> Iterator[str]:
-    """Report an error if the Ulysses all-to-all cannot shard the KV heads of a rank evenly.
+    """Report an error if the Ulysses all-to-all cannot split a rank's KV heads evenly.
 
-    The heads are already sharded over `members` tensor-parallel ranks.
+    Tensor parallelism has already sharded the heads over `members` ranks.
     """
     model, u = config.model, config.context().heads
     heads = model.kv_heads or model.heads

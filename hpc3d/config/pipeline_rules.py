@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.schedule import Schedule
 
-# Maximum number of forward passes in a run with an asynchronous schedule.
+# Maximum number of forward passes per run if the schedule is asynchronous.
 _PASSES_OF_RUN = 50_000
 
 
 def wrong_pipeline(config: Config) -> Iterator[str]:
-    """Report incompatible settings of the schedule, the model chunks and data parallelism."""
+    """Report invalid combinations of schedule, model chunks, recomputation and ZeRO stage."""
     layers = _wrong_chunks(config), _wrong_layers(config.parallel.recompute, config.model.layers)
     yield from reported(*layers, _wrong_schedule(config), _wrong_zero(config))
 
@@ -69,7 +69,8 @@ def _wrong_schedule(config: Config) -> Iterator[str]:
 
 
 def _wrong_zero(config: Config) -> Iterator[str]:
-    """Report ZeRO-2 with a scheme that stores weights only on the diagonal of the mesh."""
+    """Report an error if ZeRO-2 is combined with a scheme that stores weights only on the diagonal
+    of the mesh."""
     split = config.splits["dense"]
     diagonal = {*split.own.split()} & {*split.m.split()}
     if config.parallel.zero == 2 and config.mesh.d * config.mesh.c > 1 and diagonal:
@@ -90,7 +91,7 @@ def _wrong_layers(listed: str | Sequence[int], layers: int) -> Iterator[str]:
 
 
 def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
-    """Report settings that an asynchronous schedule, whose steps overlap, does not support."""
+    """Report settings that are invalid for an asynchronous schedule, because its steps overlap."""
     a_step = config.mesh.p * config.parallel.microbatches
     passes = config.train.steps * a_step
     if passes > _PASSES_OF_RUN:

@@ -1,9 +1,9 @@
 """Reference of all keys of an input file, with their defaults, choices and descriptions.
 
 `train --help` prints the reference.  `python -m hpc3d.config.reference > docs/configuration.md`
-writes the page of the documentation.  With `--json-schema`, the module prints a JSON schema for
-editors, which is stored as inputs/hpc3d.schema.json.  The descriptions are the strings below the
-keys in the source of input_file.py.
+writes the documentation page.  With `--json-schema`, the module prints a JSON schema for editors,
+which is stored as inputs/hpc3d.schema.json.  The description of a key is the string below it in
+input_file.py.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def about(name: str, width: int = _WIDTH) -> str:
 
 
 def page_width() -> int:
-    """Return the line width in characters: the width of the terminal, within fixed limits."""
+    """Return the width of the terminal in characters, clipped to a sensible range."""
     return max(_NARROWEST, min(_WIDTH, get_terminal_size((_WIDTH, 0)).columns))
 
 
@@ -99,7 +99,7 @@ def page() -> str:
 
 
 def _rows(table: type) -> Iterator[str]:
-    """Yield a Markdown list with one item per key of a dataclass, without its sections."""
+    """Yield a Markdown list with one item per key of a dataclass, excluding its sections."""
     types, texts = get_type_hints(table), meanings(table)
     for item in fields(table):
         if item.name not in _SECTIONS:
@@ -112,7 +112,7 @@ def _rows(table: type) -> Iterator[str]:
 
 
 def _entry(key: str, value: Any, kind: Any, meaning: str, width: int) -> list[str]:
-    """Return the lines of a key: its default, and a comment with its choices and description."""
+    """Format a key as lines: its default, and a comment with its choices and description."""
     choices = " | ".join(choices_of(kind))
     left = f"# {key} =" if value is None else f"{key} = {literal(value)}"
     return _with_comment(left, f"{choices}; {meaning}" if choices else meaning, width)
@@ -126,13 +126,13 @@ def choices_of(kind: Any) -> list[str]:
 
 
 def _with_comment(words: str, text: str, width: int) -> list[str]:
-    """Return lines with `words` on the left and `text` as a wrapped comment on the right."""
+    """Format `words` as the left column and `text` as a wrapped comment in the right column."""
     first, *more = wrap(" ".join(text.split()), width - _COLUMN - 2)
     return [f"{words:{_COLUMN}}# {first}", *(" " * _COLUMN + f"# {line}" for line in more)]
 
 
 def meanings(table: type) -> dict[str, str]:
-    """Return a dict from each key of a dataclass to its description, the string below the key."""
+    """Return a dict from key to description, the string below the key in the dataclass."""
     (tree,) = ast.parse(getsource(table)).body
     known = "{schedules}", ", ".join(SCHEDULES)
     return {

@@ -28,7 +28,7 @@ def resolve(config: Config, ranks: int | None, default: bool = False) -> Config:
 
     If `ranks` is `None`, the number of ranks is the product of the sizes in [mesh]. If `default`
     is true, the default model may be enlarged to fit the ranks. Raises ValueError with one line
-    per violated rule, which names the key and the fix.
+    per violated rule; the line names the key and a fix.
     """
     config, problems = _resolved(config, ranks, default)
     refuse(problems)
@@ -39,14 +39,15 @@ def resolve(config: Config, ranks: int | None, default: bool = False) -> Config:
 
 
 def violated(config: Config, ranks: int | None, default: bool = False) -> list[str]:
-    """Return the problems of a configuration, for which `resolve` raises an exception."""
+    """Return the error messages that `resolve` would raise for a configuration."""
     return _resolved(config, ranks, default)[1]
 
 
 def _resolved(config: Config, ranks: int | None, default: bool) -> tuple[Config, list[str]]:
-    """Return `config` with its mesh and schedule filled in, and the problems of all rules.
+    """Fill in the mesh and the schedule of `config`, and check all rules.
 
-    A rule is skipped if it needs a value for which a problem has already been reported.
+    A rule is skipped if it needs a value for which an error has already been reported. Returns the
+    configuration and the error messages.
     """
     problems = [*unknown_values(config)]
     config = mark_wrong(config, problems)

@@ -1,4 +1,4 @@
-"""Validation rules for key names and values that no other rule module covers."""
+"""Validation rules for single values, names, the learning-rate decay and `parallel.split`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _wrong_order(order: str) -> Iterator[str]:
 
 
 def unknown_schedule(config: Config) -> Iterator[str]:
-    """Report a schedule that does not exist, or whose file is invalid."""
+    """Report an unknown schedule, or a schedule file that is invalid."""
     try:
         find(config.parallel.schedule or "none")
     except ValueError as error:
@@ -76,7 +76,7 @@ def _wrong_scaling(scaling: Mapping[str, float | str] | None) -> Iterator[str]:
 
 
 def _wrong_decay(train: TrainConfig) -> Iterator[str]:
-    """Report decay settings that contradict the learning rate, the warmup or the step counts."""
+    """Report decay settings that conflict with the learning rate, the warmup or the step count."""
     left = train.decaying() - train.warmup
     if train.min_learning_rate is not None and train.min_learning_rate > train.learning_rate:
         key, rate = f"train.min_learning_rate = {train.min_learning_rate}", train.learning_rate

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 Axes = tuple[str, ...]
 
-_MOST_ELEMENTS = 2**56  # maximum array size in elements, so that its size in bytes fits in int64
+_MOST_ELEMENTS = (
+    2**56
+)  # maximum number of elements per array; the number of bytes then fits in int64
 _SMALLEST = ModelSizes(layers=1, hidden=1, heads=1, sequence=1, vocabulary=1)
 
 
@@ -56,7 +58,7 @@ def wrong_parts(config: Config) -> Iterator[str]:
 
 
 def too_large(config: Config) -> Iterator[str]:
-    """Yield a message if the mesh is too large, and a message for each array that is too large."""
+    """Report a mesh with too many ranks, and each array with too many elements."""
     model, products = config.model, block_products(config.model)
     ranks = config.mesh.grid().size
     if ranks > MOST_RANKS:
@@ -115,12 +117,12 @@ def wrong_tokens(model: ModelConfig) -> Iterator[str]:
 
 
 def _alike(config: Config) -> bool:
-    """Return True if the head has a matrix product whose X and Y have the same layout."""
+    """Return True if a matrix product in the model's head needs the same layout for X and Y."""
     return any(each.alike for each in family_of(config.model).head(_SMALLEST))
 
 
 def _wrong_head(config: Config) -> Iterator[str]:
-    """Report a split of the columns of X over several axes, if the head supports only one axis."""
+    """Report a split of X's columns over several axes if the model's head supports only one."""
     split = config.splits["dense"]
     if _alike(config) and len(split.x[1]) > 1:
         head = f"the head of model.kind = {config.model.kind}"
@@ -145,16 +147,16 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
 
 
 def sequence_divisor(config: Config) -> int:
-    """Return the number by which the sequences per microbatch must be divisible."""
+    """Return a number that must divide the number of sequences per microbatch."""
     sizes = config.mesh.grid().sizes
     groups, *_ = _needs(config).values()
     return lcm(*(prod(sizes[axis] for axis in axes) for axes in groups))
 
 
 def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
-    """Return a dict from the (key, value) of each size to the groups of mesh axes that shard it.
+    """Return the divisibility requirements of the sizes, as {(key, value): axis groups}.
 
-    A size must be divisible by the number of ranks in each of its groups.
+    A value must be divisible by the number of ranks in each of its groups of mesh axes.
     """
     model, split = config.model, config.splits["dense"]
     sizes, turned, outer = config.mesh.grid().sizes, split.next(), split.without_panels()
@@ -194,7 +196,7 @@ def _used(axis_groups: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
 
 
 def _unshared_keys(model: ModelConfig, axes: str, count: int) -> Iterator[str]:
-    """Report KV heads whose number is neither a multiple nor a divisor of the number of ranks."""
+    """Report an error unless the number of KV heads is a multiple or a divisor of `count`."""
     keys = model.kv_heads or model.heads
     if model.heads % count or keys % count == 0 or count % keys == 0:
         return
@@ -205,9 +207,9 @@ def _unshared_keys(model: ModelConfig, axes: str, count: int) -> Iterator[str]:
 
 
 def _uneven_tiles(config: Config, axes: str, count: int) -> Iterator[str]:
-    """Report float8 scaling tiles that contain both query and key columns.
+    """Report float8 scaling tiles that mix query and key columns.
 
-    The results would then depend on the mesh.
+    With such tiles, the results would depend on the mesh.
     """
     model, train = config.model, config.train
     keys, width = model.kv_heads or model.heads, model.hidden // model.heads
@@ -235,7 +237,9 @@ def _wrong_blocks(config: Config) -> Iterator[str]:
     parameters = Parameters(mesh, "float32", config.parallel.zero)
     sizes = family.sizes(model, model.vocabulary or BLOCK)
     spec = ModelSpec(family, sizes, config.splits, context=config.context())
-    layers = range(min(model.moe_every, model.layers))  # one period of the pattern of layer types
+    layers = range(
+        min(model.moe_every, model.layers)
+    )  # the pattern of layer types repeats after these layers
     build(mesh, parameters, spec, [LayerRange(layers, True, True)])
     for item in parameters:
         columns = item.updated_layout.block(item.shape, mesh)[-1]

@@ -1,4 +1,4 @@
-"""Placeholder for invalid values of an input file, so that rules that depend on them are skipped.
+"""Placeholder for invalid values of an input file, which makes the rules skip them.
 
 Each invalid value is replaced by WRONG, and every operation on WRONG raises `WrongValueUsed`. A
 rule is a generator that yields problems. The generator ends when the rule first uses an invalid
@@ -52,7 +52,7 @@ def _names(table: Any) -> set[str]:
 
 
 def reported(*rules: Iterator[str]) -> Iterator[str]:
-    """Yield the problems that each rule reports before the rule uses an invalid value."""
+    """Yield the problems found by all rules; a rule ends early if it uses an invalid value."""
     for rule in rules:
         try:
             yield from rule

@@ -1,1 +1,1 @@
-"""Modules shared by all commands: parser, sanitized output, progress, exit codes, small files."""
+"""Code shared by all commands: argument parser, output, progress display, exit codes, file I/O."""

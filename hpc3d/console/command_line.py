@@ -1,4 +1,4 @@
-"""Argument parser of all commands, and error handling of commands that do not use MPI."""
+"""Argument parser for all commands, and error handling for commands that do not use MPI."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
         sys.stdout.flush()
 
     def _get_values(self, action: argparse.Action, words: list[str]) -> Any:
-        """Convert the values of an option; collect errors, so that all are reported together."""
+        """Convert the values of an option; collect errors to report them all at once."""
         try:
             return super()._get_values(action, words)
         except argparse.ArgumentError as error:
@@ -88,8 +88,9 @@ class Parser(argparse.ArgumentParser):
 def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:
     """Run the body of a command and return its exit code.
 
-    `body()` returns the exit code, or None for 0.  An exception caused by invalid input is
-    printed, and BAD_INPUT is returned.  If `patient` is true, progress lines are shown.
+    `body()` returns an exit code or `None` (success).  If it raises an exception listed in
+    REFUSED, the message is printed and BAD_INPUT is returned.  If `patient` is true, progress
+    lines are shown.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

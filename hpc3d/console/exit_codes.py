@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-FAILED = 1  # a rank failed, which ends the job
+FAILED = 1  # a rank failed, so the job was aborted
 BAD_INPUT = 2
 CHECK_FAILED = 3  # a check found corrupt data in a file or in a computed result
 NOT_FINITE = 4
 STALLED = 5  # no progress for run.watchdog_s seconds
-STOPPED = 75  # stopped on request before the last step, with a checkpoint (EX_TEMPFAIL)
+STOPPED = 75  # saved a checkpoint and stopped early, as requested (EX_TEMPFAIL)
 INTERRUPTED = 130  # interrupted by Ctrl-C after printing partial results (128 + SIGINT)
 
 
@@ -17,7 +17,7 @@ REFUSED = (ValueError, OSError, OverflowError, MemoryError, RecursionError)
 
 
 class BadData(ValueError):
-    """Exception for invalid data, such as a training text; its message is one line with a fix."""
+    """Exception for an invalid data file. The message is one line and suggests a fix."""
 
 
 class JobExit(Exception):

@@ -1,8 +1,8 @@
-"""Progress display that shows the newest log record if an operation takes over two seconds.
+"""Progress display: shows the latest log record if an operation takes longer than two seconds.
 
-On a terminal, one status line is updated; otherwise, a line is printed every 30 s.  All modules
-log their progress with `logging`, at almost no cost.  The records are displayed only
-inside the context manager `progress`, which commands use.
+On a terminal, the display is one status line; otherwise, a line is printed every 30 s.  All
+modules log their progress with `logging`, at almost no cost.  Records are displayed only inside
+the context manager `progress`, which commands use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from typing import TextIO
 from hpc3d.console.sanitize import Controls, sanitized
 
 FIRST = 2  # seconds until the first progress line
-_EVERY, _REDRAWN = 30, 0.5  # interval in s between lines, and between updates of a status line
+_EVERY, _REDRAWN = (
+    30,
+    0.5,
+)  # intervals in s: between printed lines, and between updates of a status line
 _ERASED = "\r\x1b[K"
 
 
@@ -43,7 +46,7 @@ class StatusLine:
         self.shown = self.begun = False
 
     def show(self, text: str) -> None:
-        """Show a text in the status line, unless other output ends in an incomplete line."""
+        """Show a text in the status line unless the cursor is in the middle of other output."""
         encoding = self.terminal.encoding or "utf-8"
         visible = text.encode(encoding, "backslashreplace").decode(encoding)
         with self.lock:
@@ -125,9 +128,9 @@ def progress(
 
 @contextmanager
 def _speaking() -> Iterator[tuple[Callable[[str], object], float]]:
-    """Yield a function that prints a line to stderr, and the seconds to wait between two lines.
+    """Yield a function that prints a progress line to stderr, and the interval between lines in s.
 
-    On a terminal, each progress line replaces the previous one and remains the last line.
+    On a terminal, each progress line replaces the previous one and stays at the bottom.
     """
     stdout, stderr = sys.stdout, sys.stderr
     if not stderr.isatty() or os.environ.get("TERM") == "dumb":

@@ -20,7 +20,7 @@ _MEMORY = (
     "(python -m hpc3d.plan finds layouts that fit)"
 )
 _LONGEST_LINE = 1000  # characters
-_NO_READER = (errno.EPIPE, errno.EIO)  # errno after writing to a closed pipe or terminal
+_NO_READER = (errno.EPIPE, errno.EIO)  # errno of a write to a closed pipe or terminal
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
@@ -39,8 +39,8 @@ class Problems(ValueError):
 def sanitized(text: str) -> str:
     """Return a text as one line of printable characters.
 
-    Characters that Unicode defines as not printable are escaped: controls, direction marks, line
-    separators, spaces except U+0020, and surrogates (invalid UTF-8 bytes).
+    All characters that Python considers unprintable are escaped: control characters, direction
+    marks, line separators, spaces except U+0020, and surrogates (invalid UTF-8 bytes).
     """
     if text.isprintable():
         return text
@@ -81,7 +81,7 @@ def lines_of(error: BaseException) -> list[str]:
 
 
 def _shortened(line: str) -> str:
-    """Replace the middle of a long line, usually text quoted from a file, with dots."""
+    """Replace the middle of a very long line with dots."""
     if len(line) <= _LONGEST_LINE:
         return line
     half = _LONGEST_LINE // 2
@@ -89,12 +89,12 @@ def _shortened(line: str) -> str:
 
 
 def file_and_reason(error: OSError) -> str:
-    """Format an OSError as its file name, if known, and its reason."""
+    """Format an OSError as "FILE: REASON", or as the reason if the file name is unknown."""
     return f"{error.filename!s:.200}: {reason_of(error)}" if error.filename else reason_of(error)
 
 
 def reason_of(error: OSError) -> str:
-    """Return the reason of an OSError: the system's error message, or the exception's text."""
+    """Return the system's error message for an OSError, or else the exception's text."""
     return error.strerror or str(error).rstrip(".")
 
 
@@ -106,13 +106,13 @@ def counted(number: int, noun: str) -> str:
 
 
 class Controls(str):
-    """String with hpc3d's own terminal control sequences, not escaped by `SanitizedStream`."""
+    """String of hpc3d's own control sequences, which `SanitizedStream` does not escape."""
 
     __slots__ = ()
 
 
 class SanitizedStream:
-    """Text stream that escapes control characters, and characters missing in its encoding.
+    """Text stream that escapes control characters and characters that it cannot encode.
 
     A text is not escaped if it is "\\r", "\\t" or a `Controls` string.  If the reader has closed
     the stream, `unread` is set and all output is discarded.  Other write errors raise OutputError

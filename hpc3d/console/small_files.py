@@ -1,6 +1,6 @@
-"""Size-limited reading of small untrusted files, and atomic writing of files.
+"""Read small untrusted files with a size limit, and write files atomically.
 
-The size is limited because a device or a pipe may never end, and a large file takes long to parse.
+The size is limited because a device or a pipe may never end, and a large file is slow to parse.
 
 A file is written as NAME.HOST.PID.tmp, and renamed to NAME when it is complete and on disk.  If a
 process is killed, its temporary file remains until the next writer of NAME removes it.
@@ -26,12 +26,14 @@ from hpc3d.console.sanitize import file_and_reason
 _MOST_TEXT = 2**20  # maximum size in bytes of an input or machine file
 MOST_JSON = 2**25  # maximum size in bytes of a config.json or a weight index
 MOST_SCHEDULE = 2**24  # maximum size in bytes of a schedule's CSV file
-_ABANDONED_S = 86400  # age in s at which another host's temporary file is removed
+_ABANDONED_S = (
+    86400  # age in s from which a temporary file of another host is considered abandoned
+)
 MOST_PARTS = 100  # maximum number of components in a dotted key; parsing takes quadratic time
 
 
 def read(path: Path | str, most: int = _MOST_TEXT, remedy: str = "name a file") -> bytes:
-    """Return the content of a regular file in bytes.
+    """Return the content of a regular file as bytes.
 
     Raises ValueError with a one-line message if the path is not a regular file, cannot be read or
     exceeds `most` bytes.
@@ -120,7 +122,7 @@ def _has_ended(host: str, process: str, left: Path) -> bool:
         return time.time() - left.stat().st_mtime > _ABANDONED_S
     try:
         os.kill(int(process), 0)
-    except (OSError, ValueError, OverflowError) as error:  # also if the name contains no PID
+    except (OSError, ValueError, OverflowError) as error:  # ValueError: no PID in the name
         return isinstance(error, ProcessLookupError)
     return False
 
@@ -137,7 +139,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add `path` to an OSError raised in the block without a file name, such as a write error."""
+    """Add `path` to each OSError of the block that lacks a file name, such as a write error."""
     try:
         yield
     except OSError as error:
@@ -187,6 +189,6 @@ class Hdf5Output(io.FileIO):
         self.check()
 
     def check(self) -> None:
-        """Raise the error of the first failed write, if any write has failed."""
+        """Raise the error of the first failed write, if any."""
         if self.failure:
             raise self.failure

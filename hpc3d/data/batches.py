@@ -9,14 +9,15 @@ IGNORE = -100  # target value that excludes a token from the loss
 
 
 class Batches:
-    """Training batches, which depend only on the tokens, the sizes, `seed` and the step.
+    """Training batches, determined by the tokens, the batch shape, `seed` and the step.
 
     A window consists of `sequence` input tokens and AHEAD further tokens for the targets.  Windows
     start every `sequence` tokens, so each token is a target once per epoch, except for the first
     AHEAD tokens and an incomplete last window.  An epoch is a permutation of the windows.  A batch
     that reaches the end of an epoch continues with windows of the next epoch.
 
-    `windows` is the number of windows.  Raises ValueError if the tokens do not fill one window.
+    The attribute `windows` is the number of windows per epoch.  Raises ValueError if there are too
+    few tokens for one window.
     """
 
     AHEAD = 1
@@ -32,7 +33,7 @@ class Batches:
         self.windows = (len(tokens) - self.AHEAD) // sequence
         self._tokens, self._sequence, self._batch, self._seed = tokens, sequence, batch, seed
         self._epoch, self._order = 0, permutation(self.windows, seed, 0)
-        self._skipped = 0  # sequences used before a step: step * batch + _skipped
+        self._skipped = 0  # a step starts at sequence step * batch + _skipped
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs and targets of a step: contiguous int32 arrays [batch, sequence]."""
@@ -45,11 +46,16 @@ class Batches:
         return windows[:, : self._sequence].copy(), windows[:, self.AHEAD :].copy()
 
     def go_on(self, step: int, sequences: int) -> None:
-        """Continue at `step` after `sequences` sequences, even if the batch size has changed."""
+        """Resume at `step` of a run that has used `sequences` sequences, even if the batch size
+        has changed."""
         self._skipped = sequences - step * self._batch
 
     def position(self, step: int) -> dict[str, int]:
-        """Return the epoch, window index and total sequence count at the start of `step`."""
+        """Return the position in the data at the start of `step`.
+
+        The position is the epoch, the number of sequences used in this epoch (`offset`), and the
+        number used in all epochs (`sequences`).
+        """
         sequences = step * self._batch + self._skipped
         epoch, offset = divmod(sequences, self.windows)
         return {"epoch": epoch, "offset": offset, "sequences": sequences}
@@ -61,6 +67,9 @@ class Batches:
 
 
 def permutation(windows: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the window order of an epoch, int64[windows], without computing earlier epochs."""
+    """Return the order of the windows in an epoch, int64[windows].
+
+    Earlier epochs need not be computed.
+    """
     bits = np.random.Philox(key=np.array([seed, epoch], np.uint64))
     return np.random.Generator(bits).permutation(windows)

@@ -4,9 +4,9 @@
     .jsonl     one JSON object per line; one field contains the document
     .parquet   one document per value of a column
     .bin       nanoGPT: uint16 token ids, including end-of-document tokens
-    .bin .idx  Megatron-LM: token ids, and the start of each sequence and document
+    .bin .idx  Megatron-LM: token ids, and an index of sequences and documents
 
-Files are read in pieces.  Every problem with a file raises a one-line ValueError.
+Files are read in pieces.  An invalid file causes a ValueError with a one-line message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpc3d.runtime.optional_packages import need
 JSONL, PARQUET, BIN = (".jsonl", ".ndjson"), (".parquet",), (".bin",)
 _LINE = 1 << 28  # maximum bytes per line of a JSON lines file
 _ROWS = 256  # number of Parquet rows read at a time
-_OF_A_DOCUMENT = 64  # overhead per document, expressed as a number of characters
+_OF_A_DOCUMENT = 64  # tokenizer overhead per segment, as an equivalent number of characters
 _MEGATRON, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequence count, document count + 1
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # type code -> dtype of ids
@@ -34,8 +34,8 @@ _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # type code
 class _DocumentPart(NamedTuple):
     """Segment of a document.
 
-    `last` is True for the last segment of a document, and `size` is the number of bytes that the
-    segment occupies in the file.
+    `last` is True for the last segment of the document. `size` is the segment's size in the file,
+    in bytes.
     """
 
     text: bytes
@@ -54,7 +54,7 @@ class Source:
         self.path, self.tokenizer, self.field, self.documents = path, tokenizer, field, 0
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield arrays of ids, each with the number of bytes that these ids occupy in the file."""
+        """Yield pairs (array of token ids, bytes read from the file for them)."""
         if self.path.suffix in BIN:
             yield from self._given_ids()
             return
@@ -87,9 +87,9 @@ class Source:
             yield whole, part.nbytes
 
     def _refuse_wider(self, ids: np.ndarray) -> None:
-        """Raise ValueError if `ids`, read as uint16, appear to be 32-bit or 64-bit ids.
+        """Raise ValueError if a file read as uint16 appears to contain 32-bit or 64-bit ids.
 
-        In that case, every second uint16 value is close to zero.
+        Every second uint16 value of such a file is close to zero.
         """
         upper = ids[1::2]
         if len(upper) > 3 and ids.any() and upper.max() <= (self.tokenizer.vocabulary - 1) >> 16:
@@ -99,7 +99,7 @@ class Source:
             )
 
     def _ended(self, part: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Insert an end token before each index in `ends` unless one is already there."""
+        """Append an end token to each document that lacks one; documents end at indices `ends`."""
         if self.tokenizer.end is None or not len(ends):
             return part
         lacking = ends[part[ends - 1] != self.tokenizer.end]
@@ -107,7 +107,7 @@ class Source:
 
 
 def training_pieces(texts: Sequence[Path], field: str) -> Iterator[bytes]:
-    """Yield the text of files in pieces, to train a tokenizer."""
+    """Yield pieces of the text in all files, for training a tokenizer."""
     for path in texts:
         yield from (part.text for part in _parts(path, field))
 
@@ -122,7 +122,7 @@ def _parts(path: Path, field: str) -> Iterator[_DocumentPart]:
 
 
 def _grouped(parts: Iterable[_DocumentPart]) -> Iterator[list[_DocumentPart]]:
-    """Group segments into lists of about PIECE characters, to amortize the tokenizer call cost."""
+    """Group segments into lists of about PIECE characters, so that tokenizer calls cost little."""
     group, size = [], 0
     for part in parts:
         group.append(part)
@@ -135,14 +135,14 @@ def _grouped(parts: Iterable[_DocumentPart]) -> Iterator[list[_DocumentPart]]:
 
 
 def _text_file(path: Path) -> Iterator[_DocumentPart]:
-    """Yield a text file as one document."""
+    """Yield the segments of a text file, which is one document."""
     for piece in pieces(path):
         yield _DocumentPart(piece, False, len(piece))
     yield _DocumentPart(b"", True, 0)
 
 
 def _json_lines(path: Path, field: str) -> Iterator[_DocumentPart]:
-    """Yield the document in field `field` of each JSON object."""
+    """Yield the segments of the documents in a JSON lines file."""
     found = 0
     with reading(path, "not a readable JSON lines file", "fix the file"), path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LINE), b""), 1):
@@ -174,7 +174,7 @@ def _field(line: bytes, number: int, field: str) -> str:
 
 
 def _parquet(path: Path, column: str) -> Iterator[_DocumentPart]:
-    """Yield the documents in a text column of a Parquet file."""
+    """Yield the segments of the documents in a text column of a Parquet file."""
     need(f"{path}: parquet", "pyarrow")
     from pyarrow import parquet
 
@@ -217,9 +217,10 @@ def _cut(text: str, where: str, size: int) -> Iterator[_DocumentPart]:
 
 
 def opened_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-map the token ids of a .bin file; return the ids and the document ends, int64.
+    """Memory-map the token ids of a .bin file; return them and the document ends.
 
-    The array of document ends is empty if they are unknown.
+    A document end is the index after the document's last id (int64). The array of ends is empty if
+    the file does not contain them.
     """
     index = path.with_suffix(".idx")
     with reading(path, "not a readable token file", "use another file"):

@@ -1,8 +1,8 @@
-"""Token sources: text files, or a token file prepared in advance from a large text.
+"""Token sources: text files whose bytes are tokens, and token files prepared from texts.
 
-A token file is an HDF5 file with a 1-D dataset `tokens`, of the smallest sufficient unsigned type,
-and descriptive attributes.  It can be read with h5ls or h5py, and gets its final name only when it
-is complete.  Error messages refer to `data.path`, the key with which the user specifies the file.
+A token file is an HDF5 file with a 1-D dataset `tokens` and attributes that describe it.  The
+dataset has the smallest unsigned type that can hold all ids.  The file gets its final name only
+when it is complete.  Error messages refer to `data.path`, the key that specifies the file.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _FORMAT = "hpc3d-tokens"
 _VERSION = 1
 SUFFIX = ".h5"
-_MOST_IDS = 1 << 31  # maximum vocabulary size: ids are returned as int32
-_END = "tokenizer_end"  # HDF5 attribute; absent in older token files
+_MOST_IDS = 1 << 31  # maximum vocabulary size, because ids are returned as int32
+_END = "tokenizer_end"  # HDF5 attribute, which older token files lack
 _CHUNK = 1 << 16  # tokens per checksum
 _SELF_CHECKING = "v110"  # the HDF5 1.10 format also has metadata checksums
 _PREPARE = "create it with python -m hpc3d.prepare"
@@ -52,9 +52,9 @@ class Tokens(contextlib.AbstractContextManager):
     """Token ids on disk: a sequence of documents, each followed by an end-of-document token.
 
     `vocabulary` is the vocabulary size, `tokenizer` the name of the tokenizer, `json` its JSON
-    text, and `end_name` its end-of-document token, or None if unknown. `sha256` is the hash of all
-    ids, converted to the smallest sufficient unsigned type. `digests` contains `sha256` and, if
-    known, the hashes of the individual documents.
+    text, and `end_name` its end-of-document token, or `None` if unknown. `sha256` is the hash of
+    all ids, stored in the dtype of the token file. `digests` contains `sha256` and, if known, the
+    hashes of the individual documents.
     """
 
     tokenizer: str
@@ -65,7 +65,7 @@ class Tokens(contextlib.AbstractContextManager):
     end_name: str | None = None
 
     def made_by(self) -> tuple[str, int, str]:
-        """Return the tokenizer's name, vocabulary size and JSON text, which identify it."""
+        """Return the name, vocabulary size and JSON text that identify the tokenizer."""
         return self.tokenizer, self.vocabulary, self.json
 
     def mask(self) -> int | None:
@@ -128,7 +128,7 @@ def tokenizer_of(path: str | Path) -> Tokenizer:
 
 
 class TextTokens(Tokens):
-    """Byte tokens of text files, which are read on demand and never held in memory."""
+    """Byte tokens of text files. The files are read on demand and never held in memory."""
 
     tokenizer = ByteTokenizer.name
     vocabulary = ByteTokenizer.vocabulary
@@ -169,7 +169,7 @@ class TextTokens(Tokens):
 
 
 class TokenFile(Tokens):
-    """Token file opened for reading; `documents` is the number of documents in it.
+    """Token file that is open for reading; `documents` is its number of documents.
 
     Raises ValueError if the file is missing, truncated, damaged, or in a newer format.
     """
@@ -249,7 +249,7 @@ def write_tokens(
     report: _Report = lambda size: None,
     field: str = "text",
 ) -> None:
-    """Tokenize `texts` and write the token file `path`, with one piece in memory at a time.
+    """Tokenize `texts` piece by piece and write the token file `path`.
 
     `texts` are files in a format of hpc3d.data.sources, with documents in the field or column
     `field`.  `report` is called with the number of bytes of each piece.  Raises ValueError if a
@@ -293,7 +293,7 @@ def _described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:
 
 
 def _fixed(text: str | list[str]) -> np.ndarray:
-    """Convert text to fixed-length strings: HDF5 cannot checksum variable-length strings."""
+    """Convert text to fixed-length strings, because HDF5 cannot checksum variable-length ones."""
     import h5py
 
     encoded = np.char.encode(text, "utf-8", "replace")

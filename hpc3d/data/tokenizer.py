@@ -1,6 +1,7 @@
-"""Text files and tokenizers: one token per byte, or byte-level BPE trained on the text.
+"""Text files and tokenizers: one token per byte, or byte-level BPE.
 
-Tokenizers encode UTF-8 bytes and decode to UTF-8 bytes. Both use id 0 as end-of-document token.
+Tokenizers encode UTF-8 bytes and decode to UTF-8 bytes. The byte tokenizer and BPE tokenizers
+trained by hpc3d use id 0 as the end-of-document token.
 """
 
 from __future__ import annotations
@@ -97,11 +98,11 @@ class ByteTokenizer:
         return np.frombuffer(text, np.uint8)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each text."""
+        """Return one array of token ids per text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        """Decode ids in [0, 256) to text, without end-of-document tokens."""
+        """Decode token ids in [0, 256) to UTF-8 bytes, dropping end-of-document tokens."""
         return np.asarray(tokens, np.uint8).tobytes().replace(b"\0", b"")
 
 
@@ -138,7 +139,7 @@ class BpeTokenizer:
         return np.array(ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the token ids of each text, computed in parallel on all cores."""
+        """Return one array of token ids per text; the library uses all cores."""
         several = [text.decode() for text in texts]
         with self._encoding(texts):
             found = self._tokenizer.encode_batch_fast(several, add_special_tokens=False)
@@ -161,7 +162,7 @@ class BpeTokenizer:
             raise ValueError(what) from error
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        """Decode ids to text, without end-of-document tokens."""
+        """Decode token ids to UTF-8 bytes, dropping end-of-document tokens."""
         return self._tokenizer.decode(np.asarray(tokens).tolist()).encode()
 
     def has(self, ids: object) -> bool:
@@ -196,8 +197,8 @@ def _loaded(text: str) -> Any:
 def same_rules(one: str, other: str) -> bool:
     """Return True if two JSON texts describe the same tokenizer.
 
-    Padding, truncation, and format differences between library versions are ignored. The library
-    is only used if the texts differ.
+    Padding, truncation, and changes of the JSON format between library versions are ignored. The
+    library is imported only if the texts differ.
     """
     if one == other or json_of(one) == json_of(other):
         return True
@@ -208,7 +209,7 @@ _KINDS = {"BPE": "bpe", "WordPiece": "wordpiece", "Unigram": "unigram", "WordLev
 
 
 def kind_of(name: str, rules: str) -> str:
-    """Return the kind of a tokenizer, such as "wordpiece", given its name and JSON text."""
+    """Return the type of a tokenizer, such as "wordpiece", given its name and JSON text."""
     found = json_of(rules) if rules else {}
     kind = _KINDS.get(found.get("model", {}).get("type"), name)
     splits = found.get("pre_tokenizer") or {}
@@ -221,14 +222,14 @@ Tokenizer = ByteTokenizer | BpeTokenizer
 
 
 def tokenizer_named(name: str, json: str, end_name: str | None) -> Tokenizer:
-    """Return a tokenizer built from the name, JSON text and end token in a token file."""
+    """Build the tokenizer described by the name, JSON text and end token of a token file."""
     return BpeTokenizer(json, end_name) if name == BpeTokenizer.name else ByteTokenizer()
 
 
 def train_bpe(pieces: Iterable[bytes], vocabulary: int) -> BpeTokenizer:
-    """Train a BPE tokenizer with up to `vocabulary` ids on `pieces` of text.
+    """Train a BPE tokenizer with a vocabulary of up to `vocabulary` tokens on `pieces` of text.
 
-    The result depends only on the text and `vocabulary`.  A short text may yield fewer ids.
+    The result depends only on the text and `vocabulary`.  A short text may yield fewer tokens.
     """
     if vocabulary < _SMALLEST_BPE:
         raise ValueError(

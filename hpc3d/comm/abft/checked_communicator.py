@@ -1,4 +1,4 @@
-"""Communicator that records checksums of its blocks and compares them with its peers' records."""
+"""Communicator that records checksums of all blocks and compares them with those of its peers."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class CheckedCommunicator(Communicator):
     def _moving(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, givers: list[int]
     ) -> Pending:
-        """Record a call that sends `parts` chunks and receives a chunk from each of `givers`."""
+        """Record a call that sends `parts` chunks and receives one from each of `givers`."""
         if not self.ledger.active:
             return pending
         row = self.open(op, block)
@@ -129,7 +129,7 @@ class CheckedCommunicator(Communicator):
         return pending.then(check)
 
     def watched(self, whole: np.ndarray, givers: list[int]) -> list[int]:
-        """Return the members in `givers` whose chunks are checked by this member.
+        """Return the members in `givers` whose chunks this member checks.
 
         If several members read the same shared memory, each of them checks different chunks.
         """
@@ -181,7 +181,7 @@ class CheckedCommunicator(Communicator):
 
         return pending.then(check)
 
-    @quiet  # also suppresses the warnings of the generators below
+    @quiet  # also covers the generator methods that `compare` consumes
     def compare(self) -> list[str]:
         """Compare all members' records; return one line per error in this rank's results."""
         count = len(self.notes)
@@ -219,7 +219,7 @@ class CheckedCommunicator(Communicator):
                 yield self.line(note, what)
 
     def peaks(self, everyone: np.ndarray) -> Iterator[str]:
-        """Yield a line for each maximum on this rank that differs from the majority of ranks."""
+        """Yield an error line for each maximum of this rank that most other ranks do not have."""
         for row in self.maxima:
             got = everyone[:, row, self.size].tolist()
             if 2 * got.count(got[self.rank]) <= len(got) and len(set(got)) > 1:
@@ -228,7 +228,7 @@ class CheckedCommunicator(Communicator):
                 )
 
     def messages(self, count: int) -> Iterator[str]:
-        """Yield a line for each received message whose bits differ from the message that was sent.
+        """Yield an error line for each message whose received bits differ from the sent bits.
 
         Messages that the peer has not recorded yet are checked in the next comparison.
         """

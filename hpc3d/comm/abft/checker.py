@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AbftChecker:
-    """Checker of one rank, which records and compares checksums in every `every`-th step.
+    """Checker of one rank. It records and compares checksums once every `every` steps.
 
     `found` lists the error messages of this rank.
     """
@@ -44,7 +44,8 @@ class AbftChecker:
         self.found: list[str] = []
         self.signs, self.active = Signs(), False
         self.trace: MeshRecorder = NullRecorder()
-        # Weak reference to the result of the latest matrix product, and its signed row sums.
+        # Weak reference to the result of the latest matrix product, and the result's signed row
+        # sums.
         self.latest: tuple[Callable[[], Any], Any] = (lambda: None, None)
 
     def wrap(self, comm: Communicator, axis: str) -> CheckedCommunicator:
@@ -74,11 +75,11 @@ class AbftChecker:
             stacks = zip(*(block.swapaxes(0, 1) for block in (a, b, c)), strict=True)
             each = [self._sums(a, b, c, f", expert {n}") for n, (a, b, c) in enumerate(stacks)]
             sums = np.stack(each, 1)
-        if c.shape[-1] <= WIDE:  # longer rows are split in `signs.rows`, so their sums differ
+        if c.shape[-1] <= WIDE:  # `signs.rows` splits longer rows, so these sums cannot be reused
             self.latest = weakref.ref(c), sums
 
     def _sums(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, which: str = "") -> np.ndarray:
-        """Check C against A B; return the signed row sums of C."""
+        """Check that C = A B up to rounding; return the signed row sums of C."""
         signs = self.signs(c.shape[1], c.dtype)
         sums, difference = c @ signs, a @ (b @ signs)
         difference -= sums
@@ -100,12 +101,12 @@ class AbftChecker:
         return sums.reshape(parts, -1) if product() is block else self.signs.rows(block, parts)
 
     def compare(self) -> int:
-        """Compare the records of all members of each axis; return this rank's number of errors.
+        """Compare checksums with the members of each axis; return this rank's number of errors.
 
-        Collective: all ranks call it at the same point of a step.
+        The call is collective: all ranks make it at the same point of a step.
         """
         if self.active:
-            self.active = False  # do not record the exchange of the checksums
+            self.active = False  # the exchange of checksums is not itself recorded
             for comm in self.comms:
                 self.found += comm.compare()
             self.active = True

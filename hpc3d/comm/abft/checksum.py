@@ -37,7 +37,7 @@ from math import sqrt
 
 import numpy as np
 
-WIDE = 4096  # maximum number of elements per row sum, which has the dtype of its block
+WIDE = 4096  # maximum number of elements per row sum, which is computed in the dtype of the block
 _BOUND = 4.0
 quiet = np.errstate(over="ignore", invalid="ignore")  # bit flips may cause overflow and NaN
 _ROUNDOFF = {char: float(np.finfo(char).eps) / 2 for char in "efd"}
@@ -72,7 +72,7 @@ class Signs:
 
     @quiet
     def total(self, rows: np.ndarray) -> np.ndarray:
-        """Return one number per chunk: the signed sum of its row sums, in float64."""
+        """Return the signed sum of each chunk's row sums, float64[parts]."""
         return rows @ self(rows.shape[1], np.dtype(np.float64))
 
 
@@ -98,7 +98,7 @@ def words(block: np.ndarray, parts: int = 1) -> np.ndarray:
 
 
 def terms(block: np.ndarray) -> int:
-    """Return the number of elements of `block` that are added in each row sum."""
+    """Return the number of elements that each row sum of `block` adds up."""
     return min(WIDE, block.shape[-1] if block.ndim > 1 else block.size)
 
 
@@ -117,14 +117,14 @@ def norm(block: np.ndarray) -> float:
 
 
 def largest(dtype: np.dtype) -> float:
-    """Return the norm above which sums of blocks may overflow, or inf for integers."""
+    """Return the largest norm of a block whose sums cannot overflow; inf for integers."""
     return float(np.finfo(dtype).max) / 1000 if dtype.char in _ROUNDOFF else np.inf
 
 
 def slack(dtype: np.dtype, *counts: int) -> float:
-    """Return a bound on the rounding errors of sums with `counts` terms; 0 for integers.
+    """Return a bound on the rounding error of nested sums with the numbers of terms `counts`.
 
-    The bound is relative to the norm of the summed terms.
+    The bound is relative to the norm of the terms, and 0 for integers.
     """
     unit = _ROUNDOFF.get(dtype.char, 0.0)
     return _BOUND * unit * sum(map(sqrt, counts))
