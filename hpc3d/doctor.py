@@ -40,7 +40,7 @@ _STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 _JSON = """\
 print one JSON object on the last line, with the keys verdict (the worst one) and findings (each
 with verdict, subject, text, remedy and printed, the output of a program)"""
-# Dict from a fragment of a launch error message to the remedy.
+# Dict from a fragment of a launcher's error message to the remedy.
 _SAID = {
     "as root": f"run export {mpi_library.CONSENT[0]}=1 {mpi_library.CONSENT[1]}=1",
     "not enough slots": "use mpirun --oversubscribe; in a job, request more tasks",
@@ -57,7 +57,7 @@ with mpi_environment():
     from mpi4py import MPI
 """
 _BY_HAND = "for more output, run mpirun -np 2 python -m hpc3d.doctor"
-_SHOWN = 8  # maximum number of output lines that are shown
+_SHOWN = 8  # maximum number of output lines of a failed command to print
 _CLOCKS_APART = 1  # largest acceptable clock difference between hosts in s
 _INSTALL_H5PY = "if the message mentions a filter, reinstall h5py from its wheel on PyPI"
 _HANGS = """\
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mpi = mpi_library.found()
     if mpi is None or mpi_library.started_by_other_mpi(mpi) or mpi_library.world() == 1 < meant:
         if environment.number_in(environment.OWN_RANK, default=0):
-            return 0  # on a nonzero exit code, the launcher kills rank 0 before it prints
+            return 0  # a nonzero code would make the launcher kill rank 0 before it prints
         return _conclude(told(_lonely(options, meant)), options)
     from hpc3d.diagnose import meeting
 
@@ -112,7 +112,7 @@ def _seconds(text: str) -> float:
 
 
 def _started() -> bool:
-    """Return True if this process was started by a launcher, not by a shell or batch script."""
+    """Return True if an MPI launcher, not a shell or a batch script, started this process."""
     step = environment.number_in(("SLURM_STEP_NUM_TASKS",), default=1)
     return step > 1 or any(name in os.environ for name in _STARTED)
 
@@ -139,7 +139,7 @@ def _conclude(found: Sequence[Finding], options: Namespace) -> int:
 
 
 def _alone(options: Namespace) -> Iterator[Finding]:
-    """Check this process, which has no launcher; then start two ranks and check them."""
+    """Check this process, which was started without a launcher; then start and check two ranks."""
     yield from _local(options)
     mpi, launcher = mpi_library.found(), mpi_library.on_path()
     if mpi is None:
@@ -213,7 +213,7 @@ def one_rank(options: Namespace) -> Iterator[Finding]:
 
 
 def two_ranks(mpirun: str, options: Namespace) -> Iterator[Finding]:
-    """Start two ranks and yield their findings, or the reason why they did not start."""
+    """Start two ranks and yield their findings, or a finding that explains why they failed."""
     words = ["-m", "hpc3d.doctor", "--together", "--json", "--out", options.out]
     command = [mpirun, "-np", "2", sys.executable, *words]
     code, printed = outcome(command, options.timeout, **cuda_aware_probe.surroundings())
@@ -239,9 +239,9 @@ def not_started(
 
 
 def _lonely(options: Namespace, meant: int) -> Iterator[Finding]:
-    """Run the checks of one process that is an MPI singleton.
+    """Explain why a launcher's `meant` processes became MPI singletons, and check this process.
 
-    A launcher started `meant` processes, but MPI did not connect them to each other.
+    An MPI singleton is a process that MPI did not connect to the other processes of the launcher.
     """
     if not options.together:
         yield from _local(options)
@@ -250,7 +250,7 @@ def _lonely(options: Namespace, meant: int) -> Iterator[Finding]:
 
 
 def _meet(job: Job, options: Namespace) -> NoReturn:
-    """Run the collective checks, print the findings on rank 0, and end all ranks."""
+    """Run the collective checks, print the findings on rank 0, and exit on all ranks."""
     findings = together(job, options)
     found = told(findings) if job.rank == 0 else list(findings)
     raise JobExit(job.comm.bcast(_conclude(found, options) if job.rank == 0 else None))
@@ -277,7 +277,7 @@ def together(job: Job, options: Namespace) -> Iterator[Finding]:
 
 
 def clocks(job: Job) -> Iterator[Finding]:
-    """Check that the clocks of all hosts, used to date files and logs, agree with rank 0's."""
+    """Check that the wall clocks of all hosts, which timestamp files and logs, agree."""
     from hpc3d.comm.cartesian import build
     from hpc3d.runtime.host_map import homes_of
     from hpc3d.trace.clock import Clocks
@@ -297,9 +297,10 @@ def clocks(job: Job) -> Iterator[Finding]:
 
 
 def apart(compared: Clocks, samples: Sequence[Any]) -> list[float]:
-    """Return by how many seconds each host's clock is ahead of the clock of rank 0's host.
+    """Return the offset of each host's clock from the clock of rank 0's host, in seconds.
 
-    `samples` contains the clock samples of each rank.
+    A positive offset means that the host's clock is ahead. `samples` has the clock samples of each
+    rank.
     """
     from hpc3d.trace.clock import as_rows, knot, parent
 

@@ -3,8 +3,8 @@
     python -m hpc3d.generate RUN_DIR|FOLDER --prompt TEXT|- [--tokens N] [--temperature 0] ...
     mpirun -np N python -m hpc3d.generate RUN_DIR|FOLDER --prompt TEXT [--section.key value ...]
 
-RUN_DIR is a checkpoint, or the folder of a run, whose newest complete checkpoint is used.
-FOLDER contains config.json and safetensors files of transformers, and optionally tokenizer.json.
+RUN_DIR is a checkpoint, or a run folder, whose newest complete checkpoint is used. FOLDER is a
+Hugging Face Transformers model: config.json, safetensors files and, optionally, tokenizer.json.
 The text is written to standard output as it is generated, and everything else to standard error.
 
 On N ranks, tensor axes split the model as in training. Set them as in an input file:
@@ -51,7 +51,7 @@ _MOST_SEED = 2**64 - 1
 
 
 class _Plan(NamedTuple):
-    """Inputs of text generation, which are identical on all ranks."""
+    """Inputs of text generation that are identical on all ranks."""
 
     config: Config
     source: WeightSource
@@ -59,7 +59,7 @@ class _Plan(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Inputs that rank 0 has read (options, model and prompt), and the resulting plan."""
+    """Options, model and prompt as read by rank 0, and the plan for all ranks."""
 
     options: Namespace
     model: TrainedModel
@@ -68,14 +68,14 @@ class _Reading(NamedTuple):
 
 
 class _Words(Parser):
-    """Argument parser for rank 0, which raises an exception so that all ranks exit together."""
+    """Argument parser for rank 0. It raises exceptions so that all ranks can exit together."""
 
     def refuse(self, problems: Sequence[str]) -> NoReturn:
         raise Problems(problems)
 
 
 class _Screen:
-    """Standard output of rank 0, with checks for a closed pipe and for Ctrl-C."""
+    """Standard output of rank 0, which also detects a closed pipe and Ctrl-C."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -174,7 +174,7 @@ def _decoder(job: Job, plan: _Plan) -> Decoder:
 
 
 def _samples(opened: _Reading, screen: _Screen) -> Samples:
-    """Return the token sampler on rank 0; if only one sample is requested, print the prompt."""
+    """Create the token sampler on rank 0. If there is only one sample, print the prompt first."""
     from hpc3d.generation.samples import Samples
     from hpc3d.generation.sampling import Sampling
 
@@ -194,7 +194,7 @@ def _conclude(opened: _Reading, samples: Samples, screen: _Screen) -> bool:
 
 
 def _result(opened: _Reading, samples: Samples) -> Mapping[str, Any]:
-    """Return the results as the dict that is printed by --json."""
+    """Return the results as a dict, which --json prints."""
     config, options = opened.plan.config, opened.options
     return {
         "model": str(opened.model.source.path),

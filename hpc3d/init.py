@@ -61,9 +61,12 @@ def _init(options: Namespace) -> None:
 
 
 def _copy(copies: Sequence[tuple[Path, Path]], results: Path) -> None:
-    """Copy the files and create the results folder; if an error occurs, remove all of them."""
+    """Copy the files and create the results folder; if an error occurs, undo both."""
     with ExitStack() as created:
-        for folder in (*(target.parent for _, target in copies), results):  # of Slurm logs
+        for folder in (
+            *(target.parent for _, target in copies),
+            results,
+        ):  # `results` is for Slurm logs
             if not folder.exists():
                 created.enter_context(new_folder(folder))
         try:
@@ -76,7 +79,7 @@ def _copy(copies: Sequence[tuple[Path, Path]], results: Path) -> None:
 
 
 def _copies(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield a pair (path of the file, path of its copy) for each file below a folder."""
+    """Yield the paths of each file below the folder `source` and of its copy in `target`."""
     for path in sorted(source.rglob("*")):
         if path.is_file() and not _NOT & {*path.relative_to(source).parts}:
             yield path, target / path.relative_to(source)

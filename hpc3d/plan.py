@@ -45,13 +45,14 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.resorts import Fit
     from hpc3d.predict.planning.search import Found
 
-# Dict from the key of a relative effect to (key of the absolute effect, unit, name of the unit).
+# Columns of the table of techniques, as a dict from the key of a relative value (the ratio to the
+# first row) to (key of the absolute value, unit, name of the unit).
 _SHARES = {
     "of_peak": ("peak_bytes", 1e6, "MB"),
     "of_received": ("received_bytes", 1e6, "MB"),
     "of_step_time": ("step_time_s", 1e-3, "ms"),
 }
-_LEAST_CHANGE = 5e-4  # smallest relative change that is shown
+_LEAST_CHANGE = 5e-4  # smallest relative change to print; below it, the row says "no change"
 _JSON = """\
 print one JSON object on the last line, with the keys machine, ranks, memory_bytes, layouts (the
 fastest ones), named (the fastest layout of each scheme), losers (slower layouts by reason),
@@ -104,7 +105,7 @@ def plan(options: Namespace, overrides: Sequence[str]) -> None:
 
 
 def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
-    """Print the savings and the cost of each memory-saving technique for the input's layout."""
+    """Print how much memory each technique saves and what it costs, for the input's layout."""
     from hpc3d.predict.machine import machine_file
     from hpc3d.predict.planning.ranking import shown_layout
     from hpc3d.predict.planning.techniques import effects
@@ -127,9 +128,9 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
 
 
 def _effect_line(row: Mapping[str, Any], first: bool) -> str:
-    """Format the effects of a technique as a table row.
+    """Format the memory and step time with a technique as a table row.
 
-    The row contains bytes and seconds, each with its relative change from the first row.
+    Each value is followed by its relative change from the first row.
     """
     if "refused" in row:
         return f"{row['change']:<32}  not possible: {row['refused']}"
@@ -144,7 +145,7 @@ def _effect_line(row: Mapping[str, Any], first: bool) -> str:
 
 
 def _search(options: Namespace, overrides: Sequence[str]) -> None:
-    """Search for layouts and print them. If none fits in memory, add a memory-saving technique."""
+    """Search for layouts and print the best. If none fits, try memory-saving techniques."""
     from hpc3d.predict.machine import machine_file
     from hpc3d.predict.planning.planned_layouts import TOP, plan_layouts
 
@@ -192,12 +193,12 @@ def _report(
 
 
 def _mark(fit: Fit) -> str:
-    """Return `*` if the technique used by a layout changes the results, otherwise a blank."""
+    """Return "*" if a layout's memory-saving technique changes the results, otherwise a blank."""
     return " " if fit.resort.exact else "*"
 
 
 def _resort_lines(resorted: ResortedLayouts) -> Iterator[str]:
-    """Yield lines that explain which technique was added so that layouts fit in memory."""
+    """Yield lines that explain which memory-saving technique makes the layouts fit in memory."""
     from hpc3d.predict.planning.planned_layouts import nearest_in_words
     from hpc3d.predict.planning.ranking import estimated
 
@@ -216,7 +217,7 @@ def _told(
     named: Mapping[str, Mapping[str, RankedLayout | None]],
     losers: Sequence[tuple[str, int, RankedLayout]],
 ) -> dict[str, Any]:
-    """Return the best layouts, overall and by scheme, and the slower layouts for `--json`."""
+    """Return a dict for `--json`: best layouts, best layout by scheme, and slower layouts."""
     from hpc3d.predict.planning.ranked_layouts import as_plain
 
     return {
@@ -256,7 +257,7 @@ def show(
     memory: float,
     mark: str = " ",
 ) -> None:
-    """Print the best layouts, the best layout of each scheme, and why other layouts are slower.
+    """Print the best layouts, the best one of each scheme, and the reasons why others are slower.
 
     `mark` is printed before each of the best layouts.
     """
@@ -274,7 +275,7 @@ def show(
 
 
 def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
-    """Print the numbers of layouts excluded, considered, estimated and simulated in the search."""
+    """Print how many layouts the search excluded, considered, estimated and simulated."""
     sizes = len(found.timed) + len(found.cut) + len(found.left)
     print(f"{len(found.cut):5d} mesh sizes were excluded by a lower bound on their step time")
     if found.left:

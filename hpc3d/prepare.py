@@ -46,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _work(arguments: argparse.Namespace) -> int:
-    """Verify or write a token file.
+    """Write or verify a token file.
 
-    The prefix `data.path` is removed from error messages, because this command has no such key.
+    The prefix `data.path` is removed from error messages, because it is not a key of this command.
     """
     try:
         return _check(arguments) if arguments.verify else prepare(arguments)
@@ -80,7 +80,7 @@ def parser() -> Parser:
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Tokenize the texts, write the token file and print its summary."""
+    """Tokenize the texts, write the token file and print a summary."""
     start = time.perf_counter()
     output = _new_file(arguments)
     texts = [text for path in arguments.texts for text in text_files(package_data.text_path(path))]
@@ -94,7 +94,7 @@ def prepare(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    """Verify all data of a token file and print the summary of the file."""
+    """Verify all data of a token file and print a summary."""
     if arguments.texts or arguments.output:
         raise ValueError("--verify cannot be combined with TEXT or -o; leave them out")
     if not arguments.verify.is_file():
@@ -130,7 +130,7 @@ def _new_file(arguments: argparse.Namespace) -> Path:
 
 
 def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tokenizer:
-    """Return the requested tokenizer; bpe is trained on `texts`."""
+    """Return the tokenizer selected by --tokenizer; train it on `texts` if it is bpe."""
     name, numbered = arguments.tokenizer, [text for text in texts if text.suffix in BIN]
     if numbered and name in ("byte", "bpe"):
         raise ValueError(
@@ -184,7 +184,7 @@ def _refuse_others(numbered: Sequence[Path], tokenizer: BpeTokenizer, name: str)
 
 
 def _progress(size: int) -> Callable[[int], None]:
-    """Return a callback that logs the amount of text processed so far, out of `size` bytes."""
+    """Return a callback that logs how much of the `size` bytes of text has been processed."""
     done = 0
 
     def report(piece: int) -> None:

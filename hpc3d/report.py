@@ -148,7 +148,7 @@ def _plain(report):
 
 
 def _trace_path(path, again):
-    """Merge new segments into a run's trace, and return the path of the trace."""
+    """Return the path of a run's trace, after merging its new segments into the trace."""
     if path.is_dir():
         return trace_of(path, again)
     if again:

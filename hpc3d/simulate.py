@@ -196,7 +196,7 @@ def schedule_parser() -> Parser:
     return parser
 
 
-_size = integer(0, MOST_SIMULATED)  # each schedule checks its own minimum
+_size = integer(0, MOST_SIMULATED)  # each schedule checks its own lower limit
 
 
 def _time(what):

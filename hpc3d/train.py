@@ -87,11 +87,10 @@ def train(job: Job, words: list[str]) -> None:
 
 
 def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
-    """Return the run requested on the command line, with a validated configuration.
+    """Parse the command line; return the plan of the run, with a validated configuration.
 
-    Only rank 0 calls this function.
-
-    `ranks` is the number of ranks of the job (None: the number of ranks of the mesh).
+    Only rank 0 calls this function. `ranks` is the number of ranks of the job; if it is `None`,
+    the mesh determines the number.
 
     Raises
     ------
@@ -138,7 +137,7 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]
     Raises
     ------
     ValueError
-        If a text is shorter than one window, or has another tokenizer than the resumed run.
+        If a text is shorter than one window, or its tokenizer differs from the resumed run's.
     """
     from hpc3d.checkpoints import run_text, run_tokenizer
     from hpc3d.checkpoints.resume import checkpointed_texts
@@ -169,7 +168,7 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]
 
 
 def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config:
-    """Return `config` with the vocabulary size and the tokenizer set from the tokenized text.
+    """Return `config` with the vocabulary size and the tokenizer of the tokenized text.
 
     Raises
     ------
@@ -204,7 +203,7 @@ def checked_program(config: Config, this_machine: bool = True) -> Program:
     Raises
     ------
     ValueError
-        If `this_machine` is true and the memory of this machine is too small for its ranks.
+        If `this_machine` is true and this machine has too little memory for its ranks of the job.
     """
     from hpc3d.pipeline.program import program_of
     from hpc3d.training.footprint import refuse_what_cannot_fit
@@ -247,8 +246,8 @@ def open_folder(plan: RunPlan, tokens: Tokens) -> TextIO:
 def _complete(plan: RunPlan) -> None:
     """Complete the configuration of a run on rank 0.
 
-    The number of decay steps of a new run is set. A resumed run is compared with its newest
-    checkpoint.
+    For a new run, the number of decay steps is filled in. The configuration of a resumed run is
+    compared with the run's newest checkpoint.
     """
     from hpc3d.checkpoints.resume import continued, with_decay_steps
 
@@ -296,7 +295,7 @@ def _begin(
 
 
 def explain(words: list[str]) -> None:
-    """Print the help text with all keys, or only the help texts of the named keys (rank 0)."""
+    """Print the help text with all keys, or the help texts of the named keys. Runs on rank 0."""
     from hpc3d.config.reference import about, manual, page_width
 
     width = page_width()
@@ -309,7 +308,7 @@ def explain(words: list[str]) -> None:
 
 
 def rehearse(ranks: int, words: list[str]) -> None:
-    """Print a description of the run on rank 0 without training (--dry-run).
+    """Describe the run without starting it (--dry-run). Runs on rank 0.
 
     Raises
     ------

@@ -82,7 +82,7 @@ def _watch(options: Namespace) -> None:
 
 
 def _print(live: LiveRun) -> None:
-    """Print the complete state of the run once."""
+    """Print the state of the run without overwriting earlier output."""
     print("\n".join(live.screen(_size().columns)), flush=True)
 
 
@@ -98,7 +98,7 @@ def _redraw(live: LiveRun) -> None:
 
 
 def _adding() -> Callable[[LiveRun], None]:
-    """Return a function that prints a line if the run has progressed since the last call."""
+    """Return a function that prints the state of a run if it has changed since the last call."""
     said: tuple[int, str] | None = None
 
     def add(live: LiveRun) -> None:
@@ -115,7 +115,7 @@ def _size() -> os.terminal_size:
 
 
 def _shows(letters: str) -> bool:
-    """Return True if the encoding of standard output can represent these characters."""
+    """Return True if standard output can encode these characters."""
     try:
         letters.encode(sys.stdout.encoding or "utf-8")
     except UnicodeError:

@@ -1,6 +1,6 @@
-"""Tokenizers in various file formats, converted to the tokenizer.json format of Hugging Face.
+"""Read tokenizers from various file formats, and convert them to Hugging Face's tokenizer.json.
 
-    tokenizer.json, or a folder with one; an adjacent tokenizer_config.json may name the end token
+    tokenizer.json, or its folder; tokenizer_config.json in the same folder may set the end token
     vocab.json and merges.txt, or encoder.json and vocab.bpe: the two files of a GPT-2 tokenizer
     NAME.tiktoken: ranks of byte sequences, in the format of tiktoken
     gpt2: the two files of GPT-2's tokenizer in the local cache of tiktoken
@@ -32,7 +32,7 @@ _GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-# GPT-2 size: tokenizers with larger vocabularies use a different pre-tokenization pattern.
+# About GPT-2's vocabulary size. Larger vocabularies use a different pre-tokenization pattern.
 _MOST_RANKS = 50_300
 _MOST_META = 1 << 24  # maximum size in bytes of a meta.pkl
 
@@ -64,7 +64,7 @@ def _told_end(folder: Path) -> str | None:
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """Return the contents of a folder's tokenizer_config.json, or an empty dict without one."""
+    """Return the contents of a folder's tokenizer_config.json; an empty dict if it is absent."""
     return object_in(folder / SETTINGS)
 
 
@@ -83,13 +83,13 @@ def object_in(path: Path) -> dict[str, Any]:
 
 
 def refuse_cache(folder: Path) -> None:
-    """Raise ValueError if `folder` is a Hugging Face cache, whose files are in snapshots/."""
+    """Raise ValueError if `folder` is a Hugging Face cache, which keeps files in snapshots/."""
     for snapshot in sorted(folder.glob("snapshots/*")):
         raise ValueError(f"{folder} is a Hugging Face cache folder; use its snapshot {snapshot}")
 
 
 def token_in(settings: Mapping[str, Any], key: str) -> str | None:
-    """Return a special token, stored as a string or an object, from a tokenizer_config.json."""
+    """Return a special token from a tokenizer_config.json, where it is a string or an object."""
     found = settings.get(key)
     found = found.get("content") if isinstance(found, dict) else found
     return found if isinstance(found, str) else None
@@ -135,13 +135,13 @@ def _folders_of_tiktoken() -> Iterator[Path]:
         if os.environ.get(name):
             yield Path(os.environ[name])
     yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiktoken"
-    yield Path(tempfile.gettempdir()) / "data-gym-cache"  # used by older tiktoken versions
+    yield Path(tempfile.gettempdir()) / "data-gym-cache"  # cache folder of older tiktoken versions
 
 
 def _byte_level(
     numbers: Mapping[str, int], merges: _Merges, end_name: str | None = None
 ) -> BpeTokenizer:
-    """Build a byte-level BPE with GPT-2's pre-tokenizer and the given vocabulary and merges."""
+    """Build a byte-level BPE tokenizer with GPT-2's pre-tokenizer from vocabulary and merges."""
     numbers = {str(token): int(number) for token, number in dict(numbers).items()}
     for pair in merges:  # the library panics on invalid merges
         if len(pair) != 2 or not {*pair, "".join(pair)} <= numbers.keys():
@@ -157,9 +157,10 @@ def _byte_level(
 
 
 def _of_ranks(path: Path) -> tuple[dict[str, int], _Merges]:
-    """Parse a tiktoken file, which has a base64-encoded token and its rank on each line.
+    """Parse a tiktoken file, whose lines consist of a base64-encoded token and its rank.
 
-    The merge that yields a token joins the two parts that remain after all merges of lower rank.
+    If all merges of lower rank are applied to a token, two parts remain. These parts are the
+    token's merge.
     """
     lines = _text(path).splitlines()
     ranks = {b64decode(word): int(rank) for word, rank in (line.split() for line in lines if line)}
@@ -189,7 +190,7 @@ def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
 
 
 def _letters() -> dict[int, str]:
-    """Return a dict from byte to its character in GPT-2's vocabulary.
+    """Return a dict from byte value to the character that represents it in GPT-2's vocabulary.
 
     Printable characters represent themselves.
     """
@@ -201,9 +202,9 @@ def _letters() -> dict[int, str]:
 
 
 def rules_of_bytes() -> str:
-    """Return the tokenizer.json text of a tokenizer with the ids of ByteTokenizer.
+    """Return the tokenizer.json text that is equivalent to ByteTokenizer.
 
-    The tokenizer has no merges, and id 0 is the end-of-document token instead of NUL.
+    It has no merges. Id 0 is the end-of-document token, not the NUL byte.
     """
     letters = {letter: byte for byte, letter in _letters().items() if byte}
     cut = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -227,7 +228,7 @@ def characters(numbers: Mapping[str, int]) -> BpeTokenizer:
 
 
 def meta_tokenizer(path: Path) -> BpeTokenizer | None:
-    """Return the tokenizer in the nanoGPT meta.pkl next to a .bin file, or `None` if absent."""
+    """Return the tokenizer of the nanoGPT meta.pkl next to a .bin file, or `None` without one."""
     meta = path.with_name("meta.pkl")
     if not meta.is_file():
         return None
@@ -242,7 +243,7 @@ def meta_tokenizer(path: Path) -> BpeTokenizer | None:
 def _plain_pickle(content: bytes) -> Any:
     """Parse a pickle of dicts, strings and integers without executing any code.
 
-    Opcodes that these types do not require raise ValueError.
+    Raises ValueError if the pickle contains opcodes that these types do not need.
     """
     from pickletools import genops
 

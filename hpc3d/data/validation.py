@@ -18,11 +18,11 @@ from hpc3d.data.token_file import Tokens, open_tokens
 from hpc3d.data.tokenizer import END
 
 _KEY = "data.validation"
-_ORDER = 0  # seed of the window order, independent of the seed of the run
+_ORDER = 0  # random seed of the window order, the same for all runs
 
 
 class TokenRange(Tokens):
-    """Token source that consists of the tokens [start, stop) of another source."""
+    """Token source that contains the tokens [start, stop) of another token source."""
 
     def __init__(self, tokens: Tokens, start: int, stop: int) -> None:
         self.tokens, self.start, self.stop = tokens, start, stop
@@ -37,7 +37,7 @@ class TokenRange(Tokens):
 
 
 class _OtherText(TokenRange):
-    """Separate validation text, whose error messages name the key data.validation."""
+    """Separate validation text. Its error messages refer to data.validation."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         with _of_validation():
@@ -78,11 +78,11 @@ def _of_validation() -> Iterator[None]:
 
 
 class ValidationBatches:
-    """Evaluation batches, cut into windows in the same way as the training batches.
+    """Evaluation batches of the same windows as in training.
 
-    `count` is the number of batches needed for all windows, but at most `most` (0: unlimited). An
-    incomplete last batch is padded with sequences without targets. Raises ValueError if the tokens
-    do not fill one window.
+    `count` is the number of batches that cover all windows, limited to `most` (0: no limit). An
+    incomplete last batch is padded with sequences without targets. Raises ValueError if there are
+    too few tokens for one window.
     """
 
     def __init__(self, tokens: Tokens, sequence: int, batch: int, most: int) -> None:

@@ -1,1 +1,1 @@
-"""Start and end of an MPI job: environment, launcher, signals and stop requests."""
+"""Start and terminate MPI jobs: environment, launcher, signals and stop requests."""

@@ -19,8 +19,8 @@ OWN_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 def number_in(names: Iterable[str], default: int) -> int:
     """Return the integer at the start of an environment variable's value, such as 4 for "4(x2)".
 
-    The first variable in `names` whose value starts with an integer is used. Otherwise, return
-    `default`.
+    The first variable in `names` whose value starts with an integer is used. If there is none,
+    `default` is returned.
     """
     for name in names:
         digits = os.environ.get(name, "").split("(")[0].split(",")[0]
@@ -30,9 +30,10 @@ def number_in(names: Iterable[str], default: int) -> int:
 
 
 def cores_of_node() -> int:
-    """Return the number of cores on this node that the job may use, ignoring this rank's binding.
+    """Return the number of cores of this node that are available to the job.
 
-    The launcher's affinity mask contains the cores of the job. A container may allow fewer.
+    This rank's own core binding is ignored. The launcher's affinity mask contains all cores of the
+    job, but a container may allow fewer.
     """
     bound = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))

@@ -18,7 +18,7 @@ class Finding(NamedTuple):
     verdict
         OK, WARN or FAIL.
     subject, text
-        The checked object, and the result as a sentence.
+        Object of the check, and description of the result.
     remedy
         Instructions for fixing the problem, one per line.
     printed
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def examine(check: Callable[..., Iterable[Finding]], *args: Any) -> Iterator[Finding]:
-    """Run a check and yield its findings; an exception raised by the check becomes a finding."""
+    """Run a check and yield its findings; convert an exception of the check to a finding."""
     try:
         yield from check(*args)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Fork with a timeout, because a fork may deadlock if other threads of the process are busy."""
+"""Fork with a timeout, because a fork may deadlock while other threads are in BLAS calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import faulthandler
 import os
 from pathlib import Path
 
-_COPIED = 5  # timeout in s; a fork that does not deadlock takes less time
+_COPIED = 5  # timeout in s, far above the duration of a fork that does not deadlock
 
 
 def fork_or_end() -> int:

@@ -1,4 +1,4 @@
-"""Mapping of ranks to nodes, and host names for messages.
+"""Map ranks to nodes, and format ranks and host names for messages.
 
 All ranks on a node share one kernel and one clock.  Nodes are not identified by host name, because
 two machines or two containers may have the same name.
@@ -17,7 +17,7 @@ CLOCKS = "/proc/self/ns/time"
 
 
 def kernel() -> tuple[str, str]:
-    """Return the boot ID and the time namespace, which are equal on ranks that share a clock."""
+    """Return the boot ID and the time namespace, which identify the clock that a rank reads."""
     boot = clocks = ""
     with suppress(OSError):
         boot = BOOT.read_text(encoding="ascii").strip()
@@ -57,7 +57,7 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 class Homes(NamedTuple):
-    """Location of each rank: its host name, and the lowest rank on its node."""
+    """Host names and nodes of all ranks. A node is identified by its lowest rank."""
 
     hosts: list
     nodes: list

@@ -1,4 +1,4 @@
-"""MPI job: collective calls before the mesh exists, and joint termination of all ranks."""
+"""MPI job: collective calls before the mesh exists, and coordinated exit of all ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from hpc3d.console.sanitize import lines_of, sanitized
 from hpc3d.runtime.host_map import kernel, namesakes
 from hpc3d.runtime.launcher import end_later, launcher
 
-_OUTLIVED = 2  # time in s for which the failure marker outlives the failed rank
-_UNHEARD = 5  # maximum time in s for the launcher to end the job after an abort
+_OUTLIVED = (
+    2  # time in s that the socket of `first_to_fail` stays bound after the failed rank has exited
+)
+_UNHEARD = 5  # time in s that the launcher has to end the job after MPI_Abort
 
 
 class Job:
@@ -50,7 +52,7 @@ class Job:
     def namesakes(self) -> str | None:
         """Return an error message if several hosts have the same name, otherwise `None`.
 
-        Open MPI treats such hosts as one host, so its next collective call would deadlock.
+        Open MPI treats such hosts as one host, so the next collective call would deadlock.
         """
         return namesakes(self.kernels) if "Open MPI" in self.library() else None
 
@@ -62,7 +64,7 @@ class Job:
         return self.comm.bcast(self.on_root(function))
 
     def on_root(self, function: Callable[[], Any]) -> Any:
-        """Call `function()` on rank 0 and return its value there, None on the other ranks.
+        """Call `function()` on rank 0 and return its value there; return `None` on other ranks.
 
         If `function` raises an exception listed in REFUSED, all ranks end the job.
         """
@@ -111,15 +113,15 @@ class Job:
         print(f"hpc3d.{self.name}: {text}", file=sys.stderr, flush=True)
 
     def scatter_from_root(self, function: Callable[[], Sequence[Any]]) -> Any:
-        """Call `function()` on rank 0, and scatter the returned list, one value per rank."""
+        """Call `function()` on rank 0, scatter the returned list, and return this rank's item."""
         return self.comm.scatter(function() if self.rank == 0 else None)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order."""
+        """All-gather `value`; return the list of all ranks' values, in rank order."""
         return self.comm.allgather(value)
 
     def barrier(self) -> None:
-        """Wait for all ranks without busy-waiting, because rank 0 may arrive seconds later."""
+        """Wait for all ranks, without busy-waiting, since rank 0 may be seconds behind."""
         request = self.comm.Ibarrier()
         while not request.Test():
             time.sleep(0.005)
@@ -141,7 +143,7 @@ class Job:
         return " ".join(line.split())
 
     def first_to_fail(self) -> bool:
-        """Return True on the first failing rank of this job on this host.
+        """Return True if this rank is the first rank of the job that fails on this host.
 
         The first failing rank binds an abstract socket address, which leaves no file.  A child
         process keeps the address bound for some seconds after this rank has ended, so that ranks
@@ -161,7 +163,7 @@ class Job:
 
 
 def end_job(code: int) -> None:
-    """Abort all ranks immediately, or only this rank if the launcher does not respond.
+    """Abort all ranks immediately. If the launcher does not respond, only this rank exits.
 
     Exit handlers do not run.  The function also works before the `Job` has been created.
     """

@@ -1,4 +1,4 @@
-"""Start and end of a job: environment, signals, error messages, and termination of all ranks.
+"""Start and end a job: set the environment, handle signals and errors, and stop all ranks.
 
 This module imports NumPy and MPI only after `set_environment`, because both read the environment
 when they are loaded.
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 _DISK = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE
 _MEETING = 60  # timeout in s of the first collective call
-_SPOKEN = 0.5  # time in s for the launcher to forward printed output
+_SPOKEN = 0.5  # time in s that the launcher has to forward printed output
 _ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # possible values of run.signal
 _POKE = signal.SIGURG  # signal that wakes the main thread; ignored by default
-_BUSY_ALONE = 5  # timeout in s for the main thread to leave a BLAS or HDF5 call
-_BUSY = 0.1  # the same timeout if a launcher is about to kill this process
+_BUSY_ALONE = 5  # time in s that the main thread has to leave a BLAS or HDF5 call
+_BUSY = 0.1  # like _BUSY_ALONE, in a job whose launcher is about to kill the process
 _SAVED = 60  # timeout in s of the exit hooks in a forked child process
 
 
@@ -140,7 +140,7 @@ def _met(make: Callable[[], Job], name: str) -> Job:
 
 
 def _explain_single(meant: int) -> list[str]:
-    """Return an error report on `meant` processes that did not form a single MPI job."""
+    """Return error lines for the case that `meant` processes did not form a single MPI job."""
     from hpc3d.runtime.mpi_library import mismatch_report
 
     return [f"{meant} processes were started, but MPI sees 1", *mismatch_report(meant)]
@@ -232,10 +232,10 @@ def _must_end(job: Job, signals: list[int]) -> bool:
 
 
 def _call_where_safe(job: Job, act: Callable[[], None]) -> None:
-    """Call `act()` on this thread if the main thread communicates, else on the main thread.
+    """Call `act()` on this thread if the main thread is communicating, else on the main thread.
 
-    After a timeout, `act()` is called on this thread in any case. If the process must end, the
-    calls are repeated until it ends.
+    After a timeout, this thread calls `act()` in any case. If the process must end, the calls are
+    repeated until it ends.
     """
     last = time.monotonic() + (_BUSY_ALONE if job.size == 1 else _BUSY)
     while True:
@@ -249,7 +249,7 @@ def _call_where_safe(job: Job, act: Callable[[], None]) -> None:
 
 
 def _in_a_call() -> bool:
-    """Return True if the main thread is in a communication call, and thus not in a BLAS call."""
+    """Return True if the main thread is communicating, so that it cannot be in a BLAS call."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     # torch.fx compiles functions in namespaces without __name__.
     module = frame.f_globals.get("__name__") or ""
@@ -267,7 +267,7 @@ def leave(job: Job, number: int = signal.SIGTERM) -> None:
 
 
 def _report_end(job: Job, number: int) -> None:
-    """Print which signal ended this process, unless a launcher reports the signal."""
+    """Print which signal ends this process, unless a launcher will report the signal."""
     if job.size == 1:
         with suppress(RuntimeError):  # the signal interrupted a print
             job.complain(ended_by(number))
@@ -279,7 +279,9 @@ def _keep(job: Job) -> None:
         try:
             child = save_in_child(job)
             while not os.waitpid(child, os.WNOHANG)[0]:
-                if _must_end(job, job.signals):  # the child continues without this process
+                if _must_end(
+                    job, job.signals
+                ):  # the child completes the exit hooks without this process
                     _report_end(job, job.signals[-1])
                     os._exit(128 + job.signals[-1])
                 time.sleep(0.01)
@@ -296,14 +298,16 @@ def save_in_child(job: Job) -> int:
     child = fork_or_end()
     if child == 0:
         os.setsid()
-        signal.alarm(_SAVED)  # ends the child if a lock held by another thread was copied
+        signal.alarm(
+            _SAVED
+        )  # ends a child that waits forever for a lock copied in its locked state
         _call_all(job)
         os._exit(0)
     return child
 
 
 def finish(job: Job) -> None:
-    """Call the remaining exit hooks of the job, so that each hook is called at most once."""
+    """Call the exit hooks of the job that have not been called yet."""
     with job.ending:
         _call_all(job)
 

@@ -1,4 +1,4 @@
-"""Find the launcher of the ranks on this host, and terminate it if it outlives the ranks.
+"""Find the MPI launcher on this host, and terminate it if it keeps running after its ranks exit.
 
 When a launcher ends a job, it waits for its daemons on all hosts, even on unreachable hosts.  For
 example, mpirun waited for minutes after a network link had failed.
@@ -16,7 +16,7 @@ from hpc3d.runtime.fork import fork_or_end
 
 # Process names of Open MPI's and MPICH's launchers.  Shells and batch systems are excluded.
 _LAUNCHERS = ("mpirun", "mpiexec", "orted", "orterun", "prted", "prterun", "hydra_pmi_proxy")
-HEARD = 8  # maximum time in s for a launcher to end a job by itself
+HEARD = 8  # time in s after which a launcher that has not ended the job is terminated
 # Seconds between two signals. A single signal does not stop mpirun while it is waiting for a host.
 AGAIN = 2
 _SIGNALS = (signal.SIGTERM, signal.SIGKILL)
@@ -33,10 +33,9 @@ def born(pid: int) -> str | None:
 
 
 def launcher() -> tuple[int, str | None] | None:
-    """Return the process ID and the start time of the launcher of this process.
+    """Return the process ID and start time of the launcher that started this process, or `None`.
 
-    On a remote host, the launcher's daemon is returned instead.  Returns None if no launcher
-    started this process.
+    On a remote host, these are the process ID and start time of the launcher's daemon.
     """
     pid = os.getppid()
     with suppress(OSError):
@@ -46,10 +45,10 @@ def launcher() -> tuple[int, str | None] | None:
 
 
 def end_later(found: tuple[int, str | None] | None) -> None:
-    """Arrange for a launcher to be terminated later if it does not end by itself.
+    """Start a child process that terminates the launcher if it does not exit by itself.
 
-    A child process sends the signals, because this process exits before the launcher.  `found` is
-    the result of `launcher()`.
+    This process cannot do so, because it exits before the launcher.  `found` is the result of
+    `launcher()`.
     """
     if found is None or fork_or_end():
         return

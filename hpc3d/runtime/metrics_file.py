@@ -1,4 +1,4 @@
-"""Metrics of a run, stored in the file metrics.jsonl of its folder, one JSON object per line.
+"""Metrics of a run, stored in metrics.jsonl in the run folder as one JSON object per line.
 
 The record of a training step has `step`, `steps` (of the run), `loss`, `learning_rate`,
 `gradient_norm`, `tokens`, `seconds`, `tokens_per_s`, `communication` (fraction of the step time),
@@ -25,13 +25,13 @@ from hpc3d.console.small_files import replacing
 from hpc3d.runtime.optional_packages import need
 
 NAME = "metrics.jsonl"
-_MOST = 1e150  # largest valid absolute value; products of larger numbers may overflow
+_MOST = 1e150  # largest valid absolute value, so that the product of two values does not overflow
 _Record = dict[str, Any]
 _Sink = Callable[[_Record], object]
 
 
 class MetricsFile:
-    """Writer of the metrics of a run that starts or resumes after `start` steps.
+    """Writes the metrics of a run, which starts or resumes after `start` steps.
 
     Records of later steps, written before the run was resumed, are removed.  Each new record is
     also passed to all `sinks`.  If a sink raises an exception, the exception is reported through
@@ -47,7 +47,7 @@ class MetricsFile:
         self.file, self.sinks, self.say = self.path.open("a", encoding="utf-8"), [*sinks], say
 
     def _keep(self, start: int) -> None:
-        """Remove, in one atomic replacement of the file, all records after `start` steps."""
+        """Remove all records after `start` steps by atomically replacing the file."""
         with (
             self.path.open(encoding="utf-8", errors="replace") as lines,
             replacing(self.path) as kept,
@@ -83,13 +83,13 @@ def read(folder: Path) -> list[_Record]:
 
 
 class MetricsReader:
-    """Incremental reader of the metrics of a run; `damaged` counts invalid lines."""
+    """Reads the metrics of a run incrementally; `damaged` is the number of invalid lines."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.at, self.file, self.damaged = folder / NAME, 0, None, 0
 
     def more(self) -> tuple[bool, list[_Record]]:
-        """Read the records written since the last call; an incomplete last line is read later.
+        """Read the records written since the last call, except for an incomplete last line.
 
         Returns
         -------
@@ -134,8 +134,8 @@ def _finite(value: Any) -> Any:
 def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) -> list[_Sink]:
     """Return the optional sinks of a run's metrics: a user function and TensorBoard.
 
-    If `folder` is `None`, the TensorBoard package is checked, but no sink for it is returned.
-    Raises ValueError if the function cannot be imported or the package is missing.
+    If `folder` is `None`, the presence of the TensorBoard package is only checked.  Raises
+    ValueError if the function cannot be imported or the package is missing.
     """
     sinks = [_function(hook)] if hook else []
     if tensorboard:

@@ -1,6 +1,7 @@
-"""Checks of the installed MPI: the library that mpi4py loads, the mpirun on PATH, the launcher.
+"""Check the installed MPI: the library that mpi4py loads, the mpirun on PATH, and the launcher.
 
-Only `world` initializes MPI, because MPI_Init may abort if library and launcher are incompatible.
+Only `world` initializes MPI, because MPI_Init may abort if the library and the launcher are
+incompatible.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _IN_A_JOB = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
 _CROWD = {CROWD_4: "1", CROWD_5: "slot:oversubscribe"}
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 _OPEN_MPI = "Open MPI"
-# ABI -> prefixes of the `srun --mpi` types that the library supports; pmix also matches pmix_v4.
+# ABI -> prefixes of the supported `srun --mpi` types. The prefix pmix also matches pmix_v4.
 _WAYS = {"Open MPI": ("pmix",), "MPICH": ("pmi2", "pmix", "cray")}
 _LIBRARIES = Path("/usr/lib")
 INSTALL = (
@@ -43,7 +44,7 @@ class MpiInstall(NamedTuple):
 
     @property
     def abi(self) -> str:
-        """ABI of the library; libraries and launchers with the same ABI are compatible."""
+        """Name of the ABI. A library and a launcher are compatible if they have the same ABI."""
         return "Open MPI" if self.maker == _OPEN_MPI else "MPICH"
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class MpiInstall(NamedTuple):
 def _loaded() -> MpiInstall:
     """Return the MPI library that mpi4py loads, without initializing MPI.
 
-    If mpi4py finds no MPI library, the exception of its loader is raised.
+    Raises the exception of mpi4py or of the dynamic linker if no library can be loaded.
     """
     import mpi4py
 
@@ -91,7 +92,10 @@ def library_file() -> str | None:
 
 
 def on_path() -> MpiInstall | None:
-    """Return the mpirun on PATH, identified by its --version output, or None."""
+    """Run `mpirun --version`; return the MPI that the mpirun on PATH belongs to.
+
+    Returns `None` if no mpirun is on PATH.
+    """
     path = shutil.which("mpirun")
     if path is None:
         return None
@@ -101,7 +105,7 @@ def on_path() -> MpiInstall | None:
 
 
 def _maker_of(printed: str) -> str:
-    """Return the MPI implementation of an mpirun, given its --version output."""
+    """Return the name of the MPI implementation that printed this `mpirun --version` output."""
     for word, maker in (("Open MPI", _OPEN_MPI), ("OpenRTE", _OPEN_MPI), ("Intel", "Intel MPI")):
         if word in printed:
             return maker
@@ -167,7 +171,7 @@ def put_on_path(mpi: MpiInstall) -> str:
 
 
 def root() -> Iterator[Finding]:
-    """Check that, if the user is root, Open MPI's mpirun is configured to run as root."""
+    """If the user is root, check that Open MPI's mpirun is configured to run as root."""
     missing = [name for name in CONSENT if os.environ.get(name) != "1"]
     if os.geteuid() == 0 and missing:
         remedy = f"export {' '.join(f'{name}=1' for name in missing)}, or use another user"
@@ -203,7 +207,7 @@ def _is_4(launcher: MpiInstall) -> bool:
 
 
 def slurm(mpi: MpiInstall) -> Iterator[Finding]:
-    """Report the Slurm job, if any, and check which `--mpi` types srun offers."""
+    """Report the size of the Slurm job, if there is one, and check srun's `--mpi` types."""
     inside = "SLURM_JOB_ID" in os.environ
     if inside:
         tasks = environment.number_in(("SLURM_NTASKS",), default=1)
@@ -218,7 +222,7 @@ def slurm(mpi: MpiInstall) -> Iterator[Finding]:
 
 
 def _offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
-    """Check that srun offers a `--mpi` type that the MPI library supports."""
+    """Check that the MPI library supports one of srun's `--mpi` types."""
     text = f"srun offers {', '.join(kinds) or 'no --mpi type'}"
     taken = [kind for way in _WAYS[mpi.abi] for kind in kinds if kind.startswith(way)]
     if taken:
@@ -228,12 +232,15 @@ def _offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
 
 
 def started_by_other_mpi(mpi: MpiInstall) -> bool:
-    """Return True if the mpirun of another MPI started this process; MPI_Init may then abort."""
+    """Return True if the mpirun of a different MPI started this process.
+
+    In this case, MPI_Init may abort.
+    """
     return _starter() not in (None, mpi.abi)
 
 
 def _starter() -> str | None:
-    """Return the ABI of the mpirun that started this process, or None without an mpirun."""
+    """Return the ABI of the mpirun that started this process, or `None` if none did."""
     names = {"OMPI_COMM_WORLD_SIZE": "Open MPI", "MPI_LOCALNRANKS": "MPICH"}
     return next((abi for name, abi in names.items() if name in os.environ), None)
 
@@ -249,7 +256,7 @@ def why_singletons(meant: int, mpi: MpiInstall) -> Finding:
 
 
 def _of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
-    """Return the problem and the remedy for MPI singletons that were not started by mpirun."""
+    """Return the problem and the remedy if processes not started by mpirun are MPI singletons."""
     kind = _WAYS[mpi.abi][0]
     remedy = f"srun --mpi={kind} python -m hpc3d... (srun --mpi=list prints the types)\n"
     remedy += f"or mpirun python -m hpc3d... in the job, with the mpirun of {mpi.maker}"
@@ -262,9 +269,9 @@ def _of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
 
 
 def mismatch_report(meant: int) -> list[str]:
-    """Return error lines to print if each of `meant` processes is an MPI job of size 1.
+    """Return error lines that explain why each of `meant` processes is an MPI job of size 1.
 
-    Only rank 0 calls this function.  The function is fast, because it starts no other process.
+    Only rank 0 calls this function.  It is fast, because it starts no other process.
     """
     mpi, path = _loaded(), shutil.which("mpirun")
     told = [

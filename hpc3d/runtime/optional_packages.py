@@ -1,4 +1,4 @@
-"""Check for optional packages before a command starts, without importing them."""
+"""Check, without importing them, that the optional packages a command needs are installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from hpc3d.console.sanitize import Problems
 
-# Package -> extra of hpc3d that installs the package.  hpc3d depends on all other packages.
+# Dict from optional package to the extra of hpc3d that installs it.
 EXTRAS = {
     "otf2": "otf2",
     "pyarrow": "parquet",
@@ -19,7 +19,10 @@ EXTRAS = {
 
 
 def lacking(what: str, *packages: str) -> Iterator[str]:
-    """Yield a message for each missing package among the `packages` that `what` requires."""
+    """Yield an error message for each of the `packages` that is missing.
+
+    `what` is the subject of the message, such as the option that requires the packages.
+    """
     for package in packages:
         if find_spec(package) is None:
             source = f"'hpc3d[{EXTRAS[package]}]'" if package in EXTRAS else package
@@ -27,6 +30,6 @@ def lacking(what: str, *packages: str) -> Iterator[str]:
 
 
 def need(what: str, *packages: str) -> None:
-    """Raise ValueError with one line per missing package, if any package is missing."""
+    """Raise ValueError if any package is missing; the message has one line per missing package."""
     if lines := [*lacking(what, *packages)]:
         raise Problems(lines)

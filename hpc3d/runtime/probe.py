@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 def outcome(
     command: Sequence[object], seconds: float, **environment: str
 ) -> tuple[int | None, str]:
-    """Run a command; return its exit code (None after a timeout of `seconds`) and its output.
+    """Run a command with a timeout of `seconds`; return its exit code and its output.
 
-    After a timeout, the process group of the command is killed.  The output goes to a temporary
-    file instead of a pipe, because child processes could keep the pipe open.
+    After a timeout, the process group of the command is killed, and the exit code is `None`.  The
+    output goes to a temporary file instead of a pipe, because child processes could keep the pipe
+    open.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as printed:
         process = subprocess.Popen(
@@ -45,7 +46,7 @@ def outcome(
 
 
 def _end(process: Popen) -> None:
-    """Terminate a process and give it 2 s to end its ranks; then kill its process group."""
+    """Send SIGTERM to a process; kill its process group when it has ended or after 2 s."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(2)

@@ -1,7 +1,7 @@
 """Check that all hosts of a job share the output folder.
 
-Rank 0 creates an empty temporary file, the key, in the folder.  The lowest rank on each other node
-checks whether the file is visible there.  In a job on one node, no file is created.
+Rank 0 creates an empty temporary file (the key) in the folder, and the lowest rank on each other
+node checks whether it sees the file.  In a job on one node, no file is created.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
-SEEN_WITHIN = 3  # timeout in s, because new files appear with a delay on network file systems
+SEEN_WITHIN = 3  # timeout in s: on network file systems, new files appear with a delay
 REMEDY = "set --run.out to a folder that all hosts share, or start the job in one"
 
 
@@ -43,7 +43,7 @@ def refuse_unshared(job: Job, homes: Homes, locate: Callable[[], Path]) -> None:
 
 
 def _unseen(job: Job, homes: Homes, key: str | None) -> list[int]:
-    """Return the lowest rank on each node where the file `key` is missing, and delete the file."""
+    """Return the lowest rank of each node that does not see the file `key`; delete the file."""
     looks = key and job.rank and job.rank in homes.leaders()
     try:
         sees = job.gather(appears(key) if looks else True)
@@ -76,6 +76,6 @@ def appears(path: Path | str) -> bool:
         if time.monotonic() > until:
             return False
         with suppress(OSError):
-            os.listdir(os.path.dirname(path))  # makes an NFS client query its server again
+            os.listdir(os.path.dirname(path))  # forces an NFS client to query the server again
         time.sleep(0.1)
     return True

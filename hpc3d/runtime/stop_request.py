@@ -1,7 +1,7 @@
 """Requests to stop a run early: a signal, the time limit, or the file STOP.
 
-Each rank represents its request by a number.  At the end of each step, the trainer computes the
-maximum over ranks, so that all ranks stop after the same step.
+Each rank encodes its request as a number.  At the end of each step, the trainer takes the maximum
+over ranks, so that all ranks stop after the same step.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that end a process by default
-MINUTES, FILE = 1001, 1002  # codes of requests without a signal, larger than any signal number
+MINUTES, FILE = (
+    1001,
+    1002,
+)  # codes of stop requests that are not signals; larger than any signal number
 
 
 class Stop:
-    """Stop requests of this rank for a run in `folder`.
+    """Detects requests to stop a run early on this rank.
 
-    Rank 0 checks the time limit of `minutes` (0: no limit) and the file STOP.  On every rank, the
-    signals in ENDING and the signal SIG`name` are stop requests.
+    On every rank, the signals in ENDING and the signal SIG`name` are stop requests.  Rank 0 also
+    checks the time limit of `minutes` (0: no limit) and the file STOP in the run's `folder`.
     """
 
     def __init__(self, job: Job, folder: Path, name: str, minutes: float) -> None:
