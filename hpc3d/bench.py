@@ -105,7 +105,6 @@ class Names(argparse.Action):
 
 
 def _benchmark(name: str) -> Callable[..., Any]:
-    """Import and return the function that runs a benchmark."""
     return getattr(import_module(f"hpc3d.{_BENCHMARKS[name]}"), name)
 
 

@@ -104,7 +104,6 @@ def parser() -> Parser:
 
 
 def _seconds(text: str) -> float:
-    """Parse a timeout in seconds, which must be between 0 and 3600."""
     value = float(text)
     if not 0 < value < 3600:
         raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds between 0 and 3600")

@@ -194,7 +194,6 @@ def _conclude(opened: _Reading, samples: Samples, screen: _Screen) -> bool:
 
 
 def _result(opened: _Reading, samples: Samples) -> Mapping[str, Any]:
-    """Return the results as a dict, which --json prints."""
     config, options = opened.plan.config, opened.options
     return {
         "model": str(opened.model.source.path),

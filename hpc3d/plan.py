@@ -128,7 +128,7 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
 
 
 def _effect_line(row: Mapping[str, Any], first: bool) -> str:
-    """Format the memory and step time with a technique as a table row.
+    """Format the peak memory, received bytes and step time with a technique as a table row.
 
     Each value is followed by its relative change from the first row.
     """
@@ -217,7 +217,7 @@ def _told(
     named: Mapping[str, Mapping[str, RankedLayout | None]],
     losers: Sequence[tuple[str, int, RankedLayout]],
 ) -> dict[str, Any]:
-    """Return a dict for `--json`: best layouts, best layout by scheme, and slower layouts."""
+    """Return a dict for `--json`: best layouts, best layout of each scheme, and slower layouts."""
     from hpc3d.predict.planning.ranked_layouts import as_plain
 
     return {

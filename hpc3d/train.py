@@ -239,7 +239,7 @@ def open_folder(plan: RunPlan, tokens: Tokens) -> TextIO:
         run_tokenizer.keep(plan.folder, tokens)
         plan.texts = run_text.recorded(plan.texts, plan.config, plan.folder)
         plan.git = run_folder.git_revision()
-        refused.pop_all()  # the lock stays open
+        refused.pop_all()  # keep the lock file open
     return lock
 
 

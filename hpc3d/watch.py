@@ -82,7 +82,6 @@ def _watch(options: Namespace) -> None:
 
 
 def _print(live: LiveRun) -> None:
-    """Print the state of the run without overwriting earlier output."""
     print("\n".join(live.screen(_size().columns)), flush=True)
 
 

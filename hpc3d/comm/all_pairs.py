@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.arrays.pool import Pool
 
-_CALLS = 1 << 13  # calls before a tag is reused; MPI guarantees tags up to 2 ** 15 - 1
+_CALLS = 1 << 13  # number of calls before a tag is reused; MPI guarantees tags up to 2 ** 15 - 1
 # Maximum group sizes for which these collectives are used.  In larger groups, MPI's ring reduction
 # is equally fast, and MPI's ring all-gather sends each block to each host only once, even if the
 # host has several members.

@@ -95,7 +95,7 @@ def _communicator_of(
 
 
 def node_of_rank(comm: MPI.Intracomm) -> list[int | None]:
-    """Return each rank's node, given as the lowest rank on it.
+    """Return the node of each rank, identified by the lowest rank on the node.
 
     The entry is `None` if the ranks of the node cannot share memory.
     """

@@ -1,4 +1,6 @@
-"""CUDA-aware MPI communicators on device memory (hpc3d.comm.cuda_aware_probe tests the support).
+"""CUDA-aware MPI communicators for blocks in device memory.
+
+The module hpc3d.comm.cuda_aware_probe tests whether MPI supports device memory.
 
 MPI is not aware of CUDA streams, so the host waits for all computation before each call. The input
 is then complete, and the output buffer is no longer in use. After the wait, the block is available

@@ -1,4 +1,4 @@
-"""CUDA devices found by CuPy, and a test of MPI's support for device memory.
+"""Find CUDA devices with CuPy, and test MPI's support for device memory.
 
 A device pointer is passed only to an MPI that reports CUDA support, because other MPI libraries
 crash the process. The reported support is tested in a separate process: `python -m
@@ -112,7 +112,7 @@ def nccl() -> Iterator[Finding]:
 
 
 def device_map(job: Job) -> Iterator[Finding]:
-    """Yield a finding that lists each rank's device: local rank i uses i mod (device count)."""
+    """Yield a finding that lists each rank's device. Local rank i uses device i mod (devices)."""
     location, taken = job.location(), None
     if present():
         import cupy
@@ -134,7 +134,7 @@ def device_map(job: Job) -> Iterator[Finding]:
 
 
 def missing(asked: str, dtype: str) -> str | None:
-    """Return a message on the first unmet requirement of train.backend = cupy, or `None`.
+    """Return an error message for the first unmet requirement of train.backend = cupy, or `None`.
 
     `asked` is the value of mesh.transport, and `dtype` is the value of train.dtype.
     """

@@ -65,7 +65,10 @@ def _by_hosts(
     pool: DevicePool,
     direct: Mapping[str, CudaAwareMpi] | None = None,
 ) -> dict[str, Communicator]:
-    """Return a dict from axis to host-staged communicator; `direct`, if given, sends messages."""
+    """Return a dict from axis to host-staged communicator.
+
+    If `direct` is given, its CUDA-aware communicators transfer the point-to-point messages.
+    """
     found: dict[str, Communicator] = {}
     device = pool.device
     traffic = {queue: CommStream(device, nullcontext, queue) for queue in QUEUES}

@@ -1,4 +1,4 @@
-"""Arithmetic of ranks and coordinates on named axes, without communication."""
+"""Convert between ranks and coordinates on named axes, without communication."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

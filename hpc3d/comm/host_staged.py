@@ -90,7 +90,8 @@ class HostStaged(Communicator):
     ) -> Pending:
         """Start a host call that moves data without reducing it, and return its pending result.
 
-        The block has `given` shards and the result has `taken` shards, one per member or one.
+        The block has `given` shards, and the result `taken` shards. Both numbers are 1 or the
+        number of members.
         """
         coming = [call(chunk) for chunk in self.out(integers(block), given)]
         return self._arriving(coming, integers(result), taken, result)
@@ -100,7 +101,8 @@ class HostStaged(Communicator):
     ) -> Pending:
         """Start a reduction on the host, and return its pending result.
 
-        The block has `given` shards and the result has `taken` shards, one per member or one.
+        The block has `given` shards, and the result `taken` shards. Both numbers are 1 or the
+        number of members.
         """
         wide = widened(block)
         total = result if wide is block else self.buffer(result.shape, wide.dtype)

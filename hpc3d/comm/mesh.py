@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 DATA = "d"
 CONTEXT = "c"
 EXPERTS = "e"
-PLANES = "c d", "d e", "c d e"  # combinations of the data axes (weights are replicated)
+PLANES = (
+    "c d",
+    "d e",
+    "c d e",
+)  # names of all planes of data axes, along which weights are replicated
 WORLD = "world"  # axis name of the group of all ranks
 
 
@@ -32,7 +36,7 @@ def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def expert_data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the data axes of expert weights, which exclude axis e because it shards experts."""
+    """Return the data axes of expert weights. Axis e is excluded because it shards the experts."""
     return (CONTEXT, DATA) if sizes.get(CONTEXT, 1) > 1 else (DATA,)
 
 

@@ -52,7 +52,7 @@ def split(
 
 
 def grouped(library: ModuleType) -> Callable[[], AbstractContextManager]:
-    """Return a context manager function that posts all NCCL calls of a block as one group."""
+    """Return a function that creates context managers; NCCL calls in one are posted as a group."""
 
     @contextmanager
     def group():

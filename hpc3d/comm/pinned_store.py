@@ -1,4 +1,4 @@
-"""Offloading of device arrays to pinned host memory.
+"""Offload device arrays to pinned host memory.
 
 Copies run on a separate stream, in program order, concurrently with the computation:
 

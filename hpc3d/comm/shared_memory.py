@@ -1,4 +1,4 @@
-"""Communicator of the ranks of one node: collectives in shared memory without unnecessary copies.
+"""Communicator for the ranks of one node, whose collectives use shared memory.
 
 A gathered block exists once per group, not once per rank: each member writes its shard, sets its
 flag and reads the full block.  A partial product is written directly to shared memory, and each
@@ -145,7 +145,7 @@ class SharedMemory(MpiCommunicator):
         self.free[region.memory.size].append(region)
 
     def publish(self, region: Region | None = None, value: int = 0) -> int:
-        """Announce this member's writes to all peers by its flag; return the post number."""
+        """Set this member's flag to announce its writes to its peers; return the post number."""
         self.posted += 1
         if self.posted - self.seen >= _RING:
             self.wait_for_all(self.posted - _RING + 1)

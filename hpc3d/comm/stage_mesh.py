@@ -88,7 +88,7 @@ class SplitRows(Communicator):
                 yield rank, slice(first - self.mine.start, stop - self.mine.start)
 
     def _parts(self, rows: int, peer: int) -> Iterator[tuple[int, slice]]:
-        """Yield (rank, rows) as `_shared` does, with slices of a block that has `rows` rows."""
+        """Yield (rank, slice of rows) for each rank of stage `peer` that shares samples."""
         each = rows // len(self.mine)
         for rank, samples in self._shared(peer):
             yield rank, slice(samples.start * each, samples.stop * each)

@@ -102,7 +102,7 @@ def _sum_of(blocks: Sequence[np.ndarray], op: str = "sum") -> np.ndarray:
 def meshes(
     shape: Mapping[str, int], pool_of: Callable[[], Pool] = Pool
 ) -> tuple[list[Mesh], list[ThreadGroup]]:
-    """Return the meshes of all ranks of a mesh of shape `shape`, and all thread groups."""
+    """Return the `Mesh` of each rank for the axis sizes `shape`, and all thread groups."""
     grid = Grid(shape)
     world = ThreadGroup(range(grid.size))
     groups: dict[tuple[str, Sequence[int]], ThreadGroup] = {}

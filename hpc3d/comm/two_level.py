@@ -166,5 +166,5 @@ class TwoLevel(AllPairs):
         return fold(operation, region.blocks(block.size, block.dtype)[:, mine], total)
 
     def _host_of(self, member: int) -> int:
-        """Return the index of a member's host, which is its rank in the network communicator."""
+        """Return the index of a member's host, i.e. its rank in the inter-host communicator."""
         return int(np.argwhere(self.table == member)[0, 0])

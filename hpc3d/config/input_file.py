@@ -24,7 +24,7 @@ from hpc3d.model.context import Context
 from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split
 
-_LONG = 1024  # sequence length in tokens at which chunked attention in NumPy stops being slower
+_LONG = 1024  # sequence length in tokens from which chunked attention pays off in NumPy
 STRICT = {"extra": "forbid"}
 OPTIMIZER_KEYS = "beta1", "beta2", "epsilon"
 CONSTANTS: dict[str, dict[str, float]] = {  # optimizer -> default hyperparameters
@@ -401,7 +401,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Saving of checkpoints."""
+    """Checkpointing of the training state."""
 
     __pydantic_config__ = STRICT
     every: Annotated[int, AtLeast(0), AtMost(INT32)] = 0

@@ -86,7 +86,7 @@ def about(name: str, width: int = _WIDTH) -> str:
 
 
 def page_width() -> int:
-    """Return the width of the terminal in characters, clipped to a sensible range."""
+    """Return the width of the terminal in characters, limited to [_NARROWEST, _WIDTH]."""
     return max(_NARROWEST, min(_WIDTH, get_terminal_size((_WIDTH, 0)).columns))
 
 
@@ -132,7 +132,7 @@ def _with_comment(words: str, text: str, width: int) -> list[str]:
 
 
 def meanings(table: type) -> dict[str, str]:
-    """Return a dict from key to description, the string below the key in the dataclass."""
+    """Return the description of each key, that is, the string below the key in the dataclass."""
     (tree,) = ast.parse(getsource(table)).body
     known = "{schedules}", ", ".join(SCHEDULES)
     return {

@@ -62,7 +62,6 @@ _SCALING = "factor", "low", "high", "original"
 
 
 def _wrong_scaling(scaling: Mapping[str, float | str] | None) -> Iterator[str]:
-    """Report unsupported RoPE scaling."""
     key = f"model.rope_scaling = {scaling}"
     if scaling is None:
         return
@@ -103,7 +102,7 @@ def _unknown_letters(letters: Mapping[str, str] | None) -> Iterator[str]:
 
 
 def not_there_yet(config: Config) -> Iterator[str]:
-    """Report settings that this command does not support."""
+    """Report a PyTorch module, which only hpc3d.partition can train."""
     if config.torch.factory:
         name = f"torch.factory = {config.torch.factory!r:.80}"
         yield f"{name}: use python -m hpc3d.partition run to train a PyTorch module"

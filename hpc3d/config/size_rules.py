@@ -117,7 +117,7 @@ def wrong_tokens(model: ModelConfig) -> Iterator[str]:
 
 
 def _alike(config: Config) -> bool:
-    """Return True if a matrix product in the model's head needs the same layout for X and Y."""
+    """Return True if a GEMM of the model's head needs the same layout for its input and output."""
     return any(each.alike for each in family_of(config.model).head(_SMALLEST))
 
 

@@ -1,4 +1,4 @@
-"""Placeholder for invalid values of an input file, which makes the rules skip them.
+"""Placeholder for invalid values of an input file; rules that use it are skipped.
 
 Each invalid value is replaced by WRONG, and every operation on WRONG raises `WrongValueUsed`. A
 rule is a generator that yields problems. The generator ends when the rule first uses an invalid

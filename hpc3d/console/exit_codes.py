@@ -1,4 +1,4 @@
-"""Exit codes of commands and jobs, which are listed in the README."""
+"""Exit codes of commands and jobs. The README explains them."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Source:
         self.path, self.tokenizer, self.field, self.documents = path, tokenizer, field, 0
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield pairs (array of token ids, bytes read from the file for them)."""
+        """Yield pairs (array of token ids, number of bytes that they occupy in the file)."""
         if self.path.suffix in BIN:
             yield from self._given_ids()
             return
@@ -122,7 +122,7 @@ def _parts(path: Path, field: str) -> Iterator[_DocumentPart]:
 
 
 def _grouped(parts: Iterable[_DocumentPart]) -> Iterator[list[_DocumentPart]]:
-    """Group segments into lists of about PIECE characters, so that tokenizer calls cost little."""
+    """Group segments into lists of about PIECE characters, to reduce the number of calls."""
     group, size = [], 0
     for part in parts:
         group.append(part)
@@ -135,14 +135,12 @@ def _grouped(parts: Iterable[_DocumentPart]) -> Iterator[list[_DocumentPart]]:
 
 
 def _text_file(path: Path) -> Iterator[_DocumentPart]:
-    """Yield the segments of a text file, which is one document."""
     for piece in pieces(path):
         yield _DocumentPart(piece, False, len(piece))
     yield _DocumentPart(b"", True, 0)
 
 
 def _json_lines(path: Path, field: str) -> Iterator[_DocumentPart]:
-    """Yield the segments of the documents in a JSON lines file."""
     found = 0
     with reading(path, "not a readable JSON lines file", "fix the file"), path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LINE), b""), 1):
@@ -174,7 +172,6 @@ def _field(line: bytes, number: int, field: str) -> str:
 
 
 def _parquet(path: Path, column: str) -> Iterator[_DocumentPart]:
-    """Yield the segments of the documents in a text column of a Parquet file."""
     need(f"{path}: parquet", "pyarrow")
     from pyarrow import parquet
 
@@ -201,7 +198,7 @@ def _parquet(path: Path, column: str) -> Iterator[_DocumentPart]:
 
 
 def _cut(text: str, where: str, size: int) -> Iterator[_DocumentPart]:
-    """Split a document into segments; `size` is the document's number of bytes in the file."""
+    """Split a document into segments; `size` is the size of the document in the file, in bytes."""
     if "\0" in text:
         raise ValueError(f"{where}: the text contains NUL characters")
     for start in range(0, max(len(text), 1), PIECE):
@@ -274,7 +271,7 @@ def _length(index: Path, sizes: np.ndarray, starts: np.ndarray, itemsize: int) -
 
 
 def _ends(index: Path, firsts: np.ndarray, starts: np.ndarray, total: int) -> np.ndarray:
-    """Return, for each document, the index after its last id."""
+    """Return the index after the last id of each document."""
     if firsts[0] or firsts[-1] != len(starts) or (np.diff(firsts) < 0).any():
         raise ValueError(f"{index.name} is damaged: documents are not contiguous")
     return np.append(starts, total)[firsts[1:]]

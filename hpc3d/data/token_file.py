@@ -91,9 +91,9 @@ class Tokens(contextlib.AbstractContextManager):
 def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
     """Open a token file, a text file, or a folder of `*.txt` sorted by name.
 
-    Each byte of a text file is a token, and nothing is written.  Raises a one-line ValueError that
-    begins with `data.path` if the file is missing, empty, not text, damaged, or was written with a
-    tokenizer other than `tokenizer`.
+    Each byte of a text file is a token; no token file is written.  Raises a one-line ValueError
+    that begins with `data.path` if the file is missing, empty, not text, damaged, or was written
+    with a tokenizer other than `tokenizer`.
     """
     if Path(path).suffix in (*JSONL, *PARQUET, *BIN):
         raise ValueError(

@@ -32,7 +32,7 @@ _GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-# About GPT-2's vocabulary size. Larger vocabularies use a different pre-tokenization pattern.
+# Slightly above GPT-2's vocabulary size. Larger vocabularies use another pre-tokenization pattern.
 _MOST_RANKS = 50_300
 _MOST_META = 1 << 24  # maximum size in bytes of a meta.pkl
 

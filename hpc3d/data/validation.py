@@ -78,7 +78,7 @@ def _of_validation() -> Iterator[None]:
 
 
 class ValidationBatches:
-    """Evaluation batches of the same windows as in training.
+    """Evaluation batches; the validation text is split into windows as the training text is.
 
     `count` is the number of batches that cover all windows, limited to `most` (0: no limit). An
     incomplete last batch is padded with sequences without targets. Raises ValueError if there are

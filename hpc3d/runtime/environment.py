@@ -1,4 +1,4 @@
-"""Environment variables set by launchers and users, and the number of threads per rank.
+"""Read the environment variables of launchers and users, and set the number of threads per rank.
 
 This module imports neither NumPy nor MPI, because both read the environment when they are loaded.
 """

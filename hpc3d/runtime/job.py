@@ -59,14 +59,16 @@ class Job:
     def from_root(self, function: Callable[[], Any]) -> Any:
         """Call `function()` on rank 0 and return its value on all ranks.
 
-        If `function` raises an exception listed in REFUSED, all ranks end the job.
+        If `function` raises an exception listed in REFUSED, rank 0 prints its message and all
+        ranks exit.
         """
         return self.comm.bcast(self.on_root(function))
 
     def on_root(self, function: Callable[[], Any]) -> Any:
         """Call `function()` on rank 0 and return its value there; return `None` on other ranks.
 
-        If `function` raises an exception listed in REFUSED, all ranks end the job.
+        If `function` raises an exception listed in REFUSED, rank 0 prints its message and all
+        ranks exit.
         """
         value, problems = None, ()
         if self.rank == 0:
@@ -90,8 +92,8 @@ class Job:
     def on_all_ranks(self, function: Callable[[], Any]) -> Any:
         """Call `function()` on every rank and return its value.
 
-        If `function` raises an exception listed in REFUSED on any rank, all ranks end the job, and
-        each distinct line of the error messages is printed once.
+        If `function` raises an exception listed in REFUSED on any rank, all ranks exit, and each
+        distinct line of the error messages is printed once.
         """
         value, problems = None, []
         try:
@@ -103,7 +105,7 @@ class Job:
         return value
 
     def refuse(self, *problems: str) -> NoReturn:
-        """End the job on all ranks; rank 0 prints one line per problem."""
+        """Exit on all ranks, after rank 0 has printed one line per problem."""
         if self.rank == 0:
             for problem in problems:
                 self.complain(sanitized(problem))

@@ -47,7 +47,7 @@ _SPOKEN = 0.5  # time in s that the launcher has to forward printed output
 _ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # possible values of run.signal
 _POKE = signal.SIGURG  # signal that wakes the main thread; ignored by default
 _BUSY_ALONE = 5  # time in s that the main thread has to leave a BLAS or HDF5 call
-_BUSY = 0.1  # like _BUSY_ALONE, in a job whose launcher is about to kill the process
+_BUSY = 0.1  # like _BUSY_ALONE, if there are several ranks: their launcher kills them soon
 _SAVED = 60  # timeout in s of the exit hooks in a forked child process
 
 
@@ -140,7 +140,7 @@ def _met(make: Callable[[], Job], name: str) -> Job:
 
 
 def _explain_single(meant: int) -> list[str]:
-    """Return error lines for the case that `meant` processes did not form a single MPI job."""
+    """Return error lines that explain why `meant` processes did not form a single MPI job."""
     from hpc3d.runtime.mpi_library import mismatch_report
 
     return [f"{meant} processes were started, but MPI sees 1", *mismatch_report(meant)]
@@ -298,9 +298,7 @@ def save_in_child(job: Job) -> int:
     child = fork_or_end()
     if child == 0:
         os.setsid()
-        signal.alarm(
-            _SAVED
-        )  # ends a child that waits forever for a lock copied in its locked state
+        signal.alarm(_SAVED)  # ends the child if it deadlocks on a lock that another thread held
         _call_all(job)
         os._exit(0)
     return child

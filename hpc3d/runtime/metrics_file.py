@@ -134,8 +134,8 @@ def _finite(value: Any) -> Any:
 def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) -> list[_Sink]:
     """Return the optional sinks of a run's metrics: a user function and TensorBoard.
 
-    If `folder` is `None`, the presence of the TensorBoard package is only checked.  Raises
-    ValueError if the function cannot be imported or the package is missing.
+    If `folder` is `None`, the TensorBoard sink is omitted, but its package must be installed.
+    Raises ValueError if the function cannot be imported or the package is missing.
     """
     sinks = [_function(hook)] if hook else []
     if tensorboard:

@@ -22,7 +22,7 @@ MINUTES, FILE = (
 
 
 class Stop:
-    """Detects requests to stop a run early on this rank.
+    """Detects stop requests that this rank has received.
 
     On every rank, the signals in ENDING and the signal SIG`name` are stop requests.  Rank 0 also
     checks the time limit of `minutes` (0: no limit) and the file STOP in the run's `folder`.

@@ -219,7 +219,7 @@ class CheckedCommunicator(Communicator):
                 yield self.line(note, what)
 
     def peaks(self, everyone: np.ndarray) -> Iterator[str]:
-        """Yield an error line for each maximum of this rank that most other ranks do not have."""
+        """Yield an error line for each maximum on which this rank disagrees with the majority."""
         for row in self.maxima:
             got = everyone[:, row, self.size].tolist()
             if 2 * got.count(got[self.rank]) <= len(got) and len(set(got)) > 1:

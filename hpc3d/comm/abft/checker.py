@@ -49,7 +49,7 @@ class AbftChecker:
         self.latest: tuple[Callable[[], Any], Any] = (lambda: None, None)
 
     def wrap(self, comm: Communicator, axis: str) -> CheckedCommunicator:
-        """Return a wrapper of `comm` that records every call."""
+        """Return a wrapper around `comm` that records every call."""
         self.comms.append(CheckedCommunicator(comm, self, axis))
         return self.comms[-1]
 
