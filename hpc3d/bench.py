@@ -6,18 +6,18 @@
     step       step time on one rank with one thread, compared with the same model in eager PyTorch
     trace      step time with and without tracing
     overlap    step time with the gradient reduction along d during and after the backward pass
-    schemes    loss and bytes of four schemes on 64 ranks, in one figure
-    guards     the cost of checking products, messages and replicas, on 1, 8 and 64 ranks
+    schemes    loss and communication volume of four tensor-parallel schemes on 64 ranks
+    guards     overhead of checking matrix products, messages and replicas on 1, 8 and 64 ranks
 
     calls      time of the collectives of hpc3d and of MPI by message size; run it separately:
                mpirun -np N python -m hpc3d.bench calls
 
     calibrate  measure this machine with runs on up to 8 ranks, for `--machine this-machine`;
                --check also predicts and measures the steps of 12 other runs
-    plans      plans of torch modules from a profile of this machine, on 1 and 2 ranks: predicted
-               and measured steps, and whether the chosen plan is the fastest
-    findings   tables and figures (in DIR/findings) on pipelines compared with replicas, on poor
-               partitions, on message sizes, and on wait and transfer times
+    plans      plans for PyTorch modules on 1 and 2 ranks, from a profile of this machine:
+               predicted and measured step times, and whether the chosen plan is the fastest
+    findings   the four findings of arXiv:2407.02081 on pipeline and data parallelism, reproduced
+               as tables and figures in DIR/findings
     published  predicted and published step times of Megatron-LM on A100 (arXiv:2205.05198,
                arXiv:2104.04473)
     speedups   predicted and published speedups of 3-D over 1-D and 2-D on 64 V100
@@ -84,7 +84,7 @@ def parser() -> Parser:
     add("--rounds", type=positive, default=0, metavar="N", help=text)
     text = "folder for the figures (default: results)"
     add("--out", default="results", metavar="DIR", help=text)
-    text = "machine to use for predictions, or a machine file written by calibrate"
+    text = "machine to use for predictions; calibrate: machine file to write"
     add("--machine", metavar="NAME|FILE", help=text)
     text = "calibrate: value of mesh.transport for the calibration runs"
     add("--transport", default="auto", help=text)

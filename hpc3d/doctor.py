@@ -97,7 +97,7 @@ def parser() -> Parser:
     add("--out", type=Path, default="results", metavar="DIR", help=text)
     text = "under a launcher: run only the checks that involve all ranks"
     add("--together", action="store_true", help=text)
-    text = "timeout in s of the processes that the command starts (default: 60)"
+    text = "timeout in seconds for the processes that this command starts (default: 60)"
     add("--timeout", type=_seconds, default=60, metavar="SECONDS", help=text)
     add("--json", action="store_true", help=_JSON)
     return parser

@@ -63,10 +63,8 @@ def _init(options: Namespace) -> None:
 def _copy(copies: Sequence[tuple[Path, Path]], results: Path) -> None:
     """Copy the files and create the results folder; if an error occurs, undo both."""
     with ExitStack() as created:
-        for folder in (
-            *(target.parent for _, target in copies),
-            results,
-        ):  # `results` is for Slurm logs
+        # Slurm writes its logs to `results`, which must exist.
+        for folder in (*(target.parent for _, target in copies), results):
             if not folder.exists():
                 created.enter_context(new_folder(folder))
         try:

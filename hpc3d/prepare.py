@@ -66,7 +66,7 @@ def parser() -> Parser:
     add = parser.add_argument
     add("texts", nargs="*", type=Path, metavar="TEXT", help=_SOURCES)
     add("-o", "--output", type=Path, metavar="FILE.h5", help="token file to write")
-    text = "field of JSON lines, or parquet column, that contains the text (default: text)"
+    text = "JSON lines field or Parquet column that contains the text (default: text)"
     add("--field", "--column", default="text", metavar="NAME", help=text)
     add("--tokenizer", metavar="byte|bpe|gpt2|FILE", help=_TOKENIZERS)
     add("--end", metavar="TOKEN", help="end-of-document token (default: set by the tokenizer)")

@@ -58,14 +58,18 @@ def parser() -> Parser:
     add("--out", type=Path, metavar="DIR", help=text)
     text = "write only tables (requires no packages except NumPy and h5py)"
     add("--tables", action="store_true", help=text)
-    add("--step", type=int, help="step to draw (default: a step with the median time)")
+    add("--step", type=int, help="training step to draw (default: one of median duration)")
     add("--peak", type=_peak, metavar="FLOPS", help="peak FLOP/s of one rank (for MFU and HFU)")
-    text = "also export the events, with up to 400 bytes per event: perfetto, pipit, hta"
-    text += " (Holistic Trace Analysis), or otf2 (Vampir)"
+    text = "also export the events as perfetto, pipit, hta (Holistic Trace Analysis) or otf2"
+    text += " (Vampir), with up to 400 bytes per event"
     add("--export", type=_formats, default=[], metavar="FORMAT,...", help=text)
     text = "range of steps to export, or a single step (default: all steps)"
     add("--steps", type=_steps, default=(0, None), metavar="FIRST:LAST", help=text)
-    add("--merge", action="store_true", help="merge the segments again, even if trace.h5 exists")
+    add(
+        "--merge",
+        action="store_true",
+        help="merge the trace segments again, even if trace.h5 exists",
+    )
     add("--print", action="store_true", help="print all tables")
     add("--json", action="store_true", help="print all tables as one JSON object on the last line")
     return parser

@@ -75,7 +75,7 @@ def parser() -> Parser:
     parser = Parser("simulate", _STEP, usage=usage)
     add = parser.add_argument
     add("input", type=Path, metavar="INPUT.toml|RUN_DIR", help="input file or run folder")
-    text = "machine in inputs/machines, such as h100, or a machine file"
+    text = "name of a machine in inputs/machines, such as h100, or a machine file"
     add("--machine", required=True, metavar="NAME|FILE", help=text)
     text = "number of ranks (default: product of the sizes in [mesh])"
     add("--ranks", type=number_of_ranks, metavar="N", help=text)

@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 DATA = "d"
 CONTEXT = "c"
 EXPERTS = "e"
-PLANES = (
-    "c d",
-    "d e",
-    "c d e",
-)  # names of all planes of data axes, along which weights are replicated
+# Names of all planes of data axes. Weights are replicated along these axes.
+PLANES = "c d", "d e", "c d e"
 WORLD = "world"  # axis name of the group of all ranks
 
 

@@ -22,9 +22,7 @@ def wrong_context(config: Config) -> Iterator[str]:
         yield f"parallel.ulysses = {u} must divide mesh.c = {c}, and not be 1 or {c}; {remedy}"
     else:
         ring, length = config.context().rings > 1, config.model.sequence
-        parts, chunks = (
-            (2 * c, " x 2 chunks") if ring else (c, "")
-        )  # number of chunks per sequence
+        parts, chunks = (2 * c, " x 2 chunks") if ring else (c, "")  # chunks per sequence
         if length % parts:
             below = length // parts * parts
             nearest = " or ".join(str(size) for size in (below, below + parts) if size)

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 Axes = tuple[str, ...]
 
-_MOST_ELEMENTS = (
-    2**56
-)  # maximum number of elements per array; the number of bytes then fits in int64
+# Maximum number of elements per array. The number of bytes then fits in int64.
+_MOST_ELEMENTS = 2**56
 _SMALLEST = ModelSizes(layers=1, hidden=1, heads=1, sequence=1, vocabulary=1)
 
 
@@ -237,9 +236,7 @@ def _wrong_blocks(config: Config) -> Iterator[str]:
     parameters = Parameters(mesh, "float32", config.parallel.zero)
     sizes = family.sizes(model, model.vocabulary or BLOCK)
     spec = ModelSpec(family, sizes, config.splits, context=config.context())
-    layers = range(
-        min(model.moe_every, model.layers)
-    )  # the pattern of layer types repeats after these layers
+    layers = range(min(model.moe_every, model.layers))  # the layer types repeat after these
     build(mesh, parameters, spec, [LayerRange(layers, True, True)])
     for item in parameters:
         columns = item.updated_layout.block(item.shape, mesh)[-1]

@@ -19,10 +19,8 @@ from typing import TextIO
 from hpc3d.console.sanitize import Controls, sanitized
 
 FIRST = 2  # seconds until the first progress line
-_EVERY, _REDRAWN = (
-    30,
-    0.5,
-)  # intervals in s: between printed lines, and between updates of a status line
+# Intervals in s: between printed lines, and between updates of a status line.
+_EVERY, _REDRAWN = 30, 0.5
 _ERASED = "\r\x1b[K"
 
 

@@ -26,9 +26,7 @@ from hpc3d.console.sanitize import file_and_reason
 _MOST_TEXT = 2**20  # maximum size in bytes of an input or machine file
 MOST_JSON = 2**25  # maximum size in bytes of a config.json or a weight index
 MOST_SCHEDULE = 2**24  # maximum size in bytes of a schedule's CSV file
-_ABANDONED_S = (
-    86400  # age in s from which a temporary file of another host is considered abandoned
-)
+_ABANDONED_S = 86400  # age in s after which another host's temporary file counts as abandoned
 MOST_PARTS = 100  # maximum number of components in a dotted key; parsing takes quadratic time
 
 

@@ -279,9 +279,7 @@ def _keep(job: Job) -> None:
         try:
             child = save_in_child(job)
             while not os.waitpid(child, os.WNOHANG)[0]:
-                if _must_end(
-                    job, job.signals
-                ):  # the child completes the exit hooks without this process
+                if _must_end(job, job.signals):  # the child completes the exit hooks
                     _report_end(job, job.signals[-1])
                     os._exit(128 + job.signals[-1])
                 time.sleep(0.01)

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that end a process by default
-MINUTES, FILE = (
-    1001,
-    1002,
-)  # codes of stop requests that are not signals; larger than any signal number
+MINUTES, FILE = 1001, 1002  # codes of the other stop requests, larger than any signal number
 
 
 class Stop:

@@ -44,8 +44,7 @@ class AbftChecker:
         self.found: list[str] = []
         self.signs, self.active = Signs(), False
         self.trace: MeshRecorder = NullRecorder()
-        # Weak reference to the result of the latest matrix product, and the result's signed row
-        # sums.
+        # Weak reference to the result of the latest matrix product, and its signed row sums.
         self.latest: tuple[Callable[[], Any], Any] = (lambda: None, None)
 
     def wrap(self, comm: Communicator, axis: str) -> CheckedCommunicator:
