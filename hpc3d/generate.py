@@ -230,7 +230,6 @@ def parser() -> Parser:
 
 
 def _number(least: float, most: float) -> Callable[[str], float]:
-    """Return an argparse type for numbers from `least` to `most`."""
 
     def number(text):
         value = float(text)

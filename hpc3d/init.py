@@ -77,7 +77,6 @@ def _copy(copies: Sequence[tuple[Path, Path]], results: Path) -> None:
 
 
 def _copies(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the paths of each file below the folder `source` and of its copy in `target`."""
     for path in sorted(source.rglob("*")):
         if path.is_file() and not _NOT & {*path.relative_to(source).parts}:
             yield path, target / path.relative_to(source)

@@ -196,7 +196,6 @@ def _progress(size: int) -> Callable[[int], None]:
 
 
 def _describe(path: Path, as_json: bool, **results: float) -> None:
-    """Print the properties of a token file, followed by `results`."""
     with TokenFile(path) as tokens:
         held = {
             "file": str(path),

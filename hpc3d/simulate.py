@@ -207,7 +207,6 @@ def _time(what):
 
 
 def _times(text):
-    """Parse a time in seconds, or a comma-separated list of times."""
     values = [_seconds(each) for each in text.split(",")]
     return values if len(values) > 1 else values[0]
 

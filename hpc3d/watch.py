@@ -86,7 +86,6 @@ def _print(live: LiveRun) -> None:
 
 
 def _redraw(live: LiveRun) -> None:
-    """Overwrite the previous display with the current state of the run."""
     size = _size()
     sys.stdout.write(Controls(_TOP))
     for number, line in enumerate(live.screen(size.columns)[: size.lines - 1]):

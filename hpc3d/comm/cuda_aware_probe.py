@@ -236,7 +236,6 @@ def _attempt() -> str:
 
 
 def _right(comm: CudaAwareMpi, rows: int, dtype: str) -> bool:
-    """Return True if all calls return correct results for blocks with `rows` rows."""
     import numpy as np
 
     values = np.arange(2 * rows).reshape(rows, 2) % 100

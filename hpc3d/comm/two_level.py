@@ -160,7 +160,6 @@ class TwoLevel(AllPairs):
     def _summed_here(
         self, region: Region, block: np.ndarray, operation: Callable[..., object]
     ) -> np.ndarray:
-        """Reduce this lane's slice of the host's blocks in `region`, and return the result."""
         mine = self._slice_of(block.size)
         total = self.empty((mine.stop - mine.start,), block.dtype)
         return fold(operation, region.blocks(block.size, block.dtype)[:, mine], total)

@@ -39,7 +39,6 @@ _OF_MIXTURES = ValidFor("model.kind", "gpt2", "llama"), ValidFor("model.experts"
 
 
 def _with(constant: str) -> tuple[str, ...]:
-    """Return the names of the optimizers with a given hyperparameter, such as beta1."""
     return tuple(name for name, constants in CONSTANTS.items() if constant in constants)
 
 

@@ -45,7 +45,6 @@ def _wrong_chunks(config: Config) -> Iterator[str]:
 
 
 def _wrong_schedule(config: Config) -> Iterator[str]:
-    """Report settings that the pipeline schedule does not support."""
     parallel, stages, schedule = config.parallel, config.mesh.p, find(config.parallel.schedule)
     if problem := schedule.forbids(stages, parallel.microbatches, parallel.chunks):
         yield problem

@@ -190,7 +190,6 @@ def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
 
 
 def _used(axis_groups: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
-    """Remove the axes of size 1 from each group of axes; return the set of groups."""
     return {tuple([axis for axis in axes if sizes[axis] > 1]) for axes in axis_groups}
 
 

@@ -81,7 +81,6 @@ def lines_of(error: BaseException) -> list[str]:
 
 
 def _shortened(line: str) -> str:
-    """Replace the middle of a very long line with dots."""
     if len(line) <= _LONGEST_LINE:
         return line
     half = _LONGEST_LINE // 2

@@ -113,7 +113,6 @@ def training_pieces(texts: Sequence[Path], field: str) -> Iterator[bytes]:
 
 
 def _parts(path: Path, field: str) -> Iterator[_DocumentPart]:
-    """Yield the document segments of a text, JSON lines or Parquet file."""
     if path.suffix in JSONL:
         return _json_lines(path, field)
     if path.suffix in PARQUET:

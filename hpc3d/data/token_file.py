@@ -280,7 +280,6 @@ def write_tokens(
 
 
 def _described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:
-    """Return the attributes of a token file that do not depend on its tokens."""
     end = {_END: _fixed(tokenizer.end_name)} if tokenizer.end_name else {}
     return end | {
         "format": _fixed(_FORMAT),

@@ -59,7 +59,6 @@ def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
 
 
 def _told_end(folder: Path) -> str | None:
-    """Return the end-of-text token specified in the tokenizer_config.json of a folder."""
     return token_in(settings_in(folder), "eos_token")
 
 
@@ -110,7 +109,6 @@ def _of_folder(folder: Path, end_name: str | None) -> BpeTokenizer:
 
 
 def _of_pair(vocabulary: str, merges: str) -> tuple[dict[str, int], _Merges]:
-    """Parse a JSON vocabulary {token: id} and a merges file with two tokens per line."""
     lines = [line for line in merges.splitlines() if not line.startswith("#version")]
     return json.loads(vocabulary), [tuple(line.split(" ")) for line in lines if line]
 

@@ -140,7 +140,6 @@ def _met(make: Callable[[], Job], name: str) -> Job:
 
 
 def _explain_single(meant: int) -> list[str]:
-    """Return error lines that explain why `meant` processes did not form a single MPI job."""
     from hpc3d.runtime.mpi_library import mismatch_report
 
     return [f"{meant} processes were started, but MPI sees 1", *mismatch_report(meant)]
@@ -267,7 +266,6 @@ def leave(job: Job, number: int = signal.SIGTERM) -> None:
 
 
 def _report_end(job: Job, number: int) -> None:
-    """Print which signal ends this process, unless a launcher will report the signal."""
     if job.size == 1:
         with suppress(RuntimeError):  # the signal interrupted a print
             job.complain(ended_by(number))
@@ -309,7 +307,6 @@ def finish(job: Job) -> None:
 
 
 def _call_all(job: Job) -> None:
-    """Call and remove all functions in `job.exit_hooks`; print each error and continue."""
     while job.exit_hooks:
         try:
             job.exit_hooks.pop(0)()
