@@ -113,7 +113,7 @@ class AllPairs(MpiCommunicator):
         return self.swapped(parts, blocks, tag).then(lambda blocks: fold(operation, blocks, out))
 
     def swapped(self, sent: Sequence[Any], received: Sequence[Any], tag: int) -> Pending:
-        """Exchange sent[j] for received[j] with each peer j; return `received` as a `Pending`."""
+        """Send sent[j] to peer j and receive received[j], for all j; return a `Pending`."""
         peers = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
         requests = [self.comm.Isend(integers(sent[peer]), peer, tag) for peer in peers]
         requests += [

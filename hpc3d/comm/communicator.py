@@ -88,7 +88,10 @@ def ready(block: Any) -> Pending:
 
 
 def all_of(pending: Sequence[Pending]) -> Pending:
-    """Combine Pendings into one that returns a tuple; return a single Pending unchanged."""
+    """Combine several `Pending`s into one whose `wait()` returns the tuple of their blocks.
+
+    If there is only one, it is returned unchanged.
+    """
     if len(pending) == 1:
         return pending[0]
     return Pending(lambda: tuple(each.wait() for each in pending))
@@ -201,7 +204,7 @@ class Communicator:
 
 
 class Self(Communicator):
-    """Communicator of an axis of size 1; every call returns its input block."""
+    """Communicator for an axis of size 1; every call returns its input block."""
 
     def __init__(self, pool: Pool | None = None, member: int = 0) -> None:
         super().__init__(0, 1, (member,), pool)

@@ -1,4 +1,4 @@
-"""Communicators along the axes of a mesh of devices, for each transport."""
+"""Create the communicators along the axes of a device mesh, for any of the transports."""
 
 from __future__ import annotations
 

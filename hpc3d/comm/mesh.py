@@ -113,7 +113,7 @@ class _MeshGuard(Protocol):
 
 
 class Wrapper(Protocol):
-    """Wrapper of communicators: `wrap` returns a communicator that intercepts all calls."""
+    """Interface of recorders and checkers that intercept all calls of a communicator."""
 
     def wrap(self, comm: Communicator, axis: str) -> Any: ...
 

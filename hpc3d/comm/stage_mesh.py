@@ -72,7 +72,7 @@ class SplitRows(Communicator):
         super().__init__(stage, len(stages), first, world.pool)
 
     def wrapped(self, wrapper: Any, axis: str) -> Any:
-        """Return a copy whose messages between ranks are wrapped by `wrapper`."""
+        """Return a copy of this communicator, with messages intercepted by `wrapper`."""
         found = copy(self)
         found.world = wrapper.wrap(self.world, axis)
         return found

@@ -320,11 +320,11 @@ class TrainConfig:
     decay: Literal["cosine", "linear", "wsd", "wsd-linear", "constant"] = "cosine"
     """Learning-rate schedule after the warmup. wsd (warmup, stable, decay) stays at the peak until
     the cooldown, and then decays as 1 - sqrt(t), where t is the completed fraction of the
-    cooldown; wsd-linear decays linearly in the cooldown; constant stays at the peak."""
+    cooldown; wsd-linear decays linearly during the cooldown; constant stays at the peak."""
     cooldown: Annotated[
         int | None, AtLeast(1), AtMost(INT32), ValidFor("train.decay", "wsd", "wsd-linear")
     ] = None
-    """wsd, wsd-linear: number of cooldown steps, which are the last of the decay_steps. Default: a
+    """wsd, wsd-linear: number of cooldown steps, at the end of the decay_steps. Default: a
     fifth of decay_steps."""
     decay_steps: Annotated[int | None, AtLeast(1), AtMost(INT32)] = None
     """Number of steps, including the warmup, after which the learning rate reaches its final value

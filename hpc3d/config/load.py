@@ -258,7 +258,7 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _foreign(key: str, value: Any) -> Iterator[str]:
-    """Yield a message for each key in an unknown table that has an hpc3d equivalent."""
+    """Yield advice on each key in an unknown table for which hpc3d has an equivalent key."""
     for name, part in value.items() if isinstance(value, dict) else ():
         if said := familiar(name):
             yield f"{key}.{name}: unknown key; {said}"

@@ -79,7 +79,9 @@ class Parser(argparse.ArgumentParser):
         try:
             return super()._get_values(action, words)
         except argparse.ArgumentError as error:
-            if action.nargs == argparse.PARSER:  # an unknown subcommand ends the parsing
+            if (
+                action.nargs == argparse.PARSER
+            ):  # argparse cannot continue after an unknown subcommand
                 raise
             self._problems.append(str(error))
             return action.default

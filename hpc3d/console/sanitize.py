@@ -159,7 +159,7 @@ def _discard(stream: TextIO) -> None:
 
 @contextmanager
 def sanitized_streams() -> Iterator[None]:
-    """Replace standard output and error by `SanitizedStream`s, which tolerate a closed pipe.
+    """Replace standard output and error with `SanitizedStream`s, which tolerate a closed pipe.
 
     At the end, output that cannot be written is discarded, because Python would otherwise print an
     error message when the process exits.

@@ -82,7 +82,10 @@ class Job:
         return value
 
     def progress(self, doing: str = "") -> AbstractContextManager[None]:
-        """Return a context manager in which rank 0 shows `doing` or the newest log record."""
+        """Return a context manager in which rank 0 shows progress.
+
+        The progress line consists of `doing` or of the newest log record.
+        """
         if self.rank:
             return nullcontext()
         from hpc3d.console.progress import progress

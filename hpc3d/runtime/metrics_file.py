@@ -55,7 +55,9 @@ class MetricsFile:
         ):
             for line in lines:
                 record = _record(line) if line.endswith("\n") else None
-                if record and record["step"] + ("loss" in record) <= start:  # completed steps
+                if (
+                    record and record["step"] + ("loss" in record) <= start
+                ):  # number of completed steps
                     file.write(line)
 
     def write(self, **values: Any) -> None:

@@ -34,7 +34,7 @@ class CallRecord(NamedTuple):
 
 
 def position(where: MeshRecorder | CallRecord) -> str:
-    """Format the step, layer and phase of a recorder or a call record as text."""
+    """Format the step, layer and phase at which a call was made as text."""
     layer = f"layer {where.layer}, " if where.layer >= 0 else ""
     return f"step {where.step}, {layer}{where.phase}"
 

@@ -117,14 +117,14 @@ def norm(block: np.ndarray) -> float:
 
 
 def largest(dtype: np.dtype) -> float:
-    """Return the largest norm of a block whose sums cannot overflow; inf for integers."""
+    """Return the norm up to which sums over a block cannot overflow; inf for integers."""
     return float(np.finfo(dtype).max) / 1000 if dtype.char in _ROUNDOFF else np.inf
 
 
 def slack(dtype: np.dtype, *counts: int) -> float:
-    """Return a bound on the rounding error of nested sums with the numbers of terms `counts`.
+    """Return a bound on the rounding error of nested sums, relative to the norm of their terms.
 
-    The bound is relative to the norm of the terms, and 0 for integers.
+    `counts` has the number of terms of each sum. For integers, the bound is 0.
     """
     unit = _ROUNDOFF.get(dtype.char, 0.0)
     return _BOUND * unit * sum(map(sqrt, counts))
