@@ -234,7 +234,8 @@ def flow(items: Iterable[str], width: int) -> list[str]:
 def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
     """Return a bar chart of `values` as a string of at most `width` characters.
 
-    Each character is a bar with one of eight heights, and shows the mean of consecutive values.
+    Each character is a bar with one of eight heights. If there are more than `width` values, each
+    bar shows the mean of several consecutive values.
     """
     runs = np.array_split(np.asarray(values, float), min(width, len(values)))
     means = np.array([run.mean() for run in runs])

@@ -92,7 +92,7 @@ class OpenedRun:
 
     @property
     def losses(self) -> list[float | None]:
-        """Return the loss of each step in nat per token."""
+        """Return the loss of each step in nats per token."""
         return [row["loss"] for row in self._of(None).tables["loss"]]
 
     @property

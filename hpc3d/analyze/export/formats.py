@@ -1,4 +1,4 @@
-"""Export of trace events to the file formats of other tools. Each format is one file or folder."""
+"""Export of trace events to the formats of other tools. Each exporter writes a file or folder."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def _coords(trace, axes):
 
 
 def _links(calls, rows, size):
-    """Return the pairs of dependent events, as indices into `rows`, shape [links, 2].
+    """Return pairs of dependent events as positions in `rows`, shape [pairs, 2].
 
-    A pair consists of a send and its receive, or of the last call posted in a collective and
-    another call that waited for it.
+    A pair consists of a send and its receive, or of two ranks' calls of a collective, of which
+    the second waited for the first.
     """
     ranks = calls.trace.attrs["world_size"]
     key = calls.instance.astype("i8") * ranks + calls.rank
@@ -110,7 +110,7 @@ def _links(calls, rows, size):
 
 
 def _steps(trace, first, last, shift, of_rank, zero):
-    """Yield (rank, step, start, end) of completed steps.
+    """Yield (rank, step, start, end) for each completed step of each rank.
 
     Times are in ns since the start of the first exported event, on the clock of rank 0. The clock
     offset of a rank is taken from its first event.

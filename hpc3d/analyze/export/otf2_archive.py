@@ -143,7 +143,7 @@ class _Definitions:
         return self.registry.metric_class((moved, computed), otf2.MetricOccurrence.SYNCHRONOUS)
 
     def region(self, number: int, op: str) -> Any:
-        """Return the region of an event. Events with equal name and operation share a region."""
+        """Return the region shared by all events with the same name and operation."""
         key = self.names[number], op
         if key not in self.regions:
             role = getattr(self.otf2.RegionRole, _ROLES.get(op, "FUNCTION"))
@@ -223,7 +223,11 @@ class _Records:
 
 
 def _of_location(events, own):
-    """Return all columns of the events with indices `own`, and columns derived from them."""
+    """Return the columns of the events with indices `own`, plus columns that _Records needs.
+
+    The additional columns are the event index, the name of the operation, the bytes sent, and two
+    flags: `is_call`, and `early` for calls that were posted before the wait started.
+    """
     columns = {key: values[own] for key, values in events.columns.items()}
     columns["number"] = own
     columns["posted"] = np.clip(columns["posted"], 0, columns["start"])
@@ -236,7 +240,10 @@ def _of_location(events, own):
 
 
 def _sequence(columns):
-    """Return the time, kind (_ENTER, _REQUEST or _LEAVE) and event index of the sorted records."""
+    """Return the times, kinds (_ENTER, _REQUEST or _LEAVE) and event indices of all records.
+
+    The three arrays are sorted by time.
+    """
     times, enters, index = visits(columns["start"], columns["end"])
     early = np.flatnonzero(columns["early"])
     early = early[np.argsort(columns["posted"][early], kind="stable")]

@@ -39,14 +39,14 @@ DISJOINT = ("compute_s", "wait_s", "transfer_s", "copy_s", "other_s", "unrecorde
 
 
 def breakdown(trace: Trace, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Break the step time down by `keys`.
+    """Break down the step time by `keys`.
 
     The valid keys are category, phase, axis, op, name, layer, chunk, microbatch, rank, stage and
-    step. If rank, stage or step are in `keys`, rows with equal values of these keys form a group.
-    Otherwise, all rows are one group. The times in a group add up to the mean step time over its
-    ranks and steps, and `share` is relative to this mean. One row per group has category
-    `unrecorded`, for the time that is not covered by any event. If category is not a key, the
-    other rows have category `recorded`.
+    step. The steps of all ranks are grouped by the keys rank, stage and step that are in `keys`;
+    without these keys, they form a single group. The times in a group add up to its mean step
+    time, and `share` is relative to this mean. One result row per group has category `unrecorded`,
+    for the time that is not covered by any event. If category is not a key, the other result rows
+    have category `recorded`.
     """
     of_cells = [key for key in CELL_KEYS if key in keys]
     of_events = [key for key in keys if key not in CELL_KEYS]
@@ -145,8 +145,8 @@ def _parts(times, early, wait):
     times
         Dict from category to seconds.
     early
-        Seconds during which the rank is blocked while it starts broadcasts (category copy), before
-        it waits for their results.
+        Seconds during which the rank is blocked in calls that start broadcasts, excluding the
+        later waits for the results. `times` includes these calls in the category copy.
     wait
         Seconds spent in calls before the last member arrives, or None if unknown.
     """

@@ -39,7 +39,10 @@ def recorded_steps(trace: Trace) -> str:
 
 
 def require_steps(trace: Trace) -> None:
-    """Raise ValueError if no step was completed; the message suggests a trace that has steps."""
+    """Raise ValueError if the trace has no completed step.
+
+    If an earlier attempt of the run completed a step, the error message recommends its trace.
+    """
     if len(trace.steps):
         return
     before = latest_with_steps(trace.path.parent)
@@ -93,8 +96,8 @@ def event_values(trace: Trace, key: str, rows: slice | np.ndarray = slice(None))
 def own_time(trace: Trace) -> np.ndarray:
     """Return the exclusive time of each event in ns: its duration excluding nested events.
 
-    For a host event, the time during which the device computes or waits for a block is also
-    excluded.
+    For a host event, the time during which the device's compute stream computes or waits for data
+    (a received block or an offloaded array) is also excluded.
     """
     duration, parent = trace.events["dur"], trace.events["parent"]
     nested = parent >= 0

@@ -143,11 +143,12 @@ def _received(time):
 def run_row(trace: Steady) -> dict[str, Any]:
     """Return the properties of a run that are required by `scaling_rows` and `gain_rows`.
 
-    step_s is the median step time of the slowest rank. forward_s and backward_s are medians over
-    steps of the mean over ranks. average_step_s = (forward_s + backward_s) / batch is the "average
-    step time" of arXiv:2105.14450. Unlike step_s, it excludes messages between pipeline stages,
-    the gradient reduction over replicas and the optimizer. average_step_error and step_error are
-    the relative standard errors returned by `relative_error`. Unknown values are `None`.
+    step_s is the median step time of the slowest rank. forward_s and backward_s are averaged over
+    ranks in each step; the result is the median over steps. average_step_s = (forward_s +
+    backward_s) / batch is the "average step time" of arXiv:2105.14450. Unlike step_s, it excludes
+    messages between pipeline stages, the gradient reduction over replicas and the optimizer.
+    average_step_error and step_error are the relative standard errors returned by
+    `relative_error`. Unknown values are `None`.
     """
     config, ranks, layout = configuration(trace), trace.attrs["world_size"], layout_of(trace)
     _, step = np.unique(trace.steps["step"], return_inverse=True)

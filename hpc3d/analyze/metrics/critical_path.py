@@ -175,7 +175,11 @@ def _described(trace, rows):
 
 
 def path_rows(segments: Sequence[PathSegment], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the total time and share of path segments by the fields `keys`, largest first."""
+    """Return the total time and the share of each group of path segments, largest first.
+
+    Segments with equal fields `keys` form a group. A share is a fraction of the time of all
+    segments.
+    """
     seconds, length = defaultdict(float), sum(each.seconds for each in segments)
     for each in segments:
         seconds[tuple(getattr(each, key) for key in keys)] += each.seconds

@@ -96,11 +96,12 @@ def _nic_traffic(calls, host_of, count):
 
 
 def _share(op, with_root, of_group, here):
-    """Return the fraction of a call's bytes that the NIC of the destination host receives.
+    """Return the ratio of the bytes that a NIC receives to the bytes of one rank's call.
 
-    The bytes of a reduction are the bytes sent by a rank on host `here`. The bytes of any other
-    call are the bytes received by such a rank. `of_group` is a dict from host to its number of
-    group members.
+    The rank is on host `here`. For a reduction, the bytes of the call are those that the rank
+    sends, and the NIC belongs to the root's host. For all other calls, the bytes of the call are
+    those that the rank receives, and the NIC belongs to `here`. `of_group` maps each host to its
+    number of group members.
     """
     size, level = sum(of_group.values()), len({*of_group.values()}) == 1
     if op in ("broadcast", "reduce"):

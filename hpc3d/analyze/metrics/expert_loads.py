@@ -33,11 +33,12 @@ class ExpertLoads(NamedTuple):
 
     Attributes
     ----------
-    chosen, kept
-        Number of tokens routed to an expert, and number of these tokens that are within its
-        capacity, int64[steps, layers, experts].
+    chosen
+        Number of tokens routed to each expert, int64[steps, layers, experts].
+    kept
+        Number of these tokens that are within the expert's capacity, same shape.
     balance, z
-        Auxiliary losses of the routers in nat per token, multiplied by their loss coefficients,
+        Auxiliary losses of the routers in nats per token, multiplied by their loss coefficients,
         shape [steps, layers].
     slots
         Capacity of an expert per step in tokens, or None if unknown.
@@ -84,7 +85,7 @@ def loads_of(trace: Trace) -> ExpertLoads | None:
 
 
 def _losses(trace, steps, layers):
-    """Return the balance loss and the z loss in nat per token, shape [2, steps, layers]."""
+    """Return the balance loss and the z loss in nats per token, shape [2, steps, layers]."""
     table, found = trace.routers, np.zeros((2, len(steps), len(layers)))
     where = np.searchsorted(steps, table["step"]), np.searchsorted(layers, table["layer"])
     for total, name in zip(found, ("balance_loss", "z_loss")):
@@ -232,7 +233,10 @@ def cost_row(
 
 
 def _capacity_use(trace, loads, chosen, kept):
-    """Return the columns that depend on the expert capacity, or `None` values if it is unknown."""
+    """Return the entries of `cost_row` that depend on the expert capacity.
+
+    If the capacity is unknown, their values are `None`.
+    """
     if not loads.slots:
         return dict.fromkeys(("dropped_even", "empty", "empty_even", "empty_flop"))
     slots, model = loads.slots * loads.chosen.size, configuration(trace).model

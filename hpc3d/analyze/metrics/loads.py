@@ -1,7 +1,7 @@
-"""Work of a training step, and configuration differences between runs.
+"""Workload of a training step, and configuration differences between runs.
 
-The work is defined by the configuration keys that determine the computation, but not by those
-that determine its parallel layout.
+The workload is defined by the configuration keys that determine what is computed, but not by those
+that determine the parallel layout.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def group_of(key: str) -> str:
 
 
 def load_of(trace: Trace) -> dict[str, Any] | None:
-    """Return a dict of the configuration keys and values that determine the work of a step.
+    """Return a dict of the configuration keys and values that determine the workload.
 
     The result is `None` if the configuration of the trace is unknown.
     """
@@ -64,9 +64,10 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
 
 
 def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
-    """Return the trace kind and the settings in `load`, except SIZES, as text.
+    """Describe a workload as text: the trace kind and all settings except the sizes (SIZES).
 
-    The trace kind is "measured" or "simulated". The result is `None` if `load` is `None`.
+    `load` is a result of `load_of`, and `kind` is "measured" or "simulated". The result is `None`
+    if `load` is `None`.
     """
     if load is None:
         return None
@@ -91,12 +92,12 @@ def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
 def differing(
     traces: Sequence[Trace], labels: Sequence[str], abouts: Sequence[Mapping[str, str]]
 ) -> dict[str, dict[str, str]]:
-    """Return the differences between runs: result[group][key] is a string.
+    """Return the differences between runs as a nested dict: result[group][key] is a string.
 
     The string lists each value of the key with the runs that have it. The comparison covers all
-    configuration keys, the number of tokens per step, the kind of trace, and the machine and
-    program in `abouts`. If a key is missing in an older run, the default value is used. If the
-    configuration of any run is unknown, no configuration keys are compared.
+    configuration keys, the number of tokens per step, the kind of trace, and the hosts, MPI
+    version and hpc3d version in `abouts`. If a key is missing in an older run, the default value
+    is used. If the configuration of any run is unknown, no configuration keys are compared.
 
     Parameters
     ----------

@@ -156,9 +156,9 @@ class StepPasses:
 
 
 def _events_of_passes(trace):
-    """Return a dict from stage to its number of ranks, and the events on each stage's first rank.
+    """Return a dict that maps each stage to its number of ranks, and an array of events.
 
-    The events are an array of _PASS records, one per event that belongs to a pass.
+    The array has one _PASS record for each event of a pass on the first rank of each stage.
     """
     events = trace.events
     columns = {name: events[name].astype("i8") for name in _PASS_KEYS} | {"op": _ops(events)}
@@ -256,8 +256,8 @@ def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
 def _mean_cost(rows, chunks):
     """Return the mean time of each kind of pass per microbatch and stage, summed over chunks.
 
-    In the resulting `Cost`, `backward` is the time of B, or of BW if the schedule does not split
-    the backward pass.
+    In the resulting `Cost`, `backward` is the time of the input-gradient pass (B), or of the full
+    backward pass (BW) if the schedule does not split it.
     """
     seconds, medians = defaultdict(list), defaultdict(list)
     for stage, row in enumerate(rows):

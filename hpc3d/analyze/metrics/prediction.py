@@ -38,7 +38,7 @@ def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _peaks(trace):
-    """Return the memory peaks in bytes, as a dict with keys (peak_KIND_bytes, rank)."""
+    """Return a dict that maps tuples ("peak_KIND_bytes", rank) to the peak memory in bytes."""
     names, peaks = trace.memory.labels("kind"), {}
     columns = (trace.memory[key].tolist() for key in ("kind", "rank", "peak"))
     for kind, rank, peak in zip(*columns):

@@ -97,10 +97,10 @@ def straggler(work: np.ndarray, step: float) -> int | None:
 
 
 def chance(count: int, steps: int, ranks: int) -> float:
-    """Return Chernoff's upper bound on the probability of a false straggler.
+    """Return the Chernoff bound on the probability of a false positive.
 
-    A false straggler is one of `ranks` identical ranks that happens to be the slowest in at least
-    `count` of `steps` steps.
+    A false positive means that one of `ranks` identical ranks happens to be the slowest in at
+    least `count` of `steps` steps.
     """
     share, even = count / steps, 1 / ranks
     if share <= even:

@@ -97,7 +97,11 @@ class CallInstances:
 
     @property
     def violation(self) -> np.ndarray:
-        """Return the time in ns by which each call ended before an arrival it depends on, or 0."""
+        """Return the violation of each call in ns: the time from its end to a later arrival.
+
+        The arrival is that of the rank for which the call waited. If the call ended after this
+        arrival, the violation is 0.
+        """
         return np.maximum(0, self.until - self.end)
 
     def among(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -207,9 +211,9 @@ def _broadcast_calls(events, row):
 
 
 def _first_where(true, first):
-    """Return, for each call instance, the index of its first call whose entry in `true` is True.
+    """Return, for each call instance, the index of its first call selected by the mask `true`.
 
-    For an instance without such a call, the result is the total number of calls.
+    If the mask selects no call of an instance, its result is the total number of calls.
     """
     index = np.where(true, np.arange(len(true)), len(true))
     return np.minimum.reduceat(index, first)
@@ -240,8 +244,8 @@ def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> lis
     """Return the number and total time of calls, per rank and step, grouped by `keys`.
 
     blocked_s = wait_s + transfer_s is the time in calls. `violations` is the total number of calls
-    that ended before an arrival on which they depend, and `worst_s` is the largest of these time
-    differences in seconds.
+    that, according to the synchronized clocks, ended before an arrival on which they depend.
+    `worst_s` is the largest violation in seconds.
     """
     row = calls.row[calls.inside]
     columns = [event_values(calls.trace, key, row) for key in keys]

@@ -41,7 +41,7 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
     for title, rows in losses.items():
         for last in rows:
             loss = _written(last["loss"], "{:.4f}".format)
-            yield title, loss, f"nat per token after step {last['step']}"
+            yield title, loss, f"nats per token after step {last['step']}"
 
 
 def any_loss(run: RunAnalysis) -> bool:

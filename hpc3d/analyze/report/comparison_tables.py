@@ -23,9 +23,9 @@ from hpc3d.analyze.report.table_format import (
 RUN = ColumnSpec("run", "run")
 _RUNS_SHOWN = 6  # maximum number of runs in a text table that has separate columns for each run
 GROUPS = {
-    WORK: "work (model, data and optimization)",
+    WORK: "workload (model, data and optimization)",
     LAYOUT: "layout (mesh and techniques)",
-    EXECUTION: "execution (machine, program, paths, and recorded and saved data)",
+    EXECUTION: "execution (machine, software, output folders, tracing and checkpoints)",
 }
 
 

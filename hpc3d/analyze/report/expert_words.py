@@ -16,15 +16,15 @@ def in_words(cost: Mapping[str, Any]) -> str:
         text += (
             f" ({percent(cost['dropped_even'])} with a balanced load), and"
             f" {percent(cost['empty'])} of the capacity was unused ({percent(cost['empty_even'])}"
-            f" with a balanced load), which costs {prefixed(cost['empty_flop'])}FLOP per step,"
-            " forward and backward"
+            f" with a balanced load). The unused capacity costs {prefixed(cost['empty_flop'])}FLOP"
+            " per step (forward and backward)"
         )
     if cost["wait_s"] is None:
         return f"{text}."
-    share = "" if cost["wait_share"] is None else f" ({percent(cost['wait_share'])} of a step)"
+    share = "" if cost["wait_share"] is None else f" ({percent(cost['wait_share'])} of step time)"
     several = "s" * (" " in cost["experts"])
     return (
-        f"{text}. In dispatch and combine, a rank waited {seconds(cost['wait_s'])}{share} on"
-        f" average, longest for rank {cost['rank']}, whose expert{several} {cost['experts']} had"
-        f" {cost['load']:.2f} times the mean load."
+        f"{text}. In dispatch and combine, ranks waited {seconds(cost['wait_s'])} per step on"
+        f" average{share}, most of all for rank {cost['rank']}, whose expert{several}"
+        f" {cost['experts']} had {cost['load']:.2f} times the mean load."
     )

@@ -46,12 +46,15 @@ def of_run(run: RunAnalysis) -> Iterator[Picture]:
     """Yield the nonempty figures of one run."""
     if run.timeline:
         yield Picture("timeline", f"Step {run.step}", _shown(run.timeline), run.timeline)
-    caption = "Mean step time of each rank. Wait and transfer make up its exposed time in calls."
+    caption = "Mean step time per rank. Exposed communication is the sum of wait and transfer."
     yield Picture("ranks", "Time by rank", caption, charts.ranks(run))
     caption = "Step time breakdown, averaged over steps and ranks. Calls are listed by mesh axis."
     yield Picture("phases", "Time by phase", caption, charts.phases(run.tables["time"]))
     if run.tables["path"]:
-        caption = f"Work that determined the time of step {run.step}. The path has no wait times."
+        caption = (
+            f"Chain of dependent operations that determined the duration of step {run.step}. It"
+            " excludes wait times."
+        )
         yield Picture("path", "Critical path", caption, charts.phases(run.tables["path"]))
     if run.tables["waits"]:
         caption = "Time in calls before (wait) and after (transfer) the last member arrives."

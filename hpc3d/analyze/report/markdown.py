@@ -25,7 +25,8 @@ _NOTES = {
     " forward pass F to the end of its backward pass B or BW.",
     "bubble": "Idle time in step {step}: before the first backward pass, after the last forward"
     " pass, and in between.",
-    "path": "Sequence of work across ranks that determined the time of step {step}.",
+    "path": "Chain of dependent operations across ranks that determined the duration of step"
+    " {step}.",
 }
 
 

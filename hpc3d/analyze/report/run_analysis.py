@@ -286,8 +286,8 @@ def _wait_warnings(calls, tables):
     worst = max((row["worst_s"] for row in tables["waits"]), default=0)
     if partial:
         yield (
-            f"calls of some members in {partial} collectives and messages, where ranks may have"
-            " waited longer than reported"
+            f"calls of some ranks in {partial} collectives and messages; waits in these may have"
+            " been longer than reported"
         )
     if early:
         yield (

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 EVENTS = 100_000  # maximum number of events of one step on an HTML page
 OTHERS = 400_000  # maximum total number of events of all other steps on the page
-_STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of timelines; smallest event limit per timeline
+_STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of timelines; minimum event limit per timeline
 
 _KIND_INDEX = {kind: number for number, kind in enumerate(KINDS)}
 DETAILS = (

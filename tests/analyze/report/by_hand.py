@@ -154,6 +154,6 @@ WITHOUT_RANK_1 = [
     CUT_OFF[0],
     "rank 1: no segment",
     *CUT_OFF[2:],
-    "calls of some members in 5 collectives and messages, where ranks may have waited longer than"
+    "calls of some ranks in 5 collectives and messages; waits in these may have been longer than"
     " reported",
 ]

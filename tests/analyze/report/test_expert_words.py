@@ -6,15 +6,16 @@ COST = {"dropped": 0.25, "dropped_even": 0.0, "empty": 0.4, "empty_even": 0.2, "
 COST |= {"wait_s": 0.004, "wait_share": 0.04, "rank": 3, "experts": "4 to 7", "load": 1.25}
 LOST = (
     "25.0% of the routed tokens exceeded the capacity and were dropped (0.0% with a balanced"
-    " load), and 40.0% of the capacity was unused (20.0% with a balanced load), which costs"
-    " 440 MFLOP per step, forward and backward."
+    " load), and 40.0% of the capacity was unused (20.0% with a balanced load). The"
+    " unused capacity costs 440 MFLOP per step (forward and backward)."
 )
 
 
 def test_expert_summary_reports_losses_and_waits():
     assert in_words(COST) == (
-        f"{LOST} In dispatch and combine, a rank waited 4.00 ms (4.0% of a step) on average,"
-        " longest for rank 3, whose experts 4 to 7 had 1.25 times the mean load."
+        f"{LOST} In dispatch and combine, ranks waited 4.00 ms per step on average"
+        " (4.0% of step time), most of all for rank 3, whose experts 4 to 7 had 1.25 times the"
+        " mean load."
     )
     assert "whose expert 4 had" in in_words(COST | {"experts": "4"})
 

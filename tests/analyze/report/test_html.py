@@ -93,7 +93,7 @@ def page(folder):
 @pytest.mark.slow
 def test_evaluation_has_a_card_and_a_table_row(page):
     text = Reader(page).text
-    assert "validation 2.5000 nat per token after step 1" in text
+    assert "validation 2.5000 nats per token after step 1" in text
     assert "2.500000 12.1825 25.0% 96 500" in text
 
 
@@ -106,7 +106,7 @@ def test_expert_section_appears_only_for_expert_models(page, tmp_path):
         text = reported(opened, tmp_path)
     assert '<a href="#experts-1">Experts</a>' in text and '<h2 id="experts-1">Experts</h2>' in text
     words, cost = Reader(text).text, in_words(run.tables["expert_cost"][0])
-    assert cost in words and "In dispatch and combine, a rank waited" in cost
+    assert cost in words and "In dispatch and combine, ranks waited" in cost
     for title, rows in OF_EXPERTS.values():
         assert f"{title} {rows} definitions" in words
     assert '<img class="both" alt="Expert load: ' in text
