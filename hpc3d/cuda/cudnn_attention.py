@@ -150,7 +150,7 @@ class Flash:
     def forward(
         self, qkv: Any, sequence: int, form: tuple[int, int], causal: bool = True
     ) -> tuple[Any, Any]:
-        """Compute softmax(q k' / sqrt(D) + mask) v, and the statistics for the backward pass.
+        """Compute softmax(q k^T / sqrt(D) + mask) v, and the statistics for the backward pass.
 
         For qkv [B*T, heads*(g+2)*D], returns out [B*T, heads*g*D] and the float32 array stats [B,
         heads*g, T, 1], the log-sum-exp of every row of scores. Raises RuntimeError if cuDNN does

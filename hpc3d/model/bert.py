@@ -82,7 +82,7 @@ class MaskedLogitsSaved(NamedTuple):
 
 
 class MaskedHead(Head):
-    """Head of BERT: logits Y[m, v] = norm(gelu(X W + b)) table' + b', and their cross-entropy.
+    """Head of BERT: logits Y[m, v] = norm(gelu(X W + b)) table^T + b', and their cross-entropy.
 
     Only masked tokens contribute to the cross-entropy. The logits reuse the embedding table, whose
     layout is determined by the lookup. The product with the table therefore requires an input with

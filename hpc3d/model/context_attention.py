@@ -56,7 +56,7 @@ class RingSaved(NamedTuple):
 
 
 class RingAttention(HeadBlock):
-    """Ring attention: softmax(q k' / sqrt(D) + mask) v with tokens sharded over a ring of ranks.
+    """Ring attention: softmax(q k^T / sqrt(D) + mask) v with tokens sharded over a ring of ranks.
 
     Each rank passes keys and values around the ring in one message, which overlaps with the
     computation (Liu et al. 2023, arXiv:2310.01889). If k has K elements on a rank, the rank

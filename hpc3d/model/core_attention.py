@@ -109,7 +109,7 @@ class HeadBlock:
 
 
 class CoreAttention(HeadBlock):
-    """Attention softmax(q k' / sqrt(D) + mask) v on complete sequences and complete heads.
+    """Attention softmax(q k^T / sqrt(D) + mask) v on complete sequences and complete heads.
 
     No communication is needed. With `recompute` "selective", the backward pass recomputes the
     probabilities from q and k (arXiv:2205.05198, section 5).
@@ -159,6 +159,6 @@ class CoreAttention(HeadBlock):
         return Mask(self.key(micro), self.sizes.dropout, rows, columns, width)
 
     def _flops(self, qkv: Array) -> int:
-        """Return the FLOPs of the products q k' and p v, each 2 T D per row and head."""
+        """Return the FLOPs of the products q k^T and p v, each 2 T D per row and head."""
         width, queries = self.form
         return 4 * self.tokens * queries * width * qkv.size // self.form.columns

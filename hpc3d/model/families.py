@@ -119,7 +119,7 @@ def _bert_vectors(sizes):
 
 
 def _full_attention(sizes):
-    """Return the attention FLOPs per token: 2 T D per head for each of q k' and p v.
+    """Return the attention FLOPs per token: 2 T D per head for each of q k^T and p v.
 
     FLOPs for masked scores are included.
     """
@@ -231,7 +231,10 @@ def least_vocabulary(model: Any, tokens: int) -> int:
 
 
 def block_products(model: Any) -> list[tuple[int, WeightProduct]]:
-    """Return (number of blocks, `WeightProduct`) for each matrix product of a block."""
+    """Return the matrix products of all blocks as pairs (number of blocks, `WeightProduct`).
+
+    Blocks with and without a mixture of experts are listed separately.
+    """
     family = family_of(model)
     return family.block_products(family.sizes(model, model.vocabulary))
 
@@ -283,7 +286,7 @@ def _balancing(sizes):
 
 
 def expert_weights(model: Any) -> float:
-    """Return the number of elements in the experts' matrices, which are sharded along e."""
+    """Return the number of elements in the weight matrices of all routed experts."""
     return sum(count * each.weights for count, each in block_products(model) if each.experts > 1)
 
 

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 def add_table(
     mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str, **how: Any
 ) -> Parameter:
-    """Register a token table W[v, h] with one row per vocabulary entry.
+    """Register a matrix of token embeddings W[v, h], with one row per vocabulary entry.
 
-    The number of rows is padded to a multiple of the number of ranks that shard the rows.
+    h is the hidden dimension. The number of rows is padded to a multiple of the number of ranks
+    that shard the rows.
     """
     matmul, sizes = sharded_matmul(mesh, spec.splits["dense"].without_panels().next()), spec.sizes
     count = mesh.count(matmul.dw_layout[0])
@@ -96,7 +97,10 @@ class HeadSaved(NamedTuple):
 
 
 class Head:
-    """Head of a decoder-only model: logits Y[m, v] = norm(X) table', and their cross-entropy."""
+    """Head of a decoder-only model: logits Y[m, v] = norm(X) W^T, and their cross-entropy.
+
+    `table` is the matrix W[v, h] from `add_table`; it may be tied to the token embeddings.
+    """
 
     name = "head"
 

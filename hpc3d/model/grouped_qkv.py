@@ -1,16 +1,16 @@
 """The qkv product of grouped-query attention, with separate weights for q, k and v.
 
 Each rank computes a single product of X and the columns [Wq | Wk | Wv] of its heads, ordered as in
-`hpc3d.ops.attention`. If the number of KV heads is not divisible by the number of ranks along n,
-the number of ranks must be a multiple of the number of KV heads. Wk and Wv are then replicated
-along n, and ranks whose query heads share a KV head use the same columns. Example with 4 query
-heads and 2 KV heads:
+`hpc3d.ops.attention`. The ranks along the mesh axes of n shard the columns. If the number of KV
+heads is not divisible by the number of these ranks, the number of ranks must be a multiple of the
+number of KV heads. Wk and Wv are then replicated along n, and ranks whose query heads share a KV
+head use the same columns. Example with 4 query heads and 2 KV heads:
 
     over 2 ranks    q0 q1 k0 v0             q2 q3 k1 v1
     over 4 ranks    q0 k0 v0    q1 k0 v0    q2 k1 v1    q3 k1 v1
 
 The gradient of a replicated Wk or Wv is a partial sum on each rank, zero in the columns that the
-rank did not use.  It is reduced over n's axes at the end of the step.
+rank did not use.  It is reduced over the mesh axes of n at the end of the step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Part(NamedTuple):
 class GroupedSaved(NamedTuple):
     """Data saved for the backward pass of the qkv product: X and the gathered W.
 
-    `w` is `None` if W is not saved, or if it is gathered without communication. In both cases, the
+    `w` is `None` if W is not saved, or if gathering W needs no communication. In both cases, the
     backward pass reassembles W from `weights`, so that microbatches in flight do not each store a
     copy of W.
     """

@@ -161,7 +161,11 @@ def _matrix(array: Array) -> Array:
 def _replaced(
     saved: Any, function: Callable[[Any], Any], done: dict, marked: Any = SavedActivation
 ) -> Any:
-    """Apply `function` once to each array of type `marked` in a layer's saved data."""
+    """Replace each array a in a layer's saved data by function(a).
+
+    Only fields whose annotated type is or contains `marked` change. An array that occurs several
+    times is passed to `function` only once; `done` caches the results.
+    """
     if not hasattr(saved, "_fields"):
         return saved
     fields = zip(saved, _are_marked(saved.__class__, marked))
@@ -175,7 +179,7 @@ def _replaced(
 
 @cache
 def _are_marked(kind: Any, marked: Any) -> list[bool]:
-    """For each field of a NamedTuple, return True if its type is or contains `marked`."""
+    """Return one bool per field of a NamedTuple: True if its type is or contains `marked`."""
     hints = get_type_hints(kind, include_extras=True)
     return [_contains(hint, marked) for hint in hints.values()]
 

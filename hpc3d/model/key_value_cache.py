@@ -56,7 +56,10 @@ class CachedAttention:
         return out, None
 
     def _flops(self, qkv, seen):
-        """Return the FLOPs of q k' and p v for `seen` keys: 4 D `seen` per new token and head."""
+        """Return the FLOPs of both attention GEMMs, q k^T and softmax(...) v, for `seen` keys.
+
+        Each new token needs 4 * D * `seen` FLOPs per query head, where D is the head size.
+        """
         width, queries = self.form
         return 4 * seen * queries * width * qkv.size // self.form.columns
 

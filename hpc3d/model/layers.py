@@ -301,7 +301,8 @@ class EmbeddingSaved(NamedTuple):
 class Embedding:
     """Embedding lookup, expressed as the product of a one-hot X[m, v] and W[v, h].
 
-    The axes of k shard the vocabulary; Y has the layout of the first layer's X.
+    In the `split` of this product, the axes of k shard the vocabulary v. The result Y[m, h] has
+    the layout of the first block's input.
     """
 
     def __init__(self, mesh: Mesh, table: Parameter, split: Split) -> None:

@@ -37,7 +37,7 @@ class LossSaved(NamedTuple):
 class CrossEntropy:
     """Cross-entropy -log softmax(Y)[target] of logits Y[m, v], sharded over the vocabulary.
 
-    The axes of n shard the vocabulary. Entries beyond `vocabulary` are padding with zero
+    The mesh axes `axes` shard dimension v. Entries beyond `vocabulary` are padding with zero
     probability, and rows whose target is IGNORE are excluded (Megatron-LM's vocabulary-parallel
     loss, arXiv:1909.08053, section 3).
     """

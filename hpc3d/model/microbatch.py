@@ -25,9 +25,9 @@ class Microbatch(NamedTuple):
 
     With context parallelism, these are virtual sequences (hpc3d.model.context). `first` is the
     index of the first sequence in the batch of training step `step`; the loss is multiplied by
-    `scale` before the backward pass. `cache` copies host arrays to the memory of the model's
-    arrays. A microbatch that is not for `training` has no backward pass: nothing is saved, and no
-    dropout is applied.
+    `scale` before the backward pass. `cache(micro, name, make)` returns a copy of `make(micro)` on
+    the model's device and caches it. A microbatch that is not for `training` has no backward pass:
+    nothing is saved, and no dropout is applied.
     """
 
     step: int
@@ -43,11 +43,11 @@ class Microbatch(NamedTuple):
         return len(self.tokens)
 
     def cached(self, name: str, make: Callable[[Microbatch], Any]) -> Any:
-        """Return the array `make(micro)`, copied to the model's memory and cached under `name`."""
+        """Return the array `make(micro)`, copied to the model's device and cached as `name`."""
         return self.cache(self, name, make)
 
     def factor(self) -> Any:
-        """Return the loss factor `scale`, copied to the memory of the model."""
+        """Return the loss factor `scale`, copied to the model's device."""
         return self.cached("scale", lambda micro: micro.scale)
 
     def rows(self, batch: np.ndarray, layout: Layout, mesh: Mesh) -> np.ndarray:

@@ -283,8 +283,8 @@ class Parameters:
 
         The largest matrices are assigned first, each to the replica with the least load. The
         result is identical on all ranks of a stage, because it depends on global shapes only. A
-        tied table is assigned before all others, so that its copies on two stages have the same
-        owner.
+        tied embedding matrix is assigned before all others, so that its copies on two stages have
+        the same owner.
         """
         owners = {}
         load = {item.replicas: [0] * self.parts(item) for item in matrices}
@@ -307,7 +307,10 @@ class Parameters:
         return WholeMatrix(slices.own_value, slices.own_grad, item, layout, shape)
 
     def _slices_of(self, item: Parameter, values: int, grads: int) -> FlatSlices:
-        """Return a parameter's slices of the flat arrays; they start at `values` and `grads`."""
+        """Return the slices of the flat arrays that contain a parameter.
+
+        `values` and `grads` are the start indices of its value and its gradient.
+        """
         value = prod(item.layout.block(item.shape, self.mesh))
         if item.frozen:
             span, none = slice(values, values + value), slice(grads, grads)
@@ -391,7 +394,7 @@ class Parameters:
                 step_by_sign(self.value[slices.own_value], self.grad[slices.own_grad], rate)
 
     def copy_on_write(self) -> None:
-        """Copy the values to a new flat array; data saved for backward keeps the old array."""
+        """Copy the values to a new flat array; saved activations still refer to the old array."""
         old, self.value = self.value, self.mesh.empty(self.value.shape, self.dtype, "parameter")
         self.value[...] = old
         self.bind()

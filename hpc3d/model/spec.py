@@ -37,7 +37,7 @@ class Experts:
     def slots(self, tokens: int) -> int:
         """Return the number of slots per expert for a sequence of T = `tokens` tokens.
 
-        The number is min(T, ceil(k T capacity / E)), or T if `capacity` is 0.
+        The number is min(T, ceil(top_k * T * capacity / count)), or T if `capacity` is 0.
         """
         if not self.capacity:
             return tokens
@@ -114,13 +114,16 @@ class ModelSizes:
 
 
 class WeightProduct(NamedTuple):
-    """Product Y[m, outputs] = X[m, inputs] W with `rows` rows per token.
+    """Matrix product Y[m, outputs] = X[m, inputs] W with `rows` rows of X per token.
 
-    `turned` selects `Split.next`, for the second of two consecutive products (Bian et al. 2021,
-    section 3.1.2). `alike` selects the split whose Y has the layout of X, and `by_rows` the split
-    whose Y has complete rows. Each of `experts` experts has its own W, and each token is routed to
-    `rows` of the experts. All experts together have `slots` rows per token, including empty slots,
-    which are computed and communicated as well.
+    The product uses the layer's `Split` unless a flag is set. `turned` uses `Split.next`, for the
+    second of two consecutive products (Bian et al. 2021, section 3.1.2). `alike` uses
+    `Split.alike`, with the same layout for Y as for X. `by_rows` uses `Split.by_rows`, with
+    complete rows of Y on each rank.
+
+    Each of `experts` experts has its own W, and each token is routed to `rows` of the experts. All
+    experts together have `slots` rows per token, including empty slots, which are computed and
+    communicated as well.
     """
 
     name: str
@@ -218,7 +221,10 @@ class Family:
         return blocks + sizes.layers * self.attention(sizes) + head
 
     def block_products(self, sizes: ModelSizes) -> list[tuple[int, WeightProduct]]:
-        """Return (number of blocks, `WeightProduct`) for each matrix product of a block."""
+        """Return the matrix products of all blocks as pairs (number of blocks, `WeightProduct`).
+
+        Blocks with and without a mixture of experts are listed separately.
+        """
         return [
             (count, product)
             for mixes, count in sizes.blocks().items()
@@ -244,11 +250,11 @@ class Family:
 class ModelSpec:
     """Complete specification of a model, from which its layers are built.
 
-    `splits` maps each kind of layer to the split of its products.  `keep` names the operands saved
-    for backward, `seed` is the seed of dropout, `recompute` selects activation checkpointing, and
-    `context` is the sharding of sequences (none by default).  `chunked` selects chunked attention.
-    If the products of layers use float8, `scales` is the region that shares a scale: "block" or
-    "tensor".
+    `splits` maps each kind of layer to the `Split` that shards its matrix products.  `keep` names
+    the operands (x, w) saved for the backward pass, `seed` is the random seed for dropout,
+    `recompute` selects activation checkpointing, and `context` is the sharding of sequences (none
+    by default).  `chunked` selects chunked attention.  If matrix products use float8, `scales` is
+    the region that shares a scale: "block" or "tensor".
     """
 
     family: Family

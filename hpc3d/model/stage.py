@@ -83,7 +83,7 @@ def build(
 
 
 class Stage:
-    """Model chunk of a rank, executed without interruption in each forward or backward pass."""
+    """Model chunk of a rank: consecutive layers that a forward or backward pass runs as a unit."""
 
     def __init__(
         self,

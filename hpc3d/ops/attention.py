@@ -132,11 +132,11 @@ def _apart(p: Array, g: int) -> Array:
 def _softmaxes(
     q: Array, k: Array, probabilities: Array, mask: AttentionMask
 ) -> Iterator[tuple[tuple[int, slice], Array]]:
-    """Compute the probabilities softmax(q k' / sqrt(D) + mask) chunk by chunk.
+    """Compute the probabilities softmax(q k^T / sqrt(D) + mask) chunk by chunk.
 
     Yields the index of each chunk and its probabilities P[head, key, g*query]. The memory layout
-    is [key, head, g*query], so that the softmax reduces along the columns of a matrix and every
-    operation works on long rows.
+    is [key, head, g*query]: the softmax reduces over the first dimension, so that every operation
+    processes long contiguous rows.
     """
     _, sequence, chunk, queries = probabilities.shape
     dtype = probabilities.dtype
@@ -190,7 +190,7 @@ def attend(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> tuple[Array, Array]:
-    """Compute softmax(q k' / sqrt(D) + mask) v from qkv [B*T, heads*(g+2)*D].
+    """Compute softmax(q k^T / sqrt(D) + mask) v from qkv [B*T, heads*(g+2)*D].
 
     Returns the output [B*T, heads*g*D], and the probabilities [chunks, T, heads, g*T] for the
     backward pass. Before the product with v, the probabilities are multiplied by the factors of
@@ -251,7 +251,7 @@ def attend_again(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> Array:
-    """Recompute the probabilities before dropout; with cuDNN, recompute (out, stats)."""
+    """Recompute the probabilities, without dropout; with cuDNN, recompute (out, stats)."""
     q, k, _ = heads_of(qkv, sequence, form)
     shape = _chunks_of(*k.shape[:2], form, sequence, qkv.itemsize)
     probabilities = empty(shape, qkv.dtype)
@@ -295,7 +295,7 @@ def attend_grad(
 ) -> Array:
     """Compute the gradient of qkv.
 
-    With the probabilities p, ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D).
+    With the probabilities p, ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds^T q / sqrt(D).
     The gradients of k and v are summed over the query heads that share a KV head.
     """
     chunk, queries = probabilities.shape[2:]
@@ -389,7 +389,7 @@ def _samples(
 def _scored(
     qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty
 ) -> tuple[int, AbstractArray]:
-    """Record the cost of q k'; return the number of score matrices and the scores."""
+    """Record the cost of q k^T; return the number of score matrices and the scores."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     shape = _chunks_of(batch, heads, form, sequence, qkv.itemsize)
     count = batch * heads * form.queries

@@ -21,7 +21,7 @@ SCORES = 1 << 22  # maximum bytes of scores per batch of heads
 def attend_cached(
     qkv: Array, sequence: int, form: HeadForm, cache: Array, first: int, empty: Empty
 ) -> Array:
-    """Compute softmax(q k' / sqrt(D) + mask) v for `sequence` = t new tokens per sample.
+    """Compute softmax(q k^T / sqrt(D) + mask) v for `sequence` = t new tokens per sample.
 
     Returns the output [B*t, heads*g*D] for qkv [B*t, heads*(g+2)*D]. The first new token is at
     position `first`. `cache` [2, B, heads, T, D] contains the keys and values of the earlier

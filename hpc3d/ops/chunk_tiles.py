@@ -66,9 +66,9 @@ class Chunks(NamedTuple):
     def meter(self, kv: Array, inward: int, outward: int, kernels: Sequence[str]) -> None:
         """Record the cost of the GEMMs and kernels for all (query chunk, key chunk) pairs.
 
-        `inward` is the number of GEMMs that produce scores, and `outward` the number of GEMMs with
-        scores as an operand. `kernels` names the kernels of unchunked attention that take the same
-        time per score.
+        Per pair and query head, `inward` GEMMs have scores as their result, and `outward` GEMMs
+        have scores as an operand. The other operations, such as softmax, are recorded under the
+        names `kernels` of the unchunked attention kernels that take the same time per score.
         """
         _, batch, heads, _, width = kv.shape
         sizes = Counter((_count(pair.queries), _count(pair.keys)) for pair in self.pairs)
@@ -124,7 +124,7 @@ class GpuTile(NamedTuple):
         return [each[self.at][:, self.tile.keys] for each in kv]
 
     def scores(self, k: Array, q: Array) -> Array:
-        """Return the scores k q', with shape [heads, key, g*query]."""
+        """Return the scores k q^T, with shape [heads, key, g*query]."""
         scores = self.gpu.empty((len(k), k.shape[1], q.shape[1]), k.dtype)
         self.gpu.multiply(k, q.swapaxes(1, 2), scores)
         return scores

@@ -192,7 +192,7 @@ def chunks_grad(
     """Return the contribution of a query block to the gradients of k and v, [2, B, heads, t, D].
 
     The query gradient is added to `dq` [B*t, heads*g*D]. All gradients are float32 or wider. With
-    p = exp(s - L), ds = p (dp - sum(dout out)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D).
+    p = exp(s - L), ds = p (dp - sum(dout out)), dq = ds k / sqrt(D), dk = ds^T q / sqrt(D).
     """
     sequence, form, drop = kv.shape[3], chunks.form, chunks.drop
     q, _, _ = heads_of(qkv, sequence, form)
@@ -285,9 +285,10 @@ def _together(q: Array) -> Array:
 
 
 def _by_columns(k: Array, q: Array) -> Array:
-    """Return k q', [key, heads, g*query], for k [heads, key, D] and q [heads, g*query, D].
+    """Return k q^T, [key, heads, g*query], for k [heads, key, D] and q [heads, g*query, D].
 
-    In this layout, reductions over keys run along columns, so that operations work on long rows.
+    In this layout, sums and maxima over keys reduce the first dimension, so that every operation
+    processes long contiguous rows.
     """
     heads, keys, _ = k.shape
     scores = np.empty((keys, heads, q.shape[1]), q.dtype)
@@ -304,7 +305,7 @@ def _column_sums(scores: Array) -> Array:
 def _scores(
     q: Array, k: Array, at: tuple[int, slice], tile: ChunkPair, padding: Array | None
 ) -> tuple[Array, Array]:
-    """Return the scores S[key, heads, g*query] = k q' / sqrt(D) of a tile, and the scaled q.
+    """Return the scores S[key, heads, g*query] = k q^T / sqrt(D) of a tile, and the scaled q.
 
     The scores of masked keys are -inf.
     """
@@ -329,7 +330,10 @@ def _later(ahead: int, keys: int, g: int, queries: int, dtype: np.dtype) -> np.n
 
 
 def _finite(sums: Array) -> Array:
-    """Replace -inf, the maximum or log-sum-exp of a query without unmasked keys, with 0."""
+    """Replace -inf with 0.
+
+    If all keys of a query are masked, its maximum score and its log-sum-exp are -inf.
+    """
     return np.where(np.isneginf(sums), 0, sums)
 
 

@@ -28,7 +28,10 @@ def _(gpu, out, *parts):
 
 @composite
 def accumulate_columns(grad: Array, to: slice, dw: Array, start: int) -> None:
-    """Add columns of dW, from column `start` on, to the columns `to` of a gradient."""
+    """Add columns of dW to the columns of a gradient that the slice `to` selects.
+
+    The columns of dW are consecutive and begin at column `start`.
+    """
     some = grad[:, to]
     some += dw[:, start : start + some.shape[1]]
 

@@ -52,7 +52,7 @@ class Tiles(NamedTuple):
 
 
 def encode(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round x to the nearest float8 numbers, ties to even. Larger magnitudes saturate."""
+    """Round x to the nearest float8 numbers, ties to even. Numbers out of range saturate."""
     most = LARGEST[dtype]
     with np.errstate(invalid="ignore"):  # NaN stays NaN
         return np.clip(x, -most, most).astype(dtype)
@@ -76,7 +76,10 @@ def nearest(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def divisors(maxima: np.ndarray, most: float) -> np.ndarray:
-    """Return the scale of each tile, maxima / most; replace zero scales with 1."""
+    """Return the scale of each tile: its maximum divided by `most`, the largest float8 number.
+
+    Scales of zero are replaced with 1.
+    """
     scales = maxima / most
     return np.where(scales == 0, scales.dtype.type(1), scales)
 
@@ -183,11 +186,11 @@ def _(gpu, x, maxima, tiles, dtype, out):
 
 
 class Coded(NamedTuple):
-    """Float8 matrix for GPUs that support float8 products.
+    """Float8 matrix for GPUs that support float8 GEMMs.
 
-    `codes` holds the bits of float8 numbers of type `kind` as uint8, row-major. The matrix equals
-    these numbers times `scale` [1], transposed if `turned` is True. The result of a GEMM with the
-    matrix has type `dtype`.
+    `codes` holds the bits of float8 numbers of type `kind` as uint8, row-major. The represented
+    matrix is `scale` [1] times these numbers, transposed if `turned` is True. The result of a GEMM
+    with the matrix has type `dtype`.
     """
 
     codes: Array
@@ -247,7 +250,7 @@ def _(gpu, out, a, b):
 
 
 def _lying(gpu: Any, matrix: Coded, turned: bool) -> Coded:
-    """Return an equal matrix with the given `turned`, transposing the codes if necessary."""
+    """Return the same matrix in the storage order `turned`; transpose the codes if necessary."""
     if matrix.turned == turned:
         return matrix
     return matrix._replace(codes=gpu.contiguous(matrix.codes.T), turned=turned)

@@ -22,11 +22,12 @@ _GELU_A = 0.044715
 
 @primitive
 def gelu_tanh(h: Array, out: Array) -> Array:
-    """Compute out = h s with s = (1 + tanh u) / 2, u = c (h + a h^3); h becomes d out / d h.
+    """Compute out = h s, where s = (1 + tanh u) / 2 and u = c (h + a h^3).
 
-    d out / d h = s (1 + (1 - s) 2 h u'), h u' = 3 u - 2 c h (Hendrycks and Gimpel 2016, GPT-2's
-    form). The forward pass already computes all terms of the derivative, so the backward pass is a
-    single multiplication.
+    This is GPT-2's form of GELU (Hendrycks and Gimpel 2016); c = sqrt(2 / pi) and a = 0.044715. h
+    is overwritten with d out / d h = s (1 + (1 - s) 2 h u'), where u' = du / dh and
+    h u' = 3 u - 2 c h. The forward pass already computes all terms of the derivative, so the
+    backward pass is a single multiplication.
     """
     for rows in row_blocks(h):
         x, s = h[rows], out[rows]
@@ -67,9 +68,10 @@ def _(gpu, h, out):
 
 @primitive
 def gelu_exact(h: Array, out: Array) -> Array:
-    """Compute out = h Phi(h), where Phi is the standard normal distribution function.
+    """Compute out = h Phi(h), where Phi is the standard normal CDF.
 
-    h is overwritten by the derivative Phi(h) + h phi(h), where phi is the normal density.
+    h is overwritten with the derivative Phi(h) + h phi(h), where phi is the density of the same
+    distribution.
     """
     from scipy.special import erf
 

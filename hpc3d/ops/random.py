@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
 _DRAWS = 4  # number of 64-bit numbers generated per value of Philox's counter
-# If rows have at most this many elements in total, complete rows are generated, which is faster.
+# Up to this many elements, all rows and columns in the range of a block are generated at once and
+# the block is selected from them. This is faster than generating each row of the block separately.
 _SHORT = 1 << 14
 
 

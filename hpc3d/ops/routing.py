@@ -2,7 +2,8 @@
 
 A *choice* is one of the top_k experts to which a token is routed. A *slot* is a row of the
 capacity buffer that the experts process. The buffer has shape [e R, E/e, h] for E experts sharded
-over e ranks. The slot of a dropped choice is -1.
+over e ranks, where R is the number of slots per expert for the tokens of one rank. The slot of a
+dropped choice is -1.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ class Routes(NamedTuple):
 
 
 class SlotForm(NamedTuple):
-    """Layout of the slot buffer.
+    """Layout of the slot buffer [e R, E/e, h].
 
-    A rank stores `tokens` tokens of each sequence. `count` experts are sharded over `parts` ranks.
-    Each expert has `capacity` slots per sequence. The buffer has `rows` rows per rank.
+    A rank stores `tokens` tokens of each sequence. E = `count` experts are sharded over
+    e = `parts` ranks. Each expert has `capacity` slots per sequence. The buffer has R = `rows`
+    rows per rank.
     """
 
     tokens: int
@@ -54,11 +56,12 @@ class SlotForm(NamedTuple):
 
 
 class RouterLoss(NamedTuple):
-    """Inputs of the router losses, in addition to the routes.
+    """Inputs of the router's auxiliary losses that are not in `Routes`.
 
     `shares` [S, E] is the fraction f of each sequence's routed tokens that each expert receives.
     `first` is the index of the block's first row in these sequences. `tokens` is the number
-    of tokens per sequence, `balance` is alpha E, and `z` is the coefficient of the z-loss.
+    of tokens per sequence, `balance` is E times the coefficient of the balance loss, and `z` is
+    the coefficient of the z-loss.
     """
 
     shares: Array
@@ -169,7 +172,7 @@ def _(gpu, counts, precedes):
 def _sizes(counts: Array) -> dict[str, int]:
     """Return the sizes of `counts` [c, S, k, pieces, E] as kernel arguments.
 
-    A group is a pair of choice index and segment.
+    `groups` is k * pieces, the number of pairs of choice index and segment.
     """
     ranks, sequences, top_k, pieces, count = counts.shape
     return {

@@ -59,7 +59,7 @@ def _(gpu, y, bias, out):
 
 @composite
 def sum_rows(y: Array) -> Array:
-    """Sum the rows of y, for example for a bias gradient, by a product with a vector of ones."""
+    """Sum the rows of y, as for a bias gradient, by multiplying a vector of ones by y."""
     return np.ones(y.shape[0], wide(y.dtype)) @ y
 
 

@@ -91,27 +91,29 @@ def parser() -> Parser:
     add("--graph", type=Path, metavar="COSTS.json", help="graph with the cost of each node")
     ranks = {"type": number_of_ranks, "required": True, "metavar": "N"}
     add("--ranks", **ranks, help="number of ranks (stages times replicas)")
-    text = f"module: machine in inputs/machines, or a machine file (default: {DEFAULT_MACHINE})"
+    text = (
+        f"modules only: machine in inputs/machines, or a machine file (default: {DEFAULT_MACHINE})"
+    )
     add("--machine", metavar="NAME|FILE", help=text)
     text = (
-        "module: use measured compute costs instead of those from the machine file; without "
-        "--machine, also use measured message costs"
+        "modules only: use measured compute costs instead of those in the machine file; without "
+        "--machine, also use measured communication costs"
     )
     add("--profile", type=Path, metavar="PROFILE.json", help=text)
-    text = "samples per step (default: batch of the example inputs)"
+    text = "samples per step (default: batch size of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=text)
     text = (
         "memory per rank, in GB if no unit is given (default: from the machine file; for a graph: "
         "unlimited)"
     )
     add("--memory", type=size, metavar="32GB", help=text)
-    text = "graph: bandwidth between pipeline stages in bytes/s (default: unlimited)"
+    text = "graphs only: bandwidth between pipeline stages in bytes/s (default: unlimited)"
     add("--bandwidth", type=rate, metavar="10GB", help=text)
     text = "number of microbatches per step (default: the planner chooses; for a graph: 1)"
     add("--microbatches", type=integer(1, MOST_PASSES), metavar="M", help=text)
     text = (
-        "module: number of replicas, the same for all stages or one per stage, such as 16,8,8 "
-        "(default: the planner chooses)"
+        "modules only: number of replicas, the same for all stages or one per stage, such as "
+        "16,8,8 (default: the planner chooses)"
     )
     add("--replicas", type=_counts, metavar="R", help=text)
     asked = ", ".join(each.name for each in FOR_PARTITIONS if each.on_request)
@@ -120,17 +122,23 @@ def parser() -> Parser:
         f"{' or '.join(_OF_GRAPHS)})"
     )
     add("--schedule", choices=_SCHEDULES, help=text)
-    text = "module: activation checkpointing in no, all or selected stages (default: stage)"
+    text = (
+        "modules only: use activation checkpointing in no stage (none), in all stages (full), or "
+        "where the planner chooses (stage, the default)"
+    )
     add("--recompute", choices=("none", "full", "stage"), help=text)
-    text = "module: fraction of the memory to leave free (default: 0.1)"
+    text = "modules only: fraction of the memory to leave free (default: 0.1)"
     add("--margin", type=_part, metavar="X", help=text)
-    text = "module: ZeRO stage; 1 shards the optimizer state over replicas (default: 0)"
+    text = "modules only: ZeRO stage; 1 shards the optimizer state over replicas (default: 0)"
     add("--zero", type=int, choices=(0, 1), help=text)
     text = "objective to minimize (default: time)"
     add("--objective", choices=("time", "load"), default="time", help=text)
-    text = "module: write the plan to a JSON file (`partition run`) or a Python file (torchrun)"
+    text = (
+        "modules only: write the plan to a file: JSON, to be executed by `partition run`, or "
+        "Python, to be launched with torchrun"
+    )
     add("-o", "--output", type=Path, metavar="PLAN.json|PLAN.py", help=text)
-    text = "module: draw the graph and the stage boundaries"
+    text = "modules only: draw the graph and the stage boundaries"
     add("--draw", type=Path, metavar="FILE.svg", help=text)
     add("--json", action="store_true", help=JSON)
     return parser

@@ -229,8 +229,8 @@ def _emptied(module, inputs):
 def _first_names(module):
     """Return a dict from each parameter or buffer name to the canonical name of its tensor.
 
-    The canonical name of a tensor is its first name. torch.export, in contrast, uses an arbitrary
-    name of a tensor with several names.
+    If a tensor has several names, the first one is canonical, whereas torch.export picks an
+    arbitrary one.
     """
     named = [
         *module.named_parameters(remove_duplicate=False),
@@ -409,7 +409,8 @@ def written_by(node: fx.Node) -> Iterator[fx.Node]:
         names = zip(node.target.weights, weights, strict=True)
         yield from (weight for name, weight in names if name in node.target.call.written)
         return
-    if getattr(node.target, "overloadpacket", None) in _NORMS:  # writes missing in op schemas
+    # The operator schemas do not declare that norms write to their running statistics.
+    if getattr(node.target, "overloadpacket", None) in _NORMS:
         *_, mean, variance, in_training = node.args[:6]
         yield from (each for each in (mean, variance) if in_training and each is not None)
         return

@@ -16,7 +16,9 @@ import numpy as np
 
 from hpc3d.partition.atom_graph import Graph, bits
 
-MOST_WORK = 5e9  # limit of downsets^2 * values; a search of this size takes about 1 min
+# Maximum of (number of downsets)^2 * (number of values) for a search over all downsets. A search
+# of this size takes about 1 min.
+MOST_WORK = 5e9
 _MOST_DOWNSETS = 5_000
 
 

@@ -207,8 +207,8 @@ class ModelCosts:
 
     Costs depend on the number of rows, that is, the samples of a microbatch on one rank.
     `graph_of(rows)` returns the graph with costs for `rows` rows; its atoms are the same for any
-    number of rows. `chain(rows)` returns the cuts of this graph. `run` is the overhead of each
-    rank (None: no overhead).
+    number of rows. `chain(rows)` returns the `Chain` of this graph, which contains the possible
+    stage boundaries (cuts). `run` is the overhead of each rank (None: no overhead).
 
     The ranks of a stage are contiguous and follow the ranks of the previous stage. If two adjacent
     stages span several nodes, all messages between the stages are assumed to cross the network.
@@ -393,7 +393,10 @@ def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
 
 
 def _model_of(choice):
-    """Return the step model of an arrangement; a single chunk uses the one-stage schedule."""
+    """Return the `StepModel` that simulates the training steps of an arrangement.
+
+    If the model is a single chunk, the schedule is ONE_STAGE instead of the arrangement's own.
+    """
     name = ONE_STAGE if len(choice.stages) == 1 else choice.schedule
     return step_model(name, choice.width, choice.microbatches, choice.chunks)
 

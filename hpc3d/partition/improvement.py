@@ -26,10 +26,12 @@ from hpc3d.partition.evaluation import (
 from hpc3d.partition.joint_search import Allowed, JointSearch, Timed, timed
 
 _NEAR = 6  # number of atoms and of block boundaries tried on each side of a stage boundary
-_AROUND = 60  # atoms tried on each side of a boundary, times the number of boundaries
-_CLIMB_BUDGET = 600_000  # maximum number of passes simulated by `_climbed`
+# If all boundaries move jointly, the number of atoms tried on each side of every boundary is this
+# number divided by the number of boundaries.
+_AROUND = 60
+_CLIMB_BUDGET = 600_000  # maximum number of forward and backward passes simulated by `_climbed`
 _NEAR_CUTS = 16  # maximum number of downsets tried per stage boundary
-_BORDER_BUDGET = 100_000  # maximum number of passes simulated by `settled`
+_BORDER_BUDGET = 100_000  # maximum number of forward and backward passes simulated by `settled`
 
 
 def improved(

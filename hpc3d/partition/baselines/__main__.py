@@ -58,7 +58,7 @@ def parser() -> Parser:
     )
     memory = "memory per rank, of which 10 %% is left free (default: from the machine file)"
     add("--memory", type=size, metavar="32GB", help=memory)
-    batch = "samples per step (default: batch of the example inputs)"
+    batch = "samples per step (default: batch size of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=batch)
     add("--json", action="store_true", help=_JSON)
     return parser

@@ -64,7 +64,7 @@ def _offloaded(costs, choice, memory) -> Evaluated:
 
 
 def _of_blocks(graph, groups):
-    """Return a chain in which each group of atoms is merged into one atom."""
+    """Return the graph as a `Chain` of blocks; each block merges a group of atoms."""
     ordered = graph.ordered([*chain.from_iterable(groups)])
     ends = pairwise(accumulate(map(len, groups), initial=0))
     together = [range(first, end) for first, end in ends]

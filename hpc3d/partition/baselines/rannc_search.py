@@ -171,9 +171,10 @@ class _Table:
     def _choose(self, last, state, end, devices):
         """Choose the last stage for the first `end` blocks on `devices` devices.
 
-        As in RaNNC, the stored value of a candidate is at least the value of the stages before its
-        last stage. A new candidate replaces the stored one if its own value is smaller than the
-        stored value.
+        The value of a candidate is the sum of the largest forward and the largest backward time of
+        its stages. As in RaNNC, a new candidate is accepted if its value is below the stored one.
+        The stored value is then set to the maximum of its value and the value stored for the
+        stages before its last stage.
         """
         before = len(self.states) - 1
         starts = slice(before, end if before else 1)

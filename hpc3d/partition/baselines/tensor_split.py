@@ -28,7 +28,9 @@ from hpc3d.partition.operation_costs import OperationCost, Operations, Work
 from hpc3d.predict.machine.machine import Machine
 
 _aten = torch.ops.aten
-_PADDED = 128  # minimum rows per rank to shard an embedding, or to pad and shard a weight
+# Minimum rows per rank for sharding an embedding table, or a weight that has to be padded because
+# its number of rows is not divisible by the number of ranks.
+_PADDED = 128
 _LOSS_SUMS = 3  # all-reduced values per token: maximum, sum of exponentials, label's logit
 
 # Operations that can be applied to a shard of the columns without communication.
@@ -207,8 +209,8 @@ class SplitOperations(Operations):
 def _divided(work, indices, ways):
     """Divide the work of an operation by `ways`.
 
-    `indices` contains, for each GEMM, the index of the dimension to divide. An operation with
-    fewer GEMMs uses the last indices.
+    `indices` contains, for each GEMM, the index of the dimension to divide. If the operation lacks
+    the first GEMMs (such as that of the input gradient), only the last indices apply.
     """
     products = tuple(
         tuple(size / ways if at == index else size for at, size in enumerate(sizes))

@@ -56,7 +56,7 @@ class NestedValues(NamedTuple):
         return tree_unflatten(leaves, self.spec)
 
     def tensors_in(self, values: Any) -> list[torch.Tensor] | None:
-        """Return the tensors in `values`, the arguments or the result of another call.
+        """Return the tensors in `values`, which another call takes or returns.
 
         Returns `None` if `values` has a different structure or different non-tensor leaves.
         """
@@ -298,7 +298,11 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def _backward(found, own):
-    """Count the FLOPs of the backward pass from the results `found` to the operands `own`."""
+    """Return the FLOPs of the backward pass of a call.
+
+    The backward pass computes gradients of the call's results `found` with respect to the tensors
+    in `own` (its arguments, and the weights and buffers of the module).
+    """
     ends = [each for each in found if each.requires_grad]
     starts = [each for each in own if each.requires_grad]
     if not ends or not starts:

@@ -2,7 +2,7 @@
 
 boundaries    Values are sent forward and gradients backward. The volume is their total size for
               all samples. Each value or gradient of a microbatch causes one message between each
-              pair of ranks that process common samples.
+              pair of ranks on the two stages that process samples in common.
 all-reduces   Each of n replicas receives 2 (n - 1) / n times the size of its gradients. The
               gradient of a weight on several stages is reduced over all ranks of these stages.
 """

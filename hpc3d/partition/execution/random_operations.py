@@ -31,8 +31,8 @@ def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
     """Replace a random operation with a version that uses reproducible random numbers.
 
     `node` is a copy of the operation `original`. The random numbers depend only on the name of
-    `original` and on the Draw passed in the graph node `draw` at run time. Raises ValueError for
-    random operations without a rule in this module.
+    `original` and on the seed, step and samples in a `Draw`, which the graph receives at run time
+    as its input `draw`. Raises ValueError for random operations without a rule in this module.
     """
     packet = getattr(node.target, "overloadpacket", None)
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
@@ -88,7 +88,7 @@ def _feature_dropout(name, draw, dim, input, p, train):
 
 
 def _attention(name, draw, dim, query, key, value, attn_mask, dropout_p, is_causal, **how):
-    """Return softmax(q k' scale + mask) v with dropout applied to the attention probabilities."""
+    """Return softmax(q k^T scale + mask) v with dropout applied to the attention probabilities."""
     if how.get("enable_gqa"):
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))

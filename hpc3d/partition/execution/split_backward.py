@@ -204,7 +204,7 @@ def _convolution(split, dy, x, weight):
 def _convolved_back(split, dy, x, weight, mask):
     """Return the gradients of a convolution with respect to input, weight and bias.
 
-    `mask` contains True for each of the three gradients to compute.
+    `mask` contains three bools that select the gradients to compute.
     """
     how, dims = split.how, weight.dim() - 2
     stride, dilation, between = (

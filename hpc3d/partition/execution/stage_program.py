@@ -31,10 +31,11 @@ from hpc3d.partition.execution.split_backward import split_backward
 class StageProgram(NamedTuple):
     """Program of one model chunk.
 
-    `module` is called with a Draw, a function that defers weight gradients (only if the backward
-    pass is `split`), the `sizes` as integers, and tensors: the values `received` from the previous
-    chunk, the model `inputs`, and the `weights`. It returns the values `sent` to the next chunk
-    and the model `outputs` computed by this chunk. It modifies the buffers in `written` in place.
+    The arguments of `module` are, in this order: the `Draw` (seed and sample range) of a
+    microbatch; if the backward pass is `split`, the function that defers weight gradients; the
+    `sizes` as integers; and the tensors `received` from the previous chunk, the model `inputs`,
+    and the `weights`. It returns the values `sent` to the next chunk and the model `outputs`
+    computed by this chunk. It modifies the buffers in `written` in place.
     """
 
     module: fx.GraphModule
@@ -55,8 +56,9 @@ class StageProgram(NamedTuple):
         weights: Mapping,
         later: Callable[..., None] = immediately,
     ) -> tuple[tuple, tuple]:
-        """Run the chunk on the samples of a Draw; return the values to send and the outputs.
+        """Run the chunk on one microbatch; return the values to send and the outputs.
 
+        `draw` identifies the samples of the microbatch and determines their random numbers.
         `inputs` maps the input nodes of the model to values, and `weights` maps names to tensors.
         If the program is `split`, its backward pass defers calls with `later(function, *args)`.
         """

@@ -193,7 +193,7 @@ class _PartSource:
             node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
 
     def _inputs_read(self, inputs, also):
-        """Yield source lines that read the chunk's inputs and, if given, the input `also`."""
+        """Yield source lines that read each used input of the chunk, and the input `also`."""
         for node, original in zip(self.inputs, self.program.inputs, strict=True):
             if node.users or node is also:
                 row = "" if carries_batch(original) else "[0]"
