@@ -70,7 +70,8 @@ class Array(Protocol):
 
 # Array saved for the backward pass, which hpc3d.model.kept may round or offload in the meantime.
 SavedActivation = Annotated[Array, "activation"]
-# Weight saved for the backward pass, which hpc3d.model.kept may replace with its parameter.
+# Weight saved for the backward pass. If weights are offloaded, hpc3d.model.kept replaces it with a
+# reference to its `Parameter`, so that the loaded copy can be freed until the backward pass.
 SavedWeight = Annotated[Array, "weight"]
 
 

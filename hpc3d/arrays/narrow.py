@@ -106,7 +106,10 @@ def widened(operand: Any) -> Any:
 
 
 def integers(block: Array) -> Array:
-    """Return a 16-bit block viewed as integers, for MPI; return any other block unchanged."""
+    """Return a view of a 16-bit array as integers, which MPI can transfer.
+
+    Any other array is returned unchanged.
+    """
     return block.view(_INTEGERS) if block.dtype.itemsize == _INTEGERS.itemsize else block
 
 
@@ -128,10 +131,10 @@ def _blocks(out: Any, inputs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def narrow_rule(primitive: Primitive) -> Callable[..., Any] | None:
-    """Return a primitive's implementation for Narrow arrays.
+    """Return a primitive's implementation (rule) for Narrow arrays, or `None` if it needs none.
 
-    The result is `None` for a composite primitive, whose only implementation accepts Narrow
-    arrays.
+    A composite primitive needs no separate rule, because its only implementation also accepts
+    Narrow arrays.
     """
     if primitive.narrow_rule or primitive.abstract_rule is primitive.numpy:
         return primitive.narrow_rule

@@ -94,8 +94,8 @@ def lent(lease: Lease, dtype: np.dtype) -> np.ndarray:
 class Pool:
     """Memory pool of one rank, which counts the live and peak bytes of each kind of array.
 
-    If `on_device` is true, the arrays are in GPU memory, and a GEMM can fuse the addition of a
-    bias, a residual or a gradient. If `float8` is true, the GPU has float8 GEMMs with one scale
+    If `on_device` is true, the arrays are in GPU memory. Callers may then use GEMMs that also add
+    a bias, a residual or a gradient. If `float8` is true, the GPU has float8 GEMMs with one scale
     per matrix.
     """
 
@@ -177,7 +177,7 @@ def lease_of(array: object) -> Lease | None:
 
 @composite
 def contiguous(block: Array) -> Array:
-    """Return a block as a row-major contiguous array; copy the block only if necessary."""
+    """Return an array in row-major contiguous layout; copy it only if necessary."""
     return np.ascontiguousarray(block)
 
 

@@ -1,4 +1,6 @@
-"""Primitives: array functions of one rank, each with one implementation (rule) per array type.
+"""Primitives: array functions without communication, each with one rule per array type.
+
+A rule is the implementation of a primitive for one type of array:
 
     @primitive
     def gelu_tanh(h, out): ...              NumPy
@@ -19,7 +21,8 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
-# A rule takes the arguments of its primitive; in a CUDA rule, a `Gpu` precedes them.
+# A rule takes the same arguments as its primitive; a CUDA rule takes a `Gpu` as an additional
+# first argument.
 _Rule = Callable[..., Any]
 BACKENDS: dict[type, Callable[[Primitive], _Rule | None]] = {}  # rules by array type
 PRIMITIVES: list[Primitive] = []

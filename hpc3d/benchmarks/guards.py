@@ -1,4 +1,7 @@
-"""Measure the overhead of silent-error checks by alternating steps with and without them."""
+"""Measure the overhead of the checks for silent data corruption ([guard] in the configuration).
+
+A run alternates between steps with and steps without the checks.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _RUNS = {1: "gpt-serial.toml", 8: "gpt-3d-8.toml", 64: "gpt-3d-64.toml"}
-_SHARE = 0.03  # acceptable overhead of the guards, as a fraction of the step time
+_SHARE = 0.03  # maximum acceptable overhead of the checks, as a fraction of the step time
 _EVERY = 100  # number of steps between comparisons of replicas (guard.replicas_every)
 
 
 def guards(options: Namespace) -> dict[str, Any]:
-    """Measure, print and return the CPU time overhead of silent-error checks on all ranks."""
+    """Measure, print and return the overhead of the checks in CPU time, summed over ranks."""
     results = {}
     for ranks, name in _RUNS.items():
         found = results[f"{name}, {ranks} ranks"] = _measured(ranks, name, options.rounds or 10)

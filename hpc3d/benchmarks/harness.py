@@ -95,7 +95,10 @@ def _steps_of(trainer: Trainer) -> Callable[[], Step]:
 
 
 def against_torch(config: Config, rounds: int) -> dict[str, Any]:
-    """Compare the step times of hpc3d and eager torch, both in one process with one thread."""
+    """Compare the step times of hpc3d and of PyTorch in eager mode.
+
+    Both run alternately in this process, on one thread.
+    """
     from hpc3d.benchmarks import torch_reference
 
     trainer = _serial_trainer(config)
@@ -140,10 +143,11 @@ def overhead(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict
 
 
 def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[str, Any]:
-    """Compare the time of the gradient reduction along axis d with and without overlap.
+    """Compare the time of the gradient reduction over replicas with and without overlap.
 
-    The result contains the reduction time in s and the received bytes, per step and rank. The
-    number of bytes should be the same with and without overlap.
+    Replicas are the ranks along mesh axis d. The result contains the reduction time in s and the
+    received bytes, per step and rank. The number of bytes should be the same with and without
+    overlap.
     """
     found = {"true": [], "false": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -110,7 +110,10 @@ def _costs(model: str, captured: Captured, ranks: int, folder: Path) -> ModelCos
 def _plan(
     model: str, captured: Captured, costs: ModelCosts, how: dict[str, Any]
 ) -> tuple[SavedPlan, float]:
-    """Return the fastest plan under the settings `how`, and its predicted step time in s."""
+    """Return the plan with the shortest predicted step time, and this time in s.
+
+    `how` restricts the plans; its keys are fields of `Wanted`.
+    """
     from hpc3d.partition.module_plan import Wanted, best_plan
     from hpc3d.partition.plan_file import saved
 

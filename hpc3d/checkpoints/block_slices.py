@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 
 class BlockSlices(NamedTuple):
-    """Slice of a tensor [rows, experts, columns]: ranges of rows, columns and experts.
+    """Box: a slice of a tensor of shape [rows, experts, columns].
 
-    A matrix has one expert, and a vector is one row of a matrix.
+    The box contains the rows from `top` to `bottom`, the columns from `left` to `right` and the
+    experts from `front` to `back` (ends not included). A matrix is treated as a tensor with one
+    expert, and a vector as a matrix with one row.
     """
 
     top: int
@@ -57,9 +59,10 @@ class BlockSlices(NamedTuple):
         return rows, experts, slice(self.left - outer.left, self.right - outer.left)
 
     def rectangles(self, columns: int) -> Iterator[BlockSlices]:
-        """Yield the rectangles of this box if experts are stored side by side in a matrix.
+        """Yield the rectangles that this box covers in a matrix with the experts side by side.
 
-        The matrix has the shape [rows, experts x columns], with `columns` columns per expert.
+        The matrix has the shape [rows, experts x columns], with `columns` columns per expert. A
+        box with all columns covers one rectangle; any other box covers one per expert.
         """
         whole = self.right - self.left == columns
         step = self.back - self.front if whole else 1
@@ -104,10 +107,11 @@ def boxes(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
 
 
 def _stretches(start: int, stop: int, widths: Sequence[int]) -> list[tuple[int, int]]:
-    """Split the range from `start` to `stop` at multiples of decreasing `widths`.
+    """Split the range from `start` to `stop` into pieces, each of which fills one box.
 
-    The longest subrange that starts and ends at a multiple of the first width stays in one piece.
-    The remaining elements at both ends are split at multiples of the next width.
+    `widths`, in decreasing order, are the sizes of a row and of an expert's part of a row. The
+    longest subrange that consists of complete rows is one piece. The remainders at both ends are
+    split in the same way by the next width.
     """
     if start >= stop:
         return []

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.training.trainer import Trainer
 
-_LARGEST = 4 << 20  # maximum size in bytes of the file that measures disk bandwidth
+_LARGEST = 4 << 20  # maximum size in bytes of the file written to measure the disk bandwidth
 _FILES = 2  # number of files written by each rank per checkpoint
 
 

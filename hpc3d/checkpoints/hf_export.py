@@ -1,7 +1,7 @@
 """Export weights in the format of Hugging Face `transformers` (see hf_families).
 
-A model folder contains config.json and either model.safetensors or several weight files with an
-index.
+An export to a folder writes all weights to model.safetensors. Folders from other programs may
+instead contain several weight files with an index.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def refuse_to_replace(target: Path) -> None:
 def earlier_files(target: Path) -> list[Path]:
     """Return the files that an earlier export wrote to a folder.
 
-    The list is empty if the folder has no model.safetensors, which every export writes.
+    The list is empty if the folder has no model.safetensors, because every export to a folder
+    writes this file.
     """
     if not (target / WEIGHTS).is_file():
         return []

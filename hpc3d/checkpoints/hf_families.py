@@ -60,9 +60,10 @@ class PublishedFamily(NamedTuple):
 
     types         model_type values; the first one is used for export
     architecture  name of the model class in `transformers`
-    prefix        prefix of all array names, except names that begin with `bare`
+    prefix        prefix of the array names
+    bare          beginning of the array names that have no prefix
     block         text before the layer number in an array name
-    ends          dict from each hpc3d parameter of the embedding and head to its array name
+    ends          dict from each hpc3d parameter outside the layers to its array name
     layers        dict from each hpc3d layer to the names of its arrays; {} is the expert index
     transposed    True if layer weights have the shape [out, in]
     measured      dict from key of [model] to the (array name, dimension) that gives its value

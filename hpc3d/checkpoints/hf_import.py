@@ -1,6 +1,7 @@
 """Import a model from Hugging Face `transformers` files (see hf_families).
 
-The files are untrusted: model sizes are taken from the stored arrays, not from config.json.
+The files are untrusted, and config.json might contradict the weights. Model sizes are therefore
+derived from the shapes of the stored arrays wherever possible.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Pretrained:
 
     `model` holds the known keys of the `[model]` section, and `settings` the content of
     config.json. `undecided` contains each key that the user must set, with an explanation. Raises
-    a one-line ValueError if hpc3d cannot train the model. NaN and infinite weights are an error
-    unless `allow_nonfinite` is true.
+    ValueError, with a one-line message, if hpc3d cannot train the model. Unless `allow_nonfinite`
+    is true, reading an array with NaN or infinite values also raises ValueError.
     """
 
     def __init__(self, path: Path, allow_nonfinite: bool = False) -> None:
@@ -240,7 +241,7 @@ def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Format a list of names; replace the names after the third one with their number."""
+    """Format the first three names, followed by the count of the others, such as "and 2 more"."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + rest
 

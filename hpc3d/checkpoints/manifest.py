@@ -69,7 +69,7 @@ def type_of(name: str) -> np.dtype:
 
 
 def narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Cast `values` to `dtype`, unless `dtype` can represent their type exactly.
+    """Return `values` cast to `dtype`, or unchanged if `dtype` represents their type exactly.
 
     Raises ValueError if a finite value exceeds the range of `dtype` and would become infinite.
     """
@@ -163,7 +163,11 @@ def _check_files(files: Any) -> None:
 
 
 def _check_file(file: Any) -> None:
-    """Raise ValueError if a file entry has an invalid size or hash, or a piece beyond its end."""
+    """Raise ValueError if the entry of a file is invalid.
+
+    The entry must have a valid size and hash, and its pieces must not extend beyond the end of the
+    file.
+    """
     name, digest, pieces = file["file"], file.get("sha256"), file.get("pieces")
     _require(_number(file.get("bytes")), f"manifest.json: {name} has no valid size in bytes")
     _require(isinstance(digest, str) and _DIGEST.fullmatch(digest), f"{name} has no valid SHA-256")
@@ -199,7 +203,11 @@ def _sound_piece(
 
 
 def _sound_box(edges: Any) -> bool:
-    """Return True for a valid list [top, bottom, left, right] or [..., front, back]."""
+    """Return True if a list contains the edges of a valid box (see `BlockSlices.edges`).
+
+    The edges are [top, bottom, left, right] for a matrix, followed by [front, back], the range of
+    experts, for stacked experts.
+    """
     if not (isinstance(edges, list) and len(edges) in (4, 6) and all(map(_number, edges))):
         return False
     return all(first <= last for first, last in zip(edges[::2], edges[1::2], strict=True))

@@ -33,7 +33,7 @@ def initial_state(
     read: Callable[[str], np.ndarray],
     specs: Sequence[StateSpec],
 ) -> InitialState:
-    """Return a state with parameter values from `read(name)` and zero optimizer states."""
+    """Return a state with parameter values from `read(name)` and optimizer states set to zero."""
 
     def states_of(name, shape):
         """Yield (kind, shape, dtype) for each optimizer state of a parameter."""

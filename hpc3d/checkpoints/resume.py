@@ -64,7 +64,10 @@ _NOTHING = "{}: no checkpoint to resume from; start a new run"
 
 
 def run_to_resume(words: list[str]) -> Path | None:
-    """Remove --resume and its value from `words`; return the run folder, or `None` if absent."""
+    """Remove --resume and its value from command-line arguments; return the run folder.
+
+    Returns `None` if `words` does not contain --resume.
+    """
     for index, word in enumerate(words):
         if word.startswith("--resume="):
             words[index : index + 1] = word.split("=", 1)
@@ -109,7 +112,10 @@ def config_of_run(run: Path, words: Sequence[str]) -> Config:
 
 
 def checkpointed_config(run: Path) -> Config:
-    """Return the configuration from the newest readable checkpoint or, if none, config.toml."""
+    """Return the configuration stored in the newest readable checkpoint of a run.
+
+    If no checkpoint is readable, return the configuration in config.toml.
+    """
     opened = _newest_readable(run)
     return config_of(opened) if opened else config_of_run(run, [])
 
@@ -130,7 +136,7 @@ def _refuse_truncated(path: Path, opened: Checkpoint) -> None:
         present = _keys_of(read(path))
     except ValueError as error:
         raise ValueError(f"{error}; {remedy}") from None
-    # a run's config.toml contains keys without a default only if they are set
+    # keys whose default is None may be missing: config.toml contains them only if they are set
     needed = {key for key, value in flat(Config()).items() if value is not None}
     if missing := sorted(needed & _keys_of(toml(opened.header["config"])) - present):
         more = f" and {counted(len(missing) - 1, 'more key')}" if len(missing) > 1 else ""
@@ -355,7 +361,10 @@ def _take(opened: Checkpoint, trainer: Trainer, owned: bool) -> None:
 
 
 def _same_layout(opened: Checkpoint, config: Config) -> bool:
-    """Return True if the checkpoint has the mesh, data type and block layout of `config`."""
+    """Return True if the checkpoint was written with the mesh and data type of `config`.
+
+    The settings of [parallel] in `_OF_LAYOUT` must also be the same.
+    """
     before = config_of(opened)
     if before.train.dtype != config.train.dtype:
         return False
@@ -365,10 +374,10 @@ def _same_layout(opened: Checkpoint, config: Config) -> bool:
 
 
 def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
-    """Advance the data loader `batches` of rank 0 to the position stored in a manifest.
+    """Move the data loader `batches` of rank 0 to the position stored in a manifest.
 
-    Without a stored position, the number of steps and the current batch size determine the
-    position.
+    If no position is stored, the data loader computes it from the number of completed steps and
+    the current batch size.
     """
     match header.get("position"):
         case {"sequences": int(sequences)} if batches is not None and sequences >= 0:

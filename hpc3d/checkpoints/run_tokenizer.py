@@ -133,9 +133,8 @@ def export(path: Path, target: Path) -> list[str]:
 def special_ids(path: Path) -> dict[str, Any]:
     """Return the special token ids for the config.json of an exported model.
 
-    If the run was started from an imported model, ids from that model's config.json take
-    precedence over the ids of the tokenizer, provided that the tokenizer has tokens with these
-    ids.
+    The ids are those of the run's tokenizer. If the run was started from an imported model, an id
+    in that model's config.json is used instead if the tokenizer has a token with this id.
     """
     home = _home_of(path)
     imported = object_in(home / _SPECIAL)

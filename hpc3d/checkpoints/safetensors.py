@@ -26,7 +26,8 @@ class Entry(NamedTuple):
 class Weights:
     """Weights file opened for reading; `entries` maps each array name to an `Entry`.
 
-    Raises a one-line ValueError if the file is damaged or is not in safetensors format.
+    Raises ValueError, with a one-line message, if the file is damaged or is not in safetensors
+    format.
     """
 
     def __init__(self, path: Path) -> None:

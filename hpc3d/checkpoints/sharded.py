@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 class OwnElements(NamedTuple):
     """Elements of one parameter array that this rank stores, flattened.
 
-    The elements are consecutive in the box `block`, starting at index `first`. `counts` is True if
-    this rank, rather than one of its replicas, writes the elements to checkpoints.
+    The elements are consecutive in the row-major order of the box `block`, starting at index
+    `first`. Replicas store the same elements; `counts` is True on the one rank that writes them to
+    checkpoints.
     """
 
     kind: str
@@ -206,7 +207,8 @@ def complete(
 def _discard(folder: Path) -> None:
     """Remove a checkpoint, manifest first, so that a partly deleted checkpoint is never valid.
 
-    Subfolders are not removed, because hpc3d does not create any. On NFS, open files also remain.
+    Subfolders are not removed, because hpc3d does not create any. On NFS, a file that a process
+    still has open is renamed to .nfs... instead of being removed, so the folder remains.
     """
     for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):
         if not path.is_dir():

@@ -45,7 +45,11 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, qkv: Any, sequence: int, form: tuple[int, int], causal: bool) -> Case:
-        """Create a cache key from qkv [B*T, heads*(g+2)*D], T = `sequence` and (D, g) = `form`."""
+        """Create a cache key for an array qkv of shape [B*T, heads*(g+2)*D].
+
+        `sequence` is the sequence length T. `form` is (D, g): the head dimension, and the number
+        of query heads per KV head.
+        """
         (rows, columns), (width, queries) = qkv.shape, form
         heads, name = columns // ((queries + 2) * width), np.dtype(qkv.dtype).name
         return cls(rows // sequence, heads, queries, sequence, width, name, causal)
@@ -135,7 +139,10 @@ class Flash:
         return None if sum(map(loads, RUNTIMES)) == 1 else "one-libcudart"
 
     def suits(self, dtype: DTypeLike, width: int, drop: object = None) -> bool:
-        """Return True if cuDNN supports this dtype, head width and dropout mask."""
+        """Return True if `Flash` supports this dtype and head dimension on this device.
+
+        Dropout is not supported: `drop` must be `None`.
+        """
         return takes(dtype, width, drop, self.widest)
 
     @staticmethod
@@ -152,9 +159,10 @@ class Flash:
     ) -> tuple[Any, Any]:
         """Compute softmax(q k^T / sqrt(D) + mask) v, and the statistics for the backward pass.
 
-        For qkv [B*T, heads*(g+2)*D], returns out [B*T, heads*g*D] and the float32 array stats [B,
-        heads*g, T, 1], the log-sum-exp of every row of scores. Raises RuntimeError if cuDNN does
-        not support the case, for example T = 1.
+        `heads` is the number of KV heads, g the number of query heads per KV head, and `form` is
+        (D, g). For qkv [B*T, heads*(g+2)*D], returns out [B*T, heads*g*D] and the float32 array
+        stats [B, heads*g, T, 1], the log-sum-exp of every row of scores. Raises RuntimeError if
+        cuDNN does not support these sizes, for example T = 1.
         """
         case = Case.of(qkv, sequence, form, causal)
         plan = self.plan(self.attention, case)
@@ -307,15 +315,16 @@ def loads(name: str) -> bool:
 
 
 def takes(dtype: DTypeLike, width: int, drop: object, most: int) -> bool:
-    """Return True if cuDNN supports attention with this dtype, head width and dropout mask.
+    """Return True if `Flash` supports this dtype and head dimension (`width`).
 
-    `most` is the maximum head width supported by the device.
+    `most` is the maximum head dimension supported by the device. Dropout is not supported: `drop`
+    must be `None`.
     """
     return drop is None and np.dtype(dtype).name in TYPES and width % 8 == 0 and width <= most
 
 
 def _widest(capability: int) -> int:
-    """Return the maximum head width of the backward pass, from cuDNN's support matrix."""
+    """Return the maximum head dimension of the backward pass, from cuDNN's support matrix."""
     if capability < 80:
         return 0
     return 256 if capability == 90 else 128

@@ -151,10 +151,10 @@ class Cuda:
         return status == _DONE
 
     def close(self) -> None:
-        """Abort communication calls that are still pending at the end of a job.
+        """Abort communication calls that are still pending GRACE seconds after the end of a job.
 
         Their peers may have exited. In a forked child process, which writes a checkpoint and
-        cannot use the device, the call has no effect.
+        cannot use the device, this method does nothing.
         """
         until = time.monotonic() + GRACE
         for stream in self.queues.values():

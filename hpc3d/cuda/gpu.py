@@ -1,8 +1,8 @@
 """Kernels, GEMMs and memory of a GPU, used by the CUDA implementations of primitives.
 
 The implementation of a primitive for one backend is called a rule. All work is enqueued on the
-current stream, without waiting for the device. Sums, moments and parameter gradients are float32;
-losses and norms are float64 arrays of shape [1].
+current stream, without waiting for the device. Partial sums, the statistics of normalization
+layers, and parameter gradients are float32. Losses and norms are float64 arrays of shape [1].
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Gpu:
         return launch_table.kernels()[name].launch(None, 1, size).grid[0]
 
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-        """Yield all `pieces` of a primitive's work.
+        """Yield the `pieces` into which a primitive's work is divided.
 
-        Pieces of the same `kind` launch identical kernels, so a simulated GPU yields only one of
-        them.
+        Pieces for which `kind(piece)` is the same launch identical kernels. `AbstractGpu`, which
+        only predicts costs, therefore overrides this method: it yields one piece of each kind.
         """
         yield from pieces
 

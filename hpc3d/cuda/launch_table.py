@@ -91,7 +91,7 @@ def tiles_of_strips(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def tiles_of_columns(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign each block 32 columns of one of the `rows` column sums."""
+    """Assign each block 32 columns of one column sum; `rows` is the number of sums."""
     return Launch((whole(columns, WARP), rows), (WARP, most // WARP))
 
 
@@ -101,7 +101,7 @@ def row_by_tiles(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def tiles_of_queries(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign each block 8 * `pack` columns of one of the `rows` matrices."""
+    """Assign each block 8 * `pack` columns of one matrix; `rows` is the number of matrices."""
     return Launch((rows, whole(columns, 8 * pack)), (8, most // 8))
 
 

@@ -1,4 +1,4 @@
-"""Checks across the ranks of a job: placement, equal versions, shared folder, communication.
+"""Checks across the ranks of a job: placement, same versions, shared folder, communication.
 
 Checks are collective: all ranks call a check, and the check yields the same findings on each rank,
 so that only rank 0 needs to print the findings.
@@ -105,7 +105,10 @@ def alike(job: Job) -> Iterator[Finding]:
         f"{name} {_unlike(found, hosts)}" for name, found in differing.items() if len({*found}) > 1
     ]
     if texts:
-        remedy = "use the same environment on all hosts: a shared folder or a module"
+        remedy = (
+            "use the same Python environment on all hosts, for example from a shared folder or an "
+            "environment module (module load)"
+        )
         yield Finding(FAIL, "versions", "; ".join(texts), remedy)
     else:
         listed = ", ".join(f"{name} {mine[name]}" for name, _ in requirements())
@@ -197,7 +200,10 @@ def _known_gather(comm: Communicator) -> bool:
 
 
 def _verdict_on(job: Job, subject: str, right: bool, text: str) -> Finding:
-    """Return a Finding for a test on all ranks. `right` is True if it passed on this rank."""
+    """Return an OK Finding if a test passed on all ranks, or a FAIL Finding that lists the others.
+
+    `right` is True if the test passed on this rank.
+    """
     wrong = [rank for rank, good in enumerate(job.gather(bool(right))) if not good]
     if not wrong:
         return Finding(OK, subject, text)

@@ -34,9 +34,10 @@ addr), and open all ports of any firewall between them"""
 
 
 class Board:
-    """Board on which ranks publish texts through the launcher, using MPI name publishing.
+    """Bulletin board: short texts that ranks publish and look up through the launcher.
 
-    If the launcher does not support name publishing, all texts are empty.
+    The texts are transferred by MPI name publishing (MPI_Publish_name). If the launcher does not
+    support it, all texts are empty.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:

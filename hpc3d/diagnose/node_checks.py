@@ -78,7 +78,7 @@ def requirements() -> list[tuple[str, str]]:
 
 
 def threads(ranks: int) -> Iterator[Finding]:
-    """Check that the threads of `ranks` ranks do not exceed the cores of this node."""
+    """Check that `ranks` ranks do not have more threads in total than this node has cores."""
     cores = environment.cores_of_node()
     bound, share = len(os.sched_getaffinity(0)), max(1, cores // ranks)
     asked = {
@@ -123,7 +123,10 @@ def quota(cores: int) -> Iterator[Finding]:
         return
     if time < cores:
         text = f"the container has {counted(cores, 'core')}, but a CPU quota of {time:.1f}"
-        remedy = f"limit the container by --cpuset-cpus instead, or use {time:.0f} ranks"
+        remedy = (
+            "start the container with --cpuset-cpus instead of a CPU quota, or use "
+            f"{time:.0f} ranks"
+        )
         yield Finding(WARN, "cores", text, remedy)
 
 

@@ -47,7 +47,10 @@ def scratch(folder: Path) -> tempfile.TemporaryDirectory:
 
 
 def replaced(folder: Path) -> None:
-    """Replace a file as for a checkpoint: sync a new file, rename it, and sync the folder."""
+    """Replace a file in the same way as saving a checkpoint does.
+
+    Write and fsync a new file, rename it to the old name, and fsync the folder.
+    """
     new, old = folder / "new", folder / "old"
     old.touch()
     with new.open("wb") as file:

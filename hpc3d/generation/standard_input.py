@@ -6,7 +6,7 @@ import os
 import select
 
 _PIECE = 1 << 16  # maximum bytes per read
-_PAUSE = 2.0  # the text ends after this many seconds without input
+_PAUSE = 2.0  # stop reading after this many seconds without input
 _NOTHING = 10.0  # maximum seconds to wait for the first byte
 
 
@@ -14,8 +14,8 @@ def standard_input(launched: bool, descriptor: int = 0) -> bytes:
     """Read all of standard input.
 
     Some MPI launchers, such as that of Open MPI 5, never forward end-of-file. If `launched` is
-    true, the text therefore ends when no more input arrives for 2 s. Raises ValueError if a
-    launched process receives no input.
+    true, the input is therefore considered complete when nothing has arrived for 2 s. Raises
+    ValueError if a launched process receives no input.
     """
     found = b""
     while not launched or _comes(descriptor, _PAUSE if found else _NOTHING):

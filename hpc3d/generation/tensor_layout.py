@@ -26,9 +26,10 @@ def laid_out(trained: Config, words: Sequence[str], ranks: int, samples: int) ->
     """Return the resolved configuration for text generation on `ranks` ranks.
 
     `words` are command-line options such as `--mesh.x 2`. The default mesh is that of the training
-    run if it has `ranks` ranks and only tensor axes, and otherwise the cuboid with the least
-    communication per token. In the result, `train.batch` is the number of sequences required to
-    generate `samples` samples. Raises ValueError with one line per violated rule.
+    run if it has `ranks` ranks and only the tensor-parallel axes x, y and z. Otherwise, it is the
+    x by y by z grid of `ranks` ranks with the least communication per token. In the result,
+    `train.batch` is the number of sequences required to generate `samples` samples. Raises
+    ValueError with one line per violated rule.
     """
     tree = small_files.toml(to_toml(_base(trained, words, ranks)))
     deprecated_keys.warn(override(tree, words))

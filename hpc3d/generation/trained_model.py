@@ -1,7 +1,7 @@
 """Trained model for text generation, from a run's checkpoint or a Hugging Face model folder.
 
 Rank 0 finds and validates the model. Every rank then opens the weight files and reads its own
-blocks.
+shards of the parameters.
 """
 
 from __future__ import annotations
@@ -118,10 +118,12 @@ class PublishedValues:
 
 
 def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
-    """Load the model at `path` on rank 0.
+    """Find and validate the model at `path`; called on rank 0.
 
-    `words` are command-line options such as `--section.key value`, of which only those for the
-    model are used. Raises ValueError if the model cannot be loaded or cannot generate text.
+    `words` are command-line options such as `--section.key value`. This function uses
+    `--data.path` for a run, and `--model.KEY` for a Hugging Face model. Raises ValueError if the
+    model is invalid or cannot generate text, or if an option is neither one of these nor in
+    `_LAYOUT`.
     """
     published = path.suffix == ".safetensors" or any(
         (path / name).exists() for name in (CONFIG, WEIGHTS, INDEX, "snapshots")
@@ -181,7 +183,10 @@ def _of_run(path: Path, words: Sequence[str]) -> TrainedModel:
 
 
 def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer:
-    """Return the tokenizer of a token file or, if `text` is `None`, of the training run."""
+    """Return the tokenizer stored in the token file `text`.
+
+    If `text` is `None`, return the tokenizer of the training run.
+    """
     name, vocabulary = config.data.tokenizer, config.model.vocabulary
     if text is None and (kept := kept_tokenizer(path)):
         return kept

@@ -166,7 +166,7 @@ def find_layouts(
     for name, value in {"ranks": ranks, "top": top}.items():
         if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name} = {value!r}: must be a positive integer")
-    more = max(top, _TOP)  # makes the ranking independent of a small `top`
+    more = max(top, _TOP)  # rank at least this many, so that a small `top` cannot change the order
     found = plan_layouts(source, _words(options), ranks, load(machine), memory, more)
     return FoundLayouts(*found, top)
 
@@ -189,10 +189,10 @@ def simulate_schedule(
     name
         Schedule name from `hpc3d.SCHEDULES`, or csv:FILE for a schedule in a CSV file.
     stages, microbatches
-        Number of pipeline stages, and number of microbatches per step.
+        `stages` is the number of pipeline stages, and `microbatches` is the number per step.
     chunks, steps
-        Number of model chunks per stage (None: the schedule's default), and number of training
-        steps (for asynchronous schedules).
+        `chunks` is the number of model chunks per stage (None: the schedule's default), and
+        `steps` is the number of training steps (for asynchronous schedules).
     **times
         Seconds per microbatch and stage: `forward`, `backward` (input gradient) and `weight`
         (weight gradient), 1 by default; and `comm` (time of a message), 0 by default.  A list

@@ -32,9 +32,10 @@ _SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
 def launched(ranks: int, words: list[str]) -> Path:
     """Run `train` with command-line arguments `words` on `ranks` processes; return the run folder.
 
-    A run that stopped early on request counts as finished.  Raises ValueError with the messages of
-    the command if it rejects the input, and RuntimeError with the output and the exit code of the
-    command if a rank or a check fails.
+    A run that was asked to stop early is treated as successful. Raises ValueError, with the
+    messages of the command, if the command rejects the input. Raises RuntimeError, with the output
+    and the exit code of the command, if training fails, for example because a rank failed or a
+    check found corrupt data.
     """
     command = [*_launcher(ranks), sys.executable, "-m", "hpc3d.train", *words]
     with TemporaryDirectory(prefix="hpc3d-") as scratch:

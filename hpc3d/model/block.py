@@ -78,19 +78,22 @@ class PreNorm:
             return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
 
     def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved]:
-        """Compute y from `total` = x + dropout(f); also return the norm's saved data."""
+        """Compute y from the residual sum `total` = x + dropout(output of f).
+
+        Also return the data that the norm saves for the backward pass.
+        """
         return total, saved
 
     def total_grad(self, dy: Array, saved: NormSaved) -> Array:
-        """Return the gradient of `total` = x + dropout(f), given the gradient of y."""
+        """Return the gradient of the residual sum `total`, given the gradient of y."""
         return dy
 
     def branch_grad(self, dtotal: Array, micro: Microbatch) -> Array:
-        """Return the gradient of f's output, given the gradient of x + dropout(f)."""
+        """Return the gradient of f's output, given the gradient of the residual sum."""
         return self.dropout.apply(dtotal, micro, self.hidden)
 
     def input_grad(self, dbranch: Array, saved: NormSaved, dtotal: Array) -> Array:
-        """Return the gradient of x, given the gradients of f's input and of x + dropout(f)."""
+        """Return the gradient of x, given those of f's input and of the residual sum."""
         return self.norm.backward(dbranch, saved, residual=dtotal)
 
 
@@ -160,7 +163,10 @@ class Block:
         )
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved | BlockInput]:
-        """Return this rank's block of Y and the saved data (`BlockInput` if fully recomputed)."""
+        """Return this rank's shard of the output Y, and the data saved for the backward pass.
+
+        The saved data is a `BlockInput` if the block is fully recomputed.
+        """
         y, saved = self.forward_saving(x, micro)
         return y, BlockInput(x, self.parameters.value) if self.recompute == "full" else saved
 
@@ -174,7 +180,7 @@ class Block:
         return saved
 
     def forward_saving(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved]:
-        """Return this rank's block of Y and the data saved for the backward pass."""
+        """Return this rank's shard of the output Y, and all data needed by the backward pass."""
         proj, mlp, residual1, residual2 = self.proj, self.mlp, self.residual1, self.residual2
         n1, saved_norm1 = residual1.branch_input(x)
         qkv, saved_qkv = self.qkv.forward(n1)

@@ -1,9 +1,11 @@
 """Context parallelism: the sharding of sequences along the context axis c.
 
-The c ranks form a ring with `rings` positions.  Each position has `heads` ranks, which exchange
-heads for tokens (all-to-all).  Keys and values are passed around the ring.  Under a causal mask,
-later chunks attend to more keys.  Ring position i of r therefore has chunks i and 2r-1-i of 2r
-(zig-zag), so that all ranks do the same work.
+The c ranks form a ring of r = `rings` positions, with `heads` ranks at each position. Keys and
+values are passed around the ring. Before attention, an all-to-all among the ranks of a position
+changes the sharding from tokens to heads (Ulysses); after attention, another one changes it back.
+Under a causal mask, later tokens attend to more keys. In a ring, each sequence is therefore
+divided into 2r chunks, and position i stores chunks i and 2r-1-i (zig-zag), so that all ranks do
+the same work.
 
     r = 4    chunk  0 1 2 3 4 5 6 7        r = 2, heads = 2    chunk  0 0 1 1 2 2 3 3
          ring rank  0 1 2 3 3 2 1 0                            rank   0 1 2 3 2 3 0 1
@@ -20,9 +22,10 @@ import numpy as np
 class Context(NamedTuple):
     """Sharding of sequences of `length` tokens over the `rings` x `heads` ranks of axis c.
 
-    A microbatch of S sequences consists of c S virtual sequences of T/c tokens, ordered by rank.
-    Axis c is the outermost axis that shards the rows in every layout, so each rank stores its own
-    tokens.
+    Each rank stores T/c tokens of every sequence. The layers other than attention treat these
+    tokens as a sequence of their own, a "virtual sequence": a microbatch of S sequences becomes
+    c S virtual sequences of T/c tokens, ordered by rank. Several mesh axes may shard the rows
+    (tokens) of an array; in every layout, axis c is the outermost of them.
     """
 
     length: int

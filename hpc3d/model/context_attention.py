@@ -133,7 +133,9 @@ class RingAttention(HeadBlock):
     def _span(self, kv: Array, ring_rank: int, products: int) -> Any:
         """Return a trace span for attention to the keys at ring position `ring_rank`.
 
-        `products` is the number of FLOPs per attention score and head feature.
+        `products` is twice the number of matrix products per pair of chunks (2 in the forward
+        pass, 5 in the backward pass). The FLOP count of the span is `products` times the number of
+        scores per head, the number of heads and the head dimension.
         """
         scores = sum(
             (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start)
@@ -155,8 +157,9 @@ class RingAttention(HeadBlock):
     def _drop(self, micro: Microbatch) -> Mask | None:
         """Return the dropout `Mask` of the probabilities, or `None` without dropout.
 
-        The mask is part of a matrix of shape [samples*heads*keys, T]. `Mask.rows` lists, for each
-        sample, the index of the first matrix row that belongs to this rank's heads.
+        The random numbers of all ranks form a matrix with one row per (sample, head, key) and one
+        column per query. `Mask.rows` contains, for each sample, the index of the first row that
+        belongs to this rank's heads.
         """
         if not self.drops(micro):
             return None
@@ -215,12 +218,12 @@ class Ring:
 
 
 class HeadExchange:
-    """Ulysses attention: all-to-alls before and after attention exchange heads for tokens.
+    """Ulysses attention: attention between two all-to-alls (Jacobs et al. 2023, arXiv:2309.14509).
 
-    Between the all-to-alls, each of u ranks has 1/u of the heads and u times as many tokens. The u
-    ranks are adjacent on the context axis (Jacobs et al. 2023, arXiv:2309.14509). If q and k have
-    Q and K elements on a rank, the rank receives (1 - 1/u) (2 Q + 2 K) elements in the forward
-    pass and as many in the backward pass.
+    The first all-to-all changes the sharding from tokens to heads, and the second one changes it
+    back. In between, each of u ranks has 1/u of the heads and u times as many tokens. The u ranks
+    are adjacent on the context axis. If q and k have Q and K elements on a rank, the rank receives
+    (1 - 1/u) (2 Q + 2 K) elements in the forward pass and as many in the backward pass.
     """
 
     def __init__(self, mesh: Mesh, context: Context, core: CoreAttention | RingAttention) -> None:
@@ -244,7 +247,8 @@ class HeadExchange:
     def to_heads(self, x: Array, stretches: Sequence[slice]) -> Array:
         """Redistribute x from [B*t, heads] to [B*u*t, heads/u] with an all-to-all.
 
-        Each slice in `stretches` contains the columns of complete, contiguous heads.
+        `stretches` are the column ranges of x. The heads of each range are divided evenly among
+        the u ranks.
         """
         rows, columns = x.shape
         u, width = self.members, columns // self.members
@@ -270,10 +274,11 @@ class HeadExchange:
     def _columns(
         self, whole: Array, parts: Array, stretches: Sequence[slice]
     ) -> Iterator[tuple[Array, Array]]:
-        """For each slice in `stretches`, yield views of `whole` and `parts` with the same heads.
+        """Yield views of `whole` and `parts` with the same heads, for each range in `stretches`.
 
-        `whole` is [rows, heads], `parts` is [u, rows, heads/u], and both views are [u, rows,
-        columns/u], where `columns` is the number of columns in the slice.
+        `whole` has the shape [rows, heads], with the heads of all u ranks, and `parts` has the
+        shape [u, rows, heads/u], with one matrix per rank. For a range of n columns of `whole`,
+        both views have the shape [u, rows, n/u].
         """
         u, start = self.members, 0
         for stretch in stretches:

@@ -172,11 +172,14 @@ class ExpertMixture:
     """Mixture of experts of block `name`, whose input and output have the layout of the block's X.
 
     Each rank routes its own rows: it computes complete rows of router logits. Expert indices and
-    gate weights are then all-gathered along k. `auxiliary_loss` is this rank's share of the router
-    losses in the last forward pass: z lse^2 of every token (Zoph et al. 2022, arXiv:2202.08906)
-    and alpha E sum_i f_i P_i of its sequence (Fedus et al. 2021, equation 4), where f_i is the
-    fraction of choices that select expert i. If several ranks route the same token, only one of
-    them counts the token's losses.
+    gate weights are then all-gathered along the axes that shard loop k (the features of X).
+
+    `auxiliary_loss` is this rank's share of the router losses in the last forward pass. A token
+    has the z-loss z lse^2 (Zoph et al. 2022, arXiv:2202.08906), where lse is the log-sum-exp of
+    its router logits, and the balance loss alpha E sum_i f_i P_i (Fedus et al. 2021, equation 4),
+    where f_i is the fraction of its sequence's choices that select expert i, and P_i is its router
+    probability of expert i. E is the number of experts, z is model.z_loss, and alpha is
+    model.balance_loss. If several ranks route the same token, only one counts its losses.
     """
 
     adds_residual = False
@@ -206,10 +209,12 @@ class ExpertMixture:
         self.auxiliary_loss: Any = 0.0
 
     def _precedes(self) -> Array:
-        """Return the array `precedes`, int64 [k, pieces, c, k, pieces], for `before_of`.
+        """Return the 0/1 array `precedes`, int64 [top_k, pieces, c, top_k, pieces].
 
-        Slots are assigned in order of the choice index (0 to top_k - 1), then of the sequence
-        segment. An entry is 1 if the tokens of another rank along c precede this rank's tokens.
+        With it, `before_of` counts the tokens to which slots are assigned before this rank's
+        tokens. Slots are assigned in order of choice index (0 to top_k - 1), then of position in
+        the sequence. Entry [i, s, r, j, t] is 1 if choice j of segment t on another rank r of axis
+        c precedes choice i of segment s on this rank.
         """
         starts = self.context.starts()
         here, choice = self.mesh.coord(CONTEXT), np.arange(self.form.top_k)
@@ -367,9 +372,9 @@ def _flat(rows: Array) -> Array:
 
 
 def _least_rows(mesh: Mesh, split: Split) -> int:
-    """Return the granularity of slot rows: their number per rank along e is a multiple of it.
+    """Return the number of which the slot rows per rank of axis e must be a multiple.
 
-    The axes of k then shard the output rows of the up projection evenly.
+    The mesh axes that shard loop k can then shard the output rows of the up projection evenly.
     """
     gathered = mesh.size(EXPERTS) * mesh.count(
         [axis for axis in split.n.split() if axis in split.x[0]]

@@ -21,16 +21,18 @@ MEANING = {
     "runs": """\
 `step [ms]` is the median step time of the slowest rank, with the quartiles `25 % [ms]` and `75 %
 [ms]`. `tokens/s` is the number of tokens per step divided by this median. `communication` is the
-share of the step time spent in calls (collectives and messages). `received [B]` is the number of
-bytes that a rank receives in a step with bandwidth-optimal algorithms.
+share of the step time spent in communication calls (collectives and messages). `received [B]` is
+the number of bytes that a rank would receive per step if every collective used a bandwidth-optimal
+algorithm. It is computed from the sizes of the arrays.
 
 `loss [nat]` is the loss after the last step that all runs have in common, `loss after step`. The
 `max loss difference [nat]` from the first run, over all common steps, shows whether two layouts
 train the same model.""",
     "received": """\
-Bytes that a rank receives per step along each mesh axis, with bandwidth-optimal algorithms.
-`difference` is relative to the first run. `time [ms]` is the time per step that a rank spends in
-these calls. In the CSV file, the columns are numbered by run, starting from 1, as in bytes_2.""",
+Bytes that a rank receives per step along each mesh axis if every collective uses a
+bandwidth-optimal algorithm. `difference` is relative to the first run. `time [ms]` is the time per
+step that a rank spends in communication calls along the axis. In the CSV file, the columns are
+numbered by run, starting from 1, as in bytes_2.""",
     "scaling": """\
 `forward [ms]` and `backward [ms]` are the mean time of a rank in its forward and backward passes,
 over all microbatches. The `average step time [ms]` is their sum divided by `batch`, the number of
@@ -58,23 +60,24 @@ Time of a step in the first run and in this run, by category, phase, axis and op
 confidence interval of the `difference [ms]` ranges from `from [ms]` to `to [ms]` (Welch's
 interval; steps are assumed to be independent).""",
     "step": """\
-`min [ms]`, `25 % [ms]`, `median [ms]`, `75 % [ms]` and `max [ms]` are quantiles over the averaged
-`steps`, which have the indices `from` to `to`. The time of a step is the time of its slowest rank.
-`forward [ms]` and `backward [ms]` are the mean time of a rank in these passes. They include the
-calls inside a pass, but not the messages between stages, the gradient reduction over replicas and
-the optimizer. `tokens/s` is the number of tokens per step divided by the median. `communication`
-is the share of the step time spent in calls.""",
+`min [ms]`, `25 % [ms]`, `median [ms]`, `75 % [ms]` and `max [ms]` are quantiles of the step time,
+without the warmup: `steps` is the number of steps, `from` is the index of the first step, and `to`
+that of the last one. The time of a step is the time of its slowest rank. `forward [ms]` and
+`backward [ms]` are the mean time of a rank in these passes. They include the communication calls
+inside a pass, but not the messages between stages, the gradient reduction over replicas and the
+optimizer. `tokens/s` is the number of tokens per step divided by the median. `communication` is
+the share of the step time spent in communication calls.""",
     "efficiency": """\
 `model [FLOP]` is the number of floating-point operations that a step of this model requires, by
 equation 7 of arXiv:2205.05198: 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)) for B sequences of s
 tokens, L layers of width h and a vocabulary of V. Other model families have an equivalent formula.
-A token counts only the experts that it is routed to. `recorded [FLOP]` is the number of operations
-in the recorded matrix products and attention. It is larger than the model FLOP with recomputation,
-a padded vocabulary or unused expert capacity. It is smaller if tokens are dropped or if attention
-skips masked chunks, because `model [FLOP]` includes the masked half of the attention matrix.
-`model [FLOP/s]` and `recorded [FLOP/s]` divide these numbers by the median step time. `MFU` and
-`HFU` (model and hardware FLOPs utilization) are these rates divided by the peak rate of all ranks,
-which is set with --peak.""",
+For a mixture of experts, it includes only the experts to which a token is routed. `recorded
+[FLOP]` is the number of operations in the recorded matrix products and attention. It is larger
+than the model FLOP with recomputation, a padded vocabulary or unused expert capacity. It is
+smaller if tokens are dropped or if attention skips masked chunks, because `model [FLOP]` includes
+the masked half of the attention matrix. `model [FLOP/s]` and `recorded [FLOP/s]` divide these
+numbers by the median step time. `MFU` and `HFU` (model and hardware FLOPs utilization) are these
+rates divided by the peak rate of all ranks, which is set with --peak.""",
     "prediction": """\
 Values predicted by python -m hpc3d.simulate for this run, and the measured values. If `predicted /
 measured` is below 1, the run needed more time or memory than predicted. step_s is the median step
@@ -88,10 +91,11 @@ exp(loss), and the `accuracy`, which is the share of tokens to which the model a
 probability. The `time [ms]` of an evaluation is not part of a step.""",
     "time": """\
 Breakdown of the mean step time, `time [ms]`. `category` is the activity of a rank: compute, comm
-(waiting for the result of a call), copy (a call with a deferred wait), optimizer, or io (reading
-the text). unrecorded is the part of the step without any event. `phase` is the part of the step,
-`axis` the mesh axis of a call, and `operation` the computation or call. Bytes are counted only at
-the receiver, as `received [B]`. `rate [FLOP/s]` is the rate of one rank.""",
+(waiting for the result of a communication call), copy (starting a call whose result the rank waits
+for later, or copying an offloaded array), optimizer, or io (reading the text). unrecorded is the
+part of the step without any event. `phase` is the part of the step, `axis` the mesh axis of a
+communication call, and `operation` the computation or call. Bytes are counted only at the
+receiver, as `received [B]`. `rate [FLOP/s]` is the rate of one rank.""",
     "between": """\
 Work of the ranks between steps, which is not included in the step times. snapshot copies the
 state, which a thread then writes in the background; checkpoint is the time that a rank waits until
@@ -101,29 +105,32 @@ a checkpoint is on disk. `count` is the number of occurrences per rank, `mean [m
 Time of a step by Transformer layer. The row without a layer number contains the embedding, head,
 loss and optimizer.""",
     "ranks": """\
-`step [ms]` is the sum of `compute [ms]` (including the optimizer), `wait [ms]` and `transfer [ms]`
-(blocked in a call before and after the last member arrives; their sum is `exposed [ms]`), `copy
-[ms]` (calls with a deferred wait), `other [ms]` (such as reading data) and `unrecorded [ms]`.
+`step [ms]` is the sum of `compute [ms]` (including the optimizer), `wait [ms]`, `transfer [ms]`,
+`copy [ms]`, `other [ms]` (such as reading data) and `unrecorded [ms]`. A rank is blocked in a
+communication call for `wait [ms]` until the last member arrives, and then for `transfer [ms]`
+until the call ends. The sum of these two times is `exposed [ms]`. `copy [ms]` is the time to start
+calls whose results the rank waits for later, and to copy offloaded arrays.
 
-`outstanding call [ms]` is the part of `compute [ms]` during which the rank had posted a call
-without waiting for it yet. The call may have completed long before, so this is an upper bound on
-the communication hidden by computation.""",
+`outstanding call [ms]` is the part of `compute [ms]` during which the rank had posted a
+communication call without waiting for it yet. The call may have completed long before, so this is
+an upper bound on the communication hidden by computation.""",
     "imbalance": """\
 Compute time of the busiest rank, and mean compute time over all ranks. Their ratio, `max / mean`,
 is 1 if the load is balanced.""",
     "waits": """\
-A rank is `blocked [ms]` from the start of its wait for a call until it has the result. `wait [ms]`
-is the part before the last member arrives, and `transfer [ms]` the part after. A broadcast waits
-only for its root. Violations are calls that ended before a required member arrived. They show that
-the clocks of two hosts disagree by at least `worst [us]`.""",
+`blocked [ms]` is the time from when a rank starts to wait for a communication call until it has
+the result. `wait [ms]` is the part of this time before the last member of the call arrives, and
+`transfer [ms]` the part after. A broadcast waits only for its root. Violations are calls that
+ended before a required member arrived. They show that the clocks of two hosts disagree by at least
+`worst [us]`.""",
     "stragglers": """\
 `arrives last` is the number of `calls` (collectives and messages) at which a rank arrived last.
-`imposed wait [ms]` is the time per step that all other ranks wait for it. A rank may be late
-because it waited for another rank; the critical path shows this. `busy [ms]` is the median time
-per step during which the rank is not blocked in calls. A rank is a `straggler` if both conditions
-hold: it has the longest busy time in significantly more steps than expected by chance (5 % level),
-and its busy time exceeds the median of the other ranks by at least 1 % of a step. A dash means
-that there are too few steps to decide.""",
+`imposed wait [ms]` is the time per step that the other ranks wait for it, summed over these ranks.
+A rank may be late because it waited for another rank; the critical path shows this. `busy [ms]` is
+the median time per step during which the rank is not blocked in communication calls. A rank is a
+`straggler` if both conditions hold: it has the longest busy time in significantly more steps than
+expected by chance (5 % level), and its busy time exceeds the median of the other ranks by at least
+1 % of a step. A dash means that there are too few steps to decide.""",
     "path": """\
 Critical path of the step: the sequence of work across ranks that determined the step time. Wait
 times are not part of the path. Only faster work on this path can shorten the step. The category
@@ -139,38 +146,41 @@ Bytes sent per step from each rank to each other rank, regardless of the route c
 library. The root is the only sender of a broadcast and the only receiver of a reduction. In other
 collectives, all members send equal shares.""",
     "crossing": """\
-Totals per step over the ranks of a host: the number of calls with ranks on other hosts, the bytes
-`received [B]` (computed as in the trace), and the bytes received `from other hosts [B]`. `through
-NICs [B]` is the number of bytes that the NIC of the host receives. If a group has the same number
-of ranks on each of its h hosts, large blocks enter a host once and are then distributed inside it.
-An all-gather or reduce-scatter thus receives (h-1)/h of the complete block, an all-reduce twice as
-much, and a broadcast or reduction one block. For other groups, the number is an upper bound: it
-assumes that every rank receives its data separately.""",
+Totals per step over the ranks of a host: the number of communication calls with ranks on other
+hosts, the bytes `received [B]` (if every collective uses a bandwidth-optimal algorithm), and the
+part of these bytes that comes `from other hosts [B]`. `through NICs [B]` is the number of bytes
+that the NIC of the host receives. If a group has the same number of ranks on each of its h hosts,
+large blocks enter a host once and are then distributed inside it. An all-gather or reduce-scatter
+thus receives (h-1)/h of the complete block, an all-reduce twice as much, and a broadcast or
+reduction one block. For other groups, the number is an upper bound: it assumes that every rank
+receives its data separately.""",
     "crossing_pairs": """\
 Bytes sent per step from each host to each other host, summed over their ranks. The diagonal is the
 traffic within a host.""",
     "pipeline": """\
-Time of a stage in its forward passes, `F [ms]`, and in its backward passes: `BW [ms]` is the full
-backward pass; a split backward pass has `B [ms]` for the input gradient and `W [ms]` for the
-weight gradients. `idle` is the share of the time between the first and the last pass of all stages
-in which this stage runs no pass. `idle, simulated` is the same share for the ideal schedule, with
-instantaneous messages and identical stages. `in flight` is the maximum number of microbatches
-whose forward pass has started and whose backward pass has not ended.""",
+`F [ms]` is the time that a stage spends in forward passes, and `BW [ms]` the time in full backward
+passes. If the schedule splits the backward pass, `B [ms]` is the time for the input gradient, and
+`W [ms]` the time for the weight gradients. `idle` is the share of the time between the first and
+the last pass of all stages in which this stage runs no pass. `idle, simulated` is the same share
+for the ideal schedule, with instantaneous messages and identical stages. `in flight` is the
+maximum number of microbatches whose forward pass has started and whose backward pass has not
+ended.""",
     "bubble": """\
 Idle time of a stage, in three parts: `warmup [ms]` before its first backward pass, `drain [ms]`
 after its last forward pass, and `steady [ms]` in between. `all passes [ms]` is the time from the
 first to the last pass of all stages.""",
     "expert_cost": """\
-`capacity` is the number of token slots of each expert per step. An expert computes all of its
-slots, used or not, so a higher load, `max / mean` (mean over steps and layers), does not slow down
-any matrix product. Load imbalance instead has two costs: tokens beyond the capacity are `dropped`,
-and other experts have `unused capacity`. `dropped, balanced` and `unused, balanced` are the shares
-that would remain with a balanced load. `unused [FLOP]` is the number of operations per step on
-unused slots in forward and backward passes. `wait along e [ms]` is the mean wait of a rank in
-dispatch and combine, and `share of step` its share of the step time. The rank in the column `for
-rank` causes the longest waits; it owns `experts` in every layer. `load` is the number of tokens in
-the slots of these experts relative to the mean over all experts. If it is close to 1, the load is
-not the reason for the wait.""",
+`capacity` is the number of token slots of each expert per step. `max / mean` is the load of the
+busiest expert divided by the mean load of all experts, averaged over steps and layers. An expert
+computes all of its slots, used or not, so a higher load does not slow down its matrix products.
+Load imbalance instead has two costs: tokens beyond the capacity are `dropped`, and other experts
+have `unused capacity`. `dropped, balanced` and `unused, balanced` are the shares that would remain
+with a balanced load. `unused [FLOP]` is the number of operations per step on unused slots in
+forward and backward passes. `wait along e [ms]` is the mean wait of a rank in dispatch and
+combine, and `share of step` its share of the step time. The rank in the column `for rank` causes
+the longest waits; it owns `experts` in every layer. `load` is the number of tokens in the slots of
+these experts relative to the mean over all experts. If it is close to 1, the load is not the
+reason for the wait.""",
     "experts": """\
 Totals over the averaged steps: the `share of tokens` routed to an expert, and its `load`, which is
 this share times the number of experts (1 with a balanced load). `dropped` is the share of its

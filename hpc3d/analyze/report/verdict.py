@@ -81,13 +81,16 @@ def _largest_costs(
     late = [row for row in tables["stragglers"] if row["straggler"] == "yes"]
     if late:
         yield (
-            f"Rank {late[0]['rank']} is a straggler: the other ranks wait"
-            f" {seconds(late[0]['imposed_s'])} per step for it."
+            f"Rank {late[0]['rank']} is a straggler: the other ranks wait for it for a total of"
+            f" {seconds(late[0]['imposed_s'])} per step."
         )
 
 
 def _call(row: Mapping[str, Any]) -> str:
-    """Describe a call by operation and mesh axis. Messages along p include the bubble."""
+    """Describe a communication call by its operation and mesh axis.
+
+    The time of messages along the pipeline axis p includes the pipeline bubble.
+    """
     if row["axis"] == "p" and row["op"] in MESSAGES:
         return "messages between stages (p) and the bubble"
     return f"{row['op'].replace('_', '-')} along {row['axis']}"

@@ -74,7 +74,7 @@ def test_verdict_of_cpu_time_omits_waiting():
 def test_verdict_names_a_straggler():
     late = [{"rank": 3, "imposed_s": 0.2, "straggler": "yes"}]
     assert verdict(tables(stragglers=late))[-1] == (
-        "Rank 3 is a straggler: the other ranks wait 200 ms per step for it."
+        "Rank 3 is a straggler: the other ranks wait for it for a total of 200 ms per step."
     )
 
 
