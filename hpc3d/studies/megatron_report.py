@@ -77,9 +77,9 @@ def _layers(machine: Machine) -> list[dict[str, Any]]:
 
 
 def _states() -> list[dict[str, Any]]:
-    print("\narXiv:2205.05198, figure 1: GiB of parameters and optimizer state per rank (18 bytes")
-    print("per parameter, 12 L h^2 / n parameters). Columns: published; predicted without the")
-    print("embedding tables; relative error; predicted with the embedding tables")
+    print("\narXiv:2205.05198, figure 1: GiB of parameters and optimizer state per rank, for")
+    print("18 bytes per parameter and 12 L h^2 / n parameters (L layers, hidden size h, n ranks).")
+    print("Columns: published; predicted without embedding tables; relative error; with tables")
     found = megatron.states()
     for row in found:
         sizes = f"{row['published_GiB']:9.2f} {row['predicted_GiB']:9.2f} {row['error']:+6.1%}"
@@ -89,7 +89,8 @@ def _states() -> list[dict[str, Any]]:
 
 def _facts(machine: Machine) -> dict[str, list[float]]:
     print(
-        "\nErrors for the 22B model (full, selective recomputation) with modified machine models"
+        "\nRelative errors of the predictions for the 22B model with modified machine models"
+        "\n(columns: modification; full recomputation; selective recomputation)"
     )
     found = megatron.facts(machine)
     for fact, (full, selective) in found.items():

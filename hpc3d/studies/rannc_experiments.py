@@ -205,9 +205,9 @@ def _comparable(points, other):
 
 
 def _better(points, name, others):
-    """Report in one line whether a planner's plans are always faster than those of `others`.
+    """Report in one line whether planner `name` is always faster than the planners in `others`.
 
-    If not, the line lists the settings in which the planner's plans are slower.
+    The line ends with the settings in which planner `name` is slower, if there are any.
     """
     ratios = dict(_ratios(points, name, others))
     worse = [where for where, ratio in ratios.items() if ratio < 1]

@@ -107,7 +107,7 @@ def rows(
     batch: Sequence[int] = _BATCH,
     **how: Any,
 ) -> list[dict[str, Any]]:
-    """Compare the schemes with `point` for all combinations of hidden size and batch size."""
+    """Return the results of `point` for all combinations of hidden size and batch size."""
     return [point(machine, b, h, dtype, **how) for h, b in product(hidden, batch)]
 
 
@@ -124,10 +124,10 @@ def reproduces(row: dict[str, Any]) -> bool:
 
 
 def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Return the sizes that reproduce the published speed-ups if batch sizes may differ.
+    """Return the sizes that reproduce the published speed-ups if each scheme has its own batch.
 
-    Each result is (hidden size, batch size of 2-D, batch size of 3-D). Both layouts fit in memory.
-    The batch size of 1-D is arbitrary, because the time per sequence does not depend on it.
+    Each result is (hidden size, batch size for 2-D, batch size for 3-D), and both layouts fit in
+    memory. 1-D may use any batch size, because its time per sequence does not depend on it.
     """
     pairs = [
         (flat, cube)
@@ -195,7 +195,7 @@ def _sweep(machine: Machine, dtype: str) -> dict[str, Any]:
         f"\n{dtype}: speed-up of 3-D (4 x 4 x 4) over 1-D (64; paper: 2.32) and 2-D (8 x 8; 1.57)"
     )
     print(
-        "   a, b: speed-up over 1-D, 2-D within 10 % of the paper; *: both; m: exceeds the memory"
+        "   a: speed-up over 1-D within 10 % of the paper; b: over 2-D; *: both; m: out of memory"
     )
     _print_table(found, _cell)
     alone = own_batches(found)

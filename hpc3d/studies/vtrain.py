@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 COLUMNS = ["ranks", "batch", "micro", "hidden", "heads", "layers", "sequence", "t", "d", "p"]
 ROW = np.dtype([*((name, int) for name in COLUMNS), ("ms", float)])
 _DIVISORS = {"batch": ["d", "micro"], "layers": ["p"], "heads": ["t"], "hidden": ["heads"]}
-_FIELDS = range(-len(ROW), 0)  # indices of the file's last columns, which ROW describes
+_FIELDS = range(-len(ROW), 0)  # indices of the file's last columns, which hold the fields of ROW
 EVERY = 10  # every 10th published row is used for calibration
 _VOCABULARY = 50257
 PARTS = {"embedding": FIRST, "block": LAYER, "head": LAST}
@@ -49,7 +49,8 @@ _VALUE = 2  # bytes of a float16 value
 # Bytes per parameter that an update accesses: the float16 value and Adam's two float32 moments are
 # read and written, and the float16 gradient is read.
 _UPDATE = 2 * (_VALUE + 4 + 4) + _VALUE
-# Relative standard deviations of the step time model and of the prior on profile factors.
+# Assumed relative standard deviations: of measured step times from the fitted model, and of the
+# correction factors of the profiles from 1 (Gaussian prior).
 _NOISE, SPREAD = 0.02, 0.1
 # Free parameters of the fit, each with initial value, lower bound and upper bound.
 FREE = {
@@ -159,8 +160,9 @@ class Profile(NamedTuple):
 class ProfileFactors(NamedTuple):
     """Fitted machine model with correction factors.
 
-    `odd` is the slowdown of matrix products with an odd dimension. `factors` maps a profile to a
-    factor for the predicted kernel times of the layers; the default factor is 1.
+    `odd` is the slowdown of matrix products with an odd dimension. `factors` maps a `Profile` (the
+    sizes that determine a rank's kernels) to a correction factor for the predicted kernel times
+    of the layers; the default factor is 1.
     """
 
     machine: Machine
@@ -168,11 +170,11 @@ class ProfileFactors(NamedTuple):
     factors: dict
 
     def seconds(self, asked: Counter) -> list[float]:
-        """Return the predicted computation time and communication time of a pass in seconds.
+        """Return the predicted [computation time, communication time] of a pass in seconds.
 
-        `asked` contains the operations of the pass. Matrix products with odd dimensions are
-        slower, because tensor cores require rows aligned to 16 bytes (NVIDIA, "Matrix
-        Multiplication Background User's Guide").
+        `asked` maps each operation of the pass, (method, arguments), to the number of times that
+        it is executed. Matrix products with odd dimensions are slower, because tensor cores
+        require rows aligned to 16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide").
         """
         spent = [0.0, 0.0]
         for (method, arguments), count in asked.items():
@@ -193,9 +195,10 @@ class ProfileFactors(NamedTuple):
 
 
 class Steps:
-    """Training steps in an array of dtype ROW, and the recorded operations of their ranks.
+    """Training steps in an array of dtype ROW, and the operations that their ranks execute.
 
-    Ranks are numbered along t first, then along d, then along p.
+    Ranks are numbered along the tensor axis t first, then along the data axis d, and last along
+    the pipeline axis p.
     """
 
     def __init__(self, rows: np.ndarray, published: Published = COMPOSED) -> None:
@@ -210,11 +213,11 @@ class Steps:
         return self.total(self.passes(calibration), np.array(factors)[self.profile], calibration)
 
     def split(self, calibration: ProfileFactors) -> tuple[np.ndarray, np.ndarray]:
-        """Split each step time into the time of the layers' kernels and the remaining time.
+        """Split each predicted step time into the kernel time of the layers and the rest.
 
-        Returns the remaining time and the kernel time in seconds, each of shape [steps]. The step
-        time is linear in the kernel times, because all stages are identical except for the last
-        stage, which contains the head and is the slowest.
+        Returns (rest, kernel time) in seconds, each of shape [steps]. The split is exact, because
+        the predicted step time is linear in the kernel times: all stages are identical except for
+        the last stage, which contains the head and is the slowest.
         """
         passes = self.passes(calibration)
         fixed = self.total(passes, 0.0, calibration)

@@ -23,8 +23,9 @@ _CLOSE = 0.03  # layouts with at most this slowdown count as close to the best l
 class Choice(NamedTuple):
     """Layouts of a model with the shortest predicted and the shortest published step time.
 
-    `chosen` and `best` are the row indices of these two layouts. `among` is the number of layouts
-    compared. `loss` is the slowdown of the chosen layout relative to the best layout.
+    `chosen` is the row with the shortest predicted step time, and `best` the row with the shortest
+    published step time. `among` is the number of layouts compared. `loss` is the relative excess
+    of the published step time of `chosen` over that of `best`.
     """
 
     chosen: int
@@ -156,7 +157,7 @@ def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
 
 
 def _factors(calibration: ProfileFactors) -> None:
-    """Print the fitted factor of each profile, by which kernel times of layers are multiplied."""
+    """For each profile, print the fitted factor that scales the kernel times of the layers."""
     print("    factors: hidden, t; microbatch")
     table = {}
     for profile, factor in calibration.factors.items():

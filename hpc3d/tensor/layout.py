@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 class Layout(tuple):
     """Mesh axes that shard each dimension of a tensor.
 
-    Layout("x y", "z") describes a matrix A[i_xy, j_z], whose rows are sharded along x and y and
-    whose columns along z.  A mesh axis that is not in the layout replicates the tensor.
+    Layout("x y", "z") describes a matrix A[i_xy, j_z]: its rows i are sharded along x and y, and
+    its columns j are sharded along z.  The tensor is replicated along mesh axes that are not in
+    the layout.
 
     Parameters
     ----------
@@ -83,9 +84,9 @@ class Layout(tuple):
     def owner(self, axis: str, mesh: Mesh) -> int:
         """Return the coordinate along `axis` of the rank that owns this block.
 
-        It is the row index of the block, in units of blocks, modulo the size of `axis`, so all
-        blocks of a row have the same owner. The index excludes the context axis, so that all
-        tokens of a sequence, which attend to each other, have the same owner as well.
+        The owner is the block-row index modulo the size of `axis`, so all blocks of a block row
+        have the same owner. The index leaves out the context axis, so that all tokens of a
+        sequence, which attend to each other, also have the same owner.
         """
         return mesh.index(other for other in self[0] if other != CONTEXT) % mesh.size(axis)
 

@@ -47,10 +47,11 @@ _NONE = ""  # placeholder for a nonexistent axis, with size 1
 
 
 class Saved(NamedTuple):
-    """X and W saved for the backward pass.
+    """Operands X and W, saved for the backward pass.
 
-    If `kept` contains "x" or "w", the operand is saved as a working block, after it has been
-    gathered. Otherwise, it is saved as a stored block, which the backward pass re-gathers.
+    If `kept` contains "x" or "w", that operand is saved as a working block, i.e. after it has been
+    gathered. Otherwise, it is saved as a stored block (this rank's shard), which the backward pass
+    gathers again.
     """
 
     x: SavedActivation
@@ -115,7 +116,7 @@ class Matmul:
     def backward_input(
         self, saved: Saved, dy: Array, **epilogue: Any
     ) -> tuple[Pending, SavedForWeight]:
-        """Compute dX = dY W', and start to reduce it, which is the adjoint of the gather of X.
+        """Compute dX = dY W' and start its reduction, the adjoint of gathering X.
 
         Returns a `Pending` whose `wait` returns dX, and the operands saved for `backward_weight`.
         """
@@ -126,7 +127,7 @@ class Matmul:
         return self.reduce(dx, self.split.x, self.axes["n"]), rest
 
     def backward_weight(self, rest: SavedForWeight) -> Pending:
-        """Compute dW = X' dY, and start to reduce it, which is the adjoint of the gather of W.
+        """Compute dW = X' dY and start its reduction, the adjoint of gathering W.
 
         Returns a `Pending` whose `wait` returns dW. The method can be called at any time after
         `backward_input`.
@@ -151,7 +152,7 @@ class Matmul:
     def reduce(
         self, block: Array, layout: Layout, foreign: Sequence[str], deferred: Collection[str] = ()
     ) -> Pending:
-        """Start to reduce a partial block over the `foreign` axes, the adjoint of `gather`.
+        """Start the reduction of partial sums over the `foreign` axes, the adjoint of `gather`.
 
         Returns a `Pending` whose `wait` returns the stored block.
         """
@@ -203,10 +204,10 @@ class Matmul:
         return dx.wait(), dw.wait()
 
     def add_w(self, rest: SavedForWeight, grad: Array, bias_grad: Array | None = None) -> None:
-        """Add dW to `grad`. `dw_is_complete` must be true.
+        """Add dW to `grad`; `dw_is_complete` must be true.
 
-        If `y_is_complete` is also true, `bias_grad` may be given, and the column sums of dY are
-        added to it.
+        `bias_grad` may only be given if `y_is_complete` is true as well; the column sums of dY
+        are added to it.
         """
         a, b = self._factors_of_dw(rest)
         with self._span(a, b):
@@ -246,9 +247,10 @@ class Matmul:
         return left.T, right
 
     def _complete(self, letter: str) -> bool:
-        """Return True if sums over dimension `letter` (m, n or k) need no immediate reduction.
+        """Return True if partial sums over dimension `letter` (m, n or k) need no reduction now.
 
-        This is the case if all axes that shard the dimension have size 1 or a deferred reduction.
+        This is the case if every mesh axis that shards the dimension has size 1 or defers its
+        reduction to the end of the step.
         """
         return all(
             self.mesh.size(axis) == 1 or axis in self.deferred for axis in self.axes[letter]
@@ -274,11 +276,11 @@ def _weight_layouts(split: Split, transposed: bool) -> list[Layout]:
 
 
 def _in_order(axes: str, layout: Layout) -> list[str]:
-    """Return the foreign axes `axes` in the order of their reductions.
+    """Return the foreign axes `axes` in the order in which a block is reduced over them.
 
-    Axes that shard the block come first, in the order of the layout, followed by axes along which
-    one rank owns the block, because the owner depends on the rows of the shard.  All-reduces over
-    axes that replicate the block come last, when the block is smallest.
+    Axes that shard the block come first, in the order of the layout. Axes along which one rank
+    owns the block follow, because the owner is computed from the row index of the resulting shard.
+    Axes that replicate the block come last, so that their all-reduces process the smallest block.
     """
     order = [*(axis for dim in layout for axis in dim), *layout.owned]
     last = [axis for axis in axes.split() if axis not in order]
@@ -374,8 +376,8 @@ def sharded_matmul(
     mesh, split
         Mesh of this rank, and the axes that shard m, n and k, such as `hpc3d.SCHEMES["3d"]`.
     keep
-        Operands saved as working blocks (none with panels).  On a q^3 cube, "xw" saves 1/q^2 of X
-        and W per rank (six collectives), and "" saves 1/q^3 (eight collectives).
+        Operands kept gathered for the backward pass (none with panels).  On a q^3 cube, "xw"
+        stores 1/q^2 of X and W per rank (six collectives), and "" 1/q^3 (eight collectives).
     transposed, stacked
         Set `transposed` if W is stored as [n, k], and `stacked` to compute one product per
         expert, X[m, e, k] W[k, e, n].
@@ -393,7 +395,7 @@ def sharded_matmul(
         If `transposed` is true and the split has panels.
     """
     if split.panels and transposed:
-        raise ValueError("a transposed weight does not support panels; use Split.without_panels()")
+        raise ValueError("panels require a weight stored as [k, n]; use Split.without_panels()")
     dense = not (split.panels or stacked)
     rounded = EXACT if scales is None else rounded_operands(mesh, split, scales, dense)
     if split.panels:

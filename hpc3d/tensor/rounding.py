@@ -68,8 +68,9 @@ def rounded_operands(mesh: Mesh, split: Split, scales: str, dense: bool) -> Oper
     the GPU supports float8 GEMMs.
     """
     m, n, k = (axes.split() for axes in (split.m, split.n, split.k))
-    # Axes that shard the rows and the columns of each matrix when it is rounded: after the gather
-    # or, for panels of X and W, before the broadcast.
+    # Mesh axes that shard the rows and the columns of each matrix at the time of rounding.
+    # Matrices are rounded after they are gathered, but panels of X and W before they are
+    # broadcast.
     axes: dict[str, tuple[Sequence[str], Sequence[str]]] = {"x": (m, k), "w": (k, n), "dy": (m, n)}
     if split.panels:
         axes |= {"x": (split.x[0], split.x[1]), "w": (split.w[0][:1], n)}
@@ -100,10 +101,10 @@ class _Dim(NamedTuple):
 
     @property
     def tiles(self) -> slice:
-        """Slice of the all-reduce message that contains the maxima of this block's tiles.
+        """Slice of the all-reduce buffer for the maximum absolute values of this block's tiles.
 
-        If ranks share tiles, the message covers all tiles of the dimension; otherwise, it covers
-        only those of this block.
+        If ranks share tiles, the buffer has an entry for every tile of the dimension; otherwise,
+        it has entries only for the tiles of this block.
         """
         return slice(self.first, self.last) if self.shared else slice(self.last - self.first)
 
@@ -111,7 +112,7 @@ class _Dim(NamedTuple):
 class Rounding:
     """Function that rounds a block of a matrix to a float8 `dtype`, with one scale per tile.
 
-    `tiles` is the size of a tile (rows, columns), and `cuts` lists the axes that shard the rows
+    `tiles` is the shape of a tile (rows, columns). `cuts` holds the mesh axes that shard the rows,
     and those that shard the columns.
     """
 
@@ -140,7 +141,7 @@ class Rounding:
             return self.rounded(stack, maxima, tiles, block.shape)
 
     def rounded(self, stack: Array, maxima: Array, tiles: Tiles, shape: Sequence[int]) -> Any:
-        """Round `stack` to float8, and return the copy reshaped to `shape`."""
+        """Return a copy of `stack` that is rounded to float8 and reshaped to `shape`."""
         out = self.mesh.empty(stack.shape, stack.dtype, "workspace")
         return round_tiles(stack, maxima, tiles, self.dtype, out).reshape(shape)
 

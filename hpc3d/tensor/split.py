@@ -10,17 +10,17 @@ from hpc3d.console.sanitize import Problems
 from hpc3d.tensor.layout import Layout
 
 LOOPS = "m", "n", "k"
-STORAGE = "replicate", "own", "panels"  # any other foreign axis shards the rows of the block
+STORAGE = "replicate", "own", "panels"  # fields of `Split` that override its default storage
 
 
 @dataclass(frozen=True)
 class Split:
     """Mesh axes that shard each loop dimension of Y[m, n] = X[m, k] W[k, n].
 
-    Each matrix lacks one of the dimensions; the axes that shard it are foreign to the matrix.  A
-    foreign axis shards the rows of the matrix's blocks, unless it is in `replicate` or `own`.
-    `defer` and `scatter` apply to axes whose ranks process different rows of X, such as the data
-    axis (see `over`).
+    Each matrix lacks one of the three dimensions; the mesh axes that shard this dimension are
+    foreign to the matrix.  By default, foreign axes also shard the rows of the matrix;
+    `replicate`, `own` and `panels` override this.  `defer` and `scatter` are for axes whose ranks
+    process different rows of X, such as the data axis; `over` adds such axes.
 
     Parameters
     ----------
@@ -82,10 +82,11 @@ class Split:
 
     @cache  # noqa: B019
     def alike(self) -> Split:
-        """Return a split whose X and Y both have the layout of this split's X.
+        """Return a split in which X and Y both have the layout of this split's X.
 
-        Use it for a single product between two products that store X in this layout.  It differs
-        from `by_rows` only because it processes the columns of X panel by panel.
+        Use it for a matrix product whose input and output are both stored in this layout.  It is
+        `by_rows` with the axes of k moved to n, so the product is computed one panel of k at a
+        time.
         """
         rows = self.by_rows()
         return replace(rows, n=rows.k, k="", panels=rows.k)
@@ -94,11 +95,11 @@ class Split:
     def by_rows(self) -> Split:
         """Return a split for products whose Y has few columns, such as the logits of a router.
 
-        X has the same layout as the X of this split, and each rank computes complete rows of Y. An
-        axis of n along which the rows of X are sharded, or owned by one rank, becomes the
-        outermost axis of m, so that the axes added by `over` remain the innermost axes of W. (The
-        order of the axes that shard the rows of X is irrelevant, because X is not communicated.)
-        Ranks along an axis that replicates X do redundant work.
+        X keeps its layout, and each rank computes complete rows of Y. Axes of n that shard the
+        rows of X, or along which one rank owns them, become the outermost axes of m, so that axes
+        added by `over` remain innermost in the layout of W. (The order of the axes that shard the
+        rows of X is irrelevant, because X is not communicated.) Ranks along an axis that
+        replicates X compute the same rows redundantly.
         """
         panels = self.panels.split()
         rows = [axis for axis in self.n.split() if axis not in [*self.replicate.split(), *panels]]
@@ -152,7 +153,7 @@ class Split:
 
     @cached_property
     def of_gradient(self) -> Split:
-        """Split in which W has the layout that dW has in this split."""
+        """This split with W stored like dW, which ZeRO-2 shards over the data axis."""
         stay = [axis for axis in self.replicate.split() if axis not in self.scatter.split()]
         return replace(self, replicate=" ".join(stay))
 
@@ -172,8 +173,9 @@ class Split:
 def misplaced(letters: Mapping[str, str]) -> Iterator[str]:
     """Yield an error message for each unsupported use of a mesh axis in a split.
 
-    `letters` maps the field names of a `Split` to their values. An axis must be in exactly one of
-    m, n and k, and in at most one storage field. `panels` has further restrictions.
+    `letters` maps each field name of a `Split` to its value. An axis must be in exactly one of
+    m, n and k, and in at most one storage field. If `panels` is not empty, it must be the
+    only axis of n, and k must be empty.
     """
     axes = {key: letters.get(key, "").split() for key in LOOPS + STORAGE}
     loops = [axis for letter in LOOPS for axis in axes[letter]]
@@ -193,8 +195,8 @@ def misplaced(letters: Mapping[str, str]) -> Iterator[str]:
     panels = axes["panels"]
     if panels and (panels != axes["n"] or len(panels) > 1 or axes["k"]):
         yield (
-            f"parallel.split.panels = {' '.join(panels)}: panels require one axis, the "
-            "same single axis on n, and none on k; omit panels, or move the other axes to m"
+            f"parallel.split.panels = {' '.join(panels)}: panels must be exactly one axis, which "
+            "is the only axis of n, and k must have none; omit panels, or move the other axes to m"
         )
 
 

@@ -27,7 +27,7 @@ Violation = tuple[str, str, np.ndarray]
 
 
 def collectives(trace: Trace) -> list[Violation]:
-    """Check that group members make the same calls, and no call ends before all have posted it."""
+    """Check that group members make the same calls, and that none ends before all posted it."""
     calls = GroupCalls(trace)
     wrong = {
         "the rank is not in the group of the call": calls.member < 0,

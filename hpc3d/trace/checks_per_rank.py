@@ -123,9 +123,9 @@ def _interval(events):
 
 
 def inside(trace: Trace) -> Iterator[Violation]:
-    """Check that events lie within their steps, and that no stream is busy longer than a step.
+    """Check that events lie within their steps, and no stream is busy longer than its step lasts.
 
-    Communication streams are exempt, because a call on a device may outlast its step.
+    Communication streams are exempt, because a communication call on a GPU may outlast its step.
     """
     events, step = trace.events, trace.steps
     cell = _cells(trace)
@@ -186,14 +186,18 @@ def _evaluations(trace: Trace) -> Iterator[Violation]:
 def _loads(trace: Trace) -> Iterator[Violation]:
     """Check that no expert processes more tokens than were routed to it."""
     table = trace.experts
-    yield "experts", "kept is greater than chosen", np.flatnonzero(table["kept"] > table["chosen"])
+    yield (
+        "experts",
+        "the expert processes more tokens than were routed to it (kept > chosen)",
+        np.flatnonzero(table["kept"] > table["chosen"]),
+    )
 
 
 def _together(trace: Trace) -> Iterator[Violation]:
     """Check that the memory kind `all` is consistent with the kinds that it includes.
 
-    At the end of a step, the bytes of `all` must be the sum over these kinds. The peak of `all`
-    must be between the maximum and the sum of their peaks.
+    At the end of a step, the bytes of `all` must equal the sum over the included kinds. The peak
+    of `all` must lie between the largest peak of an included kind and the sum of their peaks.
     """
     table = trace.memory
     keys = (table["rank"].astype("i8") << 32) + table["step"]

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from hpc3d.comm.communicator import Communicator
 
-# A synchronization ends after IN_VAIN consecutive exchanges without a new shortest round trip, or
-# after LONGEST ns. The time limit matters on a busy machine, where fast replies are rare.
+# A synchronization ends after IN_VAIN consecutive exchanges that did not improve the shortest
+# round trip, or after LONGEST ns. The time limit matters on busy machines, where short round trips
+# are rare.
 IN_VAIN, LONGEST = 50, 200_000_000
 
 _STOP = -1
@@ -105,9 +106,9 @@ def children(index: int, nodes: int) -> Iterator[int]:
 class Model(NamedTuple):
     """Piecewise-linear clock model: rank 0's time = t + offset + drift (t - t0).
 
-    The segment with the largest t0 <= t applies; earlier times use the first segment. `residual`
-    is the 99th percentile over the samples of max(0, |deviation from the model| - rtt / 2), in ns,
-    where rtt is the round-trip time.
+    The segment with the largest t0 <= t applies; earlier times use the first segment. In ns,
+    `residual` is the 99th percentile over all samples of max(0, |d| - rtt / 2), where d is the
+    difference of measured offset and model, and rtt is the round-trip time.
     """
 
     t0: np.ndarray
@@ -151,9 +152,9 @@ def knot(samples: np.ndarray) -> tuple[float, float, float]:
 
 
 def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
-    """Fit a clock model to the samples of all synchronizations.
+    """Fit a clock model to the samples of all synchronizations with the parent node.
 
-    `above` is the model of the peer's clock.  Returns IDENTITY if there are no samples.
+    `above` is the clock model of the parent.  Returns IDENTITY if there are no samples.
     """
     samples = as_rows(samples)
     if not len(samples):
@@ -171,10 +172,11 @@ def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
 def _telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
     """Return the clock model that interpolates a greedily selected subset of the knots.
 
-    The selection starts with the knot that has the narrowest interval. While the model misses
-    the intervals of some knots, the missed knot with the narrowest interval is added. The
-    remaining knots were measured on a busy machine and have wide intervals, so they would only add
-    error.
+    A knot is the offset that one synchronization measured at a time t0, known to within an
+    interval of a given width. The selection starts with the knot that has the narrowest interval.
+    While the model lies outside the intervals of some knots, the one of these knots with the
+    narrowest interval is added. The remaining knots have wide intervals, because they were
+    measured on a busy machine; interpolating them as well would only add noise.
     """
     kept = [int(width.argmin())]
     while True:
@@ -189,10 +191,10 @@ def _telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
 
 
 def _through(above: Model, here: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Return the clock offset to rank 0 at local times `here`.
+    """Return the clock offset to rank 0 at the local times `here`.
 
-    The result is the offset to the peer plus the peer's own offset to rank 0, given by the peer's
-    model `above`.
+    It is the measured `offset` to the parent node plus the parent's own offset to rank 0, which
+    its clock model `above` gives.
     """
     there = here + np.rint(offset).astype(np.int64)
     return offset + (above.to_global(there) - there)

@@ -68,17 +68,17 @@ class DeviceClock:
         self.pool = [create() for _ in range(_POOL)]
         self.references: deque[Reference] = deque()
         self.timestamps: list[Timestamps] = []
-        # Duration of the shortest reading, and device time from the first to the latest reference,
-        # in ns.
+        # Duration of the shortest `read`, and device time between the first and the latest
+        # reference, in ns.
         self.shortest, self.passed = float("inf"), 0.0
         self.compare(_FIRST)
 
     def compare(self, readings: int = 1) -> tuple[int, int]:
         """Synchronize with the device and record a new reference event.
 
-        Returns the host times before and after the event. The shortest of several readings is
-        used. At least `readings` readings are made, followed by up to _MOST more until one takes
-        at most twice as long as the shortest so far.
+        Returns the host times before and after the event. `read` is called at least `readings`
+        times, and then up to _MOST more times, until its shortest result takes at most twice as
+        long as the shortest one of earlier references. This shortest result is the reference.
         """
         self.device.synchronize()
         best = self.read()
@@ -125,9 +125,9 @@ class Timestamps:
     """Timestamps of a stream, numbered from 0.
 
     `times` holds the host times in ns of the resolved timestamps, starting at number `first`.
-    `events` holds the events of the unresolved timestamps.  `references` holds pairs of a
-    reference and the number of the first timestamp that uses it.  Recording a timestamp also
-    resolves old timestamps, so that no work accumulates until the end of a step.
+    `events` holds the events of the unresolved timestamps.  `references` holds pairs (reference,
+    number of the first timestamp that uses it).  Recording a timestamp also resolves old
+    timestamps, so that no work accumulates until the end of a step.
     """
 
     def __init__(self, stream: Any, clock: DeviceClock) -> None:
@@ -176,8 +176,8 @@ class Timestamps:
     def _resolve(self, most: int) -> int:
         """Resolve up to `most` of the oldest timestamps; return the number resolved.
 
-        The timestamps share one reference. If the last of their events has not completed, no
-        timestamp is resolved.
+        Only timestamps with the same reference as the oldest one are resolved. If the last of
+        their events has not completed, no timestamp is resolved.
         """
         while len(self.references) > 1 and self.references[1][1] <= self.known:
             self.references.popleft()
@@ -194,8 +194,8 @@ class Timestamps:
     def at(self, events: Sequence[Any]) -> np.ndarray:
         """Return the host times of events in ns, computed from the oldest reference still in use.
 
-        The compute stream also contains the reference events, so its times are capped at the time
-        of the next reference.
+        Reference events are recorded in the compute stream. There, the events before the next
+        reference completed before it, so their times are capped at the time of that reference.
         """
         reference, elapsed = self.references[0][0], self.clock.elapsed
         passed = np.array([elapsed(reference.event, event) for event in events])

@@ -1,9 +1,9 @@
 """Event recorder of a rank that computes on a device.
 
 Spans are timed on the device, because the host launches kernels asynchronously.  A row of a device
-stream first stores the numbers of two timestamps (device_clock.py) instead of its start and
-duration, and `flush` replaces these numbers with times.  Recording never synchronizes the host
-with the device within a step.
+stream initially holds the numbers of two timestamps (device_clock.py) in place of its start and
+duration; `flush` replaces the numbers with times.  Recording never synchronizes the host with the
+device within a step.
 
     stream 0, host             host activity, calls of the world communicator
     stream 1, computation      compute spans; `comm` rows: computation is waiting for a block
@@ -75,7 +75,8 @@ class DeviceRecorder(Recorder):
             _QUEUED[queue]: Timestamps(each, self.device) for queue, each in device.queues.items()
         }
         self.timestamps = {_COMPUTATION: self.compute} | queues
-        # (begin, end) timestamps of intervals in this step during which calls blocked computation
+        # (begin, end) timestamps of the intervals in this step in which communication calls
+        # blocked computation
         self.stalls: list[tuple[int, int]] = []
         self.outstanding: set[int] = set()  # timestamps of calls that are not yet complete
         self.flying, self.process = False, os.getpid()
@@ -83,7 +84,7 @@ class DeviceRecorder(Recorder):
 
     @property
     def communication(self) -> float:
-        """Time in ns for which calls blocked computation; reading it synchronizes the device."""
+        """Time in ns for which communication blocked computation; synchronizes the device."""
         if self.stalls:
             self.device.compare()
         return self.blocked + sum(self.compute.between(*pair) for pair in self.stalls)
@@ -187,7 +188,11 @@ class DeviceRecorder(Recorder):
             rows["dur"][here] -= rows["t_start"][here]
 
     def _discard(self, later: np.ndarray) -> None:
-        """Discard timestamps that neither the rows `later` nor outstanding calls need."""
+        """Discard the timestamps that are no longer needed.
+
+        Timestamps are needed by the rows `later`, which are not written yet, and by outstanding
+        calls.
+        """
         self.stalls.clear()
         for stream, stamps in self.timestamps.items():
             needed = later["posted"][later["stream"] == stream].tolist()
@@ -260,10 +265,11 @@ class Ranged:
 class DeviceTraced(Traced):
     """Communicator that records its calls on blocks in device memory.
 
-    Each call adds a row of category comm to the computation stream. It spans the time during which
-    computation waits for the block; `posted` is the time of the call. Another row, in `stream`,
-    spans the execution of the call; grouped calls share this row. If a call blocked the host, and
-    may thus have delayed the device, a row of category copy is added to the computation stream.
+    Each call adds a row of category comm to the computation stream. This row spans the time during
+    which computation waits for the result of the call; `posted` is the time of the call. Another
+    row, in `stream`, spans the execution of the call; grouped calls share this row. If a call
+    blocked the host, and may thus have delayed the device, a row of category copy is added to the
+    computation stream.
     """
 
     recorder: DeviceRecorder

@@ -44,8 +44,8 @@ REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 def create(path: Path) -> Iterator[tuple[File, Hdf5Output]]:
     """Create a trace file. HDF5's chunk cache is disabled, because only full chunks are written.
 
-    Yields the HDF5 file and its output object, whose method `check` raises an exception if a write
-    has failed.
+    Yields the h5py file, and the `Hdf5Output` that it writes to, whose method `check` raises an
+    exception if a write has failed.
     """
     import h5py
 

@@ -58,7 +58,10 @@ def merge(run_dir: Path | str) -> Path:
 
 
 class _Merge:
-    """Builder of a merged trace file; `before` holds the events of earlier attempts, if any."""
+    """Builder of a merged trace file.
+
+    `before` provides the events from before the run was resumed (previous_attempts.py), if any.
+    """
 
     def __init__(self, file, before):
         self.file, self.before = file, before
@@ -74,7 +77,7 @@ class _Merge:
 
     @property
     def first(self):
-        """Header of the first rank; the headers of the other ranks must agree with it."""
+        """Header of the first rank; all ranks must have the same values of the fields _SAME."""
         return next(iter(self.headers.values()))
 
     @property
@@ -137,10 +140,10 @@ class _Merge:
             part.events["t_global"] = clock.to_global(part.events["t_start"])
 
     def _renumber(self, parts):
-        """Remap the indices in the segments of a rank.
+        """Convert the indices in the segments of a rank.
 
-        Name and group indices then refer to the tables of the merged file, and parent indices to
-        all events of the rank.
+        Afterwards, name and group indices are row numbers in the tables of the merged file, and
+        parent indices are row numbers in the concatenated events of the rank.
         """
         rows = 0
         for part in parts:
@@ -232,18 +235,19 @@ def _node(header):
 
 
 def _numbers(table, keys):
-    """Return an array of the indices of `keys` in `table`, followed by -1; add missing keys.
+    """Add missing `keys` to `table`; return an array of the indices of all `keys`, and -1.
 
-    Because of the final element, the index -1 (none) is mapped to -1.
+    Because -1 is the last element, indexing the array with -1 (none) gives -1.
     """
     return np.array([table.setdefault(key, len(table)) for key in keys] + [-1])
 
 
 def _nested(events, first_row):
-    """Sort events by start time. Events with equal start times are sorted by decreasing duration.
+    """Sort events by start time, and by decreasing duration if they start at the same time.
 
-    An enclosing event thus precedes the events inside it.  Parents are converted from row indices
-    in `events` to row indices in /events, where `events` begins at `first_row`.
+    An enclosing event thus precedes the events inside it.  Parent indices are converted from row
+    numbers in the unsorted `events` to row numbers in the table /events, in which the first of the
+    sorted events is row `first_row`.
     """
     order = np.lexsort((-events["dur"], events["t_start"]))
     row = np.full(len(order) + 1, -1)

@@ -1,12 +1,13 @@
-"""Events recorded by earlier attempts of a resumed run.
+"""Events recorded before a run was resumed.
 
     RUN/trace-1.h5, RUN/trace-2.h5, ...     trace of an attempt, saved when the next one began
 
-An attempt begins with the step after its checkpoint.  Events that an earlier attempt recorded from
-that step on are superseded, and remain only in the file of the earlier attempt.  Events before
-that step are included in the merged trace if the layout is the same.  Sequence numbers of calls
-and times on the host clock then continue.  If the host was rebooted or replaced, all times of the
-new attempt are shifted by a constant.
+The first start of a run and every resumption is an attempt.  An attempt begins with the step after
+the checkpoint that it loads.  Events that earlier attempts recorded in this step or later steps
+are superseded, and remain only in the files of these attempts.  Events of earlier steps are
+included in the merged trace if the layout is the same.  Sequence numbers of calls and times on the
+host clock then continue.  If the host was rebooted or replaced, all times of the new attempt are
+shifted by a constant.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _SMALL |= {"clock_samples": schema.CLOCK_SAMPLES, "clock_model": schema.CLOCK_MO
 def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothing]:
     """Yield the earlier trace to which the current attempt of a resumed run appends its events.
 
-    The current attempt has `count[rank]` segments of each rank.  If no such trace exists, a
-    `Nothing` object is yielded.
+    `count[rank]` is the number of segments that the rank has written in the current attempt.  If
+    there is no earlier trace to continue, a `Nothing` object is yielded.
     """
     with ExitStack() as stack:
         began: Any = _begin(run_dir, count) if _aside(run_dir) else None
@@ -54,10 +55,11 @@ def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothi
 
 
 def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing | None:
-    """Return the earlier trace that the attempt `began` continues, or None if there is none.
+    """Return the earlier trace that the current attempt continues, or None if there is none.
 
-    Returns a `Nothing` object if that trace has another layout.  Raises ValueError if the trace
-    cannot be read.  The trace file remains open until `stack` is closed.
+    `began` describes the start of the current attempt.  Returns a `Nothing` object if the earlier
+    trace has another layout.  Raises ValueError if the trace cannot be read.  The trace file
+    remains open until `stack` is closed.
     """
     for path in _aside(run_dir):
         trace = stack.enter_context(Trace(path))
@@ -184,9 +186,9 @@ class Nothing:
 class Earlier:
     """Events of an earlier trace that precede the first step of the current attempt.
 
-    `ends` lists, for each rank, the number of these events and the end time in ns of the last
-    one, on the rank's own clock.  Times in the current attempt's segments are shifted by `shift`
-    ns, and sequence numbers by `number`.
+    For each rank, `ends` holds the number of these events and the time in ns at which the last of
+    them ended, on the rank's own clock.  In the segments of the current attempt, `shift` ns is
+    added to all times, and `number` to the sequence numbers of calls.
     """
 
     missing = ()
@@ -206,7 +208,10 @@ class Earlier:
         return self.trace.events[name, start : start + count]
 
     def end(self, rank: int) -> tuple[int, int]:
-        """Return the number of a rank's events before the attempt, and the last end time in ns."""
+        """Return how many events the rank recorded before this attempt, and their end in ns.
+
+        The end is that of the last event or completed step, on the rank's own clock.
+        """
         rows, steps = self.trace.rows(rank), self.of(rank, "steps")
         start, step, dur = (self.trace.events[name, rows] for name in ("t_start", "step", "dur"))
         undone = start[step >= self.first], steps["t_start"][steps["step"] >= self.first]
@@ -274,7 +279,7 @@ def _records(table: Table, columns: Sequence[Column]) -> np.ndarray:
 
 
 def _wall_seconds(before: str, after: str) -> int:
-    """Return the seconds between two ISO 8601 times, or 0 if one of them is invalid."""
+    """Return `after` - `before` (ISO 8601 times) in seconds, or 0 if one of them is invalid."""
     try:
         passed = datetime.fromisoformat(after) - datetime.fromisoformat(before)
     except ValueError:

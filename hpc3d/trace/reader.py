@@ -85,7 +85,7 @@ class Trace:
             raise
 
     def _check(self):
-        """Raise ValueError if the version is not supported or a required attribute is missing."""
+        """Raise ValueError if the format version is unsupported or an attribute is missing."""
         version = self.attrs.get("version")
         if self.attrs.get("format") != schema.FORMAT or not isinstance(version, int):
             raise ValueError(

@@ -1,8 +1,9 @@
 """Event recorder of one rank: a preallocated table with one packed row per event.
 
 Within a step, no file is accessed.  Memory is allocated only if the table is full: its capacity is
-then doubled, which happens once or twice per run.  Between steps, the table is written as a closed
-segment if it is half full or if the previous segment was written more than `every_s` seconds ago.
+then doubled, which happens once or twice per run.  Between steps, the table is written to a new
+segment file if it is half full, or if more than `every_s` seconds have passed since the previous
+segment file was written.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class Recorder:
     `clocks` synchronizes the hosts' clocks (hpc3d.trace.clock); `None` disables this.
 
     Training code sets `step`, `layer`, `phase` and the position in the pipeline. Their values are
-    stored with every event; a call stores their values at the time of posting. The table starts
-    with `capacity` rows and grows to at most `most` rows. Further events are dropped, and counted
-    in `dropped`.
+    stored with every event. A communication call is stored with the values at the time when it was
+    posted. The table starts with `capacity` rows and grows to at most `most` rows. Further events
+    are dropped, and counted in `dropped`.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Recorder:
         self.step, self.layer, self.phase = -1, -1, "other"
         self.at(0, 0, -1)
         self.blocked = 0  # time in ns spent in communication calls since the beginning of the step
-        # time in ns at which a call was posted, a row ended or the step began, whichever is latest
+        # latest time in ns at which a call was posted, an event ended, or the step began
         self.latest = 0
         self.flushed = self.started = clock()
 
@@ -182,7 +183,7 @@ class Recorder:
         self.count += 1
 
     def grow(self) -> bool:
-        """Double the table size, up to `most` rows; return True if the table has grown."""
+        """Double the table size, to at most `most` rows; return False if it cannot grow."""
         more = min(self.capacity, self.most - self.capacity)
         if more > 0:
             self.table.extend(bytes(more * ROW.size))
@@ -251,7 +252,7 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Write the recorded rows as a closed segment and begin the next one."""
+        """Write the recorded events to a segment file, and start the next segment."""
         path = segment_path(self.run_dir, self.rank, self.segments)
         header = {**self.header, "dropped": self.dropped}
         recorded = {
@@ -292,7 +293,7 @@ class Span:
 
 
 class CopySpan:
-    """Context manager that records one copy of offloaded data, or a wait for such a copy."""
+    """Context manager that records a transfer of offloaded data, or a wait for a transfer."""
 
     __slots__ = ("category", "name", "nbytes", "recorder", "start")
 

@@ -28,8 +28,9 @@ class RouterSums:
     def add(self, layer: int, *parts: Array | float) -> None:
         """Add values to the sums of a layer.
 
-        `parts` contains the number of tokens routed to each expert, int64 [experts], the number of
-        tokens within each expert's capacity, int64 [experts], the balance loss, and the z-loss.
+        `parts` consists of four values: the number of tokens routed to each expert (int64
+        [experts]), the number of these tokens within the expert's capacity (int64 [experts]), the
+        balance loss, and the z-loss.
         """
         if layer not in self.layers:
             # start from zeros, so that the kernel of `+=` is compiled before CUDA graph capture

@@ -59,7 +59,7 @@ MEMORY_KIND = (
     "all",  # total of the kinds above; its peak decides whether a run fits in memory
     "offloaded",  # offloaded arrays, which are not included in "all"
 )
-# Streams of a rank that computes on a device.
+# Execution streams of a rank on a GPU; a rank on the CPU has only the first one.
 STREAM = ("host", "computation", "communication", "replicas", "offload")
 DTYPE = ("none", "float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8")
 
@@ -71,8 +71,9 @@ TEXT = "text"  # type of UTF-8 string columns
 class Column(NamedTuple):
     """Column of a table, with its NumPy type (or TEXT), unit and description.
 
-    `least` is the smallest allowed value.  If the values are row indices, `into` is the name of
-    the referenced table.  Values must be finite; if `optional` is true, NaN marks unknown values.
+    `least` is the smallest allowed value.  If the values are row indices, `into` names the table
+    that contains the rows.  Values must be finite; if `optional` is true, NaN marks unknown
+    values.
     """
 
     name: str
@@ -97,7 +98,7 @@ EVENTS = (
         "posted",
         "i8",
         "ns",
-        "time when the call was posted, on the rank's own clock; its wait begins at t_start",
+        "time when the call was posted, on the rank's own clock; the rank waits from t_start on",
     ),
     Column("name", "u4", "index", "name of the event", 0, "strings"),
     Column("category", "u1", "enum", "category of the event"),
@@ -114,7 +115,11 @@ EVENTS = (
     Column("seq", "i4", "1", "sequence number of the call, -1 for none", -1),
     Column("peer", "i4", "1", "mesh rank of the peer or root, -1 for none", -1, "ranks"),
     Column(
-        "bytes", "i8", "B", "bytes that the rank must receive, or the size of a send or copy", 0
+        "bytes",
+        "i8",
+        "B",
+        "minimum bytes that the rank receives; for a send or copy, the bytes transferred",
+        0,
     ),
     Column("count", "i8", "1", "number of elements in the input block", 0),
     Column("dtype", "u1", "enum", "data type of the elements"),
@@ -192,7 +197,7 @@ ROUTERS = (
 RANKS = (
     Column("rank", "i4", "1", "rank in the mesh, equal to the row index", 0, "ranks"),
     Column("host_id", "i4", "index", "name of the rank's host, -1 if unknown", -1, "strings"),
-    Column("local_rank", "i4", "1", "rank on the host, -1 if unknown", -1),
+    Column("local_rank", "i4", "1", "index of the rank on its host, -1 if unknown", -1),
     Column("device", TEXT, "text", "compute device of the rank"),
     Column("pid", "i8", "1", "process id on the host, -1 if unknown", -1),
     Column("n_events", "i8", "1", "number of the rank's rows in /events", 0),
@@ -242,7 +247,8 @@ CLOCK_MODEL = (
         "resid_p99_ns",
         "f8",
         "ns",
-        "99th percentile over the samples of max(0, abs(deviation from the model) - rtt_ns / 2)",
+        "99th percentile, over all samples, of"
+        " max(0, abs(measured offset - model offset) - rtt_ns / 2)",
         0,
     ),
 )
@@ -304,8 +310,9 @@ LAYOUT = {
         CLOCK_SAMPLES,
     ),
     "clock/model": TableSchema(
-        "One row per linear segment of a rank's clock: t_global = t + offset_ns + drift (t - t0)."
-        " The segment with the largest t0 <= t applies; earlier times use the first one.",
+        "One row per linear segment of a rank's clock model. For a time t on the rank's own clock,"
+        " t_global = t + offset_ns + drift (t - t0). The segment with the largest t0 <= t applies;"
+        " earlier times use the first one.",
         CLOCK_MODEL,
     ),
     "events": TableSchema(
@@ -322,13 +329,13 @@ LAYOUT = {
         EVALUATION,
     ),
     "experts": TableSchema(
-        "One row per completed step, mixture-of-experts layer, expert and routing rank. Each token"
-        " is routed on one rank, so the sum over ranks counts every token once.",
+        "One row per completed step, mixture-of-experts layer, expert and rank that routes tokens."
+        " Each token is routed on one rank, so the sum over ranks counts every token once.",
         EXPERTS,
     ),
     "routers": TableSchema(
-        "One row per completed step, mixture-of-experts layer and routing rank, with the rank's"
-        " contribution to the auxiliary router losses.",
+        "One row per completed step, mixture-of-experts layer and rank that routes tokens, with"
+        " the rank's contribution to the auxiliary router losses.",
         ROUTERS,
     ),
     "calibration": TableSchema(
@@ -372,7 +379,8 @@ ATTRIBUTES = (
     Attribute(
         "axis_sizes",
         list,
-        "number of ranks along each mesh axis (for d, the maximum over all stages)",
+        "number of ranks along each mesh axis; for the data axis d, whose size may differ between"
+        " pipeline stages, the maximum",
         True,
     ),
     Attribute("time_unit", str, '"ns"'),
@@ -383,7 +391,9 @@ ATTRIBUTES = (
     Attribute("transport", str, "communication transport used along the mesh axes"),
     Attribute("cores", int, "number of usable CPU cores on rank 0's host, 0 if unknown"),
     Attribute("segments", int, "number of merged segment files"),
-    Attribute("complete", bool, "true if no data of the configured run is missing", True),
+    Attribute(
+        "complete", bool, "true if all configured steps are recorded without missing data", True
+    ),
     Attribute("missing", str, "missing data, one item per line", True),
 )
 

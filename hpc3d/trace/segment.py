@@ -1,10 +1,10 @@
-"""Segment files of a trace, each with the events of one rank between two flushes.
+"""Segment files of a trace: each has the events of one rank since its previous segment.
 
     RUN/trace/rank-00003-0000.npz    of rank 3: header and strings (JSON), events, steps, memory,
                                      samples of its host's clock, evaluations,
                                      expert loads, router losses
 
-Segments are synced to disk, so a killed run loses at most the events that were not yet written.
+Segments are synced to disk, so a run that is killed loses only the events since the last segments.
 `hpc3d.trace.merge.merge` merges all segments into one file.
 """
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ALL = slice(None)
 _KEPT = 2**28  # maximum total size of the cached columns in bytes
-_MOST_INTEGER = 2**60  # largest valid integer (36 years in ns), so that small sums fit in int64
+_MOST_INTEGER = 2**60  # largest valid integer (36 years in ns): sums of a few values fit in int64
 
 
 class Table:

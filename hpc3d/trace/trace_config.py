@@ -30,5 +30,5 @@ def configured(config: str, section: str, key: str) -> Any:
 
 
 def one_time(trace: Trace) -> bool:
-    """Return True unless events were timed in CPU time, which is not comparable between ranks."""
+    """Return True if events have wall-clock times; CPU times of ranks cannot be compared."""
     return configured(trace.attrs["config"], "trace", "clock") != "cpu"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
 
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
-# maximum gap in ns between a call and its wait for which both are recorded as one row
+# A call and its wait are recorded as one row if at most this time in ns passes between them.
 AT_ONCE = 20_000
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
 
@@ -27,12 +27,12 @@ OP_NUMBER = {name: number for number, name in enumerate(OP)}
 class Traced:
     """Communicator that records the group, sequence number, bytes and time of its calls.
 
-    Each call has a row that spans the wait for its block. If the rank did nothing between the call
-    and the wait, this row begins with the call. Otherwise, a separate row of category copy
-    records the call, without sequence number and bytes, and the rank was free to compute between
-    the two rows. Collectives are numbered within their group. Messages are numbered separately for
-    each pair of sender and receiver, so (group, sender, receiver, number) identifies the two rows
-    of a message.
+    Each call has a row that spans the wait for its result. If the wait immediately follows the
+    call, this row begins when the call is posted. Otherwise, a separate row of category copy,
+    without sequence number and bytes, records the posting of the call, and the rank may compute
+    between the two rows. Collectives are numbered within their group. Messages are numbered
+    separately for each pair of sender and receiver, so (group, sender, receiver, number)
+    identifies the two rows of a message.
     """
 
     def __init__(self, comm: Communicator, recorder: Any, group: int) -> None:

@@ -1,10 +1,10 @@
 """Evaluation of the loss on held-out text during training.
 
 An evaluation runs only forward passes, on the mesh of the run and through its pipeline, without
-dropout and without saved activations. Gradients, buckets, the optimizer, and passes of an
-asynchronous schedule that are in flight are not changed: training continues as if there had been
-no evaluation. Every stage uses its newest weights, so all stages have the same number of updates,
-even if a schedule keeps older weights.
+dropout and without saved activations. Gradients, gradient buckets, the optimizer, and the
+in-flight microbatches of an asynchronous schedule are left untouched: training continues as if
+there had been no evaluation. Every stage uses its newest weights, so all stages have the same
+number of updates, even if a schedule keeps older weights.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Best(NamedTuple):
 class Evaluator:
     """Evaluates a trainer's model after every `train.eval_every`-th step and the last step.
 
-    Only rank 0 has `batches`. The constructor and the methods are collective calls. `best` is the
-    best evaluation so far.
+    `batches` is given on rank 0 only. The constructor and the methods are collective: all ranks
+    must call them. `best` is the best evaluation so far.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class Evaluator:
 def comparable(config: Config, texts: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
     """Return the settings that two runs must share for their evaluation losses to be comparable.
 
-    `texts` describes the text files, if known. The settings include `checkpoint.keep_best`:
-    without it, a run does not keep the checkpoint of its best evaluation.
+    `texts` describes the text files, if known. The settings include `checkpoint.keep_best`,
+    because a run without it does not keep the checkpoint that belongs to its best loss.
     """
     text = config.data.validation or None
     if isinstance(text, str):
@@ -145,11 +145,11 @@ def restored(
     now: Config,
     texts: Mapping[str, Any] | None = None,
 ) -> Best | None:
-    """Return the best evaluation recorded in a checkpoint manifest.
+    """Return the best evaluation recorded in a checkpoint manifest, if it is comparable.
 
-    `before` is the configuration of the run that wrote the checkpoint. Returns `None` if the
-    evaluation is not comparable with those of the current run (configuration `now`, text files
-    `texts`).
+    `before` is the configuration of the run that wrote the checkpoint. `now` and `texts` are the
+    configuration and the text files of the current run. Returns `None` if the evaluation losses of
+    the two runs are not comparable.
     """
     known, earlier = header.get("best"), header.get("texts")
     texts = texts if earlier else None

@@ -1,14 +1,14 @@
-"""Lower bound on the memory of a rank, used to reject runs that cannot fit before they start.
+"""Lower bound on the memory of a rank; runs that cannot fit are rejected before they start.
 
 Notation: Psi parameters of e bytes each are sharded over p t ranks, with t = x y z. There are L
-layers, a heads, and r = c d e ranks with different tokens, where e denotes the mesh axis. The
-activations of a microbatch have n = b s h elements.
+layers, a heads, and r ranks with different tokens (context, data and expert axes). The activations
+of a microbatch have n = b s h elements.
 
     parameters      (e + g + g states) Psi / (p t) bytes.  parallel.zero shards terms of this sum
                     over r.  With 16-bit types, g = 4 bytes, and the master copy is an additional
                     state.  States of another type have their own size, and states per row or
-                    column are negligible.  Experts are sharded over the axis e, and parallel.zero
-                    shards them over c d
+                    column are negligible.  Experts are sharded over the expert axis, and
+                    parallel.zero shards them over the context and data axes
     residual        g bytes per element of the block matrices that parallel.compression selects
     activations     k n e L / (p t r) bytes for one microbatch, with e for parallel.keep_dtype and
                     k = 16 + a s / h, 16 + a / h (chunked), 16 or 1 (recompute); a mixture of
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def refuse_what_cannot_fit(config: Config, here: int) -> None:
-    """Raise ValueError if this machine's memory is too small for the `here` ranks placed on it.
+    """Raise ValueError if the memory of this machine is too small for its `here` ranks.
 
     `config` must be resolved. ValueError is also raised if the folder for offloaded data is not
     writable.
@@ -83,7 +83,8 @@ def _bytes_held(config: Config, copies: int) -> float:
     states += wide * (wide > e)
     states *= "optimizer" not in config.parallel.offload
     values = e * ("parameters" not in config.parallel.offload)
-    # (bytes per parameter, lowest ZeRO stage that shards them) of values, gradients and states
+    # (bytes per parameter, lowest ZeRO stage that shards these bytes) of the parameter values, the
+    # gradients and the optimizer states
     shares = [(values, 3), (wide, 2), (states, 1)]
     return sum(size / (copies if zero >= stage else 1) for size, stage in shares)
 

@@ -1,14 +1,14 @@
 """Compressed gradient all-reduce: low rank (PowerSGD) or the largest elements (top-k).
 
-For each matrix of a bucket, member i of the d replicas has a gradient G_i[m, n]. The member adds
-its residual R_i, the error of earlier steps: M_i = G_i + R_i. All members get the same
-approximation of the sum of M_i, and each stores the error of its own contribution as the new R_i.
-No gradient is lost: the approximations of all steps plus the residuals equal the sum of the
+For each matrix of a bucket, replica i (of d) has a gradient G_i[m, n]. It adds its residual R_i,
+the compression error of earlier steps: M_i = G_i + R_i. All replicas receive the same
+approximation of the sum of M_i, and each stores the compression error of its own M_i as the new
+R_i. No gradient is lost: the approximations of all steps plus the residuals equal the sum of the
 gradients (error feedback; Stich et al., arXiv:1809.07599).
 
     powersgd    P = orth(sum of M_i Q),  Q_i = M_i' P,  Q = sum of Q_i,  the sum is P Q'
                 R_i = M_i - P Q_i'                            (Vogels et al., arXiv:1905.13727)
-    top-k       each member sends its k largest elements; R_i has the rest
+    top-k       each replica sends its k largest elements; R_i has the rest
                                                               (Lin et al., arXiv:1712.01887)
 
 P[m, r] and Q[n, r] have few columns. Q is taken from the previous step; the initial Q is random,
@@ -16,7 +16,7 @@ determined by the seed and the parameter name. For a matrix with more rows than 
 transpose. P is then the shorter factor, and it is square if r is the full rank, so that the
 approximation is exact.
 
-Bytes received by a member, for elements of b bytes and k = share m n:
+Bytes received by a replica, for elements of b bytes and k = share m n:
 
     none        2 (1 - 1/d) m n b
     powersgd    2 (1 - 1/d) r (m + n) b
@@ -172,7 +172,7 @@ def _turned(x: Array) -> Array:
 
 
 class _CompressedSum(GradientBucket):
-    """Gradient bucket of matrices with compression residuals."""
+    """Gradient bucket whose matrices are compressed; each matrix has a residual."""
 
     def __init__(
         self, parameters: Parameters, items: Sequence[Parameter], kept: GradientCompression
@@ -229,9 +229,9 @@ class _LowRankSum(_CompressedSum):
         return self.comm.buffer((sum(map(prod, shapes)),), self.parameters.wide)
 
     def _bases(self, blocks: Sequence[Array]) -> list[Array]:
-        """Return an orthonormal basis of the columns of each P.
+        """Return an orthonormal basis of the column space of each P.
 
-        Bases of the same size are computed in one batch, like a stack of experts.
+        Factors P of the same shape are orthonormalized in one batch.
         """
         alike: dict[tuple[int, int], list[int]] = {}
         for number, p in enumerate(blocks):

@@ -38,7 +38,7 @@ class GuardFinding(NamedTuple):
 class GuardError(Exception):
     """Raised on all ranks if any rank detects a non-finite or corrupted value.
 
-    `found` contains the findings of this rank.
+    `found` lists this rank's findings.
     """
 
     def __init__(self, found: list[GuardFinding]) -> None:
@@ -102,9 +102,10 @@ def refuse(trainer: Any) -> None:
 def _not_finite(trainer: Any) -> list[GuardFinding]:
     """Return this rank's findings about non-finite numbers.
 
-    If any parameter is not finite, only parameters are reported. Otherwise, the findings are this
-    rank's contribution to the loss, if not finite, and the non-finite gradients in the deepest
-    layer that has any.
+    If any parameter is not finite, only parameters are reported. Otherwise, this rank's
+    contribution to the loss is reported if it is not finite, and so are the non-finite gradients
+    in the deepest layer that has any. If there are none of these, the overflow of the sum of
+    squared gradients is reported.
     """
     where = f"rank {trainer.mesh.rank}: step {trainer.number}, "
     values = [item for item in trainer.parameters if _count_not_finite(item.value)]
@@ -175,7 +176,8 @@ class ReplicaCheck:
     def copies(self) -> dict[tuple[str, str], tuple[set[str], int]]:
         """Return a dict that maps (name, kind) to (replication axes, hash) of this rank's blocks.
 
-        Only blocks with replicas or a tied copy are included.
+        Only blocks that other ranks store as well are included: replicas, and the two copies of a
+        tied embedding table on two pipeline stages.
         """
         host = odd_numbers(_FACTORS)
         factors = self.mesh.pool.bring(host)
@@ -199,7 +201,7 @@ class ReplicaCheck:
                 yield item, spec.name, own | self._reduced(item, spec), state
 
     def _reduced(self, item: Parameter, spec: StateSpec) -> set[str]:
-        """Return the axes that shard a matrix but not its optimizer state."""
+        """Return axes along which a matrix is sharded, but its optimizer state is replicated."""
         layout = item.updated_layout
         return self._replicated(spec.layout(layout)) - self._replicated(layout)
 
@@ -210,7 +212,7 @@ class ReplicaCheck:
     def along(
         self, axis: str, number: int, copies: Mapping[tuple[str, str], tuple[set[str], int]]
     ) -> Iterator[GuardFinding]:
-        """Compare replicas along an axis. One rank of each group yields all differences found."""
+        """Compare replicas along an axis, and yield the differences on one rank of each group."""
         keys = [key for key, (axes, _) in copies.items() if axis in axes]
         if not keys:
             return
@@ -235,7 +237,7 @@ class ReplicaCheck:
                 yield self._finding((item.name, "value"), number, "p", members, [here, there])
 
     def gathered(self, comm: Communicator, hashes: Sequence[int]) -> np.ndarray:
-        """Return the hashes of all members as a host array with one row per member."""
+        """Gather the hashes of all ranks of `comm` into a NumPy array with one row per rank."""
         mine = self.mesh.pool.bring(np.array([hashes], np.uint64))
         return to_host(comm.all_gather(mine).wait())
 
@@ -284,10 +286,11 @@ def hash_of(block: Array, factors: np.ndarray) -> int:
 
 
 class LossSpikes:
-    """Detector of loss spikes: losses far above the mean of the last WINDOW losses.
+    """Detector of loss spikes.
 
-    A loss is a spike if it exceeds the mean by more than `limit` standard deviations (0: off). The
-    first LEAST losses are never spikes.
+    A loss is a spike if it exceeds the mean of the last WINDOW losses by more than `limit`
+    standard deviations. If `limit` is 0, no spikes are reported. The first LEAST losses are never
+    spikes.
     """
 
     WINDOW, LEAST = 50, 10

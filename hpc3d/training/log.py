@@ -89,7 +89,7 @@ class Log:
         for line in (*hardware.lines, *layout):
             self.say(line)
         if config.trace.clock == "cpu":
-            self.say("all times are CPU times; tokens/s is relative to the CPU time of rank 0")
+            self.say("all times are CPU times; tokens/s is per second of rank 0's CPU time")
 
     def record(self, start: int, config: Config) -> None:
         """Print the header of the step table, and open metrics.jsonl at step `start`."""

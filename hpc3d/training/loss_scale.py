@@ -16,10 +16,10 @@ from typing import Any
 
 
 class LossScale:
-    """Loss scale `factor` between `least` and `most`, all powers of 2, so that scaling is exact.
+    """Loss scale `factor`, kept between `least` and `most`.
 
-    The factor is identical on all ranks, because it depends only on the global gradient norm. If
-    `least` = `most`, the scale is static.
+    All three are powers of 2, so that scaling is exact. The factor is identical on all ranks,
+    because it depends only on the global gradient norm. If `least` = `most`, the scale is static.
     """
 
     FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24
@@ -50,9 +50,10 @@ class LossScale:
         return {} if self.least == self.most else {"factor": self.factor, "row": self.row}
 
     def restore(self, stored: Mapping[str, Any] | None) -> None:
-        """Restore the result of `state`, clamped to the current limits; ignore invalid values.
+        """Restore the loss scale from a result of `state`; ignore invalid values.
 
-        A manifest is untrusted, and may come from a run with a different dtype.
+        The factor is clamped to the current limits. `stored` is read from a checkpoint manifest,
+        which is untrusted, and may come from a run with a different dtype.
         """
         match stored:
             case {"factor": float(factor), "row": int(row)} if _power_of_two(factor) and row >= 0:

@@ -64,8 +64,8 @@ class Masking(NamedTuple):
     def masked(self, tokens: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return masked inputs and targets, int32 arrays with the shape of `tokens`, [B, T].
 
-        The target of a token that is not predicted is IGNORE. Token e uses random numbers 4 e to 4
-        e + 2 of the stream with the key `key`.
+        The target of a token that is not predicted is IGNORE. The token at flat index e uses the
+        random numbers 4 e, 4 e + 1 and 4 e + 2 of the stream with the key `key`.
         """
         draws = philox_draws(key, 0, _DRAWS * tokens.size)
         drawn, kind, other = draws.reshape(*tokens.shape, _DRAWS).transpose(2, 0, 1)[:3]

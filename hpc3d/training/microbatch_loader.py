@@ -58,7 +58,7 @@ class MicrobatchLoader:
 
     On the other ranks, `batches` is `None`. In each training step, microbatches are numbered from
     0. Under an asynchronous schedule, the numbers continue from step to step, and the loader also
-    fetches the next `program.ahead` steps.
+    prefetches the microbatches of the next `program.ahead` steps.
     """
 
     def __init__(

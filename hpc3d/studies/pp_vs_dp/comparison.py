@@ -39,7 +39,7 @@ def by_microbatches(machine: Machine, hidden: int = 4096, batch: int = 64) -> li
 
 
 def slowed(machine: Machine, factor: float) -> Machine:
-    """Return a copy of a machine with slower outermost links and without measured calls."""
+    """Return a copy of a machine with slower outermost links and no measured call times."""
     *inner, link = machine.links
     rates = ("bandwidth", "node_bandwidth", "pair_bandwidth")
     slow = replace(link, **{rate: getattr(link, rate) / factor for rate in rates})
@@ -58,10 +58,10 @@ def race(
 ) -> dict[str, Any]:
     """Compare a pipeline of `ranks` stages with data parallelism on `ranks` replicas.
 
-    Only the pipeline uses microbatches. With T tokens, hidden size h, L layers, d replicas, e
-    bytes per activation and g per gradient, an inner stage receives 2 T h e bytes per step, and a
-    replica receives 2 (d-1)/d 12 L h^2 g. The pipeline receives fewer bytes if T < `boundary` =
-    12 L h (d-1)/d g/e. Exposed communication is the share of the step time spent blocked in calls.
+    Only the pipeline uses microbatches. For T tokens, hidden size h, L layers, d replicas, and e
+    bytes per activation and g bytes per gradient, a step sends 2 T h e bytes to an inner stage and
+    2 (d-1)/d * 12 L h^2 * g bytes to a replica. The former is less if T < `boundary` =
+    12 L h (d-1)/d * g/e. Exposed communication is the share of step time spent blocked in calls.
     """
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     many = {"microbatches": microbatches}
@@ -101,11 +101,12 @@ def _verdict(row: dict[str, Any], quantity: str) -> str:
 
 
 def why(row: dict[str, Any]) -> str:
-    """Return the reason why the strategy that moves more bytes is faster, or "" if it is not.
+    """Return why the strategy that moves more bytes is faster, or "" if it is not faster.
 
     If data parallelism is faster, the reason is the largest cost of the pipeline: "bubble",
-    "messages" (exposed communication), or "passes" (low efficiency of many small passes). If the
-    pipeline is faster, the reason is "sums", the gradient all-reduce of data parallelism.
+    "messages" (exposed communication beyond the bubble), or "passes" (inefficient kernels, because
+    the microbatches are small). If the pipeline is faster, the reason is "sums", the gradient
+    all-reduce of data parallelism.
     """
     if row["moves_less"] == row["wins"]:
         return ""

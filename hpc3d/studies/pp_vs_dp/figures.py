@@ -39,7 +39,7 @@ _SCHEMES = {"1d": BLUE, "2d-summa": NAVY}
 
 
 def write(found: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
-    """Write all figures to a folder as PNG and SVG. `found` maps table names to rows."""
+    """Write all figures to a folder as PNG and SVG. `found` maps each table name to its rows."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in _FIGURES.items():
         with default_style():
@@ -175,7 +175,7 @@ def _half(panel: Axes, rows: Sequence[dict[str, Any]], color: str, label: str) -
 
 
 def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """Plot the wait and transfer times by mesh axis for uneven stages, averaged over ranks."""
+    """Plot rank-averaged wait and transfer times by mesh axis for pipelines with uneven stages."""
     rows = found["waiting"]
     figure, (panel,) = empty(WIDTH, 3.4)
     xs, bottom = np.arange(len(rows)), np.zeros(len(rows))

@@ -76,8 +76,8 @@ def _print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any
         _print_grid(cells)
     print("   b, m, s: the pipeline moves fewer bytes, but is slower, because of its bubble (b),")
     print(
-        "   messages (m) or small passes (s). d: the pipeline moves more bytes, but is faster,"
-        "\n   because the gradient reduction of data parallelism is slow"
+        "   exposed communication (m) or inefficient small microbatches (s). d: the pipeline moves"
+        "\n   more bytes, but is faster, because data parallelism reduces its gradients slowly"
     )
     large = sorted({row["hidden"] for row in rows if not row["data_fits"]})
     if large:
@@ -151,7 +151,7 @@ def _print_messages(sums: Sequence[dict[str, Any]], tensors: Sequence[dict[str, 
 
 
 def ends(rows: Sequence[dict[str, Any]], *keys: str) -> float:
-    """Return the last row's product of the columns `keys`, divided by the first row's."""
+    """Return the product of the columns `keys` in the last row, relative to the first row."""
     first, last = (prod(row[key] for key in keys) for row in (rows[0], rows[-1]))
     return last / first
 

@@ -98,8 +98,7 @@ def _tensor_row(
     """Return the table row for a scheme with `count` microbatches.
 
     The communication volume of 1-D tensor parallelism does not depend on the number of
-    microbatches. In contrast, SUMMA repeats the communication of the weight panels for each
-    microbatch.
+    microbatches. In contrast, SUMMA communicates the weight panels again for each microbatch.
     """
     mesh, op = _TENSOR[scheme]
     parallel = {"scheme": scheme, "microbatches": count}

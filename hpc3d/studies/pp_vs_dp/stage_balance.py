@@ -60,11 +60,11 @@ def _partition_row(
 ) -> dict[str, Any]:
     """Return the total memory by kind and the maximum memory per rank, in bytes.
 
-    `in_flight` is the closed-form number of layers in flight: stage i of p saves the activations
-    of its layers for min(m, p-i) of m microbatches. For even stages and m >= p, the sum over all
-    stages is (p+1)/2 L. `layers_held` is the activation memory in units of one layer
-    and microbatch. `copies` is the memory of all copies of the token embedding table except the
-    first, including the gradients and optimizer states of these copies.
+    `in_flight` is the number of layer activations that all stages hold, in closed form: stage i
+    of p (i = 0, 1, ...) keeps the activations of its layers for min(m, p - i) of m microbatches.
+    For L layers in even stages and m >= p, the sum is L (p + 1) / 2. `layers_held` is the
+    activation memory in units of one layer and microbatch. `copies` is the memory of all copies
+    of the token embedding table except the first, including their gradients and optimizer states.
     """
     ranks, worst = found["memory"]["stages"], found["memory"]["worst"]
     parameters, *others = (_total(ranks, kind) for kind in ("parameter", "gradient", "optimizer"))

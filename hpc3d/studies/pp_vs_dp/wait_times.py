@@ -58,7 +58,7 @@ def waiting(
 
 
 def by_axis(runs: Sequence[StageRun]) -> dict[str, tuple[float, float]]:
-    """Return the mean wait and transfer times per rank in s, as a dict from mesh axis to pair."""
+    """Return a dict from mesh axis to (wait time, transfer time) in s, averaged over ranks."""
     waits, transfers, last = Counter(), Counter(), _arrivals(runs)
     for run in runs:
         for row in calls(run):
@@ -77,7 +77,7 @@ def calls(run: StageRun) -> np.ndarray:
 
 
 def _arrivals(runs: Sequence[StageRun]) -> dict[tuple, int]:
-    """Return the time in ns at which the last member enters each call, by call instance."""
+    """Map each call (`_call_instance`) to the time in ns at which its last member enters it."""
     last = {}
     for run in runs:
         for row in calls(run):

@@ -1,4 +1,6 @@
-"""Adafactor: the second moment of a matrix is factored into row and column means.
+"""Adafactor: the second moment of a matrix's gradient is factored into row and column means.
+
+For update t of a matrix w with gradient g, learning rate lr and weight decay `decay`:
 
     R_i = b R_i + (1 - b) (mean_j g_ij^2 + eps);  C_j likewise over i;  b = 1 - t^-0.8
     V_ij = R_i C_j / mean(R);  U = g / sqrt(V);  w = (1 - lr decay) w - lr U / max(1, rms(U))
@@ -33,7 +35,7 @@ _Sum = tuple["Array", Iterable[str]]  # (local partial sum, axes to all-reduce o
 
 
 class _Step(NamedTuple):
-    """Update step of a matrix (`Optimizer.matrices`): U[i, j] = rows[i] grad[i, j] columns[j]."""
+    """Factored update U of a matrix w: U[i, j] = rows[i] grad[i, j] columns[j]."""
 
     item: Parameter
     arrays: tuple[Array, Array | None, Array]
@@ -104,7 +106,7 @@ class Adafactor(Optimizer):
                 step.descend(learning_rate / np.maximum(1.0, rms / self.LARGEST))
 
     def _move(self, state: Array, mean: Array) -> None:
-        """Update a moving average of mean squared gradients with the means of this step."""
+        """Update the moving average `state` of squared gradients with this step's `mean`."""
         rest = self.steps**self.EXPONENT
         state *= 1 - rest
         state += rest * (mean + self.EPSILON)
@@ -172,7 +174,7 @@ class Adafactor(Optimizer):
                 yield _VectorStep(item, arrays, keep, update[part], self._axes_of(item))
 
     def _axes_of(self, item: Parameter) -> tuple[str, ...]:
-        """Return the axes that shard the update of a vector."""
+        """Return the mesh axes over which the update of a vector is distributed."""
         replicas = item.replicas if self.parameters.shared_out(item) else ()
         layout = item.updated_layout
         return (*(axis for dim in layout for axis in dim), *layout.owned, *replicas)

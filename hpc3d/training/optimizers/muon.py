@@ -1,15 +1,16 @@
-"""Muon: orthogonalized momentum of matrices.
+"""Muon: matrices are updated with their orthogonalized momentum.
 
 Jordan et al. 2024, https://kellerjordan.github.io/posts/muon:
 
-    m = b m + (1 - b) g;  O = orthogonalized b m + (1 - b) g;
+    m = b m + (1 - b) g;  O = orthogonalize(b m + (1 - b) g);
     w = (1 - lr decay) w - 0.2 sqrt(max(A, B)) lr O
 
-for the matrices A x B of the blocks. The factor 0.2 sqrt(max(A, B)) scales O to the magnitude of
-AdamW's updates, so that learning rates and weight decays for AdamW remain valid (Liu et al.,
-arXiv:2502.16982, section 2.2). AdamW updates all other parameters. Query, key and value weights
-count as three matrices, the gate and up weights of SwiGLU as two, and each expert has its own
-matrices.
+for each A x B matrix w in the Transformer blocks, with gradient g, momentum m, momentum
+coefficient b, learning rate lr and weight decay `decay`. The factor 0.2 sqrt(max(A, B)) scales O
+to the magnitude of AdamW's updates, so that learning rates and weight decays for AdamW remain
+valid (Liu et al., arXiv:2502.16982, section 2.2). AdamW updates all other parameters. Query, key
+and value weights count as three matrices, the gate and up weights of SwiGLU as two, and each
+expert has its own matrices.
 
 Each sharded matrix is gathered on a single rank; sharded_muon.py avoids this gathering. Matrices
 sharded over the same g ranks are assigned round-robin, one per rank: an all-to-all along each axis
@@ -46,10 +47,10 @@ def _is_other(name: str, shape: Sequence[int]) -> bool:
 
 
 class Cut(NamedTuple):
-    """Mesh axis along which the blocks of a stack of matrices are distributed.
+    """Mesh axis along which a stack of matrices is distributed.
 
-    The axis shards dimension `dim` of the stack (1: rows, 2: columns). If `owner` is not `None`,
-    only the rank with this coordinate along the axis stores the blocks, and `dim` is 0.
+    Usually, the axis shards dimension `dim` of the stack (1: rows, 2: columns). If `owner` is not
+    `None`, only the rank with this coordinate along the axis stores the blocks, and `dim` is 0.
     """
 
     axis: str
@@ -58,7 +59,7 @@ class Cut(NamedTuple):
 
 
 def owners(mesh: Mesh, layout: Layout) -> list[Cut]:
-    """Return a `Cut` for each axis along which a single rank owns each block."""
+    """Return a `Cut` for each mesh axis along which only one rank stores the blocks."""
     return [Cut(axis, 0, layout.owner(axis, mesh)) for axis in layout.owned]
 
 
@@ -79,7 +80,7 @@ class Exchange:
         self.members, self.member = mesh.count(axes), mesh.index(axes)
 
     def gathered(self, blocks: Array) -> Array:
-        """Gather blocks [g n, a, b] into the n matrices [n, A, B] assigned to this rank."""
+        """Gather blocks [g n, a, b] from g ranks into this rank's n matrices [n, A, B]."""
         for cut in self.cuts:
             size = self.mesh.size(cut.axis)
             parts = self.mesh.comm(cut.axis).all_to_all(blocks).wait()
@@ -176,7 +177,11 @@ class Muon(AdamW):
     def _update(
         self, exchange: Exchange, alike: Sequence[_Matrix], learning_rate: float, scale: float
     ) -> None:
-        """Update a batch: at most one matrix per rank of `exchange`, or one stack of experts."""
+        """Update a batch of matrices.
+
+        The batch has at most one matrix per rank of `exchange`, or consists of one stack of
+        experts.
+        """
         trace, item = self.parameters.mesh.trace, alike[0].part.item
         with trace.span("momentum"):
             blocks = self._directions(exchange, alike, scale)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
 _STRETCH = 1 << 20  # maximum number of elements loaded at once from an offloaded array
-_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # large example matrix: name and number of rows
+# name, and number of rows and columns, of a matrix for which the size of states is estimated
+_LARGE, _ROWS = "layers.0.up.weight", 1 << 20
 
 
 def every(name: str, shape: Sequence[int]) -> bool:
@@ -49,11 +50,11 @@ class StateSpec(NamedTuple):
     dtype
         The element type; None for the type of the gradients.
     per
-        Rows and columns of a matrix per state element; None means all of them.  (1, 1) is
-        elementwise, (1, None) has one element per row.  Only unsharded matrices have states
-        that are not elementwise.
+        Rows and columns of the part of a matrix that shares one state element; None stands for
+        all rows or columns.  (1, 1) is elementwise, (1, None) has one element per row.  Only
+        unsharded matrices have states that are not elementwise.
     of
-        `of(name, shape)` selects the parameters that have the state.
+        Function that selects parameters: `of(name, shape)` is true for those with the state.
     """
 
     name: str
@@ -105,7 +106,8 @@ class _Update(NamedTuple):
     """Parameters that an optimizer updates together, with their gradients and states.
 
     `grad` is the gradient, and `arrays` maps names to the parameter values and the optimizer
-    states. `item` is the first of the parameters; all of them have the same weight decay.
+    states. `item` is the first of the parameters, and represents them: all are offloaded together
+    and have the same weight decay.
     """
 
     item: Parameter
@@ -196,8 +198,8 @@ class Optimizer:
         """Yield the slices of the flat arrays that the optimizer updates elementwise.
 
         Each item holds (value, master or None, gradient), the slices of the states by name, and
-        the weight decay factor of the values.  The trace records the time until the next item
-        as "update".
+        the weight decay factor of the values.  The time until the caller requests the next item is
+        recorded as "update" in the trace.
         """
         for piece in self._pieces(decay):
             with self.parameters.mesh.trace.span("update"):
@@ -281,7 +283,7 @@ class Optimizer:
         return part, arrays, states, update.keep(decay)
 
     def _at_hand(self, units: Sequence[Sequence[_Update]]) -> Iterator[list[dict[str, Array]]]:
-        """Yield each unit's arrays; offloaded arrays are loaded into working memory."""
+        """Yield the arrays of each unit (a group of updates), after loading offloaded arrays."""
         mesh = self.parameters.mesh
         moved = [
             [
@@ -335,8 +337,8 @@ class SGD(Optimizer):
             descend(*arrays, (learning_rate * scale, keep))
 
 
-# Decay factors from 1 (peak learning rate) to 0 (lowest rate), as functions of the completed
-# fraction of the decay.
+# Learning rate decay: functions that map the completed fraction of the decay to a factor between 1
+# (peak learning rate) and 0 (lowest rate).
 _LEFT: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + cos(pi * done)) / 2,
     "linear": lambda done: 1 - done,

@@ -1,7 +1,8 @@
-"""Muon on sharded matrices: Newton-Schulz iterations consist of sharded products.
+"""Muon on sharded matrices: Newton-Schulz iterations consist of sharded matrix products.
 
-Let S be the shorter side of a matrix and L the longer one; s ranks shard S and l ranks shard L.
-A step X = a X + (b G + c G G) X, with G = X X', is three products (hpc3d.tensor.matmul):
+Let S be the shorter side of a matrix, sharded over s ranks, and L the longer side, sharded over l
+ranks.  S_s and L_l denote these shards, and S_sl denotes S sharded over all s l ranks.  An
+iteration X = a X + (b G + c G G) X, with G = X X', is three matrix products (hpc3d.tensor.matmul):
 
     G[S_sl, S]    = X[S_s, L_l] X'[L_l, S_s]       Split(m="s", k="l"), W transposed
     P[S_sl, S]    = b G + c G[S_sl, S] G[S_sl, S]  Split(m="s l")
@@ -12,10 +13,10 @@ operations, and receives
 
     (1 - 1/s) S L / l + (1 - 1/(s l)) S^2 + 2 (1 - 1/l) S^2 / s
 
-elements per step: X over s, G over all ranks, and the partial sums and P over l.  No rank holds
-more than S L / l elements of X.  If l does not divide the rows of a block, G is all-reduced over l
-instead, 2 (1 - 1/l) S^2 / s + (1 - 1/s) S^2 elements in addition to X, and each of these ranks
-computes the same product G G.
+elements per iteration: X over s, G over all ranks, and the partial sums and P over l.  No rank
+holds more than S L / l elements of X.  If l does not divide the rows of a block, G is all-reduced
+over l instead, 2 (1 - 1/l) S^2 / s + (1 - 1/s) S^2 elements in addition to X, and each of these
+ranks computes the same product G G.
 """
 
 from __future__ import annotations
@@ -71,10 +72,11 @@ def _cuts(part: WholeMatrix) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _apart(blocks: Array, item: Parameter) -> Array:
-    """Return a 5-D view of blocks [n, a, b]: shorter side, n, interleaved matrices, longer side.
+    """Return a 5-D view of blocks [n, a, b], from the shorter side to the longer side.
 
-    The columns of the matrices, which may be the shorter side or the longer side, are split into
-    two dimensions.
+    The columns consist of units, which have `width` columns of each interleaved matrix. The
+    dimensions are [units, width, n, interleaved matrices, a] if the columns are the shorter side,
+    and otherwise [a, n, interleaved matrices, units, width].
     """
     among, width = item.interleaved
     units = blocks.shape[2] // (among * width)
