@@ -121,8 +121,8 @@ def moved(choice: PipelineChoice, border: int, positions: np.ndarray) -> Iterato
 def _shifted(costs, choice, stage, ranks):
     """Yield the arrangements in which a stage has one more replica.
 
-    The new replica uses an idle rank or a rank of another stage. The stage boundaries stay the
-    same, because the search moves them in separate steps.
+    The new replica runs on an idle rank or on a rank taken from another stage. The stage
+    boundaries stay the same, because the search moves them in separate steps.
     """
     replicas, idle = choice.replicas, ranks - choice.ranks
     if replicas[stage] == costs.rows(choice.microbatches, 1):
@@ -163,9 +163,10 @@ def next_best(
 def cuts_moved(
     cuts: Downsets | Chain, limits: Limits, found: Timed, number: int
 ) -> Iterator[Timed]:
-    """Move boundary `number` to each nearby downset, and yield the simulated step.
+    """Yield one simulated step for each nearby downset to which boundary `number` can be moved.
 
-    Downsets for which a stage does not fit in memory are skipped.
+    A downset is a set of atoms that contains all predecessors of each of its atoms. Downsets with
+    which a stage does not fit in memory are skipped.
     """
     ends = (0, *found.ends)
     before, here, after = ends[number : number + 3]

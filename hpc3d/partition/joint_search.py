@@ -62,11 +62,11 @@ from hpc3d.pipeline.timeline import Cost
 
 SEARCH_BUDGET = 1_000_000  # maximum number of passes simulated by a call of `fastest`
 _LOOK = 32  # cost of expanding one branch, in units of one simulated pass
-_BLOCKS = 48  # number of blocks into which the candidate cuts divide the chain
+_BLOCKS = 48  # number of segments into which the candidate cuts divide the chain of atoms
 _MOST_UNITS = 63  # maximum number of units into which the ranks are grouped
 _STEPS = (0.8, 0.97)  # ratios of successive load limits in the coarse and in the fine search
 _NEAR_BEST = 2.0  # candidates with estimates within this factor of the best are simulated
-_FEW = 6  # maximum number of arrangements per load limit, with different stage counts
+_FEW = 6  # maximum number of arrangements per load limit; each has a different number of stages
 
 
 class Allowed(NamedTuple):
@@ -102,12 +102,12 @@ class Allowed(NamedTuple):
     def units(self, replicas: int) -> int:
         """Return the number of units used by a stage with `replicas` replicas.
 
-        A unit is a group of `unit` ranks, or an entire stage if the replicas are given.
+        A unit is a group of `unit` ranks or, if `replicas` is not `None`, an entire stage.
         """
         return 1 if self.replicas else replicas // self.unit
 
     def replicas_of(self, left: int) -> tuple[int, ...]:
-        """Return the allowed numbers of replicas of a stage followed by `left` - 1 stages."""
+        """Return the allowed replica counts of a stage that `left` - 1 further stages follow."""
         if self.replicas is None:
             return tuple(range(self.unit, self.ranks + 1, self.unit))
         return self.replicas[-left:][:1] if self.replicas[1:] else self.replicas
@@ -123,10 +123,11 @@ class Estimated(NamedTuple):
 class _StageKind(NamedTuple):
     """Costs of all stages with `replicas` replicas, as arrays indexed [first cut, last cut].
 
-    `load` is the stage load, which must not exceed the limit on T. `weight` is the term that the
-    stage adds to the minimized sum. Both are in seconds without recomputation; `again` is the
-    recomputation time. Sizes are in bytes: `always` is resident, `received` and `saved` are stored
-    for each microbatch in flight, and `made` is the additional memory for recomputation.
+    `load` is the stage load, on which the search sets an upper limit. `weight` is the stage's term
+    w_s in the sum over the stages that the search minimizes. Both are in seconds without
+    recomputation; `again` is the recomputation time. Sizes are in bytes: `always` is resident,
+    `received` and `saved` are stored for each microbatch in flight, and `made` is the additional
+    memory for recomputation.
     """
 
     replicas: int
@@ -158,7 +159,7 @@ class _StageKind(NamedTuple):
 class JointSearch:
     """Search for arrangements of a model whose stages end at candidate cuts of a chain of atoms.
 
-    The candidate cuts are `positions` (None: block boundaries selected by `positions_of`).
+    The candidate cuts are `positions` (None: the cuts selected by `positions_of`).
     """
 
     def __init__(
@@ -222,7 +223,8 @@ class JointSearch:
     def _of_way(self, name, micros, flight) -> Iterator[Estimated]:
         """Yield the best arrangements for decreasing load limits, then for a fine grid of limits.
 
-        The fine grid is near the load limit with the shortest estimated step.
+        The fine grid is around the largest stage load of the arrangement with the shortest
+        estimated step.
         """
         search = _OfWay(self, name, micros, flight)
         first = search.under(inf)
@@ -247,7 +249,8 @@ class JointSearch:
     def _with_model_chunks(self, name, choices) -> Iterator[PipelineChoice]:
         """Yield arrangements with two model chunks per stage.
 
-        The replica counts are those of the `choices`, or the same count on all stages.
+        The replica counts are those of the `choices` and, in addition, each allowed count on all
+        stages alike.
         """
         ways = {(each.replicas, each.microbatches): None for each in choices}
         for micros in self.allowed.microbatches:
@@ -325,8 +328,8 @@ class _Under(NamedTuple):
     """Result of a search with an upper limit on the stage load.
 
     `seconds` is the shortest estimated step time, `load` the largest stage load of the arrangement
-    with this step time, and `weight` the smallest sum G over all numbers of stages. `found`
-    contains the best arrangements.
+    with this step time, and `weight` the minimum of the sum of stage weights over all numbers of
+    stages. `found` contains the best arrangements.
     """
 
     seconds: float
@@ -355,7 +358,8 @@ class _OfWay:
     def _replicas(self):
         """Yield the replica counts to try.
 
-        A count is skipped if a smaller one has the same maximum number of rows per rank.
+        Unless the user fixes the replica counts, a count is skipped if a smaller one gives the
+        same maximum number of samples per rank.
         """
         rows = self.search.costs.rows(self.micros, 1)
         wanted = {r for left in range(1, self.width + 1) for r in self.allowed.replicas_of(left)}
@@ -386,7 +390,10 @@ class _OfWay:
         return _StageKind(replicas, load, weight, part.forward, always, received, part.saved, sent)
 
     def _table(self, left, replicas):
-        """Return the costs of all stages that are followed by `left` - 1 stages."""
+        """Return the costs of a stage that `left` - 1 further stages follow.
+
+        The costs are arrays indexed [first cut, last cut].
+        """
         flight = min(self.micros, self.flight or left)
         key = flight, replicas
         if key not in self.costs:
@@ -414,7 +421,10 @@ class _OfWay:
         return _Under(best.seconds, min(start), load, [each for each, _ in found])
 
     def _sums(self, limit):
-        """Return the minima G[s, i, d] as a list over s of arrays indexed [cut i, units d]."""
+        """Return the minima G of the dynamic program (see the module docstring).
+
+        The list has one array for each number of stages, indexed [first cut, number of units].
+        """
         shape = len(self.search.positions), self._units() + 1
         sums = [np.full(shape, inf)]
         sums[0][-1] = 0.0
@@ -544,10 +554,10 @@ class _DownsetSearch:
                 self.extend((*ends, int(after[index])), int(after[index]))
 
     def least(self, before, after, here, behind):
-        """Return a lower bound on the step time for each end in `after` of the next stage.
+        """Return a lower bound on the step time for each candidate end of the next stage.
 
-        A bound is inf if the stage does not fit in memory or leaves too few atoms for the
-        remaining stages.
+        `after` lists the indices of the downsets at which the stage may end. A bound is inf if the
+        stage does not fit in memory or leaves too few atoms for the remaining stages.
         """
         cuts, micros = self.cuts, self.micros
         forward = cuts.forward[after] - cuts.forward[before]

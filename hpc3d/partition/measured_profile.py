@@ -1,8 +1,9 @@
 """Profile file written by `hpc3d.partition profile`, and plan costs derived from the profile.
 
-The time of a piece is interpolated linearly between the measured numbers of rows. Beyond the
-largest measured number, the time is assumed to be proportional to the number of rows. Memory and
-communication volumes do not depend on the profile.
+A piece is a group of operations that is never split across stages. Its time is interpolated
+linearly between the measured numbers of samples per microbatch. Beyond the largest measured
+number, the time is assumed to be proportional to the number of samples. Memory and communication
+volumes do not depend on the profile.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 _REMEDY = "use a file written by python -m hpc3d.partition profile"
 _ONE_NODE = 4096  # ranks per node, large enough to place all ranks on one node
 
-# Fictitious machine that needs one second per FLOP and per byte. Its times yield the fraction of
-# the backward time that is spent on weight gradients.
+# Fictitious machine that needs one second per FLOP and per byte. Times on this machine serve only
+# to compute the fraction of the backward time that is spent on weight gradients.
 UNIT = Machine(
     "unit",
     "one second per FLOP and per byte",

@@ -1,5 +1,7 @@
 """Convert a captured module to a graph of atoms with costs.
 
+An atom consists of operations that a partition always assigns to the same stage.
+
 A stage stores the value, the gradient and the optimizer state of each of its parameters, and the
 saved activations of every microbatch in flight.
 """
@@ -60,7 +62,10 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
 
 
 def _saved_later(operations, found):
-    """Yield a zero-byte Value for each result that is saved for backward only by another piece."""
+    """Yield a zero-byte Value for each result that a later piece saves for the backward pass.
+
+    Results that are first saved by their own piece are skipped.
+    """
     piece_of = operations.captured.piece_of
     for node, saver in operations.savers.items():
         if node in piece_of and piece_of.get(saver, piece_of[node]) != piece_of[node]:
@@ -68,9 +73,9 @@ def _saved_later(operations, found):
 
 
 def _before_loss(captured):
-    """Return edges from all pieces without readers to the loss, which becomes the last atom.
+    """Return edges to the loss from all pieces whose results no other piece reads.
 
-    An edge is a Value of 0 bytes.
+    The edges are Values of 0 bytes. With them, the loss is the last atom.
     """
     loss = loss_of(captured)
     if loss is None:
@@ -105,7 +110,10 @@ def _shared(captured, weights):
 
 
 def _read_inputs(captured):
-    """For each batched model input, yield its reader pieces and its size in bytes per sample."""
+    """For each model input with a batch dimension, yield the pieces that read it, and its size.
+
+    The size is in bytes per sample.
+    """
     for node in captured.inputs:
         tensor, readers = node.meta["val"], {captured.piece_of.get(user) for user in node.users}
         if carries_batch(node):
@@ -113,7 +121,11 @@ def _read_inputs(captured):
 
 
 def _atom(number, piece, found, weights):
-    """Convert a piece to an atom, named after its module and its first operation on the batch."""
+    """Convert a piece to an atom.
+
+    The atom is named after the piece's module and the piece's first operation whose result has a
+    batch dimension.
+    """
     parts = [found.get(node, OperationCost()) for node in (*piece.copies, *piece.nodes)]
     first = next(filter(carries_batch, piece.nodes), piece.nodes[0]).name
     return Atom(

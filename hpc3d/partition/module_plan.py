@@ -71,10 +71,10 @@ class ModuleBorder(NamedTuple):
     """Boundary between two model chunks.
 
     `nbytes` is the number of bytes that the busiest rank sends per microbatch. `behind` is the id
-    of the last operation before the boundary. `next_best` is the step time in seconds if only this
-    boundary moves to the best alternative location nearby, after the operation with id `instead`;
-    both are `None` if no such location fits in memory. `room` is False if a nearby location would
-    shorten the step, but does not fit in memory.
+    of the last operation before the boundary. `instead` is the id of the last operation before the
+    best alternative location nearby, and `next_best` is the step time in seconds if only this
+    boundary moves there. Both are `None` if no nearby location fits in memory. `room` is False if
+    a nearby location would shorten the step, but does not fit in memory.
     """
 
     nbytes: float

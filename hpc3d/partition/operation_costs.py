@@ -40,9 +40,10 @@ class OperationCost(NamedTuple):
     """Cost of an operation for one microbatch.
 
     `forward` and `backward` are seconds; `weight` is the part of `backward` spent on the weight
-    gradients of matrix products, which may be deferred. Sizes are in bytes: `saved` is stored for
-    backward, of which `later` is saved only by other operations; `nbytes` is the size of the
-    result; `working` is the size of the gradients that backward reads and writes at the same time.
+    gradients of matrix products, which may be deferred. Sizes are in bytes: `saved` is the size of
+    this operation's tensors that are saved for backward; `later` is the part of `saved` that only
+    later operations save; `nbytes` is the size of the result; `working` is the size of the
+    gradients that backward reads and writes at the same time.
     """
 
     forward: float = 0.0
@@ -111,7 +112,7 @@ _LOW, _HIGH = 2, 4
 
 
 def _on_the_line(low, high, way):
-    """Interpolate linearly between nested tuples: low + way * (high - low)."""
+    """Interpolate linearly between nested tuples, from `low` (`way` = 0) to `high` (`way` = 1)."""
     if not isinstance(low, tuple):
         return low + way * (high - low)
     parts = [_on_the_line(*each, way) for each in zip(low, high, strict=True)]
@@ -199,7 +200,10 @@ class _Meter(fx.Interpreter):
         return result
 
     def _keep_whole(self, node, operands):
-        """Count the bytes saved by an opaque module: its operands plus the recorded bytes."""
+        """Count the bytes that an opaque module saves for backward.
+
+        These are its operands and the bytes that it saved when it was run on real data.
+        """
         if any(each.requires_grad for each in operands):
             for each in operands:
                 self._saved(each)
@@ -243,9 +247,9 @@ class _Meter(fx.Interpreter):
 def _widest(result, needed, ends):
     """Return the peak size in bytes of the gradients that a single autograd node reads and writes.
 
-    The autograd graph is searched from the result to the nodes `ends` of the operands. If the
-    search reaches none of these nodes, the total size of the result and of the `needed` operands
-    is returned.
+    The autograd graph is traversed from the result back to `ends`, the autograd nodes of the
+    operands. If the traversal reaches none of them, the total size of the result and of the
+    `needed` operands is returned.
     """
     todo = [tensor.grad_fn for tensor in tensors(result) if tensor.grad_fn]
     found, known = 0, set()
@@ -332,7 +336,8 @@ def _of_products(operands, sizes):
 def _convolution(operands, result):
     """Return the forward and backward Work of a convolution, counted as a GEMM.
 
-    The GEMM multiplies the windows [output positions, channels * kernel size] by the kernels.
+    The GEMM multiplies the im2col matrix [output positions, channels * kernel size] by the
+    kernels.
     """
     x, weight = operands[:2]
     transposed = result.dim() == x.dim() and x.shape[1] == weight.shape[0] != result.shape[1]

@@ -15,7 +15,9 @@ from hpc3d.partition.joint_search import fastest, lightest, timed
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if each.undivided)
-_MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # maximum numbers of table cells and of candidates
+# Maximum number of cells of the dynamic-programming table, and of the candidate cuts tried in all
+# cells together.
+_MOST_CELLS, _MOST_STEPS = 3e7, 4e9
 
 
 class _PlannedStage(NamedTuple):
@@ -39,9 +41,9 @@ class _PlannedBorder(NamedTuple):
     """Boundary between two stages.
 
     `nbytes` is the number of bytes per microbatch sent across the boundary in the forward pass,
-    and `behind` the id of the last node before the boundary. `next_best` is the step time in
-    seconds if the boundary is moved to the best alternative location nearby, after the node
-    `instead`; both are `None` if no such location fits in memory.
+    and `behind` is the id of the last node before the boundary. `instead` is the id of the last
+    node before the best alternative location nearby, and `next_best` is the step time in seconds
+    if only this boundary moves there. Both are `None` if no nearby location fits in memory.
     """
 
     nbytes: float
@@ -54,7 +56,7 @@ class GraphPlan(NamedTuple):
     """Planned partition of a graph.
 
     `proven` is True if the partition is proven to be optimal. `cuts` is the number of cuts
-    searched, and `all_cuts` is True if these cuts are all downsets of the graph.
+    searched, and `all_cuts` is True if every downset of the graph was among them.
     """
 
     objective: str

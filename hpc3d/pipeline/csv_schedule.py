@@ -71,7 +71,8 @@ def _table(rows):
     micros, chunks = (1 + max(numbers) for numbers in list(zip(*passes))[1:])
     if turn and chunks != 2:
         wrong = (
-            f"a schedule with turn must have 2 model chunks per stage, but this one has {chunks}"
+            f'a schedule whose first row is "turn" must have 2 model chunks per stage, but this '
+            f"one has {chunks}"
         )
         raise ValueError(f"row {rows[0][0]}: {wrong}")
     for row, stream in streams.items():

@@ -1,7 +1,8 @@
 """Pipeline engine, which executes the lowered instruction stream of a stage.
 
-The engine posts a receive when it reaches the instruction, and waits for the block just before its
-first use.  A send is completed before the next send to the same peer in the same direction.
+The engine posts a receive when it reaches the receive instruction, and waits for the received
+activation or gradient just before its first use.  Before a send, the engine waits for its previous
+send of the same kind (activation or gradient) to the same peer.
 `passes.check` makes the stricter assumption that each group waits for all of its messages, so a
 program that passes this check cannot deadlock.
 """
@@ -180,8 +181,8 @@ class Engine:
     def finished(self, unit: str) -> None:
         """Mark the gradient of `unit` as complete, so that its reduction may start.
 
-        The call has no effect unless gradient reductions overlap with the current pass, which is
-        the chunk's last backward pass of a step.
+        The call has no effect unless the current pass is the chunk's last backward pass of the
+        step, and gradient reductions overlap with it.
         """
         if self.closing:
             with self.mesh.trace.scope(phase="optimizer"):

@@ -36,9 +36,10 @@ class Compression(Protocol):
 class Buckets:
     """Buckets that reduce partial gradients and, with ZeRO, all-gather the updated parameters.
 
-    Call `finished(unit)` when the gradient of a unit of the model is complete.  The reduction of a
-    bucket starts when all of its units are finished.  Gradients reduced by `compression` are in
-    separate buckets.
+    Call `finished(unit)` when the gradient of a unit is complete.  A unit is a component of the
+    model, such as the layer "layers.0" (see `Parameter.unit`).  The reduction of a bucket starts
+    when all of its units are finished.  Gradients reduced by `compression` are in separate
+    buckets.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class Buckets:
     def _reduce_tied(self, item: Parameter) -> None:
         """Add the gradient of the other copy of a tied embedding table.
 
-        The message is sent from host memory on the `world` communicator, so that it cannot match a
-        message of the schedule.
+        The message is sent from host memory on the `world` communicator, so that it cannot be
+        matched with a pipeline message.
         """
         mine = self.parameters.grad[self.parameters.slices[item].own_grad]
         peer = self.mesh.comm("p").members[item.tied_peer]  # type: ignore[index]  # not `None`
@@ -217,7 +218,7 @@ class GradientBucket(Bucket):
 
 
 class _ValueBucket(Bucket):
-    """Bucket of parameters of which each replica updates one shard, which is then all-gathered."""
+    """Bucket of sharded parameters: each replica updates a shard; the shards are all-gathered."""
 
     def post(self) -> None:
         here = zip(self.items, self.slices, strict=True)

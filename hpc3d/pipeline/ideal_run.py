@@ -22,9 +22,9 @@ class IdealRun(NamedTuple):
     """Result of a schedule simulation: the simulated sizes and times, and the timeline.
 
     `chunks` is the number of model chunks per stage, `microbatches` the number of microbatches per
-    step, and `times` the argument of `ideal_run`.  `passes` lists the passes of each stage,
-    `placement` maps model chunks to stages, and `rows` lists (start, end, instruction) for each
-    stage, with times in seconds.
+    step.  `times` contains the times of passes and messages in seconds, in the format of the
+    `ideal_run` argument.  `passes` lists the passes of each stage, `placement` maps model chunks
+    to stages, and `rows` lists (start, end, instruction) for each stage, with times in seconds.
     """
 
     name: str

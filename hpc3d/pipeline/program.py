@@ -52,9 +52,10 @@ class Program(NamedTuple):
 
 
 def cut(groups: Sequence[Group], updates: int) -> Iterator[Sequence[Group]]:
-    """Split the groups of all steps into one sequence per training step of `updates` updates.
+    """Split the groups of a whole run into one sequence per training step.
 
-    Groups after the last Step belong to the last training step.
+    A training step ends after `updates` Step instructions. Groups after the last Step instruction
+    belong to the last training step.
     """
     ends = [count for count, group in enumerate(groups, 1) if group == STEP]
     edges = [0, *ends[updates - 1 : -1 : updates], len(groups)]

@@ -84,12 +84,12 @@ def _section(schedule: Schedule) -> str:
     rows = timeline(passes, placement, Cost(1, 1, 1))
     peaks = [in_flight(stream) for stream in passes]
     activations, kept = (" ".join(map(str, numbers)) for numbers in zip(*peaks))
-    waiting = f", {kept} waiting for W" if schedule.splits_backward else ""
+    waiting = f"; waiting for W: {kept}" if schedule.splits_backward else ""
     return (
         f"## {schedule.name}\n\n{getdoc(schedule.generate)}\n\n"
         f"```text\n{draw(rows, columns=125)}\n```\n\n"
         f"Bubble rate: {bubble(rows):.4f}. "
-        f"Peak numbers of microbatches on stages 0, 1, ...: {activations} in flight{waiting}.\n"
+        f"Peak number of microbatches in flight on stages 0, 1, ...: {activations}{waiting}.\n"
     )
 
 

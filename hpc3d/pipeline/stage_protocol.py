@@ -27,7 +27,7 @@ class PipelineStage(Protocol):
 
     @property
     def auxiliary_loss(self) -> Any:
-        """This rank's share of the router losses of the most recent forward pass.
+        """This rank's share of the MoE routers' auxiliary losses in the last forward pass.
 
         The engine adds it to the summed loss of the last model chunk.
         """

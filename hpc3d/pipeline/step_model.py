@@ -23,13 +23,14 @@ from hpc3d.pipeline.timeline import Cost
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
 _KINDS = ("F", "B", "W", "BW")
-# Placeholder indices of passes: no input from another stage, and no earlier pass on the stage.
+# Values used instead of the index of a pass: _NOWHERE if the input does not come from another
+# stage, and _START if there is no earlier pass on the stage.
 _NOWHERE, _START = -2, -1
 # Numbers of simulated microbatches per stage. The first number is enough to reach the steady
 # state of a schedule, and the second one to measure its period.
 _FILL, _ROUNDS = 4, 4
-# Change due to each kind of pass in (number of microbatches with saved activations, number of
-# microbatches with saved inputs of W).
+# For each kind of pass: the changes in the number of microbatches with saved activations, and in
+# the number of microbatches with saved inputs of W.
 _KEPT = {"F": (1, 0), "B": (-1, 1), "W": (0, -1), "BW": (-1, 0)}
 
 
@@ -146,7 +147,7 @@ class StepModel:
         return [*zip(kinds, nbytes.tolist(), strict=True)]
 
     def _fullest_moments(self, stage):
-        """Return the (op, chunk) of the passes at whose start the memory use may peak.
+        """Return the (op, chunk) pairs of the passes at the start of which memory use may peak.
 
         For each of these passes, also returns the numbers of blocks saved at its start, which
         `held` multiplies by the block sizes in bytes.

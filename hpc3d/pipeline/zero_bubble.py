@@ -36,14 +36,14 @@ def zb_h2(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 def zb_v(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     """ZB-V: two chunks per stage; chunk 0 runs from the first stage to the last, and chunk 1 back.
 
-    Stage 0 has the embedding and the head.  Lowercase letters are passes of chunk 1.  The warm-up
-    of stage i is 2(p-i)-1 times F, then i times f F, then p-i times f b w.  The steady phase
-    repeats F B W f b w.  The drain first runs the B and b that other stages wait for, then the
-    remaining W and w.  If T_F = T_B = T_W, communication takes no time and m >= 2p-1, the bubble
-    is zero.  The activations of at most 2p chunks are in flight, which is the peak activation
-    memory of 1F1B (arXiv:2401.10241, section 6; arXiv:2405.15362).  With fewer than 2p-1
-    microbatches, the schedule is that for 2p-1 microbatches without the passes of the missing
-    microbatches.
+    Stage 0 has the embedding and the head.  Lowercase letters are passes of chunk 1.  In the
+    warm-up, stage i runs 2(p-i)-1 F passes, then i pairs of passes (f F), then p-i triples
+    (f b w).  The steady phase repeats F B W f b w.  The drain first runs the B and b that other
+    stages wait for, then the remaining W and w.  If T_F = T_B = T_W, communication takes no time
+    and m >= 2p-1, the bubble is zero.  The activations of at most 2p chunks are in flight, which
+    is the peak activation memory of 1F1B (arXiv:2401.10241, section 6; arXiv:2405.15362).  With
+    fewer than 2p-1 microbatches, the schedule is that for 2p-1 microbatches without the passes of
+    the missing microbatches.
     """
     below, filled = stages - stage, max(micros, 2 * stages - 1)
     steady = filled - 2 * stages + 1 + stage

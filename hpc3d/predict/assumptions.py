@@ -1,4 +1,4 @@
-"""Sizes of a mixture-of-experts model, and the assumptions behind its predictions."""
+"""Sizes of a mixture-of-experts model, and the assumptions behind predictions for it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def of_mixture(config: Config) -> dict[str, Any]:
 
     The vocabulary size in `config` must be resolved. `parameters` is the total number of
     parameters, and `active` is the number of parameters used per token. `blocks` is the number of
-    blocks with experts. `slots` is the maximum number of tokens per expert and sequence: the
-    capacity factor times top_k s / E, for s tokens per sequence and E experts.
+    blocks with experts. `slots` is the capacity of an expert, the maximum number of tokens that it
+    processes per sequence: `capacity` (the capacity factor) times top_k s / E, rounded up, but at
+    most s, for s tokens per sequence and E experts. If `capacity` is 0, `slots` is s.
     """
     model = config.model
     experts = family_of(model).sizes(model, model.vocabulary).experts
@@ -47,7 +48,8 @@ def lines(config: Config) -> list[str]:
     blocks = f"{found['blocks']} of {counted(model.layers, 'block')}"
     slots = counted(found["slots"], "slot")
     return [
-        f"parameters      {total}, of which {active} are active per token (used for FLOP and MFU)",
+        f"parameters      {total}, of which {active} are active per token (used to compute FLOPs "
+        "and MFU)",
         f"experts         {model.experts} in {blocks}, top_k {model.top_k}",
         f"assumed         {room}: {slots} per expert for a sequence of {model.sequence} tokens",
         "                the step time does not depend on the load balance, because empty slots",
@@ -56,7 +58,7 @@ def lines(config: Config) -> list[str]:
 
 
 def _short(count: float) -> str:
-    """Format a count with four digits and a unit, such as 1.571 T."""
+    """Format a count with four significant digits and an SI prefix, such as 1.571 T."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.4g} {unit}"

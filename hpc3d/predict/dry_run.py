@@ -57,7 +57,7 @@ def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
     yield _learning_rate(config.train)
     yield _text(config, windows)
     if any(split.own for split in config.splits.values()):
-        why = "layouts that assign blocks to owner ranks cannot be simulated"
+        why = "layouts in which one rank owns each block (3d-broadcast) cannot be simulated"
         yield f"memory: at least {_size(least(config))} per rank; {why}"
         return
     found = summary(simulate(config, config.model.vocabulary, known), config, known)
@@ -87,7 +87,7 @@ def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
 
 
 def _stand_in() -> Machine:
-    """Return the default machine, extended by GEMM rates for float64.
+    """Return the default machine, with GEMM rates for float64 added if it has none.
 
     It is used to predict memory and communication volume, which do not depend on the machine.
     """
@@ -127,13 +127,14 @@ def _text(config: Config, windows: int) -> str:
 
 
 def _memory(config: Config, found: dict, machine: Machine | None) -> str:
-    """Return a line with the peak memory of the rank that needs the most, and of all ranks.
+    """Return a line with the peak memory of the rank that needs the most, and the total.
 
-    The line also states whether the run fits in memory.
+    The total is the sum over all ranks. The line also states whether the run fits in memory.
     """
     peak = found["worst"]["all"]
     line = (
-        f"memory: peak of {_size(peak)} on the fullest rank, {_size(found['total'])} on all ranks"
+        f"memory: peak of {_size(peak)} on the rank that needs the most, "
+        f"{_size(found['total'])} on all ranks"
     )
     if machine:
         fits = "fits" if found["fits"] else "does not fit"
@@ -151,7 +152,7 @@ def _parts(found: dict) -> Iterator[str]:
     the peak memory of each pipeline stage."""
     kinds = [kind for kind in MEMORY_KIND if kind != "all" and found["worst"][kind]]
     held = ", ".join(f"{kind} {_size(found['worst'][kind])}" for kind in kinds)
-    yield f"peak memory of the fullest rank by kind: {held}"
+    yield f"peak memory by kind, on the rank that needs the most: {held}"
     if len(found["stages"]) > 1:
         yield "peak memory by stage: " + ", ".join(
             _size(stage["all"]) for stage in found["stages"]

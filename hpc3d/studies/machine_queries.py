@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class Tally(CostMeter):
     """Cost meter that counts the operations of a model.
 
-    `asked` counts operations by the `Machine` method and arguments that predict their time.
+    `asked` maps each pair (`Machine` method, arguments), which predicts the time of an operation,
+    to the number of times that the operation occurred.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,8 @@ class Tally(CostMeter):
 class PartWork(NamedTuple):
     """Parameter count and operations of a model chunk on one rank.
 
-    `forward` and `backward` are the counts of a `Tally` for one pass.
+    `forward` and `backward` contain the operation counts of one pass, as returned by
+    `Tally.taken`.
     """
 
     parameters: int

@@ -77,7 +77,7 @@ LAYERS = [
 ]
 # arXiv:2205.05198, figure 1 (data from calculon-ai/calculon): model, L, h, a, p, and GiB of
 # parameters and optimizer states per rank. The published memory is _STATE bytes per parameter for
-# 12 L h^2 / (t p) parameters, without embedding tables, biases and norms.
+# 12 L h^2 / (t p) parameters, excluding embedding tables, biases and norms.
 STATES = [
     ("22B", 48, 6144, 64, 1, 45.5625),
     ("175B", 96, 12288, 96, 8, 45.5625),

@@ -106,7 +106,7 @@ SHOWN = {
         r"boundary  message \[MB\]  last node; step time at the next-best location",
     ],
     "docs/questions.md": [
-        r"memory: peak of 21\.1 GB on the fullest rank, 169 GB on all ranks; fits in the .*",
+        r"memory: peak of 21\.1 GB on the rank that needs the most, 169 GB on all ranks; fits .*",
         r"5\.4906?\d* ",
     ],
     "docs/techniques.md": [

@@ -37,7 +37,7 @@ def test_dense_model_has_no_assumptions():
 
 def test_assumptions_are_listed():
     said = " ".join(lines(model_of(MIXTURE)))
-    for part in ("2 of 4 blocks, top_k 2", "capacity 1.25: 10 slots", "FLOP and MFU", "balance"):
+    for part in ("2 of 4 blocks, top_k 2", "capacity 1.25: 10 slots", "FLOPs and MFU", "balance"):
         assert part in said
     assert "no capacity limit: 16 slots" in " ".join(lines(model_of(f"{MIXTURE} capacity=0")))
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CLOCK = time.thread_time
 _PARTS = 8  # number of model chunks for measuring the overhead per chunk
-_MORE = 5  # additional repetition factor for messages, because they are fast
+_MORE = 5  # messages are fast, so they are repeated this many times more often
 _SIZES = [1 << power for power in (10, 13, 16, 18, 20, 22, 24)]  # message sizes in bytes
 
 

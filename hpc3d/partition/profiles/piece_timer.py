@@ -33,7 +33,8 @@ class PieceTimer:
         (self.program,) = stage_programs(captured, [range(self.pieces)])
         self.loss = self.program.outputs.index(loss_of(captured))
         self.seconds = np.zeros((2, self.pieces))
-        self.last, self.owners = 0.0, {}  # last clock reading; maps autograd nodes to pieces
+        # `last` is the time of the last clock reading. `owners` maps autograd nodes to pieces.
+        self.last, self.owners = 0.0, {}
         self._read_clock(captured)
 
     def _read_clock(self, captured):
@@ -89,7 +90,7 @@ class PieceTimer:
 def _pieces_of(captured: Captured) -> list[int]:
     """Return the piece index of each operation of the captured module, in program order.
 
-    An operation that several pieces duplicate is assigned to the first of these pieces.
+    An operation that is duplicated in several pieces is assigned to the first of them.
     """
     copied: dict[fx.Node, int] = {}
     for number, piece in enumerate(captured.pieces):

@@ -140,10 +140,11 @@ def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
 
 
 def _parts(computed: tuple, call: Call | None, before: float, inside: float) -> list[TimedWork]:
-    """Assign the times `before` and `inside` a trace row, in seconds, to computation and call.
+    """Divide the time of a trace row between computation and the communication call.
 
-    If the row is a communication call without preceding computation, the time before it is Python
-    overhead, which counts as part of the call.
+    `before` is the time between the previous row and this one, and `inside` the time within this
+    row, in seconds. If the row is a communication call without preceding computation, the time
+    before it is Python overhead, which counts as part of the call.
     """
     if call is None or not computed:
         return [TimedWork(computed, call, before + inside)]
@@ -180,13 +181,13 @@ def _rows_of(trace: Trace, rank: int) -> np.recarray:
 def _aligned(
     rows: np.recarray, expected: _ExpectedRows, step: int, begin: int, end: int
 ) -> np.ndarray | None:
-    """Return the times in seconds between and within the rows of a step, or `None`.
+    """Return the times in seconds between and within the rows of a step.
 
-    The result has the shape [2, rows + 1], because the end of the step counts as a row of zero
-    length. Entry [0, i] is the time from the end of row i-1 to the start of row i, and entry
-    [1, i] the time within row i. If a call is posted before the wait for it starts, the time to
-    post it (a row of category copy) counts as part of the call, even if other rows are in between.
-    The result is `None` if the rows differ from the expected rows.
+    Returns `None` if the rows differ from the expected rows. Otherwise, the result has the shape
+    [2, rows + 1], because the end of the step counts as a row of zero length. Entry [0, i] is the
+    time from the end of row i-1 to the start of row i, and entry [1, i] the time within row i. If
+    a call is posted first and waited for later, the time to post it (a row of category copy)
+    counts as part of the call, even if other rows are in between.
     """
     rows = rows[rows.step == step]
     extra = np.isin(rows.category, _EXTRA)

@@ -1,7 +1,8 @@
 """Fit of a machine model to traces of runs on the machine.
 
 align_trace.py returns the work of each rank between two trace rows, and its duration. The times of
-matrix products and communication calls are averaged in bins of sizes, one bin per power of two.
+matrix products and communication calls are binned by size, with one bin per power of two, and
+averaged.
 The bandwidth of each kernel and the common launch time are obtained by a least-squares fit to the
 measured times, so they include the Python overhead between kernels.
 
@@ -57,8 +58,10 @@ def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
 
 
 def _rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
-    """Return a dict from dtype to Rates, measured in `works` that consist of one matrix
-    product."""
+    """Return a dict that maps each dtype to its Rates.
+
+    The rates are measured in the items of `works` that consist of a single matrix product.
+    """
     found = defaultdict(list)
     for work in works:
         if work.call is None and len(work.computed) == 1 and isinstance(work.computed[0], Product):
@@ -145,7 +148,10 @@ def _positive(matrix: np.ndarray, values: np.ndarray) -> list[float]:
 
 
 def _tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable, ...]:
-    """Return one CallTable per operation and group size, with mean times per octave of bytes."""
+    """Return one CallTable per operation and group size.
+
+    A table contains the mean time for each octave of message sizes.
+    """
     found = defaultdict(list)
     for work in works:
         if work.call and work.call.bytes:
@@ -160,8 +166,8 @@ def _tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable,
 def _table(found: tuple, bandwidth: float) -> tuple:
     """Return the columns `bytes` and `seconds` of a call table, extended to at least two points.
 
-    If only one size was measured, a point with twice the bytes is extrapolated with the memory
-    bandwidth.
+    If the table has only one point, a second point, at twice the size, is extrapolated from the
+    memory bandwidth.
     """
     (bytes_, *more), (seconds, *_) = found
     if more:

@@ -49,7 +49,10 @@ class Legs(NamedTuple):
 
 
 def crossing(machine: Any, members: Sequence[int]) -> Crossing | None:
-    """Return the Crossing that describes a group, or `None` if all members are on one host."""
+    """Return the Crossing (communication costs between hosts) of a group of ranks.
+
+    The result is `None` if all members are on one host.
+    """
     hosts = machine.by_node(members)
     if len(hosts) == 1:
         return None

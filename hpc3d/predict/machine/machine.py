@@ -153,10 +153,10 @@ def _over_nodes(
 ) -> Route:
     """Return the Route of a group with several members on each of several nodes.
 
-    `leaving` is the time per byte, in seconds, for ring data that leave a node, which use one NIC
-    per member on the node. The latency of a ring step is the mean over all hops of the ring,
-    because its steps overlap, as in NCCL (src/graph/tuning.cc). The latency of a tree step is the
-    mean over the steps within and across nodes.
+    `leaving` is the time per byte, in seconds, of the ring's traffic between nodes, which is
+    spread over one NIC per member on the node. The latency of a ring step is the mean over all
+    hops of the ring, because its steps overlap, as in NCCL (src/graph/tuning.cc). The latency of a
+    tree step is the mean over the steps within and across nodes.
     """
     near, far = ceil(log2(inside.members)), ceil(log2(across.members))
     alpha = (near * inside.alpha + far * across.alpha) / (near + far)
@@ -268,8 +268,10 @@ class Machine:
 
     @cached_property
     def anywhere(self) -> dict[tuple[str, int], Callable[[float], float]]:
-        """Dict from (operation, number of members) to the time function of the measured table
-        that applies to any stride."""
+        """Maps (operation, number of members) to a function from bytes to seconds.
+
+        The function interpolates the measured table that applies to any stride (stride 0).
+        """
         return {
             (each.op, each.members): each.time
             for groups in ("alone", "at once")

@@ -25,7 +25,7 @@ _PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
 
 
 def load(path: Path | str) -> Machine:
-    """Read a Machine from a TOML file, or by the name of a machine that comes with hpc3d.
+    """Load a Machine from a TOML file, or by its name if it comes with hpc3d.
 
     Raises ValueError with one line per error, which states the file, the key and the fix.
     """

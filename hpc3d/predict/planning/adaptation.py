@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 _FEW = 6  # maximum number of layouts for which uneven layers are tried
 _SCHEDULES = 3  # maximum number of schedules per candidate
-_LESS = 2  # maximum number of options with smaller memory savings to try with uneven layers
+_LESS = 2  # maximum number of options that save less memory, to try with uneven layers
 _PASSES = 12_000_000  # maximum number of simulated passes, summed over all layouts
 _WORTH = 0.01  # minimum relative reduction of the step time that justifies non-default keys
 _BUCKETS = 6  # maximum number of bucket sizes to try
 
 
 class Offer(NamedTuple):
-    """Estimate of a variant of the timed candidate with index `number`."""
+    """Estimate of a variant of a candidate; `number` is the candidate's index in `Found.timed`."""
 
     number: int
     estimate: Estimate

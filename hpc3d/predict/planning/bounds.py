@@ -33,7 +33,8 @@ _KINDS = {
     "2.5d": "2.5-D",
     "3d": "3-D",
 }
-_SHORT = 2  # length of a short list, not counting candidates of additional kinds
+# Length of a short list. Candidates with further kinds of tensor parallelism are added beyond it.
+_SHORT = 2
 # Factor that turns an estimated compute or communication time into a lower bound.
 _BOUND_MARGIN = 0.7
 
@@ -63,11 +64,11 @@ def kind(config: Config) -> str:
 
 
 def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
-    """Return short lists of candidates, to be timed first, and a list of all other candidates.
+    """Return short lists of candidates to estimate first, and a list of all other candidates.
 
-    Each combination of p, d, c and e has a short list. In the order of `candidates`, a candidate
-    is added to its list if the list has fewer than _SHORT candidates, or none with the same kind
-    of tensor parallelism.
+    Each combination of p, d, c and e has a short list. The candidates are processed in order. Each
+    is added to its short list if the list has fewer than _SHORT entries or has no entry yet with
+    the same kind of tensor parallelism.
     """
     groups, others = {}, []
     for candidate in candidates:
@@ -107,8 +108,8 @@ class Bounds:
     def candidate(self, config: Config) -> Candidate:
         """Return a Candidate for a layout.
 
-        If this shortens the communication time, the axes are reordered by communication volume,
-        with the largest volume on the innermost axis.
+        The axes are reordered by communication volume, with the largest volume on the innermost
+        axis, if this order shortens the communication time.
         """
         volume = volumes(config)
         candidate = self.moves(config, volume)
@@ -240,10 +241,10 @@ def volumes(config: Config) -> Counter[str]:
 
 
 def tensor_replicas(config: Config, loop: str) -> dict[str, int]:
-    """Return the sizes of the tensor axes that shard dimension `loop` and replicate blocks.
+    """Return a dict with the sizes of the tensor axes that shard `loop` and replicate blocks.
 
-    The result maps axes to sizes. For m, the replicated blocks are weights (as along z in the
-    2.5-D scheme); for n, they are blocks of X.
+    `loop` is a dimension of the matrix product Y[m, n] = X[m, k] W[k, n]. For m, the blocks of W
+    are replicated along the axes (as along z in the 2.5-D scheme); for n, the blocks of X.
     """
     split, sizes = config.splits["dense"], config.mesh.sizes()
     axes = set(getattr(split, loop).split()).intersection(split.replicate.split(), "xyz")

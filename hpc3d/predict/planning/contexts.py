@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 
 # Saved activations that exceed this fraction of the memory justify context parallelism.
 _FULL = 0.5
-_SPARE = 4  # maximum ratio of c to the smallest c that fits in memory
+# Maximum ratio of the context-parallel size c to the smallest c with which a layout fits.
+_SPARE = 4
 # The bubble is considered large with fewer than _FEW microbatches per stage, and small with
 # _ENOUGH or more.
 _FEW, _ENOUGH = 2, 4
 
-_FORWARD_AND_BACKWARD = 3.5  # (forward + backward FLOPs) / forward FLOPs = 14 / 4
+# Ratio of forward + backward FLOPs to forward FLOPs of attention: 2 GEMMs in the forward pass, and
+# 5 in the backward pass, one of which recomputes the scores.
+_FORWARD_AND_BACKWARD = 3.5
 
 
 def contexts(c: int) -> Iterator[tuple[str, int]]:

@@ -94,7 +94,7 @@ def _axes_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
 
 
 class CostTable:
-    """Cache of the costs of a model with `vocabulary` tokens on a machine.
+    """Cache of the costs of a model with vocabulary size `vocabulary` on a machine.
 
     Each cost is computed when it is first needed. `measured` is the number of costs obtained by
     running the program on abstract arrays.

@@ -1,4 +1,4 @@
-"""Expected step times of candidate layouts, which determine the order in which they are timed.
+"""Expected step times, which determine the order in which candidate layouts are estimated.
 
 The lower bounds assume unlimited memory. If memory is limited, candidates recompute activations,
 run more microbatches or use a higher ZeRO stage, so candidates with equal bounds can have very
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.bounds import Candidate
     from hpc3d.predict.planning.cost_table import CostTable
 
-# If memory is short, each microbatch needs three collectives per weight matrix: a gather in the
+# If memory is tight, each microbatch needs three collectives per weight matrix: a gather in the
 # forward pass, and a gather and a reduce-scatter of the gradient in the backward pass. `volumes`
 # counts only two.
 _GATHERED = 1.5

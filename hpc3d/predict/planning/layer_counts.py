@@ -139,8 +139,11 @@ class LayerCounts:
         return counts
 
     def is_hopeless(self, counts: Sequence[int], key: tuple[float, float]) -> bool:
-        """Return True if the lower bound of partition `counts` rules out a better sort key than
-        `key`."""
+        """Return True if partition `counts` cannot have a smaller sort key than `key`.
+
+        The excess memory of the partition and a lower bound on its step time are compared with
+        `key`.
+        """
         excess, seconds = key
         self.left -= _LOOK * len(self.parts)
         more = self.excess(counts)

@@ -139,7 +139,7 @@ class _WaitClock(Clock):
 
     @contextmanager
     def repeated(self, times: float, most: float, products: float = 1) -> Iterator[None]:
-        """Context manager that multiplies all work by `times`, but matrix products by `products`.
+        """Context manager that multiplies matrix products by `products`, other work by `times`.
 
         Communication calls are split so that each has at most `most` bytes.
         """
@@ -194,7 +194,7 @@ class _WaitClock(Clock):
         return self._waiting(super().until(end, pending))
 
     def _waiting(self, ended: Pending) -> Pending:
-        # A call's Pending is created right after its post, so `latest` is the axis of the call.
+        # A call's Pending is created right after the call is posted, so `latest` is its axis.
         axis = self.latest
 
         def finish():
@@ -391,8 +391,8 @@ class LayerSample:
     def update(self, times: float, most: float, layers: int) -> tuple[Pass, Pass]:
         """Return the cost of the gradient reductions and the cost of the optimizer update.
 
-        Both costs are for `times` copies of the sample's layers and buckets of at most `most`
-        bytes. The matrix products of the update are those of `layers` layers.
+        Both costs are for `times` copies of the sample's layers, with buckets of at most `most`
+        bytes. In the update, however, the matrix products are scaled to `layers` layers.
         """
         first, _, compression = self.layer
         with self.clock.repeated(times, most, times):

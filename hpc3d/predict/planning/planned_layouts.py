@@ -69,8 +69,8 @@ def plan_layouts(
 ) -> tuple[PlannedLayouts, ResortedLayouts | None]:
     """Plan the best layouts of an input on `ranks` ranks with `memory` bytes per rank.
 
-    `memory` defaults to the machine's memory per rank. Returns the PlannedLayouts and the
-    ResortedLayouts, which are `None` unless layouts fit only with a memory-saving technique.
+    `memory` defaults to the machine's memory per rank. Returns a PlannedLayouts object and, if
+    layouts fit only with a memory-saving technique, a ResortedLayouts object (otherwise `None`).
     Raises ValueError if the input is invalid for every layout, or if no layout fits.
     """
     config = allowed(source, overrides)
@@ -103,7 +103,9 @@ def _resorted(
     for fit in fitting:
         again = _planned(fit.config, search.ranks, machine, search.memory, top)
         if again.best:
-            mildest = {fit.resort.keys: fit}  # set of keys -> first and mildest technique
+            # Maps the changed keys to the first technique that changes them, which has the least
+            # effect on the results of a run.
+            mildest = {fit.resort.keys: fit}
             for other in fitting:
                 mildest.setdefault(other.resort.keys, other)
             _, *others = mildest.values()

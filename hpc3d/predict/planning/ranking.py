@@ -206,10 +206,10 @@ class Ranking:
         return estimate.peak * fmean(self.peaks.get(_family(estimate.config), [1]))
 
     def room(self, estimate: Estimate) -> float:
-        """Return the limit on a layout's expected peak memory, in bytes, for it to be simulated.
+        """Return the maximum expected peak memory, in bytes, of a layout to be simulated.
 
-        The limit decreases with the remaining budget, so that layouts are more likely to fit in
-        memory the later they are simulated.
+        The limit decreases with the remaining budget, so that layouts simulated later are more
+        likely to fit in memory.
         """
         left = (self.left - _simulation_cost(estimate.config)) / self.most
         return self.search.candidates.memory * (1 + NEAR * max(-1, left))

@@ -90,7 +90,10 @@ class Fit(NamedTuple):
 def fits(
     source: Path | str, overrides: Sequence[str], search: Search, found: Found
 ) -> Iterator[Fit]:
-    """Yield a Fit for each fallback with which at least one of the smallest layouts fits."""
+    """Yield a Fit for each fallback with which a layout fits in memory.
+
+    Each fallback is tried on the _NEAREST layouts with the lowest peak memory.
+    """
     nearest = sorted(
         (min(each.offers, key=lambda offer: offer.peak) for each in found.timed),
         key=lambda offer: offer.peak,
@@ -116,6 +119,9 @@ def fits(
 
 
 def _changed(layout: Config, config: Config) -> Config:
-    """Return `layout` with the section `[train]`, `keep_dtype` and `offload` from `config`."""
+    """Return a copy of `layout` with some keys of `config`.
+
+    These keys are the section `[train]`, `parallel.keep_dtype` and `parallel.offload`.
+    """
     kept = {key: getattr(config.parallel, key) for key in ("keep_dtype", "offload")}
     return replace(layout, train=config.train, parallel=replace(layout.parallel, **kept))

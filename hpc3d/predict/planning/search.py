@@ -93,16 +93,16 @@ class Search:
     def run(self, top: int, most: int) -> Found:
         """Search for the `top` fastest layouts within a budget of about `most` cost measurements.
 
-        For each (p, d, c, e), the candidate with the shortest expected step is timed first. Other
-        candidates on the short lists follow, fastest lists first, and then the remaining
-        candidates. Finally, the fastest candidates are refined. Raises ValueError with a one-line
-        fix if no layout is valid.
+        For each (p, d, c, e), the candidate with the shortest expected step is estimated first.
+        Other candidates on the short lists follow, starting with the list whose first candidate is
+        fastest, and then the remaining candidates. Finally, the fastest candidates are refined.
+        Raises ValueError if no layout is valid; the message is one line and includes a fix.
         """
         candidates = []
         for candidate in self.allowed_candidates():
             candidates.append(candidate)
             p, last = candidate.config.mesh.p, min(self.ranks, self.base.model.layers)
-            log.info("listed %d mesh sizes, at p = %d of %d", len(candidates), p, last)
+            log.info("listed %d mesh sizes so far (p = %d, at most %d)", len(candidates), p, last)
         if not candidates:
             raise ValueError(self._refusal())
         self.allowed = len(candidates)
@@ -160,7 +160,7 @@ class Search:
             found.left.append(candidate)
         else:
             counts = len(found.timed), len(found.cut), self.allowed
-            log.info("timed %d and excluded %d of %d mesh sizes", *counts)
+            log.info("estimated %d and excluded %d of %d mesh sizes", *counts)
             found.timed.append(self.timed(candidate))
             return found.timed[-1].best.seconds if found.timed[-1].fits else inf
         return inf

@@ -52,7 +52,7 @@ class DeviceShapes(AbstractPool):
 
 
 class AbstractGpu(Gpu):
-    """GPU that only counts kernels and GEMMs, in the meter of a pool, and computes nothing."""
+    """GPU that computes nothing and only reports kernels and GEMMs to the cost meter of `pool`."""
 
     def __init__(self, pool: AbstractPool) -> None:
         self.pool, empty = pool, partial(pool.empty, kind="workspace")
@@ -179,7 +179,7 @@ value_of.register(_DeviceShape, lambda array: 0.0)
 
 
 def unrecorded(config: Config) -> Config:
-    """Return `config` without CUDA graphs, which do not affect the counted work."""
+    """Return a copy of `config` with CUDA graphs disabled; they do not affect the counted work."""
     return replace(config, train=replace(config.train, cuda_graph=False))
 
 

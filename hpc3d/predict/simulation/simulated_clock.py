@@ -1,4 +1,4 @@
-"""Simulated clock of a rank, which its array operations and communication calls advance.
+"""Simulated clock of a rank, advanced by the rank's array operations and communication calls.
 
 The model, the optimizer and the engine run unchanged; the recorder reads the simulated clock. All
 ranks along a tensor, data or context axis do the same work at the same time, so one rank
@@ -167,8 +167,10 @@ class HostDrivenClock(Clock):
         self.wired = self.since = self.done = 0
 
     def copied(self, nbytes: float) -> int:
-        """Simulate an offload copy by the CPU core, without disk time; return its end time in
-        ns."""
+        """Simulate an offload copy by a CPU core; return its end time in ns.
+
+        The time to access a disk is not included.
+        """
         self.kernel("offload", 2 * nbytes)
         return self.now
 
@@ -197,8 +199,8 @@ class HostDrivenClock(Clock):
         return ready
 
     def until(self, end: int, pending: Pending) -> Pending:
-        # The Pending of a call is created right after its post, so `since` and `done` are those of
-        # the call.
+        # A call's Pending is created right after the call is posted, so `since` and `done` are
+        # those of the call.
         begin, done, ended = self.since, self.done, super().until(end, pending)
 
         def finish():
@@ -345,8 +347,8 @@ def representative(grid: Grid, pool: Pool, peers: Any, context: Context | None =
     """Return the mesh of the first rank of a stage, which represents all ranks of the stage.
 
     `peers` is the communicator of the threads that simulate the stages; its rank is the stage
-    index. The meter of `pool` must be a Clock. `context` describes how sequences are sharded in
-    context parallelism.
+    index. `pool.meter`, the cost meter, must be a Clock. `context` describes how sequences are
+    sharded in context parallelism.
     """
     column = grid.ranks_along("p", {})
     coords = grid.coords(column[peers.rank])

@@ -216,8 +216,8 @@ class CoreSharing(NamedTuple):
     """Numbers of ranks and of communication groups that share a core.
 
     `ranks` is the number of ranks per core, and `stage` the number of ranks per core that belong
-    to the same pipeline stage. `lanes` is the number of separate groups in which these ranks of a
-    stage communicate with other hosts.
+    to the same pipeline stage. A lane is a group of ranks that communicate with other hosts, and
+    `lanes` is the number of separate lanes among the ranks of one stage on the core.
     """
 
     ranks: float
@@ -274,7 +274,7 @@ def with_shared_cores(
     """Simulate a step on cores that several ranks share; return the StageRun of each stage.
 
     `runs(slowdown)` simulates the stages with all CPU times multiplied by `slowdown`. The slowdown
-    is iterated until the simulated step time agrees with `sharing`.
+    is adjusted iteratively until the simulated step time is close to `sharing.seconds(...)`.
     """
     found = runs(1.0)
     alone, busy = step_length(found), fmean(run.busy for run in found)

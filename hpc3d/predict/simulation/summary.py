@@ -25,12 +25,12 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     """Summarize a simulated step in a dict for `--json`, in units of seconds, bytes and FLOPs.
 
     `memory` contains the peak memory of a rank by kind, for each stage and for the `worst` stage.
-    Activations in flight count as kind activation; gathered blocks and buffers count as kind
-    communication. The peaks include `tables`, the size of the token tables, and `logits`, the size
-    of the logits of a microbatch. `total` is the sum of the peaks of all ranks. `bytes` contains
-    the bytes that a rank of stage 0 receives, by axis and operation. `mfu` is the ratio of the
-    model FLOPs, including the masked half of attention, to the peak of the machine. `hfu` is the
-    same ratio for the executed FLOPs; chunked attention skips most of the masked half.
+    Activations in flight are counted under the kind "activation"; gathered blocks and buffers,
+    under "communication". The peaks include `tables`, the size of the token tables, and `logits`,
+    the size of the logits of a microbatch. `total` is the sum of the peaks of all ranks. `bytes`
+    contains the bytes that a rank of stage 0 receives, by axis and operation. `mfu` is the ratio
+    of the model FLOPs, including the masked half of attention, to the peak of the machine. `hfu`
+    is the same ratio for the executed FLOPs; chunked attention skips most of the masked half.
     `communication` is a fraction of the step.
     """
     ranks = config.mesh.grid().size
