@@ -40,14 +40,14 @@ _STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 _JSON = """\
 print one JSON object on the last line, with the keys verdict (the worst one) and findings (each
 with verdict, subject, text, remedy and printed, the output of a program)"""
-# Dict from a fragment of a launcher's error message to the remedy.
+# Maps a part of a launcher's error message to the remedy.
 _SAID = {
     "as root": f"run export {mpi_library.CONSENT[0]}=1 {mpi_library.CONSENT[1]}=1",
     "not enough slots": "use mpirun --oversubscribe; in a job, request more tasks",
     "cannot load MPI library": mpi_library.INSTALL,
     "cannot open shared object": "load the modules that were loaded when hpc3d was installed",
     "No module named": "in the source folder, run python -m pip install -e . with this Python",
-    "No space left": "free space in the folder TMPDIR, or set TMPDIR to another folder",
+    "No space left": "free up space in $TMPDIR (default: /tmp), or set TMPDIR to another folder",
     "listener thread failed to start": "remove ompi.* folders of killed jobs from TMPDIR or /tmp",
     "PMI": "use the mpirun of the same MPI library, or srun with a type from srun --mpi=list",
 }
@@ -59,7 +59,7 @@ with mpi_environment():
 _BY_HAND = "for more output, run mpirun -np 2 python -m hpc3d.doctor"
 _SHOWN = 8  # maximum number of output lines of a failed command to print
 _CLOCKS_APART = 1  # largest acceptable clock difference between hosts in s
-_INSTALL_H5PY = "if the message mentions a filter, reinstall h5py from its wheel on PyPI"
+_INSTALL_H5PY = "if the error mentions an HDF5 filter, reinstall h5py from its wheel on PyPI"
 _HANGS = """\
 select an interface that all hosts can use: --mca btl_tcp_if_include NAME (Open MPI), FI_TCP_IFACE
 (MPICH); or check that the host name has an address: getent hosts $(hostname)"""
@@ -238,9 +238,10 @@ def not_started(
 
 
 def _lonely(options: Namespace, meant: int) -> Iterator[Finding]:
-    """Explain why a launcher's `meant` processes became MPI singletons, and check this process.
+    """Check this process, and explain why the launcher's processes became MPI singletons.
 
     An MPI singleton is a process that MPI did not connect to the other processes of the launcher.
+    `meant` is the number of processes that should have formed one job.
     """
     if not options.together:
         yield from _local(options)

@@ -9,8 +9,8 @@ The text is written to standard output as it is generated, and everything else t
 
 On N ranks, tensor axes split the model as in training. Set them as in an input file:
 --mesh.x 2 --parallel.scheme 2d. By default, the mesh of the run is used if it has N ranks, and
-otherwise the best cuboid. By default, the model is evaluated in float64 (--train.dtype), so that a
-seed gives the same text on every layout.
+otherwise the 3D mesh with the least communication. By default, the model is evaluated in float64
+(--train.dtype), so that a seed gives the same text on every layout.
 
 The context is limited to model.sequence tokens. When it is full, the older half is dropped.
 """
@@ -59,7 +59,7 @@ class _Plan(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Options, model and prompt as read by rank 0, and the plan for all ranks."""
+    """Options, model and prompt that rank 0 has read, and the `_Plan` that it broadcasts."""
 
     options: Namespace
     model: TrainedModel
@@ -90,7 +90,7 @@ class _Screen:
         return signal.SIGINT in self.job.signals
 
     def unwanted(self) -> bool:
-        """Return True if the output has been closed or the user has pressed Ctrl-C."""
+        """Return True if the reader has closed the pipe or the user has pressed Ctrl-C."""
         return sys.stdout.unread or self.interrupted()
 
 

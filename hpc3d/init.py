@@ -61,7 +61,7 @@ def _init(options: Namespace) -> None:
 
 
 def _copy(copies: Sequence[tuple[Path, Path]], results: Path) -> None:
-    """Copy the files and create the results folder; if an error occurs, undo both."""
+    """Copy the files and create the results folder; after an error, remove what was created."""
     with ExitStack() as created:
         # Slurm writes its logs to `results`, which must exist.
         for folder in (*(target.parent for _, target in copies), results):

@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.resorts import Fit
     from hpc3d.predict.planning.search import Found
 
-# Columns of the table of techniques, as a dict from the key of a relative value (the ratio to the
-# first row) to (key of the absolute value, unit, name of the unit).
+# Columns of the table of memory-saving techniques.  The key is the JSON key of a value relative to
+# the first row.  The tuple contains the JSON key of the absolute value (in bytes or seconds), the
+# size of the printed unit in bytes or seconds, and the name of this unit.
 _SHARES = {
     "of_peak": ("peak_bytes", 1e6, "MB"),
     "of_received": ("received_bytes", 1e6, "MB"),
@@ -128,7 +129,7 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
 
 
 def _effect_line(row: Mapping[str, Any], first: bool) -> str:
-    """Format the peak memory, received bytes and step time with a technique as a table row.
+    """Format the table row of a technique: peak memory, received bytes and step time.
 
     Each value is followed by its relative change from the first row.
     """
@@ -269,7 +270,7 @@ def show(
         for name, row in rows.items():
             print(f"{name}:")
             print(f"   {mark}{line(row)}{_over(row, memory)}" if row else "    none")
-    print("\nWhy other layouts are slower (number of layouts, reason, and best of them):")
+    print("\nWhy other layouts are slower (number of layouts, reason, best layout of the group):")
     for reason, count, nearest in losers:
         print(f"{count:5d} {_because(reason, nearest)}")
 
@@ -279,10 +280,10 @@ def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
     sizes = len(found.timed) + len(found.cut) + len(found.left)
     print(f"{len(found.cut):5d} mesh sizes were excluded by a lower bound on their step time")
     if found.left:
-        print(f"{len(found.left):5d} mesh sizes were not timed: they were less promising")
+        print(f"{len(found.left):5d} mesh sizes were not reached within the search budget")
     print(
-        f"\n{counted(found.considered, 'layout')} of {sizes:,} sizes and schemes (not "
-        "3d-broadcast); "
+        f"\n{counted(found.considered, 'layout')} with {sizes:,} combinations of mesh sizes and "
+        "scheme, without scheme 3d-broadcast; "
         f"{ranking.search.candidates.count:,} estimated, {len(ranking.known)} simulated"
     )
     if applied:

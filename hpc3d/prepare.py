@@ -144,7 +144,8 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
     if name not in (None, "byte") or numbered:
         if arguments.vocabulary is not None:
             raise ValueError(
-                f"--vocabulary {arguments.vocabulary}: the tokenizer sets the size; leave this out"
+                f"--vocabulary {arguments.vocabulary}: the tokenizer determines the vocabulary "
+                "size; omit --vocabulary"
             )
         found = tokenizer_from(name, arguments.end) if name else _of_numbers(numbered[0])
         _refuse_others(numbered, found, name or f"next to {numbered[0]}")
@@ -157,7 +158,7 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
     if arguments.vocabulary not in (None, ByteTokenizer.vocabulary):
         raise ValueError(
             f"--vocabulary {arguments.vocabulary}: byte has {ByteTokenizer.vocabulary} tokens; "
-            "leave this out, or use --tokenizer bpe"
+            "omit --vocabulary, or use --tokenizer bpe"
         )
     return ByteTokenizer()
 

@@ -58,7 +58,7 @@ def parser() -> Parser:
     add("--out", type=Path, metavar="DIR", help=text)
     text = "write only tables (requires no packages except NumPy and h5py)"
     add("--tables", action="store_true", help=text)
-    add("--step", type=int, help="training step to draw (default: one of median duration)")
+    add("--step", type=int, help="training step to draw (default: the step of median duration)")
     add("--peak", type=_peak, metavar="FLOPS", help="peak FLOP/s of one rank (for MFU and HFU)")
     text = "also export the events as perfetto, pipit, hta (Holistic Trace Analysis) or otf2"
     text += " (Vampir), with up to 400 bytes per event"

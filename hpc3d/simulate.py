@@ -24,15 +24,15 @@ from hpc3d.pipeline.schedule import SCHEDULES, find
 from hpc3d.runtime.optional_packages import need
 
 _STEP = """\
-Predict a training step on a machine. The training program runs on arrays without data, with one
-rank per pipeline stage. A simulated clock advances by the time that each matrix product, kernel
-and communication call takes on the machine. The number of ranks is arbitrary, and the command runs
-on any machine.
+Predict a training step on a machine. The training program runs on arrays that have a shape and a
+type but no data, with one rank per pipeline stage. A simulated clock advances by the time that
+each matrix product, kernel and communication call takes on the machine. The number of ranks is
+arbitrary, and the command runs on any machine.
 
-The command prints the step time, the pipeline bubble, the memory of each stage by kind, and the
-bytes that a rank receives along each axis. --out writes the events of all ranks as a trace, which
-`python -m hpc3d.report` reads like a measured one. If RUN_DIR is a run folder, the prediction is
-added to the trace of this run, and the report of the run shows both.
+The command prints the step time, the pipeline bubble, the memory of each stage by kind of data,
+and the bytes that a rank receives along each axis. --out writes the events of all ranks as a
+trace, which `python -m hpc3d.report` reads like a measured one. If RUN_DIR is a run folder, the
+prediction is added to the trace of this run, and the report of the run shows both.
 
 Keys of the input file can be given as options (--mesh.x 4). `python -m hpc3d.simulate schedule`
 simulates only a pipeline schedule."""
@@ -147,7 +147,7 @@ def _print_step(config, found):
     print(f"step            {step}, {found['tokens_per_s']:.4g} tokens/s")
     print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
     print(f"bubble          {found['bubble']:.4f}")
-    waits = "of the step on the busiest stage, excluding messages between stages"
+    waits = "of the step time (busiest stage, without messages between stages)"
     print(f"communication   {found['communication']:.1%} {waits}")
     if seconds := found.get("evaluation_batch_s"):
         print(
@@ -196,7 +196,7 @@ def schedule_parser() -> Parser:
     return parser
 
 
-_size = integer(0, MOST_SIMULATED)  # each schedule checks its own lower limit
+_size = integer(0, MOST_SIMULATED)  # each schedule checks its own minimum sizes
 
 
 def _time(what):
@@ -253,8 +253,8 @@ def _write_csv(options, passes, placement):
 
     if find(options.name).asynchronous:
         raise ValueError(
-            f"--csv {options.csv}: the steps of {options.name} overlap, but a file holds one "
-            "step; use a synchronous schedule"
+            f"--csv {options.csv}: the steps of {options.name} overlap, but a CSV file "
+            "contains the passes of only one step; use a synchronous schedule"
         )
     with naming(options.csv):
         to_csv(options.csv, passes, placement)

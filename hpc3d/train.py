@@ -3,9 +3,10 @@
     mpirun -np N python -m hpc3d.train [INPUT.toml] [--section.key value ...] [--resume RUN_DIR]
 
 INPUT.toml is a file, or the name of an input that comes with hpc3d, such as gpt-3d-64. Without it,
-the default model is trained on the best cuboid of N ranks. Every key of the input file is also an
-option (--train.steps 100). The folder results/<name>-<stamp>/ contains the configuration, the
-environment, train.log, the checkpoints, and trace.h5 for `python -m hpc3d.report`.
+the default model is trained on the 3D mesh of N ranks with the least communication. Every key of
+the input file is also an option (--train.steps 100). The folder results/<name>-<stamp>/ contains
+the configuration, the environment, train.log, the checkpoints, and trace.h5 for
+`python -m hpc3d.report`.
 
 With --resume, the run in RUN_DIR continues from its newest complete checkpoint (checkpoint.every),
 on the same or any other layout.
@@ -87,7 +88,7 @@ def train(job: Job, words: list[str]) -> None:
 
 
 def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
-    """Parse the command line; return the plan of the run, with a validated configuration.
+    """Parse the command line; return the settings of the run, including a validated configuration.
 
     Only rank 0 calls this function. `ranks` is the number of ranks of the job; if it is `None`,
     the mesh determines the number.
@@ -186,7 +187,7 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
     if vocabulary < least:
         remedy = f"use at least {least}, or leave the key out"
         if run:
-            remedy = f"use a text with the tokenizer of {run}"
+            remedy = f"use data that were tokenized with the tokenizer of {run}"
         masked = " and needs a mask token" if least > tokens.vocabulary else ""
         raise ValueError(
             f"model.vocabulary = {vocabulary}: the tokenizer has {tokens.vocabulary} tokens"
@@ -203,7 +204,8 @@ def checked_program(config: Config, this_machine: bool = True) -> Program:
     Raises
     ------
     ValueError
-        If `this_machine` is true and this machine has too little memory for its ranks of the job.
+        If `this_machine` is true and this machine has too little memory for the ranks that run on
+        it.
     """
     from hpc3d.pipeline.program import program_of
     from hpc3d.training.footprint import refuse_what_cannot_fit

@@ -26,10 +26,10 @@ _TEXT = """\
 Show the progress of a run until Ctrl-C: step, remaining time, loss, tokens/s, memory, evaluations,
 and, for each mesh axis, the fractions of the step time spent in calls and waiting for other ranks.
 
-The command only reads files, so it runs on any machine that sees the folder of the run, also over
-ssh. The activities within a step are read from the latest trace segments, which are at most half
-a minute old. If the run has ended, its final state is shown once. If the output is not a terminal,
-one line is printed per finished step."""
+The command only reads files, so it runs on any machine that can access the run folder, for example
+in an ssh session. The activities within a step are read from the latest trace segments, which are
+at most half a minute old. If the run has ended, its final state is shown once. If the output is
+not a terminal, one line is printed per finished step."""
 
 # Escape sequences that move the cursor to the top left, and erase the rest of the line or screen.
 _TOP, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -113,7 +113,7 @@ def _size() -> os.terminal_size:
 
 
 def _shows(letters: str) -> bool:
-    """Return True if standard output can encode these characters."""
+    """Return True if standard output can encode all characters in `letters`."""
     try:
         letters.encode(sys.stdout.encoding or "utf-8")
     except UnicodeError:

@@ -102,7 +102,7 @@ def _unknown_letters(letters: Mapping[str, str] | None) -> Iterator[str]:
 
 
 def not_there_yet(config: Config) -> Iterator[str]:
-    """Report a PyTorch module, which only hpc3d.partition can train."""
+    """Report an error if the model is a PyTorch module, which only hpc3d.partition can train."""
     if config.torch.factory:
         name = f"torch.factory = {config.torch.factory!r:.80}"
         yield f"{name}: use python -m hpc3d.partition run to train a PyTorch module"

@@ -116,16 +116,19 @@ def wrong_tokens(model: ModelConfig) -> Iterator[str]:
 
 
 def _alike(config: Config) -> bool:
-    """Return True if a GEMM of the model's head needs the same layout for its input and output."""
+    """Return True if the model's head has a product Y = X W whose Y must be sharded like X."""
     return any(each.alike for each in family_of(config.model).head(_SMALLEST))
 
 
 def _wrong_head(config: Config) -> Iterator[str]:
-    """Report a split of X's columns over several axes if the model's head supports only one."""
+    """Report an error if several axes shard k of X[m, k], but the head supports only one."""
     split = config.splits["dense"]
     if _alike(config) and len(split.x[1]) > 1:
         head = f"the head of model.kind = {config.model.kind}"
-        yield f"parallel.split.k = {split.k}: {head} supports one axis; move the others to m or n"
+        yield (
+            f"parallel.split.k = {split.k}: {head} supports only one axis in k; move the others "
+            "to parallel.split.m or parallel.split.n"
+        )
 
 
 def _wrong_sizes(config: Config) -> Iterator[str]:
@@ -146,7 +149,10 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
 
 
 def sequence_divisor(config: Config) -> int:
-    """Return a number that must divide the number of sequences per microbatch."""
+    """Return the smallest number of sequences per microbatch that the mesh can shard evenly.
+
+    All valid numbers are multiples of it.
+    """
     sizes = config.mesh.grid().sizes
     groups, *_ = _needs(config).values()
     return lcm(*(prod(sizes[axis] for axis in axes) for axes in groups))
@@ -235,7 +241,8 @@ def _wrong_blocks(config: Config) -> Iterator[str]:
     parameters = Parameters(mesh, "float32", config.parallel.zero)
     sizes = family.sizes(model, model.vocabulary or BLOCK)
     spec = ModelSpec(family, sizes, config.splits, context=config.context())
-    layers = range(min(model.moe_every, model.layers))  # the layer types repeat after these
+    # the types of layers (dense or mixture of experts) repeat with the period moe_every
+    layers = range(min(model.moe_every, model.layers))
     build(mesh, parameters, spec, [LayerRange(layers, True, True)])
     for item in parameters:
         columns = item.updated_layout.block(item.shape, mesh)[-1]

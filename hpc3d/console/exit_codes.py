@@ -11,8 +11,9 @@ STOPPED = 75  # saved a checkpoint and stopped early, as requested (EX_TEMPFAIL)
 INTERRUPTED = 130  # interrupted by Ctrl-C after printing partial results (128 + SIGINT)
 
 
-# Exceptions that invalid input can cause, for example a path that is too long, a number that
-# overflows NumPy's types, or a size that exceeds the memory.
+# Exceptions that invalid input can cause, for example OSError for a path that is too long,
+# OverflowError for a number too large for NumPy's integer types, or MemoryError for an array that
+# does not fit in memory.
 REFUSED = (ValueError, OSError, OverflowError, MemoryError, RecursionError)
 
 

@@ -39,8 +39,9 @@ class Problems(ValueError):
 def sanitized(text: str) -> str:
     """Return a text as one line of printable characters.
 
-    All characters that Python considers unprintable are escaped: control characters, direction
-    marks, line separators, spaces except U+0020, and surrogates (invalid UTF-8 bytes).
+    All characters that Python considers unprintable are escaped: control characters,
+    bidirectional formatting characters, line separators, spaces except U+0020, and surrogates
+    (invalid UTF-8 bytes).
     """
     if text.isprintable():
         return text
@@ -161,8 +162,8 @@ def _discard(stream: TextIO) -> None:
 def sanitized_streams() -> Iterator[None]:
     """Replace standard output and error with `SanitizedStream`s, which tolerate a closed pipe.
 
-    At the end, output that cannot be written is discarded, because Python would otherwise print an
-    error message when the process exits.
+    When the context manager exits, buffered output that cannot be written is discarded, because
+    Python would otherwise print an error message when the process exits.
     """
     _open_missing_streams()
     out, error = SanitizedStream(sys.stdout), SanitizedStream(sys.stderr, needed=False)

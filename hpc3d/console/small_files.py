@@ -1,6 +1,7 @@
 """Read small untrusted files with a size limit, and write files atomically.
 
-The size is limited because a device or a pipe may never end, and a large file is slow to parse.
+The size is limited because reading from a device or a pipe may never reach end-of-file, and
+because a large file is slow to parse.
 
 A file is written as NAME.HOST.PID.tmp, and renamed to NAME when it is complete and on disk.  If a
 process is killed, its temporary file remains until the next writer of NAME removes it.
@@ -137,7 +138,10 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add `path` to each OSError of the block that lacks a file name, such as a write error."""
+    """Set the file name of an OSError that the block raises to `path` if it has none.
+
+    Python does not add the file name to write errors.
+    """
     try:
         yield
     except OSError as error:

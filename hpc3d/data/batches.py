@@ -11,7 +11,8 @@ IGNORE = -100  # target value that excludes a token from the loss
 class Batches:
     """Training batches, determined by the tokens, the batch shape, `seed` and the step.
 
-    A window consists of `sequence` input tokens and AHEAD further tokens for the targets.  Windows
+    A window consists of `sequence` input tokens and the AHEAD tokens after them, which complete
+    the targets.  AHEAD is 1 if each target is the next token, and 0 for masked tokens.  Windows
     start every `sequence` tokens, so each token is a target once per epoch, except for the first
     AHEAD tokens and an incomplete last window.  An epoch is a permutation of the windows.  A batch
     that reaches the end of an epoch continues with windows of the next epoch.
@@ -33,7 +34,9 @@ class Batches:
         self.windows = (len(tokens) - self.AHEAD) // sequence
         self._tokens, self._sequence, self._batch, self._seed = tokens, sequence, batch, seed
         self._epoch, self._order = 0, permutation(self.windows, seed, 0)
-        self._skipped = 0  # a step starts at sequence step * batch + _skipped
+        # The first sequence of step i has the number i * batch + _skipped.  `go_on` sets _skipped,
+        # in case earlier steps of the run had a different batch size.
+        self._skipped = 0
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs and targets of a step: contiguous int32 arrays [batch, sequence]."""

@@ -2,7 +2,7 @@
 
     .txt       one document per file
     .jsonl     one JSON object per line; one field contains the document
-    .parquet   one document per value of a column
+    .parquet   one document per row; one column contains the document
     .bin       nanoGPT: uint16 token ids, including end-of-document tokens
     .bin .idx  Megatron-LM: token ids, and an index of sequences and documents
 
@@ -215,8 +215,8 @@ def _cut(text: str, where: str, size: int) -> Iterator[_DocumentPart]:
 def opened_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Memory-map the token ids of a .bin file; return them and the document ends.
 
-    A document end is the index after the document's last id (int64). The array of ends is empty if
-    the file does not contain them.
+    A document end is the index after the document's last id (int64). The array of ends is empty
+    for a nanoGPT file, that is, a .bin file without an .idx file.
     """
     index = path.with_suffix(".idx")
     with reading(path, "not a readable token file", "use another file"):

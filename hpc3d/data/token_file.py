@@ -38,7 +38,7 @@ _FORMAT = "hpc3d-tokens"
 _VERSION = 1
 SUFFIX = ".h5"
 _MOST_IDS = 1 << 31  # maximum vocabulary size, because ids are returned as int32
-_END = "tokenizer_end"  # HDF5 attribute, which older token files lack
+_END = "tokenizer_end"  # HDF5 attribute: end-of-document token; absent in older files
 _CHUNK = 1 << 16  # tokens per checksum
 _SELF_CHECKING = "v110"  # the HDF5 1.10 format also has metadata checksums
 _PREPARE = "create it with python -m hpc3d.prepare"
@@ -104,7 +104,7 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
     else:
         texts = text_files(path)
         if not any(text.stat().st_size for text in texts):
-            raise ValueError(f"data.path: {path} is empty; use a non-empty text")
+            raise ValueError(f"data.path: {path} is empty; use a file or folder with text")
         tokens = TextTokens(texts)
     if tokenizer not in (None, tokens.tokenizer):
         tokens.close()

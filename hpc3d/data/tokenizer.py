@@ -61,7 +61,10 @@ def text_files(path: str | Path) -> list[Path]:
         return [Path(path)]
     if not os.path.isdir(path):
         what = "is not a regular file" if os.path.exists(path) else "does not exist"
-        raise ValueError(f"data.path: {path!s:.200} {what}; use a text, a folder or a .h5 file")
+        raise ValueError(
+            f"data.path: {path!s:.200} {what}; use a text file, a folder of *.txt files, or a .h5 "
+            "token file"
+        )
     try:
         found = (text for text in Path(path).iterdir() if text.name.endswith(".txt"))
         texts = sorted(text for text in found if text.is_file())
@@ -133,13 +136,17 @@ class BpeTokenizer:
         self.end: int | None = known.get(self.end_name)
 
     def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
-        """Return the token ids of `text` as uint32, with special tokens if `whole` is true."""
+        """Return the token ids of `text` as uint32.
+
+        If `whole` is true, `text` is a complete text, and the special tokens that the tokenizer
+        puts around a text, such as [CLS] and [SEP], are added.
+        """
         with self._encoding([text]):
             ids = self._tokenizer.encode(text.decode(), add_special_tokens=whole).ids
         return np.array(ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Return one array of token ids per text; the library uses all cores."""
+        """Encode texts on all cores; return one array of ids per text, without special tokens."""
         several = [text.decode() for text in texts]
         with self._encoding(texts):
             found = self._tokenizer.encode_batch_fast(several, add_special_tokens=False)

@@ -226,7 +226,7 @@ def characters(numbers: Mapping[str, int]) -> BpeTokenizer:
 
 
 def meta_tokenizer(path: Path) -> BpeTokenizer | None:
-    """Return the tokenizer of the nanoGPT meta.pkl next to a .bin file, or `None` without one."""
+    """Return the tokenizer of nanoGPT's meta.pkl next to a .bin file; `None` if it is missing."""
     meta = path.with_name("meta.pkl")
     if not meta.is_file():
         return None

@@ -78,11 +78,11 @@ def _of_validation() -> Iterator[None]:
 
 
 class ValidationBatches:
-    """Evaluation batches; the validation text is split into windows as the training text is.
+    """Evaluation batches. The validation text is split into windows like the training text.
 
-    `count` is the number of batches that cover all windows, limited to `most` (0: no limit). An
-    incomplete last batch is padded with sequences without targets. Raises ValueError if there are
-    too few tokens for one window.
+    `count` is the number of batches: enough to cover all windows, but at most `most` (0: no
+    limit). An incomplete last batch is padded with sequences without targets. Raises ValueError if
+    there are too few tokens for one window.
     """
 
     def __init__(self, tokens: Tokens, sequence: int, batch: int, most: int) -> None:

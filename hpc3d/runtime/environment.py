@@ -43,7 +43,10 @@ def cores_of_node() -> int:
 
 
 def set_environment() -> None:
-    """Set the number of threads per rank; if ranks outnumber cores, make waiting ranks yield."""
+    """Set the number of threads per rank.
+
+    If the node has fewer cores than ranks, ranks that wait in Open MPI are made to yield the core.
+    """
     cores, ranks = cores_of_node(), number_in(LOCAL_RANKS, default=1)
     threads = min(cores // ranks, len(os.sched_getaffinity(0)))
     chosen = next(filter(None, map(os.environ.get, THREAD_VARIABLES)), str(max(1, threads)))

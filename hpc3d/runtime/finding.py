@@ -17,8 +17,10 @@ class Finding(NamedTuple):
     ----------
     verdict
         OK, WARN or FAIL.
-    subject, text
-        Object of the check, and description of the result.
+    subject
+        What was checked.
+    text
+        Description of the result.
     remedy
         Instructions for fixing the problem, one per line.
     printed

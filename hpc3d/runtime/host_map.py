@@ -95,7 +95,7 @@ class Homes(NamedTuple):
 
 
 def homes_of(locations: Sequence[Mapping[str, Any]]) -> Homes:
-    """Return the `Homes` of a job, given the result of `Job.location` on each rank."""
+    """Return the host names and nodes of all ranks, given each rank's `Job.location()`."""
     return Homes([each["host"] for each in locations], [each["node"] for each in locations])
 
 

@@ -23,7 +23,7 @@ from hpc3d.runtime.launcher import end_later, launcher
 _OUTLIVED = (
     2  # time in s that the socket of `first_to_fail` stays bound after the failed rank has exited
 )
-_UNHEARD = 5  # time in s that the launcher has to end the job after MPI_Abort
+_UNHEARD = 5  # timeout in s for the launcher to end the job after MPI_Abort
 
 
 class Job:

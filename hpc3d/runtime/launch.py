@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 _DISK = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE
 _MEETING = 60  # timeout in s of the first collective call
-_SPOKEN = 0.5  # time in s that the launcher has to forward printed output
+_SPOKEN = 0.5  # time in s to let the launcher forward printed output before an abort
 _ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # possible values of run.signal
 _POKE = signal.SIGURG  # signal that wakes the main thread; ignored by default
-_BUSY_ALONE = 5  # time in s that the main thread has to leave a BLAS or HDF5 call
-_BUSY = 0.1  # like _BUSY_ALONE, if there are several ranks: their launcher kills them soon
+_BUSY_ALONE = 5  # timeout in s for the main thread to return from a BLAS or HDF5 call
+_BUSY = 0.1  # the same if there are several ranks; short, as the launcher soon kills them
 _SAVED = 60  # timeout in s of the exit hooks in a forked child process
 
 
@@ -117,8 +117,8 @@ def _met(make: Callable[[], Job], name: str) -> Job:
     """Create the job with `make()`; abort if its first collective call exceeds _MEETING seconds.
 
     The call does not complete if hosts cannot reach each other.  In this case, one rank per host
-    prints a message, and all ranks are aborted.  If a rank exited without an abort, the ranks
-    connected to it would fail with an Open MPI error.
+    prints a message, and all ranks are aborted.  The ranks do not simply exit, because ranks
+    connected to an exited rank would fail with an Open MPI error.
     """
     from hpc3d.runtime.job import end_job
 
@@ -146,7 +146,7 @@ def _explain_single(meant: int) -> list[str]:
 
 
 def _die(job: Job, error: BaseException) -> None:
-    """Abort the job after an error of this rank.
+    """Abort the job after an error on this rank.
 
     The error is printed if it is the first one on this host, and the exit hooks are called.
     """
@@ -225,7 +225,7 @@ def obey_signals(job: Job) -> None:
 
 
 def _must_end(job: Job, signals: list[int]) -> bool:
-    """Return True if these signals must end the process before the current step is complete."""
+    """Return True if `signals` must end this process before it completes the current step."""
     asked = [number for number in signals if number in ENDING]
     return len(asked) > 1 or any(number not in job.requests for number in asked)
 

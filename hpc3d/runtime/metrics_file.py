@@ -31,9 +31,9 @@ _Sink = Callable[[_Record], object]
 
 
 class MetricsFile:
-    """Writes the metrics of a run, which starts or resumes after `start` steps.
+    """Writes the metrics of a run that starts or resumes after `start` completed steps.
 
-    Records of later steps, written before the run was resumed, are removed.  Each new record is
+    If the run is resumed, existing records of steps after `start` are removed.  Each new record is
     also passed to all `sinks`.  If a sink raises an exception, the exception is reported through
     `say` and the sink is disabled.
     """

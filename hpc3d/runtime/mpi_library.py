@@ -246,7 +246,10 @@ def _starter() -> str | None:
 
 
 def why_singletons(meant: int, mpi: MpiInstall) -> Finding:
-    """Explain why each of the `meant` processes of a launcher started as an MPI singleton."""
+    """Explain why each process of a launcher became an MPI singleton, a job of its own.
+
+    `meant` is the number of processes that should have formed one job.
+    """
     if _starter() is None:
         return Finding(FAIL, "launcher", *_of_slurm(meant, mpi))
     text = f"the mpirun of {_starter()} started {meant} processes, but each is its own MPI job: "
@@ -256,7 +259,7 @@ def why_singletons(meant: int, mpi: MpiInstall) -> Finding:
 
 
 def _of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
-    """Return the problem and the remedy if processes not started by mpirun are MPI singletons."""
+    """Return the cause and the remedy for MPI singletons that were not started by mpirun."""
     kind = _WAYS[mpi.abi][0]
     remedy = f"srun --mpi={kind} python -m hpc3d... (srun --mpi=list prints the types)\n"
     remedy += f"or mpirun python -m hpc3d... in the job, with the mpirun of {mpi.maker}"
@@ -269,9 +272,10 @@ def _of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
 
 
 def mismatch_report(meant: int) -> list[str]:
-    """Return error lines that explain why each of `meant` processes is an MPI job of size 1.
+    """Return error lines that explain why each process of a launcher is an MPI job of size 1.
 
-    Only rank 0 calls this function.  It is fast, because it starts no other process.
+    `meant` is the number of processes that should have formed one job.  Only rank 0 calls
+    this function.  It is fast, because it starts no other process.
     """
     mpi, path = _loaded(), shutil.which("mpirun")
     told = [

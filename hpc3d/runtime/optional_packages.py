@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from hpc3d.console.sanitize import Problems
 
-# Dict from optional package to the extra of hpc3d that installs it.
+# Maps each optional package to the extra of hpc3d that installs it.
 EXTRAS = {
     "otf2": "otf2",
     "pyarrow": "parquet",
