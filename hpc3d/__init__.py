@@ -15,7 +15,7 @@ import sys
 
 __version__ = "0.2.0"
 
-# Ctrl-C terminates a command without a traceback while the command imports its modules.  Once the
+# While a command imports its modules, Ctrl-C terminates the command without a traceback.  Once the
 # modules are loaded, command_line.run or launch.run handles the signal.  `python -m` sets
 # sys.argv[0] to "-m" while it imports the package.
 _program = "".join(sys.argv[:1])

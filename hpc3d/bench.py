@@ -88,9 +88,9 @@ def parser() -> Parser:
     add("--machine", metavar="NAME|FILE", help=text)
     text = "calibrate: value of mesh.transport for the calibration runs"
     add("--transport", default="auto", help=text)
-    text = "calibrate: validate the fitted machine on additional runs"
+    text = "calibrate: validate the fitted machine model on additional runs"
     add("--check", action="store_true", help=text)
-    add("--quick", action="store_true", help="partition: plan only a few of the models")
+    add("--quick", action="store_true", help="partition: include only 3 BERT and 2 ResNet models")
     add("--json", action="store_true", help="print one JSON object on the last line")
     return parser
 
@@ -100,7 +100,7 @@ class Names(argparse.Action):
 
     def __call__(self, parser, options, names, option=None):
         if "calls" in (names or ()) and len(names) > 1:
-            parser.error("calls is started with mpirun; run it without other benchmarks")
+            parser.error("calls is run under mpirun and cannot be combined with other benchmarks")
         options.names = names
 
 

@@ -152,7 +152,10 @@ def _print_tensors(found: Mapping[str, Any]) -> None:
 
 
 def verify(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
-    """Verify all data of the checkpoints; the result's `whole` is True if all are intact."""
+    """Verify all data in the checkpoints.
+
+    In the returned dict, `whole` is True if all checkpoints are intact.
+    """
     from hpc3d.checkpoints.inspect import checkpoints, problems
 
     found = []

@@ -17,4 +17,4 @@ def test_calls_benchmark_must_be_run_separately(capsys):
     with pytest.raises(SystemExit) as end:
         bench.main(["calls", "step"])
     assert end.value.code == 2
-    assert "run it without other benchmarks" in capsys.readouterr().err
+    assert "cannot be combined with other benchmarks" in capsys.readouterr().err

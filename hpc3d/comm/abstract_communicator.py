@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 class AbstractCommunicator(Communicator):
     """Communicator that moves no data but allocates the same memory as a real one.
 
-    Arrays with real data are passed through, and resized if needed. Gathered blocks are allocated
-    in full. CPU ranks of one node (hpc3d.comm.shared_memory) also copy a block to be reduced,
-    unless it is in a `buffer`, and share the result of a large all-reduce; devices neither copy
-    nor share blocks.
+    Real arrays are passed through, and resized if the result has a different shape. Gathered
+    blocks are allocated in full. Blocks of CPU ranks are allocated as in
+    hpc3d.comm.shared_memory: a reduction copies its input, unless `buffer` has returned the input,
+    and the ranks of a node share one copy of each gathered block, broadcast block and large
+    all-reduce result. On devices, inputs are not copied and results are not shared.
     """
 
     @property
@@ -51,7 +52,7 @@ class AbstractCommunicator(Communicator):
     def shared(self, block: Any) -> Any:
         """Mark a block as a single copy in memory shared by all ranks of a node, and return it."""
         if self._of_node and isinstance(block, AbstractArray):
-            block.lease.shared = True  # type: ignore[union-attr]  # the pool sets the lease
+            block.lease.shared = True  # type: ignore[union-attr]  # set by `pool.empty`
         return block
 
     def _all_gather(self, block):

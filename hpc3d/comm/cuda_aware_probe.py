@@ -112,7 +112,10 @@ def nccl() -> Iterator[Finding]:
 
 
 def device_map(job: Job) -> Iterator[Finding]:
-    """Yield a finding that lists each rank's device. Local rank i uses device i mod (devices)."""
+    """Yield a finding that lists each rank's device.
+
+    On a node with n devices, local rank i uses device i mod n.
+    """
     location, taken = job.location(), None
     if present():
         import cupy
@@ -190,8 +193,9 @@ def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterat
 def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[str, str]:
     """Test CUDA-aware MPI with two ranks; return the result and a description of the problem.
 
-    The result is TAKEN (device memory works), STAGED (MPI lacks CUDA support) or WRONG (the test
-    failed). The ranks form a separate MPI job, even if this process is part of one.
+    The result is TAKEN (MPI transfers device memory correctly), STAGED (MPI reports no CUDA
+    support, so messages must go through host memory) or WRONG (the test hangs, fails or gives
+    wrong results). The ranks form a separate MPI job, even if this process is part of one.
     """
     launched = [
         name for name in os.environ if name.startswith(_LAUNCHED) and not name.startswith(_KEPT)

@@ -31,11 +31,12 @@ CHUNK = 4 << 20  # chunk size in bytes per member
 
 
 class HostStaged(Communicator):
-    """Host-staged communicator for ranks with devices, based on the host communicator `comm`.
+    """Communicator that stages device blocks in host memory and transfers them with `comm`.
 
-    `comm` must not require that arrays are freed in a certain order (as SharedMemory does),
-    because they stay alive until the device has read them.  Copies run on the communication stream
-    of `traffic`, to and from arrays of `pinned`, a pool of pinned host memory.
+    `comm` is a communicator for host arrays. It must allow its arrays to be freed in any order
+    (SharedMemory does not), because an array stays alive until the device has read it.  The CUDA
+    stream of `traffic` copies blocks between the device and host buffers, which are allocated from
+    `pinned`, a pool of pinned memory.
     """
 
     def __init__(
@@ -90,8 +91,9 @@ class HostStaged(Communicator):
     ) -> Pending:
         """Start a host call that moves data without reducing it, and return its pending result.
 
-        The block has `given` shards, and the result `taken` shards. Both numbers are 1 or the
-        number of members.
+        `block` consists of `given` shards and `result` of `taken` shards. Each number is 1 or the
+        number of members: an all-gather, for example, has given = 1 and taken = the number of
+        members.
         """
         coming = [call(chunk) for chunk in self.out(integers(block), given)]
         return self._arriving(coming, integers(result), taken, result)
@@ -101,8 +103,9 @@ class HostStaged(Communicator):
     ) -> Pending:
         """Start a reduction on the host, and return its pending result.
 
-        The block has `given` shards, and the result `taken` shards. Both numbers are 1 or the
-        number of members.
+        `block` consists of `given` shards and `result` of `taken` shards. Each number is 1 or the
+        number of members: a reduce-scatter, for example, has given = the number of members and
+        taken = 1.
         """
         wide = widened(block)
         total = result if wide is block else self.buffer(result.shape, wide.dtype)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DATA = "d"
 CONTEXT = "c"
 EXPERTS = "e"
-# Names of all planes of data axes. Weights are replicated along these axes.
+# Names of the groups of ranks that span several data axes (see `data_axes` and `plane`).
 PLANES = "c d", "d e", "c d e"
 WORLD = "world"  # axis name of the group of all ranks
 
@@ -27,7 +27,8 @@ WORLD = "world"  # axis name of the group of all ranks
 def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the axes along which ranks process different tokens with the same weights.
 
-    Gradients are reduced over these axes. The ranks along two or more data axes form a plane.
+    Gradients are reduced over these axes. The ranks that span several data axes form one group,
+    called a plane.
     """
     return *expert_data_axes(sizes), *([EXPERTS] if sizes.get(EXPERTS, 1) > 1 else [])
 

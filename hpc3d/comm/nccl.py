@@ -52,7 +52,7 @@ def split(
 
 
 def grouped(library: ModuleType) -> Callable[[], AbstractContextManager]:
-    """Return a function that creates context managers; NCCL calls in one are posted as a group."""
+    """Return a factory of context managers, each of which posts its NCCL calls as one group."""
 
     @contextmanager
     def group():
@@ -66,10 +66,10 @@ def grouped(library: ModuleType) -> Callable[[], AbstractContextManager]:
 
 
 class Nccl(Communicator):
-    """Communicator of ranks with devices, based on the NCCL communicator `nccl`.
+    """Communicator for ranks on GPUs, which posts the calls of the NCCL communicator `nccl`.
 
-    `host` is an MPI communicator of the same ranks. It broadcasts the number of rows of a block,
-    which only the root knows.
+    `host` is an MPI communicator of the same ranks. Before the broadcast of a block, it broadcasts
+    the number of rows, which only the root knows.
     """
 
     def __init__(
@@ -127,10 +127,11 @@ class Nccl(Communicator):
         *how: object,
         of: Array | None = None,
     ) -> Pending:
-        """Post the NCCL call `function` from `source` to `target`.
+        """Post a call of the NCCL function `function`, which reads `source` and writes `target`.
 
-        `counted` is the array that gives the call's data type and number of elements. If it is
-        empty, no call is posted. Returns a `Pending` of `target`, or of the array `of` if given.
+        The data type and the element count of the call are those of the array `counted`. If
+        `counted` is empty, nothing is posted. The `wait()` of the returned `Pending` returns
+        `target`, or the array `of` if it is given.
         """
         result = target if of is None else of
         if not counted.size:

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 SHARED = "/dev/shm"
 _SEGMENT = 1 << 20
-# The flag page has one row of 8-byte words per member. The row holds the number of the member's
-# last announcement (post), the regions of its last _RING posts, and a value for each of them.
+# A post is a member's announcement that it has written to a region. The flag page has one row of
+# 8-byte words per member: the number of posts so far, the region signatures of the last _RING
+# posts, and the values of these posts (in a broadcast, the number of rows).
 _RING = 63
 _LINE = 1 + 2 * _RING
 
@@ -68,9 +69,10 @@ class Region:
 
 
 class SharedLease(Lease):
-    """Lease on memory in a region shared by the members of a communicator.
+    """Handle to an array's memory in a region that the members of a communicator share.
 
-    `slot_of` is the communicator if the memory is this member's own slot, otherwise `None`.
+    If the memory is this member's own slot of the region, `slot_of` is the communicator. Otherwise
+    (the memory holds a result for all members), `slot_of` is `None`.
     """
 
     __slots__ = ("region", "slot_of")
@@ -227,7 +229,7 @@ class SharedMemory(MpiCommunicator):
         return self.after(self.publish(region), finish)
 
     def _sum_by_slices(self, block: np.ndarray, op: str) -> Pending:
-        """Reduce blocks into a shared array, of which each member computes one slice."""
+        """Reduce blocks into a shared array; each member computes one slice of the array."""
         block, region = self.placed(block)
         result = self.region(-(-block.nbytes // self.size))
         total = self.lend(result, result.memory[: block.nbytes], block.shape, block.dtype)

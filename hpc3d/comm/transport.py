@@ -36,10 +36,11 @@ _PATIENCE = 60  # timeout in seconds of the CUDA-aware MPI test
 
 
 class RankDevice(NamedTuple):
-    """Device and libraries of a rank.
+    """Device of a rank, and capabilities of the rank's communication libraries.
 
-    `device` identifies the device on its host.  `nccl` is NCCL's version (0: no NCCL), `several`
-    is True if NCCL lets ranks share a device, and `aware` is True if MPI reports CUDA support.
+    `device` identifies the device on its host, and `name` describes it.  `nccl` is the version
+    number of NCCL, or 0 if NCCL is not installed.  `several` is True if the environment allows
+    NCCL ranks to share a device.  `aware` is True if MPI reports CUDA support.
     """
 
     host: str
@@ -78,7 +79,7 @@ def _rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:
 
 
 def explained(job: Job) -> Iterator[Finding]:
-    """Yield a finding on the transport that `auto` selects, if all ranks have devices."""
+    """If every rank has a device, yield a finding that names the transport `auto` selects."""
     if all(job.gather(cuda_aware_probe.present())):
         _, devices = _rank_devices(job)
         way, why = job.from_root(

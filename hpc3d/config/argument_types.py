@@ -38,6 +38,6 @@ def _bytes(text, bare):
 
 
 size = partial(_bytes, bare=1e9)  # converts 80GB or 40GiB to bytes; the default unit is GB
-rate = partial(_bytes, bare=1)  # converts 10GB or 10GiB (per s) to bytes/s; default unit: bytes/s
+rate = partial(_bytes, bare=1)  # converts 10GB or 10GiB (per second) to bytes/s; default: B
 positive = integer(1, INT32)
 number_of_ranks = integer(1, MOST_RANKS)

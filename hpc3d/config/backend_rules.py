@@ -55,7 +55,7 @@ def _wrong_graph(config: Config) -> Iterator[str]:
     key, c, parallel = "train.cuda_graph = true", config.mesh.c, config.parallel
     if config.context().rings > 1:
         yield (
-            f"{key}: a CUDA graph cannot record the messages of ring attention (mesh.c = {c}, "
+            f"{key}: a CUDA graph cannot capture the messages of ring attention (mesh.c = {c}, "
             f"parallel.context = {parallel.context}); use parallel.context = all-to-all, or set "
             "train.cuda_graph = false"
         )

@@ -67,9 +67,10 @@ class ValidFor:
 
 @cache
 def constraints_of(table: type, kind: type, section: str = "") -> dict[str, tuple[Any, ...]]:
-    """Return the constraints of type `kind`, as a dict from section.key to a tuple.
+    """Return a dict that maps section.key to a tuple of the key's constraints of class `kind`.
 
-    `table` is the dataclass of an input file or of a section.
+    Keys without such constraints are omitted. `table` is the dataclass of an input file or of a
+    section.
     """
     found = {}
     for name, annotated in get_type_hints(table, include_extras=True).items():

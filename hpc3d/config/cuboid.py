@@ -46,9 +46,10 @@ def with_cuboid(config: Config, ranks: int) -> Config:
 def received_elements(config: Config, parts: int = 1) -> float:
     """Return the mean number of elements received per rank and Transformer block (forward pass).
 
-    The number is the sum of [MK (n-1) + KN (m-1) + MN (k-1)] / P over the products [M, K] x [K, N]
-    on m x n x k = P ranks. It excludes the all-to-all of tokens along e and includes only
-    1/`parts` of the expert weights.
+    A GEMM [M, K] x [K, N] whose dimensions are sharded over m, n and k ranks (P = m n k in total)
+    adds [MK (n-1) + KN (m-1) + MN (k-1)] / P. The all-to-all of tokens along e is excluded. The
+    number of expert weights is divided by `parts`. If `config` has mesh.e = 1, set `parts` to the
+    number of ranks over which the experts are distributed.
     """
     split, sizes = config.splits["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence
@@ -69,7 +70,7 @@ def received_elements(config: Config, parts: int = 1) -> float:
 
 
 def enlarged_default(config: Config, ranks: int) -> Config:
-    """Enlarge the default configuration if its model does not fit any cuboid of `ranks` ranks.
+    """Enlarge the default model and batch if no mesh of `ranks` ranks divides their sizes.
 
     In the enlarged configuration, the number of heads and the batch size are multiples of `ranks`.
     """

@@ -24,7 +24,7 @@ from hpc3d.model.context import Context
 from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split
 
-_LONG = 1024  # sequence length in tokens from which chunked attention pays off in NumPy
+_LONG = 1024  # minimum sequence length in tokens for which chunked attention is faster in NumPy
 STRICT = {"extra": "forbid"}
 OPTIMIZER_KEYS = "beta1", "beta2", "epsilon"
 CONSTANTS: dict[str, dict[str, float]] = {  # optimizer -> default hyperparameters
@@ -57,8 +57,8 @@ class MeshConfig:
     """Expert parallelism: number of ranks over which the experts are distributed. Each rank along
     this axis also processes its own share of the batch, as along the data-parallel axis d."""
     x: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
-    """Tensor parallelism: number of ranks along the first tensor axis, x. Default: the cuboid with
-    the least communication if x, y and z are all unset, otherwise 1."""
+    """Tensor parallelism: number of ranks along the first tensor axis, x. Default: if x, y and z
+    are all unset, the three sizes that minimize communication; otherwise 1."""
     y: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
     """Tensor parallelism: number of ranks along the second tensor axis, y. Default: as for x."""
     z: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
@@ -94,14 +94,15 @@ class ParallelConfig:
 
     __pydantic_config__ = STRICT
     scheme: Literal["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d", "3d-broadcast"] = "3d"
-    """Tensor-parallel scheme. It determines which mesh axes shard each loop (m, n, k) of a matrix
-    product, and how the blocks are stored (docs/parallelism.md). 1d-sequence adds sequence
+    """Tensor-parallel scheme. It determines which mesh axes shard each dimension (m, n, k) of a
+    matrix product, and how the blocks are stored (docs/parallelism.md). 1d-sequence adds sequence
     parallelism."""
     split: dict[str, str] | None = None
-    """Custom tensor-parallel scheme: the mesh axes that shard the loops m, n and k, such as { m =
-    "x", n = "y", k = "z" }. Along the axes in replicate, blocks are replicated instead of sharded.
-    Along the axes in own, one rank stores the block. An axis in panels selects SUMMA
-    (docs/parallelism.md). Default: the axes of scheme."""
+    """Custom tensor-parallel scheme: the mesh axes that shard the dimensions of the GEMM [m, k] x
+    [k, n], such as { m = "x", n = "y", k = "z" }. A matrix that lacks a dimension, as the weights
+    [k, n] lack m, is sharded by rows along the axes of this dimension. Optional keys list axes
+    along which it is instead replicated (replicate) or stored by a single rank (own). The optional
+    key panels names an axis for SUMMA (docs/parallelism.md). Default: the axes given by scheme."""
     keep_gathered: bool = True
     """Save gathered operands for the backward pass. If false, the backward pass re-gathers
     them."""
@@ -143,8 +144,8 @@ class ParallelConfig:
     """Number of ranks in each all-to-all group along c, used only with context = "both"."""
     attention: Literal["full", "chunked"] | None = None
     """full stores all T x T attention probabilities. chunked stores only one log-sum-exp per row,
-    so that memory is linear in the sequence length T. Default: chunked for ring attention, and on
-    CPUs from 1024 tokens in float32 and float64; otherwise full."""
+    so that memory is linear in the sequence length T. Default: chunked with ring attention, and on
+    CPUs with float32 or float64 if T is at least 1024; otherwise full."""
     recompute: Literal["none", "selective", "full"] | tuple[int, ...] = "none"
     """Activation checkpointing: selective recomputes the attention scores and the softmax in the
     backward pass, full recomputes all Transformer blocks, and a list such as [0, 1] recomputes the
@@ -161,7 +162,7 @@ class ParallelConfig:
 
     @property
     def way(self) -> str:
-        """Name of the setting that determines how matrix products are sharded, for messages."""
+        """Text for messages: "scheme NAME", or "parallel.split" if this key is set."""
         return f"scheme {self.scheme}" if self.split is None else "parallel.split"
 
 
@@ -206,8 +207,10 @@ class ModelConfig:
     rope_scaling: Annotated[
         dict[str, float | str] | None, ValidFor("model.kind", "llama", "qwen2")
     ] = None
-    """llama, qwen2: RoPE scaling for long sequences, which published configurations call rope_type
-    "llama3". Example: { factor = 8, low = 1, high = 4, original = 8192 }. Default: none."""
+    """llama, qwen2: RoPE scaling for long sequences (rope_type "llama3" in Hugging Face
+    configurations), given by the scaling factor, the low and high frequency factors, and the
+    original context length in tokens. Example: { factor = 8, low = 1, high = 4, original = 8192 }.
+    Default: none."""
     gelu: Annotated[Literal["tanh", "exact"], ValidFor("model.kind", "gpt2", "bert")] = "tanh"
     """GELU with the tanh approximation, or the exact GELU with the error function. On CPUs, exact
     requires the optional dependency hpc3d[exact]."""
@@ -295,8 +298,8 @@ class TrainConfig:
         Literal["in-turn", "sharded"], ValidFor("train.optimizer", "muon")
     ] = "in-turn"
     """muon: how to orthogonalize matrices that are sharded over several ranks. in-turn assigns
-    complete matrices to the ranks round-robin. With sharded, all ranks of a matrix orthogonalize
-    it together and keep it sharded."""
+    complete matrices to the ranks round-robin. With sharded, the ranks that hold the blocks of
+    a matrix orthogonalize it jointly, without gathering it."""
     beta1: Annotated[
         float | None, AtLeast(0), LessThan(1), ValidFor("train.optimizer", *_with("beta1"))
     ] = None
@@ -324,8 +327,8 @@ class TrainConfig:
     cooldown: Annotated[
         int | None, AtLeast(1), AtMost(INT32), ValidFor("train.decay", "wsd", "wsd-linear")
     ] = None
-    """wsd, wsd-linear: number of cooldown steps, at the end of the decay_steps. Default: a
-    fifth of decay_steps."""
+    """wsd, wsd-linear: length of the cooldown in steps. The cooldown ends at step decay_steps.
+    Default: a fifth of decay_steps."""
     decay_steps: Annotated[int | None, AtLeast(1), AtMost(INT32)] = None
     """Number of steps, including the warmup, after which the learning rate reaches its final value
     and stays constant. Default: the number of steps of the initial run, even if the run is
@@ -511,10 +514,11 @@ class Config:
         return splits
 
     def keep(self) -> str:
-        """Return the GEMM operands to save after gathering: "x", "xw" or "" (none).
+        """Return the gathered GEMM operands to save for the backward pass: "xw", "x" or "" (none).
 
-        The backward pass re-gathers the other operands. ZeRO-3 always re-gathers W, because
-        otherwise every microbatch in flight would save its own copy of W.
+        The letters stand for the activations X and the weights W. The backward pass re-gathers
+        operands that are not saved. ZeRO-3 always re-gathers W, because otherwise every microbatch
+        in flight would save its own copy of W.
         """
         kept = "x" if self.parallel.zero == 3 and self.mesh.replicas() > 1 else "xw"
         return kept if self.parallel.keep_gathered else ""

@@ -67,7 +67,11 @@ def file_names(kind: Kind) -> dict[str, Path]:
 
 
 def text_path(word: Path | str) -> Path | str:
-    """Return the path of a text: `word` if it exists, otherwise the shipped text of this name."""
+    """Return the path of a training or validation text.
+
+    If the path `word` does not exist, but hpc3d ships a text of this name, the path of the shipped
+    text is returned; otherwise `word`.
+    """
     parts = Path(word).parts
     name = Path(*parts[parts[:1] == (_INPUTS,) :])
     there = shipped(name)

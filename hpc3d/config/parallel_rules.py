@@ -90,7 +90,10 @@ def wrong_compression(config: Config) -> Iterator[str]:
             "train.dtype = bfloat16 or float32"
         )
     if config.train.cuda_graph:
-        yield f"{key}: a CUDA graph cannot record compression; use train.cuda_graph = false"
+        yield (
+            f"{key}: a CUDA graph cannot capture gradient compression; use "
+            "train.cuda_graph = false"
+        )
 
 
 def wrong_offload(config: Config) -> Iterator[str]:
@@ -109,4 +112,6 @@ def wrong_offload(config: Config) -> Iterator[str]:
             'remove "parameters", or use a synchronous schedule'
         )
     if train.cuda_graph and {*listed} - {"optimizer"}:
-        yield f"{key}: a CUDA graph cannot record copies to the host; use train.cuda_graph = false"
+        yield (
+            f"{key}: a CUDA graph cannot capture copies to the host; use train.cuda_graph = false"
+        )

@@ -97,7 +97,7 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
         most = counted(_PASSES_OF_RUN // a_step, "step")
         yield (
             f"train.steps = {config.train.steps}: schedule {schedule.name} is generated for all "
-            f"steps in advance, but {passes} forward passes are too many; use at most {most}"
+            f"steps in advance, but {passes} forward passes exceed the limit; use at most {most}"
         )
     saving = config.checkpoint
     for key, value, none in (("every", saving.every, 0), ("keep_best", saving.keep_best, "false")):

@@ -65,7 +65,7 @@ def _resolved(config: Config, ranks: int | None, default: bool) -> tuple[Config,
         problems += violations(config, ranks)
     except WrongValueUsed:
         pass
-    except ValueError as error:  # no cuboid fits the model
+    except ValueError as error:  # no sizes of x, y and z divide the model and batch sizes
         problems.append(str(error))
     return config, problems
 

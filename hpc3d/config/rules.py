@@ -30,7 +30,7 @@ def unknown_values(config: Config) -> Iterator[str]:
 def _without_validation(config: Config) -> Iterator[str]:
     every = config.train.eval_every
     if every > 0 and not config.torch.factory and config.data.validation in (None, ""):
-        remedy = "set it to the path of a text, or to a fraction such as 0.05"
+        remedy = "set it to the path of a validation text, or to a fraction such as 0.05"
         yield f"train.eval_every = {every} requires data.validation; {remedy}"
 
 
@@ -67,7 +67,10 @@ def _wrong_scaling(scaling: Mapping[str, float | str] | None) -> Iterator[str]:
         return
     if {*scaling} != {*_SCALING} or any(isinstance(value, str) for value in scaling.values()):
         names = ", ".join(_SCALING)
-        yield f"{key}: must have exactly the numbers {names} (only the form llama3 is supported)"
+        yield (
+            f"{key}: must have the keys {names} and no others, each with a number (only "
+            "rope_type llama3 is supported)"
+        )
     elif not (1 <= scaling["factor"] < inf and 0 < scaling["low"] < scaling["high"] < inf):
         yield f"{key}: factor must be at least 1, and 0 < low < high"
     elif not 1 <= scaling["original"] < inf:

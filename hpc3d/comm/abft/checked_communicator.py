@@ -40,11 +40,13 @@ def position(where: MeshRecorder | CallRecord) -> str:
 
 
 class CheckedCommunicator(Communicator):
-    """Communicator that records checksums of its calls while the checker `ledger` is active.
+    """Communicator that records checksums of the data in its calls while `ledger` is active.
 
-    Each row of `rows` describes a call: the checksums of the blocks sent to each member, then the
-    checksums of the blocks received from each member. A reduction has a single received checksum,
-    followed by the norm of the signed row sums of this rank's block.
+    `ledger` is the rank's AbftChecker. Each row of `rows` describes a call: the checksums of the
+    blocks sent to each member, then the checksums of the blocks received from each member. In a
+    reduction, checksums are sums of the elements, each multiplied by a random sign. A reduction
+    has a single received checksum, that of the result. The next entry is the norm of C s, where C
+    is this rank's block and s is a vector of random signs.
     """
 
     def __init__(self, comm: Communicator, ledger: Any, axis: str) -> None:
@@ -112,7 +114,7 @@ class CheckedCommunicator(Communicator):
     def _moving(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, givers: list[int]
     ) -> Pending:
-        """Record a call that sends `parts` chunks and receives one from each of `givers`."""
+        """Record a call that sends `parts` chunks and receives one from each rank in `givers`."""
         if not self.ledger.active:
             return pending
         row = self.open(op, block)
@@ -129,7 +131,7 @@ class CheckedCommunicator(Communicator):
         return pending.then(check)
 
     def watched(self, whole: np.ndarray, givers: list[int]) -> list[int]:
-        """Return the members in `givers` whose chunks this member checks.
+        """Return the subset of the senders `givers` whose chunks this member checks.
 
         If several members read the same shared memory, each of them checks different chunks.
         """
@@ -181,7 +183,7 @@ class CheckedCommunicator(Communicator):
 
         return pending.then(check)
 
-    @quiet  # also covers the generator methods that `compare` consumes
+    @quiet  # applies to `moves`, `totals` and `peaks` as well: they are run by this method
     def compare(self) -> list[str]:
         """Compare all members' records; return one line per error in this rank's results."""
         count = len(self.notes)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AbftChecker:
-    """Checker of one rank. It records and compares checksums once every `every` steps.
+    """Checker that records and compares checksums on one rank, once every `every` steps.
 
     `found` lists the error messages of this rank.
     """
@@ -74,7 +74,9 @@ class AbftChecker:
             stacks = zip(*(block.swapaxes(0, 1) for block in (a, b, c)), strict=True)
             each = [self._sums(a, b, c, f", expert {n}") for n, (a, b, c) in enumerate(stacks)]
             sums = np.stack(each, 1)
-        if c.shape[-1] <= WIDE:  # `signs.rows` splits longer rows, so these sums cannot be reused
+        # `Signs.rows` splits a row of more than WIDE elements into several sums, but `sums` has
+        # one sum per row, so `rows` cannot reuse it then.
+        if c.shape[-1] <= WIDE:
             self.latest = weakref.ref(c), sums
 
     def _sums(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, which: str = "") -> np.ndarray:

@@ -117,14 +117,14 @@ def norm(block: np.ndarray) -> float:
 
 
 def largest(dtype: np.dtype) -> float:
-    """Return the norm up to which sums over a block cannot overflow; inf for integers."""
+    """Return the largest norm of a block at which its sums cannot overflow; inf for integers."""
     return float(np.finfo(dtype).max) / 1000 if dtype.char in _ROUNDOFF else np.inf
 
 
 def slack(dtype: np.dtype, *counts: int) -> float:
-    """Return a bound on the rounding error of nested sums, relative to the norm of their terms.
+    """Return a bound on the rounding error of a sum of sums, relative to the norm of its terms.
 
-    `counts` has the number of terms of each sum. For integers, the bound is 0.
+    `counts` lists the number of terms per sum at each level. For integers, the bound is 0.
     """
     unit = _ROUNDOFF.get(dtype.char, 0.0)
     return _BOUND * unit * sum(map(sqrt, counts))
