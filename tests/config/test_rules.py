@@ -107,8 +107,8 @@ def test_llama_values_at_the_bounds_are_accepted_and_beyond_rejected(key, good, 
 LLAMA = ["--model.kind", "llama", "--model.kv_heads", "16"]
 SCALING = "{ factor = 8, low = 1, high = 4, original = 8192 }"
 FORMS = {
-    SCALING.replace("high", "beta"): "numbers factor, low, high, original ",
-    SCALING.replace("8,", '"yarn",'): "numbers factor, low, high, original ",
+    SCALING.replace("high", "beta"): "keys factor, low, high, original ",
+    SCALING.replace("8,", '"yarn",'): "keys factor, low, high, original ",
     SCALING.replace("8,", "inf,"): "factor must be at least 1",
     SCALING.replace("8,", "0.5,"): "factor must be at least 1",
     SCALING.replace("low = 1", "low = 4"): "0 < low < high",
