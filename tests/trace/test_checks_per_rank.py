@@ -161,7 +161,10 @@ TAMPERED = {
         change("events/phase", 5, schema.PHASE.index("evaluation")),
         "/events: ... evaluation ... step: 1 row",
     ),
-    "load": (change("experts/kept", 3, 9), "/experts: ... (kept > chosen): 1 row, ... 3 (rank 0, step 1)"),
+    "load": (
+        change("experts/kept", 3, 9),
+        "/experts: ... (kept > chosen): 1 row, ... 3 (rank 0, step 1)",
+    ),
     "peak": (change("memory/peak", 8, 1), "/memory: ... peak ... bytes ...: 1 row"),
     **{
         name: (
