@@ -191,7 +191,8 @@ def schedule_parser() -> Parser:
     text = "number of training steps, for an asynchronous schedule (default: 1)"
     add("--steps", type=_size, default=1, metavar="N", help=text)
     add("--png", metavar="FILE", help="draw the diagram as a PNG file")
-    add("--csv", metavar="FILE", help="write the schedule as a CSV file, for --name csv:FILE")
+    text = "write the schedule to a CSV file, which --name csv:FILE reads"
+    add("--csv", metavar="FILE", help=text)
     add("--json", action="store_true", help=_SCHEDULE_JSON)
     return parser
 
@@ -201,8 +202,8 @@ _size = integer(0, MOST_SIMULATED)  # each schedule checks its own minimum sizes
 
 def _time(what):
     return (
-        f"time in s of {what} per microbatch and stage, summed over its chunks (default: 1), or a "
-        "list with the time of each model chunk: 8,13,19,20"
+        f"time in s of {what} of a stage per microbatch, for all its model chunks (default: 1), or "
+        "a list with one time per model chunk, such as 8,13,19,20"
     )
 
 

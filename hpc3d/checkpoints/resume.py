@@ -385,7 +385,7 @@ def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
 
 
 def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest intact checkpoint of this model, and the problems of newer checkpoints.
+    """Return the newest intact checkpoint of this model, and the errors in newer checkpoints.
 
     All ranks return the same checkpoint. If no checkpoint is intact, the job stops with an error.
     """

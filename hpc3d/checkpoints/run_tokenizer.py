@@ -167,7 +167,7 @@ def _name_in(run: Path) -> str | None:
 
 
 def refuse_another(run: Path, tokens: Tokens) -> None:
-    """Raise ValueError if `tokens` were not created with the tokenizer of a resumed run."""
+    """Raise ValueError if `tokens` were produced by another tokenizer than the resumed run's."""
     rules = rules_of_bytes() if tokens.tokenizer == ByteTokenizer.name else tokens.json
     if (run / RULES).is_file():
         where = str(run / RULES)

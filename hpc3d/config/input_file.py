@@ -60,9 +60,9 @@ class MeshConfig:
     """Tensor parallelism: number of ranks along the first tensor axis, x. Default: if x, y and z
     are all unset, the three sizes that minimize communication; otherwise 1."""
     y: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
-    """Tensor parallelism: number of ranks along the second tensor axis, y. Default: as for x."""
+    """Tensor parallelism: number of ranks along the second tensor axis, y. Default: see x."""
     z: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
-    """Tensor parallelism: number of ranks along the third tensor axis, z. Default: as for x."""
+    """Tensor parallelism: number of ranks along the third tensor axis, z. Default: see x."""
     order: str = " ".join(AXES)
     """Order of the mesh axes in the numbering of ranks, from the outermost to the innermost.
     Consecutive ranks are neighbors along the innermost axis."""

@@ -1,8 +1,8 @@
-"""Check that all ranks of a job can reach each other, using messages with a time limit.
+"""Check with point-to-point messages and a timeout that all ranks of a job reach each other.
 
 If MPI finds no network that connects all hosts, its first collective call hangs, or MPI ends the
-job with an error message. Therefore, ranks report their results to rank 0 through the launcher,
-which has a connection to all hosts. The reports use MPI's name publishing.
+job with an error message. Therefore, each rank publishes its result under a name with
+MPI_Publish_name: the launcher, which is connected to all hosts, transfers it to rank 0.
 """
 
 from __future__ import annotations

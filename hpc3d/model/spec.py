@@ -96,7 +96,7 @@ class ModelSizes:
 
     @property
     def form(self) -> HeadForm:
-        """Head width, and number of query heads per KV head (`HeadForm`)."""
+        """Head dimension, and number of query heads per KV head."""
         return self.form_over(1)
 
     def form_over(self, members: int) -> HeadForm:

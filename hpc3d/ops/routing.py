@@ -146,11 +146,12 @@ def _(gpu, choices, tokens, pieces, count):
 
 @primitive
 def before_of(counts: Array, precedes: Array) -> Array:
-    """Count the tokens of other ranks that precede this rank's tokens, for each expert.
+    """For each expert, count the tokens on other ranks that come before this rank's tokens.
 
-    Returns int64[S, k, pieces, E]. `counts` [c, S, k, pieces, E] contains the counts of all c
-    ranks. A group is a pair of choice index and segment. `precedes` [k, pieces, c, k, pieces] is 1
-    if another rank's group (last three indices) precedes this rank's group (first two indices).
+    Returns int64[S, k, pieces, E] for S sequences, k choices per token, and E experts. `counts`
+    [c, S, k, pieces, E] contains the counts of all c ranks. `precedes`[i, p, r, j, q] is 1 if the
+    tokens of rank r with choice j in piece q come before this rank's tokens with choice i in
+    piece p.
     """
     found = np.tensordot(precedes, counts, ([2, 3, 4], [0, 2, 3]))  # [k, pieces, S, E]
     return np.ascontiguousarray(found.transpose(2, 0, 1, 3))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
-CACHE = 1 << 17  # maximum bytes per operand of a row block, so that it fits in the cache
+CACHE = 1 << 17  # maximum bytes of each operand of a row block; the block fits in the cache
 
 
 def row_blocks(x: Array) -> list[slice]:

@@ -66,7 +66,8 @@ _BLOCKS = 48  # number of segments into which the candidate cuts divide the chai
 _MOST_UNITS = 63  # maximum number of units into which the ranks are grouped
 _STEPS = (0.8, 0.97)  # ratios of successive load limits in the coarse and in the fine search
 _NEAR_BEST = 2.0  # candidates with estimates within this factor of the best are simulated
-_FEW = 6  # maximum number of arrangements per load limit; each has a different number of stages
+# Maximum number of partitions to keep per limit on the load of a stage, one per number of stages.
+_FEW = 6
 
 
 class Allowed(NamedTuple):
@@ -107,7 +108,7 @@ class Allowed(NamedTuple):
         return 1 if self.replicas else replicas // self.unit
 
     def replicas_of(self, left: int) -> tuple[int, ...]:
-        """Return the allowed replica counts of a stage that `left` - 1 further stages follow."""
+        """Return the allowed replica counts of a stage followed by `left` - 1 more stages."""
         if self.replicas is None:
             return tuple(range(self.unit, self.ranks + 1, self.unit))
         return self.replicas[-left:][:1] if self.replicas[1:] else self.replicas

@@ -106,9 +106,10 @@ def children(index: int, nodes: int) -> Iterator[int]:
 class Model(NamedTuple):
     """Piecewise-linear clock model: rank 0's time = t + offset + drift (t - t0).
 
-    The segment with the largest t0 <= t applies; earlier times use the first segment. In ns,
-    `residual` is the 99th percentile over all samples of max(0, |d| - rtt / 2), where d is the
-    difference of measured offset and model, and rtt is the round-trip time.
+    The segment with the largest t0 <= t applies; earlier times use the first segment.
+    `residual` is the 99th percentile of max(0, |d| - rtt / 2) over all samples, in ns, where d is
+    the difference between the measured offset and the model's offset, and rtt is the round-trip
+    time.
     """
 
     t0: np.ndarray

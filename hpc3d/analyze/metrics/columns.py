@@ -106,7 +106,7 @@ def own_time(trace: Trace) -> np.ndarray:
 
 
 def _hidden(trace):
-    """For each host event, return the time in ns during which the device computes."""
+    """For each host event, return for how many ns of the event the device computes."""
     events, hidden = trace.events, np.zeros(len(trace.events), "i8")
     start, end = events["t_start"], events["t_start"] + events["dur"]
     for rows in slices(events["rank"], trace.attrs["world_size"]):

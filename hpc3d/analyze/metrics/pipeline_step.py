@@ -306,7 +306,10 @@ def _seconds(row, op):
 
 
 def idle_shares(rows: Sequence[Row]) -> dict[int, float]:
-    """Return each stage's idle share of the time from the first to the last pass on any stage."""
+    """Return the fraction of time that each stage is idle.
+
+    The time lasts from the start of the first pass to the end of the last pass of all stages.
+    """
     start = min(row[0][0] for row in rows if row)
     end = max(each[1] for row in rows for each in row)
     busy = [sum(end - start for start, end, _ in row) for row in rows]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _LINES = 20  # maximum number of items in a list, such as the problems of a trace
 _MEANS = (
-    "Calls, times and bytes are means per rank and step, over the steps listed in `averages`: all"
-    " steps except the first one, if there are others."
+    "Calls, times and bytes are averaged per rank and step over the steps in `averages`. The first"
+    " step is excluded unless it is the only one."
 )
 _NOTES = {
     "pipeline": "Passes of step {step} on the first rank of each stage. Simulated columns refer"

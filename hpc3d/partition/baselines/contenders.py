@@ -34,7 +34,7 @@ _Stepper = Callable[[ModelCosts, PipelineChoice, float], Evaluated]
 
 _MOST_MICROBATCHES = 128  # largest number of microbatches tried
 _SAMPLE = 64  # to balance stages, layer times are computed for 1/64 of the batch
-_LONG = 64_000_000  # bytes of the message whose predicted send time determines the bandwidth
+_LONG = 64_000_000  # message size in bytes at which the bandwidth is computed
 
 
 class Contender(NamedTuple):

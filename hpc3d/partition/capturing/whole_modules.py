@@ -222,8 +222,8 @@ class _StandIn:
 class WholeModules:
     """Find untraceable modules by repeated tracing, and convert them to opaque operations.
 
-    `example()` returns the model with data, and a function that runs the model on a given number
-    of samples. `batch` is the batch size of the example inputs.
+    `example()` returns a tuple: the model with initialized parameters, and a function that runs
+    the model on a given number of samples. `batch` is the batch size of the example inputs.
     """
 
     def __init__(self, example: Callable[[], tuple[torch.nn.Module, _Run]], batch: int) -> None:

@@ -391,8 +391,9 @@ class LayerSample:
     def update(self, times: float, most: float, layers: int) -> tuple[Pass, Pass]:
         """Return the cost of the gradient reductions and the cost of the optimizer update.
 
-        Both costs are for `times` copies of the sample's layers, with buckets of at most `most`
-        bytes. In the update, however, the matrix products are scaled to `layers` layers.
+        Both costs are extrapolated from the measured layers by the factor `times`, with gradient
+        buckets of at most `most` bytes. Only the matrix products in the update are extrapolated to
+        `layers` layers instead.
         """
         first, _, compression = self.layer
         with self.clock.repeated(times, most, times):

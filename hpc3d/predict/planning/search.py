@@ -93,9 +93,10 @@ class Search:
     def run(self, top: int, most: int) -> Found:
         """Search for the `top` fastest layouts within a budget of about `most` cost measurements.
 
-        For each (p, d, c, e), the candidate with the shortest expected step is estimated first.
-        Other candidates on the short lists follow, starting with the list whose first candidate is
-        fastest, and then the remaining candidates. Finally, the fastest candidates are refined.
+        Candidates are grouped by (p, d, c, e), and each group has a shortlist sorted by expected
+        step time. First, the search estimates the first candidate of each shortlist, then the
+        other candidates on the shortlists, fastest group first, and then the remaining candidates.
+        Finally, the fastest candidates are refined.
         Raises ValueError if no layout is valid; the message is one line and includes a fix.
         """
         candidates = []

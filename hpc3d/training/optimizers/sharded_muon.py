@@ -72,9 +72,9 @@ def _cuts(part: WholeMatrix) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _apart(blocks: Array, item: Parameter) -> Array:
-    """Return a 5-D view of blocks [n, a, b], from the shorter side to the longer side.
+    """Return a 5-D view of blocks [n, a, b] that begins with the dimensions of the shorter side.
 
-    The columns consist of units, which have `width` columns of each interleaved matrix. The
+    The columns are interleaved: each unit has `width` columns of every interleaved matrix. The
     dimensions are [units, width, n, interleaved matrices, a] if the columns are the shorter side,
     and otherwise [a, n, interleaved matrices, units, width].
     """
