@@ -202,8 +202,8 @@ _size = integer(0, MOST_SIMULATED)  # each schedule checks its own minimum sizes
 
 def _time(what):
     return (
-        f"time in s of {what} of a stage per microbatch, for all its model chunks (default: 1), or "
-        "a list with one time per model chunk, such as 8,13,19,20"
+        f"time in s of {what} of a stage per microbatch, for all its chunks (default: 1), or a "
+        "list with one time per model chunk, such as 8,13,19,20"
     )
 
 

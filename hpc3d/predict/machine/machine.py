@@ -234,9 +234,9 @@ class Machine:
 
         All groups along the axis are assumed to make the call concurrently. `members` are the
         ranks of one group (a tuple or a range), and `nbytes` is the size of the call as counted in
-        the column `bytes` of a trace. The time is the measured time of the call, if the machine has
-        one, and otherwise the launch time plus the transfer time (collective_costs.best). For
-        calls between hosts without GPUs, the time is the sum of CPU and network time
+        the column `bytes` of a trace. The time is a measured time, if the machine has one, and
+        otherwise the launch time plus the transfer time (collective_costs.best). For calls
+        between hosts without GPUs, the time is the sum of CPU and network time
         (hpc3d.predict.machine.between_hosts).
         """
         if len(members) == 1:
