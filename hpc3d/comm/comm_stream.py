@@ -1,10 +1,10 @@
 """CUDA streams for computation and communication, and their synchronization.
 
-A call on a communication stream starts after all previously posted computation. Computation posted
-after the `wait()` of the call starts when the call is complete. The host blocks in neither case.
-An array that a call reads or writes is kept alive until later computation is ordered after the
-call, even if Python drops it earlier: freed memory is reused for the next computation, which must
-not run concurrently with a call that still reads it.
+A communication call starts when all previously enqueued computation is complete. Computation that
+is enqueued after `wait()` starts when the call is complete. Neither blocks the host. An array that
+a call reads or writes is kept alive until the compute stream waits for the call, even if Python
+drops it earlier: freed memory is reused for the next computation, which must not run concurrently
+with a call that still reads it.
 
     computation     x = ...  |record a             |wait b   y + ...
     communication            |wait a   all-gather  |record b

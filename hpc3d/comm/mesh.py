@@ -27,8 +27,8 @@ WORLD = "world"  # axis name of the group of all ranks
 def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the axes along which ranks process different tokens with the same weights.
 
-    Gradients are reduced over these axes. The ranks that span several data axes form one group,
-    called a plane.
+    Gradients are reduced over these axes. If there are several, the ranks along all of them form
+    one group for this reduction, called a plane.
     """
     return *expert_data_axes(sizes), *([EXPERTS] if sizes.get(EXPERTS, 1) > 1 else [])
 

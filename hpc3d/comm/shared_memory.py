@@ -270,7 +270,7 @@ class SharedMemory(MpiCommunicator):
         return self.after(self.publish(region), finish)
 
     def after(self, post: int, finish: Callable[[], Any]) -> Pending:
-        """Return a `Pending` that calls `finish` once all members have reached post `post`."""
+        """Return a `Pending` that calls `finish` once all members' counters reach `post`."""
 
         def meet_and_finish():
             self.wait_for_all(post)

@@ -60,7 +60,7 @@ class Gpu:
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
         """Yield the `pieces` into which a primitive's work is divided.
 
-        Pieces for which `kind(piece)` is the same launch identical kernels. `AbstractGpu`, which
+        Pieces with equal `kind(piece)` launch identical kernels. `AbstractGpu`, which
         only predicts costs, therefore overrides this method: it yields one piece of each kind.
         """
         yield from pieces

@@ -91,7 +91,7 @@ def tiles_of_strips(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def tiles_of_columns(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Assign each block 32 columns of one column sum; `rows` is the number of sums."""
+    """Return the launch of `rows` column sums; each thread block sums 32 columns of a matrix."""
     return Launch((whole(columns, WARP), rows), (WARP, most // WARP))
 
 

@@ -93,7 +93,7 @@ class PreNorm:
         return self.dropout.apply(dtotal, micro, self.hidden)
 
     def input_grad(self, dbranch: Array, saved: NormSaved, dtotal: Array) -> Array:
-        """Return the gradient of x, given those of f's input and of the residual sum."""
+        """Return the gradient of x, given the gradients of f's input and of the residual sum."""
         return self.norm.backward(dbranch, saved, residual=dtotal)
 
 

@@ -118,10 +118,10 @@ class Head:
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved | None]:
-        """Return the summed loss of this rank's rows, or 0 if another rank contributes this loss.
+        """Return the loss summed over this rank's tokens, or 0 if another rank contributes it.
 
-        If the microbatch is not for training, the result also contains the number of correctly
-        predicted rows (`CrossEntropy.score`).
+        For a microbatch of an evaluation, also return the number of correctly predicted tokens
+        (`CrossEntropy.score`).
         """
         logits, saved = self.logits(x)
         targets = micro.cached("head.targets", self.targets)

@@ -3,14 +3,14 @@
 The search jointly chooses the stage boundaries, the replicas and recomputation of every stage, the
 number of stages and the number of microbatches. A step with m microbatches takes about
 
-    (m - 1) T + sum_s w_s,    T = max_s w_s
+    (m - 1) T + sum_s w_s
 
 where w_s is the forward and backward time of a microbatch on stage s, including its messages and
-1/m of the gradient all-reduce and the update. For an upper limit on T, dynamic programming finds
-the exact minimum of the sum, from the last stage to the first. The state is the index i of the
-first atom of the stage, the number s of stages from this stage to the last one (under 1F1B, also
-the number of microbatches in flight), and the number d of ranks for these stages. The stage ends
-at j and has r replicas:
+1/m of the gradient all-reduce and the update, and T = max_s w_s. For an upper limit on T, dynamic
+programming finds the exact minimum of the sum, from the last stage to the first. The state is the
+index i of the first atom of the stage, the number s of stages from this stage to the last one
+(under 1F1B, also the number of microbatches in flight), and the number d of ranks for these
+stages. The stage ends at j and has r replicas:
 
     G[s, i, d] = min over j, r of w(i, j, r) + G[s-1, j, d-r]
                  if w(i, j, r) <= T and the stage fits in memory

@@ -73,9 +73,9 @@ def _saved_later(operations, found):
 
 
 def _before_loss(captured):
-    """Return edges to the loss from all pieces whose results no other piece reads.
+    """Return an edge of 0 bytes from every other sink of the graph to the loss.
 
-    The edges are Values of 0 bytes. With them, the loss is the last atom.
+    The edges make the loss the last atom in every topological order.
     """
     loss = loss_of(captured)
     if loss is None:

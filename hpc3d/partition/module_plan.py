@@ -202,7 +202,7 @@ def _refuse_few(costs, wanted, allowed):
 
 
 def _quickest(costs, allowed):
-    """Improve the best simulated arrangements; yield (costs, arrangement, predicted step)."""
+    """Improve the best simulated arrangements; yield (costs, arrangement, predicted Step)."""
     search = JointSearch(costs, allowed)
     found = search.found()
     several = [each for each in found if each.chunks > 1]

@@ -23,7 +23,7 @@ from hpc3d.pipeline.timeline import Cost
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
 _KINDS = ("F", "B", "W", "BW")
-# Values used instead of the index of a pass: _NOWHERE if the input does not come from another
+# Sentinels for the index of a pass: _NOWHERE if the input does not come from another
 # stage, and _START if there is no earlier pass on the stage.
 _NOWHERE, _START = -2, -1
 # Numbers of simulated microbatches per stage. The first number is enough to reach the steady

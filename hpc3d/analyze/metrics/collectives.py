@@ -61,14 +61,14 @@ def block_bytes(events: Table, row: np.ndarray) -> np.ndarray:
 
 
 def bandwidth_rows(calls: CallInstances) -> list[dict[str, Any]]:
-    """Return the count, median time and bandwidth of calls.
+    """Return the count, median time and bandwidth of communication calls.
 
-    There is one row per mesh axis, operation, number of members and size in bytes. The send and
-    the receive of a message count as one `send`. The time of a call extends from the last arrival
-    to the last end (for a message, the end of the receive), on the clock of rank 0. This time is
-    overestimated if a member does other work between the call and its wait; `later` is the share
-    of such calls. If the clocks disagree, the median time may not be positive; in this case, no
-    bandwidth is computed.
+    There is one row per mesh axis, operation, group size and message size. The send and the
+    receive of a message count as one `send`. A call is timed from when the last rank enters the
+    call until the last rank leaves it (for a message, until the receive completes), on the clock
+    of rank 0. This time is overestimated if a rank does other work between the call and its wait;
+    `later` is the share of such calls. If the clocks disagree, the median time may not be
+    positive; in this case, no bandwidth is computed.
     """
     kinds, kind, time, later = _instances_in_steps(calls)
     order = np.lexsort((time, kind))

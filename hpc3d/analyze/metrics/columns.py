@@ -118,7 +118,7 @@ def _hidden(trace):
 
 
 def labels(trace: Trace, key: str) -> dict[int, str | None]:
-    """Return a dict from the values of a key to their names. It is empty for numeric keys."""
+    """Return a dict that maps each value of the column `key` to its name, empty for numbers."""
     if key == "axis":
         return dict(enumerate(_axes(trace)))
     return dict(enumerate(trace.strings)) if key == "name" else trace.events.labels(key)

@@ -30,10 +30,10 @@ LEAST = 0.01
 def straggler_rows(calls: CallInstances) -> list[dict[str, Any]]:
     """Return one row per rank, sorted by the wait time that the rank imposes on other ranks.
 
-    `meetings` is the number of calls of the rank, and `last` is the number of calls at which it
-    arrived last. `imposed_s` is the time per step spent by other ranks waiting for this rank,
-    summed over these ranks; `wait_s` is its own wait time per step. A wait is attributed to the
-    rank that arrived last, even if that rank was delayed by an earlier wait. The critical path
+    `meetings` is the number of communication calls in which the rank took part, and `last` is the
+    number of these calls at which it arrived last. `imposed_s` is the total time per step that
+    other ranks wait for this rank; `wait_s` is its own wait time per step. A wait is attributed to
+    the rank that arrived last, even if that rank was delayed by an earlier wait. The critical path
     shows such chains. `work_s` is the median busy time. `straggler` is yes or no, or None if there
     are too few steps for the test.
     """

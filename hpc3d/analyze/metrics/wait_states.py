@@ -190,10 +190,10 @@ def _call_instances(trace):
 
 
 def _broadcast_calls(events, row):
-    """Return the events that start broadcasts, and the indices in `row` of the matching waits.
+    """Return the events that start broadcasts, and the indices in `row` of their waits.
 
-    An event of category copy is matched with the wait that has the same rank and group and was
-    posted at the start of the event.
+    These events have the category copy. The wait of such an event has the same rank and group, and
+    its `posted` time is the start of the event.
     """
     kind = with_label(events, "op", ["broadcast"])
     calls = with_label(events, "category", ["copy"]) & kind & (events["seq"] < 0)

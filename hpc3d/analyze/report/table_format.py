@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class ColumnSpec(NamedTuple):
-    """Column of a table: the key of its values in a row, the heading, and the format function."""
+    """Column of a table, defined by its key in a row, its heading and its format function."""
 
     key: str
     heading: str

@@ -77,10 +77,11 @@ def stage_programs(
 ) -> list[StageProgram]:
     """Return one program per model chunk, in model order.
 
-    `parts` lists the indices of the pieces of each chunk. If `redraw` is False, random operations
-    use torch's generator and ignore the Draw. If `split` is True, the weight gradients of matrix
-    products and convolutions are deferred. Raises ValueError if an earlier chunk needs a value of
-    a later chunk, or if random operations are not supported.
+    `parts` lists the indices of the pieces of each chunk. If `redraw` is True, random operations
+    depend on the step and the sample (the argument `Draw`); otherwise, they use torch's generator.
+    If `split` is True, the weight gradients of matrix products and convolutions are deferred.
+    Raises ValueError if an earlier chunk needs a value of a later chunk, or if random operations
+    are not supported.
     """
     part_of = {piece: number for number, part in enumerate(parts) for piece in part}
     crossing = dict(_crossing(captured, part_of))

@@ -1,10 +1,10 @@
-"""Match the rows of a measured trace to the matrix products, kernels and calls of the program.
+"""Match the rows of a measured trace to the program's matrix products, kernels and calls.
 
 A simulated rank on abstract arrays (hpc3d.arrays.abstract) records the same trace rows as a real
-rank, in the same order. It also logs the matrix products and kernels that run between and within
-these rows. The simulated rank uses the length of the log as its clock, so the timestamps of its
-rows are indices into the log. Rows of the categories copy and io are excluded, because they depend
-on timing and data.
+rank, in the same order. It also logs the matrix products and kernels that run between and during
+the events of these rows. The simulated rank uses the length of the log as its clock, so the
+timestamps of its rows are indices into the log. Rows of the categories copy and io are excluded,
+because they depend on timing and data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Fit of a machine model to traces of runs on the machine.
+"""Fit a machine model to traces of runs on the machine.
 
-align_trace.py returns the work of each rank between two trace rows, and its duration. The times of
-matrix products and communication calls are binned by size, with one bin per power of two, and
-averaged.
+The functions in align_trace.py find the operations that a rank executes between two trace events,
+and their total time. The times of matrix products and communication calls are averaged in bins of
+similar size, with one bin per power of two.
 The bandwidth of each kernel and the common launch time are obtained by a least-squares fit to the
 measured times, so they include the Python overhead between kernels.
 

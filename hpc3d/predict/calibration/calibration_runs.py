@@ -58,7 +58,7 @@ p=2 x=2 y=2 hidden=256 layers=4 batch=32 microbatches=4
 
 
 def settings(line: str, **more: str) -> tuple[int, list[str]]:
-    """Convert a line of CALIBRATE or CHECK to the number of ranks and command-line options.
+    """Parse a line of CALIBRATE or CHECK; return the number of ranks and command-line options.
 
     The keyword arguments `more` override settings in the line.
     """

@@ -96,11 +96,11 @@ class Candidates:
         return [*found, *self.split(min(fitting, key=seconds_of))]
 
     def every(self, best: Estimate, limit: Callable[[], float]) -> Iterator[list[Estimate]]:
-        """Yield estimates of all layouts on the mesh of `best` that may be faster than a limit.
+        """Yield estimates of all layouts on the mesh of `best` that may beat a time limit.
 
-        `limit()` returns the current limit in seconds. Each yielded list contains estimates with
-        the same number of microbatches; numbers close to that of `best` come first. Layouts
-        recompute only as much as the memory limit requires.
+        `limit()` returns the current limit on the step time in seconds. All estimates in a list
+        have the same number of microbatches. The lists are sorted by the distance of this number
+        from that of `best`. Each layout uses the least recomputation that fits in memory.
         """
         config, start = best.config, best.config.parallel.microbatches
         counts = layouts.microbatches(config, self.ranks)

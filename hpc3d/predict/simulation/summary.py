@@ -69,9 +69,9 @@ def bubble(runs: Sequence[StageRun]) -> float:
 
 
 def _span_and_work(run: StageRun) -> tuple[int, int]:
-    """Return the time from the first to the last pass, including and excluding waits for messages.
+    """Return two times in ns from the start of the first pass to the end of the last pass.
 
-    Both times are in ns.
+    The first time includes waits for messages, and the second one excludes them.
     """
     rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != _COPY)]
     message = np.isin(rows["op"], MESSAGE_CODES)

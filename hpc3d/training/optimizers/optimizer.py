@@ -252,10 +252,10 @@ class Optimizer:
     def batches(
         self, batches: Sequence[Sequence[WholeMatrix]], decay: float
     ) -> Iterator[list[tuple[WholeMatrix, tuple, dict, float]]]:
-        """Yield the items of `matrices` as one list per batch of matrices.
+        """Yield one list per batch, with an item of `matrices` for each matrix in the batch.
 
         All ranks that share a matrix must iterate over the same matrices, because an update may
-        all-reduce over the axes of its layout.
+        require an all-reduce over the mesh axes that shard the matrix.
         """
         units = [[*map(self._update_of_matrix, batch)] for batch in batches]
         for batch, unit, at_hand in zip(batches, units, self._at_hand(units), strict=True):
