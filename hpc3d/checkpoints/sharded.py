@@ -189,7 +189,7 @@ def complete(
     for path in paths:
         path.unlink()
     final = folder.with_suffix("")
-    if final.exists():  # incomplete, or from an earlier attempt of the run
+    if final.exists():  # incomplete, or left over from an earlier attempt
         _discard(final)
     os.replace(folder, final)
     sync(final.parent)

@@ -376,9 +376,8 @@ def sharded_matmul(
     mesh, split
         Mesh of this rank, and the axes that shard m, n and k, such as `hpc3d.SCHEMES["3d"]`.
     keep
-        Operands whose gathered blocks are saved for the backward pass (none with panels).  On a
-        q^3 cube, "xw" stores 1/q^2 of X and W per rank and needs six collectives; "" stores only
-        1/q^3 but needs eight.
+        Operands saved gathered for the backward pass (none with panels).  On a q^3 cube, "xw"
+        stores 1/q^2 of X and W per rank, with six collectives; "" stores 1/q^3, with eight.
     transposed, stacked
         Set `transposed` if W is stored as [n, k], and `stacked` to compute one product per
         expert, X[m, e, k] W[k, e, n].
