@@ -134,7 +134,7 @@ def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
 def _print_tensors(found: Mapping[str, Any]) -> None:
     """Print a table of the tensors in a checkpoint.
 
-    Tensors that differ only in the layer number in their names share a row.
+    Tensors whose names differ only in the layer number share a row.
     """
 
     def row(tensor):

@@ -31,7 +31,7 @@ _RECENT = 20  # number of recent steps used to compute the speed
 # often as the average rank. At most _NAMED stragglers are listed.
 _LATE, _NAMED = 2, 3
 _SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # step-record keys
-_FINAL_STATES = (  # pairs (text in train.log, run state that it indicates)
+_FINAL_STATES = (  # pairs (text in train.log, run state indicated by this text)
     ("stopped after step", "stopped"),
     (KEPT, "ended"),
     ("from the last checkpoint with --resume", "failed"),
@@ -174,7 +174,7 @@ def state(run: Path, steps: Sequence[dict[str, Any]], now: float) -> str:
 
 
 def _is_alive(lock: Path) -> bool | None:
-    """Return whether rank 0's process is alive, or None if unknown (other host, or no lock)."""
+    """Return whether rank 0's process is alive, or None if unknown (remote host or no lock)."""
     match _tail(lock).split():
         case [_, number, _, host] if number.isdecimal() and host == platform.node():
             try:

@@ -324,7 +324,7 @@ class AbstractStore:
     """`HostStore` (hpc3d.arrays.host_store) for abstract arrays.
 
     Copies on a device are asynchronous: the memory of an array being saved is released at the next
-    call of `save` or `settle`, and the memory of an array being loaded is allocated when the load
+    call to `save` or `settle`, and the memory of an array being loaded is allocated when the load
     starts.
     """
 

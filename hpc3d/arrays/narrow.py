@@ -131,7 +131,7 @@ def _blocks(out: Any, inputs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def narrow_rule(primitive: Primitive) -> Callable[..., Any] | None:
-    """Return a primitive's implementation (rule) for Narrow arrays, or `None` if it needs none.
+    """Return a primitive's rule (implementation) for Narrow arrays, or `None` if none is needed.
 
     A composite primitive needs no separate rule, because its only implementation also accepts
     Narrow arrays.

@@ -1,8 +1,8 @@
 """Memory pool for the arrays of a rank.
 
-A newly allocated array of more than 128 KiB causes a page fault per 4 KiB, and a training step
-requests the same sizes repeatedly.  A `Pool` reuses the memory of an array once its last view is
-deleted, so a step allocates nothing in the steady state.
+A newly allocated array of more than 128 KiB causes one page fault per 4 KiB page, and a training
+step requests the same sizes repeatedly.  A `Pool` reuses the memory of an array once its last view
+is deleted, so a step allocates nothing in the steady state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def to_host(array: Array) -> np.ndarray:
 
 @composite
 def on_host(array: Array) -> np.ndarray:
-    """Return the array itself, or a host copy if it is on a device."""
+    """Return the array itself if it is in host memory, otherwise a host copy."""
     return array
 
 
@@ -133,7 +133,7 @@ class Pool:
         return array
 
     def bring(self, array: np.ndarray | float) -> Any:
-        """Copy a host array or a number to the device of this pool, if it has one."""
+        """Copy a host array or a number to this pool's device, if the pool has a device."""
         return array
 
     def synchronize(self) -> None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 _SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # sizes in bytes of the unsharded array
-# Number of times that the array crosses the network in each collective, for the lower bound. An
-# all-reduce consists of a reduce-scatter and an all-gather.
+# Number of times that the array crosses the network in each collective. This number is used to
+# compute the lower bound. An all-reduce consists of a reduce-scatter and an all-gather.
 _OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 _HEAD = ("op", "members", "bytes", "hpc3d ms", "MPI ms", "bound ms")
 _KEYS = ("op", "members", "bytes", "ours_s", "mpi_s", "bound_s")
@@ -68,7 +68,7 @@ def _say(job: Job, row: Sequence[object]) -> None:
 def _seconds(
     job: Job, op: str, size: int, comms: Sequence[Communicator], rounds: int
 ) -> list[float]:
-    """Return the median time of a collective in seconds, one value per communicator.
+    """For each communicator, return the median time of a collective in seconds.
 
     Each call is timed on its slowest rank, and the communicators are used alternately.
     """

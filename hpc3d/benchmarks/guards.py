@@ -1,6 +1,6 @@
 """Measure the overhead of the checks for silent data corruption ([guard] in the configuration).
 
-A run alternates between steps with and steps without the checks.
+A run alternates between steps with the checks and steps without them.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
 def ratios(
     ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray
 ) -> dict[str, Any]:
-    """Return the median of each series, and the minimum, median and maximum of their ratios."""
+    """Return the median of each series, and the minimum, median and maximum pairwise ratio."""
     pairs = np.asarray(ours) / np.asarray(theirs)
     return {
         "ours_s": float(median(ours)),

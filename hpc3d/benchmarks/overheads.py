@@ -116,6 +116,6 @@ def _serial_configs() -> dict[str, Config]:
 
 
 def _pair(found: Mapping[str, float]) -> str:
-    """Format the baseline's step time in s and the step time ratio with its range."""
+    """Format the baseline's step time in s, and the median and range of the step time ratio."""
     low, high = found["ratio_min"], found["ratio_max"]
     return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"

@@ -82,7 +82,7 @@ def plans(options: Namespace) -> dict[str, Any]:
 
 
 def _planned(model: str, folder: Path) -> list[_Planned]:
-    """Return the plans for a model, based on operation costs profiled on 1 and on 2 ranks."""
+    """Return the plans for a model, based on operation costs profiled on 1 and 2 ranks."""
     from hpc3d.partition.capture import captured_of
 
     captured = captured_of(_MODELS[model])
@@ -110,9 +110,9 @@ def _costs(model: str, captured: Captured, ranks: int, folder: Path) -> ModelCos
 def _plan(
     model: str, captured: Captured, costs: ModelCosts, how: dict[str, Any]
 ) -> tuple[SavedPlan, float]:
-    """Return the plan with the shortest predicted step time, and this time in s.
+    """Return the plan with the shortest predicted step time, and the predicted time in s.
 
-    `how` restricts the plans; its keys are fields of `Wanted`.
+    `how` restricts the plans that are considered; its keys are field names of `Wanted`.
     """
     from hpc3d.partition.module_plan import Wanted, best_plan
     from hpc3d.partition.plan_file import saved

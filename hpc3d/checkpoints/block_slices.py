@@ -12,8 +12,8 @@ class BlockSlices(NamedTuple):
     """Box: a slice of a tensor of shape [rows, experts, columns].
 
     The box contains the rows from `top` to `bottom`, the columns from `left` to `right` and the
-    experts from `front` to `back` (ends not included). A matrix is treated as a tensor with one
-    expert, and a vector as a matrix with one row.
+    experts from `front` to `back` (the upper limits are exclusive). A matrix is treated as a
+    tensor with one expert, and a vector as a matrix with one row.
     """
 
     top: int
@@ -39,7 +39,7 @@ class BlockSlices(NamedTuple):
         return self if self[4:] != (0, 1) else self[:4]
 
     def intersection(self, other: BlockSlices) -> BlockSlices:
-        """Return the intersection of this box and another one."""
+        """Return the intersection of this box and another box."""
         return BlockSlices(
             max(self.top, other.top),
             min(self.bottom, other.bottom),
@@ -59,10 +59,10 @@ class BlockSlices(NamedTuple):
         return rows, experts, slice(self.left - outer.left, self.right - outer.left)
 
     def rectangles(self, columns: int) -> Iterator[BlockSlices]:
-        """Yield the rectangles that this box covers in a matrix with the experts side by side.
+        """Yield the rectangles that this box covers in a matrix with columns grouped by expert.
 
         The matrix has the shape [rows, experts x columns], with `columns` columns per expert. A
-        box with all columns covers one rectangle; any other box covers one per expert.
+        box with all columns covers one rectangle; any other box covers one rectangle per expert.
         """
         whole = self.right - self.left == columns
         step = self.back - self.front if whole else 1
@@ -97,8 +97,9 @@ def box_of(slices: Sequence[slice]) -> BlockSlices:
 def boxes(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
     """Return the boxes that cover elements `start` to `stop` of a block in row-major order.
 
-    There are at most three boxes: the end of the first row, all complete rows, and the beginning
-    of the last row. With several experts, an incomplete row is split again at expert boundaries.
+    A range of elements covers at most three boxes: the end of the first row, all complete rows,
+    and the beginning of the last row. If there are several experts, each incomplete row is split
+    further at expert boundaries.
     """
     _, experts, columns = block.shape
     stop = min(stop, block.size)
@@ -111,7 +112,7 @@ def _stretches(start: int, stop: int, widths: Sequence[int]) -> list[tuple[int, 
 
     `widths`, in decreasing order, are the sizes of a row and of an expert's part of a row. The
     longest subrange that consists of complete rows is one piece. The remainders at both ends are
-    split in the same way by the next width.
+    split recursively, using the remaining widths.
     """
     if start >= stop:
         return []

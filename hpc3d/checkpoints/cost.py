@@ -27,7 +27,7 @@ _FILES = 2  # number of files written by each rank per checkpoint
 
 
 class Probe(NamedTuple):
-    """Disk and hash speed: s per small file, s per byte written, and s per byte hashed."""
+    """Disk and hash costs in seconds: per small file, per byte written, and per byte hashed."""
 
     file: float
     write: float

@@ -95,7 +95,7 @@ def export(
 
 
 def notes(opened: Checkpoint) -> list[str]:
-    """Return a line for each difference in behavior between a model and its export."""
+    """Return a line for each difference in behavior between a model and the exported model."""
     model = config_of(opened).model
     if not (model.experts and model.capacity):
         return []

@@ -61,12 +61,12 @@ class PublishedFamily(NamedTuple):
     types         model_type values; the first one is used for export
     architecture  name of the model class in `transformers`
     prefix        prefix of the array names
-    bare          beginning of the array names that have no prefix
+    bare          beginning of array names to which the prefix is not added
     block         text before the layer number in an array name
     ends          dict from each hpc3d parameter outside the layers to its array name
     layers        dict from each hpc3d layer to the names of its arrays; {} is the expert index
     transposed    True if layer weights have the shape [out, in]
-    measured      dict from key of [model] to the (array name, dimension) that gives its value
+    measured      dict from key of [model] to the (array name, dimension) that sets its value
     copies        dict from duplicate array to its original, if head and embedding are untied
     tied          True if head and embedding are tied by default (config.json may override it)
     settings      conversion of the family's config.json

@@ -87,8 +87,8 @@ def _coords(trace, axes):
 def _links(calls, rows, size):
     """Return pairs of dependent events as positions in `rows`, shape [pairs, 2].
 
-    A pair consists of a send and its receive, or of two ranks' calls of a collective, of which
-    the second waited for the first.
+    A pair consists of a send and the matching receive, or of two calls to a collective on
+    different ranks, where the second call waited for the first.
     """
     ranks = calls.trace.attrs["world_size"]
     key = calls.instance.astype("i8") * ranks + calls.rank

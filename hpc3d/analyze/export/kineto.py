@@ -32,7 +32,7 @@ def write(events: Events, folder: Path) -> Path:
     path = folder / "hta"
     path.mkdir(parents=True, exist_ok=True)
     for rank, rows in enumerate(events.rows):
-        # Holistic Trace Analysis takes the first "rank" key in a file as the rank.
+        # Holistic Trace Analysis reads the rank from the first "rank" key in a file.
         about = {"backend": "nccl", "rank": rank, "world_size": len(events.rows)}
         head = {"schemaVersion": 1, "distributedInfo": about}
         write_records(path / f"rank-{rank:05d}.json", head, _lines(events, rank, rows))

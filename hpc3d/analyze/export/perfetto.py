@@ -99,7 +99,7 @@ def records(events: Events, rows: slice) -> Iterator[dict[str, Any]]:
 
 
 def _arrows(events):
-    """Yield a start record and an end record, with the same id, for each arrow.
+    """For each arrow, yield a start record and an end record with the same ID.
 
     An arrow starts when the first call is posted, and ends just before the second call returns.
     """

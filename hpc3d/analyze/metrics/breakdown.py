@@ -42,11 +42,11 @@ def breakdown(trace: Trace, keys: Sequence[str]) -> list[dict[str, Any]]:
     """Break down the step time by `keys`.
 
     The valid keys are category, phase, axis, op, name, layer, chunk, microbatch, rank, stage and
-    step. The steps of all ranks are grouped by the keys rank, stage and step that are in `keys`;
-    without these keys, they form a single group. The times in a group add up to its mean step
-    time, and `share` is relative to this mean. One result row per group has category `unrecorded`,
-    for the time that is not covered by any event. If category is not a key, the other result rows
-    have category `recorded`.
+    step. The keys rank, stage and step, if present, divide the steps of all ranks into groups;
+    otherwise, all steps form a single group. The times in a group add up to its mean step time,
+    and `share` is relative to this mean. One result row per group has category `unrecorded`, for
+    the time that is not covered by any event. If category is not a key, the other result rows have
+    category `recorded`.
     """
     of_cells = [key for key in CELL_KEYS if key in keys]
     of_events = [key for key in keys if key not in CELL_KEYS]
@@ -86,13 +86,14 @@ def rank_rows(trace: Trace, calls: CallInstances) -> list[dict[str, Any]]:
     compute_s (including the optimizer), wait_s, transfer_s, copy_s, other_s and unrecorded_s add
     up to step_s. exposed_s = wait_s + transfer_s is the time during which the rank is blocked in
     calls (see wait_states.py). copy_s is the time that the rank needs to start nonblocking calls
-    (calls with a deferred wait). It excludes broadcasts, whose start blocks.
+    (calls with a deferred wait). Broadcasts are excluded, because starting a broadcast blocks the
+    rank.
 
     outstanding_s is the portion of compute_s during which a call of the rank was outstanding:
     posted, but not yet waited for. It is an upper bound on the communication overlapped with
     computation, because the call may have completed earlier.
 
-    If the trace contains CPU time, only exposed_s is known; wait_s and transfer_s are `None`.
+    If the trace contains CPU times, only exposed_s is known; wait_s and transfer_s are `None`.
 
     Parameters
     ----------
@@ -146,7 +147,7 @@ def _parts(times, early, wait):
         Dict from category to seconds.
     early
         Seconds during which the rank is blocked in calls that start broadcasts, excluding the
-        later waits for the results. `times` includes these calls in the category copy.
+        later waits for the results. In `times`, the category copy includes these calls.
     wait
         Seconds spent in calls before the last member arrives, or None if unknown.
     """

@@ -67,8 +67,8 @@ def bandwidth_rows(calls: CallInstances) -> list[dict[str, Any]]:
     receive of a message count as one `send`. A call is timed from when the last rank enters the
     call until the last rank leaves it (for a message, until the receive completes), on the clock
     of rank 0. This time is overestimated if a rank does other work between the call and its wait;
-    `later` is the share of such calls. If the clocks disagree, the median time may not be
-    positive; in this case, no bandwidth is computed.
+    `later` is the share of calls for which this is the case. If the clocks disagree, the median
+    time may not be positive; in this case, no bandwidth is computed.
     """
     kinds, kind, time, later = _instances_in_steps(calls)
     order = np.lexsort((time, kind))
@@ -115,7 +115,7 @@ def _instances_in_steps(calls):
     complete = np.add.reduceat(calls.inside & calls.ending, first, dtype=int) == members
     kinds, kind = combinations([each[complete] for each in (axis, op, members, size_of)])
     kinds[:, 3] = size[kinds[:, 3]]
-    # Exclude sends: their recorded end time depends only on when the sender waits.
+    # Exclude sends, because a send's recorded end time only depends on when the sender waits.
     ending = calls.ending & ~with_label(events, "op", ["send"])[row]
     time = np.maximum.reduceat(np.where(ending, calls.end, calls.posted), first) - calls.last
     later = ending & (calls.posted < calls.start)

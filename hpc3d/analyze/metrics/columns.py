@@ -31,7 +31,7 @@ CELL_KEYS = ("rank", "stage", "step")
 
 
 def recorded_steps(trace: Trace) -> str:
-    """Return a clause for error messages that states the first and last step of a trace."""
+    """Return an error message clause that states the first and the last step of a trace."""
     numbers = trace.steps["step"]
     if not len(numbers):
         return "the trace has no steps"
@@ -41,7 +41,8 @@ def recorded_steps(trace: Trace) -> str:
 def require_steps(trace: Trace) -> None:
     """Raise ValueError if the trace has no completed step.
 
-    If an earlier attempt of the run completed a step, the error message recommends its trace.
+    If an earlier attempt at this run completed a step, the error message recommends using the
+    trace of that attempt.
     """
     if len(trace.steps):
         return
@@ -106,7 +107,7 @@ def own_time(trace: Trace) -> np.ndarray:
 
 
 def _hidden(trace):
-    """For each host event, return for how many ns of the event the device computes."""
+    """For each host event, return how long the device computes during the event, in ns."""
     events, hidden = trace.events, np.zeros(len(trace.events), "i8")
     start, end = events["t_start"], events["t_start"] + events["dur"]
     for rows in slices(events["rank"], trace.attrs["world_size"]):
@@ -118,7 +119,7 @@ def _hidden(trace):
 
 
 def labels(trace: Trace, key: str) -> dict[int, str | None]:
-    """Return a dict that maps each value of the column `key` to its name, empty for numbers."""
+    """Return a dict from each code of the column `key` to its name (empty for numeric columns)."""
     if key == "axis":
         return dict(enumerate(_axes(trace)))
     return dict(enumerate(trace.strings)) if key == "name" else trace.events.labels(key)
@@ -193,7 +194,7 @@ def _shifted(column, low, size):
 
 
 def slices(ranks: np.ndarray, count: int) -> list[slice]:
-    """Return, for each of `count` ranks, the slice of its rows in the sorted column `ranks`."""
+    """For each of `count` ranks, return the slice of its rows in the sorted column `ranks`."""
     bounds = np.searchsorted(ranks, np.arange(count + 1))
     return [slice(*edge) for edge in pairwise(bounds.tolist())]
 

@@ -29,7 +29,7 @@ T95 = (
 _MODEL = ("layers", "hidden", "heads", "sequence")
 _LOAD = ("batch", *_MODEL, "setting")
 _PEERS = ("ranks", "p", "d", *_LOAD)
-_ALL = "all"  # value of the columns `axis` and `op` in the row of totals
+_ALL = "all"  # placeholder in the columns `axis` and `op` of the totals row
 _Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
 # The true median lies between the extremes of n samples with probability 1 - 2^(1 - n), which is
 # 97 % for n = 6.
@@ -276,7 +276,7 @@ def gain_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _gains(run, runs):
-    """Return the speedup of `run` over the best comparable 1-D run and 2-D run."""
+    """Return the speedups of `run` over the best comparable 1-D run and the best 2-D run."""
     peers = [each for each in runs if all(each[key] == run[key] for key in _PEERS)]
     gains = {}
     for family in ("1d", "2d"):

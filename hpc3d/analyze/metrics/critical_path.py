@@ -82,8 +82,8 @@ def critical_path(trace: Trace, calls: CallInstances, step: int) -> list[PathSeg
 class _Rows:
     """Events of a step, grouped by rank, with times on the clock of rank 0.
 
-    `by` is the rank that each event waited for, and `until` is the time when this rank arrived.
-    If an event did not wait, `by` is its own rank, and `until` is its own start.
+    `by` is the rank that each event waited for, and `until` is the time when this rank arrived. If
+    an event did not wait, `by` is the event's rank, and `until` is the event's start time.
     """
 
     def __init__(self, trace, calls, step):

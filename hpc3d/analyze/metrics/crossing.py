@@ -1,7 +1,7 @@
 """Inter-host traffic: calls and bytes of each host, and the bytes received by its NIC.
 
-A group with the same number of ranks on each of its h hosts uses two-level collectives, within
-and between hosts. The NIC of a host therefore receives as much as one member of a group of h
+A group with the same number of ranks on each of its h hosts uses two-level collectives, within and
+between hosts. The NIC of a host therefore receives as much data as one member of a group of h
 ranks: (h - 1)/h of the complete block for an all-gather or reduce-scatter, twice as much for an
 all-reduce, and one block per host for a broadcast or reduction. If the hosts have different
 numbers of ranks, the group uses MPI's own collectives. In these collectives and in an all-to-all,
@@ -29,9 +29,9 @@ _UNKNOWN = "unknown"
 def host_traffic_rows(calls: CallInstances) -> list[dict[str, Any]]:
     """Return one row per host with its traffic per step, or no rows if there is only one host.
 
-    The columns are the number of ranks on the host, the number of their calls that involve ranks
-    on other hosts, the bytes that they receive in total and from other hosts, and the bytes
-    received by the NIC.
+    The columns are the number of ranks on the host, the number of calls by these ranks that
+    involve ranks on other hosts, the bytes received by these ranks (in total, and from other
+    hosts), and the bytes received by the NIC.
     """
     matrix, names, host_of = _host_matrix(calls)
     if len(names) < 2:
@@ -98,10 +98,10 @@ def _nic_traffic(calls, host_of, count):
 def _share(op, with_root, of_group, here):
     """Return the ratio of the bytes that a NIC receives to the bytes of one rank's call.
 
-    The rank is on host `here`. For a reduction, the bytes of the call are those that the rank
-    sends, and the NIC belongs to the root's host. For all other calls, the bytes of the call are
-    those that the rank receives, and the NIC belongs to `here`. `of_group` maps each host to its
-    number of group members.
+    The rank is on host `here`. For a reduction, the ratio compares the bytes received by the NIC
+    of the root's host with the bytes sent by the rank. For any other call, it compares the bytes
+    received by the NIC of `here` with the bytes received by the rank. `of_group` maps each host to
+    its number of group members.
     """
     size, level = sum(of_group.values()), len({*of_group.values()}) == 1
     if op in ("broadcast", "reduce"):

@@ -16,7 +16,7 @@ def merged(start: np.ndarray, end: np.ndarray) -> _Intervals:
 
 
 def before(intervals: _Intervals, times: np.ndarray) -> np.ndarray:
-    """For each of the `times`, return the total length of disjoint `intervals` before it."""
+    """For each time in `times`, return the total length of disjoint `intervals` before it."""
     start, end = intervals
     if not len(start):
         return np.zeros_like(times)

@@ -94,8 +94,8 @@ def differing(
 ) -> dict[str, dict[str, str]]:
     """Return the differences between runs as a nested dict: result[group][key] is a string.
 
-    The string lists each value of the key with the runs that have it. The comparison covers all
-    configuration keys, the number of tokens per step, the kind of trace, and the hosts, MPI
+    The string lists each value of the key and the runs that use this value. The comparison covers
+    all configuration keys, the number of tokens per step, the kind of trace, and the hosts, MPI
     version and hpc3d version in `abouts`. If a key is missing in an older run, the default value
     is used. If the configuration of any run is unknown, no configuration keys are compared.
 
@@ -133,7 +133,7 @@ def _compared(traces, abouts):
 
 
 def _whose(values, labels):
-    """List each value with the runs that have it.
+    """List each value, followed by the runs that use this value.
 
     If more than _ALWAYS_NAMED runs have the most frequent value, this value comes last, and its
     runs are not listed.

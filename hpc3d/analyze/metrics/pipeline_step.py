@@ -112,7 +112,7 @@ def _pairs(rows: Sequence[Row]) -> set[tuple[int, Instruction]]:
 
 
 class StepPasses:
-    """Measured pipeline passes of a run, taken from the lowest rank of each stage.
+    """Measured pipeline passes of a run, taken from the lowest-numbered rank of each stage.
 
     One rank represents its stage, because all ranks of a stage run the same passes almost
     simultaneously. `ranks[stage]` is the number of ranks of a stage. A pass extends from the start
@@ -177,7 +177,7 @@ def _events_of_passes(trace):
 
 
 def _ops(events):
-    """Return the kind of pass to which each event belongs, as an index into COMPUTE, or -1.
+    """Return the kind of pass to which each event belongs, as an index into COMPUTE (-1: no pass).
 
     Recomputation belongs to the subsequent backward pass.
     """
@@ -308,7 +308,8 @@ def _seconds(row, op):
 def idle_shares(rows: Sequence[Row]) -> dict[int, float]:
     """Return the fraction of time that each stage is idle.
 
-    The time lasts from the start of the first pass to the end of the last pass of all stages.
+    The idle time is divided by the time from the start of the first pass on any stage to the end
+    of the last pass on any stage.
     """
     start = min(row[0][0] for row in rows if row)
     end = max(each[1] for row in rows for each in row)

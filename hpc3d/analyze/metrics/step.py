@@ -228,7 +228,7 @@ def step_seconds(trace: Trace) -> np.ndarray:
 
 
 def means_of(index: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the mean of the finite `values` for each `index`, or NaN if none is finite."""
+    """Return the mean of the finite `values` of each `index` (NaN if it has no finite values)."""
     number = np.isfinite(values)
     count = np.bincount(index[number], minlength=index.max() + 1)
     total = np.bincount(index[number], values[number], minlength=index.max() + 1)
@@ -236,7 +236,7 @@ def means_of(index: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def mean_row(rows: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str, float | None]:
-    """Return the mean of each key over the rows of a table, or None if its values are unknown."""
+    """Return the mean of each column in `keys` over all rows, or None for unknown columns."""
     return {
         key: None if rows[0][key] is None else sum(row[key] for row in rows) / len(rows)
         for key in keys
@@ -244,7 +244,7 @@ def mean_row(rows: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str
 
 
 def finite(value: float) -> float | None:
-    """Return `value` as a float, or None if it is not finite."""
+    """Return `value` as a float, or None if `value` is not finite."""
     return float(value) if np.isfinite(value) else None
 
 

@@ -32,10 +32,10 @@ def straggler_rows(calls: CallInstances) -> list[dict[str, Any]]:
 
     `meetings` is the number of communication calls in which the rank took part, and `last` is the
     number of these calls at which it arrived last. `imposed_s` is the total time per step that
-    other ranks wait for this rank; `wait_s` is its own wait time per step. A wait is attributed to
-    the rank that arrived last, even if that rank was delayed by an earlier wait. The critical path
-    shows such chains. `work_s` is the median busy time. `straggler` is yes or no, or None if there
-    are too few steps for the test.
+    other ranks spend waiting for this rank; `wait_s` is the time per step that this rank spends
+    waiting. A wait is attributed to the rank that arrived last, even if that rank was delayed by
+    an earlier wait. The critical path shows such chains. `work_s` is the median busy time.
+    `straggler` is yes or no, or None if there are too few steps for the test.
     """
     inside, ranks = calls.inside, calls.trace.attrs["world_size"]
     steps = len(np.unique(calls.trace.steps["step"]))
@@ -77,7 +77,7 @@ def work_of(calls: CallInstances) -> np.ndarray:
 
 
 def straggler(work: np.ndarray, step: float) -> int | None:
-    """Return the number of the straggling rank, or None if no rank is a straggler.
+    """Return the rank that is a straggler, or None if no rank is a straggler.
 
     Parameters
     ----------

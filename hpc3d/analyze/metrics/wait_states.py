@@ -8,10 +8,10 @@ blocked time is split into two components, on the clock of rank 0:
     wait       time before the last arrival: max(0, min(end, last arrival) - start)
     transfer   remaining time
 
-The wait corresponds to Scalasca's patterns wait at NxN, late sender and late receiver (Geimer et
-al. 2010). A broadcast also blocks when it is started, because the size is sent before the block.
-If the start of a broadcast was recorded as a separate event (category copy), the call instance
-includes this event.
+The wait corresponds to the Scalasca patterns "wait at NxN", "late sender" and "late receiver"
+(Geimer et al. 2010). Starting a broadcast also blocks, because the size of the block is sent
+before the block itself. If the start of a broadcast was recorded as a separate event (category
+copy), the call instance includes this event.
 
 A send, broadcast or reduction may end before the last arrival, because it does not depend on all
 members: a receiver of a broadcast only waits for the root, and a sender does not wait for any
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
     from hpc3d.trace.reader import Trace
 
-# Operations that may complete on a rank before all members have called them.
+# Operations that may complete on a rank before all members have made their calls.
 _UNBOUND = ("send", "broadcast", "reduce")
 
 
@@ -99,20 +99,20 @@ class CallInstances:
     def violation(self) -> np.ndarray:
         """Return the violation of each call in ns: the time from its end to a later arrival.
 
-        The arrival is that of the rank for which the call waited. If the call ended after this
+        This is the arrival of the rank that the call waited for. If the call ended after the
         arrival, the violation is 0.
         """
         return np.maximum(0, self.until - self.end)
 
     def among(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find the calls in the given rows of /events.
+        """Find the events in the given rows of /events that are calls.
 
         Returns
         -------
         position
             Position in `rows` of each event that is a call.
         call
-            Index of this call.
+            Index of the call that each of these events belongs to.
         """
         call_of_row = np.full(len(self.trace.events), -1)
         call_of_row[self.row] = np.arange(len(self.row))
@@ -190,7 +190,7 @@ def _call_instances(trace):
 
 
 def _broadcast_calls(events, row):
-    """Return the events that start broadcasts, and the indices in `row` of their waits.
+    """Return the events that start broadcasts, and the indices in `row` of the matching waits.
 
     These events have the category copy. The wait of such an event has the same rank and group, and
     its `posted` time is the start of the event.
@@ -211,9 +211,9 @@ def _broadcast_calls(events, row):
 
 
 def _first_where(true, first):
-    """Return, for each call instance, the index of its first call selected by the mask `true`.
+    """For each call instance, return the index of the first call selected by the mask `true`.
 
-    If the mask selects no call of an instance, its result is the total number of calls.
+    If the mask selects no call of an instance, the index is the total number of calls.
     """
     index = np.where(true, np.arange(len(true)), len(true))
     return np.minimum.reduceat(index, first)
@@ -224,8 +224,8 @@ def _awaited_call(trace, row, instance, first, latest, early):
 
     A call normally waits for the last call of its instance. If a call of an _UNBOUND operation
     ended before that last call was made (`early`), the result is the index of the root's call for
-    a broadcast, and of the call itself for other operations. The root of a reduction always waits
-    for the last call.
+    a broadcast, or the index of the call itself for any other operation. The root of a reduction
+    always waits for the last call.
     """
     events, index = trace.events, np.arange(len(row))
     at_root = (events["rank"] == events["peer"])[row]

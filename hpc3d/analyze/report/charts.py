@@ -35,7 +35,7 @@ _PARTS = {
 _OTHER = palette.WORK["other"]
 _RANK_PARTS = {
     "compute": palette.COMPUTE,
-    "exposed": palette.EXPOSED,  # drawn instead of transfer and wait if those are unknown
+    "exposed": palette.EXPOSED,  # drawn if the wait and transfer times are unknown
     "transfer": palette.WORK["transfer"],
     "wait": palette.WORK["wait"],
     "copy": palette.WORK["copy"],
@@ -65,8 +65,8 @@ class Lines(NamedTuple):
 class Bars(NamedTuple):
     """Stacked bar chart.
 
-    `parts` is a dict from the name of a stacked segment to a color and a list with one value per
-    bar. `labels` are the labels of the bars.
+    `parts` is a dict from the name of a stacked segment to a pair: a color and a list with one
+    value per bar. `labels` are the labels of the bars.
     """
 
     xlabel: str

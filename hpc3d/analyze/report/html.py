@@ -50,8 +50,8 @@ class Shown(NamedTuple):
 def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path) -> str:
     """Return the report as HTML.
 
-    `pictures` contains dicts from file name to figure: first a dict for the comparison, then one
-    for each run. `folder` is the folder of the image files.
+    `pictures` contains dicts from file name to figure: one dict for the comparison, followed by
+    one dict per run. `folder` is the folder of the image files.
     """
     named = {name: each for found in pictures for name, each in found.items()}
     models = {name: model for name, each in named.items() if (model := _model(name, each))}

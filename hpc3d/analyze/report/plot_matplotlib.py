@@ -89,7 +89,7 @@ def _lines(chart: Lines):
 
 
 def _style(color, width):
-    """Return a line style with markers as wide as the line, visible only at isolated points."""
+    """Return a line style with markers that make isolated points as visible as the line."""
     return {"color": color, "linewidth": width, "marker": "o", "ms": width, "mew": 0}
 
 

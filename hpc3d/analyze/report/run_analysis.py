@@ -198,7 +198,7 @@ def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
 
 
 def _dropped(trace):
-    """Yield one line with the first eight ranks that dropped events, or nothing if none did."""
+    """If any ranks dropped events, yield one line that lists the first eight of these ranks."""
     if dropped := np.flatnonzero(trace.ranks["dropped"]).tolist():
         ranks = f"rank{'s'[: len(dropped) > 1]} {', '.join(map(str, dropped[:8]))}"
         ranks += f" and {len(dropped) - 8} more" if len(dropped) > 8 else ""

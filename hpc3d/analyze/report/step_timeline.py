@@ -40,10 +40,10 @@ class Timeline(NamedTuple):
     ----------
     events
         Dict from column name to an array with one value per event. Times are in ms since the first
-        rank started the step: `start`, `until` (end of the wait for the last arrival, or `start`),
-        `end`, and `posted` (time of the call). `kind` is an index into KINDS. `meeting` is the
-        index of the call instance, and `by` is the rank that the call waited for, or -1 if it did
-        not wait. The other columns are `rank`, `stream` and DETAILS.
+        rank started the step: `start`, `until` (end of the wait for the last arrival; equal to
+        `start` without a wait), `end`, and `posted` (time of the call). `kind` is an index into
+        KINDS. `meeting` is the index of the call instance, and `by` is the rank that the call
+        waited for, or -1 if it did not wait. The other columns are `rank`, `stream` and DETAILS.
     names
         For each column that contains codes, a dict from code to name.
     path
@@ -214,7 +214,7 @@ def _times(trace, calls, first, rows):
 
 
 def _step_bounds(trace, step):
-    """Return the ranks with events in a step, and the times when each starts and ends it.
+    """Return the ranks with events in a step, and the step's start and end time on each rank.
 
     Times are in ns on the clock of rank 0. The clock offset of a rank is taken from its first
     event in the step.

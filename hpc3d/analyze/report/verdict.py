@@ -35,7 +35,7 @@ def verdict(tables: Mapping[str, _Rows]) -> list[str]:
 
 
 def _offloading(tables: Mapping[str, _Rows]) -> dict[str, float]:
-    """Return the seconds per step spent on offload copies, and on waiting for them."""
+    """Return the time of offload copies and the time spent waiting for them, in s per step."""
     alone = [row for row in tables["time"] if tables["copies"] and not row["axis"]]
     return {
         key: sum(row["seconds"] for row in alone if row["category"] == category)
