@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.resorts import Fit
     from hpc3d.predict.planning.search import Found
 
-# Columns of the table of memory-saving techniques.  The key is the JSON key of a value relative to
-# the first row.  The tuple contains the JSON key of the absolute value (in bytes or seconds), the
-# size of the printed unit in bytes or seconds, and the name of this unit.
+# Columns of the table of memory-saving techniques. Each key is the JSON key of a value that is
+# divided by the value in the first row. Each tuple contains the JSON key of the absolute value (in
+# bytes or seconds), the size of the printed unit in bytes or seconds, and the name of this unit.
 _SHARES = {
     "of_peak": ("peak_bytes", 1e6, "MB"),
     "of_received": ("received_bytes", 1e6, "MB"),
@@ -258,7 +258,7 @@ def show(
     memory: float,
     mark: str = " ",
 ) -> None:
-    """Print the best layouts, the best one of each scheme, and the reasons why others are slower.
+    """Print the best layouts, the best layout of each scheme, and why other layouts are slower.
 
     `mark` is printed before each of the best layouts.
     """

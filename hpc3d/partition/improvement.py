@@ -25,7 +25,7 @@ from hpc3d.partition.evaluation import (
 )
 from hpc3d.partition.joint_search import Allowed, JointSearch, Timed, timed
 
-_NEAR = 6  # number of atoms and of block boundaries tried on each side of a stage boundary
+_NEAR = 6  # number of atoms, and of block boundaries, to try on each side of a stage boundary
 # If all boundaries move jointly, the number of atoms tried on each side of every boundary is this
 # number divided by the number of boundaries.
 _AROUND = 60
@@ -146,7 +146,7 @@ def _with_replicas(choice, replicas):
 def next_best(
     costs: ModelCosts, choice: PipelineChoice, step: Evaluated, border: int, memory: float
 ) -> tuple[PipelineChoice | None, float | None, bool]:
-    """Find the best alternative location near a stage boundary.
+    """Find the best nearby location to which a stage boundary can be moved.
 
     Returns the arrangement with the moved boundary and its step time in seconds; both are `None`
     if no nearby location fits in memory. The third result is True if some nearby location would
@@ -165,8 +165,8 @@ def cuts_moved(
 ) -> Iterator[Timed]:
     """Yield one simulated step for each nearby downset to which boundary `number` can be moved.
 
-    A downset is a set of atoms that contains all predecessors of each of its atoms. Downsets with
-    which a stage does not fit in memory are skipped.
+    A downset is a set of atoms that contains all predecessors of each of its atoms. Downsets for
+    which a stage would not fit in memory are skipped.
     """
     ends = (0, *found.ends)
     before, here, after = ends[number : number + 3]

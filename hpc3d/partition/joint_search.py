@@ -66,7 +66,8 @@ _BLOCKS = 48  # number of segments into which the candidate cuts divide the chai
 _MOST_UNITS = 63  # maximum number of units into which the ranks are grouped
 _STEPS = (0.8, 0.97)  # ratios of successive load limits in the coarse and in the fine search
 _NEAR_BEST = 2.0  # candidates with estimates within this factor of the best are simulated
-# Maximum number of partitions to keep per limit on the load of a stage, one per number of stages.
+# Maximum number of partitions to keep for each limit on the stage load, with at most one partition
+# for each number of stages.
 _FEW = 6
 
 
@@ -97,18 +98,19 @@ class Allowed(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Number of ranks per unit; every replica count that is tried is a multiple of it."""
+        """Number of ranks per unit; all tried replica counts are multiples of this number."""
         return max(1, 2 ** (self.ranks.bit_length() - _MOST_UNITS.bit_length()))
 
     def units(self, replicas: int) -> int:
         """Return the number of units used by a stage with `replicas` replicas.
 
-        A unit is a group of `unit` ranks or, if `replicas` is not `None`, an entire stage.
+        A unit is a group of `unit` ranks or, if the field `replicas` is not `None`, an entire
+        stage.
         """
         return 1 if self.replicas else replicas // self.unit
 
     def replicas_of(self, left: int) -> tuple[int, ...]:
-        """Return the allowed replica counts of a stage followed by `left` - 1 more stages."""
+        """Return the allowed replica counts of a stage that `left` - 1 further stages follow."""
         if self.replicas is None:
             return tuple(range(self.unit, self.ranks + 1, self.unit))
         return self.replicas[-left:][:1] if self.replicas[1:] else self.replicas
@@ -143,7 +145,7 @@ class _StageKind(NamedTuple):
     def costs(
         self, flight: int, sending: bool, allowed: Allowed
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the load and `weight` of each stage, and True for each stage that recomputes.
+        """Return three arrays: the load and the weight of each stage, and whether it recomputes.
 
         `flight` is the number of microbatches in flight. If `sending` is True, memory use includes
         a gradient that is being sent. The weight of a stage that does not fit in memory is inf.
@@ -250,8 +252,8 @@ class JointSearch:
     def _with_model_chunks(self, name, choices) -> Iterator[PipelineChoice]:
         """Yield arrangements with two model chunks per stage.
 
-        The replica counts are those of the `choices` and, in addition, each allowed count on all
-        stages alike.
+        The replica counts are taken from `choices`. In addition, each allowed count is tried on
+        all stages.
         """
         ways = {(each.replicas, each.microbatches): None for each in choices}
         for micros in self.allowed.microbatches:
@@ -269,8 +271,9 @@ class JointSearch:
     def _chunked(self, name, replicas, micros) -> Iterator[PipelineChoice]:
         """Yield the interleaved arrangement that minimizes the load of the heaviest chunk.
 
-        Chunks recompute their activations if the stage would not fit in memory otherwise. If the
-        heaviest stage is too slow for a nearly optimal step, no arrangement is yielded.
+        Chunks recompute their activations if the stage would not fit in memory otherwise. If other
+        schedules are allowed and the heaviest stage is too slow for a near-optimal step time, no
+        arrangement is yielded.
         """
         heavy = [np.triu(self.balance[micros][r].load, 1) for r in replicas * 2]
         ends, again = _balanced(heavy), self.allowed.recompute[0]
@@ -422,7 +425,7 @@ class _OfWay:
         return _Under(best.seconds, min(start), load, [each for each, _ in found])
 
     def _sums(self, limit):
-        """Return the minima G of the dynamic program (see the module docstring).
+        """Return the minima G of the dynamic program, which the module docstring defines.
 
         The list has one array for each number of stages, indexed [first cut, number of units].
         """
@@ -451,7 +454,7 @@ class _OfWay:
         return np.where(load <= limit, weight, inf)
 
     def _traced(self, sums, limit, stages):
-        """Return the arrangement with the shortest estimated step, and its largest stage load."""
+        """Return the arrangement with the shortest estimated time, and its largest stage load."""
         index, units, chosen, loads = 0, self._units(), [], []
         for left in range(stages, 0, -1):
             ways = {
@@ -533,7 +536,7 @@ class _DownsetSearch:
         self.rest, self.left, self.best = None, 0, None
 
     def run(self, following, rest, passes):
-        """Search for the shortest step, starting with the partition with the smallest load."""
+        """Search for the fastest partition, starting with the one that has the smallest load."""
         self.rest, self.left = rest, passes
         if np.isfinite(rest[0, self.stages]):
             self._try_out(tuple(path(following, self.stages)))
@@ -633,7 +636,7 @@ def table(cuts: Downsets | Chain, limits: Limits) -> tuple[np.ndarray, np.ndarra
     """Return the dynamic-programming table as two arrays [downset, number of remaining stages].
 
     The first array contains the index of the next downset of the optimal partition. The second
-    array contains T, the minimum over partitions of the load of the heaviest stage.
+    array contains T, the smallest load of the heaviest stage that any partition achieves.
     """
     width = min(limits.ranks, cuts.count - 1) + 1
     load = np.full((cuts.count, width), np.inf)

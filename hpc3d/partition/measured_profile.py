@@ -33,8 +33,8 @@ from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 _REMEDY = "use a file written by python -m hpc3d.partition profile"
 _ONE_NODE = 4096  # ranks per node, large enough to place all ranks on one node
 
-# Fictitious machine that needs one second per FLOP and per byte. Times on this machine serve only
-# to compute the fraction of the backward time that is spent on weight gradients.
+# Fictitious machine that takes one second per FLOP and per byte. It is used only to compute the
+# fraction of the backward time that is spent on weight gradients.
 UNIT = Machine(
     "unit",
     "one second per FLOP and per byte",
@@ -127,7 +127,7 @@ class ModuleProfile(NamedTuple):
 
 
 def _link_of(tables):
-    """Fit latency and bandwidth to the measured messages, to predict the times of other calls."""
+    """Fit latency and bandwidth to the measured messages, to predict unmeasured calls."""
     for table in tables:
         if table.op == "send":
             more = table.bytes[-1] - table.bytes[0], table.seconds[-1] - table.seconds[0]
@@ -166,7 +166,7 @@ class MeasuredOperations(Operations):
         return found
 
     def at(self, rows: int) -> np.ndarray:
-        """Return the predicted times for `rows` rows in s, as an array indexed [piece, pass]."""
+        """Return the predicted times in seconds for `rows` rows, as an array [piece, pass]."""
         known, last = self.rows, self.rows[-1]
         if rows >= last:
             return self.seconds[..., -1] * (rows / last)

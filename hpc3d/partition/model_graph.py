@@ -31,7 +31,7 @@ def costs_of(
     batch: int | None = None,
     run: RunCosts | None = None,
 ) -> ModelCosts:
-    """Return the costs of a captured module on a machine, given the module's operations.
+    """Return the costs of running a captured module on a machine.
 
     `batch` is the number of samples per step (None: the batch of the example inputs), and `run` is
     the overhead of each rank (None: no overhead).
@@ -64,7 +64,7 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
 def _saved_later(operations, found):
     """Yield a zero-byte Value for each result that a later piece saves for the backward pass.
 
-    Results that are first saved by their own piece are skipped.
+    A result is skipped if the first operation that saves it is in the same piece.
     """
     piece_of = operations.captured.piece_of
     for node, saver in operations.savers.items():
@@ -73,7 +73,7 @@ def _saved_later(operations, found):
 
 
 def _before_loss(captured):
-    """Return an edge of 0 bytes from every other sink of the graph to the loss.
+    """Return a zero-byte edge to the loss from each other sink of the graph.
 
     The edges make the loss the last atom in every topological order.
     """
@@ -110,9 +110,9 @@ def _shared(captured, weights):
 
 
 def _read_inputs(captured):
-    """For each model input with a batch dimension, yield the pieces that read it, and its size.
+    """Yield (pieces, bytes per sample) for each model input with a batch dimension.
 
-    The size is in bytes per sample.
+    The pieces are those that read the input.
     """
     for node in captured.inputs:
         tensor, readers = node.meta["val"], {captured.piece_of.get(user) for user in node.users}

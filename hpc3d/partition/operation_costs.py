@@ -41,9 +41,9 @@ class OperationCost(NamedTuple):
 
     `forward` and `backward` are seconds; `weight` is the part of `backward` spent on the weight
     gradients of matrix products, which may be deferred. Sizes are in bytes: `saved` is the size of
-    this operation's tensors that are saved for backward; `later` is the part of `saved` that only
-    later operations save; `nbytes` is the size of the result; `working` is the size of the
-    gradients that backward reads and writes at the same time.
+    this operation's tensors that are saved for backward; `later` is the part of `saved` that is
+    not saved by this operation, but by a later one; `nbytes` is the size of the result; `working`
+    is the size of the gradients that backward reads and writes at the same time.
     """
 
     forward: float = 0.0
@@ -112,7 +112,7 @@ _LOW, _HIGH = 2, 4
 
 
 def _on_the_line(low, high, way):
-    """Interpolate linearly between nested tuples, from `low` (`way` = 0) to `high` (`way` = 1)."""
+    """Interpolate linearly between two nested tuples; `way` is 0 at `low` and 1 at `high`."""
     if not isinstance(low, tuple):
         return low + way * (high - low)
     parts = [_on_the_line(*each, way) for each in zip(low, high, strict=True)]
@@ -202,7 +202,8 @@ class _Meter(fx.Interpreter):
     def _keep_whole(self, node, operands):
         """Count the bytes that an opaque module saves for backward.
 
-        These are its operands and the bytes that it saved when it was run on real data.
+        They comprise the operands of the module, and the bytes that it saved in a run on real
+        data.
         """
         if any(each.requires_grad for each in operands):
             for each in operands:
@@ -245,7 +246,7 @@ class _Meter(fx.Interpreter):
 
 
 def _widest(result, needed, ends):
-    """Return the peak size in bytes of the gradients that a single autograd node reads and writes.
+    """Return the largest total size in bytes of the gradients that an autograd node uses.
 
     The autograd graph is traversed from the result back to `ends`, the autograd nodes of the
     operands. If the traversal reaches none of them, the total size of the result and of the
@@ -295,7 +296,7 @@ def _work(node, operands, result, saved):
 
 
 def _is_view(node, operands, result):
-    """Return True if the result is a view of an operand, so that the operation moves no data."""
+    """Return True if the result is a view of an operand, i.e. if the operation moves no data."""
     schema = getattr(node.target, "_schema", None)
     writes = schema and any(
         each.alias_info and each.alias_info.is_write for each in schema.arguments

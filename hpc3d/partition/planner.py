@@ -15,8 +15,8 @@ from hpc3d.partition.joint_search import fastest, lightest, timed
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if each.undivided)
-# Maximum number of cells of the dynamic-programming table, and of the candidate cuts tried in all
-# cells together.
+# Maximum number of cells of the dynamic-programming table, and maximum total number of candidate
+# cuts tried for all cells.
 _MOST_CELLS, _MOST_STEPS = 3e7, 4e9
 
 

@@ -61,7 +61,7 @@ class Buckets:
     def bucket(self, shared: type[Bucket], owned: type[Bucket], items: Sequence[Parameter]) -> Any:
         """Create a bucket for `items`.
 
-        The bucket is of class `owned` if a single replica updates these parameters, and of class
+        The class of the bucket is `owned` if a single replica updates these parameters, and
         `shared` otherwise.
         """
         return (owned if items[0] in self.parameters.owners else shared)(self.parameters, items)
@@ -125,8 +125,8 @@ class Buckets:
     def gather(self) -> None:
         """All-gather the updated values, one bucket at a time.
 
-        Each bucket is stored while the all-gather of the next one is in flight, so that at most
-        two buckets are in memory.
+        The values of a bucket are stored while the all-gather of the next bucket is in flight, so
+        that at most two buckets are in memory.
         """
         ahead = iter(self.gathers)
         for bucket in [None, *self.gathers]:
@@ -139,8 +139,8 @@ class Buckets:
 class Bucket:
     """Contiguous parameters that are communicated in a single call.
 
-    If the parameters are sharded, the communicated block has one row per replica.  The row
-    contains the replica's shard of every parameter; `columns` lists the column range of each
+    If the parameters are sharded, the communicated block has one row per replica. Each row
+    contains one replica's shards of all parameters; `columns` lists the column range of each
     parameter.
     """
 

@@ -19,7 +19,7 @@ Seconds = float | list[float] | tuple[float, ...]
 
 
 class IdealRun(NamedTuple):
-    """Result of a schedule simulation: the simulated sizes and times, and the timeline.
+    """Settings of a schedule simulation, and the simulated timeline.
 
     `chunks` is the number of model chunks per stage, `microbatches` the number of microbatches per
     step.  `times` contains the times of passes and messages in seconds, in the format of the

@@ -211,7 +211,7 @@ def _needs_here(stage, instruction, placement):
 def _results(instruction):
     """Return the passes or messages that an instruction performs; BW performs B and W.
 
-    Each of them may occur only once per stage.
+    Each pass or message may occur only once per stage.
     """
     op, mb, chunk = instruction
     if op in ("Reduce", "Step"):

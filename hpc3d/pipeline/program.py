@@ -65,7 +65,7 @@ def cut(groups: Sequence[Group], updates: int) -> Iterator[Sequence[Group]]:
 def program_of(config: Any) -> Program:
     """Return the training program of a run.
 
-    Raises ValueError if the schedule does not support the sizes or fails `check`.
+    Raises ValueError if the schedule does not support the sizes, or if `check` reports an error.
     """
     parallel, stages = config.parallel, config.mesh.p
     schedule = find(parallel.schedule)

@@ -123,7 +123,7 @@ class StepModel:
         weight_inputs: Sequence[float],
         gradient: float = 0.0,
     ) -> list[tuple[tuple[str, int], float]]:
-        """Return the number of bytes saved on a stage at the start of its passes.
+        """Return the number of bytes saved on a stage when its memory use may peak.
 
         Parameters
         ----------
@@ -147,10 +147,10 @@ class StepModel:
         return [*zip(kinds, nbytes.tolist(), strict=True)]
 
     def _fullest_moments(self, stage):
-        """Return the (op, chunk) pairs of the passes at the start of which memory use may peak.
+        """Return the passes, as (op, chunk) pairs, before which memory use may peak.
 
-        For each of these passes, also returns the numbers of blocks saved at its start, which
-        `held` multiplies by the block sizes in bytes.
+        Also returns an array with the numbers of blocks that are saved at the start of each of
+        these passes; `held` multiplies these numbers by the block sizes in bytes.
         """
         # If a schedule does not run all forward passes first, its memory use peaks within the
         # first 4 * stages microbatches.
@@ -226,8 +226,8 @@ class StepModel:
     def simulated_microbatches(self) -> int:
         """Number of microbatches that `steady_ends` simulates.
 
-        A schedule that supports only a fixed number, such as one from a file, is simulated with
-        all microbatches.
+        A schedule that supports only a fixed number of microbatches, such as a schedule from a
+        file, is simulated with all microbatches.
         """
         few = self.micros - self.stages * max(0, self.micros // self.stages - _FILL - _ROUNDS)
         return self.micros if self.schedule.rule(self.schedule.name, self.stages, few) else few
@@ -294,8 +294,11 @@ def reduced(
 
 
 def _busy_and_fill(model, times):
-    """Return the compute time of a step on the slowest stage, and that of one microbatch on all
-    other stages, in seconds."""
+    """Return two compute times in seconds.
+
+    The first is the time of a step on the slowest stage, and the second the total time of one
+    microbatch on all other stages.
+    """
     work, longest = times.work(), times.longest()
     return model.micros * work[longest], sum(work) - work[longest]
 

@@ -55,10 +55,10 @@ def makespan(rows: Iterable[Row]) -> float:
 
 
 def bubble(rows: Iterable[Row]) -> float:
-    """Return the bubble rate (cost - m (T_F + T_B + T_W)) / cost.
+    """Return the bubble rate (cost - work) / cost, as defined in arXiv:2401.10241, section 5.3.
 
     `cost` is the maximum over stages of the time from the first start to the last end on the
-    stage.  See arXiv:2401.10241, section 5.3.
+    stage, and `work` the maximum over stages of the total duration of the stage's passes.
     """
     cost = max(row[-1][1] - row[0][0] for row in rows)
     work = max(sum(end - start for start, end, _ in row) for row in rows)

@@ -40,10 +40,11 @@ class Stashed(InPlace):
 
 
 class DoubleBuffered(InPlace):
-    """PipeDream-2BW double buffering (arXiv:2006.09503): W(t+1) = W(t) - nu grad f(W(t-1)).
+    """PipeDream-2BW double buffering (arXiv:2006.09503), which delays gradients by one update.
 
-    All stages use W(t-1) for the microbatches of training step t, and W(0) for t = 0. At most two
-    weight versions are stored.
+    W(t+1) = W(t) - rate * gradient(W(t-1)), where W(t) are the weights after t updates. All stages
+    use W(t-1) for the microbatches of training step t, and W(0) for t = 0. At most two weight
+    versions are stored.
     """
 
     def __init__(self, parameters: Parameters) -> None:

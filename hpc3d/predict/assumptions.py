@@ -1,4 +1,4 @@
-"""Sizes of a mixture-of-experts model, and the assumptions behind predictions for it."""
+"""Sizes of a mixture-of-experts model, and the assumptions made in predicting its performance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def of_mixture(config: Config) -> dict[str, Any]:
 
 
 def lines(config: Config) -> list[str]:
-    """Return lines of text that describe a mixture of experts and the assumptions about it.
+    """Return lines of text with a mixture-of-experts model's sizes and the assumptions made.
 
     The list is empty for a dense model.
     """

@@ -71,9 +71,9 @@ def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
 
 
 def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
-    """Return the machine for predictions, and the reason why times cannot be predicted.
+    """Return the machine for predictions, and the reason if times cannot be predicted.
 
-    The reason is "" if they can be predicted.
+    The reason is "" if times can be predicted.
     """
     if name is not None:
         return load(name), ""
@@ -87,7 +87,7 @@ def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
 
 
 def _stand_in() -> Machine:
-    """Return the default machine, with GEMM rates for float64 added if it has none.
+    """Return the default machine, with added GEMM rates for float64 if the machine has none.
 
     It is used to predict memory and communication volume, which do not depend on the machine.
     """
@@ -127,9 +127,9 @@ def _text(config: Config, windows: int) -> str:
 
 
 def _memory(config: Config, found: dict, machine: Machine | None) -> str:
-    """Return a line with the peak memory of the rank that needs the most, and the total.
+    """Return a line with the largest peak memory of a rank, and the sum over all ranks.
 
-    The total is the sum over all ranks. The line also states whether the run fits in memory.
+    The line also states whether the run fits in memory.
     """
     peak = found["worst"]["all"]
     line = (

@@ -1,8 +1,8 @@
 """Predicted communication volume and message count of a partitioned model in each step.
 
 boundaries    Values are sent forward and gradients backward. The volume is their total size for
-              all samples. Each value or gradient of a microbatch causes one message between each
-              pair of ranks on the two stages that process samples in common.
+              all samples. Each value or gradient of a microbatch is sent in one message between
+              each pair of ranks of the two stages that have samples in common.
 all-reduces   Each of n replicas receives 2 (n - 1) / n times the size of its gradients. The
               gradient of a weight on several stages is reduced over all ranks of these stages.
 """
@@ -50,7 +50,7 @@ def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterato
 
 
 def _pairs(one, other, rows):
-    """Count the pairs of sending and receiving ranks that have samples in common."""
+    """Return the number of (sender, receiver) pairs of ranks that have samples in common."""
     if one == other:
         return one
     return sum(

@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 class Draw(NamedTuple):
-    """Random number key for the samples `first` to `first + samples` (exclusive) of a step."""
+    """Key of the random numbers for samples `first` to `first + samples` (exclusive) of a step."""
 
     seed: int
     step: int

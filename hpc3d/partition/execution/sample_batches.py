@@ -89,7 +89,7 @@ class SampleLoader:
         self.valid: dict[int, int] = {}
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, SampleRows]:
-        """Return a dict from microbatch index to this rank's samples in step `number`.
+        """Return a dict that maps microbatch indices to this rank's samples in step `number`.
 
         The loss is the mean over all samples of the step, multiplied by `factor`.
         """

@@ -56,7 +56,7 @@ def product(
 
 
 class _ParameterView(NamedTuple):
-    """Strided view of a parameter; `offset` is counted from the first parameter element."""
+    """Strided view of a parameter, which starts `offset` elements after the parameter's start."""
 
     parameter: torch.nn.Parameter
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class _ParameterView(NamedTuple):
     offset: int
 
     def gradient(self) -> torch.Tensor:
-        """Return the corresponding view of the parameter's gradient.
+        """Return a view of the same elements of the parameter's gradient.
 
         The gradient must have the same memory layout as the parameter.
         """
@@ -73,9 +73,9 @@ class _ParameterView(NamedTuple):
 
 
 def _view_of(tensor):
-    """Describe a tensor as a view of a parameter.
+    """Return the `_ParameterView` that describes a tensor.
 
-    Returns `None` if the tensor is not a view of a parameter or has elements that overlap.
+    Returns `None` if the tensor is not a view of a parameter, or if its elements overlap.
     """
     if tensor is None:
         return None

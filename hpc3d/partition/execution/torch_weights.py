@@ -50,7 +50,7 @@ def values_in(module: torch.nn.Module, captured: Captured) -> Iterator[tuple[str
         if name in held:
             yield name, held[name].detach()
         else:
-            # The constant is an attribute of the module or was created by the forward pass.
+            # A constant is an attribute of the module, or was created by the forward pass.
             found: Any = module
             for part in name.split("."):
                 found = getattr(found, part, captured.program.constants[name])
@@ -63,8 +63,8 @@ class TorchWeights:
     `tensors` maps names to torch tensors, and `items` maps names to the Parameters that store the
     tensors; constants have no Parameter. `shared` maps the name of each weight that is replicated
     on other stages to True if this stage owns the weight. During the backward pass, torch calls
-    `completed(name)` after its last contribution to a parameter's gradient. Deferrable
-    work is passed to `defer`.
+    `completed(name)` after it has added its last contribution to the gradient of the parameter
+    `name`. Deferrable work is passed to `defer`.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class TorchWeights:
             self.tensors[name].copy_(torch.from_numpy(item.value).view(self.like[name].shape))
 
     def _apart(self):
-        """Yield (name, Parameter) for buffers whose dtype differs from the Parameter's array."""
+        """Yield (name, Parameter) for buffers whose dtype differs from that of the array."""
         for name, item in self.items.items():
             if item.frozen and self.tensors[name].dtype != torch.from_numpy(item.value).dtype:
                 yield name, item

@@ -193,14 +193,14 @@ class _PartSource:
             node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
 
     def _inputs_read(self, inputs, also):
-        """Yield source lines that read each used input of the chunk, and the input `also`."""
+        """Yield source lines that read the inputs that the chunk uses, and the input `also`."""
         for node, original in zip(self.inputs, self.program.inputs, strict=True):
             if node.users or node is also:
                 row = "" if carries_batch(original) else "[0]"
                 yield f'{node} = {inputs}["{original.name}"]{row}'
 
     def _with_batch(self):
-        """Return a tensor whose dimension 0 is the batch, and the tensor's rows per sample."""
+        """Return a tensor with the batch in dimension 0, and its number of rows per sample."""
         program = self.program
         given = zip(self.received + self.inputs, program.received + program.inputs, strict=True)
         for node, original in given:

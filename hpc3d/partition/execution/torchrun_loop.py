@@ -178,7 +178,7 @@ class PartTrainer:
         return loss / self.cut.microbatches
 
     def _owners(self):
-        """Return the process group of each trained weight that several processes hold, by name.
+        """Return a dict from the name of each trained weight on several processes to their group.
 
         All processes create all groups in the same order.
         """

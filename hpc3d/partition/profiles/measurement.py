@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CLOCK = time.thread_time
 _PARTS = 8  # number of model chunks for measuring the overhead per chunk
-_MORE = 5  # messages are fast, so they are repeated this many times more often
+_MORE = 5  # messages are fast, so their number of repetitions is multiplied by this factor
 _SIZES = [1 << power for power in (10, 13, 16, 18, 20, 22, 24)]  # message sizes in bytes
 
 
@@ -90,7 +90,7 @@ def _parts(captured: Captured, count: int) -> list[list[int]]:
 
 
 def timed_calls(job: Job, comm: Communicator, repeats: int) -> list[dict[str, Any]]:
-    """Time messages and all-reduces; return one table per operation.
+    """Time messages and all-reduces; return a list with one table per operation.
 
     A table is a dict with the keys op, members, bytes and seconds. Messages are sent between two
     ranks, and all-reduces are over all ranks of `comm`. The list is empty on a single rank.

@@ -65,10 +65,10 @@ class Call(NamedTuple):
 
 
 class TimedWork(NamedTuple):
-    """Work of a rank between the ends of two consecutive trace rows, with its duration.
+    """Work of a rank between the ends of two consecutive trace rows, and its duration in seconds.
 
     `computed` lists the matrix products (Product) and kernels (TimedKernel). `call` is the
-    communication call that the second row records, or `None` if it records something else.
+    communication call that the second row records, or `None` if that row records no call.
     """
 
     computed: tuple
@@ -91,7 +91,7 @@ class _ExpectedRows(NamedTuple):
     """Trace rows that a rank is expected to record in a steady-state step.
 
     For each row, `computed` contains the matrix products and kernels since the end of the previous
-    row. An additional last entry contains those after the last row.
+    row. An additional last entry contains the matrix products and kernels after the last row.
     """
 
     rows: np.recarray

@@ -60,7 +60,7 @@ def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
 def _rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
     """Return a dict that maps each dtype to its Rates.
 
-    The rates are measured in the items of `works` that consist of a single matrix product.
+    The rates are computed from the items of `works` that consist of a single matrix product.
     """
     found = defaultdict(list)
     for work in works:

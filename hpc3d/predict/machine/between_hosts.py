@@ -15,7 +15,7 @@ from hpc3d.comm.communicator import received_share
 from hpc3d.predict.machine.collective_costs import best
 from hpc3d.trace.schema import MESSAGES
 
-# Maps each collective between hosts to the collectives that it performs within each host.
+# Maps each collective between hosts to the collectives within each host that are part of it.
 _INSIDE = {
     "all_gather": ("all_gather",),
     "reduce_scatter": ("reduce_scatter",),

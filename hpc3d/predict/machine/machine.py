@@ -68,8 +68,8 @@ class Link:
 
     `alpha_s` is the latency of a message in seconds. Bandwidths are in bytes/s: `bandwidth` limits
     each rank, `node_bandwidth` the total of a node (0: no limit), and `pair_bandwidth` each pair
-    of ranks (0: the same as `bandwidth`). The last one is lower than `bandwidth` if pairs of ranks
-    are connected directly, without a switch.
+    of ranks (0: the same as `bandwidth`). `pair_bandwidth` is lower than `bandwidth` if pairs of
+    ranks are connected directly, without a switch.
     """
 
     __pydantic_config__ = STRICT
@@ -234,9 +234,9 @@ class Machine:
 
         All groups along the axis are assumed to make the call concurrently. `members` are the
         ranks of one group (a tuple or a range), and `nbytes` is the size of the call as counted in
-        the column `bytes` of a trace. The time is a measured time, if the machine has one, and
-        otherwise the launch time plus the transfer time (collective_costs.best). For calls
-        between hosts without GPUs, the time is the sum of CPU and network time
+        the column `bytes` of a trace. A measured time is returned if the machine has one, and
+        otherwise the launch time plus the transfer time (collective_costs.best). For calls between
+        hosts without GPUs, the time is the sum of CPU and network time
         (hpc3d.predict.machine.between_hosts).
         """
         if len(members) == 1:
@@ -320,8 +320,8 @@ class Machine:
 
         The result maps each operation to a function from bytes to seconds. Tables measured "at
         once" take precedence. Tables measured "alone" are used only if `alone_serves` is true
-        (the group shares no link with other groups). Tables with stride 0 are used only for groups
-        on one node.
+        (because the group shares no link with other groups). Tables with stride 0 are used only
+        for groups on one node.
         """
         ranks, across = sorted(members), len(self.by_node(members)) > 1
         strides = {there - here for here, there in pairwise(ranks)}

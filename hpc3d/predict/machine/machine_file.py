@@ -27,7 +27,7 @@ _PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
 def load(path: Path | str) -> Machine:
     """Load a Machine from a TOML file, or by its name if it comes with hpc3d.
 
-    Raises ValueError with one line per error, which states the file, the key and the fix.
+    Raises ValueError with one line per error; each line states the file, the key and the fix.
     """
     found = find(path, MACHINE)
     if not (tree := read(found)):
@@ -62,7 +62,7 @@ def _key(name: str) -> str:
 def _validate(tree: dict[str, Any]) -> Machine:
     """Convert nested TOML tables to a Machine, and warn about deprecated keys.
 
-    Raises ValueError with one line per error, which states the key and the fix.
+    Raises ValueError with one line per error; each line states the key and the fix.
     """
     import json
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _FEW = 6  # maximum number of layouts for which uneven layers are tried
 _SCHEDULES = 3  # maximum number of schedules per candidate
-_LESS = 2  # maximum number of options that save less memory, to try with uneven layers
+_LESS = 2  # maximum number of variants with lower memory savings to try with uneven layers
 _PASSES = 12_000_000  # maximum number of simulated passes, summed over all layouts
 _WORTH = 0.01  # minimum relative reduction of the step time that justifies non-default keys
 _BUCKETS = 6  # maximum number of bucket sizes to try
@@ -85,7 +85,7 @@ def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
 
 
 def gains(seconds: float, usual: float) -> bool:
-    """Return True if the step time `seconds` is sufficiently shorter than the `usual` one."""
+    """Return True if a step time of `seconds` is sufficiently shorter than `usual` seconds."""
     return seconds < (1 - _WORTH) * usual
 
 
@@ -227,6 +227,6 @@ def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
 
 
 def _rounded_up(size: float) -> float:
-    """Round up to two significant digits, so that the bucket still holds its gradients."""
+    """Round a bucket size up to two significant digits, so that its gradients still fit."""
     unit = 10.0 ** (ceil(log10(size)) - 2)
     return round(ceil(size / unit * (1 - 1e-12)) * unit, 12)

@@ -33,7 +33,8 @@ _KINDS = {
     "2.5d": "2.5-D",
     "3d": "3-D",
 }
-# Length of a short list. Candidates with further kinds of tensor parallelism are added beyond it.
+# Number of candidates on a short list. Candidates with a new kind of tensor parallelism are added
+# even if the list is full.
 _SHORT = 2
 # Factor that turns an estimated compute or communication time into a lower bound.
 _BOUND_MARGIN = 0.7
@@ -152,7 +153,7 @@ class Bounds:
     def shown_context(self, candidate: Candidate) -> float:
         """Return the approximate exposed communication time along axis c, in seconds.
 
-        Attention, with which the communication overlaps, is assumed to run at the peak rate.
+        The communication overlaps with attention, which is assumed to run at the peak rate.
         """
         rate, hidden = self.machine.gemm[candidate.config.train.dtype].peak, candidate.hidden
         busy = attention_flops(candidate.config) / rate
@@ -241,10 +242,11 @@ def volumes(config: Config) -> Counter[str]:
 
 
 def tensor_replicas(config: Config, loop: str) -> dict[str, int]:
-    """Return a dict with the sizes of the tensor axes that shard `loop` and replicate blocks.
+    """Return the sizes of the tensor axes along which `loop` is sharded and blocks are replicated.
 
-    `loop` is a dimension of the matrix product Y[m, n] = X[m, k] W[k, n]. For m, the blocks of W
-    are replicated along the axes (as along z in the 2.5-D scheme); for n, the blocks of X.
+    `loop` is a dimension of the matrix product Y[m, n] = X[m, k] W[k, n]. If `loop` is m, the
+    blocks of W are replicated along these axes (as along z in the 2.5-D scheme); if `loop` is n,
+    the blocks of X are replicated.
     """
     split, sizes = config.splits["dense"], config.mesh.sizes()
     axes = set(getattr(split, loop).split()).intersection(split.replicate.split(), "xyz")
@@ -254,7 +256,7 @@ def tensor_replicas(config: Config, loop: str) -> dict[str, int]:
 def summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
     """Return pairs (axes, number of weights whose gradients are reduced over these axes).
 
-    The first pair is for dense layers, the second one for experts.
+    The first pair is for dense layers, and the second pair for experts.
     """
     sizes, dense, experts = config.mesh.sizes(), 0, 0.0
     for count, each in block_products(config.model):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NEAR = 0.1  # a layout may fit if its estimated peak exceeds the memory by at most this fraction
 SURE = 0.95  # a layout is assumed to fit if its estimated peak is below this fraction of memory
 _LONG = 1024  # minimum sequence length for which chunked attention is tried
-RECOMPUTE = ("none", "selective", "full")  # in ascending order of recomputation
+RECOMPUTE = ("none", "selective", "full")  # in order of increasing recomputation
 
 
 class TimedCandidate(NamedTuple):
@@ -139,7 +139,7 @@ class Candidates:
         ways: Sequence[MemoryOption],
         found: list[Estimate],
     ) -> MemoryOption | None:
-        """Return the first option in `ways` with which a layout fits in memory, or `None`.
+        """Return the first option in `ways` for which a layout fits in memory, or `None`.
 
         The layout has `micros` microbatches. `ways` must be sorted by increasing memory savings.
         The estimates made by this search are appended to `found`.
@@ -160,7 +160,7 @@ class Candidates:
         """Yield estimates for increasing numbers of microbatches.
 
         The generator stops when layouts that fit in memory become slower or, without pipeline
-        parallelism, after the first number with which a layout fits.
+        parallelism, after the first number of microbatches for which a layout fits.
         """
         best = inf
         for micros in counts:

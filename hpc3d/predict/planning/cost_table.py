@@ -35,9 +35,9 @@ _MESSAGE_COSTS = ("message", "handled")  # names of costs computed without runni
 class CostKey(NamedTuple):
     """Cache key of a cost, which contains all values that determine the cost.
 
-    Optional fields are `None` if the cost does not depend on them. `tensor` lists (axis, size,
-    stride) for x, y, z and e. `data` and `pipeline` are such tuples for d and p. `context`
-    contains the tuple for c, followed by the settings of context parallelism and attention. `keep`
+    Optional fields are `None` if the cost does not depend on them. `tensor` lists the tuples
+    (axis, size, stride) of x, y, z and e. `data` and `pipeline` contain the tuples of d and p, and
+    `context` the tuple of c, followed by the settings of context parallelism and attention. `keep`
     is parallel.keep_gathered. `halves` is True if the backward pass is split, and `together` is
     True if the embedding and the head are on the same stage. `times` is the size of a stage's
     gradients relative to that of the layers in the LayerSample.
@@ -84,8 +84,7 @@ def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
 
 @cache
 def _axes_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
-    """Return a dict that maps each axis to (axis, size, stride), with stride 0 if the size is
-    1."""
+    """Return a dict from axis to (axis, size, stride); axes of size 1 have stride 0."""
     grid = mesh.grid()
     return {
         axis: (axis, size, grid.stride(axis) if size > 1 else 0)
