@@ -84,7 +84,7 @@ class Job:
     def progress(self, doing: str = "") -> AbstractContextManager[None]:
         """Return a context manager in which rank 0 shows progress.
 
-        The progress line consists of `doing` or of the newest log record.
+        The progress line shows the newest log record. If `doing` is given, it is logged first.
         """
         if self.rank:
             return nullcontext()

@@ -47,7 +47,7 @@ _SPOKEN = 0.5  # time in s to let the launcher forward printed output before an 
 _ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # possible values of run.signal
 _POKE = signal.SIGURG  # signal that wakes the main thread; ignored by default
 _BUSY_ALONE = 5  # timeout in s for the main thread to return from a BLAS or HDF5 call
-_BUSY = 0.1  # this timeout in a job of several ranks, which the launcher kills soon
+_BUSY = 0.1  # the same timeout with several ranks, which the launcher soon kills
 _SAVED = 60  # timeout in s of the exit hooks in a forked child process
 
 

@@ -47,7 +47,7 @@ class MetricsFile:
         self.file, self.sinks, self.say = self.path.open("a", encoding="utf-8"), [*sinks], say
 
     def _keep(self, start: int) -> None:
-        """Remove all records after `start` steps by atomically replacing the file."""
+        """Remove the records of all steps after `start`; the file is replaced atomically."""
         with (
             self.path.open(encoding="utf-8", errors="replace") as lines,
             replacing(self.path) as kept,

@@ -232,7 +232,7 @@ def _offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
 
 
 def started_by_other_mpi(mpi: MpiInstall) -> bool:
-    """Return True if the mpirun of a different MPI started this process.
+    """Return True if the mpirun of a different MPI implementation started this process.
 
     In this case, MPI_Init may abort.
     """

@@ -46,7 +46,7 @@ def outcome(
 
 
 def _end(process: Popen) -> None:
-    """Send SIGTERM to a process; kill its process group when it has ended or after 2 s."""
+    """Send SIGTERM to a process, wait up to 2 s for it to end, and kill its process group."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(2)

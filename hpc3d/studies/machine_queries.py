@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Tally(CostMeter):
     """Cost meter that counts the operations of a model.
 
-    `asked` maps each pair (`Machine` method, arguments), which predicts the time of an operation,
-    to the number of times that the operation occurred.
+    `asked` counts the occurrences of each operation. An operation is identified by the `Machine`
+    method that predicts its time, and by the arguments of this method.
     """
 
     def __init__(self) -> None:

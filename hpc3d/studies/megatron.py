@@ -75,17 +75,19 @@ LAYERS = [
     ("1d", "selective", 7.7, 13.2),
     ("1d-sequence", "selective", 7.2, 13.1),
 ]
-# arXiv:2205.05198, figure 1 (data from calculon-ai/calculon): model, L, h, a, p, and GiB of
-# parameters and optimizer states per rank. The published memory is _STATE bytes per parameter for
-# 12 L h^2 / (t p) parameters, excluding embedding tables, biases and norms.
+# arXiv:2205.05198, figure 1 (data from calculon-ai/calculon): model, layers L, hidden size h,
+# attention heads, pipeline stages p, and GiB of parameters and optimizer states per rank. The
+# published memory is _STATE bytes per parameter for 12 L h^2 / (t p) parameters (t tensor-parallel
+# ranks), excluding embedding tables, biases and norms.
 STATES = [
     ("22B", 48, 6144, 64, 1, 45.5625),
     ("175B", 96, 12288, 96, 8, 45.5625),
     ("530B", 105, 20480, 128, 35, 31.640625),
     ("1T", 128, 25600, 160, 64, 32.958984375),
 ]
-# arXiv:2104.04473, table 1: model, L, h, a, t, p, ranks, batch size, microbatch size, chunks, and
-# TFLOP/s per rank. The microbatch size and the number of chunks are from the authors' scripts.
+# arXiv:2104.04473, table 1: model, layers, hidden size, attention heads, tensor-parallel size,
+# pipeline stages, ranks, batch size, microbatch size, chunks, and TFLOP/s per rank. The microbatch
+# size and the number of chunks are from the authors' scripts.
 WEAK_SCALING = [
     ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 1, 137),
     ("3.6B", 30, 3072, 32, 2, 1, 64, 512, 16, 1, 138),

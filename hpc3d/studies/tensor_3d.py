@@ -124,7 +124,7 @@ def reproduces(row: dict[str, Any]) -> bool:
 
 
 def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Return the sizes that reproduce the published speed-ups if each scheme has its own batch.
+    """Return sizes that reproduce the published speed-ups, with one batch size per scheme.
 
     Each result is (hidden size, batch size for 2-D, batch size for 3-D), and both layouts fit in
     memory. 1-D may use any batch size, because its time per sequence does not depend on it.

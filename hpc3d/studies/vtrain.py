@@ -49,8 +49,8 @@ _VALUE = 2  # bytes of a float16 value
 # Bytes per parameter that an update accesses: the float16 value and Adam's two float32 moments are
 # read and written, and the float16 gradient is read.
 _UPDATE = 2 * (_VALUE + 4 + 4) + _VALUE
-# Assumed relative standard deviations: of measured step times from the fitted model, and of the
-# correction factors of the profiles from 1 (Gaussian prior).
+# Assumed relative standard deviations: _NOISE of measured step times from the fitted model, and
+# SPREAD of the profiles' correction factors from 1 (Gaussian prior).
 _NOISE, SPREAD = 0.02, 0.1
 # Free parameters of the fit, each with initial value, lower bound and upper bound.
 FREE = {
@@ -172,9 +172,10 @@ class ProfileFactors(NamedTuple):
     def seconds(self, asked: Counter) -> list[float]:
         """Return the predicted [computation time, communication time] of a pass in seconds.
 
-        `asked` maps each operation of the pass, (method, arguments), to the number of times that
-        it is executed. Matrix products with odd dimensions are slower, because tensor cores
-        require rows aligned to 16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide").
+        `asked` maps each operation of the pass to the number of times that it is executed. An
+        operation is a pair (method, arguments). Matrix products with odd dimensions are slower,
+        because tensor cores require rows aligned to 16 bytes (NVIDIA, "Matrix Multiplication
+        Background User's Guide").
         """
         spent = [0.0, 0.0]
         for (method, arguments), count in asked.items():

@@ -85,8 +85,8 @@ class Layout(tuple):
         """Return the coordinate along `axis` of the rank that owns this block.
 
         The owner is the block-row index modulo the size of `axis`, so all blocks of a block row
-        have the same owner. The index leaves out the context axis, so that all tokens of a
-        sequence, which attend to each other, also have the same owner.
+        have the same owner. The context axis does not contribute to the index. All tokens of a
+        sequence, which attend to each other, therefore have the same owner as well.
         """
         return mesh.index(other for other in self[0] if other != CONTEXT) % mesh.size(axis)
 

@@ -95,7 +95,7 @@ class Matmul:
         }
         self.deferred = set(split.defer.split())
         self.rounded = rounded
-        # An epilogue can be fused into a product only if its result is not a partial sum.
+        # An epilogue can be fused into a product only if the product is not a partial sum.
         self.y_is_complete = fused and self._complete("k")
         self.dw_is_complete = fused and self._complete("m")
         self.is_local = self.y_is_complete and self.dw_is_complete and self._complete("n")

@@ -64,12 +64,12 @@ def rounded_operands(mesh: Mesh, split: Split, scales: str, dense: bool) -> Oper
     """Return the functions that round the operands of a matrix product to float8.
 
     `scales` is "block" or "tensor". `dense` is True for products without panels and without
-    stacked experts. For such products with scales "tensor", operands are stored as float8 codes if
-    the GPU supports float8 GEMMs.
+    stacked experts. If `dense` is True and `scales` is "tensor", operands are stored as float8
+    codes on GPUs that support float8 GEMMs.
     """
     m, n, k = (axes.split() for axes in (split.m, split.n, split.k))
     # Mesh axes that shard the rows and the columns of each matrix at the time of rounding.
-    # Matrices are rounded after they are gathered, but panels of X and W before they are
+    # Matrices are rounded after the gather, but panels of X and W are rounded before the
     # broadcast.
     axes: dict[str, tuple[Sequence[str], Sequence[str]]] = {"x": (m, k), "w": (k, n), "dy": (m, n)}
     if split.panels:
@@ -101,7 +101,7 @@ class _Dim(NamedTuple):
 
     @property
     def tiles(self) -> slice:
-        """Slice of the all-reduce buffer for the maximum absolute values of this block's tiles.
+        """Slice of the all-reduce buffer with the maximum absolute values of this block's tiles.
 
         If ranks share tiles, the buffer has an entry for every tile of the dimension; otherwise,
         it has entries only for the tiles of this block.

@@ -40,9 +40,9 @@ class Estimate(NamedTuple):
     """Estimated step time and memory of a layout.
 
     The step time `seconds` is the sum of `compute`, `bubble` and the communication times in
-    `waits`, which maps axes to seconds. These times are those of the stage with the most work.
-    `stage` is the stage with the highest peak memory, and `kinds` maps each kind of memory to its
-    size in bytes on a rank of this stage.
+    `waits`, which maps each mesh axis to seconds. All of these times refer to the stage with the
+    most work. `stage` is the stage with the highest peak memory, and `kinds` maps each kind of
+    memory to its size in bytes on a rank of this stage.
     """
 
     config: Config
@@ -75,13 +75,13 @@ class Estimator:
         self.costs = CostTable(vocabulary, machine)
 
     def estimate(self, config: Config) -> Estimate:
-        """Estimate the step of a resolved `config` with a synchronous schedule."""
+        """Estimate the step of a resolved `config`, whose schedule must be synchronous."""
         costs, parts, chunks = self.costs, self.costs.parts(config), contents(config)
         stages = [stage_content(each) for each in chunks]
         works = self.works(config, parts, stages)
 
-        # `late` is the stage whose gradient reductions end last; `after` is the work after its
-        # passes.
+        # `late` is the stage whose gradient reductions end last. `after` is the work that remains
+        # when the passes of this stage have ended.
         if even(config):
             late, (sums, rest) = 0, costs.update(config, stages[0])
         else:
@@ -91,15 +91,15 @@ class Estimator:
         after = _without(sums, self.hidden(config, parts, stages[late], sums)) + rest
         after = after + costs.world(config) + costs.tied_exchange(config, stages)
 
-        # `totals` is the work of each stage in a step. The stage with the most work determines
-        # the bubble, which is its idle time.
+        # `totals` is the work of each stage in a step. The bubble is the idle time of the stage
+        # with the most work.
         known = {id(work): work for work in works}
         micros = config.parallel.microbatches
         known = {key: sum(work, NOTHING) * micros for key, work in known.items()}
         totals = [known[id(work)] for work in works]
         step = max(totals, key=lambda each: each.seconds) + after
 
-        # If ranks share cores, the work takes longer by the factor `slowdown`.
+        # If ranks share cores, the work takes `slowdown` times as long.
         def passes(slowdown):
             return self.pass_seconds(config, parts, works, late, slowdown)
 
@@ -175,10 +175,11 @@ class Estimator:
         return model_of(config).seconds(times)
 
     def hidden(self, config: Config, parts: PartCosts, stage: StageContent, sums: Pass) -> Counter:
-        """Return the hidden time of a stage's gradient reductions, as a dict from axis to seconds.
+        """Return the overlapped time of a stage's gradient reductions, in seconds per axis.
 
-        Reductions are hidden if they overlap with the last backward pass of the stage. Buckets are
-        posted after each layer, so the last one is posted at the end of the pass and is exposed.
+        Reductions can overlap with the last backward pass of the stage. A bucket is posted after
+        each layer, so the last bucket is posted at the end of the pass and its reduction is
+        exposed.
         """
         parallel = config.parallel
         if not parallel.overlap:
@@ -204,7 +205,7 @@ class Estimator:
         busy: float,
         idle: float,
     ) -> float:
-        """Return the slowdown of a step, excluding its idle time, due to ranks that share a core.
+        """Return the factor by which core sharing lengthens a step, excluding idle time.
 
         With a dedicated core per rank, the step takes `alone` seconds, during which the core is
         busy for `busy` seconds and idle for `idle` seconds. `passes(factor)` returns the time of
@@ -228,7 +229,7 @@ def _slowed(done: Pass, slowdown: float) -> float:
 
 
 def _without(done: Pass, hidden: Counter) -> Pass:
-    """Return a Pass without its hidden communication time (a dict from axis to seconds)."""
+    """Return a Pass without the `hidden` communication time, which is in seconds per axis."""
     if not hidden.total():
         return done
     seconds = done.seconds - hidden.total()

@@ -1,9 +1,9 @@
 """Expected step times, which determine the order in which candidate layouts are estimated.
 
-The lower bounds assume unlimited memory. If memory is limited, candidates recompute activations,
-run more microbatches or use a higher ZeRO stage, so candidates with equal bounds can have very
-different step times. This model measures the costs of one sequence on one rank and scales them to
-each candidate.
+The lower bounds on the step time assume unlimited memory. If memory is limited, candidates
+recompute activations, run more microbatches or use a higher ZeRO stage, so candidates with equal
+bounds can have very different step times. This model measures the costs of one sequence on one
+rank and scales them to each candidate.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class ExpectedSteps:
         return best
 
     def _passes(self, candidate: Candidate) -> Iterator[tuple[int, float, float]]:
-        """Yield (number of microbatches, peak memory in bytes, time in seconds) of the passes.
+        """Yield tuples (number of microbatches, peak memory in bytes, time of the passes in s).
 
-        The tuples cover all numbers of microbatches and all values of `parallel.recompute`.
+        The tuples cover all combinations of the number of microbatches and `parallel.recompute`.
         """
         config, moves = candidate.config, candidate.moves
         mesh, parallel, layers = config.mesh, config.parallel, config.model.layers

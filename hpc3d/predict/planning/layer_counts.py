@@ -25,8 +25,8 @@ from typing import NamedTuple
 from hpc3d.pipeline.step_model import StepModel, reduced
 from hpc3d.pipeline.timeline import Cost
 
-# Costs relative to that of simulating one pass: _BUILT for each pass when the simulator is built,
-# and _LOOK for each model chunk when a lower bound is computed.
+# Costs relative to the simulation of one pass: building the simulator costs _BUILT per pass, and
+# computing a lower bound costs _LOOK per model chunk.
 _BUILT = 150
 _LOOK = 3
 _GAIN = 1e-9  # minimum relative improvement of the step time; larger than rounding errors
@@ -35,7 +35,7 @@ _GAIN = 1e-9  # minimum relative improvement of the step time; larger than round
 class LayerPipeline(NamedTuple):
     """Costs of a pipeline for any assignment of layers to model chunks.
 
-    `model` is the StepModel of its schedule.
+    `model` is the StepModel of the pipeline's schedule.
 
     For one microbatch, `bare` lists the Cost of each model chunk without layers, and `layer` is
     the Cost of a layer. `sums(stage, layers)` returns the exposed time of gradient reductions in
@@ -52,9 +52,9 @@ class LayerPipeline(NamedTuple):
 
 
 class LayerCounts:
-    """Search for the best number of layers of each model chunk, in model order.
+    """Search for the best number of layers in each model chunk.
 
-    `passes` limits the number of simulated passes, and `left` is the remaining number.
+    `passes` is the maximum number of passes to simulate, and `left` is the number that remains.
     """
 
     def __init__(self, pipeline: LayerPipeline, passes: int) -> None:

@@ -37,8 +37,8 @@ def _options(*ways: tuple[str, ...]) -> tuple[MemoryOption, ...]:
 
 
 # Options in order of increasing step time. Chunked attention recomputes the probabilities, as
-# "selective" does. On CPUs, it is not slower than "selective" and needs less memory; on GPUs, it
-# launches far more kernels.
+# "selective" does. On CPUs, chunked attention is not slower than "selective" and needs less
+# memory. On GPUs, chunked attention launches far more kernels.
 MEMORY_OPTIONS = _options(("none",), ("selective",), ("full",))
 WITH_CHUNKS = {
     "numpy": _options(("none",), ("none", "chunked"), ("full", "chunked")),
@@ -118,7 +118,7 @@ def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]
 def _cut(config: Config, c: int, ranks: int) -> Iterator[Config]:
     ring = with_context(config, c, "ring", 1)
     if [*wrong_parts(ring), *wrong_pipeline(ring), *violations(ring, ranks)]:
-        return  # then the other kinds of context parallelism are invalid as well
+        return  # if "ring" is invalid, the other kinds of context parallelism are too
     for context, ulysses in contexts(c):
         cut = with_context(config, c, context, ulysses)
         if not [*wrong_context(cut)] and (cut == ring or not violations(cut, ranks)):
@@ -152,7 +152,7 @@ def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], .
 
 
 def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the valid ZeRO stages of a layout, grouped by what they communicate during passes."""
+    """Return the valid ZeRO stages of a layout, grouped by their communication per pass."""
     if config.mesh.replicas() == 1:
         return ((0,),)
     allowed = [group for group in _ZEROS if not [*wrong_compression(_with_zero(config, group[0]))]]
@@ -164,7 +164,7 @@ def _with_zero(config: Config, zero: int) -> Config:
 
 
 def orders(config: Config) -> int:
-    """Return the number of permutations of the axes that have more than one rank."""
+    """Return the number of ways to order the mesh axes that have more than one rank."""
     return factorial(sum(size > 1 for size in config.mesh.sizes().values()))
 
 

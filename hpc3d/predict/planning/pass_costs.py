@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class SingleStage(NamedTuple):
-    """Substitute for the pipeline communicator, for a pipeline with a single stage."""
+    """Replacement for the pipeline communicator if the pipeline has a single stage."""
 
     rank: int = 0
     size: int = 1
@@ -51,10 +51,10 @@ class Pass(NamedTuple):
     """Time and memory of a pass.
 
     `seconds` is the duration of the pass, and `busy` is its CPU time. `waits` maps each axis to
-    the duration of its communication calls, and `idle` to the time that the rank waits for the GPU
-    or the NIC during these calls. All times are in seconds. `left` is the number of bytes that
-    remain allocated after the pass, excluding its result, and `peak` is the peak memory in bytes;
-    both are relative to the memory use before the pass.
+    the duration of the communication calls along this axis. `idle` maps each axis to the time that
+    the rank waits for the GPU or the NIC during these calls. All times are in seconds. `left` is
+    the number of bytes that remain allocated after the pass, excluding its result, and `peak` is
+    the peak memory in bytes; both are relative to the memory use before the pass.
     """
 
     seconds: float
@@ -125,10 +125,10 @@ class PassSeconds(NamedTuple):
 class _WaitClock(Clock):
     """Simulated clock that records the time of communication calls by axis, in ns.
 
-    `waited` maps each axis to the time of its calls, and `idle` to the part of this time in which
-    the rank's core is idle. The clock can simulate repeated work: it multiplies the time of
-    kernels and the bytes of calls by `times`, and the time of matrix products by `products`. Calls
-    are split so that each has at most `most` bytes.
+    `waited` maps each axis to the time of the calls along this axis. `idle` maps each axis to the
+    part of this time in which the rank's core is idle. The clock can simulate repeated work: it
+    multiplies the time of kernels and the bytes of calls by `times`, and the time of matrix
+    products by `products`. Calls are split so that each has at most `most` bytes.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -156,7 +156,7 @@ class _WaitClock(Clock):
             self._again(self.products, begin, busy)
 
     def _again(self, times: float, begin: int, busy: int) -> None:
-        """Advance the clock as if the work since time `begin` had been done `times` times."""
+        """Advance the clock as if the work since time `begin` had been repeated `times` times."""
         self.now += round((times - 1) * (self.now - begin))
         self.busy += round((times - 1) * (self.busy - busy))
 
@@ -194,7 +194,8 @@ class _WaitClock(Clock):
         return self._waiting(super().until(end, pending))
 
     def _waiting(self, ended: Pending) -> Pending:
-        # A call's Pending is created right after the call is posted, so `latest` is its axis.
+        # A call's Pending is created right after the call is posted, so `latest` is the axis of
+        # this call.
         axis = self.latest
 
         def finish():
@@ -375,7 +376,7 @@ class LayerSample:
         return self.mesh.empty(shape, dtype)
 
     def measured(self, work: Callable[[], Any]) -> tuple[Any, Pass]:
-        """Call `work()`; return its result, and its cost as a Pass."""
+        """Call `work()`; return the result of the call, and a Pass with the measured cost."""
         clock, live = self.clock, self.pool.held
         waited, idle, same = Counter(clock.waited), Counter(clock.idle), clock.idle is clock.waited
         start, busy = clock.now, clock.busy
@@ -392,8 +393,8 @@ class LayerSample:
         """Return the cost of the gradient reductions and the cost of the optimizer update.
 
         Both costs are extrapolated from the measured layers by the factor `times`, with gradient
-        buckets of at most `most` bytes. Only the matrix products in the update are extrapolated to
-        `layers` layers instead.
+        buckets of at most `most` bytes. As an exception, the matrix products in the update are
+        extrapolated to `layers` layers.
         """
         first, _, compression = self.layer
         with self.clock.repeated(times, most, times):

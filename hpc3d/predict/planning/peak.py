@@ -1,4 +1,4 @@
-"""Peak memory of the rank that needs the most, computed from the costs of a step's passes.
+"""Peak memory of the rank with the highest peak, computed from the costs of a step's passes.
 
 When a pass begins, a stage holds the saved activations of all microbatches and chunks that wait
 for their backward pass. If the backward pass is split, the stage also holds the tensors saved
@@ -173,8 +173,9 @@ def stage_bytes(
 def _blocks(model: StepModel, stage: int) -> int:
     """Return the number of message blocks in memory during a pass.
 
-    A stage holds a sent and a received block per neighboring stage. With one microbatch, only one
-    neighbor counts. If there is a single stage, it holds one block, its result.
+    A stage holds a sent and a received block for each neighboring stage, or for only one of its
+    neighbors if a step has a single microbatch. A stage without neighbors holds one block, which
+    is its result.
     """
     neighbors = (stage > 0) + (stage < model.stages - 1)
     return 2 * min(neighbors, model.micros) or 1

@@ -103,8 +103,8 @@ def _resorted(
     for fit in fitting:
         again = _planned(fit.config, search.ranks, machine, search.memory, top)
         if again.best:
-            # Maps the changed keys to the first technique that changes them, which has the least
-            # effect on the results of a run.
+            # Maps each combination of changed keys to the first technique that changes these keys.
+            # This technique has the least effect on the results of a run.
             mildest = {fit.resort.keys: fit}
             for other in fitting:
                 mildest.setdefault(other.resort.keys, other)

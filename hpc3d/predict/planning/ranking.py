@@ -32,8 +32,8 @@ _NAMED = {
 }
 _EACH = 2  # number of candidates to time in each class of layouts in _NAMED
 _SHOWN = 0.25  # fraction of the simulation budget reserved for layouts slower than the fastest
-_RESIZED, _SIZES = 6, 3  # number of layouts to try with other bucket sizes, and sizes per layout
-_SIZED = 0.25  # additional budget for bucket sizes, as a fraction of the simulation budget
+_RESIZED, _SIZES = 6, 3  # numbers of layouts to try with other bucket sizes, and of sizes to try
+_SIZED = 0.25  # extra budget to try bucket sizes, as a fraction of the simulation budget
 # Factors that turn an estimated step time into a lower bound on the simulated one. _NEW is used if
 # no layout with the same grouping key (`_family`) has been simulated. Otherwise, the estimate is
 # multiplied by _KIN and by the group's smallest ratio of simulated to estimated time.
@@ -154,8 +154,8 @@ class Ranking:
     def try_buckets(self) -> None:
         """Simulate layouts with other bucket sizes if they may become the fastest.
 
-        If a layout is sufficiently faster with another size, this variant is added to the
-        candidate's `offers`.
+        If a layout is sufficiently faster with another size, the estimate with this size is
+        appended to `offers`, the list of the candidate's estimates.
         """
         kept, self.left = self.left, _SIZED * self.most
         for seconds, other, each in sorted(self._resized(), key=lambda one: one[0]):
@@ -186,8 +186,7 @@ class Ranking:
         return [row.seconds for row in self.known.values() if self.fits(row)]
 
     def promising(self, offers: Sequence[Estimate], shortest: float) -> Estimate | None:
-        """Return the most promising estimate in `offers`, or `None` if simulating any of them is
-        not worthwhile.
+        """Return the most promising estimate in `offers`, or `None` if none is worth simulating.
 
         `shortest` is the shortest step time, in seconds, of a simulated layout that fits.
         """

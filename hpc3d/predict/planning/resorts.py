@@ -2,7 +2,7 @@
 
 Fallbacks that leave the results of a run unchanged are tried first, followed by those with an
 increasing effect on the results. Each fallback is applied to the layouts with the lowest peak
-memory. The search is then repeated with the first fallback with which one of them fits.
+memory. The search is then repeated with the first fallback that makes one of these layouts fit.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def fits(
 
 
 def _changed(layout: Config, config: Config) -> Config:
-    """Return a copy of `layout` with some keys of `config`.
+    """Return a copy of `layout` in which some keys have the values from `config`.
 
     These keys are the section `[train]`, `parallel.keep_dtype` and `parallel.offload`.
     """

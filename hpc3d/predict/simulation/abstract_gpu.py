@@ -63,8 +63,7 @@ class AbstractGpu(Gpu):
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
         """Yield one item of each kind in `pieces`.
 
-        While the caller processes the item, its work is counted once for every item of the same
-        kind.
+        The work that the caller does on this item is counted once for every item of the same kind.
         """
         first, counts = {}, Counter()
         for piece in pieces:
@@ -148,9 +147,9 @@ class _AbstractAttention:
         return dqkv
 
     def have(self, size: int) -> None:
-        """Allocate a workspace of `size` bytes, unless the last one is at least as large.
+        """Allocate a workspace of `size` bytes, unless the newest workspace is large enough.
 
-        Smaller workspaces remain allocated.
+        Older, smaller workspaces remain allocated.
         """
         if size > self.workspaces[-1].nbytes:
             self.workspaces.append(self.pool.empty((size,), np.uint8, "workspace"))

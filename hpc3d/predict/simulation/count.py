@@ -53,9 +53,9 @@ class ZeroBatches(MicrobatchLoader):
 class Prediction(NamedTuple):
     """Predicted steady-state training step of one rank.
 
-    `events` contains rows of the trace table EVENTS, whose times are not valid. `axes` lists the
-    mesh axis of each communication group. `peak` maps each kind of memory to its peak in bytes;
-    the key "all" is the peak of the sum over all kinds.
+    `events` contains rows of the trace table EVENTS; the times in these rows are not valid. `axes`
+    lists the mesh axis of each communication group. `peak` maps each kind of memory to its peak in
+    bytes; the key "all" is the peak of the sum over all kinds.
     """
 
     events: np.ndarray

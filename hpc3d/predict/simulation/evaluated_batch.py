@@ -24,7 +24,7 @@ def seconds_of_batch(config: Config, vocabulary: int, machine: Machine) -> float
     """Return the predicted time in seconds for the evaluation of `train.batch` sequences.
 
     `config` must be resolved. If several ranks of a stage share a core, all CPU times are
-    multiplied by their number.
+    multiplied by the number of these ranks.
     """
     config = unrecorded(replace(config, train=replace(config.train, steps=1)))
     grid = config.mesh.grid()

@@ -66,8 +66,7 @@ class PassRecorder:
 
     @contextmanager
     def record(self, kind: tuple[str, int, int], micro: Microbatch) -> Iterator[None]:
-        """Context manager that records the pass run in its body, if it is the first of its
-        `kind`."""
+        """Context manager that records the pass in its body, if it is the first of this `kind`."""
         pool, count = self.mesh.pool, self.ledger.count
         now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
         before, held, peak = Counter(pool.live), pool.held, pool.peak
@@ -120,7 +119,7 @@ class PassRecorder:
         pool.peak |= Counter(high | {"all": held + recorded.peak["all"]})
 
     def _shifted_rows(self, recorded: RecordedPass, microbatch: int) -> np.ndarray:
-        """Return the trace rows of a pass, with the times and sequence numbers of a replay."""
+        """Return the trace rows of a pass, with times and sequence numbers set for a replay."""
         rows, now = recorded.rows.copy(), self.clock.now
         for name in ("t_start", "t_global", "posted"):
             rows[name] += now - recorded.start
@@ -246,10 +245,10 @@ class ReplayedStage:
                 work.run()
 
     def _new_array(self, like: Any, given: Any) -> Any:
-        """Return the result of a replayed pass, whose input is `given`.
+        """Return the result of a replayed pass with the input `given`.
 
-        It is a new array if `like` is an ArraySpec, the input itself if `like` is _SAME_ARRAY,
-        and otherwise `like`.
+        The result is a new array if `like` is an ArraySpec, the input itself if `like` is
+        _SAME_ARRAY, and `like` otherwise.
         """
         if like is _SAME_ARRAY:
             return given
@@ -290,7 +289,7 @@ def microbatches_to_run(groups: Iterable[Group], sizes: Sequence[int]) -> dict[i
     """Return a dict from model chunk to the microbatches whose passes must be run, not replayed.
 
     A pass must be run if it overlaps with gradient reductions, or if it is the first forward or
-    backward pass of a microbatch of its size. `sizes` lists the size of each microbatch.
+    backward pass of any microbatch of the same size. `sizes` lists the size of each microbatch.
     """
     found, run = set(), {}
     for group in groups:

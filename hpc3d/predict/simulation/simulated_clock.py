@@ -116,7 +116,7 @@ class Clock(CostMeter):
     def send_done(self, nbytes: float, members: Sequence[int], last: int) -> int:
         """Return the time in ns at which the transfer of a message ends.
 
-        The transfer begins now, or at the end `last` of the preceding transfer if that is later.
+        The transfer begins now or when the preceding transfer ends (`last`), whichever is later.
         """
         return max(self.now, last) + self.call("send", nbytes, members)
 
@@ -125,10 +125,11 @@ class Clock(CostMeter):
         self.now = max(self.now, arrival)
 
     def pass_on(self, nbytes: float, pair: Sequence[int], axis: str) -> int:
-        """Send a message from each member of a group to another; return the arrival time in ns.
+        """Send a message from each member of a group to another member; return the arrival time.
 
-        The transfers begin when the earlier calls in the queue of the axis have ended. `pair` is
-        the pair of ranks with the slowest transfer, which determines the arrival time.
+        Times are in ns. The transfers begin when the earlier calls in the queue of the axis have
+        ended. `pair` is the pair of ranks with the slowest transfer, which determines the arrival
+        time.
         """
         queue = queue_of(axis)
         self.ends[queue] = self.send_done(nbytes, pair, self.ends[queue])
@@ -199,8 +200,8 @@ class HostDrivenClock(Clock):
         return ready
 
     def until(self, end: int, pending: Pending) -> Pending:
-        # A call's Pending is created right after the call is posted, so `since` and `done` are
-        # those of the call.
+        # A call's Pending is created right after the call is posted, so `since` and `done` still
+        # describe this call.
         begin, done, ended = self.since, self.done, super().until(end, pending)
 
         def finish():

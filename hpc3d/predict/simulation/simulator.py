@@ -231,10 +231,10 @@ class CoreSharing(NamedTuple):
         ranks of a stage synchronize in every layer, so their CPU time on the critical path,
         `chain`, is multiplied by `stage`; the wait for the network, `wired`, is not. The lanes
         (groups that communicate with other hosts) take turns on a core, and each lane sends its
-        blocks when it has computed them. On average, this is earlier than in the last lane by a
-        fraction (1 - 1 / lanes) / 2 of the work. Other stages use the remaining core time. `busy`
-        is the CPU time of a rank. The step time is at least the total CPU time of all ranks on the
-        core.
+        blocks when it has computed them. On average, a lane does so earlier than the last lane by
+        a fraction (1 - 1 / lanes) / 2 of the work. Other stages use the remaining core time.
+        `busy` is the CPU time of a rank. The step time is at least the total CPU time of all ranks
+        on the core.
         """
         early = (1 - 1 / self.lanes) / 2 * min(self.stage * busy, wired)
         return max(alone + (self.stage - 1) * chain - early, self.ranks * busy)
@@ -253,9 +253,10 @@ def core_sharing(config: Config, machine: Machine) -> CoreSharing:
 def _lanes_of(grid: Grid, together: int, here: range) -> int:
     """Return the number of separate groups in which a stage's ranks communicate with other hosts.
 
-    Only ranks on one host are considered: `here` lists all of them, and `together` is the number
-    of those in the stage. The result is 1 if one axis connects all of the stage's ranks on this
-    host, because they are then synchronized, or if no axis extends to another host.
+    Only ranks on one host are considered: `here` lists all ranks on this host, and `together` is
+    the number of ranks in `here` that belong to the stage. The result is 1 if one axis connects
+    all of the stage's ranks on this host, because they are then synchronized, or if no axis
+    extends to another host.
     """
     lanes, crossing = together, False
     for axis in (axis for axis, size in grid.sizes.items() if axis != "p" and size > 1):

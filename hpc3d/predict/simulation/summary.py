@@ -69,9 +69,9 @@ def bubble(runs: Sequence[StageRun]) -> float:
 
 
 def _span_and_work(run: StageRun) -> tuple[int, int]:
-    """Return two times in ns from the start of the first pass to the end of the last pass.
+    """Return the time from the first to the last pass in ns, with and without message waits.
 
-    The first time includes waits for messages, and the second one excludes them.
+    Both times begin with the start of the first pass and end with the end of the last pass.
     """
     rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != _COPY)]
     message = np.isin(rows["op"], MESSAGE_CODES)
@@ -84,15 +84,15 @@ def _span_and_work(run: StageRun) -> tuple[int, int]:
 def communication(runs: Sequence[StageRun], seconds: float) -> float:
     """Return the fraction of a step that the busiest stage spends in communication calls.
 
-    The busiest stage is the one with the shortest waits for other stages. These waits are
-    excluded, because they are part of the bubble.
+    The busiest stage is the stage that spends the least time waiting for other stages. This time
+    is excluded, because it is part of the bubble.
     """
     waits = min(map(waits_of, runs), key=lambda waits: waits["p"])
     return (waits.total() - waits["p"]) / seconds
 
 
 def exposed(run: StageRun) -> float:
-    """Return the fraction of a step that a rank spends in collectives and messages."""
+    """Return the fraction of a step that a rank spends in communication calls."""
     return waits_of(run).total() / run.seconds
 
 

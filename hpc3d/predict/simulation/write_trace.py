@@ -137,7 +137,8 @@ def _turn_peers(
     """Correct, in place, the peers of the messages that a rank exchanges along the context axis.
 
     The rank is member `number` of `group`, and the simulated rank is the first member. On entry,
-    each peer is the simulated rank's peer plus the difference between the two ranks.
+    each peer is the peer of the simulated rank, shifted by the difference between the two rank
+    numbers.
     """
     messages = np.isin(events["op"], MESSAGE_CODES) & (events["peer"] >= 0)
     rows = np.flatnonzero((events["group"] == group) & messages)

@@ -101,7 +101,7 @@ def _verdict(row: dict[str, Any], quantity: str) -> str:
 
 
 def why(row: dict[str, Any]) -> str:
-    """Return why the strategy that moves more bytes is faster, or "" if it is not faster.
+    """Return the reason why the strategy that moves more bytes is faster, or "" if it is slower.
 
     If data parallelism is faster, the reason is the largest cost of the pipeline: "bubble",
     "messages" (exposed communication beyond the bubble), or "passes" (inefficient kernels, because

@@ -1,8 +1,8 @@
 """Reproduce the four findings of arXiv:2407.02081 with tables of simulated training steps.
 
 1. Pipeline parallelism is faster than data parallelism in some cases, but not in all.
-2. The total memory of all ranks increases with the number of stages, especially with a poor
-   partition.
+2. The total memory of all ranks increases with the number of stages, especially if the layers are
+   partitioned unevenly.
 3. The message size affects the step time.
 4. Wait times contribute to the cost of communication, in addition to transfer times.
 """

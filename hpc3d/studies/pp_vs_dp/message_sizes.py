@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 _RANKS = 16  # number of replicas
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # gradient bucket sizes in MB
-# Maps a scheme to its mesh, and to the collective with the most bytes on the innermost axis.
+# Maps each scheme to a pair: its mesh, and the collective that transfers the most bytes along the
+# innermost axis.
 _TENSOR = {"1d": ({"x": 8}, "all_reduce"), "2d-summa": ({"x": 2, "y": 4}, "broadcast")}
 _MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 

@@ -21,9 +21,9 @@ def partitions(
     vocabulary: int = _TABLE,
     counts: Sequence[int] = _STAGES,
 ) -> list[dict[str, Any]]:
-    """Return the memory of an even and a poor layer partition for each number of stages.
+    """Return the memory usage of a balanced and an unbalanced pipeline per number of stages.
 
-    In the poor partition, all stages except the first have one layer each.
+    In the unbalanced pipeline ("poor"), each stage except the first has only one layer.
     """
     sizes = {"hidden": hidden, "vocabulary": vocabulary, "sequence": 512}
     whole, half = (_memory(machine, [n], microbatches, sizes) for n in (layers, layers // 2))
@@ -60,11 +60,11 @@ def _partition_row(
 ) -> dict[str, Any]:
     """Return the total memory by kind and the maximum memory per rank, in bytes.
 
-    `in_flight` is the number of layer activations that all stages hold, in closed form: stage i
-    of p (i = 0, 1, ...) keeps the activations of its layers for min(m, p - i) of m microbatches.
-    For L layers in even stages and m >= p, the sum is L (p + 1) / 2. `layers_held` is the
-    activation memory in units of one layer and microbatch. `copies` is the memory of all copies
-    of the token embedding table except the first, including their gradients and optimizer states.
+    `in_flight` is the number of layer activations that all stages hold, in closed form: stage i of
+    p (i = 0, 1, ...) keeps the activations of its layers for min(m, p - i) of m microbatches. If L
+    layers are partitioned evenly and m >= p, the sum is L (p + 1) / 2. `layers_held` is the
+    activation memory in units of one layer and microbatch. `copies` is the memory of all copies of
+    the token embedding table except the first, including their gradients and optimizer states.
     """
     ranks, worst = found["memory"]["stages"], found["memory"]["worst"]
     parameters, *others = (_total(ranks, kind) for kind in ("parameter", "gradient", "optimizer"))

@@ -77,7 +77,7 @@ def calls(run: StageRun) -> np.ndarray:
 
 
 def _arrivals(runs: Sequence[StageRun]) -> dict[tuple, int]:
-    """Map each call (`_call_instance`) to the time in ns at which its last member enters it."""
+    """Map each call (`_call_instance`) to the time in ns at which the last member enters it."""
     last = {}
     for run in runs:
         for row in calls(run):
