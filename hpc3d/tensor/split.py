@@ -84,9 +84,9 @@ class Split:
     def alike(self) -> Split:
         """Return a split in which X and Y both have the layout of this split's X.
 
-        Use it for a matrix product whose input and output are both stored in this layout.  It is
-        `by_rows` with the axes of k moved to n, so the product is computed one panel of k at a
-        time.
+        Use it for a matrix product whose input and output are both stored in this layout.  The
+        result is the split that `by_rows` returns, with the axes of k moved to n.  The product is
+        therefore computed one panel of k at a time.
         """
         rows = self.by_rows()
         return replace(rows, n=rows.k, k="", panels=rows.k)
@@ -96,7 +96,7 @@ class Split:
         """Return a split for products whose Y has few columns, such as the logits of a router.
 
         X keeps its layout, and each rank computes complete rows of Y. Axes of n that shard the
-        rows of X, or along which one rank owns them, become the outermost axes of m, so that axes
+        rows of X, and axes of n with `own` storage, become the outermost axes of m, so that axes
         added by `over` remain innermost in the layout of W. (The order of the axes that shard the
         rows of X is irrelevant, because X is not communicated.) Ranks along an axis that
         replicates X compute the same rows redundantly.
@@ -153,7 +153,7 @@ class Split:
 
     @cached_property
     def of_gradient(self) -> Split:
-        """This split with W stored like dW, which ZeRO-2 shards over the data axis."""
+        """This split, but with W in the layout of dW, which ZeRO-2 shards over the data axis."""
         stay = [axis for axis in self.replicate.split() if axis not in self.scatter.split()]
         return replace(self, replicate=" ".join(stay))
 
@@ -165,7 +165,7 @@ class Split:
     def _store(self, rows, columns, foreign):
         kept = {*self.replicate.split(), *self.own.split(), *columns.split()}
         shards = [axis for axis in foreign.split() if axis not in kept]
-        shards.sort(key=self.scatter.split().__contains__)  # scatter axes are the innermost
+        shards.sort(key=self.scatter.split().__contains__)  # scatter axes are innermost
         owned = [axis for axis in foreign.split() if axis in self.own.split()]
         return Layout(" ".join([rows, *shards]), columns, owned=" ".join(owned))
 

@@ -27,7 +27,7 @@ Violation = tuple[str, str, np.ndarray]
 
 
 def collectives(trace: Trace) -> list[Violation]:
-    """Check that group members make the same calls, and that none ends before all posted it."""
+    """Check that group members make the same calls, and no call ends before all have posted it."""
     calls = GroupCalls(trace)
     wrong = {
         "the rank is not in the group of the call": calls.member < 0,
@@ -157,7 +157,7 @@ class GroupCalls:
     def early(self) -> np.ndarray:
         """Return a mask of the rows that end before all members of the group have posted the call.
 
-        Only exchanges are checked, i.e. collectives that must wait for all members.
+        Only EXCHANGES are checked: the collectives in which every member waits for all others.
         """
         posted, ended = _times(self.trace, self.rows)
         known = _comparable(self.trace, self.rows)

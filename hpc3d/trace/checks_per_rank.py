@@ -123,7 +123,7 @@ def _interval(events):
 
 
 def inside(trace: Trace) -> Iterator[Violation]:
-    """Check that events lie within their steps, and no stream is busy longer than its step lasts.
+    """Check that events lie within their steps, and that no stream is busy for longer than a step.
 
     Communication streams are exempt, because a communication call on a GPU may outlast its step.
     """

@@ -155,7 +155,7 @@ def knot(samples: np.ndarray) -> tuple[float, float, float]:
 def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
     """Fit a clock model to the samples of all synchronizations with the parent node.
 
-    `above` is the clock model of the parent.  Returns IDENTITY if there are no samples.
+    `above` is the parent node's own clock model.  Returns IDENTITY if there are no samples.
     """
     samples = as_rows(samples)
     if not len(samples):
@@ -192,10 +192,10 @@ def _telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
 
 
 def _through(above: Model, here: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Return the clock offset to rank 0 at the local times `here`.
+    """Return the offset to rank 0's clock at the local times `here`.
 
-    It is the measured `offset` to the parent node plus the parent's own offset to rank 0, which
-    its clock model `above` gives.
+    This is the sum of the measured `offset` to the parent's clock and the parent's offset to rank
+    0's clock, which is computed with the parent's clock model `above`.
     """
     there = here + np.rint(offset).astype(np.int64)
     return offset + (above.to_global(there) - there)

@@ -38,8 +38,8 @@ _LONG = 1e9  # minimum interval in ns between two references for measuring the r
 class Reference:
     """Event with a known host time, from which the times of later events are computed.
 
-    `rate` is the host clock's advance per ns of device time. `time` and `until` are the host times
-    in ns of this reference and of the next one.
+    `rate` is the host time in ns that elapses per ns of device time. `time` and `until` are the
+    host times in ns of this reference and of the next reference.
     """
 
     __slots__ = ("event", "rate", "time", "until")
@@ -50,7 +50,7 @@ class Reference:
 
 
 class DeviceClock:
-    """Converter from recorded device events to host times in ns, as returned by `clock()`.
+    """Converts the times of device events to host times in ns, on the clock read by `clock()`.
 
     Reference events are recorded in the compute stream of `device`.  `create()` creates an event,
     and `elapsed(event, later)` returns the time between two events in ms.  Events are reused
@@ -68,8 +68,8 @@ class DeviceClock:
         self.pool = [create() for _ in range(_POOL)]
         self.references: deque[Reference] = deque()
         self.timestamps: list[Timestamps] = []
-        # Duration of the shortest `read`, and device time between the first and the latest
-        # reference, in ns.
+        # Shortest duration of a `read`, and device time between the first and the latest
+        # reference, both in ns.
         self.shortest, self.passed = float("inf"), 0.0
         self.compare(_FIRST)
 
@@ -77,8 +77,9 @@ class DeviceClock:
         """Synchronize with the device and record a new reference event.
 
         Returns the host times before and after the event. `read` is called at least `readings`
-        times, and then up to _MOST more times, until its shortest result takes at most twice as
-        long as the shortest one of earlier references. This shortest result is the reference.
+        times, and then up to _MOST more times, until the shortest reading takes at most twice
+        as long as the shortest reading of all earlier calls. The shortest reading of this call
+        provides the reference.
         """
         self.device.synchronize()
         best = self.read()
@@ -176,8 +177,8 @@ class Timestamps:
     def _resolve(self, most: int) -> int:
         """Resolve up to `most` of the oldest timestamps; return the number resolved.
 
-        Only timestamps with the same reference as the oldest one are resolved. If the last of
-        their events has not completed, no timestamp is resolved.
+        Only timestamps with the same reference as the oldest timestamp are resolved. If the last
+        of the selected events has not completed, no timestamp is resolved.
         """
         while len(self.references) > 1 and self.references[1][1] <= self.known:
             self.references.popleft()
@@ -194,8 +195,8 @@ class Timestamps:
     def at(self, events: Sequence[Any]) -> np.ndarray:
         """Return the host times of events in ns, computed from the oldest reference still in use.
 
-        Reference events are recorded in the compute stream. There, the events before the next
-        reference completed before it, so their times are capped at the time of that reference.
+        Events recorded in the compute stream before the next reference event also complete before
+        that reference event. Their times are therefore capped at the time of that reference.
         """
         reference, elapsed = self.references[0][0], self.clock.elapsed
         passed = np.array([elapsed(reference.event, event) for event in events])

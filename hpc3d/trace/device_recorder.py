@@ -75,8 +75,8 @@ class DeviceRecorder(Recorder):
             _QUEUED[queue]: Timestamps(each, self.device) for queue, each in device.queues.items()
         }
         self.timestamps = {_COMPUTATION: self.compute} | queues
-        # (begin, end) timestamps of the intervals in this step in which communication calls
-        # blocked computation
+        # (begin, end) timestamps of the intervals of this step during which communication
+        # calls blocked computation
         self.stalls: list[tuple[int, int]] = []
         self.outstanding: set[int] = set()  # timestamps of calls that are not yet complete
         self.flying, self.process = False, os.getpid()
@@ -84,7 +84,10 @@ class DeviceRecorder(Recorder):
 
     @property
     def communication(self) -> float:
-        """Time in ns for which communication blocked computation; synchronizes the device."""
+        """Time in ns for which communication blocked computation in this step.
+
+        Reading this property synchronizes the host with the device.
+        """
         if self.stalls:
             self.device.compare()
         return self.blocked + sum(self.compute.between(*pair) for pair in self.stalls)
@@ -201,7 +204,7 @@ class DeviceRecorder(Recorder):
 
 
 def _with_passes(steps: Any, rows: np.ndarray) -> np.ndarray:
-    """Return the rows of /steps with forward and backward times, computed from the event rows."""
+    """Return the rows of /steps, adding forward and backward times computed from `rows`."""
     steps = np.array(steps, record_type(STEPS))
     index = np.searchsorted(steps["step"], rows["step"])
     inside = np.append(steps["step"], -1)[index] == rows["step"]
@@ -236,7 +239,7 @@ class DeviceSpan(Span):
 
 
 class DeviceWait(DeviceSpan):
-    """Context manager that records one interval in which the device's compute stream waits."""
+    """Context manager that records an interval during which the compute stream waits."""
 
     __slots__ = ()
     category = WAIT

@@ -158,7 +158,7 @@ def remove(group: Group, path: str) -> None:
 
 @contextmanager
 def explained(path: Path, remedy: str = REMEDY) -> Iterator[None]:
-    """Convert exceptions in the enclosed block to a one-line ValueError with path and remedy."""
+    """Convert exceptions in the block to a one-line ValueError with the path and a remedy."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, MemoryError) as error:
@@ -260,7 +260,7 @@ def sound(group: Group, column: Column) -> Dataset | None:
 
 
 def _fits(dataset):
-    """Return True if a dataset fits in memory and its size is plausible for its stored bytes."""
+    """Return True if a dataset fits in memory and its size is plausible for its size on disk."""
     plan = dataset.id.get_create_plist()
     filters = {plan.get_filter(number)[0] for number in range(plan.get_nfilters())}
     if not filters <= _FILTERS.keys():

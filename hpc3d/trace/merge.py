@@ -60,7 +60,8 @@ def merge(run_dir: Path | str) -> Path:
 class _Merge:
     """Builder of a merged trace file.
 
-    `before` provides the events from before the run was resumed (previous_attempts.py), if any.
+    `before` provides the events that were recorded before the run was resumed, if any
+    (previous_attempts.py).
     """
 
     def __init__(self, file, before):
@@ -72,7 +73,7 @@ class _Merge:
         self.strings, self.groups = {}, {}
         self.headers, self.n_events, self.missing = {}, {}, []
         self.steps, self.begun = {}, {}  # completed steps and last started step of each rank
-        # Clock models by node, and by the first rank of each node.
+        # Clock models, keyed by node and by the first rank of each node.
         self.clocks, self.leaders = {}, {}
 
     @property
@@ -130,7 +131,7 @@ class _Merge:
             raise ValueError(f"{path.name} contains ranks beyond the {header['world_size']} ranks")
 
     def _set_time(self, rank, parts):
-        """Convert event times to rank 0's clock, using the samples of the node's first rank."""
+        """Convert event times to rank 0's clock, using clock samples of the node's first rank."""
         node = _node(self.headers[rank])
         if samples := [row for part in parts for row in part.samples.tolist()]:
             above = self.leaders.get(samples[0][-1], IDENTITY)
@@ -235,9 +236,9 @@ def _node(header):
 
 
 def _numbers(table, keys):
-    """Add missing `keys` to `table`; return an array of the indices of all `keys`, and -1.
+    """Add missing `keys` to `table`; return the indices of all `keys`, followed by -1.
 
-    Because -1 is the last element, indexing the array with -1 (none) gives -1.
+    The array ends with -1 so that indexing it with -1, which stands for "none", gives -1.
     """
     return np.array([table.setdefault(key, len(table)) for key in keys] + [-1])
 

@@ -2,12 +2,12 @@
 
     RUN/trace-1.h5, RUN/trace-2.h5, ...     trace of an attempt, saved when the next one began
 
-The first start of a run and every resumption is an attempt.  An attempt begins with the step after
-the checkpoint that it loads.  Events that earlier attempts recorded in this step or later steps
-are superseded, and remain only in the files of these attempts.  Events of earlier steps are
-included in the merged trace if the layout is the same.  Sequence numbers of calls and times on the
-host clock then continue.  If the host was rebooted or replaced, all times of the new attempt are
-shifted by a constant.
+The first start of a run and each resumption are called attempts.  An attempt begins with the step
+after the checkpoint that it loads.  Events that earlier attempts recorded in this step or later
+steps are superseded, and remain only in the files of these attempts.  Events of earlier steps are
+included in the merged trace if the layout is the same.  The sequence numbers of calls and the host
+clock times then continue from the earlier attempt.  If the host was rebooted or replaced, a
+constant offset is added to all times of the new attempt.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing
     """Return the earlier trace that the current attempt continues, or None if there is none.
 
     `began` describes the start of the current attempt.  Returns a `Nothing` object if the earlier
-    trace has another layout.  Raises ValueError if the trace cannot be read.  The trace file
+    trace has a different layout.  Raises ValueError if the trace cannot be read.  The trace file
     remains open until `stack` is closed.
     """
     for path in _aside(run_dir):
@@ -102,8 +102,9 @@ class _Begin(NamedTuple):
 
 
 def _begin(run_dir: Path, count: Mapping[int, int]) -> _Begin | None:
-    """Return the start of the current attempt, which has `count[rank]` segments of each rank.
+    """Return the start of the current attempt.
 
+    `count[rank]` is the number of segments that the rank has written in this attempt.
     Returns None if no readable segment contains an event within a step.
     """
     steps, times = [], {}
@@ -131,7 +132,10 @@ def _first_segment(run_dir: Path, rank: int, count: int) -> Segment | None:
 
 
 def _shared(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return settings that must be equal in all attempts, from trace attributes or a header."""
+    """Return the settings that must be equal in all attempts.
+
+    `attrs` holds the attributes of a trace, or the header of a segment.
+    """
     axes = attrs["axes"]
     mesh = axes.split() if isinstance(axes, str) else axes
     return attrs["world_size"], mesh, attrs["axis_sizes"], work(attrs["config"])
@@ -160,7 +164,7 @@ def work(config: str) -> Any:
 
 
 class Nothing:
-    """Replacement for `Earlier` if there is no earlier trace that the run can continue.
+    """Used in place of `Earlier` if there is no earlier trace that the run can continue.
 
     `missing` describes the earlier steps that are stored only in other files.
     """
@@ -186,9 +190,9 @@ class Nothing:
 class Earlier:
     """Events of an earlier trace that precede the first step of the current attempt.
 
-    For each rank, `ends` holds the number of these events and the time in ns at which the last of
-    them ended, on the rank's own clock.  In the segments of the current attempt, `shift` ns is
-    added to all times, and `number` to the sequence numbers of calls.
+    For each rank, `ends` holds the number of these events and the end time of the last event, on
+    the rank's own clock in ns.  In the segments of the current attempt, the offset `shift` (in ns)
+    is added to all times, and `number` is added to the sequence numbers of calls.
     """
 
     missing = ()
@@ -208,9 +212,9 @@ class Earlier:
         return self.trace.events[name, start : start + count]
 
     def end(self, rank: int) -> tuple[int, int]:
-        """Return how many events the rank recorded before this attempt, and their end in ns.
+        """Return the number of events of a rank before this attempt, and the time they ended.
 
-        The end is that of the last event or completed step, on the rank's own clock.
+        This is the end of the last event or completed step, in ns on the rank's own clock.
         """
         rows, steps = self.trace.rows(rank), self.of(rank, "steps")
         start, step, dur = (self.trace.events[name, rows] for name in ("t_start", "step", "dur"))
@@ -225,10 +229,10 @@ class Earlier:
         return self.tables[name][self.tables[name]["rank"] == rank]
 
     def moved(self, began: _Begin) -> int:
-        """Return the shift in ns for the times of the current attempt.
+        """Return the offset in ns to add to the times of the current attempt.
 
-        The shift is 0 if no rank's clock has restarted.  Otherwise, the shift is computed from the
-        wall clock, but is at least large enough that the new events follow the earlier events.
+        The offset is 0 if no rank's clock has restarted.  Otherwise, it is computed from the wall
+        clock, and is always large enough that the new events follow the earlier events.
         """
         late = max(self.ends[rank][1] - time for rank, time in began.times.items())
         if late < 0:

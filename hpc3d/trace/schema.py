@@ -56,7 +56,7 @@ MEMORY_KIND = (
     "activation",
     "communication",
     "workspace",
-    "all",  # total of the kinds above; its peak decides whether a run fits in memory
+    "all",  # total of the kinds above; whether a run fits in memory depends on its peak
     "offloaded",  # offloaded arrays, which are not included in "all"
 )
 # Execution streams of a rank on a GPU; a rank on the CPU has only the first one.

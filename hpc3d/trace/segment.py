@@ -1,4 +1,4 @@
-"""Segment files of a trace: each has the events of one rank since its previous segment.
+"""Segment files of a trace; each contains one rank's events since the rank's previous segment.
 
     RUN/trace/rank-00003-0000.npz    of rank 3: header and strings (JSON), events, steps, memory,
                                      samples of its host's clock, evaluations,

@@ -30,5 +30,5 @@ def configured(config: str, section: str, key: str) -> Any:
 
 
 def one_time(trace: Trace) -> bool:
-    """Return True if events have wall-clock times; CPU times of ranks cannot be compared."""
+    """Return True if event times can be compared between ranks: wall-clock, not CPU, times."""
     return configured(trace.attrs["config"], "trace", "clock") != "cpu"

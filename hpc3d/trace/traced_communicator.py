@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
 
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
-# A call and its wait are recorded as one row if at most this time in ns passes between them.
+# A call and its wait are recorded as one row if at most this time (in ns) elapses between them.
 AT_ONCE = 20_000
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
 
@@ -68,7 +68,7 @@ class Traced:
         return self.call("recv", block, peer, partial(self.comm.recv, shape, dtype, peer))
 
     def number(self, op: str, peer: int) -> int:
-        """Return the next sequence number, counted per group (collectives) or peer (messages)."""
+        """Return the next sequence number, per group (collectives) or op and peer (messages)."""
         key = (op, peer) if op in MESSAGES else "collective"
         self.sequence[key] += 1
         return self.sequence[key] - 1

@@ -58,9 +58,9 @@ class Best(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates a trainer's model after every `train.eval_every`-th step and the last step.
+    """Evaluates a trainer's model every `train.eval_every` steps and after the last step.
 
-    `batches` is given on rank 0 only. The constructor and the methods are collective: all ranks
+    Only rank 0 passes `batches`. The constructor and the methods are collective: all ranks
     must call them. `best` is the best evaluation so far.
     """
 
@@ -129,7 +129,7 @@ def comparable(config: Config, texts: Mapping[str, Any] | None = None) -> tuple[
     """Return the settings that two runs must share for their evaluation losses to be comparable.
 
     `texts` describes the text files, if known. The settings include `checkpoint.keep_best`,
-    because a run without it does not keep the checkpoint that belongs to its best loss.
+    because a run without this setting does not keep the checkpoint with its lowest loss.
     """
     text = config.data.validation or None
     if isinstance(text, str):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def refuse_what_cannot_fit(config: Config, here: int) -> None:
-    """Raise ValueError if the memory of this machine is too small for its `here` ranks.
+    """Raise ValueError if this machine has too little memory for the `here` ranks that it runs.
 
     `config` must be resolved. ValueError is also raised if the folder for offloaded data is not
     writable.
@@ -83,8 +83,8 @@ def _bytes_held(config: Config, copies: int) -> float:
     states += wide * (wide > e)
     states *= "optimizer" not in config.parallel.offload
     values = e * ("parameters" not in config.parallel.offload)
-    # (bytes per parameter, lowest ZeRO stage that shards these bytes) of the parameter values, the
-    # gradients and the optimizer states
+    # (bytes per parameter, lowest ZeRO stage that shards these bytes), for the parameter values,
+    # the gradients and the optimizer states
     shares = [(values, 3), (wide, 2), (states, 1)]
     return sum(size / (copies if zero >= stage else 1) for size, stage in shares)
 

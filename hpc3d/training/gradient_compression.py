@@ -57,7 +57,8 @@ _INDEX = "int32"
 class CompressionSpec(NamedTuple):
     """Settings of gradient compression.
 
-    `rank` is the rank of PowerSGD, and `share` the fraction of elements sent by top-k.
+    `rank` is the rank of PowerSGD's approximation, and `share` the fraction of elements that top-k
+    sends.
     """
 
     kind: str
@@ -73,7 +74,7 @@ class CompressionSpec(NamedTuple):
         return _whole_sum(sent, members, itemsize)
 
     def saves(self, shape: Sequence[int], members: int, itemsize: int) -> bool:
-        """Return True if members receive fewer bytes than in an uncompressed all-reduce."""
+        """Return True if each member receives fewer bytes than in an uncompressed all-reduce."""
         return self.received(shape, members, itemsize) < _whole_sum(prod(shape), members, itemsize)
 
     def columns(self, shape: Sequence[int]) -> int:
@@ -109,7 +110,7 @@ class GradientCompression:
         return item in self.residuals
 
     def _saves(self, item: Parameter) -> bool:
-        """Return True if compression saves bytes and the matrix is reduced only over replicas."""
+        """Return True if compression saves bytes and the gradient is summed only over replicas."""
         if len(item.shape) < 2 or item.partial != (plane(item.replicas),) or item.sign_rate:
             return False
         members, itemsize = self.mesh.count(item.replicas), self.parameters.wide.itemsize
@@ -270,7 +271,7 @@ class _LowRankSum(_CompressedSum):
 
 
 class _LargestSum(_CompressedSum):
-    """Top-k bucket: `post` starts the all-gather of the members' values and indices."""
+    """Top-k bucket: `post` starts the all-gather of the selected values and their indices."""
 
     def __init__(
         self, parameters: Parameters, items: Sequence[Parameter], kept: GradientCompression

@@ -46,7 +46,7 @@ class GraphedStep:
     def close(self, *results: Any) -> None:
         """End the capture, if one is in progress, and launch the graph.
 
-        `results` are the arrays that contain the results of the captured passes.
+        The captured passes write their outputs to the arrays `results`.
         """
         if self.recording:
             self.graph.end()

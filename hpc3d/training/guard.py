@@ -1,4 +1,4 @@
-"""Guards that stop a run when they detect non-finite or corrupted values, and their reports.
+"""Guards that detect non-finite or corrupted values, report these values, and stop the run.
 
 All ranks raise the same `GuardError` at the same step: before the update if numbers are not finite
 or if matrix products or messages are corrupt, and after the step if replicas differ. The exception
@@ -102,10 +102,10 @@ def refuse(trainer: Any) -> None:
 def _not_finite(trainer: Any) -> list[GuardFinding]:
     """Return this rank's findings about non-finite numbers.
 
-    If any parameter is not finite, only parameters are reported. Otherwise, this rank's
-    contribution to the loss is reported if it is not finite, and so are the non-finite gradients
-    in the deepest layer that has any. If there are none of these, the overflow of the sum of
-    squared gradients is reported.
+    If any parameter is not finite, only parameters are reported. Otherwise, a non-finite
+    contribution of this rank to the loss is reported, as are the non-finite gradients in the
+    deepest layer with such gradients. If the contribution and all gradients are finite, an
+    overflow of the sum of squared gradients is reported.
     """
     where = f"rank {trainer.mesh.rank}: step {trainer.number}, "
     values = [item for item in trainer.parameters if _count_not_finite(item.value)]
@@ -201,7 +201,7 @@ class ReplicaCheck:
                 yield item, spec.name, own | self._reduced(item, spec), state
 
     def _reduced(self, item: Parameter, spec: StateSpec) -> set[str]:
-        """Return axes along which a matrix is sharded, but its optimizer state is replicated."""
+        """Return the axes that shard a matrix but not its optimizer state, which is replicated."""
         layout = item.updated_layout
         return self._replicated(spec.layout(layout)) - self._replicated(layout)
 

@@ -57,7 +57,7 @@ class Log:
     def say(self, line: str, style: str = "") -> None:
         """Print a line and log it. On terminals, use the given style of `hpc3d.runtime.colors`."""
         if self.file:
-            with suppress(OSError):  # the terminal may be closed; train.log gets the line
+            with suppress(OSError):  # the terminal may be closed; still write to train.log
                 say(sanitized(line), style)
             self.keep(line)
 
@@ -132,7 +132,7 @@ class Log:
         )
 
     def copies(self, store: HostStore, steps: int) -> None:
-        """Log the MB copied per step for offloading and, if known, the exposed copy time."""
+        """Log the offloading traffic per step and, if known, the non-overlapped copy time."""
         exposed = "" if store.exposed is None else f", {store.exposed / steps:.3g} s exposed"
         self.say(f"offload: {store.copied / steps / 1e6:.1f} MB copied per step{exposed}")
 

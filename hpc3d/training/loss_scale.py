@@ -50,7 +50,7 @@ class LossScale:
         return {} if self.least == self.most else {"factor": self.factor, "row": self.row}
 
     def restore(self, stored: Mapping[str, Any] | None) -> None:
-        """Restore the loss scale from a result of `state`; ignore invalid values.
+        """Restore the loss scale from a dict that `state` returned; ignore invalid values.
 
         The factor is clamped to the current limits. `stored` is read from a checkpoint manifest,
         which is untrusted, and may come from a run with a different dtype.
@@ -66,5 +66,5 @@ def _power_of_two(number: float) -> bool:
 
 
 def scale_of(dtype: str) -> LossScale:
-    """Create the loss scale for a training dtype; for types other than float16, it is always 1."""
+    """Create the loss scale for a training dtype; the scale is always 1 except for float16."""
     return LossScale() if dtype == "float16" else LossScale(1.0, 1.0, 1.0)

@@ -86,8 +86,8 @@ def reopen(folder: Path, text: str) -> Path:
 def set_aside(folder: Path, number: int) -> None:
     """Rename the files of an earlier attempt: append the attempt's number to their names.
 
-    The configuration is not renamed but copied, after the other files, because the existence of
-    the copy marks the number as used.
+    The configuration is copied, not renamed. It is copied last, because the existence of the copy
+    indicates that the files of this attempt have been renamed.
     """
     for name in ("trace.h5", "trace", "watchdog"):
         path = folder / name
@@ -191,7 +191,8 @@ def _installed(name: str) -> str | None:
 def git_revision() -> str:
     """Return the git commit of the source code, with a "+" if files have been modified.
 
-    The result is empty outside of git, or if the package is installed inside another repository.
+    The result is empty if the source code is not in a Git repository, or if the package is
+    installed inside another repository.
     """
     source = Path(hpc3d.__file__)
     where = ["git", "-C", str(source.parent)]

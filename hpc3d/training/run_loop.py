@@ -158,7 +158,7 @@ def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
 
 
 def _evaluate(run: RunningJob, number: int) -> bool:
-    """Run the evaluation due after step `number`, if any; return True if it is the best yet."""
+    """Evaluate after step `number` if due; return True if the loss is the lowest so far."""
     if not run.evaluator or not (found := run.evaluator.after(number)):
         return False
     best = run.evaluator.best

@@ -62,7 +62,7 @@ class Trainer:
     creates the gradient buckets.
     """
 
-    has_tied_ends = True  # a tied embedding table may be on two stages
+    has_tied_ends = True  # the tied embedding table may be stored on two stages
 
     def __init__(
         self,
@@ -197,7 +197,8 @@ class Trainer:
         """Compute the mean loss of the step and the gradient norm, over all ranks.
 
         All ranks see the same sums, so either all ranks stop or no rank does. A rank with failed
-        checks contributes NaN. With loss scaling, only the gradient may overflow.
+        checks contributes NaN. With loss scaling, an overflow of the gradient norm skips the
+        update, unless the scale is already at its minimum.
         """
         self.local_loss, self.squares = value_of(self.local_loss), value_of(self.squares)
         mine = np.array([self.local_loss, self.squares])

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _LOOKS = 20  # number of checks per time limit (at least one check per second)
 GRACE = 6  # number of additional checks, to give the other ranks time to report
-LATER = 6  # extra checks on other nodes: rank 0's node should end the job and print the summary
+LATER = 6  # extra checks on other nodes, so that rank 0's node ends the job and prints the summary
 TOLD = 10  # minimum time in seconds after SIGTERM before a rank assumes that its peers exited
 _SILENT = "silent: stopped or terminated"
 ANSWER = 2  # timeout in seconds for file operations: the file server may be unreachable
@@ -45,8 +45,8 @@ _SHOWN = 6  # maximum number of rank groups in the printed line
 class Watchdog:
     """Watchdog that ends a job with exit code STALLED if this rank makes no progress.
 
-    The time limit is `seconds`. `mesh` is the mesh without tracing; its communicators count their
-    calls. `homes` contains the node of every rank. After SIGTERM, a rank whose peers no longer
+    The time limit is `seconds`. `mesh` is the untraced mesh, whose communicators count their
+    calls. `homes` contains the node of each rank. After SIGTERM, a rank whose peers no longer
     respond exits before the time limit.
     """
 
@@ -96,8 +96,8 @@ class Watchdog:
     def act(self) -> None:
         """Report the position or end the job if this rank has made no progress for too long.
 
-        A rank reports after `seconds` without progress, or after half of them if another rank has
-        reported. It ends the job once the other ranks have had time to report.
+        A rank reports after `seconds` without progress, or after half this time if another rank
+        has reported. It ends the job once the other ranks have had time to report.
         """
         if self._deserted():
             self.leave()
@@ -112,7 +112,7 @@ class Watchdog:
         return self.silence > self.seconds / 2 and self.reports.begun()
 
     def _deserted(self) -> bool:
-        """Return True if this rank was asked to exit, but waits for ranks that seem to be gone."""
+        """Return True if this rank was asked to exit, but is waiting for ranks that seem gone."""
         told = {*ENDING} & {*self.job.signals} and self.position.waiting()
         return bool(told) and self.silence > max(TOLD, 2 * self.longest)
 
@@ -230,7 +230,7 @@ class Reports:
         return True
 
     def noted(self, line: str) -> bool:
-        """Write the summary; return False if another rank has already written it, else True."""
+        """Write the summary; return False if another rank has already written it."""
         try:
             with self.summary.open("x") as file:
                 print(line, file=file)

@@ -56,7 +56,7 @@ class _Step(NamedTuple):
 
 
 class _VectorStep(NamedTuple):
-    """Update step U (`update`) of a vector, or of this rank's slice of a sharded vector."""
+    """Update U (`update`) of a vector, or of this rank's slice of a sharded vector."""
 
     item: Parameter
     arrays: tuple[Array, Array | None, Array]
@@ -89,7 +89,7 @@ class Adafactor(Optimizer):
         """Update the parameters, using `scale` times the gradients."""
         self.steps += 1
         decay = learning_rate * self.weight_decay
-        # Each iteration must finish its updates, since offloaded values are then written back.
+        # Apply all updates within the iteration: offloaded values are written back at its end.
         for found in self.batches([self.parameters.matrices], decay):
             matrices = self._matrix_steps(found, scale)
             self._descend([*matrices, *self._vector_steps(decay, scale)], learning_rate)
@@ -112,7 +112,7 @@ class Adafactor(Optimizer):
         state += rest * (mean + self.EPSILON)
 
     def _matrix_steps(self, found: Sequence[tuple], scale: float) -> list[_Step]:
-        """Update the states of all matrices and return the matrices' update steps."""
+        """Update the states of all matrices and return the matrices' updates."""
         mesh = self.parameters.mesh
         with mesh.trace.span("squares"):
             rows, columns = self._squares_of_lines(found, scale)
@@ -152,7 +152,7 @@ class Adafactor(Optimizer):
         total: Array,
         scale: float,
     ) -> _Step:
-        """Compute the update of a matrix from the column sums of g^2 and the sum of row means."""
+        """Compute a matrix's update from the column sums of g^2 and the sum of its row means."""
         count = _rows(part.item)
         self._move(states["column_means"], squares / count)
         scales = np.sqrt(total / count / states["row_means"]) * scale
@@ -160,7 +160,7 @@ class Adafactor(Optimizer):
         return _Step(part.item, arrays, keep, scales, 1 / np.sqrt(states["column_means"]), axes)
 
     def _vector_steps(self, decay: float, scale: float) -> Iterator[_VectorStep]:
-        """Update the second moments of all vectors and yield the vectors' update steps."""
+        """Update the second moments of all vectors and yield the vectors' updates."""
         pieces = zip(self.parameters.pieces, self.pieces(decay), strict=True)
         for piece, ((value, master, grad), states, keep) in pieces:
             scaled, second = grad * scale, states["second"]

@@ -64,7 +64,7 @@ def owners(mesh: Mesh, layout: Layout) -> list[Cut]:
 
 
 def cuts_of(mesh: Mesh, layout: Layout) -> list[Cut]:
-    """Return a `Cut` for each axis along which a matrix has a single owner or is sharded."""
+    """Return a `Cut` for each axis that shards a matrix, or along which a single rank owns it."""
     rows = [Cut(axis, 1) for axis in reversed(layout[0])]
     columns = [Cut(axis, 2) for axis in reversed(layout[-1])]
     return [*owners(mesh, layout), *rows, *columns]
@@ -196,7 +196,7 @@ class Muon(AdamW):
                 matrix.descend(blocks, number, rate)
 
     def _directions(self, exchange: Exchange, alike: Sequence[_Matrix], scale: float) -> Array:
-        """Return this rank's blocks of a batch of matrices, padded with zeros to [g n, a, b]."""
+        """Return this rank's blocks of the update directions, padded with zeros to [g n, a, b]."""
         mesh, (part, *_) = self.parameters.mesh, alike[0]
         experts, (first, *_, last) = _experts(part), part.item.shape
         per_rank = ceil(len(alike) * experts / exchange.members)

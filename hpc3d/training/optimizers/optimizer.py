@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
 _STRETCH = 1 << 20  # maximum number of elements loaded at once from an offloaded array
-# name, and number of rows and columns, of a matrix for which the size of states is estimated
+# name and side length of the large square matrix that is used to estimate the size of states
 _LARGE, _ROWS = "layers.0.up.weight", 1 << 20
 
 
@@ -46,7 +46,7 @@ class StateSpec(NamedTuple):
     Attributes
     ----------
     name
-        The kind of the state in checkpoints.
+        Name of the state in checkpoints.
     dtype
         The element type; None for the type of the gradients.
     per
@@ -54,7 +54,7 @@ class StateSpec(NamedTuple):
         all rows or columns.  (1, 1) is elementwise, (1, None) has one element per row.  Only
         unsharded matrices have states that are not elementwise.
     of
-        Function that selects parameters: `of(name, shape)` is true for those with the state.
+        Function that selects parameters: `of(name, shape)` is true if a parameter has the state.
     """
 
     name: str
@@ -240,7 +240,7 @@ class Optimizer:
 
         Each item holds the `WholeMatrix`; (value, master or None, gradient) as blocks of its
         shape; the blocks of the states by name; and the weight decay factor of the value.  The
-        trace records the time until the next item as "update".
+        time until the caller requests the next item is recorded as "update" in the trace.
         """
         for [matrix] in self.batches(self._each_matrix(), decay):
             with self.parameters.mesh.trace.span("update"):
@@ -283,7 +283,7 @@ class Optimizer:
         return part, arrays, states, update.keep(decay)
 
     def _at_hand(self, units: Sequence[Sequence[_Update]]) -> Iterator[list[dict[str, Array]]]:
-        """Yield the arrays of each unit (a group of updates), after loading offloaded arrays."""
+        """Load the offloaded arrays of each unit (a group of updates), and yield its arrays."""
         mesh = self.parameters.mesh
         moved = [
             [

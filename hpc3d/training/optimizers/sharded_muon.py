@@ -66,7 +66,7 @@ def _is_tall(item: Parameter) -> bool:
 
 
 def _cuts(part: WholeMatrix) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the axes that shard the shorter side of a matrix, and those of its longer side."""
+    """Return the axes that shard a matrix's shorter side, and those that shard its longer side."""
     rows, columns = part.layout[0], part.layout[-1]
     return (columns, rows) if _is_tall(part.item) else (rows, columns)
 
