@@ -110,7 +110,7 @@ class Pretrained:
         return tied
 
     def parameter(self, ours: str, config: Config) -> np.ndarray:
-        """Return the parameter with the name `ours` in hpc3d.
+        """Return the parameter whose name in hpc3d is `ours`.
 
         Position embeddings are truncated to the sequence length of the run. Raises ValueError if a
         value exceeds the range of the run's data type.
@@ -202,7 +202,7 @@ def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> Publish
 
 
 def _locations(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights, str]]:
-    """Map the name of each array, without prefix, to its file and stored name.
+    """Return a dict from array name, without `prefix`, to the array's file and stored name.
 
     Arrays that contain no parameters of the model are skipped.
     """

@@ -65,8 +65,8 @@ class Settings(NamedTuple):
     dropouts  keys of the dropout rates; hpc3d has a single rate
     others    all other keys of config.json
     written   function that returns the other keys of config.json for a ModelConfig (export)
-    told      function that returns keys of [model] for a config.json and the keys from `sizes`
-              (import)
+    told      function that returns further keys of [model], given config.json and the
+              keys known so far (import)
     """
 
     sizes: Mapping[str, str]
@@ -86,7 +86,7 @@ class Settings(NamedTuple):
         }
 
     def model(self, settings: Mapping[str, Any], measured: Mapping[str, int]) -> dict[str, Any]:
-        """Derive the `[model]` section from config.json and the array sizes `measured`.
+        """Derive the `[model]` section from config.json and `measured`, the sizes of the arrays.
 
         Raises ValueError if config.json contradicts the array sizes or has unsupported settings.
         """
@@ -137,7 +137,7 @@ def _bert_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[st
 
 
 def _gelu_of(settings: Mapping[str, Any], key: str, usual: str) -> str:
-    """Return the hpc3d name of the activation function `settings[key]`; `usual` is the default."""
+    """Return hpc3d's name of the activation function `settings[key]`, by default `usual`."""
     name = str(settings.get(key, usual))
     if name not in _ACTIVATIONS:
         raise ValueError(
@@ -207,9 +207,8 @@ def _mixtral_written(model: ModelConfig) -> dict[str, Any]:
 def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the config.json of a Mixtral model to keys of [model].
 
-    `transformers` computes one load-balancing loss from the token fractions of all layers
-    together, which sum to top_k. hpc3d adds one loss per layer, computed from fractions that sum
-    to 1.
+    `transformers` computes a single load-balancing loss over all layers, from token fractions that
+    sum to top_k. hpc3d adds up one loss per layer, each computed from fractions that sum to 1.
     """
     top_k, coefficient = model.get("top_k", 2), settings.get(_BALANCE, 0.001)
     if type(top_k) is not int or not 2 <= top_k <= model["experts"]:

@@ -227,7 +227,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
-    """Return the first intact checkpoint in `folders`, and the problems of the entries before it.
+    """Return the first intact checkpoint in `folders`, and the problems of the skipped folders.
 
     Raises ValueError with all problems if no checkpoint is intact.
     """
@@ -247,7 +247,7 @@ def inconsistencies(
 
     An inconsistency is a step number that differs from the folder name, a tensor that the model
     does not have, or a tensor whose elements are not all stored exactly once. Rank-local states
-    are not checked. `stateless` parameters have no optimizer states.
+    are not checked. `stateless` names the parameters that have no optimizer states.
     """
     step = opened.header["step"]
     if opened.folder.name.startswith("step-") and opened.folder.name != named(step):

@@ -69,7 +69,7 @@ def type_of(name: str) -> np.dtype:
 
 
 def narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return `values` cast to `dtype`, or unchanged if `dtype` represents their type exactly.
+    """Return `values` cast to `dtype`, or unchanged if the cast could not change any value.
 
     Raises ValueError if a finite value exceeds the range of `dtype` and would become infinite.
     """

@@ -63,9 +63,9 @@ def begin(
 
     `read(name, config)` returns the initial value of a parameter.
 
-    The folder gets its final name after all files are on disk. Raises ValueError if the folder
-    exists and is not empty. A 16-bit run starts from float32 values, which become the master
-    copies.
+    The folder is renamed to its final name once all files are on disk. Raises ValueError if the
+    folder exists and is not empty. A 16-bit run starts from float32 values, which become the
+    master copies.
     """
     if run.exists() and not (run.is_dir() and not any(run.iterdir())):
         raise ValueError(

@@ -123,7 +123,8 @@ def checkpointed_config(run: Path) -> Config:
 def checkpointed_texts(run: Path) -> dict[str, Any]:
     """Return the descriptions of a run's data files from its newest readable checkpoint.
 
-    The result is empty for checkpoints of earlier versions, which contain no descriptions.
+    The result is empty for checkpoints written by earlier versions of hpc3d, which contain no
+    descriptions.
     """
     opened = _newest_readable(run)
     return (opened and opened.header.get("texts")) or {}
@@ -202,7 +203,7 @@ def continued(
     differs: _Differs | None = None,
     texts: Mapping[str, Any] | None = None,
 ) -> tuple[Config, list[str]]:
-    """Return the configuration of a resumed run, and a log line for each changed setting or text.
+    """Return the configuration of a resumed run, and a log line for each changed setting or file.
 
     `differs(checkpoint)` returns the reason why a checkpoint does not fit the model, or `None`;
     the default is `mismatch`. `texts` describes the data files that the resumed run reads. Raises
@@ -407,7 +408,7 @@ def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, 
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
-    """Return the result of `function`, or the error message of an OSError or ValueError."""
+    """Return the result of `function`, or the message of its OSError or ValueError."""
     try:
         return function()
     except (OSError, ValueError) as error:

@@ -40,8 +40,8 @@ def recorded(texts: _Texts, config: Config, run: Path) -> dict[str, dict[str, An
 def located(config: Config, run: Path | None = None, texts: _Texts | None = None) -> Config:
     """Return `config` with absolute data paths, which are valid in any working directory.
 
-    If a path recorded in the `texts` of a `run` no longer exists, the file is searched for at its
-    path relative to the run folder. If a file is not found, its path remains unchanged.
+    If a path is recorded in `texts` but no longer exists, the file is looked up by its path
+    relative to the run folder `run`. The path of a file that is not found is left unchanged.
     """
 
     def found(key: str, path: str) -> str:

@@ -48,7 +48,7 @@ def kept_tokenizer(path: Path) -> BpeTokenizer | None:
 
 
 def keep(folder: Path, tokens: Tokens) -> None:
-    """Write the tokenizer of `tokens` to a run folder, unless the folder already has one."""
+    """Write the tokenizer of the data `tokens` to a run folder that does not have one yet."""
     if tokens.tokenizer != ByteTokenizer.name and not (folder / RULES).exists():
         _write(folder, tokens.json, tokens.end_name)
 
@@ -133,8 +133,9 @@ def export(path: Path, target: Path) -> list[str]:
 def special_ids(path: Path) -> dict[str, Any]:
     """Return the special token ids for the config.json of an exported model.
 
-    The ids are those of the run's tokenizer. If the run was started from an imported model, an id
-    in that model's config.json is used instead if the tokenizer has a token with this id.
+    The ids are those of the run's tokenizer. If the run was started from an imported model, the
+    ids in that model's config.json take precedence, provided that the tokenizer has tokens with
+    these ids.
     """
     home = _home_of(path)
     imported = object_in(home / _SPECIAL)
@@ -167,7 +168,7 @@ def _name_in(run: Path) -> str | None:
 
 
 def refuse_another(run: Path, tokens: Tokens) -> None:
-    """Raise ValueError if `tokens` were produced by another tokenizer than the resumed run's."""
+    """Raise ValueError if `tokens` were produced by a tokenizer other than the resumed run's."""
     rules = rules_of_bytes() if tokens.tokenizer == ByteTokenizer.name else tokens.json
     if (run / RULES).is_file():
         where = str(run / RULES)

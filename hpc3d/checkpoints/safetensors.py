@@ -61,7 +61,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     try:
         with replacing(path) as temporary:
-            temporary.touch()  # sets default permissions, because safetensors would set 0600
+            temporary.touch()  # sets default permissions; safetensors would set 0600
             mode = temporary.stat().st_mode
             save_file(arrays, temporary, {"format": "pt"})
             temporary.chmod(mode)

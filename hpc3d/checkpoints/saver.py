@@ -25,9 +25,9 @@ class Saver:
     """Save a trainer's state periodically, as configured.
 
     `how` is the `[checkpoint]` section of the configuration. The state is saved every `every`
-    steps and after the last step, or at neither time if `every` is 0. The newest `keep`
-    checkpoints are kept. With `keep_best`, the state is also saved after each evaluation that
-    yields the lowest loss so far, and the best checkpoint is kept in addition.
+    steps and after the last step; `every` = 0 disables both. The newest `keep` checkpoints are
+    kept. With `keep_best`, the state is also saved after each evaluation that yields the lowest
+    loss so far, and the best checkpoint is kept in addition.
 
     Training continues as soon as the rank's shard is copied. A thread writes the copy to disk, and
     rank 0's thread completes the checkpoint. `header(done)` returns the manifest entries after
@@ -45,7 +45,7 @@ class Saver:
         self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
         self.how, self.say, self.thread, self.saved = how, say, None, 0
         self.report = ""  # log line set by the writer thread; `wait` logs it
-        self.exposed = 0.0  # time in s for which the current save blocked training
+        self.exposed = 0.0  # seconds for which the current save blocked training
 
     def after(self, number: int, best: bool = False) -> None:
         """Save the state after step `number` if a checkpoint is due.

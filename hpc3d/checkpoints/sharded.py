@@ -3,11 +3,12 @@
     checkpoints/step-00000123/  manifest.json, rank-00000.bin, ...      checkpoints/latest
 
 Each rank writes one file with the slices of parameters and optimizer states that it owns; each
-element is written once. A slice of a tensor consists of a few boxes. Rank-local states
-(Parameters.own_states) are stored as vectors under the name of the rank, and only a run with the
-same layout loads them. The manifest is written last. It lists the boxes and the SHA-256 hashes of
-all files, so that each reader loads only the elements of its own blocks. A folder gets its final
-name after all files are on disk, so a checkpoint is either complete or absent.
+element is written once. A slice of a tensor consists of a few boxes (rectangular blocks).
+Rank-local states (Parameters.own_states) are stored as vectors under the name of the rank, and
+only a run with the same layout loads them. The manifest is written last. It lists the boxes and
+the SHA-256 hashes of all files, so that each reader loads only the elements of its own blocks. A
+folder gets its final name after all files are on disk, so a checkpoint is either complete or
+absent.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class OwnElements(NamedTuple):
 def _block_of(item: Parameter, layout: Layout, shape: Sequence[int], mesh: Mesh) -> BlockSlices:
     """Return the box of this rank in an array with the given layout and shape.
 
-    The box excludes padding rows of an embedding, and padding elements of a vector with one
-    element per embedding row.
+    The box excludes the padding rows of an embedding, and the corresponding elements of a vector
+    that has one element per row of the embedding.
     """
     first, *others = layout.slices(shape, mesh)
     if item.rows:
@@ -138,7 +139,7 @@ def _own_elements(
 
 
 class InitialState(NamedTuple):
-    """State of a model before its first step, with the interface of a single rank's `Snapshot`.
+    """Initial state of a model, with the same interface as the `Snapshot` of a single rank.
 
     The arrays are generated one at a time.
     """
@@ -173,11 +174,11 @@ def complete(
     """Complete a checkpoint on rank 0, verify it, and remove older ones.
 
     Rank 0 waits for the files of all ranks, writes the manifest, renames the folder, records it as
-    the latest, and reads it back. The newest `keep` - 1 older checkpoints and the one named
-    `spared` are kept. If the new checkpoint is damaged, the problem is returned and no checkpoint
-    is removed.
+    the latest, and reads it back. Of the older checkpoints, the newest `keep` - 1 and the one
+    named `spared` are kept. If the new checkpoint is damaged, the problem is returned and no
+    checkpoint is removed.
 
-    Checkpoints of later steps, left by an earlier attempt of the run, are also kept.
+    Checkpoints of later steps, left over from an earlier execution of the run, are also kept.
     """
     paths = [folder / f"rank-{rank:05d}.json" for rank in range(ranks)]
     while not all(path.exists() for path in paths):
@@ -189,7 +190,7 @@ def complete(
     for path in paths:
         path.unlink()
     final = folder.with_suffix("")
-    if final.exists():  # incomplete, or left over from an earlier attempt
+    if final.exists():  # incomplete, or left over from an earlier execution
         _discard(final)
     os.replace(folder, final)
     sync(final.parent)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 class AbstractCommunicator(Communicator):
     """Communicator that moves no data but allocates the same memory as a real one.
 
-    Real arrays are passed through, and resized if the result has a different shape. Gathered
-    blocks are allocated in full. Blocks of CPU ranks are allocated as in
-    hpc3d.comm.shared_memory: a reduction copies its input, unless `buffer` has returned the input,
-    and the ranks of a node share one copy of each gathered block, broadcast block and large
-    all-reduce result. On devices, inputs are not copied and results are not shared.
+    Real arrays are returned unchanged, or resized if the result has a different shape. Gathered
+    blocks are allocated in full. Blocks of CPU ranks are allocated as in hpc3d.comm.shared_memory:
+    a reduction copies its input, unless `buffer` has returned the input, and the ranks of a node
+    share one copy of each gathered block, broadcast block and large all-reduce result. On devices,
+    inputs are not copied and results are not shared.
     """
 
     @property
@@ -50,7 +50,7 @@ class AbstractCommunicator(Communicator):
         return np.resize(block, shape)
 
     def shared(self, block: Any) -> Any:
-        """Mark a block as a single copy in memory shared by all ranks of a node, and return it."""
+        """Mark a block as stored once per node, in shared memory, and return the block."""
         if self._of_node and isinstance(block, AbstractArray):
             block.lease.shared = True  # type: ignore[union-attr]  # set by `pool.empty`
         return block

@@ -9,7 +9,8 @@ Each member sends each peer no more data than the standard algorithms do:
     all_gather            each member sends its block to all other members (at most 8 members)
     all_reduce            2 members exchange their blocks; 3 use reduce_scatter and all_gather
 
-MPI has no 16-bit floating-point types, so this class always sums them itself, in float32 (`fold`).
+MPI has no 16-bit floating-point types, so AllPairs always sums 16-bit floats itself, in float32
+(`fold`).
 """
 
 from __future__ import annotations

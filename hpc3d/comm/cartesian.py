@@ -82,7 +82,7 @@ def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") ->
 def _communicator_of(
     line: MPI.Intracomm, members: Sequence[int], pool: Pool, nodes: Sequence[int | None]
 ) -> Communicator:
-    """Return a communicator based on the MPI communicator `line`; rank r is on `nodes[r]`."""
+    """Return a communicator based on the MPI communicator `line`; `nodes[r]` is rank r's node."""
     if len(members) == 1:
         return Self(pool, members[0])
     hosts = [nodes[rank] for rank in members]
@@ -97,7 +97,7 @@ def _communicator_of(
 def node_of_rank(comm: MPI.Intracomm) -> list[int | None]:
     """Return the node of each rank, identified by the lowest rank on the node.
 
-    The entry is `None` if the ranks of the node cannot share memory.
+    An entry is `None` if the ranks of the node cannot share memory.
     """
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     can_share = node.allreduce(usable(node.size), MPI.LAND)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 # above it, each member sums one slice.
 SMALL_SUM = 1 << 14
 
-# Volume received by a member in each rootless collective, in multiples of the full array (minus
-# the member's own shard).
+# Volume received by a member in each collective that has no root, in multiples of the size of the
+# full array minus the member's own shard.
 EXCHANGES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
 
 
@@ -51,7 +51,7 @@ def received_bytes(op: str, nbytes: Any, size: Any, member: Any = None, root: An
     nbytes : size in bytes of the input block (for a broadcast or a message, of the block sent)
     size : number of members
     member : index of the member (None: any member that receives data)
-    root : index of the root of a broadcast or reduction; a reduction's chain starts at root + 1
+    root : root of a broadcast or reduction; a reduction is a chain that starts at root + 1
     """
     if op == "all_gather":
         return nbytes * (size - 1)
@@ -63,7 +63,7 @@ def received_bytes(op: str, nbytes: Any, size: Any, member: Any = None, root: An
 
 
 def received_share(op: str, size: int) -> float:
-    """Return the volume that each member receives in a call, as a fraction of the full array."""
+    """Return the volume that each member receives in a call, relative to the full array."""
     return EXCHANGES[op] * (size - 1) / size if op in EXCHANGES else 1.0
 
 
@@ -90,7 +90,7 @@ def ready(block: Any) -> Pending:
 def all_of(pending: Sequence[Pending]) -> Pending:
     """Combine several `Pending`s into one whose `wait()` returns the tuple of their blocks.
 
-    If there is only one, it is returned unchanged.
+    A single `Pending` is returned unchanged.
     """
     if len(pending) == 1:
         return pending[0]

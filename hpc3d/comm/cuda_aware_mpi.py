@@ -7,8 +7,8 @@ is then complete, and the output buffer is no longer in use. After the wait, the
 to all later computation.
 
 Blocks of 16-bit floats are transferred as integers, which every MPI supports, and summed in
-float32. Reductions are blocking, because a CUDA-aware MPI may not support non-blocking ones (Open
-MPI 5.0 with CUDA and UCX).
+float32. Reductions are blocking, because a CUDA-aware MPI may not support non-blocking reductions
+(Open MPI 5.0 with CUDA and UCX).
 """
 
 from __future__ import annotations

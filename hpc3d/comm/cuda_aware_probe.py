@@ -28,8 +28,8 @@ _DRIVER = "/proc/driver/nvidia/version"
 EXTRAS = "python -m pip install 'hpc3d[gpu-cuda12]' (or gpu-cuda13, depending on the driver)"
 _WHEELS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 TAKEN, STAGED, WRONG = "taken", "staged", "wrong"
-# Prefixes of environment variables set by MPI launchers.  Users' own MPI settings (_KEPT) have the
-# same prefixes.
+# Prefixes of environment variables set by MPI launchers, except that variables with a prefix in
+# _KEPT are the user's own MPI settings.
 _LAUNCHED = ("OMPI_", "PMI", "PRTE_LAUNCHED", "SLURM_")
 _SIZES = 2, 1 << 18  # number of rows of the test blocks
 _KEPT = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_PREFIX", "PMIX_MCA_")
@@ -70,7 +70,7 @@ def present() -> bool:
 
 
 def _versions(runtime: Any) -> Iterator[Finding]:
-    """Yield a finding on the CUDA driver; its major version must be at least the runtime's."""
+    """Yield a finding on the CUDA driver; its major version must not be below the runtime's."""
     driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     text = f"driver for {_dotted(driver)}, runtime {_dotted(needed)}"
     if driver // 1000 < needed // 1000:
@@ -86,7 +86,7 @@ def _dotted(version: int) -> str:
 
 
 def nccl_version() -> int:
-    """Return NCCL's version number, or 0 if NCCL is missing; suppress CuPy's warning."""
+    """Return NCCL's version number, or 0 if NCCL is missing, without printing CuPy's warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -211,7 +211,7 @@ def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[
 
 
 def surroundings() -> dict[str, str]:
-    """Return environment variables that allow root to start two MPI ranks, even on one core."""
+    """Return environment variables that let the root user start two ranks, even on one core."""
     return dict.fromkeys((*library.CONSENT, library.CROWD_4), "1") | {
         library.CROWD_5: "slot:oversubscribe"
     }

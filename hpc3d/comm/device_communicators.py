@@ -30,8 +30,8 @@ def communicators(
 ) -> dict[str, Communicator]:
     """Return a dict from axis to communicator; `pool` provides the device memory for blocks.
 
-    `lines` are sub-communicators of `cart`.  The call is collective over `cart`: all ranks pass
-    the same axes in the same order.
+    `lines` maps each axis to a sub-communicator of `cart`.  The call is collective over `cart`:
+    all ranks pass the same axes in the same order.
     """
     pool.device.meanwhile.append(MPI.COMM_SELF.Iprobe)
     return _MAKERS[transport](cart, lines, pool)

@@ -165,12 +165,12 @@ def _chunks_of(flat: Array) -> list[slice]:
 
 
 def widened(block: Array) -> Array:
-    """Convert a block of a 16-bit type to float32, in which it is summed."""
+    """Convert a block to float32 for summation if it has a 16-bit type."""
     return block.astype(WIDE) if is_narrow(block.dtype) else block
 
 
 def narrowed(total: Array, result: Array) -> Array:
-    """Convert a sum to the type of `result`, store it there, and return `result`."""
+    """Store a sum in `result`, converted to the type of `result`, and return `result`."""
     if total is not result:
         result[...] = total.astype(result.dtype)
     return result

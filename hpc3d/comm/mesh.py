@@ -27,8 +27,8 @@ WORLD = "world"  # axis name of the group of all ranks
 def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the axes along which ranks process different tokens with the same weights.
 
-    Gradients are reduced over these axes. If there are several, the ranks along all of them form
-    one group for this reduction, called a plane.
+    Gradients are reduced over these axes. If there are several such axes, the ranks that they span
+    form a single group for this reduction, called a plane.
     """
     return *expert_data_axes(sizes), *([EXPERTS] if sizes.get(EXPERTS, 1) > 1 else [])
 
@@ -60,8 +60,8 @@ def queue_of(axis: str) -> str:
     """Return the name of the queue for communication calls along an axis.
 
     Each queue runs its calls in program order, concurrently with the other queue.  The long
-    gradient reductions at the end of a step have their own queue, so that no communication of a
-    pass is queued behind them.
+    gradient reductions at the end of a step have their own queue, so that the communication of a
+    forward or backward pass is never queued behind them.
     """
     return "replicas" if axis in (DATA, *PLANES) else "blocks"
 
@@ -232,7 +232,7 @@ class Mesh:
         return self._plane(axes)[0]
 
     def index(self, axes: Iterable[str]) -> int:
-        """Return this rank's index in the plane of `axes`, whose last axis varies fastest."""
+        """Return this rank's index in the plane of `axes`, where the last axis varies fastest."""
         return self._plane(axes)[1]
 
     def _plane(self, axes: Iterable[str]) -> tuple[int, int]:

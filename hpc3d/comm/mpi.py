@@ -27,8 +27,8 @@ OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
 MESSAGE = 0  # tag of point-to-point messages; the collectives of AllPairs use higher tags
 # A waiting rank yields its core, and sometimes sleeps, so that waiting ranks do not evict the
 # caches of working ranks. With 64 ranks on 2 cores and other programs running, a step takes 3 s,
-# compared with 10 s if waiting ranks only yield. Sleeps grow up to tenfold during a wait, because
-# pipeline stages may wait for a long time.
+# compared with 10 s if waiting ranks only yield. The sleep time grows up to tenfold during a wait,
+# because pipeline stages may wait for a long time.
 _YIELDS, _NAP = 8, 200e-6
 
 

@@ -130,8 +130,8 @@ class Nccl(Communicator):
         """Post a call of the NCCL function `function`, which reads `source` and writes `target`.
 
         The data type and the element count of the call are those of the array `counted`. If
-        `counted` is empty, nothing is posted. The `wait()` of the returned `Pending` returns
-        `target`, or the array `of` if it is given.
+        `counted` is empty, nothing is posted. The `wait()` of the returned `Pending` returns the
+        array `of` if given, otherwise `target`.
         """
         result = target if of is None else of
         if not counted.size:

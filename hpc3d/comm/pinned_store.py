@@ -5,8 +5,8 @@ Copies run on a separate stream, in program order, concurrently with the computa
     computation   ... block 3         |wait a  ... block 2       |wait b  ... block 1
     copies        |fetch 2, record a           |fetch 1, record b
 
-A copy starts after all previously posted computation.  A saved array keeps its device memory until
-the next save.  A loaded array is allocated when its copy is posted.
+A copy starts when all previously posted computation is complete.  A saved array keeps its device
+memory until the next save.  A loaded array is allocated when its copy is posted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _OwnedPinned(Pinned):
-    """Pool of pinned arrays whose memory is counted in the pool `owner`."""
+    """Pool of pinned arrays whose memory is accounted for in the pool `owner`."""
 
     def __init__(self, owner: DevicePool) -> None:
         super().__init__(owner.device.pinned.allocate)

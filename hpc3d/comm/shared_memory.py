@@ -46,7 +46,8 @@ _LINE = 1 + 2 * _RING
 def usable(node_ranks: int) -> bool:
     """Return True if the `node_ranks` ranks of this node can share memory.
 
-    The order of flags and blocks relies on x86's store order; other architectures need fences.
+    On x86, other ranks see a block before the flag that is written after it; other architectures
+    would need memory fences.
     """
     if platform.machine() not in ("x86_64", "AMD64") or not os.path.isdir(SHARED):
         return False

@@ -58,8 +58,8 @@ def stage_mesh(replicas: Sequence[int], rows: int, world: Communicator, line: Li
 class SplitRows(Communicator):
     """Communicator for messages between stages with different numbers of replicas.
 
-    Every sample has the same number of rows in a block.  A rank exchanges rows with all ranks of
-    the peer stage that process some of its samples.
+    Every sample occupies the same number of rows in a block.  A rank exchanges rows with each rank
+    of the peer stage that processes some of the same samples.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SplitRows(Communicator):
                 yield rank, slice(first - self.mine.start, stop - self.mine.start)
 
     def _parts(self, rows: int, peer: int) -> Iterator[tuple[int, slice]]:
-        """Yield (rank, slice of rows) for each rank of stage `peer` that shares samples."""
+        """Yield the same pairs as `_shared`, but with slices of rows instead of samples."""
         each = rows // len(self.mine)
         for rank, samples in self._shared(peer):
             yield rank, slice(samples.start * each, samples.stop * each)

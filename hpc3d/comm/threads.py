@@ -41,7 +41,7 @@ class Threads(Communicator):
         self.awaited: Counter[int] = Counter()
 
     def share(self, block: np.ndarray) -> list[np.ndarray]:
-        """Share `block` with all members; return the blocks of all, valid until `leave()`."""
+        """Share `block` with all members; return all members' blocks, valid until `leave()`."""
         self.group.slots[self.rank] = block
         self.group.barrier.wait()
         return self.group.slots

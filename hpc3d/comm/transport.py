@@ -89,7 +89,7 @@ def explained(job: Job) -> Iterator[Finding]:
 
 
 def refuse(job: Job, problems: Sequence[str | None]) -> None:
-    """End the job unless all `problems`, one per rank, are `None`; print each distinct one."""
+    """Print each distinct problem and end the job, unless all ranks' `problems` are `None`."""
     ranks: dict[str | None, list[int]] = {}
     for rank, problem in enumerate(problems):
         ranks.setdefault(problem, []).append(rank)

@@ -66,13 +66,13 @@ class TwoLevel(AllPairs):
         return super().buffer(shape, dtype) if short else self.node.buffer(shape, dtype)
 
     def shared(self, shape: Sequence[int], dtype: np.dtype) -> tuple[np.ndarray, Region]:
-        """Allocate an array shared by the group's ranks on this host; return it and its region."""
+        """Return a new array that the group's ranks on this host share, and its region."""
         nbytes = prod(shape) * dtype.itemsize
         region = self.node.region(-(-nbytes // self.node.size))
         return self.node.lend(region, region.memory[:nbytes], shape, dtype), region
 
     def seen(self, whole: np.ndarray, region: Region | None = None) -> np.ndarray:
-        """Wait until all members on this host have written their slices of `whole`; return it."""
+        """Return `whole`, read-only, once all members on this host have written their slices."""
         whole.flags.writeable = False
         self.node.wait_for_all(self.node.publish(region))
         return whole

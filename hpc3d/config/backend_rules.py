@@ -27,7 +27,7 @@ def _wrong_transport(config: Config) -> Iterator[str]:
 
 
 def _wrong_types(config: Config) -> Iterator[str]:
-    """Report data types that save no memory, flush gradients to 0, or need a missing package."""
+    """Report data types that save no memory, round gradients to 0, or need a missing package."""
     dtype, kept = config.train.dtype, config.parallel.keep_dtype
     reduced = config.parallel.reduce_dtype
     types = {"train.dtype": dtype, "parallel.keep_dtype": kept, "parallel.reduce_dtype": reduced}

@@ -1,4 +1,4 @@
-"""Choose default sizes of the tensor axes x, y and z: the cuboid with the least communication."""
+"""Choose default sizes of the tensor axes x, y and z that minimize communication."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def with_cuboid(config: Config, ranks: int) -> Config:
     """Return `config` with the unset sizes of the tensor axes x, y and z filled in.
 
-    If all three are unset, the valid cuboid with the least communication is used.  Otherwise,
-    each unset size is 1.
+    If all three are unset, the valid sizes with the least communication are used.  Otherwise, each
+    unset size is 1.
     """
     unset = [axis for axis in "xyz" if getattr(config.mesh, axis) is None]
     others = config.mesh.p * config.mesh.d * config.mesh.c * config.mesh.e
@@ -48,8 +48,8 @@ def received_elements(config: Config, parts: int = 1) -> float:
 
     A GEMM [M, K] x [K, N] whose dimensions are sharded over m, n and k ranks (P = m n k in total)
     adds [MK (n-1) + KN (m-1) + MN (k-1)] / P. The all-to-all of tokens along e is excluded. The
-    number of expert weights is divided by `parts`. If `config` has mesh.e = 1, set `parts` to the
-    number of ranks over which the experts are distributed.
+    number of expert weights is divided by `parts`: if the experts are distributed over several
+    ranks although `config` has mesh.e = 1, set `parts` to the number of these ranks.
     """
     split, sizes = config.splits["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence

@@ -8,5 +8,5 @@ INT32 = 2**31 - 1  # largest value of an int32 column in a trace
 MOST_RANKS = 2**20
 MOST_LAYERS = 10_000
 MOST_PASSES = 2**18  # maximum number of forward passes per schedule; schedules are held in memory
-# Maximum number of steps, updates or sequences in a run, so that sums of them fit in int64.
+# Maximum number of steps, updates or sequences in a run; their sums fit in int64.
 MOST_COUNT = 2**53

@@ -69,8 +69,8 @@ def file_names(kind: Kind) -> dict[str, Path]:
 def text_path(word: Path | str) -> Path | str:
     """Return the path of a training or validation text.
 
-    If the path `word` does not exist, but hpc3d ships a text of this name, the path of the shipped
-    text is returned; otherwise `word`.
+    If the path `word` does not exist and hpc3d ships a text of this name, the result is the path
+    of the shipped text; otherwise, the result is `word`.
     """
     parts = Path(word).parts
     name = Path(*parts[parts[:1] == (_INPUTS,) :])
@@ -82,8 +82,8 @@ def text_path(word: Path | str) -> Path | str:
 def new_path(name: str, kind: Kind) -> Path:
     """Return a path for a new file, chosen so that `find` will find the file by `name`.
 
-    The path is in the subfolder of inputs/ for this kind if that exists, otherwise in the current
-    folder.
+    The path is in the subfolder of inputs/ for this kind of file if this subfolder exists,
+    otherwise in the current folder.
     """
     folder = Path(_INPUTS, kind.folder)
     return (folder if folder.is_dir() else Path()) / f"{name}.toml"

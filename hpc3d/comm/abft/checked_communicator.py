@@ -34,7 +34,7 @@ class CallRecord(NamedTuple):
 
 
 def position(where: MeshRecorder | CallRecord) -> str:
-    """Format the step, layer and phase at which a call was made as text."""
+    """Format the step, layer and phase of a call as text."""
     layer = f"layer {where.layer}, " if where.layer >= 0 else ""
     return f"step {where.step}, {layer}{where.phase}"
 
@@ -114,7 +114,7 @@ class CheckedCommunicator(Communicator):
     def _moving(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, givers: list[int]
     ) -> Pending:
-        """Record a call that sends `parts` chunks and receives one from each rank in `givers`."""
+        """Record a call that sends `parts` chunks and receives a chunk from each of `givers`."""
         if not self.ledger.active:
             return pending
         row = self.open(op, block)
@@ -131,7 +131,7 @@ class CheckedCommunicator(Communicator):
         return pending.then(check)
 
     def watched(self, whole: np.ndarray, givers: list[int]) -> list[int]:
-        """Return the subset of the senders `givers` whose chunks this member checks.
+        """Return the senders, a subset of `givers`, whose chunks this member checks.
 
         If several members read the same shared memory, each of them checks different chunks.
         """
@@ -183,7 +183,7 @@ class CheckedCommunicator(Communicator):
 
         return pending.then(check)
 
-    @quiet  # applies to `moves`, `totals` and `peaks` as well: they are run by this method
+    @quiet  # also covers `moves`, `totals` and `peaks`, which run inside this method
     def compare(self) -> list[str]:
         """Compare all members' records; return one line per error in this rank's results."""
         count = len(self.notes)

@@ -1,8 +1,9 @@
-"""Algorithm-based fault tolerance for every matrix product and message in a training step.
+"""Algorithm-based fault tolerance for the matrix products and messages of a training step.
 
-Checksums are recorded during the step and compared before the update:
+Matrix products are checked immediately. Checksums of communication calls are recorded during the
+step and compared before the update. The checks are:
 
-    matrix product                 C s = A (B s) up to rounding, at once (hpc3d.comm.abft.checksum)
+    matrix product                 C s = A (B s) up to rounding (hpc3d.comm.abft.checksum)
     all_gather, broadcast,         checksum of the bits that a member sent = checksum of the bits
     all_to_all, send and recv      that were received from it, exactly
     reduce_scatter, all_reduce,    the signed sums of all members' contributions to a chunk add up
@@ -10,9 +11,9 @@ Checksums are recorded during the step and compared before the update:
     all_reduce of the maximum      all members receive the same bits
 
 When the gradients of a step are complete, the members of each axis exchange their records in one
-all-gather, with one row per call. Later calls, such as ZeRO's all-gather of values after the
-update, are compared in the next checked step. Elementwise operations, and matrix products inside
-attention, are not checked.
+all-gather, with one row per call. Later calls, such as ZeRO's all-gather of the parameters after
+the update, are compared in the next checked step. Elementwise operations, and matrix products
+inside attention, are not checked.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class AbftChecker:
-    """Checker that records and compares checksums on one rank, once every `every` steps.
+    """Checker that records and compares the checksums of one rank in every `every`-th step.
 
     `found` lists the error messages of this rank.
     """
@@ -44,7 +45,7 @@ class AbftChecker:
         self.found: list[str] = []
         self.signs, self.active = Signs(), False
         self.trace: MeshRecorder = NullRecorder()
-        # Weak reference to the result of the latest matrix product, and its signed row sums.
+        # Result of the latest matrix product (a weak reference), and its signed row sums.
         self.latest: tuple[Callable[[], Any], Any] = (lambda: None, None)
 
     def wrap(self, comm: Communicator, axis: str) -> CheckedCommunicator:
@@ -102,7 +103,7 @@ class AbftChecker:
         return sums.reshape(parts, -1) if product() is block else self.signs.rows(block, parts)
 
     def compare(self) -> int:
-        """Compare checksums with the members of each axis; return this rank's number of errors.
+        """Compare checksums with the other ranks on each axis; return this rank's error count.
 
         The call is collective: all ranks make it at the same point of a step.
         """

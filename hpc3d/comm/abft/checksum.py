@@ -72,7 +72,7 @@ class Signs:
 
     @quiet
     def total(self, rows: np.ndarray) -> np.ndarray:
-        """Return the signed sum of each chunk's row sums, float64[parts]."""
+        """Return the signed sum of each chunk's row sums, as an array float64[parts]."""
         return rows @ self(rows.shape[1], np.dtype(np.float64))
 
 
@@ -98,7 +98,7 @@ def words(block: np.ndarray, parts: int = 1) -> np.ndarray:
 
 
 def terms(block: np.ndarray) -> int:
-    """Return the number of elements that each row sum of `block` adds up."""
+    """Return the number of elements that are added in each row sum of `block`."""
     return min(WIDE, block.shape[-1] if block.ndim > 1 else block.size)
 
 
@@ -117,14 +117,15 @@ def norm(block: np.ndarray) -> float:
 
 
 def largest(dtype: np.dtype) -> float:
-    """Return the largest norm of a block at which its sums cannot overflow; inf for integers."""
+    """Return the largest norm for which the sums of a block cannot overflow; inf for integers."""
     return float(np.finfo(dtype).max) / 1000 if dtype.char in _ROUNDOFF else np.inf
 
 
 def slack(dtype: np.dtype, *counts: int) -> float:
-    """Return a bound on the rounding error of a sum of sums, relative to the norm of its terms.
+    """Return a bound on the rounding error of nested sums, relative to the norm of the terms.
 
-    `counts` lists the number of terms per sum at each level. For integers, the bound is 0.
+    `counts` lists the number of terms per sum at each level of nesting. For integers, the bound is
+    0.
     """
     unit = _ROUNDOFF.get(dtype.char, 0.0)
     return _BOUND * unit * sum(map(sqrt, counts))
