@@ -59,7 +59,7 @@ class _Plan(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Options, model and prompt that rank 0 has read, and the `_Plan` that it broadcasts."""
+    """Options, model and prompt read by rank 0, and the `_Plan` that rank 0 broadcasts."""
 
     options: Namespace
     model: TrainedModel

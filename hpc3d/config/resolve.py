@@ -28,7 +28,7 @@ def resolve(config: Config, ranks: int | None, default: bool = False) -> Config:
 
     If `ranks` is `None`, the number of ranks is the product of the sizes in [mesh]. If `default`
     is true, the default model may be enlarged to fit the ranks. Raises ValueError with one line
-    per violated rule; the line names the key and a fix.
+    per violated rule; each line names the key and a fix.
     """
     config, problems = _resolved(config, ranks, default)
     refuse(problems)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Axes = tuple[str, ...]
 
-# Maximum number of elements per array. The number of bytes then fits in int64.
+# Maximum number of elements per array, so that its size in bytes fits in int64.
 _MOST_ELEMENTS = 2**56
 _SMALLEST = ModelSizes(layers=1, hidden=1, heads=1, sequence=1, vocabulary=1)
 
@@ -116,12 +116,12 @@ def wrong_tokens(model: ModelConfig) -> Iterator[str]:
 
 
 def _alike(config: Config) -> bool:
-    """Return True if the model's head has a product Y = X W whose Y must be sharded like X."""
+    """Return True if the model's head has a product Y = X W with equal layouts of X and Y."""
     return any(each.alike for each in family_of(config.model).head(_SMALLEST))
 
 
 def _wrong_head(config: Config) -> Iterator[str]:
-    """Report an error if several axes shard k of X[m, k], but the head supports only one."""
+    """Report an error if several axes shard dimension k of X[m, k], but the head supports one."""
     split = config.splits["dense"]
     if _alike(config) and len(split.x[1]) > 1:
         head = f"the head of model.kind = {config.model.kind}"
@@ -159,7 +159,7 @@ def sequence_divisor(config: Config) -> int:
 
 
 def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
-    """Return the divisibility requirements of the sizes, as {(key, value): axis groups}.
+    """Return the divisibility requirements on sizes, as {(key, value): axis groups}.
 
     A value must be divisible by the number of ranks in each of its groups of mesh axes.
     """
@@ -200,7 +200,10 @@ def _used(axis_groups: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
 
 
 def _unshared_keys(model: ModelConfig, axes: str, count: int) -> Iterator[str]:
-    """Report an error unless the number of KV heads is a multiple or a divisor of `count`."""
+    """Report a number of KV heads that neither is a multiple of `count` nor divides `count`.
+
+    `count` is the number of ranks along `axes`, which shard the heads.
+    """
     keys = model.kv_heads or model.heads
     if model.heads % count or keys % count == 0 or count % keys == 0:
         return

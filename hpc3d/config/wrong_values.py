@@ -52,7 +52,7 @@ def _names(table: Any) -> set[str]:
 
 
 def reported(*rules: Iterator[str]) -> Iterator[str]:
-    """Yield the problems found by all rules; a rule ends early if it uses an invalid value."""
+    """Yield the problems found by all rules; end a rule when it first uses an invalid value."""
     for rule in rules:
         try:
             yield from rule

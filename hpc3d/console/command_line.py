@@ -90,9 +90,9 @@ class Parser(argparse.ArgumentParser):
 def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:
     """Run the body of a command and return its exit code.
 
-    `body()` returns an exit code or `None` (success).  If it raises an exception listed in
-    REFUSED, the message is printed and BAD_INPUT is returned.  If `patient` is true, progress
-    lines are shown.
+    `body()` returns an exit code or `None` (success).  If it raises one of the
+    exceptions in REFUSED, the error message is printed and BAD_INPUT is returned.  Progress lines
+    are shown unless `patient` is false.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

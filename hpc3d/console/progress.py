@@ -126,7 +126,7 @@ def progress(
 
 @contextmanager
 def _speaking() -> Iterator[tuple[Callable[[str], object], float]]:
-    """Yield a function that prints a progress line to stderr, and the interval between lines in s.
+    """Yield a function that prints a progress line to stderr, and the interval in s between lines.
 
     On a terminal, each progress line replaces the previous one and stays at the bottom.
     """

@@ -106,7 +106,7 @@ def counted(number: int, noun: str) -> str:
 
 
 class Controls(str):
-    """String of hpc3d's own control sequences, which `SanitizedStream` does not escape."""
+    """Control sequences printed by hpc3d itself, which `SanitizedStream` does not escape."""
 
     __slots__ = ()
 

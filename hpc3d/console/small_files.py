@@ -116,7 +116,10 @@ def _temporary_name(path: Path) -> Path:
 
 
 def _has_ended(host: str, process: str, left: Path) -> bool:
-    """Return True if the process that wrote the temporary file `left` no longer exists."""
+    """Return True if the process that wrote the temporary file `left` has ended.
+
+    A process on another host is assumed to have ended if its file is old.
+    """
     if host != platform.node():
         return time.time() - left.stat().st_mtime > _ABANDONED_S
     try:
@@ -138,7 +141,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Set the file name of an OSError that the block raises to `path` if it has none.
+    """If the block raises an OSError without a file name, set its file name to `path`.
 
     Python does not add the file name to write errors.
     """

@@ -20,7 +20,8 @@ from hpc3d.cuda.cublaslt_library import (
 )
 from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
 
-# Masks of allowed split-K reduction schemes: any, or only CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE.
+# Bit masks of the split-K reduction schemes that cuBLASLt may use: any scheme, or only
+# CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE.
 _ANY_REDUCTION, _COMPUTE_TYPE_REDUCTION = 7, 2
 
 

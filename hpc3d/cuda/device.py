@@ -141,7 +141,7 @@ class Cuda:
             os.sched_yield()
 
     def reached(self, event: Any) -> bool:
-        """Return True if all work before a CUDA event is complete.
+        """Return True if all work submitted before a CUDA event has completed.
 
         Raises an exception if the device has failed, which `event.done` does not report.
         """

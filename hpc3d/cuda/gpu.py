@@ -58,10 +58,10 @@ class Gpu:
         return launch_table.kernels()[name].launch(None, 1, size).grid[0]
 
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-        """Yield the `pieces` into which a primitive's work is divided.
+        """Yield the pieces of a primitive's work.
 
-        Pieces with equal `kind(piece)` launch identical kernels. `AbstractGpu`, which
-        only predicts costs, therefore overrides this method: it yields one piece of each kind.
+        Pieces with equal `kind(piece)` launch identical kernels. `AbstractGpu`, which only
+        predicts costs, therefore yields only one piece of each kind.
         """
         yield from pieces
 
@@ -105,7 +105,7 @@ class Gpu:
 
 
 def add_gpu(kind: type, gpu: Gpu) -> None:
-    """Register the CUDA implementations of all primitives for arrays of type `kind` on `gpu`."""
+    """Register the CUDA implementations of all primitives for arrays of class `kind` on `gpu`."""
     add_backend(kind, lambda primitive: primitive.cuda_rule and partial(primitive.cuda_rule, gpu))
 
 

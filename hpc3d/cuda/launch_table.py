@@ -44,8 +44,9 @@ _POINTEES = {
 class Launch(NamedTuple):
     """Launch configuration: blocks per grid and threads per block, each as (x, y).
 
-    No kernel uses dynamic shared memory. With one block per row, the grid is empty if there are no
-    rows. CUDA does not allow empty grids, so the caller must skip such a launch.
+    No kernel uses dynamic shared memory. If a launch uses one block per row, the grid of an
+    array without rows is empty. CUDA does not allow empty grids, so the caller must skip such a
+    launch.
     """
 
     grid: tuple[int, int]
@@ -73,7 +74,7 @@ def row_of(elements: int) -> Callable[[int, int, int, int], Launch]:
 
 
 def strided(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Cover an array with a grid-stride loop; a thread loads `pack` elements at a time."""
+    """Cover an array with a grid-stride loop; each thread loads `pack` elements at a time."""
     return Launch((min(BLOCKS, whole(rows * columns, pack * most)), 1), (most, 1))
 
 
@@ -91,7 +92,7 @@ def tiles_of_strips(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def tiles_of_columns(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Return the launch of `rows` column sums; each thread block sums 32 columns of a matrix."""
+    """Assign each block 32 columns of one row of sums; `rows` is the number of these rows."""
     return Launch((whole(columns, WARP), rows), (WARP, most // WARP))
 
 
@@ -113,7 +114,7 @@ SHAPES = {
     )
 }
 
-# The comment before a kernel names its launch function: one in SHAPES, or `row_of` and a number.
+# The comment before a kernel names its launch function: a key of SHAPES, or `row_of` and a number.
 # The launch function maps the work size (rows, columns) to a launch configuration.
 # `rows` is 1 for flat arrays, and the number of result rows for kernels such as sum_repeated.
 # For sum_strips, `rows` is the number of sums (1 or 2).

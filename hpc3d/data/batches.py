@@ -34,8 +34,8 @@ class Batches:
         self.windows = (len(tokens) - self.AHEAD) // sequence
         self._tokens, self._sequence, self._batch, self._seed = tokens, sequence, batch, seed
         self._epoch, self._order = 0, permutation(self.windows, seed, 0)
-        # The first sequence of step i has the number i * batch + _skipped.  `go_on` sets _skipped,
-        # in case earlier steps of the run had a different batch size.
+        # Step i starts with sequence number i * batch + _skipped.  `go_on` sets _skipped to
+        # account for earlier steps with a different batch size.
         self._skipped = 0
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -72,7 +72,7 @@ class Batches:
 def permutation(windows: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of the windows in an epoch, int64[windows].
 
-    Earlier epochs need not be computed.
+    The order does not depend on the orders of earlier epochs.
     """
     bits = np.random.Philox(key=np.array([seed, epoch], np.uint64))
     return np.random.Generator(bits).permutation(windows)

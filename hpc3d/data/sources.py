@@ -25,7 +25,7 @@ from hpc3d.runtime.optional_packages import need
 JSONL, PARQUET, BIN = (".jsonl", ".ndjson"), (".parquet",), (".bin",)
 _LINE = 1 << 28  # maximum bytes per line of a JSON lines file
 _ROWS = 256  # number of Parquet rows read at a time
-_OF_A_DOCUMENT = 64  # tokenizer overhead per segment, as an equivalent number of characters
+_OF_A_DOCUMENT = 64  # fixed cost of tokenizing a segment, expressed in characters
 _MEGATRON, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequence count, document count + 1
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # type code -> dtype of ids
@@ -99,7 +99,10 @@ class Source:
             )
 
     def _ended(self, part: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Append an end token to each document that lacks one; documents end at indices `ends`."""
+        """Append an end token to each document without one.
+
+        `ends` contains, for each document, the index after its last token.
+        """
         if self.tokenizer.end is None or not len(ends):
             return part
         lacking = ends[part[ends - 1] != self.tokenizer.end]
@@ -107,7 +110,7 @@ class Source:
 
 
 def training_pieces(texts: Sequence[Path], field: str) -> Iterator[bytes]:
-    """Yield pieces of the text in all files, for training a tokenizer."""
+    """Yield the text of all files in pieces, for training a tokenizer."""
     for path in texts:
         yield from (part.text for part in _parts(path, field))
 

@@ -89,7 +89,7 @@ class Tokens(contextlib.AbstractContextManager):
 
 
 def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
-    """Open a token file, a text file, or a folder of `*.txt` sorted by name.
+    """Open a token file, a text file, or all `*.txt` files of a folder in order of name.
 
     Each byte of a text file is a token; no token file is written.  Raises a one-line ValueError
     that begins with `data.path` if the file is missing, empty, not text, damaged, or was written

@@ -32,7 +32,8 @@ _GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-# Slightly above GPT-2's vocabulary size. Larger vocabularies use another pre-tokenization pattern.
+# Maximum number of tokens in a tiktoken file, slightly above the size of GPT-2's vocabulary.
+# Larger vocabularies use another pre-tokenization pattern.
 _MOST_RANKS = 50_300
 _MOST_META = 1 << 24  # maximum size in bytes of a meta.pkl
 
@@ -63,7 +64,7 @@ def _told_end(folder: Path) -> str | None:
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """Return the contents of a folder's tokenizer_config.json; an empty dict if it is absent."""
+    """Return the contents of a folder's tokenizer_config.json, or {} if there is no such file."""
     return object_in(folder / SETTINGS)
 
 
@@ -157,8 +158,8 @@ def _byte_level(
 def _of_ranks(path: Path) -> tuple[dict[str, int], _Merges]:
     """Parse a tiktoken file, whose lines consist of a base64-encoded token and its rank.
 
-    If all merges of lower rank are applied to a token, two parts remain. These parts are the
-    token's merge.
+    Applying all merges of lower rank to the bytes of a token yields two parts. Merging these two
+    parts creates the token.
     """
     lines = _text(path).splitlines()
     ranks = {b64decode(word): int(rank) for word, rank in (line.split() for line in lines if line)}

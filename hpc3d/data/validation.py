@@ -37,7 +37,7 @@ class TokenRange(Tokens):
 
 
 class _OtherText(TokenRange):
-    """Separate validation text. Its error messages refer to data.validation."""
+    """Separate validation text, whose error messages name the key data.validation."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         with _of_validation():

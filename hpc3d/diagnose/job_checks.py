@@ -1,4 +1,4 @@
-"""Checks across the ranks of a job: placement, same versions, shared folder, communication.
+"""Checks that involve all ranks of a job: placement, versions, shared folder, communication.
 
 Checks are collective: all ranks call a check, and the check yields the same findings on each rank,
 so that only rank 0 needs to print the findings.
@@ -77,7 +77,7 @@ def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
 def _oversubscription(host: str, ranks: int, used: int, cores: int) -> Iterator[Finding]:
     """Check whether the ranks of a host compete for cores.
 
-    The host has `cores` cores. Its `ranks` ranks may run on `used` of them.
+    The `ranks` ranks of the host may run on `used` of its `cores` cores.
     """
     if used < min(ranks, cores):
         text = f"{ranks} ranks of {host} share {used} of its {counted(cores, 'core')}"
@@ -200,7 +200,7 @@ def _known_gather(comm: Communicator) -> bool:
 
 
 def _verdict_on(job: Job, subject: str, right: bool, text: str) -> Finding:
-    """Return an OK Finding if a test passed on all ranks, or a FAIL Finding that lists the others.
+    """Return an OK Finding, or a FAIL Finding that lists the ranks on which a test failed.
 
     `right` is True if the test passed on this rank.
     """
@@ -225,7 +225,7 @@ def link(job: Job) -> Iterator[Finding]:
 
 
 def _exchanges(job: Job, block: np.ndarray, times: int) -> list[float]:
-    """Return one-way times in s for `times` messages: half the round-trip times on rank 0."""
+    """Return the one-way times of `times` messages in s: half the round-trip times on rank 0."""
     last, spent = job.size - 1, []
     for _ in range(times):
         before = time.perf_counter()

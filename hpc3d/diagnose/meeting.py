@@ -1,8 +1,8 @@
-"""Check with point-to-point messages and a timeout that all ranks of a job reach each other.
+"""Check with point-to-point messages and a timeout that all ranks of a job can communicate.
 
 If MPI finds no network that connects all hosts, its first collective call hangs, or MPI ends the
 job with an error message. Therefore, each rank publishes its result under a name with
-MPI_Publish_name: the launcher, which is connected to all hosts, transfers it to rank 0.
+MPI_Publish_name: the launcher, which is connected to all hosts, transfers this result to rank 0.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Board:
             self.works = False
 
     def read(self, what: str, until: float) -> list[str]:
-        """Return the text of each rank, or "" for ranks that publish no text by time `until`."""
+        """Return each rank's text, or "" for a rank that publishes nothing before time `until`."""
         return [self.text(what, rank, until) for rank in range(self.comm.size)]
 
     def text(self, what: str, rank: int, until: float) -> str:
@@ -71,7 +71,7 @@ def meet() -> Finding | None:
     """Exchange messages between ranks to check that they can reach each other.
 
     Rank 0 returns a Finding if any two peers cannot reach each other, else None. Any other rank
-    returns None if it reaches all of its peers; otherwise, it exits, and the caller on rank 0
+    returns None if it can reach all of its peers; otherwise, it exits. The caller on rank 0 then
     aborts the job.
     """
     comm, end = MPI.COMM_WORLD, time.monotonic() + _WITHIN
@@ -137,9 +137,9 @@ def finding(pairs: Iterable[Sequence[int]], hosts: Sequence[str]) -> Finding:
 
 
 def _announce(hosts: Sequence[str]) -> None:
-    """Print a notice that names the hosts and the remedy before the first message is sent.
+    """Before the first message is sent, print a notice that names the hosts and a remedy.
 
-    MPI may abort the job at the first message, and its error message names neither.
+    MPI may abort the job at this message, and its own error message names neither.
     """
     between = ", ".join(dict.fromkeys(filter(None, hosts)))
     line = f"testing messages between {between}; if MPI ends the job now, {_REMEDY}"

@@ -26,7 +26,7 @@ _BOUND = re.compile(r"([\w.-]+)\s*>=\s*([\d.]+)")
 # This code runs in a subprocess, because h5py aborts the process if it loads an incompatible HDF5
 # library.
 _LOAD = "import numpy, pydantic, h5py; print(h5py.version.hdf5_version)"
-# A launcher needs a constant number of open files, plus a number per rank. With 32 ranks, Open
+# A launcher needs a fixed number of open files, plus a few per rank. With 32 ranks, Open
 # MPI 5 crashes or hangs if the limit is 128 open files, and works if the limit is 192.
 _FILES, _FILES_OF_RANK = 64, 6
 QUOTA = Path("/sys/fs/cgroup/cpu.max")

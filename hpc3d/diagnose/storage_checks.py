@@ -47,7 +47,7 @@ def scratch(folder: Path) -> tempfile.TemporaryDirectory:
 
 
 def replaced(folder: Path) -> None:
-    """Replace a file in the same way as saving a checkpoint does.
+    """Replace a file with the same steps as when a checkpoint is saved.
 
     Write and fsync a new file, rename it to the old name, and fsync the folder.
     """

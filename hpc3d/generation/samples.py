@@ -63,7 +63,7 @@ class Samples:
             self.write(piece)
 
     def finish(self, prompt: str) -> None:
-        """Write the rest of a single sample, or the complete texts of several samples."""
+        """Write the remaining text of a single sample, or all texts of several samples."""
         ends = [stream.end() for stream in self.streams]
         if len(ends) == 1:
             self.write(f"{ends[0]}\n")

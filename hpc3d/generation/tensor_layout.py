@@ -58,7 +58,7 @@ def _wrong_keys(config: Config) -> list[str]:
 def _base(trained: Config, words: Sequence[str], ranks: int) -> Config:
     """Return the default configuration for generation.
 
-    It has the parallel scheme of the training run, and float64 as its data type.
+    It uses the parallel scheme of the training run, and the data type float64.
     """
     given = {option.removeprefix("--") for option, _ in options(words)}
     scheme = trained.parallel.scheme

@@ -14,7 +14,7 @@ class TextStream:
     """Incremental decoder of a token sequence.  Invalid UTF-8 becomes U+FFFD.
 
     Some tokenizers decode a token differently at the beginning of a text. New tokens are therefore
-    decoded together with the previous ones, whose text is then removed.
+    decoded together with the previous tokens, whose text is then removed from the result.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

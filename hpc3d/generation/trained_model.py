@@ -98,7 +98,7 @@ class TrainedModel(NamedTuple):
 
 
 class PublishedValues:
-    """Reader of the weights in a Hugging Face model folder, with the interface of a checkpoint."""
+    """Weights in a Hugging Face model folder, read by the same methods as a checkpoint."""
 
     def __init__(self, pretrained: Pretrained, config: Config) -> None:
         self.pretrained, self.config = pretrained, config
@@ -122,8 +122,8 @@ def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
 
     `words` are command-line options such as `--section.key value`. This function uses
     `--data.path` for a run, and `--model.KEY` for a Hugging Face model. Raises ValueError if the
-    model is invalid or cannot generate text, or if an option is neither one of these nor in
-    `_LAYOUT`.
+    model is invalid or cannot generate text, or if `words` has an option other than these and
+    those in `_LAYOUT`.
     """
     published = path.suffix == ".safetensors" or any(
         (path / name).exists() for name in (CONFIG, WEIGHTS, INDEX, "snapshots")

@@ -84,9 +84,9 @@ class MaskedLogitsSaved(NamedTuple):
 class MaskedHead(Head):
     """Head of BERT: logits Y[m, v] = norm(gelu(X W + b)) table^T + b', and their cross-entropy.
 
-    Only masked tokens contribute to the cross-entropy. The logits reuse the embedding table, which
-    is sharded as the embedding lookup requires. The product with this table therefore needs an
-    input that has the same layout as X. The split `Split.alike` gives the product X W this layout.
+    Only masked tokens contribute to the cross-entropy. The logits reuse the embedding table, in
+    the layout of the embedding lookup. The product with this table therefore requires an input
+    with the same layout as X. With the split `Split.alike`, the product X W has this layout.
     """
 
     def __init__(

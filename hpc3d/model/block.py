@@ -46,7 +46,7 @@ class BlockSaved(NamedTuple):
 
 
 class BlockInput(NamedTuple):
-    """Data that a fully recomputed block saves: its input X and its flat weight array."""
+    """Data saved for a fully recomputed block: its input X, and the flat array of its weights."""
 
     x: SavedActivation
     weights: Array
@@ -131,7 +131,8 @@ class Block:
         self.mesh, self.number = mesh, number
         self.parameters, self.recompute = parameters, recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"
-        # GPT-2 scales initial residual projections by 1 / sqrt(2 * layers) (Radford et al. 2019).
+        # GPT-2 scales the initial weights of residual projections by 1 / sqrt(2 * layers)
+        # (Radford et al. 2019).
         last = std / sqrt(2 * model.layers) if family.first_norm else std
 
         def linear(part, shape, split, std, interleaved=(1, 1)):
@@ -171,7 +172,7 @@ class Block:
         return y, BlockInput(x, self.parameters.value) if self.recompute == "full" else saved
 
     def _recomputed(self, kept: BlockInput, micro: Microbatch) -> BlockSaved:
-        """Recompute the forward pass with its original weights; return the saved activations."""
+        """Recompute the forward pass with the saved weights; return the activations."""
         newest = self.parameters.value
         self.parameters.use(kept.weights)
         with self.mesh.trace.scope(phase="recompute"):

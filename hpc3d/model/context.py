@@ -23,9 +23,9 @@ class Context(NamedTuple):
     """Sharding of sequences of `length` tokens over the `rings` x `heads` ranks of axis c.
 
     Each rank stores T/c tokens of every sequence. The layers other than attention treat these
-    tokens as a sequence of their own, a "virtual sequence": a microbatch of S sequences becomes
-    c S virtual sequences of T/c tokens, ordered by rank. Several mesh axes may shard the rows
-    (tokens) of an array; in every layout, axis c is the outermost of them.
+    tokens as a separate "virtual sequence": a microbatch of S sequences becomes c S virtual
+    sequences of T/c tokens, ordered by rank. Several mesh axes may shard the rows (tokens) of an
+    array; in every layout, axis c is the outermost of these axes.
     """
 
     length: int
@@ -34,7 +34,7 @@ class Context(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Number of ranks along the context axis, c."""
+        """Number c of ranks along the context axis."""
         return self.rings * self.heads
 
     @property
@@ -67,7 +67,7 @@ class Context(NamedTuple):
     def peer(self, number: int, of_first: int) -> int:
         """Return the rank to which rank `number` sends if rank 0 sends to rank `of_first`.
 
-        All ranks send to the same relative rank, either around the ring or within the all-to-all
+        All ranks send over the same distance, either around the ring or within the all-to-all
         group.
         """
         if of_first % self.heads == 0:
@@ -83,7 +83,7 @@ class Context(NamedTuple):
         return np.ascontiguousarray(parts.swapaxes(0, 1)).reshape(-1, self.tokens)
 
     def rows(self, here: slice, sequences: int, first: int) -> range | np.ndarray:
-        """Convert the row indices `here` of a microbatch to row indices of the full batch.
+        """Return the indices, in the full batch, of the rows `here` of a microbatch.
 
         The full batch has one row per token, ordered by sequence and position. The microbatch
         consists of c S = `sequences` virtual sequences, and its first sequence has index `first`
@@ -96,7 +96,7 @@ class Context(NamedTuple):
         return (first + sequence) * self.length + _order(self)[part, token]
 
 
-WHOLE = Context(0)  # placeholder for unsharded sequences of any length
+WHOLE = Context(0)  # placeholder that ModelSpec replaces by Context(sequence length)
 
 
 @cache

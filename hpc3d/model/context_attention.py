@@ -133,9 +133,9 @@ class RingAttention(HeadBlock):
     def _span(self, kv: Array, ring_rank: int, products: int) -> Any:
         """Return a trace span for attention to the keys at ring position `ring_rank`.
 
-        `products` is twice the number of matrix products per pair of chunks (2 in the forward
-        pass, 5 in the backward pass). The FLOP count of the span is `products` times the number of
-        scores per head, the number of heads and the head dimension.
+        `products` is twice the number of matrix products per pair of chunks, which is 2 in the
+        forward pass and 5 in the backward pass. The FLOP count of the span is `products` times the
+        number of scores per head, the number of heads and the head dimension.
         """
         scores = sum(
             (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start)
@@ -146,7 +146,7 @@ class RingAttention(HeadBlock):
         return self.mesh.trace.span("attention", "attention", flops)
 
     def _chunks_seen(self, micro: Microbatch) -> Callable[[int], Chunks]:
-        """Return a function that maps a ring position to the `Chunks` with its keys."""
+        """Return a function that maps a ring position to the `Chunks` of its keys."""
         drop = self._drop(micro)
 
         def at(ring_rank):
@@ -274,7 +274,7 @@ class HeadExchange:
     def _columns(
         self, whole: Array, parts: Array, stretches: Sequence[slice]
     ) -> Iterator[tuple[Array, Array]]:
-        """Yield views of `whole` and `parts` with the same heads, for each range in `stretches`.
+        """Yield views of `whole` and `parts` with the same heads: one pair per column range.
 
         `whole` has the shape [rows, heads], with the heads of all u ranks, and `parts` has the
         shape [u, rows, heads/u], with one matrix per rank. For a range of n columns of `whole`,

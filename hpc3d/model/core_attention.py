@@ -32,7 +32,7 @@ class AttentionSaved(NamedTuple):
 
 
 class HeadBlock:
-    """Base class of attention layers; determines the tokens and heads that a rank processes.
+    """Base class of attention layers, which determines the tokens and heads of a rank.
 
     With context parallelism, a rank processes complete heads for `tokens` tokens of each of its
     sequences, namely the tokens assigned to its ring position. The rotary embedding uses token
@@ -72,7 +72,7 @@ class HeadBlock:
         return self.sizes.dropout > 0 and micro.training
 
     def samples(self, micro: Microbatch) -> range:
-        """Return the indices, in the microbatch, of the sequences processed by this rank."""
+        """Return the indices, within the microbatch, of the sequences that this rank processes."""
         rows = Layout(" ".join(self.layout[0]), owned=" ".join(self.layout.owned))
         (here,) = rows.slices((micro.sequences,), self.mesh)
         first = here.start % (micro.sequences // self.context.parts)
@@ -159,6 +159,6 @@ class CoreAttention(HeadBlock):
         return Mask(self.key(micro), self.sizes.dropout, rows, columns, width)
 
     def _flops(self, qkv: Array) -> int:
-        """Return the FLOPs of the products q k^T and p v, each 2 T D per row and head."""
+        """Return the FLOPs of q k^T and p v; each product takes 2 T D FLOPs per row and head."""
         width, queries = self.form
         return 4 * self.tokens * queries * width * qkv.size // self.form.columns

@@ -35,8 +35,8 @@ def sequences_for(
     """Return the smallest number of sequences >= `samples` whose rows can be sharded evenly.
 
     The result is divisible by the number of ranks over which the rows of each matrix product are
-    sharded, including the router's product if `mixes` is True. `sizes` maps mesh axes to their
-    sizes. Each sequence contributes one row, for its new token.
+    sharded, including the router's product if `mixes` is True (the model has experts). `sizes`
+    maps mesh axes to their sizes. Each sequence contributes one row, for its new token.
     """
     ends = split.without_panels()
     splits = split, split.next(), ends, ends.next(), *([split.by_rows()] if mixes else [])
@@ -87,7 +87,7 @@ class Decoder:
         return self.mesh.pool.bring(make(micro))
 
     def _embedded(self, micro: Microbatch, count: int) -> Array:
-        """Return the embeddings of the new tokens, whose positions follow the cached ones."""
+        """Return the embeddings of the new tokens, whose positions follow those in the cache."""
         first, embeddings = self.kept.length, self.stage.embeddings
         assert embeddings
         x, _ = embeddings.lookup.forward(micro)

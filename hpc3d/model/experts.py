@@ -1,7 +1,7 @@
 """Mixture of experts that replaces the MLP of a block.
 
-Each token is routed to `top_k` experts, and all-to-alls along e send tokens to their experts. The
-layer corresponds to Switch (Fedus et al. 2021, arXiv:2101.03961) with one expert per token, to
+Each token is routed to `top_k` experts, and all-to-alls along axis e send tokens to their experts.
+The layer corresponds to Switch (Fedus et al. 2021, arXiv:2101.03961) with one expert per token, to
 GShard (Lepikhin et al. 2020, arXiv:2006.16668) with two, and to Mixtral (Jiang et al. 2024,
 arXiv:2401.04088) without token dropping. The routing group is one sequence: each expert has C
 slots per sequence (its capacity), assigned in order of token position, first choices before second
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 
 class StackedLinear(Linear):
-    """Linear layer of all experts of a rank: X[m, E/e, k], W[k, E/e, n], b[1, E/e, n]."""
+    """Linear layers of the E/e experts of a rank: X[m, E/e, k], W[k, E/e, n], b[1, E/e, n]."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class ExpertMixture:
     def _precedes(self) -> Array:
         """Return the 0/1 array `precedes`, int64 [top_k, pieces, c, top_k, pieces].
 
-        With it, `before_of` counts the tokens to which slots are assigned before this rank's
+        `before_of` uses this array to count the tokens that receive slots before this rank's
         tokens. Slots are assigned in order of choice index (0 to top_k - 1), then of position in
         the sequence. Entry [i, s, r, j, t] is 1 if choice j of segment t on another rank r of axis
         c precedes choice i of segment s on this rank.
@@ -228,9 +228,9 @@ class ExpertMixture:
         """Register the balancing bias b_i (arXiv:2408.15664), used only to select experts.
 
         After each step, b_i decreases by a fixed rate if expert i was selected more often than the
-        average expert, and increases if it was selected less often. The bias's gradient is
-        therefore defined as the number of selections above the average, multiplied by the number
-        of experts.
+        average expert, and increases if it was selected less often. The gradient of b_i is
+        therefore defined as the number of selections of expert i minus the average over all
+        experts, multiplied by the number of experts.
         """
         if not self.form.balance_bias:
             return None
@@ -260,7 +260,7 @@ class ExpertMixture:
         return self._sum(out, y), MixtureSaved(saved_router, *saved)
 
     def _along_k(self, block: Array) -> Pending:
-        """Start an all-gather of a block along k; return a handle to its values for all rows."""
+        """Start an all-gather of a block along loop k; return a handle to all rows."""
         matmul = self.router.matmul
         return matmul.gather(block, matmul.split.y, matmul.axes["k"])
 
@@ -297,14 +297,14 @@ class ExpertMixture:
         self.mesh.trace.routed(chosen, kept, losses)
 
     def _slots(self, rows: int, micro: Microbatch) -> SlotForm:
-        """Return the slot layout (`SlotForm`) of a rank that has `rows` rows of X."""
+        """Return the slot layout (`SlotForm`) for a rank with `rows` rows of X."""
         tokens, count = micro.tokens.shape[1], self.form.count
         capacity = self.form.slots(tokens * self.context.parts)
         held = -(-(rows // tokens * min(tokens, capacity)) // self.multiple) * self.multiple
         return SlotForm(tokens, count, capacity, self.parts, held)
 
     def _dispatched(self, x: Array, slots: Array, micro: Microbatch) -> Array:
-        """Copy the rows of X to their expert slots; return the array of slots, [e R, E/e, h]."""
+        """Copy the rows of X to their expert slots; return all slots as an array [e R, E/e, h]."""
         form = self._slots(len(x), micro)
         shape = form.parts * form.rows, form.count // form.parts, x.shape[1]
         out = self.mesh.empty(shape, x.dtype)
@@ -343,7 +343,7 @@ class ExpertMixture:
     ) -> Array:
         """Return the router's contribution to the gradient of X.
 
-        `dweights` is this rank's partial sum, along k, of the gradient of the gate weights.
+        `dweights` is this rank's partial sum, over loop k, of the gradient of the gate weights.
         """
         matmul = self.router.matmul
         own = matmul.reduce(dweights, matmul.split.y, matmul.axes["k"]).wait()
@@ -372,7 +372,7 @@ def _flat(rows: Array) -> Array:
 
 
 def _least_rows(mesh: Mesh, split: Split) -> int:
-    """Return the number of which the slot rows per rank of axis e must be a multiple.
+    """Return a number that must divide the number of slot rows per rank of axis e.
 
     The mesh axes that shard loop k can then shard the output rows of the up projection evenly.
     """
