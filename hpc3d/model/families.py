@@ -119,7 +119,7 @@ def _bert_vectors(sizes):
 
 
 def _full_attention(sizes):
-    """Return the attention FLOPs per token: 2 T D per head for each of q k^T and p v.
+    """Return the attention FLOPs per token: 2 T D per head for q k^T, and as many for p v.
 
     FLOPs for masked scores are included.
     """
@@ -146,10 +146,9 @@ def _block_kept(sizes, recompute, chunked, mixes, gated):
 def _mixture_kept(sizes, features):
     """Return the number of elements that a mixture of experts saves per token.
 
-    For every slot, including empty slots, the mixture saves the inputs of the up projection, the
-    activation and the down projection, and the output. Each shared expert saves as many elements
-    as an MLP.
-    The data saved by the router is negligible.
+    For every expert slot, including empty slots, the mixture saves the inputs of the up
+    projection, the activation and the down projection, and the output. Each shared expert saves as
+    many elements as an MLP. The data saved by the router is negligible.
     """
     form = sizes.experts
     slots = form.slots_of_token(sizes.sequence)

@@ -62,7 +62,7 @@ class Embeddings:
         return self.drop.apply(x, micro, self.shape.hidden), saved
 
     def placed(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
-        """Return the sum of token and position embeddings, and the lookup's saved data."""
+        """Return the sum of token and position embeddings, and the data that the lookup saves."""
         x, saved = self.lookup.forward(micro)
         if self.positions:
             with self.mesh.trace.span("embedding", "lookup"):
@@ -114,13 +114,13 @@ class Head:
             mesh, parameters, "head.norm", sizes.hidden, split.x, sizes.epsilon
         )
         self.matmul = sharded_matmul(mesh, whole, spec.keep, transposed=True)
-        vocabulary: Any = sizes.vocabulary  # every resolved configuration sets it
+        vocabulary: Any = sizes.vocabulary  # set in every resolved configuration
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved | None]:
         """Return the loss summed over this rank's tokens, or 0 if another rank contributes it.
 
-        For a microbatch of an evaluation, also return the number of correctly predicted tokens
+        For an evaluation microbatch, also return the number of correctly predicted tokens
         (`CrossEntropy.score`).
         """
         logits, saved = self.logits(x)
@@ -147,7 +147,7 @@ class Head:
         return self.logits_grad(dlogits, saved.logits, defer)
 
     def logits_grad(self, dlogits: Array, saved: Any, defer: Callable[..., None]) -> Array:
-        """Compute the gradient of the head's input X from the gradient of the logits Y."""
+        """Return the gradient with respect to the input X, given the gradient of the logits Y."""
         dx, rest = self.matmul.backward_input(saved.product, dlogits)
         defer(self.weight_grad, rest)
         return self.norm.backward(dx.wait(), saved.norm, residual=None)

@@ -108,7 +108,7 @@ class GroupedQkv(Linear):
         return heads % self.mesh.count(self.across) == 0
 
     def _needed(self, heads: int) -> slice:
-        """Return the columns of the stored weight block that this rank multiplies, as a slice.
+        """Return the slice of the stored weight block's columns that this rank multiplies.
 
         The unsharded weight has `heads` heads.
         """

@@ -114,7 +114,7 @@ class KeptForm:
         return OffloadedArray(kept)
 
     def _load(self, value):
-        """Start loading offloaded arrays; replace each with a function that returns its data."""
+        """Start loading offloaded arrays; replace each with a function that returns the data."""
         if isinstance(value, RoundedArray):
             return RoundedArray(*map(self._load, value))
         if not isinstance(value, OffloadedArray):
@@ -163,8 +163,8 @@ def _replaced(
 ) -> Any:
     """Replace each array a in a layer's saved data by function(a).
 
-    Only fields whose annotated type is or contains `marked` change. An array that occurs several
-    times is passed to `function` only once; `done` caches the results.
+    Only fields whose annotated type is or contains `marked` are processed. An array that occurs
+    several times is passed to `function` only once; `done` caches the results.
     """
     if not hasattr(saved, "_fields"):
         return saved
@@ -179,7 +179,7 @@ def _replaced(
 
 @cache
 def _are_marked(kind: Any, marked: Any) -> list[bool]:
-    """Return one bool per field of a NamedTuple: True if its type is or contains `marked`."""
+    """Return, for each field of a NamedTuple, whether its type is or contains `marked`."""
     hints = get_type_hints(kind, include_extras=True)
     return [_contains(hint, marked) for hint in hints.values()]
 
@@ -200,9 +200,9 @@ def _once(value: Any, function: Callable[[Any], Any], done: dict) -> Any:
 class FetchedWeights:
     """Offloaded weight matrices of a stage's blocks, prefetched one block ahead.
 
-    The data that a block saves for backward refers to the parameters instead of their loaded
-    values, which would otherwise stay in memory until the backward pass.  `blocks` are the names
-    of the blocks.
+    The data that a block saves for the backward pass refers to the parameters instead of their
+    loaded values, which would otherwise stay in memory until the backward pass. `blocks` are the
+    names of the blocks.
     """
 
     def __init__(self, parameters: Parameters, blocks: Sequence[str]) -> None:
@@ -216,7 +216,7 @@ class FetchedWeights:
     def of(self, block: int, then: int) -> AbstractContextManager[None]:
         """Return a context manager that keeps the weight matrices of `block` loaded.
 
-        On entry, it also starts prefetching the matrices of block `then`.
+        On entry, the context manager also starts prefetching the matrices of block `then`.
         """
         return self._at_hand(block, then) if self.items[block] else nullcontext()
 

@@ -56,7 +56,7 @@ class CachedAttention:
         return out, None
 
     def _flops(self, qkv, seen):
-        """Return the FLOPs of both attention GEMMs, q k^T and softmax(...) v, for `seen` keys.
+        """Return the FLOPs of the GEMMs q k^T and softmax(...) v if queries attend to `seen` keys.
 
         Each new token needs 4 * D * `seen` FLOPs per query head, where D is the head size.
         """

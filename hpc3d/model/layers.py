@@ -1,9 +1,9 @@
 """Layers with hand-written `forward(x)` and `backward(dy, saved, defer)`.
 
 `forward` returns y and the data saved for `backward`. A layer stores its parameters and mesh axes,
-but no state of individual passes. It may therefore be used several times, in parallel branches, or
-by several microbatches in flight. Gradients are accumulated in `Parameter.grad`. The computation
-of weight gradients is passed to `defer`, which runs it immediately or later.
+but no state of individual passes. A layer may therefore be used several times, in parallel
+branches, or by several microbatches in flight. Gradients are accumulated in `Parameter.grad`. The
+computation of weight gradients is passed to `defer`, which runs it immediately or later.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def immediately(function: Callable[..., object], *args: Any) -> None:
 
 
 def owned(mesh: Mesh, y: Array) -> Array:
-    """Return y, or a copy of y if other ranks read its memory."""
+    """Return y, or a copy of y if y is stored in memory that other ranks read."""
     if writeable(y):
         return y
     out = mesh.empty(y.shape, y.dtype)
@@ -88,7 +88,7 @@ class Linear:
 
     @property
     def adds_residual(self) -> bool:
-        """True if `forward` can add a residual, because Y is complete without a reduction."""
+        """True if `forward` can add a residual, i.e. if Y needs no reduction."""
         return self.matmul.y_is_complete
 
     def forward(self, x: Array, residual: Array | None = None) -> tuple[Array, Saved]:
@@ -115,7 +115,7 @@ class Linear:
     def activated(self, x: Array) -> tuple[Array, Saved, Array]:
         """Compute Y = x W + b; return GELU(Y), the data saved for the backward pass, and Y.
 
-        Bias and GELU are fused into the matrix product.  x must be a matrix.
+        Bias and GELU are fused into the matrix product. x must be a matrix.
         """
         assert self.bias
         h = self.mesh.empty((x.shape[0], self.bias.value.size), x.dtype)
@@ -301,7 +301,7 @@ class EmbeddingSaved(NamedTuple):
 class Embedding:
     """Embedding lookup, expressed as the product of a one-hot X[m, v] and W[v, h].
 
-    In the `split` of this product, the axes of k shard the vocabulary v. The result Y[m, h] has
+    The vocabulary v is sharded over the axes of k in the product's `split`. The result Y[m, h] has
     the layout of the first block's input.
     """
 

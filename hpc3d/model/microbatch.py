@@ -1,4 +1,4 @@
-"""Microbatches, the inputs of one forward and backward pass, and functions to create them."""
+"""Microbatches (inputs of one forward and backward pass), and functions that create them."""
 
 from __future__ import annotations
 

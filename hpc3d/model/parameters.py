@@ -80,7 +80,7 @@ class Parameter:
     mean: float = 0.0
     partial: tuple[str, ...] = ()
     decay: bool = False
-    rows: int | None = None  # number of rows with initial values; the others are zero padding
+    rows: int | None = None  # number of initialized rows; the remaining rows are zero padding
     grad_layout: Layout | None = None
     tied_peer: int | None = None
     completed_last: bool = False
@@ -250,7 +250,8 @@ class Parameters:
 
         Parameters reduced over the same axes are adjacent, in the order in which a backward pass
         completes them, so that a gradient bucket is one contiguous range.  Among these,
-        parameters with weight decay are adjacent, so that an update has few ranges.
+        parameters with weight decay are adjacent, so that an optimizer update processes few
+        contiguous ranges.
         """
         self.items.reverse()
         self.items.sort(key=lambda item: (item.completed_last, item.partial, not item.decay))
@@ -341,7 +342,7 @@ class Parameters:
         return item in self.owners or slices.own_value != slices.value
 
     def _shard(self, item: Parameter, start: int, size: int, own: int) -> slice:
-        """Return the slice of this rank's `own` elements of a parameter.
+        """Return the slice that contains the `own` elements of a parameter on this rank.
 
         The parameter has `size` elements and starts at index `start` of the flat array.
         """

@@ -90,7 +90,7 @@ class ModelSizes:
         return self.experts is not None and (layer + 1) % self.experts.every == 0
 
     def blocks(self) -> dict[bool, int]:
-        """Count the blocks with (key True) and without (key False) a mixture of experts."""
+        """Return the number of blocks with (key True) and without (False) a mixture of experts."""
         mixtures = self.layers // self.experts.every if self.experts else 0
         return {False: self.layers - mixtures, True: mixtures}
 
@@ -100,7 +100,7 @@ class ModelSizes:
         return self.form_over(1)
 
     def form_over(self, members: int) -> HeadForm:
-        """Return the `HeadForm` on each rank if the heads are sharded over `members` ranks.
+        """Return the layout of each rank's heads if they are sharded over `members` ranks.
 
         With more ranks than KV heads, the query heads that share a KV head are sharded as well.
         """
@@ -116,9 +116,9 @@ class ModelSizes:
 class WeightProduct(NamedTuple):
     """Matrix product Y[m, outputs] = X[m, inputs] W with `rows` rows of X per token.
 
-    The product uses the layer's `Split` unless a flag is set. `turned` uses `Split.next`, for the
-    second of two consecutive products (Bian et al. 2021, section 3.1.2). `alike` uses
-    `Split.alike`, with the same layout for Y as for X. `by_rows` uses `Split.by_rows`, with
+    The product uses the layer's `Split` unless a flag is set. `turned` selects `Split.next`, for
+    the second of two consecutive products (Bian et al. 2021, section 3.1.2). `alike` selects
+    `Split.alike`, with the same layout for Y as for X. `by_rows` selects `Split.by_rows`, with
     complete rows of Y on each rank.
 
     Each of `experts` experts has its own W, and each token is routed to `rows` of the experts. All

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _ignore(unit: str) -> None:
-    """Ignore the completed unit. This is the default callback `finished` of a backward pass."""
+    """Do nothing. This is the default of the `finished` callback of a backward pass."""
 
 
 def _as_it_is(kept: Any) -> Any:
@@ -71,8 +71,8 @@ def build(
     """Build this rank's model chunks of a `ModelSpec`, one for each layer range in `parts`.
 
     The parameters of the chunks are added to `parameters`. Ranks with the embedding store the
-    token table; in a tied model, ranks with the head store it, too. If these are different ranks,
-    `tied_peer` is the pipeline stage of the other rank.
+    token table; in a tied model, ranks with the head store it, too. If the embedding and the head
+    are on different ranks, `tied_peer` is the pipeline stage of the other rank.
     """
     table, tied = None, spec.sizes.tied
     if any(part.first or (part.last and tied) for part in parts):
@@ -139,7 +139,7 @@ class Stage:
     ) -> Array | None:
         """Return the gradient of the chunk's input x.
 
-        `defer` receives the computation of the weight gradients, followed by a call of
+        `defer` receives the computation of the weight gradients, followed by a call to
         `finished(unit)` for each completed unit of the model. `saved` is emptied. If the model
         chunk has the head, dy is ignored.
         """
@@ -170,7 +170,7 @@ class Stage:
     def incoming(self, kind: str, micro: Microbatch) -> list[tuple[tuple[int, ...], Any]]:
         """Return the shape and dtype of each block received from another stage.
 
-        They are the same for an activation and its gradient.
+        An activation and its gradient have the same shape and dtype.
         """
         return [(self.block_of(micro.tokens.size), self.dtype)]
 

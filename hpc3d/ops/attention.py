@@ -371,7 +371,7 @@ def _samples(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """For each sample, yield its slice of rows, its slice of chunks, and its masks.
+    """For each sample, yield the slice of its rows, the slice of its chunks, and its masks.
 
     The dropout and attention masks are in a dict of keyword arguments for `attend`.
     """
@@ -389,7 +389,7 @@ def _samples(
 def _scored(
     qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty
 ) -> tuple[int, AbstractArray]:
-    """Record the cost of q k^T; return the number of score matrices and the scores."""
+    """Record the cost of q k^T; return the number of score matrices and their array."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     shape = _chunks_of(batch, heads, form, sequence, qkv.itemsize)
     count = batch * heads * form.queries

@@ -66,9 +66,9 @@ class Chunks(NamedTuple):
     def meter(self, kv: Array, inward: int, outward: int, kernels: Sequence[str]) -> None:
         """Record the cost of the GEMMs and kernels for all (query chunk, key chunk) pairs.
 
-        Per pair and query head, `inward` GEMMs have scores as their result, and `outward` GEMMs
-        have scores as an operand. The other operations, such as softmax, are recorded under the
-        names `kernels` of the unchunked attention kernels that take the same time per score.
+        Per pair and query head, the scores are the result of `inward` GEMMs, and an operand of
+        `outward` GEMMs. Other operations, such as the softmax, are recorded as the unchunked
+        attention kernels `kernels`, which take the same time per score.
         """
         _, batch, heads, _, width = kv.shape
         sizes = Counter((_count(pair.queries), _count(pair.keys)) for pair in self.pairs)
@@ -156,7 +156,7 @@ class GpuTile(NamedTuple):
         return drop._replace(rows=range(row, row + _count(tile.keys)), columns=columns)
 
     def add(self, added: Array, out: Array, sequence: int, kept: Array | None = None) -> None:
-        """Update this tile of out [B*t, heads*g*D] to kept * out + added [heads, g*query, D]."""
+        """Set this tile of out [B*t, heads*g*D] to kept * out + added [heads, g*query, D]."""
         (sample, heads), (width, g) = self.at, self.chunks.form
         rows = out[sample * sequence :][self.tile.queries]
         columns = len(added) * g * width

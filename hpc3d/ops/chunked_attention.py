@@ -1,8 +1,8 @@
 """Chunked attention computes the score matrix tile by tile and never stores it in full.
 
 For each chunk of queries, the contributions of the key chunks to the output rows are merged one
-after another. If L is the log-sum-exp of the earlier scores, and l and p are the log-sum-exp and
-the softmax of the new scores,
+after another. If L is the log-sum-exp of the earlier scores, l and p are the log-sum-exp and the
+softmax of the new scores, and L' is the log-sum-exp of the earlier and new scores,
 
     out <- out exp(L - L') + p v exp(l - L')    L' = log(exp L + exp l)
 

@@ -28,9 +28,9 @@ def _(gpu, out, *parts):
 
 @composite
 def accumulate_columns(grad: Array, to: slice, dw: Array, start: int) -> None:
-    """Add columns of dW to the columns of a gradient that the slice `to` selects.
+    """Add consecutive columns of dW to the columns of a gradient selected by the slice `to`.
 
-    The columns of dW are consecutive and begin at column `start`.
+    The first of the added columns is column `start` of dW.
     """
     some = grad[:, to]
     some += dw[:, start : start + some.shape[1]]

@@ -49,7 +49,7 @@ def _(gpu, p):
 
 @composite
 def replace_columns(q: Array, total: Array) -> None:
-    """Replace the columns of q with those of `total`, except where a column of `total` is zero."""
+    """Copy the columns of `total` to q, except for columns that are zero."""
     q *= np.abs(total).max(0) == 0
     q += total
 

@@ -20,7 +20,8 @@ class LossRows(NamedTuple):
     """Per-row values saved for the backward pass of the loss.
 
     `sums` are the sums of exponentials. `valid` is True if the row has a target. `at` holds the
-    indices of the target entries or, on a GPU, the arrays from which the kernel computes them.
+    indices of the target entries or, on a GPU, the arrays from which the kernel computes these
+    indices.
     """
 
     sums: Array
@@ -123,7 +124,7 @@ def _(gpu, logits, top, index):
 
 @primitive
 def negative_log(sums: Array, valid: Array) -> Any:
-    """Return the summed loss, log(sum of exponentials) - target logit, of the valid rows."""
+    """Return the sum of log(sum of exponentials) - target logit over the valid rows."""
     return float(np.where(valid, np.log(sums[0]) - sums[1], 0).sum(dtype=np.float64))
 
 

@@ -189,8 +189,8 @@ class Coded(NamedTuple):
     """Float8 matrix for GPUs that support float8 GEMMs.
 
     `codes` holds the bits of float8 numbers of type `kind` as uint8, row-major. The represented
-    matrix is `scale` [1] times these numbers, transposed if `turned` is True. The result of a GEMM
-    with the matrix has type `dtype`.
+    matrix is `scale` (an array with one element) times these numbers, transposed if `turned` is
+    True. The result of a GEMM with the matrix has type `dtype`.
     """
 
     codes: Array
@@ -216,7 +216,8 @@ class Coded(NamedTuple):
 def encode_tensor(x: Array, largest: Array, kind: str, codes: Array, scale: Array) -> None:
     """Encode the matrix x as codes = round(x / scale).
 
-    `scale` [1] is set to `largest` (max |x|) divided by the largest number of type `kind`.
+    `scale`, an array with one element, is set to `largest` (max |x|) divided by the largest number
+    of type `kind`.
     """
     scale[...] = divisors(largest.reshape(1), LARGEST[kind])
     with np.errstate(invalid="ignore"):
@@ -250,7 +251,7 @@ def _(gpu, out, a, b):
 
 
 def _lying(gpu: Any, matrix: Coded, turned: bool) -> Coded:
-    """Return the same matrix in the storage order `turned`; transpose the codes if necessary."""
+    """Return the matrix with the given value of `turned`; transpose the codes if necessary."""
     if matrix.turned == turned:
         return matrix
     return matrix._replace(codes=gpu.contiguous(matrix.codes.T), turned=turned)

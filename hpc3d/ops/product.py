@@ -92,7 +92,7 @@ def accumulate_product(grad: Array, a: Array, b: Array, sums: Array | None = Non
 
 @accumulate_product.cuda
 def _(gpu, grad, a, b, sums=None):
-    """Fuse the sum of b's rows into the GEMM if cuBLASLt supports it, to read b only once."""
+    """Fuse the sum of b's rows into the GEMM, if cuBLASLt supports this, to read b only once."""
     if sums is None:
         a, b, total = _matrices(a, b, grad)
         gpu.multiply(a, b, total, add=total)

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
 _DRAWS = 4  # number of 64-bit numbers generated per value of Philox's counter
-# Up to this many elements, all rows and columns in the range of a block are generated at once and
-# the block is selected from them. This is faster than generating each row of the block separately.
+# If the range of complete rows that contains a block has at most this many elements, it is
+# generated in one call, and the block is selected from the result, which is faster than one call
+# per row.
 _SHORT = 1 << 14
 
 
@@ -122,7 +123,7 @@ def keep_mask(
 class Mask(NamedTuple):
     """Dropout mask of a block of a matrix with `width` columns.
 
-    Each element has a factor 0 or 1 / (1 - rate). Factors are generated on demand, so the full
+    The factor of each element is 0 or 1 / (1 - rate). Factors are generated on demand, so the full
     mask is never stored. `rows` and `columns` are the indices of the block in the matrix, and
     `key` is the Philox key of the mask's random stream. Non-contiguous `rows` are an index array,
     stored in device memory if the block is on a device.

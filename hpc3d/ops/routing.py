@@ -119,7 +119,7 @@ def counts_of(choices: Array, tokens: int, pieces: int, count: int) -> Array:
     """Count the tokens routed to each expert; return int64[S, k, pieces, E].
 
     The counts are separate for each sequence, choice index (first choice, second choice, ...) and
-    segment of the sequence.
+    segment of the sequence; a sequence has `pieces` segments.
     """
     rows, top_k = choices.shape
     sequence, token = np.divmod(np.arange(rows), tokens)
@@ -188,9 +188,9 @@ def _sizes(counts: Array) -> dict[str, int]:
 def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Array:
     """Assign an expert slot to each choice of each token; return the slot indices, int64[n, k].
 
-    Within a sequence, each expert's slots are assigned in order of token position, first choices
-    before second choices. `before` counts the tokens of other ranks that take earlier slots (see
-    `before_of`).
+    Within a sequence, an expert's slots are assigned to all first choices before any second
+    choice, and so on, each in order of token position. `before` counts the tokens of other ranks
+    that take earlier slots (see `before_of`).
     """
     (rows, top_k), (tokens, count, capacity, parts, held) = choices.shape, form
     sequences, here = rows // tokens, count // parts

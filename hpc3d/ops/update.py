@@ -70,7 +70,7 @@ def _(gpu, value, grad, rate):
 
 
 def sum_parts(gpu: Gpu, partial: Array, total: Array | None = None) -> Array:
-    """Sum the float32 vector `partial` [n]; add the sum to `total`, if it is not `None`."""
+    """Sum the float32 vector `partial` [n]; if `total` is given, add the sum to `total`."""
     add, total = total is not None, gpu.empty((1,), np.float64) if total is None else total
     given = {"partial": partial, "total": total, "parts": partial.size, "add": add}
     gpu.launch("sum_parts", 1, partial.size, **given)

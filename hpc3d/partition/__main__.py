@@ -65,7 +65,7 @@ and zero; its borders have the key room (false if a faster location does not fit
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand or the planner; return 0, or exit code 2 if no plan can be made."""
+    """Run a subcommand or the planner; return exit code 0, or 2 if no plan can be made."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["run"]:
         from hpc3d.runtime import launch
@@ -352,7 +352,7 @@ def _counted(count, one, many):
 
 
 def _some(ids):
-    """Format a list of ids; of five or more, show the first two, the last one and the count."""
+    """Format a list of ids; if it has five or more, show the first two, the last and the count."""
     if len(ids) <= 4:
         return " ".join(map(str, ids))
     return f"{ids[0]} {ids[1]} ... {ids[-1]} ({len(ids)})"

@@ -128,7 +128,7 @@ class Graph:
         return Graph([self.atoms[atom] for atom in order], values, shared)
 
     def downsets(self, limit: int) -> list[int] | None:
-        """Return all downsets by increasing size, or `None` if there are more than `limit`."""
+        """Return all downsets sorted by size, or `None` if there are more than `limit`."""
         return _downsets(tuple(self.inputs), limit)
 
 

@@ -229,8 +229,8 @@ def _emptied(module, inputs):
 def _first_names(module):
     """Return a dict from each parameter or buffer name to the canonical name of its tensor.
 
-    If a tensor has several names, the first one is canonical, whereas torch.export picks an
-    arbitrary one.
+    If a tensor has several names, its first name is canonical, whereas torch.export picks an
+    arbitrary name.
     """
     named = [
         *module.named_parameters(remove_duplicate=False),

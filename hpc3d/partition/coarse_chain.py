@@ -16,10 +16,10 @@ def positions_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
     """Return the candidate cuts of the chain as atom indices, including both ends.
 
     The cuts divide the chain into `blocks` blocks. Starting from single atoms, the algorithm
-    repeatedly merges the two adjacent blocks with the lowest score. The score is the merged
-    block's fraction of the model's time or memory, whichever is larger, minus the time to send
-    values across the cut, as a fraction of the model's time. Cuts crossed by few bytes therefore
-    tend to remain.
+    repeatedly merges the two adjacent blocks with the lowest score. The score is max(t, m) - s.
+    Here, t and m are the merged block's fractions of the model's time and memory, and s is the
+    time to send values across the cut between the two blocks, divided by the model's time. Cuts
+    crossed by few bytes therefore tend to remain.
     """
     chain = costs.chain(costs.rows(1, 2 * ranks))
     seconds = chain.forward + chain.backward

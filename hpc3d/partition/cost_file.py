@@ -80,8 +80,8 @@ def load(path: Path) -> Graph:
 def _explained(error):
     """Return a one-line message for a pydantic error.
 
-    pydantic reports an id of the wrong type as two errors (no string, no integer). Both get the
-    same message, so that the caller can drop duplicates.
+    pydantic reports an id of the wrong type as two errors (not a string, not an integer). Both get
+    the same message, so that the caller can drop duplicates.
     """
     where = [part for part in error["loc"] if part not in ("str", "int")]
     key = ".".join(f"{part!s:.60}" for part in where) or "graph"

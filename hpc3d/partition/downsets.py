@@ -1,11 +1,11 @@
 """Cuts of a graph into stages. A cut is a downset: the set of all atoms before a stage boundary.
 
-`Downsets` contains all downsets of a graph. If there are too many, `Chain` is used instead. It
-contains only the downsets that consist of the first 0, 1, 2 ... atoms of one topological order.
-Both classes provide, for each downset, the sums over its atoms (`forward`, `backward`, `saved`)
-and `crossing`, the bytes of the values sent across the boundary after the downset. For a stage
-between two downsets, `fixed` returns the resident memory in bytes, and `trained` the size of the
-parameters in bytes.
+`Downsets` contains all downsets of a graph. If a graph has too many downsets, a `Chain` is used
+instead. A `Chain` contains only the downsets that consist of the first 0, 1, 2 ... atoms of one
+topological order. Both classes provide, for each downset, the sums over its atoms (`forward`,
+`backward`, `saved`) and `crossing`, the bytes of the values sent across the boundary after the
+downset. For a stage between two downsets, `fixed` returns the resident memory in bytes, and
+`trained` the size of the parameters in bytes.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Chain(_Stages):
         return kept[-1] - kept[before]
 
     def _kept(self, after):
-        """Return an array with the bytes saved by the first 0, 1, ..., `after` atoms.
+        """Return the cumulative bytes saved by the first 0, 1, ..., `after` atoms, as an array.
 
         Results that are saved only for an atom after the cut `after` are excluded.
         """

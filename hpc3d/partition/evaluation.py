@@ -395,7 +395,8 @@ def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
 def _model_of(choice):
     """Return the `StepModel` that simulates the training steps of an arrangement.
 
-    If the model is a single chunk, the schedule is ONE_STAGE instead of the arrangement's own.
+    If the model is a single chunk, the schedule is ONE_STAGE instead of the arrangement's
+    schedule.
     """
     name = ONE_STAGE if len(choice.stages) == 1 else choice.schedule
     return step_model(name, choice.width, choice.microbatches, choice.chunks)
@@ -424,8 +425,8 @@ def _with_sums(costs, choice, parts, ends):
     """Return the step time and the gradient all-reduce time of each stage, in seconds.
 
     If several stages hold the same weight, its gradient is reduced once over all ranks of these
-    stages, after the last of them finishes. The update starts after all reductions, because
-    gradient clipping needs the global gradient norm.
+    stages, after all of these stages have completed their backward passes. The update starts after
+    all reductions, because gradient clipping needs the global gradient norm.
     """
     stage_ranks, owned = ranks_of(choice.replicas), [*_owners(costs, choice)]
     tied = [(sorted(owners), shared.parameters) for shared, owners in owned if len(owners) > 1]

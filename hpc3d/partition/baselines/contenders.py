@@ -33,7 +33,7 @@ from hpc3d.predict.machine.machine import Machine
 _Stepper = Callable[[ModelCosts, PipelineChoice, float], Evaluated]
 
 _MOST_MICROBATCHES = 128  # largest number of microbatches tried
-_SAMPLE = 64  # to balance stages, layer times are computed for 1/64 of the batch
+_SAMPLE = 64  # stages are balanced by the layer times for 1/64 of the batch
 _LONG = 64_000_000  # message size in bytes at which the bandwidth is computed
 
 
@@ -179,8 +179,9 @@ def pipelines(
 ) -> Iterator[PipelineChoice]:
     """Yield the pipeline arrangements to evaluate for each number of stages in `counts`.
 
-    `cut(stages)` returns the exclusive ends of the stages, or `None` if no such partition exists.
-    All stages have the same number of ranks, and a step has at most `most` microbatches.
+    `cut(stages)` returns the exclusive ends of the given number of stages, or `None` if the model
+    cannot be partitioned into that many stages. All stages have the same number of ranks, and a
+    step has at most `most` microbatches.
     """
     for stages in counts:
         ends = cut(stages)
@@ -192,8 +193,8 @@ def pipelines(
 def _searched(costs, stages, schedule, most=_MOST_MICROBATCHES):
     """Yield pipeline arrangements of the given stages with 1, 2, 4, ... microbatches.
 
-    Each number of microbatches is tried with and without recomputation. GPipe, however,
-    recomputes if and only if it has several microbatches.
+    Each number of microbatches is tried with and without recomputation. GPipe, however, recomputes
+    if and only if there are several microbatches.
     """
     replicas = max(stage.replicas for stage in stages)
     micros = 1
@@ -218,10 +219,10 @@ def fastest(
 
 
 def rank_of(contender: Contender) -> tuple[int, float]:
-    """Return the sort key of a contender; the best contender has the smallest key.
+    """Return the sort key of a planner's result; the best result has the smallest key.
 
-    Contenders that fit in memory come first, sorted by step time; the others follow, sorted by
-    peak memory per rank.
+    Results that fit in memory come first, sorted by step time; the others follow, sorted by peak
+    memory per rank.
     """
     step = contender.step
     if step is None:

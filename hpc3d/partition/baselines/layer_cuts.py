@@ -43,7 +43,7 @@ def layer_runs(graph: Graph) -> list[LayerRun]:
 
 
 def _layer_of(name):
-    """Return the path of an atom's layer (or ""), and whether the path contains a number."""
+    """Return the path of an atom's layer ("" if none), and whether the path has a number."""
     module, slash, _ = name.rpartition("/")
     parts = module.split(".")
     for count, part in enumerate(parts, 1):
@@ -67,9 +67,9 @@ def even(runs: Sequence[LayerRun], stages: int) -> list[int] | None:
 def balanced(weights: Sequence[float], stages: int) -> list[int] | None:
     """Return the exclusive ends of non-empty stages that minimize the largest stage weight.
 
-    If several partitions are optimal, the first one is returned. Returns `None` if there are fewer
-    weights than stages. T[s, j] is the minimum, over all partitions of the first j weights into s
-    stages, of the largest stage weight:
+    If several partitions are optimal, the partition found first is returned. Returns `None` if
+    there are fewer weights than stages. T[s, j] is the minimum, over all partitions of the first j
+    weights into s stages, of the largest stage weight:
 
       T[s, j] = min over i < j of max(T[s - 1, i], sum of weights i to j)
     """

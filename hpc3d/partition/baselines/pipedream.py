@@ -50,7 +50,7 @@ class AsynchronousStage(NamedTuple):
 def asynchronous(
     costs: ChainCosts, levels: tuple[WorkerLevel, ...]
 ) -> tuple[float, list[AsynchronousStage]]:
-    """Return the time per minibatch in seconds, and the stages of the optimal partition.
+    """Return the optimal partition: its time per minibatch in seconds, and its stages.
 
     `levels` are ordered from the innermost to the outermost network level.
     """

@@ -63,7 +63,7 @@ class _Groups:
         return [frozenset(atoms) for atoms in self.atoms.values()]
 
     def _readers(self, group):
-        """Return the bytes that other groups read from `group`, as a dict from group to bytes."""
+        """Return a dict that maps each reader of `group` to the number of bytes it reads."""
         found = defaultdict(float)
         for atom in self.atoms[group]:
             for value in self.made[atom]:
@@ -92,7 +92,7 @@ class _Groups:
                 del self.after[best]
 
     def _merged(self, group, other, most, measured):
-        """Return the time in s that a merge of two groups saves, or `None` if it is invalid."""
+        """Return the compute time in s saved by merging two groups, or `None` if not allowed."""
         one, two = self.seconds[group], self.seconds[other]
         if max(one, two) > most or (measured and one + two > most):
             return None

@@ -56,7 +56,7 @@ def rannc(task: Task) -> Contender:
 
 
 def _offloaded(costs, choice, memory) -> Evaluated:
-    """Evaluate a step in which stages keep the inputs of two microbatches and offload the rest."""
+    """Evaluate a step in which stages offload all but two microbatches' inputs to the host."""
     step, offloaded = evaluated(costs, choice, memory), max(0, choice.microbatches - 2)
     parts = zip(step.held, parts_of(costs, choice), strict=True)
     held = [nbytes - offloaded * part.received for nbytes, part in parts]

@@ -172,9 +172,9 @@ class _Table:
         """Choose the last stage for the first `end` blocks on `devices` devices.
 
         The value of a candidate is the sum of the largest forward and the largest backward time of
-        its stages. As in RaNNC, a new candidate is accepted if its value is below the stored one.
-        The stored value is then set to the maximum of its value and the value stored for the
-        stages before its last stage.
+        its stages. As in RaNNC, a new candidate is accepted if its value is below the stored
+        value. The stored value is then set to the maximum of the candidate's value and the value
+        stored for the stages before the candidate's last stage.
         """
         before = len(self.states) - 1
         starts = slice(before, end if before else 1)
@@ -221,7 +221,7 @@ class _Table:
 def _first_kept(value, front):
     """Return the index of the candidate selected by RaNNC, or `None` if none fits in memory.
 
-    Candidates are compared in order, and each better candidate replaces the stored one.
+    Candidates are compared in order, and each better candidate replaces the stored candidate.
     """
     kept, stored, index = None, inf, 0
     while (better := np.flatnonzero(value[index:] < stored)).size:

@@ -131,7 +131,7 @@ class _Flow:
                 self.origins[node] = {node}
 
     def _weight(self, node, index):
-        """Return the weight passed as operand `index`, or `None` if this operand is computed."""
+        """Return the weight passed as operand `index`, or `None` if the operand is no weight."""
         given = node.args[index]
         return given.meta["val"] if given in self.captured.weights else None
 
@@ -209,8 +209,9 @@ class SplitOperations(Operations):
 def _divided(work, indices, ways):
     """Divide the work of an operation by `ways`.
 
-    `indices` contains, for each GEMM, the index of the dimension to divide. If the operation lacks
-    the first GEMMs (such as that of the input gradient), only the last indices apply.
+    `indices` contains, for each GEMM, the index of the dimension to divide. If the operation has
+    fewer GEMMs than `indices` has entries (for example, no GEMM for the input gradient), only the
+    last entries are used.
     """
     products = tuple(
         tuple(size / ways if at == index else size for at, size in enumerate(sizes))

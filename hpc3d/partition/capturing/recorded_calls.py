@@ -56,7 +56,7 @@ class NestedValues(NamedTuple):
         return tree_unflatten(leaves, self.spec)
 
     def tensors_in(self, values: Any) -> list[torch.Tensor] | None:
-        """Return the tensors in `values`, which another call takes or returns.
+        """Return the tensors in `values`, the arguments or results of another call.
 
         Returns `None` if `values` has a different structure or different non-tensor leaves.
         """

@@ -251,7 +251,7 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
 
 
 class StepInputs:
-    """Input loader of a module; `given(step)` returns a step's inputs for `samples` samples."""
+    """Loader of a module's inputs; `given(step)` returns a step's inputs (`samples` samples)."""
 
     def __init__(
         self, captured: Captured, given: Callable[[int], tuple | dict], samples: int
@@ -278,7 +278,7 @@ class StepInputs:
         return {"sequences": done * self.samples}
 
     def go_on(self, done: int, sequences: int) -> None:
-        """Do nothing on resume: the step number determines the inputs."""
+        """Do nothing: inputs depend only on the step number, so there is no state to restore."""
 
 
 def _described(dtype: torch.dtype, shape: list[int]) -> str:

@@ -121,7 +121,8 @@ def lines_of_owners(
 ) -> dict[tuple[int, ...], Communicator]:
     """Create a communicator for each group of stages that share a weight.
 
-    Each communicator contains all ranks of the group's stages. Groups without `stage` are omitted.
+    Each communicator contains all ranks of the group's stages. Groups that do not contain `stage`
+    are omitted.
     """
     ranks = ranks_of(replicas)
     groups = sorted({stages for stages in owners.values() if len(stages) > 1 and stage in stages})
