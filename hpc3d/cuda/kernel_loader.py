@@ -37,7 +37,7 @@ class Kernels:
             self.reals.remove("bfloat16")
 
     def __call__(self, name: str, rows: int, columns: int, /, **given: Any) -> None:
-        """Launch a kernel for work of the given size on the current stream."""
+        """Launch a kernel on the current stream, with a grid that covers the given size."""
         kernel = launch_table.kernels()[name]
         real, values = kernel.bind(lambda array: array.dtype.name, given)
         launch = kernel.launch(real, rows, columns)

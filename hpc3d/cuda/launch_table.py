@@ -149,7 +149,7 @@ class Kernel(NamedTuple):
         return [self.expression(real) for real in REALS] if self.template else [self.name]
 
     def expression(self, real: str | None) -> str:
-        """Return the C++ name of the kernel; a template is instantiated for the dtype `real`."""
+        """Return the C++ name of the kernel, or of a template's instantiation for dtype `real`."""
         return f"{self.name}<{REALS[real]}>" if self.template else self.name
 
     def launch(self, real: str | None, rows: int, columns: int) -> Launch:

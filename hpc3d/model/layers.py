@@ -283,7 +283,7 @@ class Dropout:
         return philox_key((self.seed, self.name, micro.step))
 
     def apply(self, x: Array, micro: Microbatch, columns: int) -> Array:
-        """Multiply x, or its gradient in the backward pass, by the dropout factors."""
+        """Multiply x, or its gradient in the backward pass, by the scaled dropout mask."""
         mask = self.mask(micro, columns)
         if mask is None:
             return x

@@ -78,7 +78,7 @@ class _Merge:
 
     @property
     def first(self):
-        """Header of the first rank; all ranks must have the same values of the fields _SAME."""
+        """Header of the first rank; the fields in _SAME must be equal on all ranks."""
         return next(iter(self.headers.values()))
 
     @property

@@ -119,8 +119,8 @@ def _over(value, total):
 def router_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
     """Return the expert loads, dropped tokens and auxiliary losses of each step and layer.
 
-    The columns contain the highest and the lowest load of an expert. `dropped` is the share of
-    routed tokens that are dropped, and `empty` is the unused share of the capacity.
+    The columns contain the maximum and the minimum load over all experts. `dropped` is the share
+    of routed tokens that are dropped, and `empty` is the unused share of the capacity.
     """
     load, chosen, kept = loads.load, loads.chosen.sum(2), loads.kept.sum(2)
     count = loads.chosen.shape[2]

@@ -99,7 +99,7 @@ class CheckedCommunicator(Communicator):
         return pending.then(check)
 
     def open(self, op: str, block: np.ndarray) -> int:
-        """Add a row for a call to the table of checksums and return the row index."""
+        """Append a row for a communication call to the checksum table; return its index."""
         if len(self.notes) == len(self.rows):
             self.rows, self.came = (
                 np.concatenate([table, np.zeros_like(table)]) for table in (self.rows, self.came)

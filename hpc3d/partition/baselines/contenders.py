@@ -33,7 +33,7 @@ from hpc3d.predict.machine.machine import Machine
 _Stepper = Callable[[ModelCosts, PipelineChoice, float], Evaluated]
 
 _MOST_MICROBATCHES = 128  # largest number of microbatches tried
-_SAMPLE = 64  # stages are balanced by the layer times for 1/64 of the batch
+_SAMPLE = 64  # stages are balanced with layer times for 1/64 of the batch
 _LONG = 64_000_000  # message size in bytes at which the bandwidth is computed
 
 
