@@ -88,7 +88,11 @@ _DIFFERENCES = TableSpec(
     "differences",
     "Differences from the first run",
     (
-        *(RUN, CATEGORY, PHASE, AXIS, OP),
+        RUN,
+        CATEGORY,
+        PHASE,
+        AXIS,
+        OP,
         *columns(milliseconds, seconds="first run [ms]", other_seconds="this run [ms]"),
         *times("difference"),
         *columns(milliseconds, low="from [ms]", high="to [ms]"),
