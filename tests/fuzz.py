@@ -20,6 +20,10 @@ MEMORY = 8 << 30  # bytes that this process may take; more is a find, too
 TEST = 400  # seconds that a test without examples may take
 
 
+class TimeIsUp(KeyboardInterrupt):
+    """Hypothesis discards an interrupted example; a skipped one it would take as a shorter one."""
+
+
 class Hang(BaseException):
     """What took too long.  Hypothesis does not try smaller ones, which would take as long."""
 
@@ -62,7 +66,7 @@ class Fuzz:
         @wraps(test)
         def example(*arguments, **drawn):
             if self.left() <= 0 and not self.found:
-                pytest.skip("the time is up")
+                raise TimeIsUp
             self.examples += 1
             self.watch(self.config.getoption("--hang"), drawn)
             try:
@@ -113,6 +117,13 @@ class Fuzz:
         self.watch(0)
         if not is_property(item):
             self.took[item] = time.monotonic() - start
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self):
+        try:
+            return (yield)
+        except TimeIsUp:
+            pytest.skip("the time is up")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item):
