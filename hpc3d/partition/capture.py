@@ -196,9 +196,9 @@ def _refuse(program):
                 raise ValueError(f"{what}: {node.name}{where(node)}")
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     parameters = [node for node in nodes if kinds.get(node.name) is InputKind.PARAMETER]
-    memory = {number for node in parameters for number in _memory(node)}
+    memory = {number for node in parameters for number in memory_of(node)}
     for node in nodes:
-        if any(memory & _memory(target) for target in written_by(node)):
+        if any(memory & memory_of(target) for target in written_by(node)):
             what = "the model writes to one of its parameters; register this tensor as a buffer"
             raise ValueError(f"{what}: {node.name}{where(node)}")
 
@@ -275,22 +275,22 @@ def _followers(nodes, inputs):
     place, all operations whose results share the written memory are also included.
     """
     follows, memory, before = set(inputs), set(), None
-    of_inputs = {number for each in inputs for number in _memory(each)}
+    of_inputs = {number for each in inputs for number in memory_of(each)}
     while before != len(follows):
         before = len(follows)
         for node in nodes:
             reads = any(each in follows for each in node.all_input_nodes)
-            if _memory(node) and (reads or memory & _memory(node)):
+            if memory_of(node) and (reads or memory & memory_of(node)):
                 follows.add(node)
                 for target in written_by(node):
-                    if of_inputs & _memory(target):
+                    if of_inputs & memory_of(target):
                         what = "the model writes to one of its inputs; copy the input first"
                         raise ValueError(f"{what}: {node.name}{where(node)}")
-                    memory |= _memory(target)
+                    memory |= memory_of(target)
     return follows
 
 
-def _memory(node):
+def memory_of(node: fx.Node) -> set[int]:
     """Return the identifiers of the storages that contain an operation's results."""
     return {each.untyped_storage()._cdata for each in tensors(node.meta.get("val"))}
 
@@ -387,7 +387,7 @@ def _sharing(nodes, weights, members):
     """
     memory, written = defaultdict(list), set()
     for node in nodes:
-        for number in _memory(node):
+        for number in memory_of(node):
             memory[number].append(node)
         written |= {*written_by(node)}
     for target in written:
@@ -396,7 +396,7 @@ def _sharing(nodes, weights, members):
             used = {node for node in members if target in node.all_input_nodes}
             group = [node for node in members if node in used or _module(node) == owner]
         else:
-            group = [n for number in _memory(target) for n in memory[number] if n in members]
+            group = [n for number in memory_of(target) for n in memory[number] if n in members]
             group += [reader for node in group for reader in node.users if reader in members]
         if group:
             yield group
@@ -442,7 +442,7 @@ def _ordered(program, batch, weights, inputs, groups):
     writers = defaultdict(list)
     for node in order:
         if node.op == "call_function" and node not in piece_of:
-            for number in {each for target in written_by(node) for each in _memory(target)}:
+            for number in {each for target in written_by(node) for each in memory_of(target)}:
                 writers[number].append(node)
     pieces = [_piece(group, piece_of, weights, writers, order) for group in groups]
     readers = defaultdict(set)
@@ -463,7 +463,7 @@ def _piece(group, piece_of, weights, writers, order):
     copies, todo, names = set(), [*group], {}
     while todo:
         node = todo.pop()
-        written = [each for number in _memory(node) for each in writers[number]]
+        written = [each for number in memory_of(node) for each in writers[number]]
         for source in (*node.all_input_nodes, *(written if node in copies else ())):
             if source in weights:
                 names[weights[source]] = None

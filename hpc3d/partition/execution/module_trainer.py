@@ -11,6 +11,7 @@ import torch
 from hpc3d.comm.mesh import DATA
 from hpc3d.comm.stage_mesh import Line, ranks_of
 from hpc3d.partition.capture import state_of
+from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.sample_batches import SampleLoader, rows_of, shared_by_root
 from hpc3d.partition.execution.staged_model import Owners, StagedModel
 from hpc3d.partition.execution.torch_stage import TorchStage
@@ -56,8 +57,10 @@ class ModuleTrainer(Trainer):
         here = model.programs[stage :: len(model.replicas)]
         read = {node for program in here for node in program.inputs}
 
+        self.loss_terms = terms = LossTerms(model.captured)
+
         def feed(mesh, config, batches, program):
-            return SampleLoader(mesh, model.captured, batches, rows, config.train.batch, read)
+            return SampleLoader(mesh, terms, batches, rows, config.train.batch, read)
 
         super().__init__(mesh, config, 0, batches, program, clock, feed)
         self.tokens = config.train.batch
@@ -107,6 +110,9 @@ class ModuleTrainer(Trainer):
         for name, like in state_of(self.model.captured).items():
             value = shared_by_root(self.mesh.world, values.get(name), like.shape, like.dtype)
             self.torch_weights.fill(name, value)
+        self.loss_terms.weights = {
+            name: values[name] for name in self.loss_terms.reads & {*values}
+        }
         self.torch_weights.store()
 
     def update(self) -> None:

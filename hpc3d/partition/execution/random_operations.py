@@ -6,7 +6,9 @@ of the sample in the batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +21,16 @@ _aten = torch.ops.aten
 
 
 class Draw(NamedTuple):
-    """Key of the random numbers for samples `first` to `first + samples` (exclusive) of a step."""
+    """Key of the random numbers for samples `first` to `first + samples` (exclusive) of a step.
+
+    `denominators` maps names of loss terms to the number of valid targets per sample of the step.
+    """
 
     seed: int
     step: int
     first: int
     samples: int
+    denominators: Mapping[str, float] = MappingProxyType({})
 
 
 def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hpc3d.partition.capture import Captured, carries_batch, shape_of
+from hpc3d.partition.execution.loss_terms import LossTerms
 
 if TYPE_CHECKING:
     from torch import fx
@@ -22,7 +24,8 @@ class SampleRows(NamedTuple):
     """This rank's samples of one microbatch in a training step.
 
     The samples have the indices `first` to `first + samples` (exclusive) in the batch. `inputs`
-    maps the model's input nodes to values. The gradient is computed for the sum of the samples'
+    maps the model's input nodes to values, and `denominators` maps the names of loss terms to
+    their denominators per sample of the step. The gradient is computed for the sum of the samples'
     losses, multiplied by `scale`. `training` is always True.
     """
 
@@ -31,6 +34,7 @@ class SampleRows(NamedTuple):
     samples: int
     inputs: Mapping[fx.Node, Any]
     scale: float
+    denominators: Mapping[str, float] = MappingProxyType({})
     training: bool = True
 
 
@@ -69,7 +73,8 @@ class SampleLoader:
     """Loader that broadcasts batches from rank 0 and splits them by rows.
 
     `batches(step)` returns the flat inputs of the model; it is `None` on all ranks except rank 0.
-    All tensors with a batch dimension have `samples` samples. `read` contains the inputs that the
+    All tensors with a batch dimension have `samples` samples. `terms` describes the losses that
+    average over valid targets. `read` contains the inputs that the
     rank's stages read; the rank stores only its own rows of these inputs.
     """
 
@@ -78,13 +83,13 @@ class SampleLoader:
     def __init__(
         self,
         mesh: Mesh,
-        captured: Captured,
+        terms: LossTerms,
         batches: Callable[[int], list[Any]] | None,
         rows: Iterable[range],
         samples: int,
         read: Collection[fx.Node],
     ) -> None:
-        self.mesh, self.captured, self.batches, self.rows = mesh, captured, batches, [*rows]
+        self.mesh, self.terms, self.batches, self.rows = mesh, terms, batches, [*rows]
         self.samples, self.read = samples, read
         self.valid: dict[int, int] = {}
 
@@ -93,8 +98,9 @@ class SampleLoader:
 
         The loss is the mean over all samples of the step, multiplied by `factor`.
         """
-        self.valid, nodes = {number: self.samples}, self.captured.inputs
+        self.valid, nodes = {number: self.samples}, self.terms.captured.inputs
         given = self.batches(number) if self.batches else [None] * len(nodes)
+        denominators = self._denominators(given)
         kept: list[dict[fx.Node, Any]] = [{} for _ in self.rows]
         for node, value in zip(nodes, given, strict=True):
             whole = self._told(node, value)
@@ -103,9 +109,18 @@ class SampleLoader:
                     inputs[node] = _rows(node, whole, rows)
         scale = factor / self.samples
         return {
-            index: SampleRows(number, rows.start, len(rows), inputs, scale)
+            index: SampleRows(number, rows.start, len(rows), inputs, scale, denominators)
             for index, (rows, inputs) in enumerate(zip(self.rows, kept, strict=True))
         }
+
+    def _denominators(self, given):
+        """Compute the denominators of the loss terms on rank 0 and broadcast them."""
+        names, mine = self.terms.names, np.empty(0)
+        if self.batches and names:
+            found = self.terms.denominators(given, self.samples)
+            mine = np.array([found[name] for name in names])
+        told = self.mesh.world.broadcast(mine, 0).wait() if names else mine
+        return dict(zip(names, told.tolist(), strict=True))
 
     def _told(self, node, value):
         """Broadcast an input from rank 0 and return its value; constants are not sent."""

@@ -24,6 +24,7 @@ from hpc3d.partition.capture import (
     without_values,
     written_by,
 )
+from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.random_operations import Draw, make_reproducible
 from hpc3d.partition.execution.split_backward import split_backward
 
@@ -78,15 +79,17 @@ def stage_programs(
     """Return one program per model chunk, in model order.
 
     `parts` lists the indices of the pieces of each chunk. If `redraw` is True, random operations
-    depend on the step and the sample (the argument `Draw`); otherwise, they use torch's generator.
+    depend on the step and the sample (the argument `Draw`), and losses that average over valid
+    targets use the denominators of the step; otherwise, both are computed as in torch.
     If `split` is True, the weight gradients of matrix products and convolutions are deferred.
     Raises ValueError if an earlier chunk needs a value of a later chunk, or if random operations
     are not supported.
     """
     part_of = {piece: number for number, part in enumerate(parts) for piece in part}
     crossing = dict(_crossing(captured, part_of))
+    terms = LossTerms(captured) if redraw else None
     return [
-        _program(captured, part, number, crossing, redraw, split)
+        _program(captured, part, number, crossing, terms, split)
         for number, part in enumerate(parts)
     ]
 
@@ -106,7 +109,7 @@ def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
                 yield node, (first, max(readers))
 
 
-def _program(captured, part, number, crossing, redraw, split):
+def _program(captured, part, number, crossing, terms, split):
     """Return the program of model chunk `number`.
 
     The chunk's operations are copied into a new graph with placeholders for external operands.
@@ -132,8 +135,9 @@ def _program(captured, part, number, crossing, redraw, split):
     for node in order:
         if node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            if redraw:
+            if terms:
                 make_reproducible(copies[node], node, draw)
+                terms.weigh(copies[node], node, draw)
             if split:
                 split_backward(copies[node], later)
     graph.output(tuple(copies[node] for node in (*sent, *outputs)))

@@ -8,6 +8,7 @@ pytest.importorskip("torch")
 import torch
 
 from hpc3d.comm.threads import run
+from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.sample_batches import (
     SampleLoader,
     flat_inputs,
@@ -60,7 +61,7 @@ def test_microbatch_has_its_rows_and_its_share_of_the_mean():
     def rank(mesh):
         batches = (lambda step: [each + step for each in inputs]) if mesh.rank == 0 else None
         rows = rows_of(12, 2, 2, mesh.rank)
-        return SampleLoader(mesh, captured, batches, rows, 12, captured.inputs).fetch(
+        return SampleLoader(mesh, LossTerms(captured), batches, rows, 12, captured.inputs).fetch(
             5, factor=3.0
         )
 

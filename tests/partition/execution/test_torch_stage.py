@@ -11,6 +11,7 @@ from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.model.layers import immediately
 from hpc3d.model.parameters import Parameters
+from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.sample_batches import SampleLoader, flat_inputs, rows_of
 from hpc3d.partition.execution.staged_model import staged_model
 from hpc3d.partition.execution.torch_stage import TorchStage
@@ -42,9 +43,8 @@ def stages(name, count, recompute=False, split=False):
         for program, end in zip(model.programs, loss, strict=True)
     ]
     flat = flat_inputs(captured, inputs)
-    loader = SampleLoader(
-        mesh, captured, lambda step: flat, rows_of(12, 2, 1, 0), 12, captured.inputs
-    )
+    terms, rows = LossTerms(captured), rows_of(12, 2, 1, 0)
+    loader = SampleLoader(mesh, terms, lambda step: flat, rows, 12, captured.inputs)
     return made, weights, loader.fetch(0)[1]
 
 

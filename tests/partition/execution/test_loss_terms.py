@@ -1,0 +1,133 @@
+"""Losses that average over valid targets, whose number differs between microbatches."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hpc3d.partition.execution.loss_terms import LossTerms
+from tests.partition.execution.modules import (
+    assert_trained_alike,
+    prepared,
+    trained,
+    trained_by_torch,
+)
+
+HERE = "tests.partition.execution.test_loss_terms"
+CLASSES, BATCH, LENGTH = 5, 12, 4
+
+
+class Tokens(nn.Module):
+    """Classification of tokens; `loss(logits, labels)` compares [B, T, C] with [B, T]."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(CLASSES, 6), nn.Linear(6, 6)
+        self.head, self.loss = nn.Linear(6, CLASSES), loss
+        self.register_buffer("weight", torch.linspace(0.5, 1.5, CLASSES))
+
+    def forward(self, ids, labels):
+        logits = self.head(torch.tanh(self.layer(self.table(ids))))
+        return self.loss(self, logits, labels)
+
+
+def tokens(loss):
+    """The tokens of sample n, of which 0 to LENGTH have a label; a microbatch has none."""
+    ids = (torch.arange(BATCH * LENGTH) ** 2).reshape(BATCH, LENGTH) % CLASSES
+    labels = (3 * ids + 1) % CLASSES
+    for row in range(BATCH):
+        labels[row, : LENGTH if row < 3 else row % 3] = -100
+    return Tokens(loss), (ids, labels)
+
+
+def padded():
+    return tokens(
+        lambda _, logits, labels: functional.cross_entropy(logits.transpose(1, 2), labels)
+    )
+
+
+def flattened():
+    """The next token, of a model that shifts and pads the labels itself."""
+
+    def loss(model, logits, labels):
+        labels = functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+        return functional.cross_entropy(
+            logits.flatten(0, 1), labels.view(-1), model.weight, label_smoothing=0.1
+        )
+
+    return tokens(loss)
+
+
+def likelihood():
+    def loss(model, logits, labels):
+        found = functional.log_softmax(logits, -1).flatten(0, 1)
+        return functional.nll_loss(found, labels.flatten(), ignore_index=-100)
+
+    return tokens(loss)
+
+
+def masked():
+    """A mean over the tokens with a label, written as a quotient."""
+
+    def loss(model, logits, labels):
+        mask = (labels != -100).to(logits.dtype)
+        errors = (logits.square().sum(-1) - labels) * mask
+        return errors.sum() / mask.sum().clamp(min=1)
+
+    return tokens(loss)
+
+
+def two_terms():
+    """Terms with different denominators, one of which is the number of samples."""
+
+    def loss(model, logits, labels):
+        first = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return 0.5 * first + functional.cross_entropy(logits[:, 0], labels[:, 0].clamp(min=0))
+
+    return tokens(loss)
+
+
+@pytest.mark.parametrize("name", ["padded", "flattened", "likelihood", "masked", "two_terms"])
+@pytest.mark.parametrize(("replicas", "micros"), [((1, 1), 4), ((2,), 3)])
+def test_microbatches_are_weighted_by_their_valid_targets(name, replicas, micros):
+    """Torch computes the loss of the whole batch."""
+    name = f"{HERE}:{name}"
+    found = trained(name, replicas, micros, "1f1b" if replicas[1:] else "none")
+    assert_trained_alike(found, trained_by_torch(name, 1))
+
+
+def test_denominators_are_counted_per_sample():
+    _, inputs, captured = prepared(f"{HERE}:two_terms")
+    valid = (inputs[1] != -100).sum()
+    terms = LossTerms(captured)
+    assert [*terms.denominators(inputs, BATCH).values()] == [valid / BATCH, 1.0]
+    assert not terms.reads
+
+
+def pseudo():
+    """The model chooses its targets, so their number is unknown before the step."""
+
+    def loss(model, logits, labels):
+        target = logits.detach().argmax(-1)
+        return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    return tokens(loss)
+
+
+def soft():
+    """Targets are probabilities: a mean over the samples."""
+
+    def loss(model, logits, labels):
+        target = functional.one_hot(labels.clamp(min=0), CLASSES).to(logits.dtype)
+        return functional.cross_entropy(logits.flatten(0, 1), target.flatten(0, 1))
+
+    return tokens(loss)
+
+
+@pytest.mark.parametrize("name", ["pseudo", "soft"])
+def test_other_losses_keep_their_mean(name):
+    _, _, captured = prepared(f"{HERE}:{name}")
+    assert LossTerms(captured).names == []
