@@ -275,6 +275,10 @@ class TorchConfig:
     inputs: str | None = None
     """MODULE:FUNCTION, where FUNCTION returns the inputs of a step, given the step number.
     Default: the example inputs in every step."""
+    verify: Literal["on", "off"] = "on"
+    """Verify before the first step, on the samples of two microbatches, that the captured module
+    computes the same loss and gradients as the module, and that the loss is a mean over samples.
+    Set `off` if the module is too large for one rank."""
 
 
 @dataclass(frozen=True)

@@ -426,6 +426,14 @@ def written_by(node: fx.Node) -> Iterator[fx.Node]:
                 yield given
 
 
+def is_batch_norm(node: fx.Node) -> bool:
+    """Return True if an operation normalizes with statistics over the samples."""
+    if getattr(node.target, "overloadpacket", None) is not torch.ops.aten.batch_norm:
+        return False
+    *_, in_training = node.args[:6]
+    return bool(in_training)
+
+
 def _module(node):
     """Return the path of the submodule that contains an operation, or "" for the model itself."""
     stack = node.meta.get("nn_module_stack")

@@ -6,8 +6,12 @@
 N is the number of ranks of the plan. The module must return its loss as a mean over the samples;
 other outputs are ignored. The options are keys of an input file (docs/configuration.md): all keys
 of [train], [checkpoint], [guard], [trace], [run] and [torch], and the keys seed, name,
-parallel.bucket_mb, parallel.overlap and parallel.zero. --steps is an abbreviation of
---train.steps. The plan determines all other keys.
+parallel.bucket_mb, parallel.overlap and parallel.zero. --steps and --verify are abbreviations of
+--train.steps and --torch.verify. The plan determines all other keys.
+
+Before the first step, rank 0 runs the unpartitioned module on the samples of two microbatches and
+compares the loss and the gradients with those of the captured program. If they differ, the run
+ends. --verify off skips the comparison, for a module that is too large for one rank.
 
 With --resume, the run in RUN_DIR continues with its own plan, or with another plan of the same
 model.
@@ -51,9 +55,10 @@ from hpc3d.partition.execution.predicted_traffic import (
     sum_traffic,
     traffic_lines,
 )
-from hpc3d.partition.execution.sample_batches import flat_inputs
+from hpc3d.partition.execution.sample_batches import flat_inputs, rows_of
 from hpc3d.partition.execution.staged_model import StagedModel, staged_model
 from hpc3d.partition.execution.torch_weights import stored_tensors, values_in
+from hpc3d.partition.execution.verification import verified
 from hpc3d.partition.factory import function_at, made_with_data
 from hpc3d.partition.plan_file import SavedPlan
 from hpc3d.pipeline.program import program_of
@@ -67,9 +72,17 @@ from hpc3d.training.run_loop import RunningJob, RunPlan, equipped, trained
 if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
-_OF_RUN = ("train.", "checkpoint.", "guard.", "trace.", "run.", "torch.inputs", "seed", "name")
-_OF_RUN += ("parallel.bucket_mb", "parallel.overlap", "parallel.zero", "mesh.transport")
+_OF_RUN = ("train.", "checkpoint.", "guard.", "trace.", "run.", "torch.inputs", "torch.verify")
+_OF_RUN += (
+    "seed",
+    "name",
+    "parallel.bucket_mb",
+    "parallel.overlap",
+    "parallel.zero",
+    "mesh.transport",
+)
 _OF_PLAN = ("train.batch", "train.dtype", "train.backend", "guard.abft_every")
+_ABBREVIATED = "train.steps", "torch.verify"
 _USAGE = "use partition run PLAN.json --section.key VALUE ..., or partition run --resume RUN_DIR"
 
 
@@ -92,10 +105,14 @@ class _Opened(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """Initial weights, and the inputs of each step. Only rank 0 creates this object."""
+    """Initial weights, and the inputs of each step. Only rank 0 creates this object.
+
+    `lines` describes the verification of the captured module.
+    """
 
     values: dict[str, torch.Tensor]
     batches: StepInputs
+    lines: list[str]
 
 
 def run(job: Job, words: list[str]) -> None:
@@ -125,7 +142,9 @@ def asked_for(words: list[str]) -> RunRequest:
     if not given and not resumed:
         raise ValueError(f"the plan file is missing; {_USAGE}")
     path = words.pop(0) if given else resumed / "plan.json"
-    words = [re.sub("^--steps", "--train.steps", word) for word in words]
+    for key in _ABBREVIATED:
+        short = key.rpartition(".")[2]
+        words = [re.sub(f"^--{short}(?==|$)", f"--{key}", word) for word in words]
     for option, _ in load.options(words):
         key = option.removeprefix("--")
         if not key.startswith(_OF_RUN) or key in _OF_PLAN:
@@ -213,11 +232,18 @@ def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
 
 
 def _source(plan: SavedPlan, config: Config, model: StagedModel) -> _Source:
-    """On rank 0, create the module; return its initial weights and the inputs of each step."""
+    """On rank 0, create and verify the module; return its weights and the inputs of each step."""
     module, inputs = made_with_data(plan.model, config.seed)
     values = dict(values_in(module, model.captured))
     given = function_at(config.torch.inputs) if config.torch.inputs else lambda step: inputs
-    return _Source(values, StepInputs(model.captured, given, plan.batch))
+    batches = StepInputs(model.captured, given, plan.batch)
+    lines = ["not verified: torch.verify is off"]
+    if config.torch.verify == "on":
+        replicas = range(max(plan.replicas))
+        split = [rows_of(plan.batch, plan.microbatches, len(replicas), each) for each in replicas]
+        shares = [rows for micro in zip(*split, strict=True) for rows in micro]
+        lines = verified(module, model.captured, batches(0), shares[:2])
+    return _Source(values, batches, lines)
 
 
 def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) -> RunningJob:
@@ -226,7 +252,8 @@ def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) 
     mesh, line = build_stages(model.replicas, rows, config.mesh.transport)
     homes = homes_of(job.gather(job.location()))
     hardware = Hardware(None, config.mesh.transport, homes=homes)
-    mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, _layout(config, model))
+    layout = [*_layout(config, model), *(source.lines if source else ())]
+    mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout)
     batches = source and source.batches
     trainer = ModuleTrainer(mesh, config, model, line, batches, program_of(config), clock)
     trainer.fill(source.values if source else {})

@@ -106,7 +106,7 @@ class SampleLoader:
             whole = self._told(node, value)
             for rows, inputs in zip(self.rows, kept, strict=True):
                 if node in self.read:
-                    inputs[node] = _rows(node, whole, rows)
+                    inputs[node] = rows_for(node, whole, rows)
         scale = factor / self.samples
         return {
             index: SampleRows(number, rows.start, len(rows), inputs, scale, denominators)
@@ -147,7 +147,8 @@ def shared_by_root(
     return torch.from_numpy(told).view(dtype).view(shape)
 
 
-def _rows(node, whole, rows):
+def rows_for(node: fx.Node, whole: Any, rows: range) -> Any:
+    """Return a copy of the samples `rows` of a model input; constants are returned unchanged."""
     if carries_batch(node):
         return whole[rows.start : rows.stop].clone()
     return whole.clone() if isinstance(whole, torch.Tensor) else whole

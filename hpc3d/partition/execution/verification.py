@@ -1,0 +1,317 @@
+"""Verify on rank 0, before the first step, that a run trains the function that PyTorch trains.
+
+On the samples of two microbatches, three comparisons of the loss and its gradients must agree up
+to rounding:
+
+1. The module returns the same result when it is called again. Otherwise, it has state that is
+   neither a parameter nor a buffer.
+2. The captured program agrees with the module. Otherwise, tracing has lost something, such as a
+   gradient hook.
+3. The loss of both microbatches together is the mean of their losses. Otherwise, the module
+   relates samples to each other, or its loss is not a mean over samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isnan
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_unflatten
+
+from hpc3d.console.exit_codes import BadData
+from hpc3d.console.sanitize import counted
+from hpc3d.partition.capture import (
+    Captured,
+    carries_batch,
+    is_batch_norm,
+    is_trained,
+    loss_of,
+    state_of,
+    tensors,
+)
+from hpc3d.partition.capturing.flat_export import where
+from hpc3d.partition.capturing.user_code import described, undisturbed
+from hpc3d.partition.execution.loss_terms import LossTerms
+from hpc3d.partition.execution.random_operations import Draw
+from hpc3d.partition.execution.sample_batches import rows_for
+from hpc3d.partition.execution.stage_program import StageProgram, stage_programs
+from hpc3d.partition.execution.torch_weights import values_in
+
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative difference due to rounding
+_SMALL = 1e-3  # a gradient that is this small, relative to all gradients, may be rounding errors
+_SKIP = "or skip this check with --verify off"
+
+
+class Result(NamedTuple):
+    """Loss, and the gradients of the trained parameters by name."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def verified(
+    module: torch.nn.Module, captured: Captured, inputs: Sequence[Any], shares: Sequence[range]
+) -> list[str]:
+    """Compare a captured program with its module; return lines for the log.
+
+    `inputs` contains the model inputs of a step, and `shares` the sample indices of one or two
+    adjacent microbatches. The module's buffers are restored. Raises BadData if results differ.
+    """
+    with undisturbed():
+        return _Verification(module, captured, inputs, shares).lines()
+
+
+class _Verification:
+    def __init__(self, module, captured, inputs, shares):
+        self.module, self.captured, self.shares = module, captured, shares
+        self.both = range(shares[0].start, shares[-1].stop)
+        self.inputs = dict(zip(captured.inputs, inputs, strict=True))
+        state = state_of(captured)
+        self.trained = [name for name, like in state.items() if is_trained(like)]
+        self.values = dict(values_in(module, captured))
+        self.close = _CLOSE[state[self.trained[0]].dtype]
+
+    def lines(self):
+        with _restored_buffers(self.module):
+            first = self._of_module()
+        with _restored_buffers(self.module):
+            again = self._of_module()
+        if problem := self._difference(first, again):
+            raise BadData(
+                f"the module returns another result when it is called again ({problem}); keep "
+                f"changing state in buffers only, {_SKIP}"
+            )
+        whole = [range(len(self.captured.pieces))]
+        (program,) = stage_programs(self.captured, whole, redraw=False)
+        if problem := self._difference(again, self._of_program(program, self.both)):
+            raise BadData(
+                f"the captured program differs from the module ({problem}); "
+                f"{self._culprit(program)}, {_SKIP}"
+            )
+        found = f"verified on {counted(len(self.both), 'sample')}: loss {first.loss:.6g}"
+        return [found, *self._microbatches(*stage_programs(self.captured, whole))]
+
+    def _microbatches(self, program):
+        """Compare the loss of both microbatches with the mean of their losses."""
+        if len(self.shares) == 1:
+            return []
+        norms = [node for node in program.module.graph.nodes if is_batch_norm(node)]
+        together = self._of_program(program, self.both)
+        if norms:
+            # The gradients differ, too. The losses agree if both use the same statistics.
+            values = self._recorded(program, self.both)
+            losses = [self._recorded(program, rows, values, norms)[-1] for rows in self.shares]
+            apart = self._mean([Result(float(loss), {}) for loss in losses])
+            together = together._replace(gradients={})
+        else:
+            apart = self._mean([self._of_program(program, rows) for rows in self.shares])
+        if problem := self._difference(together, apart):
+            raise BadData(
+                f"the loss of two microbatches is not the mean of their losses ({problem}); "
+                f"{self._relation(program)}, {_SKIP}"
+            )
+        return [
+            f"{node.name}: computes its statistics over each microbatch, instead of the batch"
+            for node in norms[:1]
+        ]
+
+    def _mean(self, results):
+        weights = [len(rows) / len(self.both) for rows in self.shares]
+        loss = sum(each.loss * weight for each, weight in zip(results, weights, strict=True))
+        names = results[0].gradients
+        pairs = [*zip(results, weights, strict=True)]
+        return Result(
+            loss,
+            {name: sum(each.gradients[name] * part for each, part in pairs) for name in names},
+        )
+
+    def _of_module(self):
+        names = dict(self.module.named_parameters(remove_duplicate=False))
+        for each in self.module.parameters():
+            each.grad = None
+        loss = self._called()
+        loss.backward()
+        found = {name: names[name].grad for name in self.trained}
+        for each in self.module.parameters():
+            each.grad = None
+        return _result(loss, found, names)
+
+    def _called(self):
+        """Return the loss of the module for both microbatches."""
+        given = self._given(self.both)
+        flat = [given[node] for node in self.captured.inputs]
+        args, kwargs = tree_unflatten(flat, self.captured.program.call_spec.in_spec)
+        torch.manual_seed(0)
+        try:
+            result = self.module(*args, **kwargs)
+        except Exception as error:
+            raise BadData(f"the module raised {described(error)}") from error
+        return loss_in(self.captured, result)
+
+    def _given(self, rows):
+        return {node: rows_for(node, value, rows) for node, value in self.inputs.items()}
+
+    def _weights(self):
+        """Return leaf tensors for the parameters, and copies of the buffers."""
+        trained = {*self.trained}
+        return {
+            name: value.detach().requires_grad_() if name in trained else value.clone()
+            for name, value in self.values.items()
+        }
+
+    def _arguments(self, rows):
+        terms = LossTerms(self.captured)
+        terms.weights = {name: self.values[name] for name in terms.reads}
+        both = self._given(self.both)
+        flat = [both[node] for node in self.captured.inputs]
+        denominators = terms.denominators(flat, len(self.both))
+        draw = Draw(0, 0, rows.start, len(rows), denominators)
+        return draw, (), self._given(rows), self._weights()
+
+    def _of_program(self, program: StageProgram, rows: range) -> Result:
+        draw, received, given, weights = self._arguments(rows)
+        torch.manual_seed(0)
+        _, outputs = program.run(draw, received, given, weights)
+        loss = outputs[program.outputs.index(loss_of(self.captured))]
+        leaves = {name: weights[name] for name in self.trained}
+        found = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
+        return _result(loss, dict(zip(leaves, found, strict=True)), leaves)
+
+    def _difference(self, one: Result, other: Result) -> str:
+        """Describe the first difference that is larger than rounding errors, or return ""."""
+        if abs(one.loss - other.loss) > self.close * max(abs(one.loss), abs(other.loss)):
+            return f"loss {one.loss:.10g} and {other.loss:.10g}"
+        if isnan(one.loss) != isnan(other.loss):
+            return f"loss {one.loss:.10g} and {other.loss:.10g}"
+        norms = {name: float(each.norm()) for name, each in one.gradients.items()}
+        total = sum(norm**2 for norm in norms.values()) ** 0.5
+        for name, gradient in reversed(one.gradients.items()):
+            difference = float((gradient - other.gradients[name]).norm())
+            if difference > self.close * (norms[name] + _SMALL * total):
+                return f"loss {one.loss:.10g}, but different gradients of {name}"
+        return ""
+
+    def _recorded(self, program, rows, whole=(), norms=()):
+        """Return the values of all operations; the last one is the loss.
+
+        Operations in `norms` are replaced by their values in `whole`, a recording of both
+        microbatches.
+        """
+        loss = program.outputs.index(loss_of(self.captured))
+        draw, received, given, weights = self._arguments(rows)
+        first = rows.start - self.both.start
+        fixed = {
+            node: rows_of_samples(value, range(first, first + len(rows)), len(self.both))
+            for node, value in (whole[0].items() if norms else ())
+            if node in norms
+        }
+        recorder = _Recorder(program.module, fixed)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            results = recorder.run(*program.arguments(draw, received, given, weights))
+        return recorder.values, results[len(program.sent) + loss]
+
+    def _relation(self, program):
+        """Name the first operation that relates the samples of different microbatches."""
+        both, _ = self._recorded(program, self.both)
+        norms = [node for node in both if is_batch_norm(node)]
+        for rows in self.shares:
+            values, _ = self._recorded(program, rows, (both,), norms)
+            first = rows.start - self.both.start
+            here = range(first, first + len(rows))
+            for node, value in values.items():
+                if not carries_batch(node) or not isinstance(value, torch.Tensor):
+                    continue
+                expected = rows_of_samples(both[node], here, len(self.both))
+                if not self._same(value, expected):
+                    return f"{node.name} relates samples{where(node)}; compute it for each sample"
+        return "return the loss as a mean over the samples"
+
+    def _culprit(self, program):
+        """Name the first submodule whose result the captured program does not compute."""
+        calls, handles = [], []
+        for path, part in self.module.named_modules():
+            handles.append(
+                part.register_forward_hook(
+                    lambda _, args, result, path=path: calls.append((path, tensors(result)))
+                )
+            )
+        try:
+            with _restored_buffers(self.module):
+                self._called()
+        finally:
+            for each in handles:
+                each.remove()
+        computed = self._recorded(program, self.both)[0].values()
+        known = [tensor for value in computed for tensor in tensors(value)]
+        for path, results in calls:
+            if path and not all(any(self._same(a, b) for b in known) for a in results):
+                return f"the first difference is in {path}; simplify this submodule"
+        return "remove gradient hooks and values that change from call to call"
+
+    def _same(self, one, other):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if not one.is_floating_point():
+            return bool((one == other).all())
+        alike = (one == other) | (one.isnan() & other.isnan())  # including infinite values
+        different = torch.where(alike, 0.0, one - other)
+        return float(different.norm()) <= self.close * float(one[one.isfinite()].norm())
+
+
+def _result(loss, gradients, parameters):
+    return Result(
+        float(loss.detach()),
+        {
+            name: torch.zeros_like(parameters[name]) if each is None else each
+            for name, each in gradients.items()
+        },
+    )
+
+
+def rows_of_samples(value: torch.Tensor, samples: range, count: int) -> torch.Tensor:
+    """Return the rows of some of `count` samples; each sample has the same number of rows."""
+    width = len(value) // count
+    return value[samples.start * width : samples.stop * width]
+
+
+@contextmanager
+def _restored_buffers(module: torch.nn.Module) -> Iterator[None]:
+    held = [
+        (part, name, buffer, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for part, name, buffer, before in held:
+            part._buffers[name] = buffer
+            with torch.no_grad():
+                buffer.copy_(before)
+
+
+def loss_in(captured, result):
+    from torch.utils._pytree import tree_leaves
+
+    names = captured.program.graph.output_node().args[0]
+    return tree_leaves(result)[[*names].index(loss_of(captured))]
+
+
+class _Recorder(fx.Interpreter):
+    """Interpreter that records the value of each operation, and replaces some of them."""
+
+    def __init__(self, module: fx.GraphModule, fixed: Mapping[fx.Node, Any]) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.fixed, self.values = fixed, {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = self.fixed[n] if n in self.fixed else super().run_node(n)
+        if n.op == "call_function":
+            self.values[n] = value
+        return value

@@ -1,0 +1,147 @@
+"""What the comparison before the first step finds, and what it accepts."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hpc3d.console.exit_codes import BadData
+from hpc3d.partition.execution.sample_batches import flat_inputs
+from hpc3d.partition.execution.verification import verified
+from tests.partition.execution.modules import HERE as MODULES
+from tests.partition.execution.modules import prepared
+
+HERE = "tests.partition.execution.test_verification"
+
+
+class Layers(nn.Module):
+    """Two layers around `between(model, hidden values)`, and a `loss` of the result."""
+
+    def __init__(self, between, loss=lambda y: y.square().mean()):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between, self.loss, self.calls = between, loss, 0
+
+    def forward(self, x):
+        return self.loss(self.last(self.between(self, torch.tanh(self.first(x)))))
+
+
+def of(between, loss=lambda y: y.square().mean()):
+    return Layers(between, loss), (torch.zeros(8, 4),)
+
+
+def counting():
+    """A Python attribute that every call changes."""
+
+    def between(model, x):
+        model.calls += 1
+        return x * model.calls
+
+    return of(between)
+
+
+def hooked():
+    """A gradient that torch changes after tracing."""
+    model, inputs = of(lambda model, x: x)
+    model.first.weight.register_hook(lambda gradient: gradient * 2)
+    return model, inputs
+
+
+class Deciding(nn.Module):
+    """A module that returns something else while it is traced."""
+
+    def forward(self, x):
+        return x if torch.compiler.is_compiling() else x.sin()
+
+
+def branching():
+    model, inputs = of(lambda model, x: model.inner(x))
+    model.inner = Deciding()
+    return model, inputs
+
+
+def related(x):
+    return x + 0.3 * x.roll(1, 0)
+
+
+def rolling():
+    return of(lambda model, x: related(x))
+
+
+def summing():
+    return of(lambda model, x: x, lambda y: y.square().sum())
+
+
+def rooted():
+    return of(lambda model, x: x, lambda y: y.square().mean().sqrt())
+
+
+def dropping():
+    return of(lambda model, x: functional.dropout(x, 0.4, model.training))
+
+
+def normalized():
+    model, inputs = of(lambda model, x: model.norm(x))
+    model.norm = nn.BatchNorm1d(4)
+    return model, inputs
+
+
+def normalized_and_rolling():
+    model, inputs = of(lambda model, x: related(model.norm(x)))
+    model.norm = nn.BatchNorm1d(4)
+    return model, inputs
+
+
+def lines_of(name, shares=(range(3), range(3, 8))):
+    module, inputs, captured = prepared(name)
+    before = [buffer.clone() for buffer in module.buffers()]
+    draws = torch.get_rng_state()
+    try:
+        return verified(module, captured, flat_inputs(captured, inputs), [*shares])
+    finally:
+        after = [*module.buffers()]
+        assert all(map(torch.equal, before, after)), "buffers are restored"
+        assert all(each.grad is None for each in module.parameters())
+        assert torch.equal(draws, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("counting", ["another result when it is called again"]),
+        ("hooked", ["differs from the module", "gradients of first.weight", "gradient hooks"]),
+        ("branching", ["differs from the module", "the first difference is in inner;"]),
+        ("rolling", ["is not the mean", "roll relates samples (", "test_verification.py:"]),
+        ("summing", ["is not the mean", "return the loss as a mean over the samples"]),
+        ("rooted", ["is not the mean", "return the loss as a mean over the samples"]),
+        ("normalized_and_rolling", ["is not the mean", "roll relates samples ("]),
+    ],
+)
+def test_difference_from_torch_is_refused(name, lines):
+    with pytest.raises(BadData) as caught:
+        lines_of(f"{HERE}:{name}")
+    found = str(caught.value)
+    assert all(line in found for line in lines) and "\n" not in found, found
+    assert found.endswith(", or skip this check with --verify off")
+
+
+@pytest.mark.parametrize(
+    "name", [f"{HERE}:dropping", f"{MODULES}:chain", "inputs.partition.bert:small"]
+)
+def test_sound_model_is_accepted(name):
+    (line,) = lines_of(name, (range(1), range(1, 3)))
+    assert line.startswith("verified on 3 samples: loss ")
+
+
+def test_batch_norm_is_accepted_with_a_warning():
+    first, second = lines_of(f"{HERE}:normalized")
+    assert first.startswith("verified on 8 samples")
+    assert second.startswith("batch_norm: computes its statistics over each microbatch")
+
+
+def test_single_microbatch_is_compared_with_the_module_only():
+    (line,) = lines_of(f"{HERE}:summing", (range(8),))
+    assert line.startswith("verified on 8 samples")
