@@ -236,7 +236,10 @@ def _of_module(options):
 
 def _write(path, plan, captured):
     if path.suffix == ".py":
-        text = import_module(_TORCHRUN).torchrun_file(plan, captured)
+        torchrun_file = import_module(_TORCHRUN)
+        text = torchrun_file.torchrun_file(plan, captured)
+        for line in torchrun_file.warnings(captured):
+            print(sanitized(line))
         command = f"torchrun --nproc-per-node {plan.ranks}"
     else:
         text, command = plan.text(), f"mpirun -np {plan.ranks} python -m hpc3d.partition run"

@@ -49,6 +49,7 @@ from hpc3d.console.exit_codes import BadData
 from hpc3d.console.sanitize import counted
 from hpc3d.partition import plan_file
 from hpc3d.partition.capture import Captured, captured_of, shape_of
+from hpc3d.partition.capturing.user_code import described
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.predicted_traffic import (
     border_traffic,
@@ -287,7 +288,10 @@ class StepInputs:
 
     def __call__(self, step: int) -> list[Any]:
         """Return the inputs of a step as a flat list in the order of the captured program."""
-        given = self.given(step)
+        try:
+            given = self.given(step)
+        except Exception as error:
+            raise BadData(f"step {step}: the inputs function raised {described(error)}") from error
         try:
             flat = flat_inputs(self.captured, given)
         except ValueError as error:

@@ -26,6 +26,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from hpc3d.config.resolve import refuse
 from hpc3d.partition.capture import Captured, carries_batch, state_of
 from hpc3d.partition.execution import torchrun_loop
+from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.stage_program import StageProgram
 from hpc3d.partition.execution.staged_model import StagedModel, staged_model
 from hpc3d.partition.plan_file import SavedPlan
@@ -60,6 +61,15 @@ def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
     loop = "".join(source.splitlines(keepends=True)[docstring.end_lineno :])
     texts = [_head(plan), loop, *imports, *own]
     return "\n\n\n".join(text.strip("\n") for text in texts) + "\n"
+
+
+def warnings(captured: Captured) -> Iterator[str]:
+    """Yield a line for each operation that the file computes differently than `partition run`."""
+    for name in LossTerms(captured).names:
+        yield (
+            f"{name}: the file weights microbatches by their samples; if they have different "
+            "numbers of valid targets, because some are ignored, use -o PLAN.json"
+        )
 
 
 def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:

@@ -212,6 +212,10 @@ def test_inputs_must_match_the_captured_model():
     _, _, captured = prepared(DROPPING[0])
     assert [each.shape[0] for each in StepInputs(captured, points_of, 12)(3)] == [12, 12]
     for given, line in (
+        (
+            lambda step: points_of(step)[step],
+            r"step 3: the inputs function raised IndexError: .* \(.*/test_module_run.py:\d+\)",
+        ),
         (too_few, r"step 3: input x is float32 \[3, 4\], not float64 \[12, 4\]"),
         (
             lambda step: [each.int() for each in points_of(step)],
