@@ -60,6 +60,10 @@ class Primitive:
         self.cuda_rule = rule
         return rule
 
+    def cuda_as_numpy(self) -> None:
+        """Use the NumPy implementation as the CUDA rule: its operations accept GPU arrays."""
+        self.cuda_rule = lambda gpu, *given, **named: self.numpy(*given, **named)
+
     def narrow(self, rule: _Rule) -> _Rule:
         self.narrow_rule = rule
         return rule

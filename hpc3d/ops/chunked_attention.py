@@ -34,7 +34,6 @@ from hpc3d.ops.random import keep_mask
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
-    from hpc3d.arrays.primitive import Primitive
     from hpc3d.ops.random import Mask
 
 _TILE = 256  # maximum number of queries, and of keys, per score tile (256 KiB in float32)
@@ -265,17 +264,9 @@ def _(qkv, dq, dkv, form, empty):
     return empty(qkv.shape, qkv.dtype)
 
 
-def _as_numpy(op: Primitive) -> None:
-    """Register a primitive's NumPy implementation for GPU arrays and for 16-bit arrays.
-
-    The implementation must consist only of fills and copies.
-    """
-    op.cuda(lambda gpu, *args: op.numpy(*args))
-    op.narrow(op.numpy)
-
-
-for _op in (keys_and_values, begin_merging, end_merging, join_grads):
-    _as_numpy(_op)
+for _op in (keys_and_values, begin_merging, end_merging, join_grads):  # only fill and copy arrays
+    _op.cuda_as_numpy()
+    _op.narrow(_op.numpy)
 
 
 def _together(q: Array) -> Array:

@@ -42,9 +42,7 @@ def _lengths(v: Array) -> Array:
     return np.sqrt((v * v).sum(1))[:, None]
 
 
-@orthonormalise.cuda
-def _(gpu, p):
-    orthonormalise.numpy(p)
+orthonormalise.cuda_as_numpy()
 
 
 @composite
@@ -54,9 +52,7 @@ def replace_columns(q: Array, total: Array) -> None:
     q += total
 
 
-@replace_columns.cuda
-def _(gpu, q, total):
-    replace_columns.numpy(q, total)
+replace_columns.cuda_as_numpy()
 
 
 @primitive
@@ -77,9 +73,7 @@ def take_largest(flat: Array, values: Array, indices: Array) -> None:
     flat[indices] = 0
 
 
-@take_largest.abstract
-def _(flat, values, indices):
-    return None
+take_largest.abstract(lambda flat, values, indices: None)
 
 
 @take_largest.cuda
@@ -93,9 +87,7 @@ def add_at(flat: Array, values: Array, indices: Array) -> None:
     flat[indices] += values
 
 
-@add_at.abstract
-def _(flat, values, indices):
-    return None
+add_at.abstract(lambda flat, values, indices: None)
 
 
 @add_at.cuda

@@ -128,9 +128,7 @@ def negative_log(sums: Array, valid: Array) -> Any:
     return float(np.where(valid, np.log(sums[0]) - sums[1], 0).sum(dtype=np.float64))
 
 
-@negative_log.abstract
-def _(sums, valid):
-    return 0.0
+negative_log.abstract(lambda sums, valid: 0.0)
 
 
 @negative_log.cuda
@@ -150,9 +148,7 @@ def score_rows(sums: Array, valid: Array) -> Array:
     return np.array([negative_log(sums, valid), right], np.float64)
 
 
-@score_rows.abstract
-def _(sums, valid):
-    return np.zeros(2)
+score_rows.abstract(lambda sums, valid: np.zeros(2))
 
 
 @score_rows.cuda
@@ -176,11 +172,7 @@ def softmax_grad(exponentials: Array, rest: LossRows | None, scale: float) -> Ar
 
 
 softmax_grad.narrow(softmax_grad.numpy)
-
-
-@softmax_grad.abstract
-def _(exponentials, rest, scale):
-    return exponentials
+softmax_grad.abstract(lambda exponentials, rest, scale: exponentials)
 
 
 @softmax_grad.cuda

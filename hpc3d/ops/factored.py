@@ -41,14 +41,8 @@ def sum_squares_of_lines(grad: Array, scale: float, rows: Array, columns: Array)
         columns += squares.sum(0)[None]
 
 
-@sum_squares_of_lines.abstract
-def _(grad, *rest):
-    return None
-
-
-@sum_squares_of_lines.cuda
-def _(gpu, grad, scale, rows, columns):
-    sum_squares_of_lines.numpy(grad, scale, rows, columns)
+sum_squares_of_lines.abstract(lambda grad, *rest: None)
+sum_squares_of_lines.cuda_as_numpy()
 
 
 @primitive
@@ -62,14 +56,8 @@ def sum_squares_scaled(grad: Array, rows: Array, columns: Array, sums: Array) ->
         sums += update.sum(-1)[..., None].sum(0)
 
 
-@sum_squares_scaled.abstract
-def _(grad, *rest):
-    return None
-
-
-@sum_squares_scaled.cuda
-def _(gpu, grad, rows, columns, sums):
-    sum_squares_scaled.numpy(grad, rows, columns, sums)
+sum_squares_scaled.abstract(lambda grad, *rest: None)
+sum_squares_scaled.cuda_as_numpy()
 
 
 @primitive
@@ -94,13 +82,5 @@ def descend_scaled(
 
 
 descend_scaled.narrow(descend_scaled.numpy)
-
-
-@descend_scaled.abstract
-def _(value, *rest):
-    return None
-
-
-@descend_scaled.cuda
-def _(gpu, value, master, grad, rows, columns, keep):
-    descend_scaled.numpy(value, master, grad, rows, columns, keep)
+descend_scaled.abstract(lambda value, *rest: None)
+descend_scaled.cuda_as_numpy()

@@ -109,11 +109,7 @@ def _starts(numbers: np.ndarray) -> np.ndarray:
 
 
 tile_maxima.narrow(tile_maxima.numpy)
-
-
-@tile_maxima.abstract
-def _(x, tiles, maxima):
-    return None
+tile_maxima.abstract(lambda x, tiles, maxima: None)
 
 
 @tile_maxima.cuda
@@ -156,11 +152,7 @@ def round_tiles(x: Array, maxima: Array, tiles: Tiles, dtype: str, out: Array) -
 
 
 round_tiles.narrow(round_tiles.numpy)
-
-
-@round_tiles.abstract
-def _(x, maxima, tiles, dtype, out):
-    return out
+round_tiles.abstract(lambda x, maxima, tiles, dtype, out: out)
 
 
 @round_tiles.cuda
@@ -224,9 +216,7 @@ def encode_tensor(x: Array, largest: Array, kind: str, codes: Array, scale: Arra
         codes[...] = encode(x / scale, kind).view(np.uint8)
 
 
-@encode_tensor.abstract
-def _(x, largest, kind, codes, scale):
-    return None
+encode_tensor.abstract(lambda x, largest, kind, codes, scale: None)
 
 
 @encode_tensor.cuda

@@ -146,9 +146,7 @@ def combine_moments(parts: Array, count: int) -> tuple[Array, Array]:
     return mean, squares.sum(0) + count * np.einsum("gi,gi->i", spread, spread)
 
 
-@combine_moments.abstract
-def _(parts, count):
-    return parts[0]
+combine_moments.abstract(lambda parts, count: parts[0])
 
 
 @combine_moments.cuda
@@ -189,9 +187,7 @@ def _(x, mean, rstd, gamma, beta, n, y):
     return n, y
 
 
-@normalise.abstract
-def _(x, mean, rstd, gamma, beta, n, y):
-    return (n, y)
+normalise.abstract(lambda x, mean, rstd, gamma, beta, n, y: (n, y))
 
 
 @normalise.cuda
@@ -290,9 +286,7 @@ def _(n, rstd, dy, gamma, means, residual, dx):
     return dx
 
 
-@normalise_grad.abstract
-def _(n, rstd, dy, gamma, means, residual, dx):
-    return dx
+normalise_grad.abstract(lambda n, rstd, dy, gamma, means, residual, dx: dx)
 
 
 @normalise_grad.cuda

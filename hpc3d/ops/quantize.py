@@ -108,11 +108,7 @@ def adamw_8bit(
 
 
 adamw_8bit.narrow(adamw_8bit.numpy)
-
-
-@adamw_8bit.abstract
-def _(value, master, grad, moments, constants, factors):
-    return moments
+adamw_8bit.abstract(lambda value, master, grad, moments, constants, factors: moments)
 
 
 @adamw_8bit.cuda
@@ -145,11 +141,7 @@ def _rounded(quotients: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 encode_rows.narrow(encode_rows.numpy)
-
-
-@encode_rows.abstract
-def _(x, codes, scales):
-    return None
+encode_rows.abstract(lambda x, codes, scales: None)
 
 
 @encode_rows.cuda
@@ -171,9 +163,7 @@ def decode_rows(codes: Array, scales: Array, out: Array) -> Array:
     return out
 
 
-@decode_rows.abstract
-def _(codes, scales, out):
-    return out
+decode_rows.abstract(lambda codes, scales, out: out)
 
 
 @decode_rows.cuda

@@ -175,11 +175,7 @@ def initialise(value: Array, item: Any, seed: int, block: tuple[slice, slice]) -
 
 
 initialise.narrow(initialise.numpy)
-
-
-@initialise.abstract
-def _(value, item, seed, block):
-    return None
+initialise.abstract(lambda value, item, seed, block: None)
 
 
 @initialise.cuda

@@ -81,9 +81,7 @@ def _(x, table, form, sign=1):
     return x
 
 
-@rotate.abstract
-def _(x, table, form, sign=1):
-    return x
+rotate.abstract(lambda x, table, form, sign=1: x)
 
 
 @rotate.cuda

@@ -288,9 +288,7 @@ def add_excess(grad: Array, choices: Array) -> None:
     grad += grad.size * found - choices.size
 
 
-@add_excess.abstract
-def _(grad, choices):
-    return None
+add_excess.abstract(lambda grad, choices: None)
 
 
 @add_excess.cuda
@@ -317,11 +315,7 @@ def _kept(slots: Array) -> Iterator[tuple[int, Array, Array]]:
 
 
 dispatch.narrow(dispatch.numpy)
-
-
-@dispatch.abstract
-def _(x, slots, out):
-    return out
+dispatch.abstract(lambda x, slots, out: out)
 
 
 @dispatch.cuda
@@ -356,9 +350,7 @@ def _(dslots, slots, out):
     return out
 
 
-@dispatch_grad.abstract
-def _(dslots, slots, out):
-    return out
+dispatch_grad.abstract(lambda dslots, slots, out: out)
 
 
 @dispatch_grad.cuda
@@ -383,9 +375,7 @@ def _(y, slots, weights, out):
     return out
 
 
-@combine.abstract
-def _(y, slots, weights, out):
-    return out
+combine.abstract(lambda y, slots, weights, out: out)
 
 
 @combine.cuda
@@ -443,9 +433,7 @@ def router_loss(probs: Array, lse: Array, loss: RouterLoss) -> tuple[Any, Any]:
     return balance, loss.z * float(np.dot(lse, lse))
 
 
-@router_loss.abstract
-def _(probs, lse, loss):
-    return 0.0, 0.0
+router_loss.abstract(lambda probs, lse, loss: (0.0, 0.0))
 
 
 @router_loss.cuda
@@ -483,9 +471,7 @@ def route_grad(
     return out
 
 
-@route_grad.abstract
-def _(dweights, routes, loss, scale, out):
-    return out
+route_grad.abstract(lambda dweights, routes, loss, scale, out: out)
 
 
 @route_grad.cuda

@@ -108,11 +108,7 @@ def dropped(x: Array, mask: Mask, out: Array) -> Array:
 
 
 dropped.narrow(dropped.numpy)
-
-
-@dropped.abstract
-def _(x, mask, out):
-    return out
+dropped.abstract(lambda x, mask, out: out)
 
 
 @dropped.cuda
@@ -129,11 +125,7 @@ def add_repeated(x: Array, table: Array, first: int, out: Array) -> Array:
 
 
 add_repeated.narrow(add_repeated.numpy)
-
-
-@add_repeated.abstract
-def _(x, table, first, out):
-    return out
+add_repeated.abstract(lambda x, table, first, out: out)
 
 
 @add_repeated.cuda

@@ -44,9 +44,7 @@ def _(h, out):
     return out
 
 
-@swiglu.abstract
-def _(h, out):
-    return out
+swiglu.abstract(lambda h, out: out)
 
 
 @swiglu.cuda
@@ -65,11 +63,7 @@ def swiglu_grad(slopes: Array, dg: Array) -> Array:
 
 
 swiglu_grad.narrow(swiglu_grad.numpy)
-
-
-@swiglu_grad.abstract
-def _(slopes, dg):
-    return slopes
+swiglu_grad.abstract(lambda slopes, dg: slopes)
 
 
 @swiglu_grad.cuda

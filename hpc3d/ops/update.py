@@ -64,9 +64,7 @@ def step_by_sign(value: Array, grad: Array, rate: float) -> None:
     value -= rate * np.sign(grad)
 
 
-@step_by_sign.cuda
-def _(gpu, value, grad, rate):
-    step_by_sign.numpy(value, grad, rate)
+step_by_sign.cuda_as_numpy()
 
 
 def sum_parts(gpu: Gpu, partial: Array, total: Array | None = None) -> Array:
@@ -116,11 +114,7 @@ def adamw(
 
 
 adamw.narrow(adamw.numpy)
-
-
-@adamw.abstract
-def _(value, *rest):
-    return None
+adamw.abstract(lambda value, *rest: None)
 
 
 @adamw.cuda
@@ -159,11 +153,7 @@ def lion(
 
 
 lion.narrow(lion.numpy)
-
-
-@lion.abstract
-def _(value, *rest):
-    return None
+lion.abstract(lambda value, *rest: None)
 
 
 @lion.cuda
@@ -187,11 +177,7 @@ def descend(value: Array, master: Array | None, grad: Array, factors: Sequence[f
 
 
 descend.narrow(descend.numpy)
-
-
-@descend.abstract
-def _(value, *rest):
-    return None
+descend.abstract(lambda value, *rest: None)
 
 
 @descend.cuda
@@ -227,9 +213,7 @@ def orthogonalize(matrix: Array, empty: Empty) -> None:
     wide[...] = x
 
 
-@orthogonalize.cuda
-def _(gpu, matrix, empty):
-    orthogonalize.numpy(matrix, empty)
+orthogonalize.cuda_as_numpy()
 
 
 def orthogonalize_flops(shape: tuple[int, int]) -> int:
@@ -247,6 +231,4 @@ def nesterov(grad: Array, momentum: Array, out: Array, scale: float, beta: float
     out += beta * momentum
 
 
-@nesterov.cuda
-def _(gpu, grad, momentum, out, scale, beta):
-    nesterov.numpy(grad, momentum, out, scale, beta)
+nesterov.cuda_as_numpy()
