@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.arrays.narrow import WIDE, widened
+from hpc3d.arrays.narrow import wide, widened
 from hpc3d.arrays.primitive import primitive
 from hpc3d.ops.random import cuda_mask
 from hpc3d.ops.rows import dropped
@@ -100,27 +100,26 @@ def queries_of(x: Array, sequence: int, form: HeadForm) -> Array:
     return x.reshape(-1, sequence, heads, g, width).transpose(0, 2, 3, 1, 4)
 
 
-def _chunks_of(
-    batch: int, heads: int, form: HeadForm, sequence: int, itemsize: int
-) -> tuple[int, int, int, int]:
-    """Return the shape [chunks, T, heads, g*T] of the array of attention probabilities.
+def stack_queries(q: Array) -> Array:
+    """Stack the queries that share a KV head: reshape [heads, g, T, D] to [heads, g*T, D]."""
+    heads, g, sequence, width = q.shape
+    return q.reshape(heads, g * sequence, width)
 
-    The number of heads per chunk is the largest divisor of `heads` for which a chunk fits in the
-    cache, or 1 if none fits.
+
+def _empty_probabilities(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
+    """Allocate the attention probabilities [chunks, T, heads, g*T].
+
+    The number of heads per chunk is the largest divisor of the number of heads for which a chunk,
+    in float32 or wider, fits in the cache, or 1 if none fits.
     """
-    fit = max(1, SCORES // (form.queries * sequence**2 * itemsize))
+    batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
+    fit = max(1, SCORES // (form.queries * sequence**2 * wide(qkv.dtype).itemsize))
     chunk = next(count for count in range(min(fit, heads), 0, -1) if heads % count == 0)
-    return batch * heads // chunk, sequence, chunk, form.queries * sequence
+    return empty((batch * heads // chunk, sequence, chunk, form.queries * sequence), qkv.dtype)
 
 
 def _chunk_indices(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]]:
     return [(b, slice(h, h + chunk)) for b in range(batch) for h in range(0, heads, chunk)]
-
-
-def _together(q: Array) -> Array:
-    """Stack the queries that share a KV head: reshape [heads, g, T, D] to [heads, g*T, D]."""
-    heads, g, sequence, width = q.shape
-    return q.reshape(heads, g * sequence, width)
 
 
 def _apart(p: Array, g: int) -> Array:
@@ -147,25 +146,24 @@ def _softmaxes(
     ones, scale = np.ones(sequence, dtype), dtype.type(1 / sqrt(q.shape[-1]))
     for index, p in zip(_chunk_indices(*k.shape[:2], chunk), probabilities, strict=True):
         by_head, columns = p.swapaxes(0, 1), p.reshape(sequence, -1)
-        np.matmul(k[index], _together(q[index] * scale).swapaxes(-1, -2), out=by_head)
+        np.matmul(k[index], stack_queries(q[index] * scale).swapaxes(-1, -2), out=by_head)
         if future is not None:
             columns += future
         if mask.padding is not None:
             columns[mask.padding[index[0]]] = -np.inf
-        columns -= _finite(columns.max(0))
+        columns -= finite(columns.max(0))
         np.exp(columns, out=columns)
-        columns *= 1 / _positive(ones @ columns)
+        sums = ones @ columns
+        columns *= 1 / np.where(sums == 0, 1, sums)  # 0: all keys of the query are masked
         yield index, by_head
 
 
-def _finite(top: Array) -> Array:
-    """Replace maximum scores of -inf (all keys of the query are masked) with 0."""
-    return np.where(top == -np.inf, 0, top)
+def finite(scores: Array) -> Array:
+    """Replace -inf with 0.
 
-
-def _positive(sums: Array) -> Array:
-    """Replace softmax denominators of 0 (all keys of the query are masked) with 1."""
-    return np.where(sums == 0, 1, sums)
+    If all keys of a query are masked, its maximum score and its log-sum-exp are -inf.
+    """
+    return np.where(np.isneginf(scores), 0, scores)
 
 
 def _factors_of(drop: Mask, index: tuple[int, slice], like: Array) -> np.ndarray:
@@ -199,7 +197,7 @@ def attend(
     """
     q, k, v = heads_of(qkv, sequence, form)
     batch, heads, g, _, width = q.shape
-    probabilities = empty(_chunks_of(batch, heads, form, sequence, qkv.itemsize), qkv.dtype)
+    probabilities = _empty_probabilities(qkv, sequence, form, empty)
     out = empty((batch * sequence, heads * g * width), qkv.dtype)
     by_query = queries_of(out, sequence, form)
     for index, p in _softmaxes(q, k, probabilities, mask):
@@ -253,8 +251,7 @@ def attend_again(
 ) -> Array:
     """Recompute the probabilities, without dropout; with cuDNN, recompute (out, stats)."""
     q, k, _ = heads_of(qkv, sequence, form)
-    shape = _chunks_of(*k.shape[:2], form, sequence, qkv.itemsize)
-    probabilities = empty(shape, qkv.dtype)
+    probabilities = _empty_probabilities(qkv, sequence, form, empty)
     for _ in _softmaxes(q, k, probabilities, mask):
         pass
     return probabilities
@@ -307,7 +304,7 @@ def attend_grad(
     ds = np.empty((sequence, chunk, queries), qkv.dtype)
     by_head, columns = ds.swapaxes(0, 1), ds.reshape(sequence, -1)
     for index, p in zip(_chunk_indices(*k.shape[:2], chunk), probabilities, strict=True):
-        d = _together(dout[index])
+        d = stack_queries(dout[index])
         factors = None if drop is None else _factors_of(drop, index, by_head)
         weights = p.swapaxes(0, 1) if drop is None else p.swapaxes(0, 1) * factors
         np.matmul(weights, d, out=dv[index])
@@ -317,7 +314,7 @@ def attend_grad(
         columns *= p.reshape(sequence, -1)
         columns -= p.reshape(sequence, -1) * (ones @ columns)
         np.matmul(_apart(by_head, form.queries), (k[index] * scale)[:, None], out=dq[index])
-        np.matmul(by_head, _together(q[index] * scale), out=dk[index])
+        np.matmul(by_head, stack_queries(q[index] * scale), out=dk[index])
     return dqkv
 
 
@@ -358,12 +355,6 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
     return _gradient_of(qkv, grads, sequence, form, empty)
 
 
-def _empty_probabilities(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
-    """Allocate a 16-bit buffer for attention probabilities, chunked as for float32."""
-    batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
-    return empty(_chunks_of(batch, heads, form, sequence, WIDE.itemsize), qkv.dtype)
-
-
 def _samples(
     qkv: Array,
     probabilities: Array,
@@ -390,11 +381,9 @@ def _scored(
     qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty
 ) -> tuple[int, AbstractArray]:
     """Record the cost of q k^T; return the number of score matrices and their array."""
-    batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
-    shape = _chunks_of(batch, heads, form, sequence, qkv.itemsize)
-    count = batch * heads * form.queries
+    count = qkv.shape[0] // sequence * (qkv.shape[1] // form.columns) * form.queries
     qkv.meter.product(sequence, sequence, form.width, qkv.dtype, count)
-    return count, empty(shape, qkv.dtype)
+    return count, _empty_probabilities(qkv, sequence, form, empty)
 
 
 def _out_columns(qkv: Array, form: HeadForm) -> int:

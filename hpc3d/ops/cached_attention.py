@@ -9,7 +9,7 @@ import numpy as np
 
 from hpc3d.arrays.narrow import wide
 from hpc3d.arrays.primitive import primitive
-from hpc3d.ops.attention import HeadForm, heads_of
+from hpc3d.ops.attention import HeadForm, heads_of, queries_of
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
@@ -32,7 +32,7 @@ def attend_cached(
     batch, heads, g, _, width = q.shape
     keys, values = _extended(cache, k, v, first)
     out = empty((batch * sequence, heads * g * width), qkv.dtype)
-    by_query = out.reshape(batch, sequence, heads, g, width).transpose(0, 2, 3, 1, 4)
+    by_query = queries_of(out, sequence, form)
     real = wide(qkv.dtype)
     future = np.triu(np.full((sequence, first + sequence), -np.inf, real), first + 1)
     fit = max(1, SCORES // (g * future.nbytes))
@@ -77,7 +77,7 @@ def _(gpu, qkv, sequence, form, cache, first, empty):
     out = gpu.empty(queries.shape, qkv.dtype)
     gpu.multiply(scores, values, out)
     joined = empty((batch * sequence, heads * g * width), qkv.dtype)
-    by_query = joined.reshape(batch, sequence, heads, g, width).transpose(0, 2, 3, 1, 4)
+    by_query = queries_of(joined, sequence, form)
     by_query[...] = out.reshape(q.shape)
     return joined
 

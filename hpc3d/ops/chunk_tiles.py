@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.ops.attention import HeadForm, stack_queries
 from hpc3d.ops.random import cuda_mask
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.cuda.gpu import Gpu
-    from hpc3d.ops.attention import HeadForm
     from hpc3d.ops.random import Mask
 
 # GPU limits: maximum queries (and keys) per score tile, maximum bytes of scores per head batch.
@@ -115,9 +115,7 @@ class GpuTile(NamedTuple):
 
         The result [heads, g*query, D] is contiguous.
         """
-        part = q[self.at][:, :, self.tile.queries]
-        heads, g, tokens, width = part.shape
-        return self.gpu.contiguous(part).reshape(heads, g * tokens, width)
+        return stack_queries(self.gpu.contiguous(q[self.at][:, :, self.tile.queries]))
 
     def keys(self, kv: Array) -> list[Array]:
         """Return views [heads, key, D] of the tile's keys and values (or gradients) in `kv`."""

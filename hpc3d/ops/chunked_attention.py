@@ -26,8 +26,10 @@ from hpc3d.ops.attention import (
     attend,
     attend_again,
     attend_grad,
+    finite,
     heads_of,
     queries_of,
+    stack_queries,
 )
 from hpc3d.ops.chunk_tiles import ChunkPair, Chunks, gpu_tiles
 from hpc3d.ops.random import keep_mask
@@ -109,13 +111,15 @@ def merge_chunks(qkv: Array, kv: Array, merged: Merged, chunks: Chunks) -> None:
     for at, tile in chunks.tiles(kv, _TILE, _SCORES):
         s, _ = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks.padding)
         old = merged.sums[at][:, :, tile.queries]
-        top = _finite(s.max(0))
+        top = finite(s.max(0))
         s -= top
         np.exp(s, out=s)
         with np.errstate(divide="ignore"):
-            new = np.log(_column_sums(s)) + top
+            # sum over keys by a product with a vector of ones
+            sums = np.ones(len(s), s.dtype) @ s.reshape(len(s), -1)
+            new = np.log(sums).reshape(top.shape) + top
         total = np.logaddexp(old, new.reshape(old.shape))
-        base = _finite(total)
+        base = finite(total)
         if chunks.drop is not None:
             s *= _factors(chunks.drop, at, tile, s, form)
         added = s.transpose(1, 2, 0) @ kv[1][at][:, tile.keys]
@@ -166,15 +170,13 @@ def row_dots(dout: Array, out: Array, sequence: int, form: HeadForm, empty: Empt
 
 @row_dots.abstract
 def _(dout, out, sequence, form, empty):
-    heads = dout.shape[1] // (form.queries * form.width)
-    return empty((dout.shape[0] // sequence, heads, form.queries, sequence), wide(dout.dtype))
+    return empty(queries_of(dout, sequence, form).shape[:-1], wide(dout.dtype))
 
 
 @row_dots.cuda
 def _(gpu, dout, out, sequence, form, empty):
-    heads = dout.shape[1] // (form.queries * form.width)
-    dots = empty((len(dout) // sequence, heads, form.queries, sequence), np.float32)
-    sizes = {"heads": heads * form.queries, "width": form.width, "sequence": sequence}
+    dots = empty(queries_of(dout, sequence, form).shape[:-1], np.float32)
+    sizes = {"heads": dout.shape[1] // form.width, "width": form.width, "sequence": sequence}
     gpu.launch("row_dots", *dout.shape, x=dout, y=out, dots=dots, **sizes)
     return dots
 
@@ -202,9 +204,9 @@ def chunks_grad(
         k, v = (each[at][:, tile.keys] for each in kv)
         dk, dv = (each[at][:, tile.keys] for each in dkv)
         p, scaled = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks.padding)
-        p -= _finite(grad.sums[at][:, :, tile.queries]).reshape(p.shape[1:])
+        p -= finite(grad.sums[at][:, :, tile.queries]).reshape(p.shape[1:])
         np.exp(p, out=p)
-        d = _together(dout[at][:, :, tile.queries])
+        d = stack_queries(dout[at][:, :, tile.queries])
         dp = _by_columns(v, d)
         weights = p
         if drop is not None:
@@ -269,12 +271,6 @@ for _op in (keys_and_values, begin_merging, end_merging, join_grads):  # only fi
     _op.narrow(_op.numpy)
 
 
-def _together(q: Array) -> Array:
-    """Reshape [heads, g, t, D] to [heads, g*t, D], stacking the queries that share a KV head."""
-    heads, g, tokens, width = q.shape
-    return q.reshape(heads, g * tokens, width)
-
-
 def _by_columns(k: Array, q: Array) -> Array:
     """Return k q^T, [key, heads, g*query], for k [heads, key, D] and q [heads, g*query, D].
 
@@ -287,12 +283,6 @@ def _by_columns(k: Array, q: Array) -> Array:
     return scores
 
 
-def _column_sums(scores: Array) -> Array:
-    """Sum the scores over keys by a product with a vector of ones; return [heads, g*query]."""
-    flat = scores.reshape(len(scores), -1)
-    return (np.ones(len(flat), flat.dtype) @ flat).reshape(scores.shape[1:])
-
-
 def _scores(
     q: Array, k: Array, at: tuple[int, slice], tile: ChunkPair, padding: Array | None
 ) -> tuple[Array, Array]:
@@ -300,7 +290,7 @@ def _scores(
 
     The scores of masked keys are -inf.
     """
-    scaled = _together(q) * q.dtype.type(1 / sqrt(q.shape[-1]))
+    scaled = stack_queries(q) * q.dtype.type(1 / sqrt(q.shape[-1]))
     scores = _by_columns(k[at][:, tile.keys], scaled)
     if tile.masked:
         ahead = tile.key_position - tile.query_position
@@ -318,14 +308,6 @@ def _later(ahead: int, keys: int, g: int, queries: int, dtype: np.dtype) -> np.n
     """
     later = ahead + np.arange(keys)[:, None] > np.arange(queries)
     return np.tile(np.where(later, -np.inf, 0).astype(dtype), g)
-
-
-def _finite(sums: Array) -> Array:
-    """Replace -inf with 0.
-
-    If all keys of a query are masked, its maximum score and its log-sum-exp are -inf.
-    """
-    return np.where(np.isneginf(sums), 0, sums)
 
 
 def _factors(
