@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.console.exit_codes import BadData
-from hpc3d.ops.random import philox_draws, philox_key
+from hpc3d.ops.random import below_one, philox_draws, philox_key
 
 
 class Sampling(NamedTuple):
@@ -38,8 +38,8 @@ class Sampling(NamedTuple):
         if not self.temperature:
             return int(logits.argmax())
         chances = self.probabilities(logits).cumsum()
-        bits = philox_draws(philox_key((self.seed, "generate", sample)), position, 1)
-        uniform = int(bits[0] >> np.uint64(11)) * 2.0**-53  # < 1, even after rounding
+        draws = philox_draws(philox_key((self.seed, "generate", sample)), position, 1)
+        uniform = below_one(draws)[0]
         return int(np.searchsorted(chances, uniform * chances[-1], side="right"))
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
@@ -47,15 +47,11 @@ class Sampling(NamedTuple):
         scores = logits.astype(np.float64) / self.temperature
         if 0 < self.top_k < len(scores):
             scores[scores < np.partition(scores, -self.top_k)[-self.top_k]] = -np.inf
-        p = _softmax(scores)
+        p = np.exp(scores - scores.max())
+        p /= p.sum()
         if self.top_p < 1:
             order = np.argsort(p, kind="stable")
             less = order[p[order].cumsum() <= 1 - self.top_p]
             p[less[less != order[-1]]] = 0
             p /= p.sum()
         return p
-
-
-def _softmax(scores: np.ndarray) -> np.ndarray:
-    p = np.exp(scores - scores.max())
-    return p / p.sum()

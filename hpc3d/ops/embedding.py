@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpc3d.arrays.narrow import wide
 from hpc3d.arrays.primitive import primitive
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def scatter_rows(dy: Array, index: Array, order: Array, shape: Sequence[int]) ->
 
     Indices out of range are ignored. `order` is the permutation that sorts `index`.
     """
-    total = np.zeros(shape, np.promote_types(dy.dtype, np.float32))
+    total = np.zeros(shape, wide(dy.dtype))
     order = order[(index[order] >= 0) & (index[order] < shape[0])]
     rows, starts = np.unique(index[order], return_index=True)
     if rows.size:
@@ -66,7 +67,7 @@ def scatter_rows(dy: Array, index: Array, order: Array, shape: Sequence[int]) ->
 
 @scatter_rows.abstract
 def _(dy, index, order, shape):
-    return dy.like(shape, np.promote_types(dy.dtype, np.float32))
+    return dy.like(shape, wide(dy.dtype))
 
 
 @scatter_rows.cuda

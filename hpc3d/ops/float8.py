@@ -91,16 +91,12 @@ def tile_maxima(x: Array, tiles: Tiles, maxima: Array) -> None:
     if not x.size:
         return
     across = _starts(tiles.columns_of(x.shape[2]))
-    for rows in _row_blocks(x):
+    for rows in row_blocks(x):
         numbers = tiles.rows_of(rows)
         largest = np.maximum.reduceat(np.abs(x[rows]), across, 2)
         largest = np.maximum.reduceat(largest, _starts(numbers), 0)
         part = maxima[numbers[0] : numbers[-1] + 1]
         np.maximum(part, largest, out=part)
-
-
-def _row_blocks(x: Array) -> list[slice]:
-    return [slice(rows.start, min(rows.stop, len(x))) for rows in row_blocks(x)]
 
 
 def _starts(numbers: np.ndarray) -> np.ndarray:
@@ -141,7 +137,7 @@ def round_tiles(x: Array, maxima: Array, tiles: Tiles, dtype: str, out: Array) -
     if not x.size:
         return out
     scales, across = divisors(maxima, LARGEST[dtype]), tiles.columns_of(x.shape[2])
-    for rows in _row_blocks(x):
+    for rows in row_blocks(x):
         scale = scales[tiles.rows_of(rows)]
         if scale.shape[2] > 1:
             scale = scale.take(across, 2)

@@ -85,15 +85,15 @@ def adamw_8bit(
     scale, rate, root, keep = factors
     beta1, beta2 = constants["beta1"], constants["beta2"]
     exact = value if master is None else master
-    wide = np.result_type(exact.dtype, np.float32)
-    signed, unsigned = LEVELS.astype(wide)
+    real = wide(exact.dtype)
+    signed, unsigned = LEVELS.astype(real)
     for start in range(0, len(scales[0]), _BLOCKS_AT_ONCE):
         blocks = slice(start, start + _BLOCKS_AT_ONCE)
         part = slice(start * BLOCK, (start + _BLOCKS_AT_ONCE) * BLOCK)
         w, g = exact[part].reshape(-1, BLOCK), grad[part].reshape(-1, BLOCK) * scale
         codes = [each[part].reshape(-1, BLOCK) for each in (first, second)]
         m, v = (
-            dequantized(code, each[blocks].astype(wide), levels)
+            dequantized(code, each[blocks].astype(real), levels)
             for code, each, levels in zip(codes, scales, (signed, unsigned))
         )
         m = beta1 * m + (1 - beta1) * g

@@ -58,6 +58,11 @@ def philox_draws(key: np.ndarray, first: int, count: int) -> np.ndarray:
     return stream.random_raw(skipped + count)[skipped:]
 
 
+def below_one(draws: np.ndarray) -> np.ndarray:
+    """Convert 64-bit random numbers to floating-point numbers in [0, 1)."""
+    return (draws >> np.uint64(11)) * 2.0**-53
+
+
 # Rows of a block: a contiguous range, or the index of each row.
 _Rows = slice | range | np.ndarray
 

@@ -26,8 +26,8 @@ CACHE = 1 << 17  # maximum bytes of each operand of a row block; the block fits 
 
 def row_blocks(x: Array) -> list[slice]:
     """Split the rows of `x` into slices that fit in the cache."""
-    rows = max(1, CACHE // max(1, x[:1].nbytes))
-    return [slice(start, start + rows) for start in range(0, x.shape[0], rows)]
+    count, rows = len(x), max(1, CACHE // max(1, x[:1].nbytes))
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 
 def rounded(*arrays: Array) -> Iterator[tuple[slice, list[Array]]]:

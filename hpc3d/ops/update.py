@@ -7,7 +7,6 @@ singular values are all 1.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -49,13 +48,13 @@ def _(gpu, flat, parts):
 
 
 def _joined_slices(parts: Iterable[slice]) -> list[slice]:
-    whole = []
+    joined: list[slice] = []
     for part in sorted(parts, key=lambda part: part.start):
-        if whole and whole[-1].stop == part.start:
-            part = slice(whole.pop().start, part.stop)
+        if joined and joined[-1].stop == part.start:
+            part = slice(joined.pop().start, part.stop)
         if part.start < part.stop:
-            whole.append(part)
-    return whole
+            joined.append(part)
+    return joined
 
 
 @composite
@@ -76,8 +75,7 @@ def sum_parts(gpu: Gpu, partial: Array, total: Array | None = None) -> Array:
 
 
 def _stretches(size: int) -> list[slice]:
-    edges = [*range(0, size, _CHUNK), size]
-    return [slice(*edge) for edge in pairwise(edges)]
+    return [slice(start, start + _CHUNK) for start in range(0, size, _CHUNK)]
 
 
 @primitive

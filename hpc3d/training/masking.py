@@ -15,7 +15,7 @@ from hpc3d.data.batches import Batches
 from hpc3d.data.validation import ValidationBatches
 from hpc3d.model.families import family_of
 from hpc3d.ops.cross_entropy import IGNORE
-from hpc3d.ops.random import philox_draws, philox_key
+from hpc3d.ops.random import below_one, philox_draws, philox_key
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -69,10 +69,10 @@ class Masking(NamedTuple):
         """
         draws = philox_draws(key, 0, _DRAWS * tokens.size)
         drawn, kind, other = draws.reshape(*tokens.shape, _DRAWS).transpose(2, 0, 1)[:3]
-        chosen = _below_one(drawn) < _TARGETS
+        chosen = below_one(drawn) < _TARGETS
         if self.padding is not None:
             chosen &= tokens != self.padding
-        kind = _below_one(kind)
+        kind = below_one(kind)
         masked = np.where(kind < _MASKED, self.mask, self._tokens_of(other))
         inputs = np.where(chosen & (kind < _REPLACED), masked, tokens)
         return inputs.astype(np.int32), np.where(chosen, tokens, np.int32(IGNORE))
@@ -99,7 +99,7 @@ class MaskedBatches(Batches):
         self, tokens: Tokens, sequence: int, batch: int, seed: int, masking: Masking
     ) -> None:
         super().__init__(tokens, sequence, batch, seed)
-        self._seed, self._masking = seed, masking
+        self._masking = masking
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the contiguous inputs and targets of a step, each int32 [batch, sequence]."""
@@ -121,8 +121,3 @@ class MaskedValidation(ValidationBatches):
         tokens, shifted = super().batch(number)
         inputs, targets = self._masking.masked(tokens, philox_key(("validation", number)))
         return inputs, np.where(shifted == IGNORE, shifted, targets)
-
-
-def _below_one(draws: np.ndarray) -> np.ndarray:
-    """Convert 64-bit random integers to floating-point numbers in [0, 1)."""
-    return (draws >> np.uint64(11)) * 2.0**-53
