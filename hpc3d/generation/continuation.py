@@ -10,6 +10,7 @@ import numpy as np
 from hpc3d.arrays.pool import on_host
 
 if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.decoder import Decoder
 
@@ -41,7 +42,7 @@ def continue_text(decoder: Decoder, wanted: TextRequest, choose: _Choose) -> Non
     tokens, unread = np.tile(wanted.prompt, (wanted.sequences, 1)), len(wanted.prompt)
     for number in range(wanted.tokens):
         logits = decoder.forward(_window(decoder, tokens, unread))[: wanted.samples]
-        column = _agreed(decoder.mesh, lambda found=logits, at=number: choose(on_host(found), at))
+        column = _agreed(decoder.mesh, choose, logits, number)
         if column is None:
             return
         column = np.resize(column, (wanted.sequences, 1))
@@ -62,11 +63,11 @@ def _window(decoder: Decoder, tokens: np.ndarray, unread: int) -> np.ndarray:
     return tokens[:, -unread:]
 
 
-def _agreed(mesh: Mesh, choose: Callable[[], Sequence[int] | None]) -> np.ndarray | None:
+def _agreed(mesh: Mesh, choose: _Choose, logits: Array, number: int) -> np.ndarray | None:
     """Broadcast the tokens chosen by rank 0 and return them, or `None` if generation stops."""
     found = np.empty(0, np.int64)
     if mesh.rank == 0:
-        tokens = choose()
+        tokens = choose(on_host(logits), number)
         found = np.array([tokens is not None, *(tokens or ())], np.int64)
     found = mesh.world.broadcast(found, 0).wait()
     return found[1:] if found[0] else None

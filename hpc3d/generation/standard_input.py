@@ -18,7 +18,7 @@ def standard_input(launched: bool, descriptor: int = 0) -> bytes:
     ValueError if a launched process receives no input.
     """
     found = b""
-    while not launched or _comes(descriptor, _PAUSE if found else _NOTHING):
+    while not launched or select.select([descriptor], [], [], _PAUSE if found else _NOTHING)[0]:
         piece = os.read(descriptor, _PIECE)
         if not piece:
             return found
@@ -26,7 +26,3 @@ def standard_input(launched: bool, descriptor: int = 0) -> bytes:
     if not found:
         raise ValueError("--prompt -: standard input is empty; give --prompt TEXT")
     return found
-
-
-def _comes(descriptor: int, seconds: float) -> bool:
-    return bool(select.select([descriptor], [], [], seconds)[0])

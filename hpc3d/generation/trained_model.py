@@ -83,11 +83,12 @@ class TrainedModel(NamedTuple):
         except ValueError as error:
             raise ValueError(f"--prompt: {error}; use a different prompt") from error
         if not len(ids):
-            ids = np.array([] if self.begin is None else [self.begin], np.int64)
-        if not len(ids):
-            raise ValueError(
-                "--prompt is empty, and the tokenizer has no start token; give at least one word"
-            )
+            if self.begin is None:
+                raise ValueError(
+                    "--prompt is empty, and the tokenizer has no start token; give at least one "
+                    "word"
+                )
+            ids = np.array([self.begin], np.int64)
         known = self.config.model.vocabulary
         if ids.max() >= known:
             raise ValueError(
@@ -157,12 +158,11 @@ def layout_words(words: Iterable[str]) -> list[str]:
 
 
 def _words(words: Iterable[str], beginnings: tuple[str, ...]) -> list[str]:
-    found = options(words)
     return [
         word
-        for pair in found
-        if pair[0].removeprefix("--").startswith(beginnings)
-        for word in pair
+        for option, text in options(words)
+        if option.removeprefix("--").startswith(beginnings)
+        for word in (option, text)
     ]
 
 
@@ -174,12 +174,10 @@ def _of_run(path: Path, words: Sequence[str]) -> TrainedModel:
             f"{path}: generate does not support torch modules ({config.torch.factory}); choose a "
             "run of an hpc3d model"
         )
-    given = dict(options(_words(words, ("data.path",))))
-    tokenizer = _tokenizer_of_run(config, path, given.get("--data.path"))
+    tokenizer = _tokenizer_of_run(config, path, dict(options(words)).get("--data.path"))
     source = WeightSource(opened.folder, published=False)
-    end = tokenizer.end if tokenizer.end_name else None
-    ends = end_ids(path) | (frozenset() if end is None else {end})
-    return TrainedModel(config, tokenizer, source, ends, end, wrong)
+    ends = end_ids(path) | ({tokenizer.end} - {None})
+    return TrainedModel(config, tokenizer, source, ends, tokenizer.end, wrong)
 
 
 def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer:
@@ -204,10 +202,9 @@ def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer
 def _published(path: Path, words: Sequence[str]) -> TrainedModel:
     pretrained = Pretrained(path)
     config = configured(pretrained, ["--model.dropout", "0", *_words(words, ("model.",))])
-    told = pretrained.settings
     tokenizer = _published_tokenizer(path, config.model.vocabulary)
-    source = WeightSource(path, published=True)
-    return TrainedModel(config, tokenizer, source, end_ids(path), told.get("bos_token_id"))
+    source, begin = WeightSource(path, published=True), pretrained.settings.get("bos_token_id")
+    return TrainedModel(config, tokenizer, source, end_ids(path), begin)
 
 
 def _published_tokenizer(path: Path, vocabulary: Any) -> Tokenizer:

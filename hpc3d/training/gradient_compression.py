@@ -181,7 +181,6 @@ class _CompressedSum(GradientBucket):
         super().__init__(parameters, items)
         self.spec, self.comm = kept.spec, self.mesh.comm(self.axes[0])
         self.residuals = [kept.residuals[item] for item in items]
-        self.kept = kept
 
     def _add_gradients(self) -> None:
         """Add each gradient G to its residual R, so that the residual array contains M = G + R."""
@@ -196,7 +195,7 @@ class _LowRankSum(_CompressedSum):
         self, parameters: Parameters, items: Sequence[Parameter], kept: GradientCompression
     ) -> None:
         super().__init__(parameters, items, kept)
-        self.factors = [self.kept.factors[item] for item in self.items]
+        self.factors = [kept.factors[item] for item in self.items]
         self.high = [each.shape[0] > each.shape[-1] for each in self.residuals]
         self.short = [
             (min(m.shape[0], m.shape[-1]), *q.shape[1:])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -71,9 +72,7 @@ def lines(wrong: GuardError, found: Sequence[Sequence[GuardFinding]]) -> list[st
 
     `found` has one list per rank.
     """
-    findings = sorted(
-        (finding for here in found for finding in here), key=lambda finding: finding.order
-    )
+    findings = sorted(chain.from_iterable(found), key=lambda finding: finding.order)
     shown = [finding.line for finding in findings[:SHOWN]]
     more = len(findings) - len(shown)
     head = f"{wrong.what}: {len(findings)} found"

@@ -158,29 +158,24 @@ class Log:
 def differences(config: Config) -> list[str]:
     """Return one line for each key of a resolved configuration that differs from its default."""
     usual = flat(Config()) | _settled(config)
-    found = {
-        key: value
+    return [
+        f"{key} = {literal(value)}"
         for key, value in flat(config).items()
         if value is not None and value != usual[key]
-    }
-    return [f"{key} = {literal(value)}" for key, value in found.items()]
+    ]
 
 
 def _settled(config: Config) -> dict[str, Any]:
     """Return the default values of keys whose default depends on the configuration."""
-    train, model = (
-        replace(config.train, decay_steps=None),
-        replace(config.model, norm_epsilon=None),
-    )
     schedule = usual_schedule(config.mesh.p)
     return {
         **dict.fromkeys(("mesh.x", "mesh.y", "mesh.z"), 1),
         "parallel.schedule": schedule,
         "parallel.chunks": find(schedule).chunks or 2,
-        "model.norm_epsilon": with_epsilon(model).norm_epsilon,
+        "model.norm_epsilon": with_epsilon(replace(config.model, norm_epsilon=None)).norm_epsilon,
         "model.vocabulary": 256 if config.data.tokenizer == "byte" else None,
         "data.tokenizer": "byte",
-        "train.decay_steps": train.decaying(),
+        "train.decay_steps": replace(config.train, decay_steps=None).decaying(),
     }
 
 

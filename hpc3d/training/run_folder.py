@@ -215,8 +215,9 @@ def git_revision() -> str:
 
 def clear(run_dir: Path) -> None:
     """Remove the incomplete checkpoints and the temporary files of a killed run."""
-    folders = Path(run_dir), Path(run_dir) / "trace", Path(run_dir) / "checkpoints"
+    folders = run_dir, run_dir / "trace", run_dir / "checkpoints"
     for save in folders[-1].glob("step-????????.tmp"):
         shutil.rmtree(save)
-    for path in (path for folder in folders for path in folder.glob("*.*.tmp")):
-        path.unlink()
+    for folder in folders:
+        for path in folder.glob("*.*.tmp"):
+            path.unlink()

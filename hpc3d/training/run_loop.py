@@ -134,10 +134,8 @@ def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
     """Run steps until the end or a stop request; return the number of completed steps."""
     config, trainer, log = plan.config, run.trainer, run.log
     log.record(run.start, config)
-    replicas, spikes = (
-        ReplicaCheck(trainer, config.guard.replicas_every),
-        LossSpikes(config.guard.loss_spike_sigma),
-    )
+    replicas = ReplicaCheck(trainer, config.guard.replicas_every)
+    spikes = LossSpikes(config.guard.loss_spike_sigma)
     for number in range(run.start, config.train.steps):
         run.watchdog.step(number)
         if number % config.trace.sync_every == 0:
@@ -184,7 +182,9 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
     run.watchdog.stop()  # writing the last checkpoint may exceed the watchdog's limit
     run.saver.wait()
     run.trainer.mesh.trace.synchronize()
-    _save_position(plan, run.batches, done)
+    if run.batches is not None:
+        position = {"step": done, **run.batches.position(done)}
+        write_text(plan.folder / "position.json", json.dumps(position) + "\n")
     launch.finish(job)
     job.barrier()
     if job.rank == 0 and plan.config.trace.enabled:
@@ -218,9 +218,3 @@ def _give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoR
     launch.finish(job)
     job.barrier()
     raise JobExit(wrong.code)
-
-
-def _save_position(plan: RunPlan, batches: RunBatches | None, done: int) -> None:
-    if batches is not None:
-        position = {"step": done, **batches.position(done)}
-        write_text(plan.folder / "position.json", json.dumps(position) + "\n")

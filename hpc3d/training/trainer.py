@@ -17,7 +17,7 @@ from hpc3d.model.stage import LayerRange, build
 from hpc3d.pipeline.engine import Engine
 from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.pipeline.program import program_of
-from hpc3d.training import guard
+from hpc3d.training import graphed_step, guard
 from hpc3d.training.gradient_compression import compression_of
 from hpc3d.training.loss_scale import scale_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.instruction import Placement
     from hpc3d.pipeline.program import Program
     from hpc3d.pipeline.stage_protocol import PipelineStage
-    from hpc3d.training.graphed_step import GraphedStep
 
 
 class Step(NamedTuple):
@@ -97,15 +96,10 @@ class Trainer:
         )
         self.feed = feed(mesh, config, batches, program)
         self.groups = program.steps(mesh.coord("p"))
-        self.replay = self._replay() if train.cuda_graph else None
+        self.replay = graphed_step.replay_of(self) if train.cuda_graph else None
         self.number, self.loss, self.norm = -1, 0.0, 0.0
         self.local_loss = self.squares = 0.0  # this rank's loss and squared gradient norm
         self.scaling, self.skipped = scale_of(train.dtype), False
-
-    def _replay(self) -> GraphedStep | None:
-        from hpc3d.training.graphed_step import replay_of
-
-        return replay_of(self)
 
     def stages(self, placement: Placement) -> Sequence[PipelineStage]:
         """Build this rank's stages, one per chunk, and add their parameters to `parameters`."""
