@@ -197,15 +197,16 @@ class _LowRankSum(_CompressedSum):
         super().__init__(parameters, items, kept)
         self.factors = [kept.factors[item] for item in self.items]
         self.high = [each.shape[0] > each.shape[-1] for each in self.residuals]
-        self.short = [
-            (min(m.shape[0], m.shape[-1]), *q.shape[1:])
-            for m, q in zip(self.residuals, self.factors, strict=True)
-        ]
+        # matrices M, each transposed if it has more rows than columns
+        self.matrices = [_turned(m) if m.shape[0] > m.shape[-1] else m for m in self.residuals]
+        both = zip(self.matrices, self.factors, strict=True)
+        self.short = [(m.shape[0], *q.shape[1:]) for m, q in both]
+        self.long = [q.shape for q in self.factors]
 
     def post(self) -> None:
         self._add_gradients()
         sent = self._buffer(self.short)
-        for m, q, p in zip(self._matrices(), self.factors, _views(sent, self.short), strict=True):
+        for m, q, p in zip(self.matrices, self.factors, _views(sent, self.short), strict=True):
             self._multiply(m, q, p)
         self.pending = self.comm.all_reduce(sent)
 
@@ -213,17 +214,9 @@ class _LowRankSum(_CompressedSum):
         bases = self._bases([*_views(self.pending.wait(), self.short)])
         self.pending = None
         total = self.comm.all_reduce(self._coefficients(bases)).wait()
-        for number, summed in enumerate(_views(total, self._long())):
+        for number, summed in enumerate(_views(total, self.long)):
             self._expand(number, bases[number], summed)
             replace_columns(self.factors[number], summed)
-
-    def _matrices(self) -> list[Array]:
-        """Return all matrices M, each transposed if it has more rows than columns."""
-        both = zip(self.residuals, self.high, strict=True)
-        return [_turned(each) if high else each for each, high in both]
-
-    def _long(self) -> list[tuple[int, ...]]:
-        return [factor.shape for factor in self.factors]
 
     def _buffer(self, shapes: Sequence[Sequence[int]]) -> Array:
         return self.comm.buffer((sum(map(prod, shapes)),), self.parameters.wide)
@@ -242,17 +235,17 @@ class _LowRankSum(_CompressedSum):
             bases = np.concatenate(stacks, axis=1)
             with self.mesh.trace.span("orthonormal bases"):
                 orthonormalise(bases)
-            ends = [*accumulate([stack.shape[1] for stack in stacks], initial=0)]
-            for number, (first, stop) in zip(numbers, pairwise(ends), strict=True):
+            edges = pairwise(accumulate((stack.shape[1] for stack in stacks), initial=0))
+            for number, (first, stop) in zip(numbers, edges, strict=True):
                 stacked = blocks[number].ndim == 3
                 found[number] = bases[:, first:stop] if stacked else bases[:, first]
         return [found[number] for number in range(len(blocks))]
 
     def _coefficients(self, bases: Sequence[Array]) -> Array:
         """Compute this rank's factor Q_i of each matrix, and subtract P Q_i' from its residual."""
-        sent = self._buffer(self._long())
-        views = _views(sent, self._long())
-        for number, (m, basis, q) in enumerate(zip(self._matrices(), bases, views, strict=True)):
+        sent = self._buffer(self.long)
+        views = _views(sent, self.long)
+        for number, (m, basis, q) in enumerate(zip(self.matrices, bases, views, strict=True)):
             self._multiply(_turned(m), basis, q)
             self._expand(number, basis, q)
             self.residuals[number] -= self.items[number].grad

@@ -72,14 +72,8 @@ class Log:
             print(sanitized(line), file=self.file, flush=True)
 
     def header(
-        self,
-        plan: Any,
-        mesh: Mesh,
-        job: Job,
-        hardware: Hardware,
-        layout: Iterable[str],
+        self, config: Config, mesh: Mesh, job: Job, hardware: Hardware, layout: Iterable[str]
     ) -> None:
-        config = plan.config
         sizes = " ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
         for line in differences(config):
             self.say(line, "faint")

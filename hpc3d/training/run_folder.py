@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -105,9 +106,8 @@ def write_text(path: Path, text: str) -> None:
 
 def note_command(folder: Path) -> None:
     """Append the command line to command.txt, byte for byte."""
-    how = {"encoding": "utf-8", "errors": "surrogateescape"}
     path = folder / "command.txt"
-    with naming(path), path.open("a", **how) as file:
+    with naming(path), path.open("a", encoding="utf-8", errors="surrogateescape") as file:
         file.write(shlex.join([sys.executable, *sys.argv]) + "\n")
 
 
@@ -195,17 +195,11 @@ def git_revision() -> str:
     installed inside another repository.
     """
     source = Path(hpc3d.__file__)
-    where = ["git", "-C", str(source.parent)]
+    git = ["git", "-C", str(source.parent)]
+    run = partial(subprocess.run, capture_output=True, text=True, check=False)
     try:
-        revision = subprocess.run(
-            [*where, "rev-parse", "HEAD", f"HEAD:./{source.name}"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        changed = subprocess.run(
-            [*where, "diff", "--quiet", "HEAD"], capture_output=True, check=False
-        )
+        revision = run([*git, "rev-parse", "HEAD", f"HEAD:./{source.name}"])
+        changed = run([*git, "diff", "--quiet", "HEAD"])
     except OSError:
         return ""
     if revision.returncode:

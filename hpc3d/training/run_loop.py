@@ -112,7 +112,7 @@ def equipped(
     if job.rank == 0 and (file := os.environ.get(FOLDER_FILE)):
         Path(file).write_bytes(os.fsencode(plan.folder))
     log = Log(plan.folder / "train.log", job.rank == 0, "a" if plan.resumed else "w")
-    log.header(plan, mesh, job, hardware, layout)
+    log.header(config, mesh, job, hardware, layout)
     for line in plan.changes:
         log.say(f"resume: {line}", "yellow")
     return Equipment(mesh, watchdog, log, CLOCKS[config.trace.clock][1])
