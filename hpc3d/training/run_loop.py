@@ -69,15 +69,6 @@ class RunPlan:
     texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-class Equipment(NamedTuple):
-    """Objects shared by the phases of a run: mesh, watchdog, log, and clock (in seconds)."""
-
-    mesh: Mesh
-    watchdog: Watchdog
-    log: Log
-    clock: Callable[[], float]
-
-
 class RunningJob(NamedTuple):
     """State of the training loop.
 
@@ -96,8 +87,8 @@ class RunningJob(NamedTuple):
 
 def equipped(
     job: Job, plan: RunPlan, mesh: Mesh, hardware: Hardware, layout: Iterable[str]
-) -> Equipment:
-    """Set up guards, watchdog, recorder and log of a run.
+) -> tuple[Mesh, Watchdog, Log, Callable[[], float]]:
+    """Set up guards, watchdog, recorder and log of a run; return mesh, watchdog, log and clock.
 
     The log begins with the header and with the lines of `layout`, which describe how the model is
     distributed over the ranks.
@@ -115,7 +106,7 @@ def equipped(
     log.header(config, mesh, job, hardware, layout)
     for line in plan.changes:
         log.say(f"resume: {line}", "yellow")
-    return Equipment(mesh, watchdog, log, CLOCKS[config.trace.clock][1])
+    return mesh, watchdog, log, CLOCKS[config.trace.clock][1]
 
 
 def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:

@@ -101,11 +101,11 @@ class Exchange:
         """Scatter [n, A, B] to this rank's blocks [g n, a, b]; the inverse of `gathered`."""
         for cut in reversed(self.cuts):
             size = self.mesh.size(cut.axis)
-            parts = (
-                self._spread(whole, cut.owner, size)
-                if cut.owner is not None
-                else (self._divided(whole, cut.dim, size))
-            )
+            if cut.owner is None:
+                parts = self._divided(whole, cut.dim, size)
+            else:
+                parts = self.mesh.zeros((size, *whole.shape), whole.dtype, "workspace")
+                parts[cut.owner] = whole
             flat = parts.reshape(size * parts.shape[1], *parts.shape[2:])
             whole = self.mesh.comm(cut.axis).all_to_all(flat).wait()
         return whole
@@ -117,11 +117,6 @@ class Exchange:
         order = [0, 1, 2, 3]
         order.remove(dim)
         return self._moved(whole.reshape(*shape), [dim, *order])
-
-    def _spread(self, blocks: Array, owner: int, size: int) -> Array:
-        parts = self.mesh.zeros((size, *blocks.shape), blocks.dtype, "workspace")
-        parts[owner] = blocks
-        return parts
 
     def _moved(self, array: Array, order: Sequence[int]) -> Array:
         turned = array.transpose(*order)
