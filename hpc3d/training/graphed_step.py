@@ -26,13 +26,13 @@ class GraphedStep:
 
     def __init__(self, trainer: Any, graph: CudaGraph) -> None:
         self.trainer, self.graph = trainer, graph
-        self.warm = self.recording = self.done = False
-        self.results, self.peak = (), Counter()
+        self.warm = self.recording = False
+        self.results, self.peak = (), Counter()  # set when the graph has been captured
 
     def run(self, groups: Sequence[Group], micros: Mapping[int, Microbatch]) -> None:
         """Run all passes and the optimizer update of a step."""
         trainer = self.trainer
-        if self.done:
+        if self.results:
             trainer.engine.seconds.clear()
             self.launch()
             trainer.update_by(*self.results)
@@ -50,7 +50,7 @@ class GraphedStep:
         """
         if self.recording:
             self.graph.end()
-            self.recording, self.done, self.results = False, True, results
+            self.recording, self.results = False, results
             self.peak = self.trainer.mesh.pool.peak
             self.launch()
 
