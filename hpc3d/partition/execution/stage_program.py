@@ -2,7 +2,7 @@
 
 A chunk runs its own pieces and duplicates the cheap operations whose results these pieces need. A
 value needed by a later chunk passes through all intermediate chunks, so each chunk boundary has a
-single list of values, in program order.
+single list of values, in program order. The rows of each sample are contiguous in these values.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from hpc3d.partition.capture import (
     without_values,
     written_by,
 )
+from hpc3d.partition.capturing.sample_layout import SampleLayouts, rows_per_sample
 from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.random_operations import Draw, make_reproducible
 from hpc3d.partition.execution.split_backward import split_backward
+
+_aten = torch.ops.aten
 
 
 class StageProgram(NamedTuple):
@@ -97,9 +100,11 @@ def stage_programs(
     """
     part_of = {piece: number for number, part in enumerate(parts) for piece in part}
     crossing = dict(_crossing(captured, part_of))
+    layouts = SampleLayouts(captured.program.graph)
+    blocks = {node: layouts.outer(node) for node in crossing}
     terms = LossTerms(captured) if redraw else None
     return [
-        _program(captured, part, number, crossing, terms, split)
+        _program(captured, part, number, crossing, blocks, terms, split)
         for number, part in enumerate(parts)
     ]
 
@@ -119,16 +124,14 @@ def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
                 yield node, (first, max(readers))
 
 
-def _program(captured, part, number, crossing, terms, split):
+def _program(captured, part, number, crossing, blocks, terms, split):
     """Return the program of model chunk `number`.
 
     The chunk's operations are copied into a new graph with placeholders for external operands.
+    `blocks` maps the values in `crossing` to their numbers of blocks (see SampleLayout).
     """
-    wanted = {
-        node
-        for piece in (captured.pieces[index] for index in part)
-        for node in (*piece.nodes, *piece.copies)
-    }
+    pieces = [captured.pieces[index] for index in part]
+    wanted = {node for piece in pieces for node in (*piece.nodes, *piece.copies)}
     order = [node for node in captured.program.graph.nodes if node in wanted]
     sizes = [node for node in order if is_size(node)]
     received = [node for node, (first, last) in crossing.items() if first < number <= last]
@@ -138,10 +141,11 @@ def _program(captured, part, number, crossing, terms, split):
     inputs = [node for node in captured.inputs if node in needed]
     weights = {node: name for node, name in captured.weights.items() if node in needed}
     graph = fx.Graph()
-    draw = graph.placeholder("draw")
-    later = graph.placeholder("later") if split else None
+    draw, later = graph.placeholder("draw"), graph.placeholder("later") if split else None
     given = (*sizes, *received, *inputs, *weights)
     copies = {node: graph.placeholder(node.name) for node in given}
+    messages = {node: copies[node] for node in received}
+    copies |= {node: _arranged(graph, copies[node], node, -1, blocks[node]) for node in received}
     for node in order:
         if node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -150,13 +154,35 @@ def _program(captured, part, number, crossing, terms, split):
                 terms.weigh(copies[node], node, draw)
             if split:
                 split_backward(copies[node], later)
-    graph.output(tuple(copies[node] for node in (*sent, *outputs)))
+    messages |= {
+        node: _arranged(graph, copies[node], node, blocks[node], -1)
+        for node in sent
+        if node not in messages
+    }
+    graph.output((*(messages[node] for node in sent), *(copies[node] for node in outputs)))
     module = fx.GraphModule(torch.nn.Module(), graph)
     targets = {each for node in order for each in written_by(node)}
     written = [name for node, name in weights.items() if node in targets]
     values = tuple(node.meta["val"] for node in sizes)
     ends = received, inputs, weights.values(), sent, outputs, written
     return StageProgram(module, values, *map(tuple, ends), split)
+
+
+def _arranged(graph, copy, node, *sizes):
+    """Convert a value between block-major and sample-major order of its rows.
+
+    Messages are in sample-major order, because replicas split them by samples. The leading
+    dimensions of the value have the `sizes` (blocks, -1) or (-1, blocks) before the conversion,
+    where -1 is the number of samples.
+    """
+    blocks = max(sizes)
+    if blocks == 1:
+        return copy
+    rows, *others = node.meta["val"].shape
+    shape = [*sizes, rows_per_sample(rows) // blocks, *others]
+    apart = graph.call_function(_aten.reshape.default, (copy, shape))
+    swapped = graph.call_function(_aten.transpose.int, (apart, 0, 1))
+    return graph.call_function(_aten.reshape.default, (swapped, [-1, *others]))
 
 
 def graded(captured: Captured, programs: Sequence[StageProgram]) -> set[fx.Node]:

@@ -66,6 +66,25 @@ def chain(layers=4, batch=12, dropout=0.0):
     return Chain(layers, dropout), (torch.sin(numbers), torch.cos(numbers))
 
 
+class TimeMajor(nn.Module):
+    """Layers on [T, B] rows: the rows of a sample are not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x, y):
+        x = x.transpose(0, 1).flatten(0, 1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return functional.mse_loss(x, y.repeat(3, 1))
+
+
+def time_major(batch=12):
+    numbers = torch.arange(batch * 12, dtype=torch.float64).reshape(batch, 3, 4)
+    return TimeMajor(), (torch.sin(numbers), torch.cos(numbers[:, 0]))
+
+
 def with_data(name, seed=0):
     """A module in float64 without dropout of its own, and inputs that are no zeros."""
     place, _, call = name.partition(":")

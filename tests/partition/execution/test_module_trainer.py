@@ -54,6 +54,13 @@ def test_replicated_stages_match_torch(replicas, micros, how):
     assert_trained_alike(found, trained_by_torch(CHAIN, micros))
 
 
+@pytest.mark.parametrize("replicas", [(1, 2), pytest.param((3, 1, 2), marks=pytest.mark.slow)])
+def test_time_major_rows_are_split_by_samples(replicas):
+    """The border is in the middle of [T, B] rows."""
+    found = trained(f"{HERE}:time_major", replicas, 2, "1f1b")
+    assert_trained_alike(found, trained_by_torch(f"{HERE}:time_major", 2))
+
+
 @pytest.mark.parametrize(
     ("replicas", "micros", "schedule", "how"),
     [
