@@ -303,6 +303,11 @@ class StepInputs:
                 found = _described(value.dtype, [*value.shape]) if is_tensor else f"{value!s:.80}"
                 if found != wanted:
                     raise BadData(f"step {step}: input {node.name} is {found}, not {wanted}")
+            elif isinstance(value, torch.Tensor) or value != like:
+                raise BadData(
+                    f"step {step}: input {node.name} is {value!s:.80}, but the plan is for "
+                    f"{like!s:.80}; pass values that change from step to step as tensors"
+                )
         return flat
 
     def position(self, done: int) -> dict[str, int]:

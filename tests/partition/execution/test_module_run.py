@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import signal
 
 import numpy as np
@@ -20,6 +21,7 @@ from hpc3d.checkpoints.inspect import problems, shapes_in
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.comm import threads
 from hpc3d.console.exit_codes import BadData
+from hpc3d.partition.capture import capture
 from hpc3d.partition.execution.module_run import StepInputs, asked_for, configuration
 from hpc3d.partition.execution.sample_batches import shared_by_root
 from hpc3d.partition.execution.staged_model import staged_model
@@ -221,11 +223,38 @@ def test_inputs_must_match_the_captured_model():
             lambda step: [each.int() for each in points_of(step)],
             "input x is int32 .*, not float64 ",
         ),
+        (
+            lambda step: [each.view(torch.int64) for each in points_of(step)],
+            "input x is int64 .*, not float64 ",
+        ),
         (lambda step: points_of(step)[:1], "step 3: 1 inputs were given, .* takes x, y"),
         (lambda step: {"x": points_of(step)[0]}, "step 3: the given inputs are x, .* takes x, y"),
     ):
         with pytest.raises(BadData, match=line):
             StepInputs(captured, given, 12)(3)
+
+
+def scaled():
+    """A module with a number, a flag and nothing among its inputs."""
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x, scale, negative, mask):
+            return (-1 if negative else 1) * scale * super().forward(x).mean()
+
+    return Scaled(4, 4), (torch.zeros(4, 4), 2.0, False, None)
+
+
+def test_constant_inputs_must_equal_those_of_the_plan():
+    module, (x, *constants) = scaled()
+    captured = capture(module, (x, *constants))
+    assert StepInputs(captured, lambda step: (x, 2.0, False, None), 4)(0)[1:] == constants
+    for given, line in (
+        ((3.0, False, None), "step 1: input scale is 3.0, but the plan is for 2.0; pass values"),
+        ((2.0, True, None), "input negative is True, but the plan is for False"),
+        ((2.0, False, x), "input mask is tensor.*, but the plan is for None"),
+    ):
+        with pytest.raises(BadData, match=re.compile(line, re.DOTALL)):
+            StepInputs(captured, {1: (x, *given)}.get, 4)(1)
 
 
 def test_empty_parameter_is_broadcast():
