@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,9 +29,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from hpc3d.partition.capturing.flat_export import flat_export, where
+from hpc3d.partition.capturing.gradient_hooks import refuse_gradient_hooks
+from hpc3d.partition.capturing.mean_loss import refuse_other_losses
+from hpc3d.partition.capturing.python_state import ChangingState, StateWatch
+from hpc3d.partition.capturing.sample_layout import SampleLayouts
+from hpc3d.partition.capturing.sample_relations import BatchValues, refuse_related_samples
 from hpc3d.partition.capturing.user_code import described, emptied, undisturbed, without_data
 from hpc3d.partition.capturing.whole_modules import (
     WholeModule,
@@ -81,25 +87,31 @@ def capture(
     module: torch.nn.Module,
     inputs: tuple | dict,
     with_data: Callable[[], tuple[torch.nn.Module, tuple | dict]] | None = None,
+    unsplit: Collection[int] = (),
 ) -> Captured:
     """Capture a module that is called with `inputs`, whose dimension 0 is the batch.
 
+    All inputs with as many rows as the first input have a batch dimension, except the flattened
+    inputs with the indices in `unsplit`.
+
     The module is not changed. A submodule that cannot be traced becomes one opaque operation,
     whose shapes and costs are recorded in a run on real data. If the given tensors have no data,
-    `with_data()` must return the module and the inputs for this run.
-
-    Raises ValueError with the user's file and line if the module cannot be captured, for example
-    because its control flow depends on data or no input has a batch dimension.
+    `with_data()` must return the module and the inputs for this run. Raises ValueError with the
+    user's file and line if the module cannot be captured, for example because its control flow
+    depends on data or no input has a batch dimension.
     """
     batch = _batch_of(inputs)
-    whole = WholeModules(partial(_example, module, inputs, with_data), batch)
+    refuse_gradient_hooks(module)
+    carrying = [each for each in _carrying(inputs, batch) if each not in unsplit]
+    whole = WholeModules(partial(_example, module, inputs, carrying, with_data), batch)
     while True:
         model = module
         try:
             with undisturbed():
                 model, like = _emptied(module, inputs)
                 whole.stand_in(model)
-                program = _program(model, like, batch)
+                watch = StateWatch(model)
+                program = _program(model, like, carrying)
             break
         except (Exception, SystemExit) as error:
             path = error.path if isinstance(error, _SizedByData) else culprit(error, model)
@@ -107,26 +119,85 @@ def capture(
                 whole.add(model, path, _explained(error))
             except ValueError as refused:
                 raise ValueError(f"this model cannot be captured: {refused}") from error
+    if watch.changed:
+        _refuse_changing_state(module, inputs, whole, carrying)
     _refuse(program)
     kept = place_whole(program)
     return _pieces(program, batch, _first_names(model))._replace(whole=kept)
 
 
 def captured_of(name: str) -> Captured:
-    """Capture the module returned by the factory `name`, given as `MODULE:FACTORY`."""
-    return capture(*made(name), partial(made_with_data, name, 0))
+    """Capture the module returned by the factory `name`, given as `MODULE:FACTORY`, for training.
+
+    Raises ValueError if the module cannot be captured, if the result for one sample depends on
+    other samples, or if the loss is not a mean over the samples.
+    """
+    module, inputs = made(name)
+    with_data = partial(made_with_data, name, 0)
+    try:
+        return checked(capture(module, inputs, with_data))
+    except ValueError:
+        # An input, such as a table, may have as many rows as the batch by chance.
+        if unsplit := _independent_inputs(module, inputs):
+            with suppress(ValueError):
+                return checked(capture(module, inputs, with_data, unsplit))
+        raise
 
 
-def _program(model, like, batch):
+def checked(captured: Captured) -> Captured:
+    """Return a captured module if it can be trained in microbatches.
+
+    Raises ValueError if the loss, or any result of a module without a loss, relates different
+    samples other than by a mean over the samples.
+    """
+    program, loss = captured.program, loss_of(captured)
+    values = BatchValues(program, loss)
+    refuse_related_samples(values, SampleLayouts(program.graph))
+    if loss is not None:
+        refuse_other_losses(values, loss)
+    return captured
+
+
+def _independent_inputs(module, inputs):
+    """Return the indices of inputs whose number of rows may differ from the batch size."""
+    first, *others = _carrying(inputs, _batch_of(inputs))
+    if not others:
+        return []
+    try:
+        with undisturbed():
+            model, like = _emptied(module, inputs)
+            sizes = {first: Dim("batch", min=2), **dict.fromkeys(others, Dim.AUTO)}
+            program = flat_export(model, like, _dynamic_shapes(like, sizes))
+    except (Exception, SystemExit):
+        return []
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    found = [
+        node.meta["val"]
+        for node in program.graph.nodes
+        if node.op == "placeholder" and kinds[node.name] is InputKind.USER_INPUT
+    ]
+    return [each for each in others if str(found[each].shape[0]) != str(found[first].shape[0])]
+
+
+def _program(model, like, carrying):
     rows = Dim("batch", min=2)
-    shapes = tree_map(lambda leaf: {0: rows} if _carries(leaf, batch) else None, like)
-    program = flat_export(model, like, shapes)
+    program = flat_export(model, like, _dynamic_shapes(like, dict.fromkeys(carrying, rows)))
     for node in program.graph.nodes:
         for size in (size for tensor in tensors(node.meta.get("val")) for size in tensor.shape):
             symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
             if any(str(symbol).startswith("u") for symbol in symbols):
                 raise _SizedByData(node)
     return program
+
+
+def _dynamic_shapes(like, sizes):
+    """Return the argument `dynamic_shapes` of torch.export.
+
+    `sizes` maps the index of an input to the symbolic size of its dimension 0.
+    """
+    leaves, spec = tree_flatten(like)
+    shapes = [{0: sizes[index]} if index in sizes else None for index in range(len(leaves))]
+    return tree_unflatten(shapes, spec)
 
 
 class _SizedByData(ValueError):
@@ -136,8 +207,11 @@ class _SizedByData(ValueError):
         self.path = _module(node)
 
 
-def _example(module, inputs, with_data):
-    """Return the model with real tensors, and a function `run(samples)` that executes it."""
+def _example(module, inputs, carrying, with_data):
+    """Return the model with real tensors, and a function `run(samples)` that executes it.
+
+    `carrying` contains the indices of the inputs with a batch dimension.
+    """
     batch = _batch_of(inputs)
     held = [*module.parameters(), *module.buffers(), *tensors(inputs)]
     if any(isinstance(each, FakeTensor) for each in held):
@@ -153,7 +227,9 @@ def _example(module, inputs, with_data):
 
     def run(samples):
         rows = torch.arange(samples) % batch
-        given = tree_map(lambda leaf: leaf[rows] if _carries(leaf, batch) else leaf, inputs)
+        leaves, spec = tree_flatten(inputs)
+        found = [leaf[rows] if index in carrying else leaf for index, leaf in enumerate(leaves)]
+        given = tree_unflatten(found, spec)
         return module(**given) if isinstance(given, dict) else module(*given)
 
     return module, run
@@ -170,6 +246,23 @@ def _refuse_large(module):
 
 
 _PART_OF_MEMORY = 0.5
+
+
+def _refuse_changing_state(module, inputs, whole, carrying):
+    """Trace two successive calls; raise ValueError if both change the module's attributes."""
+    try:
+        with undisturbed():
+            model, like = _emptied(module, inputs)
+            whole.stand_in(model, repeats=2)
+            StateWatch(model, twice=True)
+            _program(model, like, carrying)
+    except ChangingState:
+        raise
+    except Exception as error:
+        raise ValueError(
+            "forward changes attributes of the model, and a second call with the same inputs "
+            f"raised {described(error)}; keep the attributes constant"
+        ) from error
 
 
 def _explained(error):
@@ -214,8 +307,13 @@ def _batch_of(inputs):
     raise ValueError("at least one example input must be a tensor with the batch in dimension 0")
 
 
-def _carries(leaf, batch):
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+def _carrying(inputs, batch):
+    """Return the indices of all input tensors with `batch` rows."""
+    return [
+        index
+        for index, leaf in enumerate(tree_leaves(inputs))
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+    ]
 
 
 def _emptied(module, inputs):

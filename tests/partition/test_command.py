@@ -193,6 +193,7 @@ def test_invalid_module_options_are_rejected(words, capsys):
         (("--graph", "c", "--schedule", "zb-h1"), "use 1f1b or gpipe"),
         (("no.such.module:b",), "no module named no"),
         (("tests.partition.sample_models:decides",), "sample_models.py:"),
+        (("tests.partition.sample_models:branches",), "relates different samples"),
     ],
 )
 def test_impossible_plan_is_rejected_in_one_line(words, line, capsys):

@@ -26,6 +26,8 @@ from torch.amp import autocast_mode
 from torch.export import ExportedProgram, export
 from torch.export.graph_signature import InputKind
 
+from hpc3d.partition.capturing.gradient_hooks import tensor_hooks_refused
+
 _set_grad_enabled, _detach = torch._C._set_grad_enabled, torch.ops.aten.detach.default
 _enter_autocast = autocast_mode._enter_autocast
 _MODES = _set_grad_enabled, _enter_autocast, autocast_mode._exit_autocast
@@ -34,13 +36,15 @@ _MODES = _set_grad_enabled, _enter_autocast, autocast_mode._exit_autocast
 def flat_export(model: torch.nn.Module, inputs: tuple | dict, shapes: Any) -> ExportedProgram:
     """Return the exported program of a module that is called with `inputs`.
 
-    Raises ValueError for autocast, for custom torch.autograd.Functions, and for other blocks that
-    torch exports as separate graphs. The message contains the line of user code, if known.
+    Raises ValueError for autocast, for custom torch.autograd.Functions, for gradient hooks of
+    tensors, and for other blocks that torch exports as separate graphs. The message contains the
+    line of user code, if known.
     """
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
     blocks = "replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass"
     passes = replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
     with ExitStack() as replaced:
+        replaced.enter_context(tensor_hooks_refused())
         for name, module in zip(blocks, passes, strict=True):
             unchanged = _replaced(module, name, lambda graph, signature: (graph, signature))
             replaced.enter_context(unchanged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import traceback
@@ -62,3 +63,9 @@ def described(error: Exception) -> str:
     )
     theirs = [each for each in frames if not each.filename.startswith((*ours, "<"))]
     return f"{text:.300} ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else f"{text:.300}"
+
+
+def line_of(function: Any) -> str:
+    """Return the file and line of a Python function, in parentheses, or "" if it has no code."""
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""

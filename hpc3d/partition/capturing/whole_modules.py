@@ -232,11 +232,14 @@ class WholeModules:
         self.reasons: dict[str, str] = {}
         self.calls: dict[str, list[WholeModule]] = {}
 
-    def stand_in(self, model: torch.nn.Module) -> None:
-        """Install the stand-ins in `model`, a copy of the model without data."""
+    def stand_in(self, model: torch.nn.Module, repeats: int = 1) -> None:
+        """Install the stand-ins in `model`, a copy of the model without data.
+
+        The model can then be called `repeats` times.
+        """
         for path, calls in self.calls.items():
             part = model.get_submodule(path)
-            part.forward = _StandIn(path, part, calls)
+            part.forward = _StandIn(path, part, calls * repeats)
 
     def add(self, model: torch.nn.Module, path: str, reason: str) -> None:
         """Convert an untraceable module, and all modules of its class, to opaque operations.

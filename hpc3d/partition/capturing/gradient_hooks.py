@@ -1,0 +1,60 @@
+"""Refusal of gradient hooks, which torch.export drops without a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hpc3d.partition.capturing.user_code import line_of
+
+_ADVICE = (
+    "remove the hook; to change gradients, call a torch.autograd.Function in the forward method "
+    "of a submodule"
+)
+_OF_TENSORS = "register_hook", "register_post_accumulate_grad_hook"
+
+
+def refuse_gradient_hooks(module: torch.nn.Module) -> None:
+    """Raise ValueError if a parameter or a submodule has a gradient hook.
+
+    Training computes gradients with a traced program, which does not call these hooks.
+    """
+    for what, hooks in _hooks(module):
+        for hook in hooks:
+            raise ValueError(
+                f"{what} has a gradient hook{line_of(hook)}, which would not be called; {_ADVICE}"
+            )
+
+
+def _hooks(module):
+    """Yield (owner, gradient hooks) for all parameters and submodules."""
+    for name, parameter in module.named_parameters():
+        later = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        hooks = [*(parameter._backward_hooks or {}).values(), *(later or {}).values()]
+        yield f"the parameter {name}", hooks
+    for path, part in module.named_modules():
+        hooks = [*part._backward_pre_hooks.values(), *part._backward_hooks.values()]
+        yield f"the module {path or type(part).__name__}", hooks
+
+
+@contextmanager
+def tensor_hooks_refused() -> Iterator[None]:
+    """In the context, raise ValueError if a gradient hook is registered for a tensor."""
+    before = {name: vars(torch.Tensor)[name] for name in _OF_TENSORS}
+    for name in _OF_TENSORS:
+        setattr(torch.Tensor, name, _refused)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(torch.Tensor, name, method)
+
+
+def _refused(tensor: torch.Tensor, *args: Any) -> None:
+    raise ValueError(
+        "forward registers a gradient hook for a tensor, which torch.export cannot trace; move "
+        "the code into a submodule, or remove the hook"
+    )

@@ -1,0 +1,146 @@
+"""Detection of Python state that a module's forward pass changes.
+
+torch.export records only tensor operations. An attribute that every call changes, such as a call
+counter or a hidden state, would keep its first value during training. A cache, which the first
+call fills and later calls only read, is allowed. Write-only tensors are allowed, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from hpc3d.partition.capturing.user_code import line_of
+
+_OF_MODULES = {*vars(torch.nn.Module()), "forward"}
+_VALUES = int | float | complex | str | bytes | None
+_MOST_NESTED = 6  # maximum depth of containers and objects that are compared
+
+
+class StateWatch:
+    """Forward hook that compares a model's Python attributes before and after a call.
+
+    If an attribute changes, `changed` is True after the call, unless the call only replaces None
+    by a string or a bool, as a cache does. If `twice` is True, the hook calls the model once more
+    with the same arguments, and raises ValueError if an attribute changes again. Each hook watches
+    only one call.
+    """
+
+    def __init__(self, model: torch.nn.Module, twice: bool = False) -> None:
+        self.changed, self.twice, self.before = False, twice, attributes_of(model)
+        self.hook = model.register_forward_hook(self._compare, with_kwargs=True)
+
+    def _compare(self, model, args, kwargs, result):
+        self.hook.remove()
+        after = attributes_of(model)
+        changes = _differ(self.before, after).values()
+        self.changed = any(
+            old is not None or not isinstance(new, str | bool) for old, new in changes
+        )
+        if self.twice:
+            with _Reads() as reads:
+                model(*args, **kwargs)
+            _refuse_changes(model, _differ(after, attributes_of(model)), reads.operands)
+
+
+def _refuse_changes(model, changes, operands):
+    """Raise ValueError for a changed attribute.
+
+    A tensor attribute may be replaced by every call, unless the next call reads the tensor.
+    """
+    for name, (old, new) in changes.items():
+        tensors = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+        if tensors and id(old) not in operands:
+            continue
+        path, _, attribute = name.partition("[")[0].rpartition(".")
+        owner = f"the module {path}" if path else "the model"
+        line = line_of(type(model.get_submodule(path)).forward)
+        raise ChangingState(
+            f"forward changes the attribute `{attribute}` of {owner}{line}, so later steps would "
+            "differ from the traced step; pass the value as an input of the model, or register it "
+            "as a buffer and modify it in place"
+        )
+
+
+class ChangingState(ValueError):
+    """Error raised if the forward pass of a model changes a Python attribute in every call."""
+
+
+class _Reads(TorchFunctionMode):
+    """Mode that records the ids of all tensors that operations read."""
+
+    def __init__(self):
+        super().__init__()
+        self.operands = {}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, torch.Tensor):
+                self.operands[id(each)] = each
+        return function(*args, **(kwargs or {}))
+
+
+def attributes_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Return a dict from name to value for the Python attributes of a module and its submodules.
+
+    Containers and objects are replaced by their elements. Parameters and buffers are not included.
+    """
+    found: dict[str, Any] = {}
+    seen = {id(part) for part in model.modules()}
+    for path, part in model.named_modules():
+        for key, value in [*vars(part).items()]:
+            if key not in _OF_MODULES:
+                found.update(_leaves(f"{path}.{key}".removeprefix("."), value, seen, 0))
+    return found
+
+
+def _leaves(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) for the leaves of nested containers and objects."""
+    inner = _elements(value) if depth < _MOST_NESTED else None
+    if inner is None:
+        yield name, value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        yield f"{name}[]", len(inner)
+        for key, each in inner.items():
+            yield from _leaves(f"{name}[{key}]", each, seen, depth + 1)
+
+
+def _elements(value):
+    """Return the elements of a container or the attributes of a user's object, or `None`."""
+    if isinstance(value, dict):
+        return {repr(key): each for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if isinstance(value, set | frozenset):
+        return {repr(each): each for each in value}
+    kind = type(value)
+    owner = kind.__module__.partition(".")[0]
+    if isinstance(value, type) or owner in (
+        "torch",
+        "builtins",
+        "functools",
+        __name__.partition(".")[0],
+    ):
+        return None
+    return dict(vars(value)) if hasattr(value, "__dict__") else None
+
+
+def _differ(before, after):
+    """Return a dict from name to (old value, new value) for the attributes that differ."""
+    return {
+        name: (before.get(name), after.get(name))
+        for name in sorted(before.keys() | after.keys())
+        if not _same(before.get(name), after.get(name))
+    }
+
+
+def _same(one, other):
+    if isinstance(one, torch.SymInt) or isinstance(other, torch.SymInt):
+        return str(one) == str(other)
+    values = isinstance(one, _VALUES) and type(one) is type(other)
+    return one is other or (values and one == other)
