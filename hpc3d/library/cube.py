@@ -11,8 +11,8 @@ import numpy as np
 
 from hpc3d.comm.threads import meshes, run
 from hpc3d.console.sanitize import counted
+from hpc3d.predict.simulation.count import moved_by
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
-from hpc3d.predict.simulation.summary import moved_by
 from hpc3d.tensor.matmul import sharded_matmul
 from hpc3d.tensor.split import SCHEMES, Split
 

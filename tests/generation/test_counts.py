@@ -6,8 +6,7 @@ import pytest
 from hpc3d.comm import threads
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.model.decoder import Decoder
-from hpc3d.predict.simulation.count import CAPACITY, InMemory
-from hpc3d.trace.schema import EVENTS, record_type
+from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.training.trainer import spec_of
 from tests.model.test_decoder import COMMON, KINDS, MIXTURES, SEQUENCE
 from tests.pipeline.mixes import config_of
@@ -17,13 +16,13 @@ COUNTED = ["op", "bytes", "flops", "group"]
 
 def counted(mesh, config):
     """The events of a prompt of 4 tokens and of one more."""
-    recorder = InMemory(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
+    recorder = MemoryRecorder(mesh.rank, lambda: 0)
     spec = spec_of(config, config.model.vocabulary)
     decoder = Decoder(mesh.traced(recorder), spec, "float64", SEQUENCE)
     recorder.count = 0
     for count in (4, 1):
         decoder.forward(np.zeros((8, count), int))
-    return np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)[COUNTED].copy()
+    return recorder.rows()[COUNTED]
 
 
 @pytest.mark.parametrize("kind", [*KINDS[:3], *MIXTURES])

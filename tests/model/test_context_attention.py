@@ -12,9 +12,9 @@ from hpc3d.model.context_attention import attention_of
 from hpc3d.model.families import BERT, GPT2, LLAMA
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.model.spec import ModelSizes, ModelSpec
-from hpc3d.predict.simulation.count import CAPACITY, InMemory
+from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.tensor.split import Split
-from hpc3d.trace.schema import EVENTS, OP, PHASE, record_type
+from hpc3d.trace.schema import OP, PHASE
 
 B, T, WIDTH, HEADS = 2, 24, 4, 12
 PADDING = 3
@@ -101,7 +101,7 @@ def test_unchunked_attention_exchanges_full_sequences():
 
 def counted(kind, context, dtype="float64"):
     """(op, phase) -> bytes received by a rank along c, and the operations of attention."""
-    recorder = InMemory(None, {"rank": 0}, CAPACITY, clock=lambda: 0)
+    recorder = MemoryRecorder(0, lambda: 0)
     bare = abstract_mesh({"c": context.parts}, {"c": 0})
     mesh = bare.traced(recorder)
     layer = attention_of(mesh, "layers.0.drop_p", spec_of(kind, context, True))
@@ -111,9 +111,8 @@ def counted(kind, context, dtype="float64"):
         _, saved = layer.forward(mesh.empty((rows, sizes.qkv), dtype), micro)
     with mesh.trace.scope(phase="backward"):
         layer.backward(mesh.empty((rows, sizes.hidden), dtype), saved, micro)
-    events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
     received, flops = Counter(), Counter()
-    for event in events:
+    for event in recorder.rows():
         op, phase = OP[event["op"]], PHASE[event["phase"]]
         received[op, phase] += int(event["bytes"])
         flops[phase] += event["flops"] if op == "attention" else 0

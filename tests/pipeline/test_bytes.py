@@ -6,14 +6,14 @@ Sizes are such that every part of every parameter is whole: nothing is padded.
 from collections import Counter, defaultdict
 from functools import cache
 from itertools import product
+from time import monotonic_ns
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
-from hpc3d.predict.simulation.count import InMemory
-from hpc3d.trace.schema import EVENTS, OP, record_type
+from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
+from hpc3d.trace.schema import OP
 from tests.pipeline.mixes import config_of, trainer_of, words_of
 from tests.strided import strided
 
@@ -46,11 +46,11 @@ def counted(line):
 
 
 def first_step(mesh, config):
-    recorder = InMemory(None, {"rank": mesh.rank}, 1 << 10)
+    recorder = MemoryRecorder(mesh.rank, monotonic_ns)
     trainer = trainer_of(mesh.traced(recorder), config)
     trainer.step(0)
     assert recorder.dropped == 0
-    events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
+    events = recorder.rows()
     events = events[events["step"] == 0]
     elements = Counter()
     for item in trainer.parameters:

@@ -3,14 +3,15 @@
 from collections import defaultdict
 from functools import cache
 from itertools import product
+from time import monotonic_ns
 
 import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
-from hpc3d.predict.simulation.count import InMemory
+from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.tensor.layout import Layout
-from hpc3d.trace.schema import EVENTS, OP, record_type
+from hpc3d.trace.schema import OP
 from tests.model.mixture_reference import with_a_slot
 from tests.pipeline.mixes import config_of, trainer_of
 from tests.strided import strided
@@ -127,9 +128,9 @@ def test_shared_experts_overlap_with_the_dispatch(shared):
     config = config_of(line)
 
     def rank(mesh):
-        recorder = InMemory(None, {"rank": mesh.rank}, 1 << 10)
+        recorder = MemoryRecorder(mesh.rank, monotonic_ns)
         trainer_of(mesh.traced(recorder), config).step(0)
-        return np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
+        return recorder.rows()
 
     for events in run(config.mesh.sizes(), rank):
         products = events[events["op"] == OP.index("gemm")]["t_start"]

@@ -23,7 +23,7 @@ import numpy as np
 
 from hpc3d.predict.calibration.align_trace import Product, TimedKernel
 from hpc3d.predict.machine.machine import CallTable, Link, Machine, Rates
-from hpc3d.predict.simulation.simulator import simulate
+from hpc3d.predict.simulation.simulator import simulate, step_length
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -196,4 +196,4 @@ def with_wakeup(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Mach
 
 def step_seconds(runs: Sequence[StageRun]) -> float:
     """Return the time in seconds from the first start to the last end of a simulated step."""
-    return (max(run.step[3] for run in runs) - min(run.step[2] for run in runs)) * 1e-9
+    return step_length(runs) * 1e-9

@@ -11,11 +11,10 @@ from hpc3d.config.parallel_rules import wrong_compression, wrong_experts, wrong_
 from hpc3d.config.resolve import refuse
 from hpc3d.config.rules import not_there_yet, unknown_values
 from hpc3d.config.wrong_values import mark_wrong, reported
-from hpc3d.model.families import least_vocabulary
 from hpc3d.predict.planning.layouts import bare
 from hpc3d.predict.planning.ranking import Ranking, layout
 from hpc3d.predict.planning.search import Search
-from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY
+from hpc3d.predict.simulation.simulator import vocabulary_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -48,8 +47,7 @@ def ranked(
 
     Returns the result of the search and the Ranking of its layouts.
     """
-    vocabulary = config.model.vocabulary or least_vocabulary(config.model, BYTE_VOCABULARY)
-    search = Search(config, ranks, vocabulary, machine, memory)
+    search = Search(config, ranks, vocabulary_of(config.model), machine, memory)
     found = search.run(top, _most_costs(ranks))
     ranking = Ranking(search, found, machine, _most_effort(ranks))
     ranking.widen()

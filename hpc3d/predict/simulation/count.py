@@ -8,7 +8,7 @@ messages and memory are exactly equal to those in a trace.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,8 +19,8 @@ from hpc3d.comm import threads
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
-from hpc3d.trace.recorder import Recorder
-from hpc3d.trace.schema import CATEGORY, EVENTS, OP, PHASE, record_type
+from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
+from hpc3d.trace.schema import CATEGORY, OP, PHASE
 from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.trainer import Trainer
 
@@ -29,15 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.program import Program
 
-CAPACITY = 1 << 12  # initial number of rows in a recorder's table
-_COMM = CATEGORY.index("comm")
-
-
-class InMemory(Recorder):
-    """Recorder that keeps all rows of a step in memory."""
-
-    def flush(self) -> None:
-        pass
+COMM = CATEGORY.index("comm")
 
 
 class ZeroBatches(MicrobatchLoader):
@@ -62,14 +54,13 @@ class Prediction(NamedTuple):
     axes: list
     peak: dict
 
-    def moved(self) -> dict[tuple[str, str], tuple[int, int]]:
+    def moved(self) -> dict[tuple[str, str, str], tuple[int, int]]:
         """Return a dict from (axis, op, phase) to (number of calls, bytes received)."""
-        calls, received = Counter(), Counter()
-        for row in self.events[self.events["category"] == _COMM]:
-            key = self.axes[row["group"]], OP[row["op"]], PHASE[row["phase"]]
-            calls[key] += 1
-            received[key] += int(row["bytes"])
-        return {key: (count, received[key]) for key, count in calls.items()}
+        events, found = self.events, {}
+        for phase in np.unique(events["phase"]).tolist():
+            calls = moved_by(events[events["phase"] == phase], self.axes)
+            found |= {(*key, PHASE[phase]): counts for key, counts in calls.items()}
+        return found
 
     def flops(self) -> dict[str, float]:
         """Return a dict that maps each operation of the trace to its FLOPs."""
@@ -78,6 +69,19 @@ class Prediction(NamedTuple):
             if count := float(events["flops"][events["op"] == op].sum()):
                 total[OP[op]] = count
         return total
+
+
+def moved_by(rows: np.ndarray, axes: Sequence[str]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return a dict that maps (axis, operation) to (number of calls, received bytes).
+
+    `rows` are rows of the trace table /events, and `axes` lists the mesh axis of each group.
+    """
+    calls, received = Counter(), Counter()
+    for row in rows[rows["category"] == COMM]:
+        key = axes[row["group"]], OP[row["op"]]
+        calls[key] += 1
+        received[key] += int(row["bytes"])
+    return {key: (calls[key], received[key]) for key in calls}
 
 
 def predict(
@@ -97,15 +101,14 @@ def predict_on(
 ) -> Prediction:
     """Predict the second training step of the rank that an abstract `mesh` represents."""
     config = unrecorded(config)
-    recorder = InMemory(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
+    recorder = MemoryRecorder(mesh.rank, lambda: 0)
     program = program or program_of(config)
     trainer = Trainer(mesh.traced(recorder), config, vocabulary, None, program, feed=ZeroBatches)
     for number in range(min(2, config.train.steps)):
         recorder.count = 0
         trainer.step(number)
-    events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
     axes = [group["axis"] for group in recorder.header["groups"]]
-    return Prediction(events, axes, dict(mesh.pool.peak))
+    return Prediction(recorder.rows(), axes, dict(mesh.pool.peak))
 
 
 def every_rank(config: Config, vocabulary: int) -> list[Prediction]:

@@ -34,7 +34,7 @@ from hpc3d.training.trainer import Trainer
 if TYPE_CHECKING:
     from hpc3d.comm.grid import Grid
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.config.input_file import Config
+    from hpc3d.config.input_file import Config, ModelConfig
     from hpc3d.model.parameters import Parameters
     from hpc3d.pipeline.engine import Engine
     from hpc3d.pipeline.program import Program
@@ -69,11 +69,6 @@ class StageRun(NamedTuple):
     busy: int
     wired: int
 
-    @property
-    def seconds(self) -> float:
-        _, _, start, end, *_ = self.step
-        return (end - start) / 1e9
-
 
 BYTE_VOCABULARY = 256  # vocabulary size of the byte tokenizer
 
@@ -94,9 +89,13 @@ def load_resolved(
     if ranks is None and {mesh.x, mesh.y, mesh.z} == {None}:
         raise ValueError(f"{path} does not set mesh.x, mesh.y and mesh.z; add --ranks N")
     config = resolve(config, ranks)
-    least = least_vocabulary(config.model, BYTE_VOCABULARY)
-    vocabulary = config.model.vocabulary or least
+    vocabulary = vocabulary_of(config.model)
     return replace(config, model=replace(config.model, vocabulary=vocabulary))
+
+
+def vocabulary_of(model: ModelConfig) -> int:
+    """Return the vocabulary size of a model; the default is the smallest for byte tokens."""
+    return model.vocabulary or least_vocabulary(model, BYTE_VOCABULARY)
 
 
 def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun]:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.analyze.metrics.mfu import model_flops
-from hpc3d.model.families import least_vocabulary
-from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY
-from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, MESSAGE_CODES, OP
+from hpc3d.predict.simulation.count import COMM, moved_by
+from hpc3d.predict.simulation.simulator import step_length, vocabulary_of
+from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, MESSAGE_CODES
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-COMM, _COPY = CATEGORY.index("comm"), CATEGORY.index("copy")
+_COPY = CATEGORY.index("copy")
 
 
 def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[str, Any]:
@@ -38,10 +38,9 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     seconds = max(run.step[3] for run in runs) / 1e9 - min(run.step[2] for run in runs) / 1e9
     flops = here * sum(run.rows["flops"].sum() for run in runs)
     model = config.model
-    vocabulary = model.vocabulary or least_vocabulary(model, BYTE_VOCABULARY)
-    needed = model_flops(model, config.train.batch, vocabulary)
+    needed = model_flops(model, config.train.batch, vocabulary_of(model))
     peak = ranks * machine.gemm[config.train.dtype].peak * seconds
-    tokens = config.train.batch * config.model.sequence
+    tokens = config.train.batch * model.sequence
     return {
         "machine": machine.name,
         "ranks": ranks,
@@ -93,7 +92,7 @@ def communication(runs: Sequence[StageRun], seconds: float) -> float:
 
 def exposed(run: StageRun) -> float:
     """Return the fraction of a step that a rank spends in communication calls."""
-    return waits_of(run).total() / run.seconds
+    return waits_of(run).total() / (step_length([run]) / 1e9)
 
 
 def waits_of(run: StageRun) -> Counter:
@@ -129,16 +128,3 @@ def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
     for (axis, op), (calls, received) in sorted(moved_by(run.rows, run.axes).items()):
         found.setdefault(axis, {})[op] = {"calls": calls, "bytes": received}
     return found
-
-
-def moved_by(rows: np.ndarray, axes: Sequence[str]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return a dict that maps (axis, operation) to (number of calls, received bytes).
-
-    `rows` are rows of the trace table /events, and `axes` lists the mesh axis of each group.
-    """
-    calls, received = Counter(), Counter()
-    for row in rows[rows["category"] == COMM]:
-        key = axes[row["group"]], OP[row["op"]]
-        calls[key] += 1
-        received[key] += int(row["bytes"])
-    return {key: (calls[key], received[key]) for key in calls}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.predict.simulation.summary import COMM
+from hpc3d.predict.simulation.count import COMM
 from hpc3d.studies.pp_vs_dp.experiment import resolved_config, step
 
 if TYPE_CHECKING:

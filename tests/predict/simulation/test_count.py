@@ -9,8 +9,7 @@ from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.comm.threads import run
 from hpc3d.config.load import load
 from hpc3d.config.resolve import resolve
-from hpc3d.predict.simulation import count
-from hpc3d.predict.simulation.count import Prediction, every_rank, predict
+from hpc3d.predict.simulation.count import Prediction, ZeroBatches, every_rank, predict
 from hpc3d.trace.recorder import Recorder
 from hpc3d.trace.schema import CATEGORY, EVENTS, OP, PHASE, record_type
 from hpc3d.training.evaluator import Evaluator
@@ -129,7 +128,7 @@ def test_predicted_evaluation_traffic_matches_the_counted_one(line):
 
     for place, theirs in enumerate(run(grid.sizes, rank)):
         mesh = abstract_mesh(grid.sizes, grid.coords(place))
-        ours = evaluated(mesh, config, count.ZeroBatches, None)
+        ours = evaluated(mesh, config, ZeroBatches, None)
         assert ours.moved() == theirs.moved() and ours.flops() == theirs.flops()
         assert {phase for *_, phase in ours.moved()} <= {"evaluation"}
 
@@ -160,14 +159,6 @@ def test_moved_and_flops_sum_the_event_rows():
         ("y", "barrier", "other"): (1, 0),
     }
     assert found.flops() == {"gemm": 1800, "attention": 50}
-
-
-def test_event_table_grows_beyond_its_capacity(monkeypatch):
-    config = config_of("microbatches=3")
-    wanted = predict(config, 29, dict.fromkeys(config.mesh.sizes(), 0)).events
-    monkeypatch.setattr(count, "CAPACITY", 16)
-    found = predict(config, 29, dict.fromkeys(config.mesh.sizes(), 0)).events
-    assert len(wanted) > 100 and found.tolist() == wanted.tolist()
 
 
 def test_model_that_exceeds_memory_is_predicted_quickly():
