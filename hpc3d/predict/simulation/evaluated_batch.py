@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 from hpc3d.comm import threads
 from hpc3d.pipeline.program import forward_program_of, program_of
-from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
+from hpc3d.predict.simulation.abstract_gpu import unrecorded
 from hpc3d.predict.simulation.count import ZeroBatches
-from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
-from hpc3d.predict.simulation.simulated_clock import clock_of, representative
-from hpc3d.predict.simulation.simulator import core_sharing, replay_passes
+from hpc3d.predict.simulation.simulated_clock import clock_of
+from hpc3d.predict.simulation.simulator import core_sharing, replay_passes, simulated_trainer
 from hpc3d.training.evaluator import Evaluator
-from hpc3d.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -27,21 +25,17 @@ def seconds_of_batch(config: Config, vocabulary: int, machine: Machine) -> float
     multiplied by the number of these ranks.
     """
     config = unrecorded(replace(config, train=replace(config.train, steps=1)))
-    grid = config.mesh.grid()
-    machine = replace(machine, ranks_per_node=min(grid.size, machine.ranks_per_node))
+    ranks = config.mesh.grid().size
+    machine = replace(machine, ranks_per_node=min(ranks, machine.ranks_per_node))
     training, program = program_of(config), forward_program_of(config)
     slowdown = core_sharing(config, machine).stage
 
     def stage(peers):
         clock = clock_of(machine, slowdown)
-        bare = representative(grid, pool_of(config, clock), peers.comm("p"))
-        ledger = MemoryRecorder(bare.rank, lambda: clock.now)
-        mesh = bare.traced(ledger)
-        seconds = lambda: clock.now / 1e9  # noqa: E731
-        trainer = Trainer(mesh, config, vocabulary, None, training, seconds, ZeroBatches)
+        trainer = simulated_trainer(peers.comm("p"), config, vocabulary, training, clock)
         evaluator = Evaluator(trainer, None, program, ZeroBatches)
         evaluator.count = 1
-        replay_passes(evaluator.engine, config, mesh, ledger, clock, program)
+        replay_passes(evaluator.engine, config, program)
         return evaluator.evaluate(0).seconds
 
     return max(threads.run({"p": config.mesh.p}, stage))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.pipeline.passes import Group
     from hpc3d.pipeline.stage_protocol import PipelineStage
-    from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
-    from hpc3d.predict.simulation.simulated_clock import Clock
 
 
 class RecordedPass(NamedTuple):
@@ -54,13 +53,14 @@ class RecordedPass(NamedTuple):
 
 
 class PassRecorder:
-    """Record and replay the passes of a rank.
+    """Record and replay the passes of a rank on a simulated mesh.
 
-    A replay advances the clock, updates the memory use, and adds the trace rows to `ledger`.
+    A replay advances the clock (the pool's cost meter), updates the memory use, and adds the trace
+    rows to the mesh's MemoryRecorder.
     """
 
-    def __init__(self, mesh: Mesh, ledger: MemoryRecorder, clock: Clock) -> None:
-        self.mesh, self.ledger, self.clock = mesh, ledger, clock
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.ledger, self.clock = mesh, mesh.trace, mesh.pool.meter
         self.comms = {comm.group: comm for comm in mesh.comms.values()}
         self.passes = {}
 
@@ -160,11 +160,8 @@ def _placeholder(array: Any) -> np.ndarray:
     return np.broadcast_to(np.zeros((), getattr(array, "dtype", np.float32)), np.shape(array))
 
 
-class KeptArrays:
+class KeptArrays(list):
     """References to the arrays that a replayed pass saves, so that they stay allocated."""
-
-    def __init__(self, arrays: list[Any]) -> None:
-        self.arrays = arrays
 
 
 class ReplayedStage:
@@ -206,7 +203,7 @@ class ReplayedStage:
         like, kept = self.results[kind]
         with self.recorder.replay(kind, micro, self.microbatch):
             y = self._new_array(like, x)
-        return y, KeptArrays([array for array, holds in zip((x, y), kept) if holds])
+        return y, KeptArrays(compress((x, y), kept))
 
     def backward(
         self,
@@ -222,7 +219,7 @@ class ReplayedStage:
             like, holds = self.results[kind]
             work = KeptArrays([dy] * holds)
             with self.recorder.replay(kind, micro, self.microbatch):
-                saved.arrays.clear()
+                saved.clear()
                 dx = self._new_array(like, dy)
         else:
             work = DeferredWeightGrads(self.recorder.ledger) if split else immediately
@@ -239,7 +236,7 @@ class ReplayedStage:
         kind = self.kind("W", micro)
         if isinstance(work, KeptArrays):
             with self.recorder.replay(kind, micro, self.microbatch):
-                work.arrays.clear()
+                work.clear()
         else:
             with self.recorder.record(kind, micro):
                 work.run()

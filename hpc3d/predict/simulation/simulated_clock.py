@@ -122,7 +122,7 @@ class Clock(CostMeter):
 
     def receive(self, nbytes: float, members: Sequence[int], arrival: int) -> None:
         """Advance the clock to time `arrival`, at which a message arrives, and receive it."""
-        self.now = max(self.now, arrival)
+        self.reach(arrival)
 
     def pass_on(self, nbytes: float, pair: Sequence[int], axis: str) -> int:
         """Send a message from each member of a group to another member; return the arrival time.
@@ -148,7 +148,7 @@ class Clock(CostMeter):
         """Return a `Pending` whose `wait` advances the clock to at least `end`."""
 
         def finish():
-            self.now = max(self.now, end)
+            self.reach(end)
             return pending.wait()
 
         return Pending(finish)
@@ -315,7 +315,7 @@ class PipelineTimed(TimedCommunicator):
     ) -> None:
         axis = WORLD if isinstance(stages, dict) else "p"
         super().__init__(rank, members, pool, axis)
-        self.peers, self.stages, self.sends_done = peers, stages, {}
+        self.peers, self.stages, self.sends_done = peers, stages, Counter()
 
     def timed(self, op: str, block: Any, pending: Pending) -> Pending:
         ends, now, queue = self.clock.ends, np.array([self.clock.now]), queue_of(self.axis)
@@ -324,7 +324,7 @@ class PipelineTimed(TimedCommunicator):
         return super().timed(op, block, pending)
 
     def _send(self, block, peer):
-        end = self.clock.send_done(block.nbytes, self.pair(peer), self.sends_done.get(peer, 0))
+        end = self.clock.send_done(block.nbytes, self.pair(peer), self.sends_done[peer])
         self.sends_done[peer] = end
         self.peers.send(np.array([end]), self.stages[peer])
         return self.clock.until(end, super()._send(block, peer))

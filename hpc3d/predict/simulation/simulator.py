@@ -33,8 +33,8 @@ from hpc3d.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from hpc3d.comm.grid import Grid
-    from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import Config, ModelConfig
+    from hpc3d.model.context import Context
     from hpc3d.model.parameters import Parameters
     from hpc3d.pipeline.engine import Engine
     from hpc3d.pipeline.program import Program
@@ -129,16 +129,10 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
 
     `peers` is the communicator of the threads, one per stage.
     """
-    pool = pool_of(config, clock)
-    bare = representative(config.mesh.grid(), pool, peers, config.context())
-    ledger = MemoryRecorder(bare.rank, lambda: clock.now)
-    mesh = bare.traced(ledger)
-    trainer = Trainer(
-        mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, ZeroBatches
-    )
-    logits = _bytes_of_logits(trainer)
+    trainer = simulated_trainer(peers, config, vocabulary, program, clock, config.context())
+    mesh, ledger, logits = trainer.mesh, trainer.mesh.trace, _bytes_of_logits(trainer)
     if not program.asynchronous:
-        replay_passes(trainer.engine, config, mesh, ledger, clock, program)
+        replay_passes(trainer.engine, config, program)
     for number in range(_SECOND + 1):
         of = peers.rank + 1, config.mesh.p, number + 1, _SECOND + 1
         log.info("simulating stage %d of %d, step %d of %d", *of)
@@ -159,6 +153,24 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
         busy=clock.busy - busy,
         wired=clock.wired - wired,
     )
+
+
+def simulated_trainer(
+    peers: Any,
+    config: Config,
+    vocabulary: int,
+    program: Program,
+    clock: Clock,
+    context: Context | None = None,
+) -> Trainer:
+    """Return the trainer of the pipeline stage of this thread, on abstract arrays.
+
+    The recorder of its mesh is a MemoryRecorder. `peers` and `context` are as in
+    `representative`.
+    """
+    bare = representative(config.mesh.grid(), pool_of(config, clock), peers, context)
+    mesh = bare.traced(MemoryRecorder(bare.rank, lambda: clock.now))
+    return Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, ZeroBatches)
 
 
 def _bytes_of_tables(parameters: Parameters) -> int:
@@ -186,19 +198,12 @@ def _bytes_of_logits(trainer: Trainer) -> int:
     return sum(map(prod, shapes)) * trainer.parameters.dtype.itemsize
 
 
-def replay_passes(
-    engine: Engine,
-    config: Config,
-    mesh: Mesh,
-    ledger: MemoryRecorder,
-    clock: Clock,
-    program: Program,
-) -> None:
+def replay_passes(engine: Engine, config: Config, program: Program) -> None:
     """Modify `engine` so that it runs only a few passes of its program and replays the others."""
-    recorder, train = PassRecorder(mesh, ledger, clock), config.train
-    count = config.parallel.microbatches
-    sizes = [train.batch * (i + 1) // count - train.batch * i // count for i in range(count)]
-    chosen = microbatches_to_run(program.stages[mesh.coord("p")], sizes)
+    recorder = PassRecorder(engine.mesh)
+    batch, count = config.train.batch, config.parallel.microbatches
+    sizes = [batch * (i + 1) // count - batch * i // count for i in range(count)]
+    chosen = microbatches_to_run(program.stages[engine.stage], sizes)
     engine.stages = [
         ReplayedStage(stage, recorder, chunk, chosen[chunk])
         for chunk, stage in enumerate(engine.stages)

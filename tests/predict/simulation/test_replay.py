@@ -12,8 +12,9 @@ from hpc3d.predict.simulation.simulated_clock import Clock
 
 def pass_recorder():
     """One of a rank without peers, whose clock stands still."""
-    mesh = SimpleNamespace(pool=Pool(), comms={})
-    return PassRecorder(mesh, MemoryRecorder(0, lambda: 0), Clock(machine=None))
+    pool, ledger = Pool(), MemoryRecorder(0, lambda: 0)
+    pool.meter = Clock(machine=None)
+    return PassRecorder(SimpleNamespace(pool=pool, comms={}, trace=ledger))
 
 
 @pytest.mark.parametrize(
