@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable
+from itertools import product
 from typing import NamedTuple
 
 from hpc3d.console import small_files
@@ -113,9 +114,7 @@ def _pass(text, done):
 
 def _refuse_gaps(row, stream, micros, chunks):
     done = {(op[0], mb, chunk) for op, mb, chunk in stream}
-    for letter, chunk, mb in (
-        (x, c, m) for x in "FB" for c in range(chunks) for m in range(micros)
-    ):
+    for letter, chunk, mb in product("FB", range(chunks), range(micros)):
         if (letter, mb, chunk) not in done:
             missing = Instruction(letter, mb, chunk)
             raise ValueError(

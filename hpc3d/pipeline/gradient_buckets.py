@@ -156,10 +156,6 @@ class Bucket:
         self.replicas, self.parts = plane(items[0].replicas), parameters.parts(items[0])
         self.pending = None
 
-    @property
-    def width(self) -> int:
-        return self.columns[-1].stop
-
 
 class GradientBucket(Bucket):
     """Bucket of gradients, reduced over the axes whose ranks hold partial sums of the gradients.
@@ -204,7 +200,7 @@ class GradientBucket(Bucket):
         return block
 
     def _as_parts(self, comm: Communicator) -> Array:
-        rows = comm.buffer((self.parts, self.width), self.parameters.reduced)
+        rows = comm.buffer((self.parts, self.columns[-1].stop), self.parameters.reduced)
         for slices, columns in zip(self.slices, self.columns, strict=True):
             rows[:, columns] = self.parameters.grad[slices.grad].reshape(len(rows), -1)
         return rows

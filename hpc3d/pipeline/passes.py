@@ -1,9 +1,9 @@
 """Compiler passes that lower schedules to executable programs.
 
-    add_steps      add the optimizer update if the schedule has no Step
-    add_messages   add the messages between stages in a deadlock-free order; replace each B without
+    _add_steps     add the optimizer update if the schedule has no Step
+    _add_messages  add the messages between stages in a deadlock-free order; replace each B without
                    a W with BW
-    fuse           combine the messages between two passes into one group
+    _fuse          combine the messages between two passes into one group
     add_reductions add gradient reductions over the data axis, which overlap with the last backward
                    pass
 
@@ -68,7 +68,7 @@ def _add_messages(
         peer, receive = placement.other(stage, send)
         posts[stage].append((time, send))
         posts[peer].append((time, receive))
-    return [list(_merged(row, post)) for row, post in zip(rows, posts)]
+    return [_merged(row, post) for row, post in zip(rows, posts)]
 
 
 def _sends(rows, placement):
@@ -87,20 +87,13 @@ def _goes_on(placement, stage, op, chunk):
 
 
 def _merged(row, posts):
-    """Yield the passes and messages of a stage in order.
+    """Return the passes and messages of a stage in order.
 
     A message is placed before the first pass that starts at or after the message's time.
     """
-    posts = iter([*posts, (float("inf"), None)])
-    time, message = next(posts)
-    for start, _, instruction in row:
-        while time <= start:
-            yield message
-            time, message = next(posts)
-        yield instruction
-    while message:
-        yield message
-        time, message = next(posts)
+    events = [(time, 0, message) for time, message in posts]
+    events += [(start, 1, instruction) for start, _, instruction in row]
+    return [instruction for *_, instruction in sorted(events, key=lambda event: event[:2])]
 
 
 def _fuse(stream: Iterable[Instruction]) -> Iterator[Group]:
@@ -229,21 +222,19 @@ def _check_pairs(streams, placement):
                 sent[stage, peer].append((instruction, other))
             else:
                 received[peer, stage].append((other, instruction))
+    # `_check_passes` already reports a send without a receive, because an input is missing.
     for pair in sorted(sent.keys() | received.keys()):
         sender, receiver = pair
-        _check_pair(sender, receiver, sent[pair], received[pair])
-
-
-def _check_pair(sender, receiver, sent, received):
-    # `_check_passes` already reports a send without a receive, because an input is missing.
-    for send, receive in sorted(set(received) - set(sent)):
-        raise ValueError(f"stage {receiver}: {receive} has no matching {send} on stage {sender}")
-    for (send, due), (_, receive) in zip(sent, received):
-        if due != receive:
+        for send, receive in sorted(set(received[pair]) - set(sent[pair])):
             raise ValueError(
-                f"stage {sender} sends {send} when stage {receiver} expects {receive}: "
-                "both stages must post their messages in the same order"
+                f"stage {receiver}: {receive} has no matching {send} on stage {sender}"
             )
+        for (send, due), (_, receive) in zip(sent[pair], received[pair]):
+            if due != receive:
+                raise ValueError(
+                    f"stage {sender} sends {send} when stage {receiver} expects {receive}: "
+                    "both stages must post their messages in the same order"
+                )
 
 
 def _check_rendezvous(programs, placement):

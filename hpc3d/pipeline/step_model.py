@@ -17,12 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.pipeline.instruction import Instruction, Placement, whole
+from hpc3d.pipeline.instruction import COMPUTE, Instruction, Placement, whole
 from hpc3d.pipeline.schedule import find, gpipe, instruction_streams, interleaved, one_f_one_b
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
-_KINDS = ("F", "B", "W", "BW")
 # Sentinels for the index of a pass: _NOWHERE if the input does not come from another
 # stage, and _START if there is no earlier pass on the stage.
 _NOWHERE, _START = -2, -1
@@ -204,7 +203,7 @@ class StepModel:
 
     def _numbered(self, stage, instruction, need, numbers):
         part = self.placement.part(stage, instruction.chunk)
-        kind = len(_KINDS) * part + _KINDS.index(instruction.op)
+        kind = len(COMPUTE) * part + COMPUTE.index(instruction.op)
         if need is None:
             return _NOWHERE, 0, kind
         return numbers[need], min(part, self.placement.part(need[0], need[1].chunk)), kind
@@ -214,7 +213,7 @@ class StepModel:
 
         `costs` has one Cost per model chunk.
         """
-        seconds = [cost.seconds()[kind] for cost in costs for kind in _KINDS]
+        seconds = [cost.seconds()[kind] for cost in costs for kind in COMPUTE]
         messages, (passes, last) = [cost.comm for cost in costs], self._order
         ends = [0.0] * len(passes) + [-inf, 0.0]
         for number, (before, other, border, kind) in enumerate(passes):

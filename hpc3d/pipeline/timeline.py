@@ -124,7 +124,9 @@ class _Clock:
             start = max([clock, *(self._arrival(location, need) for need in needs)])
             clock = start + self.seconds[location].get(instruction.op, 0.0)
             row.append((start, clock, instruction))
-            yield from self.finish(stage, instruction, clock)
+            done = stage, instruction._replace(op=instruction.op[0])
+            self.ends[done] = clock
+            yield from self.waiting.pop(done, [])
 
     def _arrival(self, location, need):
         """Return the time in seconds at which the result of pass `need` arrives at a (stage,
@@ -134,8 +136,3 @@ class _Clock:
             return self.ends[need]
         parts = self.placement.part(*location), self.placement.part(stage, instruction.chunk)
         return self.ends[need] + self.messages[min(parts)]
-
-    def finish(self, stage, instruction, clock):
-        done = (stage, instruction._replace(op=instruction.op[0]))
-        self.ends[done] = clock
-        return self.waiting.pop(done, [])
