@@ -40,15 +40,8 @@ _REMEDY = (
 
 
 class Product(NamedTuple):
-    m: int
-    n: int
-    k: int
+    flop: float
     dtype: str
-    batch: int
-
-    @property
-    def flop(self) -> float:
-        return 2.0 * self.m * self.n * self.k * self.batch
 
 
 class TimedKernel(NamedTuple):
@@ -81,7 +74,7 @@ class _MeterLog(CostMeter):
         self.entries = []
 
     def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
-        self.entries.append(Product(m, n, k, dtype.name, batch))
+        self.entries.append(Product(2.0 * m * n * k * batch, dtype.name))
 
     def kernel(self, name: str, nbytes: int) -> None:
         self.entries.append(TimedKernel(name, nbytes))

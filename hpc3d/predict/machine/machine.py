@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import compress, pairwise
 from math import ceil, inf, log, log2
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -243,7 +243,7 @@ class Machine:
             return 0.0
         if self.cores and self.crossing(members):
             return sum(between_hosts.legs(self, op, nbytes, members))
-        route = self._routes.get(members) or self._routes.setdefault(members, self.route(members))
+        route = self._route(members)
         if op in route.tables:
             return route.tables[op](nbytes)
         beta = route.spread if op == "all_to_all" else route.beta
@@ -257,15 +257,11 @@ class Machine:
 
         The result is `None` if all members are on one node.
         """
-        members = members if isinstance(members, range) else tuple(members)
-        if members not in self._crossings:
-            self._crossings[members] = between_hosts.crossing(self, members)
-        return self._crossings[members]
+        return self._crossing(members if isinstance(members, range) else tuple(members))
 
     @cached_property
-    def _crossings(self) -> dict[tuple[int, ...], Crossing | None]:
-        """Cache of the results of `crossing`; the key is the tuple of a group's members."""
-        return {}
+    def _crossing(self) -> Callable[[Sequence[int]], Crossing | None]:
+        return cache(partial(between_hosts.crossing, self))
 
     @cached_property
     def anywhere(self) -> dict[tuple[str, int], Callable[[float], float]]:
@@ -281,9 +277,8 @@ class Machine:
         }
 
     @cached_property
-    def _routes(self) -> dict[tuple[int, ...], Route]:
-        """Cache of the results of `route`; the key is the tuple of a group's members."""
-        return {}
+    def _route(self) -> Callable[[Sequence[int]], Route]:
+        return cache(self.route)
 
     def route(self, members: tuple[int, ...]) -> Route:
         """Return the Route of a group of two or more ranks that are evenly distributed over the

@@ -100,7 +100,9 @@ class Bounds:
         whole = machine.product(rows, columns, model.hidden, _product_type(config, machine))
         self.ranks_per_core = ranks_per_core(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
-        self.launches = _seconds(LayerSample(_smallest(config), vocabulary, machine, ()), 1)
+        sample = LayerSample(_smallest(config), vocabulary, machine, ())
+        passes = sample.layer_passes(1, halves=False)
+        self.launches = passes.forward.seconds + passes.whole.seconds
         self.placed = ranks > 1 and self.near(1) < self.near(ranks - 1)
 
     def near(self, stride: int) -> float:
@@ -196,11 +198,6 @@ def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
     summa = config.parallel.scheme == "2d-summa"
     panels = lcm(config.mesh.x, config.mesh.y) if summa else 1
     return "all_gather", 8 * layers * panels, members
-
-
-def _seconds(sample: LayerSample, sequences: int) -> float:
-    passes = sample.layer_passes(sequences, halves=False)
-    return passes.forward.seconds + passes.whole.seconds
 
 
 def _smallest(config: Config) -> Config:

@@ -1,6 +1,6 @@
 """Cache of the costs of passes, gradient reductions, optimizer updates and messages.
 
-Many layouts of a search have costs in common. The cache key `CostKey` contains all values that a
+Many layouts of a search have costs in common. The cache key of a cost contains all values that the
 cost depends on.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from statistics import mean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,53 +32,24 @@ _TOKEN = 4  # bytes per token
 _MESSAGE_COSTS = ("message", "handled")  # names of costs computed without running the program
 
 
-class CostKey(NamedTuple):
-    """Cache key of a cost, which contains all values that determine the cost.
-
-    Optional fields are `None` if the cost does not depend on them. `tensor` lists the tuples
-    (axis, size, stride) of x, y, z and e. `data` and `pipeline` contain the tuples of d and p, and
-    `context` the tuple of c, followed by the settings of context parallelism and attention. `keep`
-    is parallel.keep_gathered. `halves` is True if the backward pass is split, and `together` is
-    True if the embedding and the head are on the same stage. `times` is the size of a stage's
-    gradients relative to that of the layers in the LayerSample.
-    """
-
-    cost: str
-    backend: str
-    dtype: str
-    fused_gelu: bool
-    scheme: str
-    tensor: tuple
-    context: tuple
-    compression: tuple
-    zero: int | None = None
-    keep: bool | None = None
-    recompute: str | None = None
-    sequences: int | None = None
-    halves: bool | None = None
-    together: bool | None = None
-    times: float | None = None
-    nbytes: float | None = None
-    data: tuple | None = None
-    pipeline: tuple | None = None
-
-
-def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
+def _key_of(cost: str, config: Config, **values: Any) -> tuple:
+    """Return the cache key of a cost; `values` are those that only some costs depend on."""
     train, parallel, axes = config.train, config.parallel, _axes_of(config.mesh)
-    return CostKey(
+    return (
         cost,
         train.backend,
         train.dtype,
         train.fused_gelu,
         parallel.scheme,
-        tensor=tuple([axes[axis] for axis in axes if axis in "exyz"]),
-        context=(axes[CONTEXT], parallel.context, parallel.ulysses, parallel.attention),
-        compression=(
-            parallel.compression,
-            parallel.compression_rank,
-            parallel.compression_share,
-        ),
-        **values,
+        tuple([axes[axis] for axis in axes if axis in "exyz"]),
+        axes[CONTEXT],
+        parallel.context,
+        parallel.ulysses,
+        parallel.attention,
+        parallel.compression,
+        parallel.compression_rank,
+        parallel.compression_share,
+        *values.items(),
     )
 
 
@@ -102,12 +73,12 @@ class CostTable:
     def __init__(self, vocabulary: int, machine: Machine) -> None:
         self.vocabulary, self.machine = vocabulary, machine
         self.measured = 0
-        self._found: dict[CostKey, Any] = {}
+        self._found: dict[tuple, Any] = {}
 
-    def _once(self, key: CostKey, measure: Callable[[], Any]) -> Any:
+    def _once(self, key: tuple, measure: Callable[[], Any]) -> Any:
         if key not in self._found:
             self._found[key] = measure()
-            self.measured += key.cost not in _MESSAGE_COSTS
+            self.measured += key[0] not in _MESSAGE_COSTS
         return self._found[key]
 
     def sample(
@@ -143,6 +114,13 @@ class CostTable:
         # Only ZeRO 2 and 3 communicate during the passes.
         zero = parallel.zero if parallel.zero > 1 and mesh.replicas() > 1 else 0
         keep, recompute = parallel.keep_gathered, parallel.recompute
+        values = {
+            "zero": zero,
+            "keep": keep,
+            "sequences": sequences // mesh.d,
+            "halves": halves,
+            "data": _axes_of(mesh)[DATA] if zero else None,
+        }
 
         def ends():
             sample = self.sample(config, zero, keep)
@@ -154,21 +132,11 @@ class CostTable:
             rows, columns = stage.block_of(sequences * config.model.sequence)
             block = rows * columns * np.dtype(config.train.dtype).itemsize
             layer = sample.layer_passes(sequences, halves)
-            first, last = self._once(key._replace(cost="ends", recompute=None), ends)
+            first, last = self._once(_key_of("ends", config, **values), ends)
             kinds = tuple(sample.passes(kind, sequences, halves) for kind in sample.kinds)
             return PartCosts(layer, first, last, block, kinds)
 
-        key = _key_of(
-            "parts",
-            config,
-            zero=zero,
-            keep=keep,
-            recompute=recompute,
-            sequences=sequences // mesh.d,
-            halves=halves,
-            data=_axes_of(mesh)[DATA] if zero else None,
-        )
-        return self._once(key, measure)
+        return self._once(_key_of("parts", config, recompute=recompute, **values), measure)
 
     def held(self, config: Config, stage: StageContent) -> Counter:
         """Return the sizes in bytes of a stage's parameters, gradients and optimizer state."""
@@ -190,8 +158,7 @@ class CostTable:
             return sample.update(times, most, stage.layers)
 
         values = {"zero": config.parallel.zero, "data": _axes_of(config.mesh)[DATA]}
-        key = _key_of("update", config, times=times, nbytes=most, **values)
-        return self._once(key, measure)
+        return self._once(_key_of("update", config, times=times, most=most, **values), measure)
 
     def message(self, config: Config, nbytes: float) -> float:
         """Return the mean transfer time of a message to the next stage, in seconds."""

@@ -160,7 +160,8 @@ class Ranking:
         kept, self.left = self.left, _SIZED * self.most
         for seconds, other, each in sorted(self._resized(), key=lambda one: one[0]):
             row, cost = self.row(each), _simulation_cost(other.config)
-            shortest = min(self._fitting_seconds(), default=inf)
+            fitting = filter(self.fits, self.known.values())
+            shortest = min((fast.seconds for fast in fitting), default=inf)
             if cost <= self.left and _KIN * seconds < min(shortest, row.seconds):
                 found = self.run(other)
                 if self.fits(found) and gains(found.seconds, row.seconds):
@@ -181,9 +182,6 @@ class Ranking:
                 for other in with_other_buckets(self.search.candidates, row.config)[:_SIZES]:
                     if self.peak(other) <= self.search.candidates.memory:
                         yield ratio * other.seconds, other, each
-
-    def _fitting_seconds(self) -> list[float]:
-        return [row.seconds for row in self.known.values() if self.fits(row)]
 
     def promising(self, offers: Sequence[Estimate], shortest: float) -> Estimate | None:
         """Return the most promising estimate in `offers`, or `None` if none is worth simulating.
