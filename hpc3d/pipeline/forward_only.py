@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
-from hpc3d.pipeline.instruction import Instruction
-
-if TYPE_CHECKING:
-    from hpc3d.pipeline.instruction import Placement
+from hpc3d.pipeline.instruction import Instruction, Placement
 
 
 def forward_only(placement: Placement, micros: int) -> list[list[Instruction]]:

@@ -52,9 +52,8 @@ class IdealRun(NamedTuple):
         rate as defined in arXiv:2401.10241.  For each stage, it also contains the peak number of
         microbatches in flight and the peak number of microbatches with a pending W.
         """
-        from hpc3d.pipeline.step_model import (
-            in_flight,
-        )  # imports NumPy, which --help does not need
+        # This module imports NumPy, which --help does not need.
+        from hpc3d.pipeline.step_model import in_flight
 
         peaks = [in_flight(stream) for stream in self.passes]
         keys = ("name", "stages", "microbatches", "chunks", "steps")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hpc3d.pipeline.forward_only import forward_only
 from hpc3d.pipeline.instruction import Instruction, Placement
-from hpc3d.pipeline.passes import check, lower
+from hpc3d.pipeline.passes import Group, check, lower
 from hpc3d.pipeline.schedule import find, instruction_streams
 from hpc3d.pipeline.weight_versions import InPlace
-
-if TYPE_CHECKING:
-    from hpc3d.pipeline.passes import Group
 
 STEP = (Instruction("Step"),)
 

@@ -186,7 +186,8 @@ class StepModel:
         while ready:
             stage = ready.pop()
             while streams[stage]:
-                need = self._from_another(stage, streams[stage][0])
+                needs = self.placement.needs(stage, streams[stage][0])
+                need = next((each for each in needs if each[0] != stage), None)
                 if need and need not in numbers:
                     waiting[need] = stage
                     break
@@ -196,10 +197,6 @@ class StepModel:
                 numbers[result] = last[stage] = len(found) - 1
                 ready += [waiting.pop(result)] if result in waiting else []
         return found, last
-
-    def _from_another(self, stage, instruction):
-        needs = self.placement.needs(stage, instruction)
-        return next((need for need in needs if need[0] != stage), None)
 
     def _numbered(self, stage, instruction, need, numbers):
         part = self.placement.part(stage, instruction.chunk)

@@ -58,8 +58,7 @@ def predicted_step(
     runs = simulate(config, config.model.vocabulary, known)
     found = summary(runs, config, known)
     if config.train.eval_every:
-        seconds = seconds_of_batch(config, config.model.vocabulary, known)
-        found["evaluation_batch_s"] = seconds
+        found["evaluation_batch_s"] = seconds_of_batch(config, config.model.vocabulary, known)
     if mixture := of_mixture(config):
         found["mixture"] = mixture
     return PredictedStep(config, known, runs, found)

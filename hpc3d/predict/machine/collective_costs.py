@@ -132,9 +132,7 @@ ALGORITHMS = {
     "all_to_all": ((pairwise, always), (bruck, short)),
     **dict.fromkeys(MESSAGES, ((message, always),)),
 }
-
-
-_NEIGHBOURS = {ring, ring_all_reduce, chain}  # algorithms that send to neighbors only
+_NEIGHBORS = {ring, ring_all_reduce, chain}  # algorithms that send to neighbors only
 
 
 def best(
@@ -148,7 +146,7 @@ def best(
         return 0.0
     hop = alpha if hop is None else hop
     return min(
-        cost(hop if cost in _NEIGHBOURS else alpha, beta, g, nbytes)
+        cost(hop if cost in _NEIGHBORS else alpha, beta, g, nbytes)
         for cost, fits in ALGORITHMS[op]
         if fits(g, nbytes)
     )

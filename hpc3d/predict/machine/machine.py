@@ -161,9 +161,8 @@ def _over_nodes(
     near, far = ceil(log2(inside.members)), ceil(log2(across.members))
     alpha = (near * inside.alpha + far * across.alpha) / (near + far)
     hop = inside.alpha + across.members / size * (across.alpha - inside.alpha)
-    elsewhere = (size - inside.members) / (
-        size - 1
-    )  # fraction of the all-to-all data sent to other nodes
+    # Fraction of the all-to-all data sent to other nodes.
+    elsewhere = (size - inside.members) / (size - 1)
     return Route(
         members=size,
         alpha=alpha,

@@ -17,11 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.timeline import Cost
-from hpc3d.predict.planning.candidates import (
-    Candidates,
-    TimedCandidate,
-    seconds_of,
-)
+from hpc3d.predict.planning.candidates import Candidates, TimedCandidate, seconds_of
 from hpc3d.predict.planning.layer_counts import LayerCounts, LayerPipeline
 from hpc3d.predict.planning.layouts import MemoryOption
 from hpc3d.predict.planning.pass_costs import StageContent

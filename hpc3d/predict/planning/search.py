@@ -20,13 +20,7 @@ from hpc3d.console.sanitize import counted
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.adaptation import uneven
 from hpc3d.predict.planning.bounds import Bounds, Candidate, shortlists
-from hpc3d.predict.planning.candidates import (
-    NEAR,
-    SURE,
-    Candidates,
-    TimedCandidate,
-    seconds_of,
-)
+from hpc3d.predict.planning.candidates import NEAR, SURE, Candidates, TimedCandidate, seconds_of
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.expected import ExpectedSteps
 
@@ -114,10 +108,8 @@ class Search:
         times = [self._consider(group[0], found, top, _COARSE * most) for group in groups]
         rest = [(time, candidate) for time, group in zip(times, groups) for candidate in group[1:]]
         rest.sort(key=lambda each: (each[0], self.bounds.least(each[1])))
-        for candidate in [
-            *(candidate for _, candidate in rest),
-            *sorted(others, key=self.bounds.least),
-        ]:
+        others.sort(key=self.bounds.least)
+        for candidate in [*(candidate for _, candidate in rest), *others]:
             self._consider(candidate, found, top, _COARSE * most)
         found.sort()
         self._refine(found, most)
