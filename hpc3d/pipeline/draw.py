@@ -26,17 +26,16 @@ class Scale(NamedTuple):
         return int(round(time / self.unit, 6) + 0.5)
 
 
-def draw(rows: Sequence[Row], columns: int = 99, unit: float = 0.0) -> str:
-    """Return a diagram with one line per stage and one cell per `unit` seconds.
+def draw(rows: Sequence[Row], columns: int = 99) -> str:
+    """Return a diagram with one line per stage, whose cells are as long as the shortest pass.
 
-    If `unit` is 0, a cell is as long as the shortest pass.  A pass is drawn as its letter
-    (lowercase for chunk 1) and its microbatch, followed by dashes up to its end time.  A vertical
-    bar marks a Step, and blank space is idle time.  A diagram wider than `columns` characters is
-    truncated; a final line then states how many cells are shown.
+    A pass is drawn as its letter (lowercase for chunk 1) and its microbatch, followed by dashes up
+    to its end time.  A vertical bar marks a Step, and blank space is idle time.  A diagram wider
+    than `columns` characters is truncated; a final line then states how many cells are shown.
     """
     spans = [span for row in rows for span in row]
     heads = [f"{stage:>{len(str(len(rows) - 1))}} |" for stage in range(len(rows))]
-    unit = unit or min(end - start for start, end, _ in spans if end > start)
+    unit = min(end - start for start, end, _ in spans if end > start)
     scale = _scale(spans, columns - len(heads[0]), unit)
     lines = [(head + _line(row, scale)).rstrip() for head, row in zip(heads, rows)]
     cells = scale.cell(max(end for _, end, _ in spans))

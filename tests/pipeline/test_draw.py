@@ -63,15 +63,11 @@ def test_diagram_fits_the_columns():
             assert max(map(len, lines[:4])) > columns - 6
 
 
-def test_cell_width_is_the_shortest_pass_or_the_unit():
+def test_cell_width_is_the_shortest_pass():
     cost = Cost(0.02, 0.04, 0.02, comm=0.01)
     assert drawn("1f1b", 2, 1, cost=cost) == [
         "0 |F0                B0------",
         "1 |      F0 B0------",
-    ]
-    assert drawn("1f1b", 2, 1, cost=cost, unit=0.01) == [
-        "0 |F0---                               B0---------------",
-        "1 |         F0--- B0---------------",
     ]
     assert drawn("1f1b", 1, 1, cost=Cost(1, 2**-20, 0), columns=20)[1:] == [
         "truncated after 8 of 1048577 cells of 9.54e-07 s"

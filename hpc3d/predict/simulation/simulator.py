@@ -249,7 +249,7 @@ def core_sharing(config: Config, machine: Machine) -> CoreSharing:
     grid = config.mesh.grid()
     here = range(min(grid.size, machine.ranks_per_node))
     together = max(Counter(grid.coord(rank, "p") for rank in here).values())
-    stage = max(1.0, together / machine.cores) if machine.cores else 1.0
+    stage = ranks_per_core(machine, together)
     lanes = min(stage, _lanes_of(grid, together, here))
     return CoreSharing(ranks_per_core(machine, grid.size), stage, lanes)
 

@@ -39,9 +39,7 @@ _MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # maximum numbers of ranks and of eve
 _ITEM_SIZES = item_sizes(dict(enumerate(DTYPE)))
 
 
-def write_trace(
-    folder: Path, runs: Sequence[StageRun], config: Config, machine: Machine, git: str = ""
-) -> Path:
+def write_trace(folder: Path, runs: Sequence[StageRun], config: Config, machine: Machine) -> Path:
     """Write FOLDER/trace.h5 with the events of every rank, and return its path.
 
     The events of a rank are derived from those of the simulated rank of its stage. Raises
@@ -66,7 +64,7 @@ def write_trace(
         run = runs[coords["p"]]
         first = {"p": coords["p"]}  # coordinates of the simulated rank of the stage
         here, there = (_members(grid, each, run.axes) for each in (coords, first))
-        header = _header_of(rank, coords, config, machine) | {"run_id": folder.name, "git": git}
+        header = _header_of(rank, coords, config, machine) | {"run_id": folder.name}
         header["groups"] = [{"axis": a, "members": m} for a, m in zip(run.axes, here)]
         tables = _tables_of(rank, run, here, there)
         if CONTEXT in run.axes:
@@ -103,6 +101,7 @@ def _header_of(
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "time_unit": "ns",
         "config": to_toml(config),
+        "git": "",
         "mpi": "",
         "version": __version__,
     }
