@@ -34,7 +34,6 @@ from hpc3d.training.trainer import Trainer
 if TYPE_CHECKING:
     from hpc3d.comm.grid import Grid
     from hpc3d.config.input_file import Config, ModelConfig
-    from hpc3d.model.context import Context
     from hpc3d.model.parameters import Parameters
     from hpc3d.pipeline.engine import Engine
     from hpc3d.pipeline.program import Program
@@ -129,7 +128,7 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
 
     `peers` is the communicator of the threads, one per stage.
     """
-    trainer = simulated_trainer(peers, config, vocabulary, program, clock, config.context())
+    trainer = simulated_trainer(peers, config, vocabulary, program, clock)
     mesh, ledger, logits = trainer.mesh, trainer.mesh.trace, _bytes_of_logits(trainer)
     if not program.asynchronous:
         replay_passes(trainer.engine, config, program)
@@ -156,19 +155,14 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
 
 
 def simulated_trainer(
-    peers: Any,
-    config: Config,
-    vocabulary: int,
-    program: Program,
-    clock: Clock,
-    context: Context | None = None,
+    peers: Any, config: Config, vocabulary: int, program: Program, clock: Clock
 ) -> Trainer:
     """Return the trainer of the pipeline stage of this thread, on abstract arrays.
 
-    The recorder of its mesh is a MemoryRecorder. `peers` and `context` are as in
-    `representative`.
+    The recorder of its mesh is a MemoryRecorder. `peers` is as in `representative`.
     """
-    bare = representative(config.mesh.grid(), pool_of(config, clock), peers, context)
+    pool, context = pool_of(config, clock), config.context()
+    bare = representative(config.mesh.grid(), pool, peers, context)
     mesh = bare.traced(MemoryRecorder(bare.rank, lambda: clock.now))
     return Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, ZeroBatches)
 

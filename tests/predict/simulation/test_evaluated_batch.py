@@ -1,12 +1,16 @@
 """The seconds of an evaluation on a simulated machine."""
 
+from dataclasses import replace
+
 import pytest
 
+from hpc3d.predict.machine.machine import Link
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation import evaluated_batch
 from hpc3d.predict.simulation.evaluated_batch import seconds_of_batch
 from hpc3d.predict.simulation.simulator import simulate
 from tests.pipeline.mixes import config_of
+from tests.predict.fixed import MACHINE
 
 LINES = [
     "schedule=none microbatches=4 dtype=float32",
@@ -24,9 +28,14 @@ def test_replayed_passes_take_the_same_time(line, monkeypatch):
     assert found == pytest.approx(seconds_of_batch(config, 29, machine), rel=1e-9)
 
 
-def test_evaluation_batch_takes_the_forward_time_of_a_step():
-    """On one rank; of more stages a batch takes the time to fill the pipeline besides."""
-    config, machine = config_of("schedule=none microbatches=4 dtype=float32"), load("h100")
+@pytest.mark.parametrize(
+    "words", ["", "c=2 context=ring sequence=8", "c=2 context=all-to-all sequence=8"]
+)
+def test_evaluation_batch_takes_the_forward_time_of_a_step(words):
+    """On one stage; of more stages a batch takes the time to fill the pipeline besides.  Messages
+    along c take most of the time."""
+    config = config_of(f"{words} schedule=none microbatches=4 dtype=float32")
+    machine = replace(MACHINE, links=(Link(8, 1e-2, 1e6), Link(0, 1e-2, 1e6)))
     (run,) = simulate(config, 29, machine)
     *_, forward, _, _ = run.step
-    assert 0.8 < seconds_of_batch(config, 29, machine) / forward < 1.3
+    assert seconds_of_batch(config, 29, machine) == pytest.approx(forward, rel=0.05)
