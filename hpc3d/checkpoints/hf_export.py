@@ -18,8 +18,8 @@ from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.hf_families import PublishedFamily, published
 from hpc3d.checkpoints.hf_settings import CONFIG, GENERATION, TOKENIZER_FILES
 from hpc3d.checkpoints.inspect import config_of, shapes_in
-from hpc3d.console.small_files import replacing
 from hpc3d.model.families import with_epsilon
+from hpc3d.training.run_folder import write_text
 
 if TYPE_CHECKING:
     from hpc3d.checkpoints.sharded import Checkpoint
@@ -81,16 +81,15 @@ def export(
     weights.parent.mkdir(parents=True, exist_ok=True)
     dtype = opened.sources["embedding.token", opened.exact("embedding.token")][0][0].dtype
     for name, shape in shapes.items():
-        given = family.given(name, _value_of(opened, name, shape, dtype), model)
+        value = _array_of(opened, name, opened.exact(name), shape, dtype)
+        given = family.given(name, value, model)
         arrays |= {family.full_name_of(theirs): array for theirs, array in given.items()}
     if not model.tied:
         arrays |= {copy: arrays[name].copy() for copy, name in family.copies.items()}
     safetensors.write(weights, arrays)
     for path in settings:
-        with replacing(path) as temporary:
-            told = _settings_of(family, model, dtype) | (special or {})
-            text = json.dumps(told, indent=2)
-            temporary.write_text(text + "\n")
+        told = _settings_of(family, model, dtype) | (special or {})
+        write_text(path, json.dumps(told, indent=2) + "\n")
     return {name: array.shape for name, array in arrays.items()}
 
 
@@ -111,20 +110,20 @@ def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ..
     """
     module, arrays = opened.header["module"], {}
     for name, stored in shapes_in(opened).items():
-        whole, dims = whole_of(stored), module["shapes"][name]
         dtype = opened.sources[name, "value"][0][0].dtype
-        arrays[name] = np.empty(whole.shape, dtype)
-        opened.fill(arrays[name], name, "value", whole)
-        arrays[name] = arrays[name].reshape(dims)
+        value = _array_of(opened, name, "value", stored, dtype)
+        arrays[name] = value.reshape(module["shapes"][name])
     arrays |= {other: arrays[name].copy() for other, name in module["aliases"].items()}
     safetensors.write(weights, arrays)
     return {name: array.shape for name, array in arrays.items()}
 
 
-def _value_of(opened: Checkpoint, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    value, whole = np.empty(shape, dtype), whole_of(shape)
-    opened.fill(value.reshape(whole.shape), name, opened.exact(name), whole)
-    return value
+def _array_of(
+    opened: Checkpoint, name: str, kind: str, shape: Sequence[int], dtype: np.dtype
+) -> np.ndarray:
+    array, box = np.empty(shape, dtype), whole_of(shape)
+    opened.fill(array.reshape(box.shape), name, kind, box)
+    return array
 
 
 def _settings_of(family: PublishedFamily, model: ModelConfig, dtype: np.dtype) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class PublishedFamily(NamedTuple):
     tied: bool
     settings: hf_settings.Settings
 
-    def names_of(self, ours: str, expert: int = 0) -> tuple[str, ...]:
+    def names_of(self, ours: str, expert: int) -> tuple[str, ...]:
         """Return the names, without prefix, of the arrays that store an hpc3d parameter.
 
         For stacked experts, only the arrays of expert number `expert` are returned.
@@ -106,77 +106,51 @@ class PublishedFamily(NamedTuple):
         self, ours: str, shape: Sequence[int], model: ModelConfig
     ) -> dict[str, tuple[int, ...]]:
         """Return a dict from array name to shape for the arrays that store a parameter."""
-        if len(shape) < 3:
-            return self._shapes_of(self.names_of(ours), ours, shape, model)
-        return {
-            name: each
-            for expert in range(shape[1])
-            for name, each in self._shapes_of(
-                self.names_of(ours, expert), ours, shape[::2], model
-            ).items()
-        }
-
-    def _shapes_of(
-        self, names: Sequence[str], ours: str, shape: Sequence[int], model: ModelConfig
-    ) -> dict[str, tuple[int, ...]]:
+        experts, shape = (shape[1], shape[::2]) if len(shape) > 2 else (1, shape)
         widths = self._widths(ours, shape[-1], model)
         columns = [shape[-1] // sum(widths) * width for width in widths]
-        columns = columns if len(names) > 1 else [sum(columns)]
         transposed = self._is_transposed(ours, len(shape))
-        shapes = ((*shape[:-1], count) for count in columns)
-        return {
-            name: each[::-1] if transposed else each
-            for name, each in zip(names, shapes, strict=True)
-        }
+        shapes = {}
+        for expert in range(experts):
+            names = self.names_of(ours, expert)
+            for name, count in zip(names, columns if len(names) > 1 else shape[-1:], strict=True):
+                each = *shape[:-1], count
+                shapes[name] = each[::-1] if transposed else each
+        return shapes
 
     def given(self, ours: str, value: np.ndarray, model: ModelConfig) -> dict[str, np.ndarray]:
         """Convert an hpc3d parameter to a dict from name to array in `transformers` format."""
-        if value.ndim < 3:
-            return self._given(self.names_of(ours), ours, value, model)
-        return {
-            name: array
-            for expert in range(value.shape[1])
-            for name, array in self._given(
-                self.names_of(ours, expert), ours, value[:, expert], model
-            ).items()
-        }
-
-    def _given(
-        self, names: Sequence[str], ours: str, value: np.ndarray, model: ModelConfig
-    ) -> dict[str, np.ndarray]:
-        widths = self._widths(ours, value.shape[-1], model)
-        units = value.reshape(*value.shape[:-1], -1, sum(widths))
-        parts = np.split(units, np.cumsum(widths)[:-1], -1)
-        parts = [part.reshape(*value.shape[:-1], -1) for part in parts]
-        parts = parts if len(names) > 1 else [np.concatenate(parts, -1)]
-        transposed = self._is_transposed(ours, value.ndim)
-        return {
-            name: np.ascontiguousarray(part.T if transposed else part)
-            for name, part in zip(names, parts, strict=True)
-        }
+        arrays = {}
+        for expert, matrix in enumerate(value.swapaxes(0, 1) if value.ndim > 2 else [value]):
+            names, widths = self.names_of(ours, expert), self._widths(ours, value.shape[-1], model)
+            units = matrix.reshape(*matrix.shape[:-1], -1, sum(widths))
+            blocks = np.split(units, np.cumsum(widths)[:-1], -1)
+            blocks = [block.reshape(*matrix.shape[:-1], -1) for block in blocks]
+            blocks = blocks if len(names) > 1 else [np.concatenate(blocks, -1)]
+            transposed = self._is_transposed(ours, matrix.ndim)
+            for name, block in zip(names, blocks, strict=True):
+                arrays[name] = np.ascontiguousarray(block.T if transposed else block)
+        return arrays
 
     def taken(
         self, ours: str, read: Callable[[str], np.ndarray], model: ModelConfig
     ) -> np.ndarray:
         """Assemble an hpc3d parameter from the `transformers` arrays returned by `read(name)`."""
 
-        def matrix(expert=0):
+        def matrix(expert):
             arrays = [read(name) for name in self.names_of(ours, expert)]
-            return self._taken(ours, arrays, model)
+            joined = np.concatenate(
+                [a.T if self._is_transposed(ours, a.ndim) else a for a in arrays], -1
+            )
+            widths = self._widths(ours, joined.shape[-1], model)
+            units = joined.shape[-1] // sum(widths)
+            blocks = np.split(joined, np.cumsum([units * width for width in widths])[:-1], -1)
+            blocks = [block.reshape(*joined.shape[:-1], units, -1) for block in blocks]
+            return np.concatenate(blocks, -1).reshape(joined.shape)
 
         if ".experts." not in ours:
-            return matrix()
+            return matrix(0)
         return np.stack([matrix(expert) for expert in range(model.experts)], 1)
-
-    def _taken(self, ours: str, arrays: Sequence[np.ndarray], model: ModelConfig) -> np.ndarray:
-        whole = np.concatenate(
-            [a.T if self._is_transposed(ours, a.ndim) else a for a in arrays], -1
-        )
-        widths = self._widths(ours, whole.shape[-1], model)
-        units = whole.shape[-1] // sum(widths)
-        parts = np.split(whole, np.cumsum([units * width for width in widths])[:-1], -1)
-        parts = [part.reshape(*whole.shape[:-1], units, -1) for part in parts]
-        return np.concatenate(parts, -1).reshape(whole.shape)
 
     def _widths(self, ours: str, columns: int, model: ModelConfig) -> tuple[int, ...]:
         """Return the width in columns of each component that is interleaved in a matrix.

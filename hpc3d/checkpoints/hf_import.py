@@ -19,6 +19,7 @@ from hpc3d.checkpoints.hf_families import PUBLISHED, PublishedFamily
 from hpc3d.checkpoints.hf_settings import CONFIG
 from hpc3d.checkpoints.inspect import shapes_of
 from hpc3d.checkpoints.manifest import narrowed
+from hpc3d.checkpoints.resume import TRAINING_KEYS
 from hpc3d.checkpoints.safetensors import Weights
 from hpc3d.config import deprecated_keys
 from hpc3d.config.backend_rules import untrainable
@@ -38,7 +39,6 @@ _IGNORED = re.compile(
     r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     r"|embeddings\.position_ids|pooler\.dense\.\w+|cls\.seq_relationship\.\w+"
 )
-_OF_TRAINING = "dropout", "capacity", "balance_loss", "z_loss"  # keys that only affect training
 _FUSED = ".experts.gate_up_proj"
 # TensorFlow names of LayerNorm parameters, as in the original BERT checkpoints.
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -63,8 +63,8 @@ class Pretrained:
             self.locations = _locations(files, self.family.prefix)
             measured = _measured(self.entries, self.family)
             self.model = {"experts": 0, **self.family.settings.model(settings, measured)}
-            self.model |= {"kind": self.family.family.kind, "tied": self.tied(settings)}
-            self.undecided = self._undecided(settings)
+            self.model |= {"kind": self.family.family.kind, "tied": self.tied()}
+            self.undecided = self._undecided()
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -89,8 +89,9 @@ class Pretrained:
             )
         return value
 
-    def tied(self, settings: Mapping[str, Any]) -> bool:
+    def tied(self) -> bool:
         """Determine whether the head is tied to the token embedding, and drop duplicate arrays."""
+        settings = self.settings
         head, table = (self.family.ends[name] for name in ("head.table", "embedding.token"))
         same = head not in self.locations or np.array_equal(
             self.read(head), self.read(table), equal_nan=True
@@ -144,9 +145,9 @@ class Pretrained:
                 found, wanted = list(entries[name].shape), list(shape)
                 raise ValueError(f"{self.path}: {name} is {found}, but should be {wanted}")
 
-    def _undecided(self, settings: Mapping[str, Any]) -> dict[str, str]:
+    def _undecided(self) -> dict[str, str]:
         """Return the [model] keys that the user must set, as a dict from key to reason."""
-        reasons = {}
+        reasons, settings = {}, self.settings
         if "heads" not in self.model:
             theirs = {ours: key for key, ours in self.family.settings.sizes.items()}
             reasons["heads"] = f"{CONFIG} is missing or does not contain {theirs['heads']}"
@@ -261,7 +262,7 @@ def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
     for key, known in pretrained.model.items():
         asked = getattr(config.model, key)
         shorter = key == "sequence" and asked < known
-        if asked != known and key not in _OF_TRAINING and not shorter:
+        if asked != known and key not in TRAINING_KEYS and not shorter:
             raise ValueError(
                 f"--model.{key} {asked}: the model in {pretrained.path} has {known}; remove this "
                 "option"

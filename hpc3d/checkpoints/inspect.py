@@ -30,7 +30,6 @@ from hpc3d.training.optimizers.optimizer import MASTER
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, ModelConfig
-    from hpc3d.training.optimizers.optimizer import StateSpec
 
 log = logging.getLogger(__name__)
 
@@ -149,9 +148,7 @@ def _stateless_in(opened: Checkpoint) -> Collection[str]:
 
 def tensors(opened: Checkpoint) -> Iterator[Tensor]:
     """Yield a `Tensor` for each parameter in a checkpoint."""
-    stateless, specs = _stateless_in(opened), _specs_in(opened)
-    for name, shape in shapes_in(opened).items():
-        held = _arrays_of(name, shape, () if name in stateless else specs)
+    for name, held in _arrays_of(opened, shapes_in(opened), _stateless_in(opened)):
         dtypes = {
             kind: opened.sources[name, kind][0][0].dtype
             for kind in held
@@ -159,21 +156,25 @@ def tensors(opened: Checkpoint) -> Iterator[Tensor]:
         }
         nbytes = sum(prod(held[kind]) * dtype.itemsize for kind, dtype in dtypes.items())
         first = next((dtype.name for dtype in dtypes.values()), "")
-        yield Tensor(name, shape, first, (*held,), nbytes)
-
-
-def _specs_in(opened: Checkpoint) -> list[StateSpec]:
-    kinds = kinds_of(opened)
-    specs = MASTER, *optimizer_of(config_of(opened)).STATES
-    return [spec for spec in specs if spec.name in kinds]
+        yield Tensor(name, held["value"], first, (*held,), nbytes)
 
 
 def _arrays_of(
-    name: str, shape: tuple[int, ...], specs: Sequence[StateSpec]
-) -> dict[str, tuple[int, ...]]:
-    """Return a dict from array kind to shape for a parameter's value and optimizer states."""
-    states = {spec.name: spec.shape(shape) for spec in specs if spec.of(name, shape)}
-    return {"value": shape} | states
+    opened: Checkpoint, shapes: Mapping[str, tuple[int, ...]], stateless: Collection[str]
+) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
+    """Yield, for each parameter, its name and a dict from array kind to shape.
+
+    The kinds are the value and the optimizer states. `stateless` names the parameters that have
+    no optimizer states.
+    """
+    kinds, specs = kinds_of(opened), (MASTER, *optimizer_of(config_of(opened)).STATES)
+    for name, shape in shapes.items():
+        held = [
+            spec
+            for spec in specs
+            if spec.name in kinds and name not in stateless and spec.of(name, shape)
+        ]
+        yield name, {"value": shape} | {spec.name: spec.shape(shape) for spec in held}
 
 
 def kinds_of(opened: Checkpoint) -> tuple[str, ...]:
@@ -222,8 +223,7 @@ def problems(folder: Path) -> list[str]:
     for number in range(count):
         log.info("reading file %d of %d of %s", number + 1, count, folder.name)
         damaged.append(opened.damage(number, count))
-    found = inconsistencies(opened, shapes, _stateless_in(opened))
-    return [*filter(None, damaged), *(f"{folder}: {line}" for line in found)]
+    return [*filter(None, damaged), *inconsistencies(opened, shapes, _stateless_in(opened))]
 
 
 def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
@@ -243,25 +243,24 @@ def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
 def inconsistencies(
     opened: Checkpoint, shapes: Mapping[str, tuple[int, ...]], stateless: Collection[str] = ()
 ) -> Iterator[str]:
-    """Yield the inconsistencies between a manifest and a model with these `shapes`.
+    """Yield an error line for each inconsistency between a manifest and a model's `shapes`.
 
     An inconsistency is a step number that differs from the folder name, a tensor that the model
     does not have, or a tensor whose elements are not all stored exactly once. Rank-local states
     are not checked. `stateless` names the parameters that have no optimizer states.
     """
-    step = opened.header["step"]
-    if opened.folder.name.startswith("step-") and opened.folder.name != named(step):
-        yield f"manifest.json belongs to step {step}, which differs from the folder name"
-    specs = _specs_in(opened)
+    folder, step = opened.folder, opened.header["step"]
+    if folder.name.startswith("step-") and folder.name != named(step):
+        yield f"{folder}: manifest.json belongs to step {step}, which differs from the folder name"
     held = {
-        (name, kind): each
-        for name, shape in shapes.items()
-        for kind, each in _arrays_of(name, shape, () if name in stateless else specs).items()
+        (name, kind): shape
+        for name, arrays in _arrays_of(opened, shapes, stateless)
+        for kind, shape in arrays.items()
     }
     for name, kind in opened.sources.keys() - held.keys():
         if kind not in OWN_STATES:
-            yield f"the model has no {name}, {kind}"
+            yield f"{folder}: the model has no {name}, {kind}"
     for (name, kind), shape in held.items():
-        parts = [part for _, part in opened.sources.get((name, kind), ()) if part.size]
-        if fault := coverage_error(parts, whole_of(shape)):
-            yield f"{name}, {kind}: {fault}"
+        boxes = [box for _, box in opened.sources.get((name, kind), ()) if box.size]
+        if fault := coverage_error(boxes, whole_of(shape)):
+            yield f"{folder}: {name}, {kind}: {fault}"

@@ -35,19 +35,13 @@ from hpc3d.training.optimizers.optimizer import learning_rate
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import TrainConfig
-    from hpc3d.data.batches import Batches
     from hpc3d.runtime.job import Job
     from hpc3d.training.evaluator import Evaluator
     from hpc3d.training.trainer import Trainer
 
 _Differs = Callable[[Checkpoint], str | None]
 
-_MAY_CHANGE = (
-    "dropout",
-    "capacity",
-    "balance_loss",
-    "z_loss",
-)  # keys of [model] that do not affect the parameters
+TRAINING_KEYS = "dropout", "capacity", "balance_loss", "z_loss"  # [model] keys only for training
 # Keys of [parallel] that determine a rank's parameter blocks and gradient compression states.
 _OF_LAYOUT = "scheme", "split", "schedule", "chunks", "layers_per_stage", "compression"
 _OF_LAYOUT += ("compression_rank", "compression_share")
@@ -351,7 +345,9 @@ def resume(
         evaluator.best = job.from_root(
             lambda: restored(opened.header, config_of(opened), trainer.config, texts)
         )
-    _go_on(trainer.feed.batches, opened.header)
+    batches, position = trainer.feed.batches, opened.header.get("position") or {}
+    if batches is not None and "sequences" in position:
+        batches.go_on(opened.header["step"], position["sequences"])
     return opened.header["step"]
 
 
@@ -372,17 +368,6 @@ def _same_layout(opened: Checkpoint, config: Config) -> bool:
     return [*before.mesh.sizes().items()] == [*config.mesh.sizes().items()] and all(
         getattr(before.parallel, key) == getattr(config.parallel, key) for key in _OF_LAYOUT
     )
-
-
-def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
-    """Move the data loader `batches` of rank 0 to the position stored in a manifest.
-
-    If no position is stored, the data loader computes it from the number of completed steps and
-    the current batch size.
-    """
-    match header.get("position"):
-        case {"sequences": int(sequences)} if batches is not None and sequences >= 0:
-            batches.go_on(header["step"], sequences)
 
 
 def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, list[str]]:
@@ -424,24 +409,22 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     before = config_of(opened)
     models = (with_epsilon(each.model) for each in (before, config))
     stored, asked = map(asdict, models)
-    model, may_change = config.model, {*_MAY_CHANGE}
+    model, may_change = config.model, {*TRAINING_KEYS}
+    shapes, stateless = shapes_of(model), stateless_of(model)
+    # Before the first step, a shorter context is allowed if it changes no parameter.
     shorter = not opened.header["step"] and model.sequence < before.model.sequence
-    if shorter and "embedding.position" not in shapes_of(model):
-        may_change.add(
-            "sequence"
-        )  # before the first step, a shorter context is allowed: it changes no parameter
+    if shorter and "embedding.position" not in shapes:
+        may_change.add("sequence")
     for key in stored:
         if stored[key] != asked[key] and key not in may_change:
             return (
                 f"{opened.folder} has model.{key} = {stored[key]}, not {asked[key]}: {_OF_ANOTHER}"
             )
     kept = [spec for spec in optimizer_of(before).STATES if spec.name in kinds_of(opened)]
-    shapes, stateless = shapes_of(model), stateless_of(model)
     trained = [item for item in shapes.items() if item[0] not in stateless]
     wanted = [
         spec for spec in optimizer_of(config).STATES if any(spec.of(*each) for each in trained)
     ]
     if lacking := {spec.name for spec in wanted if spec not in kept}:
         return f"{opened.folder} has no {' and '.join(sorted(lacking))} moments: {_OF_ANOTHER}"
-    found = inconsistencies(opened, shapes, stateless)
-    return next((f"{opened.folder}: {problem}" for problem in found), None)
+    return next(inconsistencies(opened, shapes, stateless), None)

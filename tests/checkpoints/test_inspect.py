@@ -25,7 +25,7 @@ def test_extra_or_missing_tensors_are_named(tmp_path):
     assert line.endswith(" layers.7.odd, value")
     del opened.sources["layers.7.odd", "value"], opened.sources["head.norm.beta", "value"]
     (line,) = inconsistencies(opened, shapes)
-    assert line.startswith("head.norm.beta, value: 24 of 24 ")
+    assert line.startswith(f"{opened.folder}: head.norm.beta, value: 24 of 24 ")
 
 
 def test_expert_checkpoint_is_complete_without_moments_of_the_router_bias(tmp_path):
@@ -47,5 +47,5 @@ def test_expert_checkpoint_is_complete_without_moments_of_the_router_bias(tmp_pa
     opened.sources["layers.3.experts.up.weight", "second"].pop()
     unknown, nowhere, missing = inconsistencies(opened, shapes, stateless)
     assert unknown.endswith(" no layers.1.router.bias, first")
-    assert nowhere.startswith("layers.1.router.bias, value: 4 of 4 ")
-    assert missing.startswith("layers.3.experts.up.weight, second: 1152 of 9216 ")
+    assert nowhere.startswith(f"{folder}: layers.1.router.bias, value: 4 of 4 ")
+    assert missing.startswith(f"{folder}: layers.3.experts.up.weight, second: 1152 of 9216 ")

@@ -325,5 +325,4 @@ def mismatch(model: StagedModel, opened: Checkpoint) -> str | None:
     """Return an error message if a checkpoint does not match the module, otherwise `None`."""
     tensors = stored_tensors(model.captured)
     shapes = {name: stored_shape(dims) for name, dims in tensors["shapes"].items()}
-    found = inconsistencies(opened, shapes, tensors["frozen"])
-    return next((f"{opened.folder}: {problem}" for problem in found), None)
+    return next(inconsistencies(opened, shapes, tensors["frozen"]), None)
