@@ -19,8 +19,9 @@ from hpc3d.checkpoints.inspect import shapes_of
 from hpc3d.checkpoints.manifest import name_of
 from hpc3d.checkpoints.sharded import InitialState, StoredPiece, complete, write_shard
 from hpc3d.config.load import to_toml
-from hpc3d.console.small_files import replacing, sync, temporary_of
+from hpc3d.console.small_files import sync, temporary_of
 from hpc3d.training.optimizers.catalog import optimizer_of
+from hpc3d.training.run_folder import write_text
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -34,26 +35,22 @@ def initial_state(
     specs: Sequence[StateSpec],
 ) -> InitialState:
     """Return a state with parameter values from `read(name)` and optimizer states set to zero."""
-
-    def states_of(name, shape):
-        """Yield (kind, shape, dtype) for each optimizer state of a parameter."""
+    arrays = []  # (name, kind, shape, dtype)
+    for name, shape in shapes.items():
+        arrays.append((name, "value", shape, dtype))
         for spec in specs:
             if spec.of(name, shape):
-                yield spec.name, spec.shape(shape), np.dtype(spec.dtype or dtype)
-
+                of_state = spec.name, spec.shape(shape), np.dtype(spec.dtype or dtype)
+                arrays.append((name, *of_state))
     pieces, offset = [], 0
-    for name, shape in shapes.items():
-        for kind, held, each in [("value", shape, dtype), *states_of(name, shape)]:
-            pieces.append(StoredPiece(name, kind, name_of(each), offset, [whole_of(held).edges]))
-            offset += prod(held) * each.itemsize
-
-    def arrays():
-        for name, shape in shapes.items():
-            yield read(name).astype(dtype).ravel()
-            for _, held, each in states_of(name, shape):
-                yield np.zeros(prod(held), each)
-
-    return InitialState(pieces, arrays(), offset)
+    for name, kind, shape, each in arrays:
+        pieces.append(StoredPiece(name, kind, name_of(each), offset, [whole_of(shape).edges]))
+        offset += prod(shape) * each.itemsize
+    values = (
+        read(name).astype(each).ravel() if kind == "value" else np.zeros(prod(shape), each)
+        for name, kind, shape, each in arrays
+    )
+    return InitialState(pieces, values, offset)
 
 
 def begin(
@@ -74,8 +71,8 @@ def begin(
     shapes, text = shapes_of(config.model), to_toml(config)
     header = {"run_id": run.name, "config": text, "position": None, "step": 0, "updates": 0}
     with _atomic_folder(run) as folder:
-        _write(folder / "config.toml", text)
-        _write(folder / "command.txt", shlex.join([sys.executable, *sys.argv]) + "\n")
+        write_text(folder / "config.toml", text)
+        write_text(folder / "command.txt", shlex.join([sys.executable, *sys.argv]) + "\n")
         shard = folder / "checkpoints" / "step-00000000.tmp"
         shard.mkdir(parents=True)
         dtype = np.dtype("float64" if config.train.dtype == "float64" else "float32")
@@ -84,11 +81,6 @@ def begin(
         if damage := complete(shard, 1, header, keep=1):
             raise ValueError(damage)
     return shapes
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager

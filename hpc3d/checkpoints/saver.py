@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.checkpoints.sharded import Snapshot, complete, named, write_shard
 from hpc3d.config.load import to_toml
-from hpc3d.console.small_files import sync
+from hpc3d.console.small_files import naming, sync
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import CheckpointConfig
@@ -80,24 +80,18 @@ class Saver:
         self.exposed = time.monotonic() - begin
         header = self.header(done) | {"step": done, "updates": trainer.optimizer.steps}
         header["loss_scale"] = trainer.scaling.state()
-        self.thread = threading.Thread(target=self._try_to_write, args=(snapshot, header, begin))
+        self.thread = threading.Thread(target=self.write, args=(snapshot, header, begin))
         self.thread.start()
-
-    def _try_to_write(self, snapshot: Snapshot, header: Mapping[str, Any], begin: float) -> None:
-        """Call `write`; add the checkpoint folder to an OSError that names no file."""
-        try:
-            self.write(snapshot, header, begin)
-        except OSError as error:
-            error.filename = error.filename or self.parent
-            raise
 
     def write(self, snapshot: Snapshot, header: Mapping[str, Any], begin: float) -> None:
         mesh = self.trainer.mesh
         final = self.parent / named(header["step"])
         folder = final.with_suffix(".tmp")
-        folder.mkdir(parents=True, exist_ok=True)
-        write_shard(folder, mesh.rank, snapshot)
-        if mesh.rank == 0:
+        with naming(self.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_shard(folder, mesh.rank, snapshot)
+            if mesh.rank:
+                return
             sync(self.parent.parent)
             best = header.get("best") if self.how.keep_best else None
             spared = named(best["step"]) if best else None

@@ -87,16 +87,13 @@ class Snapshot:
     """
 
     def __init__(self, parameters: Parameters, optimizer: Optimizer) -> None:
-        self.pieces, self.arrays, offset = [], [], 0
+        self.pieces, self.arrays, self.nbytes = [], [], 0
         for name, kind, parts, elements in shares(parameters, optimizer):
             edges = [part.edges for part in parts]
-            self.pieces.append(StoredPiece(name, kind, name_of(elements.dtype), offset, edges))
+            dtype = name_of(elements.dtype)
+            self.pieces.append(StoredPiece(name, kind, dtype, self.nbytes, edges))
             self.arrays.append(to_host(elements).view(np.uint8))
-            offset += elements.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
+            self.nbytes += elements.nbytes
 
 
 def shares(
