@@ -134,26 +134,26 @@ class AbstractArray(NDArrayOperatorsMixin):
         return (self[number] for number in range(len(self)))
 
     def __getitem__(self, key: Any) -> AbstractArray:
-        return self.view(_indexed(self.shape, key if isinstance(key, tuple) else (key,)))
+        return self.view(self._one_byte()[key].shape)
 
     def __setitem__(self, key: Any, value: object) -> None:
         self[key].made_by("copy", *of_shapes([value]))
 
+    def _one_byte(self) -> np.ndarray:
+        """Return a one-byte NumPy array of this shape, to compute the shapes of views."""
+        return np.ndarray(self.shape, np.uint8, b"\0", strides=(0,) * self.ndim)
+
     def reshape(self, *shape: Any) -> AbstractArray:
-        shape = shape[0] if isinstance(shape[0], tuple) else shape
-        known = prod(size for size in shape if size >= 0)
-        return self.view(size if size >= 0 else self.size // known for size in shape)
+        return self.view(self._one_byte().reshape(*shape).shape)
 
     def ravel(self) -> AbstractArray:
         return self.view((self.size,))
 
     def swapaxes(self, a: int, b: int) -> AbstractArray:
-        order = list(range(self.ndim))
-        order[a], order[b] = order[b], order[a]
-        return self.transpose(*order)
+        return self.view(self._one_byte().swapaxes(a, b).shape)
 
     def transpose(self, *order: int) -> AbstractArray:
-        return self.view(self.shape[index] for index in order)
+        return self.view(self._one_byte().transpose(*order).shape)
 
     def copy(self) -> AbstractArray:
         return self.like(self.shape).made_by("copy", self)
@@ -205,23 +205,6 @@ class AbstractArray(NDArrayOperatorsMixin):
 def _compares(ufunc: np.ufunc) -> bool:
     """Return True if the ufunc returns booleans."""
     return all(kinds.endswith("?") for kinds in ufunc.types if "O" not in kinds)
-
-
-def _indexed(shape: tuple[int, ...], key: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the shape that results from indexing with slices, integers, None and Ellipsis."""
-    if Ellipsis in key:
-        index = key.index(Ellipsis)
-        rest = len(shape) - sum(part is not None for part in key) + 1
-        key = key[:index] + (slice(None),) * rest + key[index + 1 :]
-    sizes, found = iter(shape), []
-    for part in key:
-        if part is None:
-            found.append(1)
-        elif isinstance(part, slice):
-            found.append(len(range(*part.indices(next(sizes)))))
-        else:
-            next(sizes)
-    return (*found, *sizes)
 
 
 def _reduced(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:

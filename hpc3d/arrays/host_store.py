@@ -147,15 +147,15 @@ def walk(store: HostStore, units: Sequence[Sequence[Array]], trace: Any) -> Iter
     While the caller uses one group, the next group is prefetched. Changes to the copies are saved
     when the caller requests the next group.
     """
-    ahead = _asked(store, units[0], trace) if units else []
-    for number, unit in enumerate(units):
+
+    def requested(unit):
+        return [store.load(kept, "workspace", trace) for kept in unit]
+
+    ahead = requested(units[0]) if units else []
+    for unit, following in zip(units, [*units[1:], ()]):
         arrays = [arrive() for arrive in ahead]
-        ahead = _asked(store, units[number + 1], trace) if number + 1 < len(units) else []
+        ahead = requested(following)
         yield arrays
         for array, kept in zip(arrays, unit, strict=True):
             store.save(array, kept, trace)
     store.settle()
-
-
-def _asked(store: HostStore, unit: Sequence[Array], trace: Any) -> list[Any]:
-    return [store.load(kept, "workspace", trace) for kept in unit]

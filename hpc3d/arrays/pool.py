@@ -78,7 +78,7 @@ class Lease:
         self.__array_interface__ = {
             "version": 3,
             "shape": shape,
-            "typestr": _nameable(dtype).str,
+            "typestr": f"|V{dtype.itemsize}",  # bfloat16 has no type string; `lent` sets the dtype
             "data": (memory.ctypes.data, False),
         }
 
@@ -155,11 +155,6 @@ class Pool:
         """Reset the peaks to the current live bytes."""
         self.peak = Counter(self.live)
         self.peak["all"] = self.held
-
-
-def _nameable(dtype: np.dtype) -> np.dtype:
-    """Replace bfloat16, which has no NumPy type string, with an integer type of the same size."""
-    return np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
 
 
 def size_class(nbytes: int) -> int:
