@@ -151,9 +151,7 @@ def _alone(options: Namespace) -> Iterator[Finding]:
         return
     yield from examine(two_ranks, launcher.path, options)
     if cuda_aware_probe.present():
-        yield from examine(
-            cuda_aware_probe.aware, launcher.path, options.timeout, cuda_aware_probe.surroundings()
-        )
+        yield from examine(cuda_aware_probe.aware, launcher.path, options.timeout)
 
 
 def _local(options: Namespace) -> Iterator[Finding]:

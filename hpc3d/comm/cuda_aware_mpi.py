@@ -27,20 +27,17 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpc3d.arrays.array import Array
-    from hpc3d.arrays.pool import Pool
     from hpc3d.comm.comm_stream import CommStream
     from hpc3d.comm.communicator import Pending
-    from hpc3d.cuda.device import Cuda, DevicePool, Pinned
+    from hpc3d.cuda.device import DevicePool, Pinned
 
 
 class CudaAwareMpi(MpiCommunicator):
-    """Communicator based on the MPI communicator `comm`, with blocks on `device`."""
+    """Communicator based on the MPI communicator `comm`, with blocks on the device of `pool`."""
 
-    def __init__(
-        self, comm: MPI.Intracomm, device: Cuda, members: Sequence[int], pool: Pool
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, members: Sequence[int], pool: DevicePool) -> None:
         super().__init__(comm, members, pool)
-        self.device = device
+        self.device = pool.device
 
     def _all_gather(self, block):
         return self.moved(super()._all_gather, block)

@@ -11,7 +11,7 @@ import ctypes
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -178,9 +178,9 @@ def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
         yield "mesh.transport = nccl, but NCCL is not installed", f"run {EXTRAS}"
 
 
-def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterator[Finding]:
+def aware(mpirun: str, seconds: float) -> Iterator[Finding]:
     """Yield a finding on CUDA-aware MPI; two ranks verify the support that MPI reports."""
-    answer, problem = tried(mpirun, seconds, environment)
+    answer, problem = tried(mpirun, seconds)
     if answer == STAGED:
         yield Finding(OK, "CUDA-aware MPI", "not supported: messages go through host memory")
     elif answer == TAKEN:
@@ -190,7 +190,7 @@ def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterat
         yield Finding(FAIL, "CUDA-aware MPI", f"MPI reports support, but {problem}", remedy)
 
 
-def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[str, str]:
+def tried(mpirun: str, seconds: float) -> tuple[str, str]:
     """Test CUDA-aware MPI with two ranks; return the result and a description of the problem.
 
     The result is TAKEN (MPI transfers device memory correctly), STAGED (MPI reports no CUDA
@@ -202,7 +202,7 @@ def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[
     ]
     forgotten = [word for name in launched for word in ("-u", name)]
     words = [mpirun, "-np", "2", sys.executable, "-m", "hpc3d.comm.cuda_aware_probe"]
-    code, printed = outcome(["env", *forgotten, *words], seconds, **environment)
+    code, printed = outcome(["env", *forgotten, *words], seconds, **surroundings())
     said = set(printed.split()) & {TAKEN, STAGED, WRONG}
     if code == 0 and said in ({TAKEN}, {STAGED}):
         return said.pop(), ""
@@ -212,9 +212,7 @@ def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[
 
 def surroundings() -> dict[str, str]:
     """Return environment variables that let the root user start two ranks, even on one core."""
-    return dict.fromkeys((*library.CONSENT, library.CROWD_4), "1") | {
-        library.CROWD_5: "slot:oversubscribe"
-    }
+    return dict.fromkeys(library.CONSENT, "1") | library.CROWD
 
 
 def says_yes(path: str | None) -> bool:
@@ -234,7 +232,7 @@ def _attempt() -> str:
 
     comm = MPI.COMM_WORLD
     pool = DevicePool(bound(comm.rank))
-    tested = CudaAwareMpi(comm, pool.device, range(comm.size), pool)
+    tested = CudaAwareMpi(comm, range(comm.size), pool)
     cases = product(_SIZES, ("float32", "float16"))
     return TAKEN if all(_right(tested, rows, dtype) for rows, dtype in cases) else WRONG
 

@@ -53,10 +53,7 @@ def _by_nccl(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Co
 
 
 def _by_mpi(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, CudaAwareMpi]:
-    return {
-        axis: CudaAwareMpi(line, pool.device, members, pool)
-        for axis, (line, members) in lines.items()
-    }
+    return {axis: CudaAwareMpi(line, members, pool) for axis, (line, members) in lines.items()}
 
 
 def _by_hosts(

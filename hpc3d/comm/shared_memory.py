@@ -25,6 +25,7 @@ import numpy as np
 
 from hpc3d.arrays.narrow import of_type
 from hpc3d.arrays.pool import Lease, lease_of, lent, size_class
+from hpc3d.comm.all_pairs import slices_of
 from hpc3d.comm.communicator import REDUCTIONS, SMALL_SUM, Pending, fold
 from hpc3d.comm.mpi import MpiCommunicator, wait_until
 
@@ -234,10 +235,9 @@ class SharedMemory(MpiCommunicator):
         block, region = self.placed(block)
         result = self.region(-(-block.nbytes // self.size))
         total = self.lend(result, result.memory[: block.nbytes], block.shape, block.dtype)
-        bounds = [block.size * i // self.size for i in (self.rank, self.rank + 1)]
+        mine = slices_of(block.size, self.size)[self.rank]
 
         def finish(block=block, total=total):
-            mine = slice(*bounds)
             blocks = region.blocks(block.size, block.dtype)[:, mine]
             fold(REDUCTIONS[op], blocks, total.reshape(-1)[mine])
             total.flags.writeable = False

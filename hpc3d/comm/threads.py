@@ -46,6 +46,11 @@ class Threads(Communicator):
         self.group.barrier.wait()
         return self.group.slots
 
+    def share_chunks(self, block: np.ndarray) -> list[np.ndarray]:
+        """Share `block` with all members; return this member's chunk of each member's block."""
+        rows = block.shape[0] // self.size
+        return [peer[self.rank * rows : (self.rank + 1) * rows] for peer in self.share(block)]
+
     def leave(self, result: np.ndarray) -> Pending:
         self.group.barrier.wait()
         return ready(result)
@@ -54,9 +59,7 @@ class Threads(Communicator):
         return self.leave(np.concatenate(self.share(block)))
 
     def _reduce_scatter(self, block):
-        rows = block.shape[0] // self.size
-        part = slice(self.rank * rows, (self.rank + 1) * rows)
-        return self.leave(_sum_of([peer[part] for peer in self.share(block)]))
+        return self.leave(_sum_of(self.share_chunks(block)))
 
     def _all_reduce(self, block, op):
         return self.leave(_sum_of(self.share(block), op))
@@ -69,9 +72,7 @@ class Threads(Communicator):
         return self.leave(_sum_of(blocks) if self.rank == root else block[:0].copy())
 
     def _all_to_all(self, block):
-        rows = block.shape[0] // self.size
-        part = slice(self.rank * rows, (self.rank + 1) * rows)
-        return self.leave(np.concatenate([peer[part] for peer in self.share(block)]))
+        return self.leave(np.concatenate(self.share_chunks(block)))
 
     def _send(self, block, peer):
         letter = (self.rank, peer, self.sent[peer])
@@ -139,8 +140,7 @@ def run(
     list
         Results of the ranks, in rank order.
     """
-    ranks, groups = meshes(shape, pool_of)
-    return _on_threads(ranks, groups, function)
+    return _on_threads(*meshes(shape, pool_of), function)
 
 
 def run_stages(
@@ -166,11 +166,9 @@ def run_stages(
         stage_mesh(replicas, rows, Threads(world, rank, pool) if size > 1 else Self(pool), line)
         for rank, line in enumerate(lines)
     ]
-
-    def work(mesh):
-        return function(mesh, lines[mesh.rank])
-
-    return _on_threads(ranks, [world, *groups.values()], work)
+    return _on_threads(
+        ranks, [world, *groups.values()], lambda mesh: function(mesh, lines[mesh.rank])
+    )
 
 
 def _on_threads(

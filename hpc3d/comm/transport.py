@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.comm import cuda_aware_probe
@@ -59,7 +59,7 @@ def choose_transport(job: Job, asked: str, dtype: str) -> tuple[Cuda, str, tuple
     """
     refuse(job, job.gather(cuda_aware_probe.missing(asked, dtype)))
     device, devices = _rank_devices(job)
-    way, why = job.from_root(lambda: choose(asked, devices, lambda: cuda_aware_support(devices)))
+    way, why = job.from_root(lambda: choose(asked, devices))
     names = ", ".join(sorted({rank_device.name for rank_device in devices}))
     return device, way, (f"on {names}; transport {way}: {why}", *sharing(devices))
 
@@ -82,9 +82,7 @@ def explained(job: Job) -> Iterator[Finding]:
     """If every rank has a device, yield a finding that names the transport `auto` selects."""
     if all(job.gather(cuda_aware_probe.present())):
         _, devices = _rank_devices(job)
-        way, why = job.from_root(
-            lambda: choose("auto", devices, lambda: cuda_aware_support(devices))
-        )
+        way, why = job.from_root(lambda: choose("auto", devices))
         yield Finding(OK, "transport", f"mesh.transport = auto selects {way}: {why}")
 
 
@@ -99,15 +97,10 @@ def refuse(job: Job, problems: Sequence[str | None]) -> None:
         job.refuse(*(f"{what}{who}" for what, who in zip(ranks, where, strict=True)))
 
 
-def choose(
-    asked: str, devices: Sequence[RankDevice], cuda_aware_support: Callable[[], tuple[str, str]]
-) -> tuple[str, str]:
+def choose(asked: str, devices: Sequence[RankDevice]) -> tuple[str, str]:
     """Return the transport for ranks with these `devices`, and the reason.
 
-    `asked` is mesh.transport.  `cuda_aware_support()` returns MPI's support for device memory
-    ("none", "p2p" or "full") and the evidence for it.
-
-    Raises ValueError if the requested transport is impossible.
+    `asked` is mesh.transport. Raises ValueError if the requested transport is impossible.
     """
     if len(devices) == 1:
         return "none", "there is one rank"
@@ -119,7 +112,7 @@ def choose(
         _refuse_if(asked == "nccl", asked, problem)
         reasons.append(problem)
     if asked in ("auto", "mpi"):
-        what, how = cuda_aware_support()
+        what, how = cuda_aware_support(devices)
         if what != "none":
             return _WAYS[what], "; ".join([*reasons, how])
         remedy = f"set {OVERRIDE}=full if MPI supports device memory"
@@ -160,7 +153,7 @@ def sharing(devices: Sequence[RankDevice]) -> list[str]:
 
 
 def cuda_aware_support(devices: Sequence[RankDevice]) -> tuple[str, str]:
-    """Return MPI's support for device memory, and the evidence for it.
+    """Return MPI's support for device memory (none, p2p or full), and the evidence for it.
 
     The evidence is the user's setting, or the support reported by MPI and verified by two ranks in
     separate processes. Only rank 0 calls this function.
@@ -175,7 +168,7 @@ def cuda_aware_support(devices: Sequence[RankDevice]) -> tuple[str, str]:
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         return "none", "MPI reports support for device memory, but no mpirun is on PATH to test it"
-    answer, problem = cuda_aware_probe.tried(mpirun, _PATIENCE, cuda_aware_probe.surroundings())
+    answer, problem = cuda_aware_probe.tried(mpirun, _PATIENCE)
     if answer == cuda_aware_probe.TAKEN:
         return "full", "MPI supports device memory, as tested with two ranks"
     problem = problem or "a test with two ranks found no such support"

@@ -23,7 +23,7 @@ CONSENT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 # Environment variables that allow oversubscription in Open MPI 4 and in Open MPI 5.
 CROWD_4, CROWD_5 = "OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_rmaps_default_mapping_policy"
 _IN_A_JOB = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
-_CROWD = {CROWD_4: "1", CROWD_5: "slot:oversubscribe"}
+CROWD = {CROWD_4: "1", CROWD_5: "slot:oversubscribe"}
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 _OPEN_MPI = "Open MPI"
 # ABI -> prefixes of the supported `srun --mpi` types. The prefix pmix also matches pmix_v4.
@@ -185,7 +185,7 @@ def oversubscription(launcher: MpiInstall) -> Iterator[Finding]:
     else:
         name = CROWD_4 if _is_4(launcher) else CROWD_5
         verdict = OK if _IN_A_JOB & {*os.environ} else WARN
-        remedy = f"export {name}={_CROWD[name]}, or mpirun --oversubscribe"
+        remedy = f"export {name}={CROWD[name]}, or mpirun --oversubscribe"
         text = "mpirun refuses them"
         yield Finding(verdict, "more ranks than cores", text, remedy if verdict == WARN else "")
     if os.environ.get(YIELD) == "0":

@@ -94,5 +94,5 @@ OFF = SimpleNamespace(is_available=lambda: False)
     ],
 )
 def test_cuda_aware_mpi_is_detected(does, verdict, text, tmp_path):
-    found = only(cuda_aware_probe.aware(script(tmp_path / "mpirun", does), 0.5, {}))
+    found = only(cuda_aware_probe.aware(script(tmp_path / "mpirun", does), 0.5))
     assert found[:2] == (verdict, "CUDA-aware MPI") and text in found.text

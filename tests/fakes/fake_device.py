@@ -359,7 +359,7 @@ def on_device(mesh, beside, transport="nccl", kind=CommStream, pool=DevicePool):
         from tests.fakes.fake_mpi import FakeMpi
 
         traffic = traffics[queue_of(axis)]
-        direct = CudaAwareMpi(FakeMpi(comm), device, comm.members, pool)
+        direct = CudaAwareMpi(FakeMpi(comm), comm.members, pool)
         staged = comm, traffic, Pool(), pool
         if transport in ("mpi", "mpi-messages", "host-staged"):
             made = {"mpi": direct, "mpi-messages": CudaAwareMessages(direct, *staged)}
