@@ -100,14 +100,13 @@ def _check_header(header: Any) -> None:
     version = header.get("version")
     known = header.get("format") == FORMAT and _number(version) and version <= VERSION
     _require(known, "this version of hpc3d does not support the format of manifest.json")
-    for key in ("step", "updates"):
-        known = _number(header.get(key), MOST_COUNT)
-        _require(known, f"manifest.json: {key} must be an integer >= 0 and < {MOST_COUNT}")
     position = header.get("position") or {}
     _require(isinstance(position, dict), "manifest.json: position must be a JSON object")
-    for key in position:
-        known, name = _number(position[key], MOST_COUNT), f"position.{key!s:.20}"
-        _require(known, f"manifest.json: {name} must be an integer >= 0 and < {MOST_COUNT}")
+    counts = [(key, header.get(key)) for key in ("step", "updates")]
+    counts += [(f"position.{key:.20}", count) for key, count in position.items()]
+    for key, count in counts:
+        known = _number(count, MOST_COUNT)
+        _require(known, f"manifest.json: {key} must be an integer >= 0 and < {MOST_COUNT}")
     best = header.get("best")
     _require(best is None or _sound_best(best), "manifest.json: the entry 'best' is invalid")
     texts = header.get("texts") or {}

@@ -167,8 +167,8 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
     wanted = {"p": mesh.p, "d": mesh.d, "c": mesh.c, "e": mesh.e}
     kept = wanted if ranks % prod(wanted.values()) == 0 else {}
     mesh = MeshConfig(**kept, order=mesh.order, transport=mesh.transport)
-    usual = "schedule", "chunks", "layers_per_stage", "zero", "context", "ulysses"
-    freed = {} if kept else {key: getattr(ParallelConfig(), key) for key in usual}
+    keys = "schedule", "chunks", "layers_per_stage", "zero", "context", "ulysses"
+    freed = {} if kept else {key: getattr(ParallelConfig(), key) for key in keys}
     return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
 
 
@@ -181,11 +181,10 @@ def with_free_schedule(config: Config, stored: Config) -> Config:
     now, before = config.parallel, stored.parallel
     free: dict[str, Any] = {}
     if config.mesh.p != stored.mesh.p:
-        followed = before.schedule == usual(stored.mesh.p)
-        free |= {"schedule": None} if followed and now.schedule == before.schedule else {}
-        free |= (
-            {"layers_per_stage": None} if now.layers_per_stage == before.layers_per_stage else {}
-        )
+        if now.schedule == before.schedule == usual(stored.mesh.p):
+            free["schedule"] = None
+        if now.layers_per_stage == before.layers_per_stage:
+            free["layers_per_stage"] = None
     if ("schedule" in free or now.schedule != before.schedule) and now.chunks == before.chunks:
         free["chunks"] = None
     return replace(config, parallel=replace(now, **free))

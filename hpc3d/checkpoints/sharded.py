@@ -107,11 +107,11 @@ def shares(
                 size = sum(part.size for part in parts)
                 yield item.name, own.kind, parts, own.elements[:size]
     for kind, state in parameters.own_states.items():
-        yield _rank_name(parameters), kind, [whole_of(state.shape)], state
+        yield _rank_name(parameters.mesh.rank), kind, [whole_of(state.shape)], state
 
 
-def _rank_name(parameters: Parameters) -> str:
-    return f"rank-{parameters.mesh.rank:05d}"
+def _rank_name(rank: int) -> str:
+    return f"rank-{rank:05d}"
 
 
 def _own_elements(
@@ -152,7 +152,7 @@ def write_shard(folder: Path, rank: int, snapshot: Snapshot | InitialState) -> N
     The JSON file signals to rank 0 that the data is on disk. Rank 0 may then rename the folder, so
     this function does not access the folder afterwards.
     """
-    path, digest = folder / f"rank-{rank:05d}.bin", hashlib.sha256()
+    path, digest = folder / f"{_rank_name(rank)}.bin", hashlib.sha256()
     with replacing(path, crowded=True) as temporary, temporary.open("wb") as file:
         for array in snapshot.arrays:
             digest.update(array)
@@ -177,7 +177,7 @@ def complete(
 
     Checkpoints of later steps, left over from an earlier execution of the run, are also kept.
     """
-    paths = [folder / f"rank-{rank:05d}.json" for rank in range(ranks)]
+    paths = [folder / f"{_rank_name(rank)}.json" for rank in range(ranks)]
     while not all(path.exists() for path in paths):
         time.sleep(0.01)
     files = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
@@ -244,33 +244,27 @@ class Checkpoint:
         self.folder = Path(folder)
         try:
             self.header, self.files = read_manifest(self.folder)
-            self._check_sizes()
             self.sources = self._sources()
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{self.folder} is not a complete checkpoint: {_describe_error(error)}"
             ) from None
 
-    def _check_sizes(self):
+    def _sources(self):
+        """Return a dict from (tensor name, kind) to a list of (array of elements, box)."""
+        sources = {}
         for file in self.files:
             path = self.folder / file["file"]
             size = path.stat().st_size
             if not path.is_file() or size != file["bytes"]:
                 raise ValueError(f"{path.name} has {size} bytes, not {file['bytes']}")
-
-    def _sources(self):
-        """Return a dict from (tensor name, kind) to a list of (array of elements, box)."""
-        sources = {}
-        for file in self.files:
-            path, empty = self.folder / file["file"], np.empty(0, np.uint8)
-            data = np.memmap(path, "u1", "r") if file["bytes"] else empty
-            for name, kind, stored, offset, parts in file["pieces"]:
+            data = np.memmap(path, "u1", "r") if size else np.empty(0, np.uint8)
+            for name, kind, stored, offset, edges in file["pieces"]:
                 dtype = type_of(stored)
-                for part in itertools.starmap(BlockSlices, parts):
-                    nbytes = part.size * dtype.itemsize
-                    elements = data[offset : offset + nbytes].view(dtype)
-                    found = elements.reshape(part.shape), part
-                    sources.setdefault((name, kind), []).append(found)
+                for box in itertools.starmap(BlockSlices, edges):
+                    nbytes = box.size * dtype.itemsize
+                    elements = data[offset : offset + nbytes].view(dtype).reshape(box.shape)
+                    sources.setdefault((name, kind), []).append((elements, box))
                     offset += nbytes
         return sources
 
@@ -329,7 +323,7 @@ def restore_own(checkpoint: Checkpoint, parameters: Parameters) -> None:
     """Load the rank-local states from a checkpoint with the same layout."""
     for kind, state in parameters.own_states.items():
         own = OwnElements(kind, state, whole_of(state.shape), 0, True)
-        _fill_flat(checkpoint, _rank_name(parameters), kind, own)
+        _fill_flat(checkpoint, _rank_name(parameters.mesh.rank), kind, own)
 
 
 def _fill_flat(checkpoint: Checkpoint, name: str, kind: str, own: OwnElements) -> None:
