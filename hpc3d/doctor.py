@@ -277,10 +277,9 @@ def together(job: Job, options: Namespace) -> Iterator[Finding]:
 def clocks(job: Job) -> Iterator[Finding]:
     """Check that the wall clocks of all hosts, which timestamp files and logs, agree."""
     from hpc3d.comm.cartesian import build
-    from hpc3d.runtime.host_map import homes_of
     from hpc3d.trace.clock import Clocks
 
-    nodes = homes_of(job.gather(job.location())).nodes
+    nodes = job.homes().nodes
     if len(set(nodes)) == 1:
         return
     world = build({"x": job.size}, job.comm, transport="mpi").world

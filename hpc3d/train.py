@@ -63,14 +63,13 @@ def train(job: Job, words: list[str]) -> None:
         job.from_root(lambda: rehearse(job.size, words))
         return
     from hpc3d.comm.device_setup import hardware
-    from hpc3d.runtime.host_map import homes_of
     from hpc3d.runtime.shared_folder import refuse_unshared
     from hpc3d.runtime.stop_request import Stop
     from hpc3d.training.run_loop import trained
 
     with job.progress(f"{counted(job.size, 'rank')}: loading the text and building the model"):
         plan = job.from_root(lambda: read_command_line(job.size, words))
-        ours, homes = hardware(job, plan.config), homes_of(job.gather(job.location()))
+        ours, homes = hardware(job, plan.config), job.homes()
         refuse_unshared(job, homes, lambda: plan.resumed or Path(plan.config.run.out).absolute())
         text = job.on_root(lambda: take_text(plan))
         tokens, batches, validation = text or (None, None, None)

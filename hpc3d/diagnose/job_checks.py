@@ -28,7 +28,7 @@ from hpc3d.diagnose.node_checks import requirements, size
 from hpc3d.diagnose.storage_checks import ELSEWHERE, scratch
 from hpc3d.runtime.environment import cores_of_node
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
-from hpc3d.runtime.host_map import homes_of, spans
+from hpc3d.runtime.host_map import spans
 from hpc3d.runtime.mpi_library import YIELD
 from hpc3d.runtime.probe import installed
 from hpc3d.runtime.shared_folder import REMEDY, appears
@@ -142,7 +142,7 @@ def _sources() -> str:
 
 def one_folder(job: Job, folder: Path) -> Iterator[Finding]:
     """Check that all ranks share `folder`: each rank must see a subfolder created by rank 0."""
-    made, homes = None, homes_of(job.gather(job.location()))
+    made, homes = None, job.homes()
     if job.rank == 0:
         with suppress(OSError):
             made = scratch(folder)

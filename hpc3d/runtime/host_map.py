@@ -7,10 +7,10 @@ two machines or two containers may have the same name.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 CLOCKS = "/proc/self/ns/time"
@@ -92,11 +92,6 @@ class Homes(NamedTuple):
                 f"{word} {listed([f'{spans(here[node])} ({self.hosts[node]})' for node in parts])}"
             )
         return " and ".join(found)
-
-
-def homes_of(locations: Sequence[Mapping[str, Any]]) -> Homes:
-    """Return the host names and nodes of all ranks, given each rank's `Job.location()`."""
-    return Homes([each["host"] for each in locations], [each["node"] for each in locations])
 
 
 def listed(words: Sequence[str]) -> str:

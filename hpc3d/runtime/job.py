@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from hpc3d.console.exit_codes import BAD_INPUT, REFUSED, JobExit
 from hpc3d.console.sanitize import lines_of, sanitized
-from hpc3d.runtime.host_map import kernel, namesakes
+from hpc3d.runtime.host_map import Homes, kernel, namesakes
 from hpc3d.runtime.launcher import end_later, launcher
 
 _OUTLIVED = (
@@ -141,6 +141,11 @@ class Job:
         first = self.gather(mine).index(mine)
         own = {"host": socket.gethostname(), "pid": os.getpid()}
         return own | {"local_rank": node.rank, "node": first}
+
+    def homes(self) -> Homes:
+        """Return the host names and nodes of all ranks. All ranks must call this method."""
+        locations = self.gather(self.location())
+        return Homes([each["host"] for each in locations], [each["node"] for each in locations])
 
     def library(self) -> str:
         """Return the name and version of the MPI library as one line of text."""

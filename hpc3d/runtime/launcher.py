@@ -19,7 +19,6 @@ _LAUNCHERS = ("mpirun", "mpiexec", "orted", "orterun", "prted", "prterun", "hydr
 HEARD = 8  # time in s after which a launcher that has not ended the job is terminated
 # Seconds between two signals. A single signal does not stop mpirun while it is waiting for a host.
 AGAIN = 2
-_SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 
 
 def born(pid: int) -> str | None:
@@ -55,8 +54,7 @@ def end_later(found: tuple[int, str | None] | None) -> None:
     os.setsid()
     os.closerange(0, os.sysconf("SC_OPEN_MAX"))
     pid, start = found
-    patience = HEARD
-    for number in _SIGNALS:
+    for number, patience in ((signal.SIGTERM, HEARD), (signal.SIGKILL, AGAIN)):
         end = time.monotonic() + patience
         while born(pid) == start:
             if time.monotonic() > end:
@@ -64,5 +62,4 @@ def end_later(found: tuple[int, str | None] | None) -> None:
                     os.kill(pid, number)
                 break
             time.sleep(0.1)
-        patience = AGAIN
     os._exit(0)

@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import hpc3d
 from hpc3d.console.sanitize import file_and_reason, reason_of
 from hpc3d.console.small_files import naming, replacing
+from hpc3d.runtime.probe import installed
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -175,17 +175,10 @@ def describe(folder: Path, locations: Sequence[Mapping[str, Any]], mpi: str) -> 
         "cores": os.cpu_count(),
         "threads_per_rank": os.environ.get("OMP_NUM_THREADS"),
         "mpi": mpi,
-        "packages": {name: _installed(name) for name in _PACKAGES},
+        "packages": {name: installed(name) for name in _PACKAGES},
         "ranks": locations,
     }
     write_text(folder / "environment.json", json.dumps(environment, indent=1) + "\n")
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def git_revision() -> str:

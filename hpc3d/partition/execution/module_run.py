@@ -64,7 +64,6 @@ from hpc3d.partition.factory import function_at, made_with_data
 from hpc3d.partition.plan_file import SavedPlan
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
-from hpc3d.runtime.host_map import homes_of
 from hpc3d.runtime.metrics_file import sinks_of
 from hpc3d.runtime.stop_request import Stop
 from hpc3d.training import run_folder
@@ -251,8 +250,7 @@ def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) 
     config = plan.config
     rows = config.train.batch // config.parallel.microbatches
     mesh, line = build_stages(model.replicas, rows, config.mesh.transport)
-    homes = homes_of(job.gather(job.location()))
-    hardware = Hardware(None, config.mesh.transport, homes=homes)
+    hardware = Hardware(None, config.mesh.transport, homes=job.homes())
     layout = [*_layout(config, model), *(source.lines if source else ())]
     mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout)
     batches = source and source.batches
