@@ -97,10 +97,8 @@ class MaskedHead(Head):
         self.gelu = GELU[spec.sizes.gelu]
         self.dense = Linear(parameters, "head.dense", (hidden, hidden), matmul, spec.sizes.std)
         super().__init__(mesh, parameters, spec, table)
-        columns = Layout(" ".join(self.layout[1]))
-        self.bias = parameters.add(
-            "head.bias", table.shape[:1], columns, partial=row_axes(self.layout), rows=table.rows
-        )
+        how: dict[str, Any] = {"partial": row_axes(self.layout), "rows": table.rows}
+        self.bias = parameters.add("head.bias", table.shape[:1], self.layout.columns, **how)
 
     def logits(self, x: Array) -> tuple[Array, MaskedLogitsSaved]:
         """Return the logits Y and the data saved for `logits_grad`."""

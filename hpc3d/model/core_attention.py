@@ -11,7 +11,6 @@ from hpc3d.comm.mesh import CONTEXT
 from hpc3d.ops.attention import AttentionMask, attend, attend_again, attend_grad
 from hpc3d.ops.random import Mask, philox_key
 from hpc3d.ops.rotary import rotary_table, rotate
-from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -73,8 +72,7 @@ class HeadBlock:
 
     def samples(self, micro: Microbatch) -> range:
         """Return the indices, within the microbatch, of the sequences that this rank processes."""
-        rows = Layout(" ".join(self.layout[0]), owned=" ".join(self.layout.owned))
-        (here,) = rows.slices((micro.sequences,), self.mesh)
+        (here,) = self.layout.rows.slices((micro.sequences,), self.mesh)
         first = here.start % (micro.sequences // self.context.parts)
         return range(first, first + here.stop - here.start)
 
@@ -96,7 +94,7 @@ class HeadBlock:
 
     def heads(self) -> range:
         """Return the indices of this rank's query heads."""
-        columns = Layout(" ".join(self.layout[1])).slices((self.sizes.heads,), self.mesh)[0]
+        (columns,) = self.layout.columns.slices((self.sizes.heads,), self.mesh)
         count = (columns.stop - columns.start) // self.context.heads
         first = columns.start + self.member * count
         return range(first, first + count)

@@ -79,9 +79,8 @@ class Linear:
         self.mesh, self.matmul, split = matmul.mesh, matmul, matmul.split
         how = {"std": std, "decay": True, "interleaved": interleaved, **gradient(self.matmul)}
         self.weight = parameters.add(f"{name}.weight", shape, split.w, **how)
-        columns = Layout(" ".join(split.y[1]))
         self.bias = (
-            parameters.add(f"{name}.bias", shape[1:], columns, partial=row_axes(split.y))
+            parameters.add(f"{name}.bias", shape[1:], split.y.columns, partial=row_axes(split.y))
             if biased
             else None
         )
@@ -182,7 +181,7 @@ class LayerNorm:
     ) -> None:
         self.mesh, self.width, self.epsilon = mesh, width, epsilon
         self.axes = [axis for axis in layout[1] if mesh.size(axis) > 1]
-        how: dict[str, Any] = {"layout": Layout(" ".join(layout[1])), "partial": row_axes(layout)}
+        how: dict[str, Any] = {"layout": layout.columns, "partial": row_axes(layout)}
         self.gamma = parameters.add(f"{name}.gamma", (width,), mean=1.0, **how)
         self.beta = parameters.add(f"{name}.beta", (width,), **how) if self.centred else None
 
@@ -275,8 +274,7 @@ class Dropout:
 
     def rows(self, micro: Microbatch) -> range | np.ndarray:
         """Return the indices of this rank's microbatch rows in the full-batch tensor."""
-        tokens = Layout(" ".join(self.layout[0]), owned=" ".join(self.layout.owned))
-        (here,) = tokens.slices((micro.tokens.size,), self.mesh)
+        (here,) = self.layout.rows.slices((micro.tokens.size,), self.mesh)
         return self.context.rows(here, micro.sequences, micro.first)
 
     def key(self, micro: Microbatch) -> np.ndarray:

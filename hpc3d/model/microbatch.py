@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.ops.cross_entropy import IGNORE
-from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.context import Context
+    from hpc3d.tensor.layout import Layout
 
 
 def _without_cache(micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
@@ -52,8 +52,7 @@ class Microbatch(NamedTuple):
 
     def rows(self, batch: np.ndarray, layout: Layout, mesh: Mesh) -> np.ndarray:
         """Return the sequences of `batch` that `layout` assigns to this rank."""
-        rows = Layout(" ".join(layout[0]), owned=" ".join(layout.owned))
-        return batch[rows.slices(batch.shape[:1], mesh)]
+        return batch[layout.rows.slices(batch.shape[:1], mesh)]
 
 
 def microbatches(

@@ -66,6 +66,16 @@ class Layout(tuple):
         rows, columns = (" ".join(dim) for dim in self)
         return Layout(rows, axes, columns, owned=" ".join(self.owned))
 
+    @property
+    def rows(self) -> Layout:
+        """Layout of an array with one entry per row of this tensor."""
+        return Layout(" ".join(self[0]), owned=" ".join(self.owned))
+
+    @property
+    def columns(self) -> Layout:
+        """Layout of a vector with one element per column of this matrix."""
+        return Layout(" ".join(self[1]))
+
     def dim_of(self, axis: str) -> int | None:
         """Return the dimension sharded by a mesh axis.
 
@@ -90,9 +100,6 @@ class Layout(tuple):
         """
         return mesh.index(other for other in self[0] if other != CONTEXT) % mesh.size(axis)
 
-    def _holds_rows(self, mesh: Mesh) -> bool:
-        return all(mesh.coord(axis) == self.owner(axis, mesh) for axis in self.owned)
-
     def slices(self, shape: Sequence[int], mesh: Mesh) -> tuple[slice, ...]:
         """Return the slices that select a rank's block of a tensor.
 
@@ -114,7 +121,7 @@ class Layout(tuple):
             If a dimension is not divisible by the number of ranks that shard it.
         """
         rows, *rest = (part(*dim, mesh) for dim in zip(shape, self, strict=True))
-        if not self._holds_rows(mesh):
+        if any(mesh.coord(axis) != self.owner(axis, mesh) for axis in self.owned):
             rows = slice(rows.start, rows.start)
         return (rows, *rest)
 

@@ -64,11 +64,10 @@ class Split:
         Returns
         -------
         Split
-            Split with n and k exchanged.  Its X has the same layout as the Y of this split.
+            Split with n and k exchanged, unless n has panels.  Its X has the same layout as the Y
+            of this split.
         """
-        stay = [axis for axis in self.n.split() if axis in self.panels.split()]
-        swapped = [axis for axis in self.n.split() if axis not in stay]
-        return replace(self, n=" ".join([*self.k.split(), *stay]), k=" ".join(swapped))
+        return self if self.panels else replace(self, n=self.k, k=self.n)
 
     @cache  # noqa: B019
     def without_panels(self) -> Split:
@@ -76,9 +75,7 @@ class Split:
 
         Embedding lookups and the head use it.
         """
-        stay = [axis for axis in self.n.split() if axis in self.panels.split()]
-        swapped = [axis for axis in self.n.split() if axis not in stay]
-        return replace(self, n=" ".join(swapped), k=" ".join([*self.k.split(), *stay]), panels="")
+        return replace(self, n="", k=self.panels, panels="") if self.panels else self
 
     @cache  # noqa: B019
     def alike(self) -> Split:
@@ -101,11 +98,11 @@ class Split:
         rows of X is irrelevant, because X is not communicated.) Ranks along an axis that
         replicates X compute the same rows redundantly.
         """
-        panels = self.panels.split()
-        rows = [axis for axis in self.n.split() if axis not in [*self.replicate.split(), *panels]]
-        columns, m = " ".join([*self.k.split(), *panels]), [*rows, *self.m.split()]
+        whole = self.without_panels()
+        rows = [axis for axis in whole.n.split() if axis not in self.replicate.split()]
+        m = [*rows, *self.m.split()]
         kept = " ".join(axis for axis in self.replicate.split() if axis in m)
-        return replace(self, m=" ".join(m), n="", k=columns, panels="", replicate=kept, own="")
+        return replace(whole, m=" ".join(m), n="", replicate=kept, own="")
 
     @cache  # noqa: B019
     def over(self, axis: str, zero: int = 0, outermost: bool = False) -> Split:
@@ -138,8 +135,7 @@ class Split:
     @cached_property
     def x(self) -> Layout:
         """Layout of X[m, k]."""
-        columns = " ".join([self.k, self.panels]) if self.panels else self.k
-        return self._store(self.m, columns, self.n)
+        return self._store(self.m, f"{self.k} {self.panels}", self.n)
 
     @cached_property
     def w(self) -> Layout:
