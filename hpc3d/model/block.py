@@ -62,17 +62,15 @@ class PreNorm:
         """Return the input of f, and the data saved by the norm (`None` for post-norm)."""
         return self.norm.forward(x)
 
-    def add(
-        self, x: Array, forward: Callable[..., Any], adds_residual: bool, micro: Microbatch
-    ) -> tuple[Array, Any]:
-        """Run the branch f; return x + dropout(output of f) and the data saved by f.
+    def add(self, x: Array, micro: Microbatch, last: Any, *inputs: Any) -> tuple[Array, Any]:
+        """Run the last layer of the branch f; return x + dropout(output of f) and the saved data.
 
-        `forward` runs f and returns the output and the saved data. If `adds_residual` is True,
-        `forward` accepts the argument `residual` and adds this array to the output.
+        If `last.adds_residual` is True, the method `forward` of this layer accepts the argument
+        `residual` and adds this array to the output.
         """
-        if adds_residual and not self.dropout.rate:
-            return forward(residual=x)
-        y, saved = forward()
+        if last.adds_residual and not self.dropout.rate:
+            return last.forward(*inputs, residual=x)
+        y, saved = last.forward(*inputs)
         y = self.dropout.apply(y, micro, self.hidden)
         with self.mesh.trace.span("residual"):
             return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
@@ -182,14 +180,14 @@ class Block:
 
     def forward_saving(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved]:
         """Return this rank's shard of the output Y, and all data needed by the backward pass."""
-        proj, mlp, residual1, residual2 = self.proj, self.mlp, self.residual1, self.residual2
+        residual1, residual2 = self.residual1, self.residual2
         n1, saved_norm1 = residual1.branch_input(x)
         qkv, saved_qkv = self.qkv.forward(n1)
         a, saved_attention = self.attention.forward(qkv, micro)
-        x, saved_proj = residual1.add(x, partial(proj.forward, a), proj.adds_residual, micro)
+        x, saved_proj = residual1.add(x, micro, self.proj, a)
         x, saved_norm1 = residual1.output(x, saved_norm1)
         n2, saved_norm2 = residual2.branch_input(x)
-        y, saved_mlp = residual2.add(x, partial(mlp.forward, n2, micro), mlp.adds_residual, micro)
+        y, saved_mlp = residual2.add(x, micro, self.mlp, n2, micro)
         y, saved_norm2 = residual2.output(y, saved_norm2)
         return y, BlockSaved(
             saved_norm1, saved_qkv, saved_attention, saved_proj, saved_norm2, saved_mlp

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.spec import ModelSpec
-    from hpc3d.tensor.layout import Layout
     from hpc3d.tensor.split import Split
 
 
@@ -101,13 +100,5 @@ class Decoder:
         head = self.stage.head
         assert head
         logits, _ = head.logits(x)
-        return self._gathered(logits, head.layout)[:, : self.vocabulary]
-
-    def _gathered(self, block: Array, layout: Layout) -> Array:
-        for axis in reversed(layout.owned):
-            owner = layout.owner(axis, self.mesh)
-            block = self.mesh.comm(axis).broadcast(block, owner).wait()
-        for dim in (1, 0):
-            for axis in reversed(layout[dim]):
-                block = self.mesh.comm(axis).all_gather(block, dim).wait()
-        return block
+        logits = head.matmul.gather(logits, head.layout, head.layout.axes).wait()
+        return logits[:, : self.vocabulary]

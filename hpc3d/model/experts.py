@@ -20,6 +20,7 @@ neither on the mesh nor on the microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,9 +28,8 @@ import numpy as np
 
 from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.comm.mesh import CONTEXT, EXPERTS
-from hpc3d.model.layers import Linear, immediately, owned, row_axes
-from hpc3d.model.mlp import Activation, Mlp, MlpSaved
-from hpc3d.ops.product import accumulate
+from hpc3d.model.layers import Linear, immediately, row_axes
+from hpc3d.model.mlp import Mlp, MlpSaved
 from hpc3d.ops.routing import (
     RouterLoss,
     Routes,
@@ -48,7 +48,7 @@ from hpc3d.ops.routing import (
     shares_of,
     slots_of,
 )
-from hpc3d.ops.rows import add_bias, sum_rows
+from hpc3d.ops.rows import add_bias
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Saved, sharded_matmul
 
@@ -58,97 +58,7 @@ if TYPE_CHECKING:
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameters
     from hpc3d.model.spec import ModelSpec
-    from hpc3d.tensor.matmul import Matmul, SavedForWeight
     from hpc3d.tensor.split import Split
-
-
-class StackedLinear(Linear):
-    """Linear layers of the E/e experts of a rank: X[m, E/e, k], W[k, E/e, n], b[1, E/e, n]."""
-
-    def __init__(
-        self,
-        parameters: Parameters,
-        name: str,
-        shape: tuple[int, int, int],
-        matmul: Matmul,
-        std: float,
-        biased: bool,
-        interleaved: tuple[int, int] = (1, 1),
-    ) -> None:
-        self.mesh, self.matmul, split = matmul.mesh, matmul, matmul.split
-        how: dict[str, Any] = {"replicas": self.mesh.expert_data_axes}
-        self.weight = parameters.add(
-            f"{name}.weight",
-            shape,
-            split.w.of_experts(EXPERTS),
-            std=std,
-            decay=True,
-            interleaved=interleaved,
-            grad_layout=matmul.dw_layout.of_experts(EXPERTS),
-            partial=tuple(split.defer.split()),
-            **how,
-        )
-        columns = Layout("", EXPERTS, " ".join(split.y[1]))
-        self.bias = (
-            parameters.add(
-                f"{name}.bias", (1, *shape[1:]), columns, partial=row_axes(split.y), **how
-            )
-            if biased
-            else None
-        )
-
-    def affine(
-        self, x: Array, w: Array, bias: Array | None, residual: Array | None = None
-    ) -> tuple[Array, Saved]:
-        y, saved = self.matmul.forward_saving(x, w)
-        y = owned(self.mesh, y)
-        if bias is not None:
-            rows = y.reshape(len(y), -1)
-            with self.mesh.trace.span("bias"):
-                add_bias(rows, bias.ravel(), rows)
-        return y, saved
-
-    def weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
-        dw = self.matmul.backward_weight(rest).wait()
-        with self.mesh.trace.span("gradient"):
-            accumulate(self.weight.grad, dw)
-            if self.bias:
-                sums = sum_rows(dy.reshape(len(dy), -1))
-                self.bias.grad += sums.reshape(self.bias.grad.shape)
-
-
-class ExpertMlps:
-    """MLPs of the E/e experts of one rank, applied to X[rows, E/e, h].
-
-    Empty slots do not contribute to any gradient, because the gradients of their outputs are zero.
-    """
-
-    def __init__(
-        self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str, last: float
-    ) -> None:
-        sizes, split, family = spec.sizes, spec.splits["experts"], spec.family
-        count = sizes.experts.count  # type: ignore[union-attr]  # the model has experts
-
-        def linear(part, inputs, outputs, split, std, interleaved=(1, 1)):
-            matmul = sharded_matmul(mesh, split, spec.keep, stacked=True, scales=spec.scales)
-            shape, biased = (inputs, count, outputs), part in family.biased
-            part = f"{name}.{part}"
-            return StackedLinear(parameters, part, shape, matmul, std, biased, interleaved)
-
-        kinds = 1 + family.gated
-        self.up = linear("up", sizes.hidden, kinds * sizes.ffn, split, sizes.std, (kinds, 1))
-        self.down = linear("down", sizes.ffn, sizes.hidden, split.next(), last)
-        self.activation = Activation(mesh, spec)
-
-    def forward(self, x: Array) -> tuple[Array, MlpSaved]:
-        slopes, saved_up = self.up.forward(x)
-        g = self.activation.forward(slopes)
-        y, saved_down = self.down.forward(g)
-        return y, MlpSaved(saved_up, slopes, saved_down)
-
-    def backward(self, dy: Array, saved: MlpSaved, defer: Callable[..., None]) -> Array:
-        dh = self.activation.backward(saved.slopes, self.down.backward(dy, saved.down, defer))
-        return self.up.backward(dh, saved.up, defer)
 
 
 class MixtureSaved(NamedTuple):
@@ -194,17 +104,12 @@ class ExpertMixture:
         shape = (sizes.hidden, self.form.count)
         self.router = Linear(parameters, f"{name}.router", shape, matmul, sizes.std, biased=False)
         self.bias = self._balancing_bias(parameters, f"{name}.router.bias", matmul)
-        self.experts = ExpertMlps(mesh, parameters, spec, f"{name}.experts", last)
-        self.shared = None
-        if self.form.shared:
-            ffn = self.form.shared * sizes.ffn
-            self.shared = Mlp(mesh, parameters, spec, f"{name}.shared", ffn, last)
+        mlp = partial(Mlp, mesh, parameters, spec, last=last)
+        self.experts = mlp(f"{name}.experts", sizes.ffn, experts=self.form.count)
+        shared = self.form.shared
+        self.shared = mlp(f"{name}.shared", shared * sizes.ffn) if shared else None
         self.parts, self.multiple = mesh.size(EXPERTS), _least_rows(mesh, spec.splits["experts"])
-        self.notes = all(
-            mesh.coord(axis) == 0
-            for axis in mesh.sizes
-            if axis not in (*row_axes(matmul.split.y), "p")
-        )
+        self.notes = matmul.split.y.rows.is_first_copy(mesh)
         self.precedes = self._precedes() if self.context.parts > 1 else None
         self.auxiliary_loss: Any = 0.0
 
@@ -251,7 +156,7 @@ class ExpertMixture:
         slots, loss = self._decide(routes, choices, micro)
         pending = self.mesh.comm(EXPERTS).all_to_all(self._dispatched(x, slots, micro))
         y, saved_shared = self.shared.forward(x, micro) if self.shared else (None, None)
-        rows, saved_experts = self.experts.forward(pending.wait())
+        rows, saved_experts = self.experts.forward(pending.wait(), micro)
         rows = self.mesh.comm(EXPERTS).all_to_all(rows).wait()
         out = self.mesh.empty(x.shape, x.dtype)
         with self.mesh.trace.span("combine", "lookup"):
@@ -327,7 +232,7 @@ class ExpertMixture:
         dx = self._router_grad(dweights, saved, micro, defer)
         if self.shared and saved.shared:
             dx = self._sum(dx, self.shared.backward(dy, saved.shared, micro, defer))
-        rows = self.experts.backward(pending.wait(), saved.experts, defer)
+        rows = self.experts.backward(pending.wait(), saved.experts, micro, defer)
         rows = comm.all_to_all(rows).wait()
         out = empty(dy.shape, dy.dtype)
         with self.mesh.trace.span("dispatch", "lookup"):

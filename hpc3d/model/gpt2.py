@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.model.layers import Dropout, Embedding, NormSaved, gradient, owned, row_axes
+from hpc3d.model.layers import Dropout, Embedding, NormSaved, gradient, owned
 from hpc3d.model.loss import CrossEntropy, LossSaved
 from hpc3d.model.positions import Positions
 from hpc3d.tensor.matmul import Saved, sharded_matmul
@@ -110,6 +110,7 @@ class Head:
         sizes, split = spec.sizes, spec.splits["dense"]
         whole = split.without_panels()
         self.mesh, self.table, self.layout = mesh, table, whole.y
+        self.counts = whole.y.rows.is_first_copy(mesh)  # one rank contributes the loss of its rows
         self.norm = spec.family.norm(
             mesh, parameters, "head.norm", sizes.hidden, split.x, sizes.epsilon
         )
@@ -127,9 +128,9 @@ class Head:
         targets = micro.cached("head.targets", self.targets)
         if not micro.training:
             score = self.loss.score(logits, targets)
-            return score if self.counts() else 0.0, None
+            return score if self.counts else 0.0, None
         loss, saved_loss = self.loss.forward(logits, targets, micro.factor())
-        return loss if self.counts() else 0.0, HeadSaved(saved, saved_loss)
+        return loss if self.counts else 0.0, HeadSaved(saved, saved_loss)
 
     def logits(self, x: Array) -> tuple[Array, Any]:
         """Return the logits Y and the data saved for `logits_grad`."""
@@ -157,11 +158,3 @@ class Head:
             self.matmul.add_w(rest, self.table.grad)
             return
         self.table.grad += self.matmul.backward_weight(rest).wait()
-
-    def counts(self) -> bool:
-        """Return True if this rank contributes the loss of its rows to the total.
-
-        Of the ranks with the same rows, exactly one contributes their loss.
-        """
-        split = (*row_axes(self.layout), "p")
-        return all(self.mesh.coord(axis) == 0 for axis in self.mesh.sizes if axis not in split)

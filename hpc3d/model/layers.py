@@ -15,6 +15,7 @@ import numpy as np
 
 from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.arrays.pool import writeable
+from hpc3d.comm.mesh import EXPERTS
 from hpc3d.ops.embedding import gather_rows, order_of, scatter_rows
 from hpc3d.ops.norm import (
     combine_moments,
@@ -64,26 +65,33 @@ def owned(mesh: Mesh, y: Array) -> Array:
 
 
 class Linear:
-    """Linear layer Y = X W + b, or Y = X W if not `biased`, computed by a sharded `matmul`."""
+    """Linear layer Y = X W + b, or Y = X W if not `biased`, computed by a sharded `matmul`.
+
+    If W has the shape [inputs, experts, outputs], the layer is a stack of linear layers, with the
+    arrays X[m, E/e, k], W[k, E/e, n] and b[1, E/e, n] for the E/e experts of a rank.
+    """
 
     def __init__(
         self,
         parameters: Parameters,
         name: str,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         matmul: Matmul,
         std: float,
         biased: bool = True,
         interleaved: tuple[int, int] = (1, 1),
     ) -> None:
         self.mesh, self.matmul, split = matmul.mesh, matmul, matmul.split
-        how = {"std": std, "decay": True, "interleaved": interleaved, **gradient(self.matmul)}
-        self.weight = parameters.add(f"{name}.weight", shape, split.w, **how)
-        self.bias = (
-            parameters.add(f"{name}.bias", shape[1:], split.y.columns, partial=row_axes(split.y))
-            if biased
-            else None
-        )
+        how: dict[str, Any] = {"std": std, "decay": True, "interleaved": interleaved}
+        how |= gradient(matmul)
+        w, b, outputs, replicas = split.w, split.y.columns, shape[1:], None
+        if len(shape) == 3:
+            w, how["grad_layout"] = (each.of_experts(EXPERTS) for each in (w, how["grad_layout"]))
+            b, outputs = Layout("", EXPERTS, " ".join(b[0])), (1, *outputs)
+            replicas = self.mesh.expert_data_axes
+        self.weight = parameters.add(f"{name}.weight", shape, w, replicas=replicas, **how)
+        rows = row_axes(split.y)
+        self.bias = parameters.add(f"{name}.bias", outputs, b, rows, replicas) if biased else None
 
     @property
     def adds_residual(self) -> bool:
@@ -105,11 +113,15 @@ class Linear:
         if self.matmul.y_is_complete:
             return self.matmul.forward_saving(x, w, bias=bias, residual=residual)
         y, saved = self.matmul.forward_saving(x, w)
+        if bias is None or y.ndim == 3:
+            y = owned(self.mesh, y)
         if bias is None:
-            return owned(self.mesh, y), saved
+            return y, saved
         out = y if writeable(y) else self.mesh.empty(y.shape, y.dtype)
+        shape = len(y), bias.size
         with self.mesh.trace.span("bias"):
-            return add_bias(y, bias, out), saved
+            add_bias(y.reshape(shape), bias.ravel(), out.reshape(shape))
+        return out, saved
 
     def activated(self, x: Array) -> tuple[Array, Saved, Array]:
         """Compute Y = x W + b; return GELU(Y), the data saved for the backward pass, and Y.
@@ -140,7 +152,8 @@ class Linear:
         with self.mesh.trace.span("gradient"):
             accumulate(self.weight.grad, dw)
             if self.bias:
-                self.bias.grad += sum_rows(dy)
+                grad = self.bias.grad
+                grad += sum_rows(dy.reshape(len(dy), grad.size)).reshape(grad.shape)
 
 
 def gradient(matmul: Matmul) -> dict[str, Any]:

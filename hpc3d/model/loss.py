@@ -44,7 +44,6 @@ class CrossEntropy:
 
     def __init__(self, mesh: Mesh, axes: Iterable[str], vocabulary: int) -> None:
         self.mesh, self.vocabulary = mesh, vocabulary
-        self.shard_axes = list(axes)
         self.axes = [axis for axis in axes if mesh.size(axis) > 1]
 
     def forward(self, logits: Array, targets: np.ndarray, scale: float) -> tuple[Any, LossSaved]:
@@ -73,7 +72,7 @@ class CrossEntropy:
 
         Returns the sums and `LossRows.at`, the indices of the targets in this rank's shard.
         """
-        first = self.mesh.index(self.shard_axes) * logits.shape[1]
+        first = self.mesh.index(self.axes) * logits.shape[1]
         with self.mesh.trace.span("loss", "loss"):
             top = row_max(logits, max(0, self.vocabulary - first))
         for axis in self.axes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.arrays.array import Array, SavedActivation
@@ -56,9 +57,11 @@ class MlpSaved(NamedTuple):
 
 
 class Mlp:
-    """MLP y = down(f(up(x))) with `ffn` hidden features.
+    """MLP y = down(f(up(x))) with `ffn` hidden features, or a stack of the MLPs of all `experts`.
 
-    The initial weights of the down projection have the standard deviation `last`.
+    The initial weights of the down projection have the standard deviation `last`. The input of a
+    stack is X[rows, E/e, h], for the E/e experts of a rank. Empty slots do not contribute to any
+    gradient, because the gradients of their outputs are zero.
     """
 
     def __init__(
@@ -69,17 +72,20 @@ class Mlp:
         name: str,
         ffn: int,
         last: float,
+        experts: int | None = None,
     ) -> None:
-        split, hidden, family = spec.splits["dense"], spec.sizes.hidden, spec.family
+        split, hidden = spec.splits["experts" if experts else "dense"], spec.sizes.hidden
+        product = partial(sharded_matmul, mesh, keep=spec.keep, scales=spec.scales)
 
-        def linear(part, shape, split, std, interleaved=(1, 1)):
-            matmul = sharded_matmul(mesh, split, spec.keep, scales=spec.scales)
-            biased = part in family.biased
+        def linear(part, inputs, outputs, split, std, interleaved=(1, 1)):
+            matmul = product(split, stacked=experts is not None)
+            shape = (inputs, experts, outputs) if experts else (inputs, outputs)
+            biased = part in spec.family.biased
             return Linear(parameters, f"{name}.{part}", shape, matmul, std, biased, interleaved)
 
-        kinds = 1 + family.gated
-        self.up = linear("up", (hidden, kinds * ffn), split, spec.sizes.std, (kinds, 1))
-        self.down = linear("down", (ffn, hidden), split.next(), last)
+        kinds = 1 + spec.family.gated
+        self.up = linear("up", hidden, kinds * ffn, split, spec.sizes.std, (kinds, 1))
+        self.down = linear("down", ffn, hidden, split.next(), last)
         self.activation = Activation(mesh, spec)
         alone = self.up.matmul.is_local and self.down.matmul.is_local
         self.fused_gelu = spec.sizes.fused_gelu and alone

@@ -200,7 +200,6 @@ class Parameters:
         self.slices: dict[Parameter, FlatSlices] = {}
         self.pieces: list[UpdateSlice] = []
         self.matrices: list[Any] = []
-        self.by_sign: list[tuple[FlatSlices, float]] = []
         self.owners: dict[Parameter, int] = {}
         self.own_states: dict[str, Array] = {}
         self.elsewhere: Any = None
@@ -275,9 +274,6 @@ class Parameters:
         whole = {*matrices}
         self.pieces = _merged([item for item in trained if item not in whole], self)
         self.matrices = [self.matrix(item) for item in matrices if self.updates(item)]
-        self.by_sign = [
-            (self.slices[item], item.sign_rate) for item in self.items if item.sign_rate
-        ]
 
     def _deal(self, matrices: Sequence[Parameter]) -> dict[Parameter, int]:
         """Return a dict that maps each matrix to the replica that updates it.
@@ -316,7 +312,7 @@ class Parameters:
         if item.frozen:
             span, none = slice(values, values + value), slice(grads, grads)
             return FlatSlices(span, none, span, none)
-        grad = prod((item.updated_layout).block(item.shape, self.mesh))
+        grad = prod(item.updated_layout.block(item.shape, self.mesh))
         own = min(value, grad)
         if item in self.owners:
             own *= self.updates(item)
@@ -390,9 +386,10 @@ class Parameters:
 
     def update_by_sign(self) -> None:
         """Apply the sign update to this rank's own shards of parameters with a `sign_rate`."""
-        for slices, rate in self.by_sign:
+        for item in filter(lambda item: item.sign_rate, self.items):
+            own = self.slices[item]
             with self.mesh.trace.span("update"):
-                step_by_sign(self.value[slices.own_value], self.grad[slices.own_grad], rate)
+                step_by_sign(self.value[own.own_value], self.grad[own.own_grad], item.sign_rate)
 
     def copy_on_write(self) -> None:
         """Copy the values to a new flat array; saved activations still refer to the old array."""
@@ -427,11 +424,9 @@ class Parameters:
         return self._counts(item, layout, item in self.owners)
 
     def _counts(self, item: Parameter, layout: Layout, parted: bool) -> bool:
-        sharded = {axis for dim in layout for axis in dim} | set(layout.owned) | {"p"}
-        sharded |= {*item.replicas} if parted else set()
         first = item.tied_peer is None or self.mesh.coord("p") < item.tied_peer
-        first &= item.counted
-        return first and all(self.mesh.coord(axis) == 0 for axis in {*self.mesh.sizes} - sharded)
+        others = item.replicas if parted else ()
+        return first and item.counted and layout.is_first_copy(self.mesh, *others)
 
 
 def _view(flat: Array, part: slice, shape: Sequence[int]) -> Array:

@@ -76,6 +76,19 @@ class Layout(tuple):
         """Layout of a vector with one element per column of this matrix."""
         return Layout(" ".join(self[1]))
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes along which ranks store different blocks: those of all dimensions, and `owned`."""
+        return (*(axis for dim in self for axis in dim), *self.owned)
+
+    def is_first_copy(self, mesh: Mesh, *others: str) -> bool:
+        """Return True on one of the ranks of a pipeline stage that store the same block.
+
+        `others` are axes along which blocks differ although the layout does not contain them.
+        """
+        different = {*self.axes, *others, "p"}
+        return all(mesh.coord(axis) == 0 for axis in mesh.sizes if axis not in different)
+
     def dim_of(self, axis: str) -> int | None:
         """Return the dimension sharded by a mesh axis.
 

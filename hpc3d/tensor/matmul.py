@@ -225,8 +225,7 @@ class Matmul:
     @property
     def moves_w(self) -> bool:
         """True if the gather of W requires communication."""
-        layout = self.w_layout
-        stored = {axis for dim in layout for axis in dim} | {*layout.owned}
+        stored = self.w_layout.axes
         return any(self.mesh.size(axis) > 1 and axis in stored for axis in self.axes["m"])
 
     def _gather_x(self, x: Array) -> Pending:
@@ -282,9 +281,8 @@ def _in_order(axes: str, layout: Layout) -> list[str]:
     owns the block follow, because the owner is computed from the row index of the resulting shard.
     Axes that replicate the block come last, so that their all-reduces process the smallest block.
     """
-    order = [*(axis for dim in layout for axis in dim), *layout.owned]
-    last = [axis for axis in axes.split() if axis not in order]
-    return sorted(axes.split(), key=[*order, *last].index)
+    last = [axis for axis in axes.split() if axis not in layout.axes]
+    return sorted(axes.split(), key=[*layout.axes, *last].index)
 
 
 class Summa(Matmul):
