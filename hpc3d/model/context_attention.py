@@ -169,7 +169,8 @@ class RingAttention(HeadBlock):
             (micro.first + edge) * sample + first for edge in (samples.start, samples.stop)
         )
         rows = range(start, stop, sample)
-        return Mask(self.key(micro), self.sizes.dropout, rows, range(length), length)
+        key = micro.dropout_key(self.name, self.seed)
+        return Mask(key, self.sizes.dropout, rows, range(length), length)
 
 
 class Ring:

@@ -9,7 +9,7 @@ import numpy as np
 from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.comm.mesh import CONTEXT
 from hpc3d.ops.attention import AttentionMask, attend, attend_again, attend_grad
-from hpc3d.ops.random import Mask, philox_key
+from hpc3d.ops.random import Mask
 from hpc3d.ops.rotary import rotary_table, rotate
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class HeadBlock:
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
-        self.mesh, self.name, self.spec = mesh, name, spec
+        self.mesh, self.name, self.seed = mesh, name, spec.seed
         self.context, self.sizes, self.layout = spec.context, spec.sizes, spec.splits["dense"].y
         self.form = spec.sizes.form_over(mesh.count(self.layout[1]))
         self.tokens = self.context.length // self.context.rings
@@ -52,11 +52,11 @@ class HeadBlock:
         if not self.rotary:
             return qkv
         dtype = qkv.dtype
-        table = micro.cached("attention.rotary", lambda micro: self._table(dtype))
+        table = micro.cached("attention.rotary", lambda micro: self.table(micro, dtype))
         with self.mesh.trace.span("rotary"):
             return rotate(qkv, table, self.form, sign)
 
-    def _table(self, dtype: DTypeLike) -> np.ndarray:
+    def table(self, micro: Microbatch, dtype: DTypeLike) -> np.ndarray:
         """Return the rotary table of this rank's tokens, in float32 or wider."""
         sizes, wide = self.sizes, np.promote_types(dtype, np.float32)
         table = rotary_table(sizes.rotation, sizes.sequence, self.form.width, wide)
@@ -65,6 +65,14 @@ class HeadBlock:
         first, count = self.ring_rank * self.context.heads, self.context.heads
         parts = [self.context.positions(first + number) for number in range(count)]
         return np.ascontiguousarray(table[:, np.concatenate(parts)])
+
+    def flops(self, qkv: Array, keys: int) -> int:
+        """Return the FLOPs of q k^T and p v if each query attends to `keys` keys.
+
+        Each of the two products takes 2 `keys` D FLOPs per row and query head.
+        """
+        width, queries = self.form
+        return 4 * keys * queries * width * qkv.size // self.form.columns
 
     def drops(self, micro: Microbatch) -> bool:
         """Return True if dropout is applied to the attention probabilities."""
@@ -99,12 +107,6 @@ class HeadBlock:
         first = columns.start + self.member * count
         return range(first, first + count)
 
-    def key(self, micro: Microbatch) -> Any:
-        """Return the Philox key that generates this layer's dropout masks in the current step."""
-        return micro.cached(
-            self.name, lambda micro: philox_key((self.spec.seed, self.name, micro.step))
-        )
-
 
 class CoreAttention(HeadBlock):
     """Attention softmax(q k^T / sqrt(D) + mask) v on complete sequences and complete heads.
@@ -121,7 +123,7 @@ class CoreAttention(HeadBlock):
         """Return the attention output [B*T, heads*D] and the data saved for `backward`."""
         qkv = self.turned(qkv, micro)
         empty, seen = self.mesh.empty, self._seen(micro)
-        with self.mesh.trace.span("attention", "attention", self._flops(qkv)):
+        with self.mesh.trace.span("attention", "attention", self.flops(qkv, self.tokens)):
             out, p = attend(qkv, self.tokens, self.form, empty, **seen)
         return out, AttentionSaved(qkv, None if self.selective else p)
 
@@ -131,13 +133,13 @@ class CoreAttention(HeadBlock):
         if self.selective:
             p = self.recompute(qkv, micro)
         empty, seen = self.mesh.empty, self._seen(micro)
-        with self.mesh.trace.span("attention", "attention", 2 * self._flops(qkv)):
+        with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv, self.tokens)):
             dqkv = attend_grad(dout, qkv, p, self.tokens, self.form, empty, **seen)
         return self.turned(dqkv, micro, sign=-1)
 
     def recompute(self, qkv: Array, micro: Microbatch) -> Any:
         """Recompute the attention probabilities; this takes half the FLOPs of the forward pass."""
-        trace, half = self.mesh.trace, self._flops(qkv) // 2
+        trace, half = self.mesh.trace, self.flops(qkv, self.tokens) // 2
         empty, seen = self.mesh.empty, self._seen(micro)
         with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
             return attend_again(qkv, self.tokens, self.form, empty, **seen)
@@ -154,9 +156,5 @@ class CoreAttention(HeadBlock):
         columns = range(heads.start * square, heads.stop * square)
         samples, width = self.samples(micro), self.sizes.heads * square
         rows = range(micro.first + samples.start, micro.first + samples.stop)
-        return Mask(self.key(micro), self.sizes.dropout, rows, columns, width)
-
-    def _flops(self, qkv: Array) -> int:
-        """Return the FLOPs of q k^T and p v; each product takes 2 T D FLOPs per row and head."""
-        width, queries = self.form
-        return 4 * self.tokens * queries * width * qkv.size // self.form.columns
+        key = micro.dropout_key(self.name, self.seed)
+        return Mask(key, self.sizes.dropout, rows, columns, width)

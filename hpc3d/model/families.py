@@ -16,7 +16,6 @@ from hpc3d.model.layers import LayerNorm, RMSNorm
 from hpc3d.model.spec import Experts, Family, ModelSizes, WeightProduct
 from hpc3d.ops.rotary import Rotation
 
-_BERT_EPSILON = 1e-12
 _EXPERT_KEYS = {  # map from keys of [model] to fields of `Experts`
     "experts": "count",
     "moe_every": "every",
@@ -30,70 +29,30 @@ def _experts(model):
     return Experts(**values) if model.experts else None
 
 
+def _epsilon(model):
+    unset = model.norm_epsilon is None
+    return family_of(model).epsilon if unset else model.norm_epsilon
+
+
+def _sizes(model, vocabulary, *own, **how):
+    """Return the sizes in the `[model]` section; `own` are the keys of only some families."""
+    keys = "layers", "hidden", "heads", "sequence", "tied", "dropout", *own
+    how |= {key: getattr(model, key) for key in keys}
+    return ModelSizes(vocabulary=vocabulary, epsilon=_epsilon(model), **how)
+
+
 def _gpt2_sizes(model, vocabulary):
-    named = "layers", "hidden", "heads", "sequence", "tied", "gelu", "dropout"
-    return ModelSizes(
-        vocabulary=vocabulary,
-        experts=_experts(model),
-        **{name: getattr(model, name) for name in named},
-    )
+    return _sizes(model, vocabulary, "gelu", experts=_experts(model))
 
 
 def _bert_sizes(model, vocabulary):
-    named = "layers", "hidden", "heads", "sequence", "tied", "gelu", "dropout", "padding"
-    return ModelSizes(
-        vocabulary=vocabulary,
-        ffn=model.ffn or 4 * model.hidden,
-        epsilon=_or_usual(model.norm_epsilon, _BERT_EPSILON),
-        **{name: getattr(model, name) for name in named},
-    )
-
-
-def _or_usual(value, usual):
-    return usual if value is None else value
+    return _sizes(model, vocabulary, "gelu", "padding", "ffn")
 
 
 def _llama_sizes(model, vocabulary):
-    named = "layers", "hidden", "heads", "sequence", "tied", "dropout"
     rotation = Rotation(model.rope_theta, **(model.rope_scaling or {}))
-    return ModelSizes(
-        vocabulary=vocabulary,
-        kv_heads=model.kv_heads or model.heads,
-        ffn=model.ffn or 4 * model.hidden,
-        epsilon=_or_usual(model.norm_epsilon, LayerNorm.EPSILON),
-        rotation=rotation,
-        experts=_experts(model),
-        **{name: getattr(model, name) for name in named},
-    )
-
-
-def _block_products(sizes, mixes, gated):
-    hidden, mlp = sizes.hidden, _mixture_products if mixes else _mlp_products
-    return (
-        WeightProduct("qkv", hidden, sizes.qkv),
-        WeightProduct("proj", hidden, hidden, turned=True),
-        *mlp(sizes, gated),
-    )
-
-
-def _mlp_products(sizes, gated, name="", wide=1, **experts):
-    ffn = wide * sizes.ffn
-    return (
-        WeightProduct(f"{name}up", sizes.hidden, (1 + gated) * ffn, **experts),
-        WeightProduct(f"{name}down", ffn, sizes.hidden, turned=True, **experts),
-    )
-
-
-def _mixture_products(sizes, gated):
-    form = sizes.experts
-    slots = form.slots_of_token(sizes.sequence)
-    experts = {"rows": form.top_k, "experts": form.count, "slots": slots}
-    shared = _mlp_products(sizes, gated, "shared.", form.shared) if form.shared else ()
-    return (
-        WeightProduct("router", sizes.hidden, form.count, by_rows=True),
-        *_mlp_products(sizes, gated, "experts.", **experts),
-        *shared,
-    )
+    how = {"rotation": rotation, "experts": _experts(model)}
+    return _sizes(model, vocabulary, "kv_heads", "ffn", **how)
 
 
 def _table_product(sizes):
@@ -118,43 +77,6 @@ def _bert_vectors(sizes):
     return (SEGMENTS + 2 * 2 + 1) * sizes.hidden + sizes.vocabulary
 
 
-def _full_attention(sizes):
-    """Return the attention FLOPs per token: 2 T D per head for q k^T, and as many for p v.
-
-    FLOPs for masked scores are included.
-    """
-    return 4 * sizes.sequence * sizes.hidden
-
-
-def _block_kept(sizes, recompute, chunked, mixes, gated):
-    """Return the number of elements that a block saves per token, excluding dropout masks.
-
-    The block saves the inputs of the norms, of the QKV, output, up and down projections and of the
-    activation function, as well as q, k and v (Korthikanti et al. 2022, section 4).
-    Attention saves its probabilities or, if chunked, one log-sum-exp per row and head.
-    """
-    features = (2 + gated) * sizes.ffn
-    rest = 5 * sizes.hidden + sizes.qkv
-    rest += _mixture_kept(sizes, features) if mixes else features
-    if recompute == "full":
-        return sizes.hidden
-    if chunked:
-        return rest + sizes.heads
-    return rest + (sizes.heads * sizes.sequence if recompute == "none" else 0)
-
-
-def _mixture_kept(sizes, features):
-    """Return the number of elements that a mixture of experts saves per token.
-
-    For every expert slot, including empty slots, the mixture saves the inputs of the up
-    projection, the activation and the down projection, and the output. Each shared expert saves as
-    many elements as an MLP. The data saved by the router is negligible.
-    """
-    form = sizes.experts
-    slots = form.slots_of_token(sizes.sequence)
-    return form.shared * features + slots * (2 * sizes.hidden + features)
-
-
 GPT2 = Family(
     kind="gpt2",
     sizes=_gpt2_sizes,
@@ -167,11 +89,8 @@ GPT2 = Family(
     biased=frozenset({"qkv", "proj", "up", "down"}),
     first=Embeddings,
     last=Head,
-    products=partial(_block_products, gated=False),
     head=_table_product,
     vectors=partial(_final_norm, centred=LayerNorm.centred),
-    attention=_full_attention,
-    kept=partial(_block_kept, gated=False),
 )
 
 LLAMA = Family(
@@ -186,11 +105,8 @@ LLAMA = Family(
     biased=frozenset(),
     first=Embeddings,
     last=Head,
-    products=partial(_block_products, gated=True),
     head=_table_product,
     vectors=partial(_final_norm, centred=RMSNorm.centred),
-    attention=_full_attention,
-    kept=partial(_block_kept, gated=True),
 )
 
 QWEN2 = replace(LLAMA, kind="qwen2", biased=frozenset({"qkv"}))
@@ -200,7 +116,7 @@ BERT = replace(
     kind="bert",
     sizes=_bert_sizes,
     first_norm=False,
-    epsilon=_BERT_EPSILON,
+    epsilon=1e-12,
     causal=False,
     first=SegmentedEmbeddings,
     last=MaskedHead,
@@ -218,7 +134,7 @@ def family_of(model: Any) -> Family:
 
 def with_epsilon(model: Any) -> Any:
     """Replace an unset `norm_epsilon` in the `[model]` section with the family's default."""
-    return replace(model, norm_epsilon=_or_usual(model.norm_epsilon, family_of(model).epsilon))
+    return replace(model, norm_epsilon=_epsilon(model))
 
 
 def least_vocabulary(model: Any, tokens: int) -> int:
@@ -230,10 +146,7 @@ def least_vocabulary(model: Any, tokens: int) -> int:
 
 
 def block_products(model: Any) -> list[tuple[int, WeightProduct]]:
-    """Return the matrix products of all blocks as pairs (number of blocks, `WeightProduct`).
-
-    Blocks with and without a mixture of experts are listed separately.
-    """
+    """Return `Family.block_products` for the `[model]` section."""
     family = family_of(model)
     return family.block_products(family.sizes(model, model.vocabulary))
 

@@ -28,7 +28,7 @@ from hpc3d.ops.norm import (
     row_squares,
 )
 from hpc3d.ops.product import accumulate
-from hpc3d.ops.random import Mask, philox_key
+from hpc3d.ops.random import Mask
 from hpc3d.ops.rows import add_bias, dropped, sum_rows
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import sharded_matmul
@@ -282,16 +282,13 @@ class Dropout:
         rows = self.rows(micro)
         if not isinstance(rows, range):
             rows = micro.cached(f"{self.layout}.rows", self.rows)
-        key = micro.cached(self.name, self.key)
+        key = micro.dropout_key(self.name, self.seed)
         return Mask(key, self.rate, rows, range(block.start, block.stop), columns)
 
     def rows(self, micro: Microbatch) -> range | np.ndarray:
         """Return the indices of this rank's microbatch rows in the full-batch tensor."""
         (here,) = self.layout.rows.slices((micro.tokens.size,), self.mesh)
         return self.context.rows(here, micro.sequences, micro.first)
-
-    def key(self, micro: Microbatch) -> np.ndarray:
-        return philox_key((self.seed, self.name, micro.step))
 
     def apply(self, x: Array, micro: Microbatch, columns: int) -> Array:
         """Multiply x, or its gradient in the backward pass, by the scaled dropout mask."""

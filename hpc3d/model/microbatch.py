@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.ops.cross_entropy import IGNORE
+from hpc3d.ops.random import philox_key
 
 if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
@@ -49,6 +50,10 @@ class Microbatch(NamedTuple):
     def factor(self) -> Any:
         """Return the loss factor `scale`, copied to the model's device."""
         return self.cached("scale", lambda micro: micro.scale)
+
+    def dropout_key(self, name: str, seed: int) -> Any:
+        """Return the Philox key of the dropout masks of layer `name` in this training step."""
+        return self.cached(name, lambda micro: philox_key((seed, name, micro.step)))
 
     def rows(self, batch: np.ndarray, layout: Layout, mesh: Mesh) -> np.ndarray:
         """Return the sequences of `batch` that `layout` assigns to this rank."""

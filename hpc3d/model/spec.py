@@ -183,14 +183,9 @@ class Family:
     biased    the linear layers of a block that have a bias
     first     the embedding, with the token table: (mesh, parameters, spec, table)
     last      the head, with the loss: (mesh, parameters, spec, table)
-    products  products of a block, in the order of the forward pass: (sizes, True for a mixture of
-              experts) -> WeightProducts
     head      products of the head: (sizes) -> WeightProducts
     vectors   number of elements of embedding and head other than products and the tables of tokens
               and positions: (sizes)
-    attention forward FLOPs of core attention per token and block: (sizes)
-    kept      number of elements that a block saves per token for backward: (sizes, recompute, True
-              for chunked attention, True for a mixture of experts)
     """
 
     kind: str
@@ -204,11 +199,63 @@ class Family:
     biased: frozenset[str]
     first: type
     last: type
-    products: Callable
     head: Callable
     vectors: Callable
-    attention: Callable
-    kept: Callable
+
+    def products(self, sizes: ModelSizes, mixes: bool) -> list[WeightProduct]:
+        """Return the products of a block, or of one with a mixture of experts if `mixes` is True.
+
+        The products are in the order of the forward pass.
+        """
+        hidden, form = sizes.hidden, sizes.experts
+        qkv = WeightProduct("qkv", hidden, sizes.qkv)
+        attention = [qkv, WeightProduct("proj", hidden, hidden, turned=True)]
+        if not (mixes and form):
+            return attention + self._mlp(sizes)
+        slots = form.slots_of_token(sizes.sequence)
+        routed: Any = {"rows": form.top_k, "experts": form.count, "slots": slots}
+        router = WeightProduct("router", hidden, form.count, by_rows=True)
+        experts = [router, *self._mlp(sizes, "experts.", **routed)]
+        shared = self._mlp(sizes, "shared.", form.shared) if form.shared else []
+        return attention + experts + shared
+
+    def _mlp(
+        self, sizes: ModelSizes, name: str = "", wide: int = 1, **routed: Any
+    ) -> list[WeightProduct]:
+        hidden, ffn = sizes.hidden, wide * sizes.ffn
+        return [
+            WeightProduct(f"{name}up", hidden, (1 + self.gated) * ffn, **routed),
+            WeightProduct(f"{name}down", ffn, hidden, turned=True, **routed),
+        ]
+
+    def attention(self, sizes: ModelSizes) -> float:
+        """Return the forward FLOPs of core attention per token and block.
+
+        Each head needs 2 T D for q k^T, and as many for p v, including masked scores.
+        """
+        return 4 * sizes.sequence * sizes.hidden
+
+    def kept(self, sizes: ModelSizes, recompute: str, chunked: bool, mixes: bool) -> float:
+        """Return the number of elements that a block saves per token, excluding dropout masks.
+
+        The block saves the inputs of the norms, of the QKV, output, up and down projections and of
+        the activation function, as well as q, k and v (Korthikanti et al. 2022, section 4).
+        Attention saves its probabilities or, if `chunked`, one log-sum-exp per row and head.
+
+        A mixture of experts saves, for every expert slot, including empty slots, the inputs of the
+        up projection, the activation and the down projection, and the output. Each shared expert
+        saves as many elements as an MLP. The data saved by the router is negligible.
+        """
+        if recompute == "full":
+            return sizes.hidden
+        mlp: float = (2 + self.gated) * sizes.ffn
+        if mixes and (form := sizes.experts):
+            slots = form.slots_of_token(sizes.sequence)
+            mlp = form.shared * mlp + slots * (2 * sizes.hidden + mlp)
+        saved = 5 * sizes.hidden + sizes.qkv + mlp
+        if chunked:
+            return saved + sizes.heads
+        return saved + (sizes.heads * sizes.sequence if recompute == "none" else 0)
 
     def flops(self, sizes: ModelSizes) -> float:
         """Return the forward FLOPs per token of matrix products and attention.
