@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d import trace
+from hpc3d.comm.cuda_aware_probe import surroundings
 from hpc3d.comm.threads import meshes
 from hpc3d.console.sanitize import Problems
 from hpc3d.trace.recorder import Recorder
@@ -31,13 +32,6 @@ if TYPE_CHECKING:
     from hpc3d.training.trainer import Step
 
 log = logging.getLogger(__name__)
-
-_OVERSUBSCRIBE = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
-}
 
 
 class RandomBatches:
@@ -198,7 +192,7 @@ def printed(ranks: int, words: Sequence[str]) -> Iterator[str]:
     cores = str(len(os.sched_getaffinity(0)))
     settings = {
         **os.environ,
-        **_OVERSUBSCRIBE,
+        **surroundings(),
         **({"OMP_NUM_THREADS": cores} if ranks == 1 else {}),
         "NO_COLOR": "1",
     }

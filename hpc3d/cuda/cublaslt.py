@@ -79,11 +79,7 @@ class Lt:
         if not (a.size and b.size):
             return _without_terms(b, out, bias, add, bias_grad, matrix)
         key = tuple(map(operand_of, (a, b, out, add, bias, bias_grad, gelu_input, gelu_at)))
-        plan = self.plans.get(key)
-        if plan is None:
-            plan = self.plans[key] = self.planned(key, vector, matrix)
-        plan.point(vector, matrix)
-        self.run(plan, a, b, out, add, scale)
+        self.run(self.planned(key, vector, matrix), a, b, out, add, scale)
 
     def coded_product(self, a: Any, b: Any, out: Any) -> None:
         """Compute out[m, n] = a[m, k] b[k, n] for float8 matrices (hpc3d.ops.float8.Coded).
@@ -94,43 +90,47 @@ class Lt:
         Raises Unsupported, before anything is written, if cuBLASLt has no suitable kernel.
         """
         if not (a.size and b.size):
-            return _without_terms(b, out, None, None, None, None)
+            return _without_terms(b, out)
         left, right = a.codes, b.codes.T
         factors = operand_of(left, a.kind), operand_of(right, b.kind)
         key = (*factors, operand_of(out), *[None] * 5)
-        plan = self.plans.get(key)
-        if plan is None:
-            plan = self.plans[key] = self.planned(key, None, None)
+        plan = self.planned(key)
         plan.set("A_SCALE_POINTER", b.scale.data.ptr)
         plan.set("B_SCALE_POINTER", a.scale.data.ptr)
         self.run(plan, left, right, out, None, 1.0)
 
-    def planned(self, key: tuple[tuple | None, ...], vector: Any, matrix: Any) -> ProductPlan:
-        """Create the plan of a GEMM and select its cuBLASLt algorithm.
+    def planned(
+        self, key: tuple[tuple | None, ...], vector: Any = None, matrix: Any = None
+    ) -> ProductPlan:
+        """Return the plan of a GEMM, with the addresses of the epilogue's vector and matrix.
 
-        The algorithm depends on the address alignment of each array.
+        The plan is created, and its cuBLASLt algorithm selected, on first use. The algorithm
+        depends on the address alignment of each array.
         """
-        plan = ProductPlan(self.library, key, self.tf32)
+        plan = self.plans.get(key)
+        if new := plan is None:
+            plan = ProductPlan(self.library, key, self.tf32)
         plan.point(vector, matrix)
+        if new:
+            self._select_algorithm(plan)
+            self.plans[key] = plan
+        return plan
+
+    def _select_algorithm(self, plan: ProductPlan) -> None:
         for name, operand in plan.operands.items():
             self._prefer(f"MIN_ALIGNMENT_{name}_BYTES", operand.alignment)
         wide = plan.operands["D"].dtype == np.float32
         self._prefer("REDUCTION_SCHEME_MASK", _ANY_REDUCTION if wide else _COMPUTE_TYPE_REDUCTION)
-        plan.algorithm = self._fastest(plan)
-        return plan
-
-    def _prefer(self, attribute: str, value: int) -> None:
-        self.library.set("MatmulPreference", self.preference, attribute, value)
-
-    def _fastest(self, plan: ProductPlan) -> Any:
-        """Return the algorithm proposed by cuBLASLt's heuristics."""
         found, count = Heuristic(), c_int()
         told = self.handle, plan.operation, *plan.layouts.values(), self.preference
         answer = 1, byref(found), byref(count)
         self.library.call("cublasLtMatmulAlgoGetHeuristic", *told, *answer, refusals=REFUSALS)
         if count.value == 0 or found.state != SUCCESS:
             raise Unsupported(f"cuBLASLt has no algorithm for {plan}")
-        return found.algorithm
+        plan.algorithm = found.algorithm
+
+    def _prefer(self, attribute: str, value: int) -> None:
+        self.library.set("MatmulPreference", self.preference, attribute, value)
 
     def run(self, plan: ProductPlan, a: Any, b: Any, out: Any, add: Any, scale: float) -> None:
         layouts = plan.layouts
@@ -157,12 +157,7 @@ class Lt:
 
 
 def _without_terms(
-    b: Any,
-    out: Any,
-    bias: Any,
-    add: Any,
-    bias_grad: Any,
-    gelu: Any,
+    b: Any, out: Any, bias: Any = None, add: Any = None, bias_grad: Any = None, gelu: Any = None
 ) -> None:
     """Write the result of a GEMM with an empty operand, without calling cuBLASLt.
 

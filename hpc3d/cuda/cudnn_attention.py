@@ -103,9 +103,9 @@ class Flash:
     The first call with a given shape builds a cuDNN graph and must not be captured in a CUDA
     graph. Later calls allocate only the arrays that they return, and never wait for the device.
 
-    On Hopper, a deterministic backward pass needs a workspace of 2 bytes per element of the score
-    matrices, [B, heads, T, T]. A nondeterministic pass sums the gradient of q in an order that
-    differs between runs.
+    The backward pass sums the gradient of q in an order that differs between runs. On Hopper, a
+    deterministic pass would need a workspace of 2 bytes per element of the score matrices, [B,
+    heads, T, T].
     """
 
     def __init__(
@@ -113,11 +113,9 @@ class Flash:
         empty: Callable[..., Any],
         stream: int,
         capability: int | str,
-        deterministic: bool = False,
         scratch: Callable[..., Any] | None = None,
     ) -> None:
-        self.cudnn, self.empty, self.deterministic = frontend(), empty, deterministic
-        self.scratch = scratch or empty
+        self.cudnn, self.empty, self.scratch = frontend(), empty, scratch or empty
         self.widest = _widest(int(capability))
         self.plans, self.workspace = {}, None
         with self.told("be started"):
@@ -202,7 +200,7 @@ class Flash:
         """Add the inputs, the operation and the outputs of the backward pass to a graph."""
         names = {"q": _Q, "k": _K, "v": _V, "o": _OUT, "dO": _DOUT, "stats": _STATS}
         given = {name: self.input(graph, case, tensor) for name, tensor in names.items()}
-        how = {**case.operation, "use_deterministic_algorithm": self.deterministic}
+        how = {**case.operation, "use_deterministic_algorithm": False}
         self.outputs(case, (_DQ, _DK, _DV), graph.sdpa_backward(**given, **how))
 
     def input(self, graph: Any, case: Case, tensor: int) -> Any:

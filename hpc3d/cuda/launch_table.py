@@ -168,7 +168,8 @@ class Kernel(NamedTuple):
         if a name is missing or unknown.
         """
         assert given.keys() == self.parameters.keys(), f"{self.name}: {[*given]}"
-        reals = {dtype_of(given[n]) for n in self.pointers("T") if given[n] is not None}
+        pointers = [n for n, kind in self.parameters.items() if kind in ("T*", "const T*")]
+        reals = {dtype_of(given[n]) for n in pointers if given[n] is not None}
         real = reals.pop() if self.template else None
         assert not reals, f"{self.name}: arrays of type T have different dtypes"
         assert real in REALS or not self.template, f"{self.name}: T is {real}"
@@ -177,9 +178,6 @@ class Kernel(NamedTuple):
             fits = not wanted or value is None or dtype_of(value) == wanted
             assert fits, f"{self.name}: {name} must be {wanted}"
         return real, [self.typed(name, given[name]) for name in self.parameters]
-
-    def pointers(self, to: str) -> list[str]:
-        return [n for n, kind in self.parameters.items() if kind in (f"{to}*", f"const {to}*")]
 
     def pointee(self, name: str, real: str | None) -> str | None:
         """Return the element dtype of a pointer parameter, or `None` for a scalar parameter."""
@@ -206,7 +204,8 @@ def kernels() -> dict[str, Kernel]:
     """Return a dict that maps kernel names to the declarations parsed from the source file."""
     found = {}
     for source in sources():
-        for shape, elements, updated, template, threads, name, listed in _declared(source):
+        declared = _DECLARATION.findall(text(source))
+        for shape, elements, updated, template, threads, name, listed in declared:
             how = row_of(int(elements)) if shape == "row_of" else SHAPES[shape]
             parameters = dict(map(parameter, listed.split(",")))
             names = updated.split(", ") if updated else []
@@ -214,10 +213,6 @@ def kernels() -> dict[str, Kernel]:
                 name, source, how, names, bool(template), int(threads), parameters
             )
     return found
-
-
-def _declared(source: str) -> list[tuple[str, ...]]:
-    return _DECLARATION.findall(text(source))
 
 
 def parameter(declared: str) -> tuple[str, str]:

@@ -9,8 +9,9 @@ import io
 import re
 from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import is_dataclass
 from importlib import import_module
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import known_keys
@@ -20,13 +21,7 @@ from hpc3d.config.reference import choices_of
 SHELLS = "bash", "zsh", "fish"
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 # Commands that accept input keys as options.
-_OF_INPUTS = (
-    "train",
-    "plan",
-    "simulate",
-    "partition",
-    "generate",
-)
+_OF_INPUTS = "train", "plan", "simulate", "partition", "generate"
 
 _BASH = """\
 _hpc3d() {{
@@ -99,13 +94,9 @@ def _values() -> dict[str, list[str]]:
     """Return the allowed values of each boolean or enumerated key."""
     found: dict[str, list[str]] = {}
     for section, table in get_type_hints(Config).items():
-        for key, kind in _hints(table).items():
+        for key, kind in get_type_hints(table).items() if is_dataclass(table) else ():
             if few := [each.strip('"') for each in choices_of(kind)]:
                 found[f"{section}.{key}"] = few
             elif kind is bool:
                 found[f"{section}.{key}"] = ["true", "false"]
     return found
-
-
-def _hints(table: Any) -> dict[str, Any]:
-    return get_type_hints(table) if hasattr(table, "__dataclass_fields__") else {}

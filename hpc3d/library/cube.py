@@ -244,7 +244,7 @@ def _check(split, x, w, dy, sizes):
         raise ValueError(f"dy {np.shape(dy)}: must be {shapes['y']}, the shape of x @ w")
     for name, shape in shapes.items():
         for dim, (size, axes) in enumerate(zip(shape, getattr(split, name), strict=True)):
-            parts = int(np.prod([sizes.get(axis, 1) for axis in axes]))
+            parts = prod(sizes.get(axis, 1) for axis in axes)
             if size % parts:
                 raise ValueError(f"{name} {shape}: dimension {dim} must be divisible by {parts}")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc3d.library.step_prediction import frame_of
 from hpc3d.predict.planning.planned_layouts import input_with
 from hpc3d.predict.planning.ranked_layouts import as_plain
 from hpc3d.predict.planning.ranking import shown_layout
-from hpc3d.runtime.optional_packages import need
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,7 +50,7 @@ class FoundLayouts(list[dict[str, Any]]):
         pandas.DataFrame
             One row per layout; times in s, memory in B.
         """
-        return _frame(map(_row, self._rows))
+        return frame_of(map(_row, self._rows))
 
     def losers(self) -> pd.DataFrame:
         """Return the slower layouts, grouped by the reason why they are slower.
@@ -63,7 +63,7 @@ class FoundLayouts(list[dict[str, Any]]):
             layout with the lowest peak memory.
         """
         losers = self._planned.ranking.losers(self._rows[0])
-        return _frame(
+        return frame_of(
             {"reason": reason, "count": count, **_row(nearest)}
             for reason, count, nearest in losers
         )
@@ -114,10 +114,3 @@ class FoundLayouts(list[dict[str, Any]]):
 def _row(row: RankedLayout) -> dict[str, Any]:
     values = as_plain(row)
     return {"layout": shown_layout(row.config), **{key: values[key] for key in _COLUMNS}}
-
-
-def _frame(rows: Any) -> pd.DataFrame:
-    need("a DataFrame", "pandas")
-    from pandas import DataFrame
-
-    return DataFrame(list(rows))

@@ -12,18 +12,13 @@ from pathlib import Path
 from signal import SIGKILL
 from tempfile import TemporaryDirectory
 
+from hpc3d.comm.cuda_aware_probe import surroundings
 from hpc3d.console.exit_codes import BAD_INPUT, STOPPED
 from hpc3d.console.sanitize import Problems
 from hpc3d.training.run_folder import FOLDER_FILE
 
 _MOST_SAID = 2000  # maximum number of characters of launcher output in an error message
 _LEAVE = 10  # grace period in s for the ranks to exit after a signal
-# Same settings as in the Makefile: allow oversubscription, and allow root to run mpirun.
-_SETTINGS = {
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
-}
-_CONSENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 # Pattern of the lines that hpc3d.train prints to standard error, except progress lines. It also
 # matches lines to which the launcher adds a prefix.
 _SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
@@ -74,11 +69,10 @@ def _ended(command: list[str], settings: dict[str, str]) -> tuple[int, str]:
 
     Returns the exit code and the text of standard error.
     """
-    defaults = _SETTINGS | (_CONSENT if os.geteuid() == 0 else {})
     process = subprocess.Popen(
         command,
         env={
-            **defaults,
+            **surroundings(),
             **os.environ,
             **settings,
             "NO_COLOR": "1",  # disable the colored output that Jupyter enables

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ class StepPrediction(dict[str, Any]):
 
         The column `all` contains the peak of the total over all kinds.
         """
-        return _frame([{"stage": n, **row} for n, row in enumerate(self["memory"]["stages"])])
+        return frame_of({"stage": n, **row} for n, row in enumerate(self["memory"]["stages"]))
 
     @property
     def received(self) -> pd.DataFrame:
@@ -56,12 +57,10 @@ class StepPrediction(dict[str, Any]):
 
         The columns are the number of calls and the received bytes.
         """
-        return _frame(
-            [
-                {"axis": axis, "op": op, **each}
-                for axis, ops in self["bytes"].items()
-                for op, each in ops.items()
-            ]
+        return frame_of(
+            {"axis": axis, "op": op, **each}
+            for axis, ops in self["bytes"].items()
+            for op, each in ops.items()
         )
 
     def keep(self, folder: Path | str) -> OpenedRun:
@@ -99,8 +98,9 @@ class StepPrediction(dict[str, Any]):
             return self.keep(Path(folder, "step")).timeline()
 
 
-def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def frame_of(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    """Return a DataFrame with the given rows; raise ValueError if pandas is not installed."""
     need("a DataFrame", "pandas")
     from pandas import DataFrame
 
-    return DataFrame(rows)
+    return DataFrame(list(rows))

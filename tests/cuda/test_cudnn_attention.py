@@ -191,15 +191,6 @@ def test_attention_runs_on_the_given_stream(attention, cudnn):
     assert list(cudnn.streams.values()) == [STREAM]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_deterministic_flag_reaches_the_backward_graph(cudnn, memory, deterministic):
-    attention = Flash(memory.empty, STREAM, "90", deterministic)
-    qkv, dout = given(memory, (1, 4, 1, ONE), "float16")
-    out, stats = attention.forward(qkv, 4, ONE)
-    attention.backward(dout, qkv, out, stats, 4, ONE)
-    assert [graph.arguments for graph in cudnn.graphs] == [{}, {"deterministic": deterministic}]
-
-
 @pytest.mark.parametrize(
     ("capability", "widths"),
     [("75", []), ("80", [8, 128]), ("90", [8, 128, 256]), ("100", [8, 128])],

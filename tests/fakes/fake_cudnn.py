@@ -100,7 +100,7 @@ class Graph:
     def __init__(self, cudnn, handle):
         assert handle in cudnn.streams
         self.cudnn, self.handle, self.steps, self.workspaces = cudnn, handle, [], []
-        self.tensors, self.arguments, self.compute = [], {}, None
+        self.tensors, self.compute = [], None
 
     def tensor(self, dim, stride, data_type, uid):
         self.tensors.append(Tensor(dim, stride, data_type, uid))
@@ -123,7 +123,7 @@ class Graph:
         use_deterministic_algorithm,
         diagonal_band_right_bound=None,
     ):
-        self.arguments["deterministic"] = use_deterministic_algorithm
+        assert use_deterministic_algorithm is False
         inputs = q, k, v, o, dO, stats
         self.describe(inputs, backward, 3, attn_scale, diagonal_band_right_bound)
         return self.tensors[-3:]
