@@ -85,8 +85,7 @@ def _works_of(line: str, folder: str, how: dict[str, str]) -> list[TimedWork]:
 def _steps_of(line: str, folder: str, how: dict[str, str]) -> list[float]:
     """Execute a run, and return its wall-clock step times in s, excluding the first two steps."""
     with _trained(line, folder, how) as trace:
-        mine = (trace.steps["rank"] == 0) & (trace.steps["step"] > 1)
-        return ((trace.steps["t_end"] - trace.steps["t_start"])[mine] * 1e-9).tolist()
+        return harness.wall_times(trace, first=2).tolist()
 
 
 def _trained(line: str, folder: str, how: dict[str, str]) -> Trace:

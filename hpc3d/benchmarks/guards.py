@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpc3d import trace
+from hpc3d.analyze.metrics.step import step_seconds
+from hpc3d.benchmarks import harness
 from hpc3d.config.package_data import shipped
 
 if TYPE_CHECKING:
@@ -41,23 +44,13 @@ def guards(options: Namespace) -> dict[str, Any]:
 
 def _measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
     """Measure the time of a step with and without checks, and of a replica comparison."""
-
-    from hpc3d import trace
-    from hpc3d.benchmarks import harness
-
-    how = ["--guard.abft_every", "2", "--guard.replicas_every", "2"]
-    how += ["--trace.clock", "cpu"]
+    how = ["--guard.abft_every", "2", "--guard.replicas_every", "2", "--trace.clock", "cpu"]
     with tempfile.TemporaryDirectory() as folder:
         done = harness.run(ranks, [str(shipped(name)), *how], folder, steps=2 * rounds + 2)
         with trace.open(done["folder"] / "trace.h5") as recorded:
-            steps, replicas = _seconds_of_steps(recorded), _seconds_of_replicas(recorded)
+            steps = np.bincount(recorded.steps["step"], step_seconds(recorded))
+            replicas = _seconds_of_replicas(recorded)
     return {**harness.ratios(steps[2::2], steps[3::2]), "replicas_s": replicas}
-
-
-def _seconds_of_steps(recorded: Trace) -> Any:
-    """Return the CPU time of each step in seconds, summed over ranks."""
-    steps = recorded.steps
-    return np.bincount(steps["step"], (steps["t_end"] - steps["t_start"]) * 1e-9)
 
 
 def _seconds_of_replicas(recorded: Trace) -> float:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d import trace
+from hpc3d.analyze.metrics.step import step_seconds
 from hpc3d.comm.cuda_aware_probe import surroundings
 from hpc3d.comm.threads import meshes
 from hpc3d.console.sanitize import Problems
@@ -205,11 +206,15 @@ def printed(ranks: int, words: Sequence[str]) -> Iterator[str]:
             raise Problems([f"{' '.join(command)} failed:", *errors.read().splitlines()])
 
 
+def wall_times(recorded: Trace, first: int) -> np.ndarray:
+    """Return the times in s of the steps of rank 0, starting with step `first`."""
+    steps = recorded.steps
+    return step_seconds(recorded)[(steps["rank"] == 0) & (steps["step"] >= first)]
+
+
 def _times(recorded: Trace) -> dict[str, Any]:
     """Return the median step time and each operation's time in s, excluding the first step."""
-    steps, events = recorded.steps, recorded.events
-    counted = steps["step"] > 0
-    spans = (steps["t_end"] - steps["t_start"])[counted & (steps["rank"] == 0)] * 1e-9
+    events, spans = recorded.events, wall_times(recorded, first=1)
     names = np.array(recorded.strings)[events["name"]]
     inside, seconds = events["step"] > 0, {}
     for name in np.unique(names[inside]):

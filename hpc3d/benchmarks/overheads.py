@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc3d.benchmarks import harness
+from hpc3d.config.load import load
 from hpc3d.config.package_data import shipped
+from hpc3d.config.resolve import resolve
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -31,8 +34,6 @@ _SCHEMES = ("gpt-1d-64", "gpt-2d-64", "gpt-2.5d-64", "gpt-3d-64")
 
 
 def overhead(options: Namespace) -> dict[str, Any]:
-    from hpc3d.benchmarks import harness
-
     results = {}
     for label, sizes in _OVERHEAD.items():
         path = str(shipped("gpt-3d-64.toml"))
@@ -49,8 +50,6 @@ def overhead(options: Namespace) -> dict[str, Any]:
 
 
 def step(options: Namespace) -> dict[str, Any]:
-    from hpc3d.benchmarks import harness
-
     results = {}
     for label, config in _serial_configs().items():
         found = results[label] = harness.against_torch(config, options.rounds or 5)
@@ -59,8 +58,6 @@ def step(options: Namespace) -> dict[str, Any]:
 
 
 def trace(options: Namespace) -> dict[str, Any]:
-    from hpc3d.benchmarks import harness
-
     config = _serial_configs()["gpt-serial.toml"]
     small = harness.with_sizes(config, batch=24)
     found = harness.tracing(small, options.rounds or 20)
@@ -74,8 +71,6 @@ def trace(options: Namespace) -> dict[str, Any]:
 
 
 def overlap(options: Namespace) -> dict[str, Any]:
-    from hpc3d.benchmarks import harness
-
     results = {}
     for label, sizes in _OVERLAP.items():
         path = str(shipped("gpt-dp-vs-pp.toml"))
@@ -83,17 +78,14 @@ def overlap(options: Namespace) -> dict[str, Any]:
         times = (
             f"{found['ours_s'] * 1e3:.1f} ms per step with overlap, {found['theirs_s'] * 1e3:.1f}"
         )
-        spread = f"{found['ratio']:.3f} ({found['ratio_min']:.3f} to {found['ratio_max']:.3f})"
         print(
-            f"{label}: exposed gradient reduction {times} ms without, ratio {spread}; "
+            f"{label}: exposed gradient reduction {times} ms without, {_ratio(found)}; "
             f"received bytes {found['bytes']}"
         )
     return results
 
 
 def schemes(options: Namespace) -> dict[str, Any]:
-    from hpc3d.benchmarks import harness
-
     folders = []
     for name in _SCHEMES:
         print(f"{name}: 20 steps on 64 ranks", flush=True)
@@ -106,10 +98,6 @@ def schemes(options: Namespace) -> dict[str, Any]:
 
 def _serial_configs() -> dict[str, Config]:
     """Return two configurations: gpt-serial.toml and a variant with hidden size 512."""
-    from hpc3d.benchmarks import harness
-    from hpc3d.config.load import load
-    from hpc3d.config.resolve import resolve
-
     config = resolve(load(shipped("gpt-serial.toml"), []), 1)
     wide = harness.with_sizes(config, hidden=512, layers=4, batch=128)
     return {"gpt-serial.toml": config, "hidden 512, 4 layers, 8,192 tokens": wide}
@@ -117,5 +105,9 @@ def _serial_configs() -> dict[str, Config]:
 
 def _pair(found: Mapping[str, float]) -> str:
     """Format the baseline's step time in s, and the median and range of the step time ratio."""
+    return f"{found['theirs_s']:.2f} s, {_ratio(found)}"
+
+
+def _ratio(found: Mapping[str, float]) -> str:
     low, high = found["ratio_min"], found["ratio_max"]
-    return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"
+    return f"ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"

@@ -126,10 +126,8 @@ def _step(planned: _Planned, folder: str) -> float:
     """Run a plan, and return the first quartile of the step times in seconds."""
     done = harness.run(planned.ranks, ["run", str(planned.path)], folder, _STEPS, "partition")
     with opened(done["folder"] / "trace.h5") as trace:
-        steps = trace.steps
-        mine = (steps["rank"] == 0) & (steps["step"] >= _SKIPPED)
-        spent = (steps["t_end"] - steps["t_start"])[mine] * 1e-9
-    seconds = quantiles(spent.tolist(), n=4)[0]
+        spent = harness.wall_times(trace, _SKIPPED).tolist()
+    seconds = quantiles(spent, n=4)[0]
     error = planned.predicted / seconds - 1
     times = f"{seconds * 1e3:8.1f} ms, predicted {planned.predicted * 1e3:8.1f} ms {error:+7.1%}"
     print(f"{planned.model:12} {planned.name:26} {times}", flush=True)
