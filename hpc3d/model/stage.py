@@ -27,23 +27,20 @@ def _ignore(unit: str) -> None:
     """Do nothing. This is the default of the `finished` callback of a backward pass."""
 
 
-def _as_it_is(kept: Any) -> Any:
-    return kept
-
-
 def _collect(
     saved: list[Any],
     micro: Microbatch,
     result: tuple[Any, Any],
-    form: Callable[[Any], Any] = _as_it_is,
+    form: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return Y from the pair `result` = (Y, saved data) of a layer.
 
-    If the microbatch has a backward pass, append the saved data, converted by `form`, to `saved`.
+    If the microbatch has a backward pass, append the saved data, converted by `form` if given, to
+    `saved`.
     """
     y, kept = result
     if micro.training:
-        saved.append(form(kept))
+        saved.append(form(kept) if form else kept)
     return y
 
 

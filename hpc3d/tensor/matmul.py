@@ -87,7 +87,10 @@ class Matmul:
         fused: bool,
     ) -> None:
         self.mesh, self.split, self.keep, self.transposed = mesh, split, keep, transposed
-        self.w_layout, self.dw_layout = _weight_layouts(split, transposed)
+        splits = split, split.of_gradient  # ZeRO-2 shards only dW over the data axis
+        self.w_layout, self.dw_layout = (
+            each.w_transposed if transposed else each.w for each in splits
+        )
         self.axes = {
             "m": _in_order(split.m, self.dw_layout),
             "n": _in_order(split.n, split.x),
@@ -263,15 +266,6 @@ class Matmul:
         k, n = b.shape[-2:]
         name = f"gemm m={a.size // k if k else 0} n={n} k={k}"
         return self.mesh.trace.span(name, "gemm", 2 * a.size * n)
-
-
-def _weight_layouts(split: Split, transposed: bool) -> list[Layout]:
-    """Return the layouts of W and dW.
-
-    The layouts differ with ZeRO-2, which shards only dW over the data axis.
-    """
-    splits = split, split.of_gradient
-    return [each.w_transposed if transposed else each.w for each in splits]
 
 
 def _in_order(axes: str, layout: Layout) -> list[str]:
