@@ -35,7 +35,7 @@ def test_evaluation_batch_takes_the_forward_time_of_a_step(words):
     """On one stage; of more stages a batch takes the time to fill the pipeline besides.  Messages
     along c take most of the time."""
     config = config_of(f"{words} schedule=none microbatches=4 dtype=float32")
-    machine = replace(MACHINE, links=(Link(8, 1e-2, 1e6), Link(0, 1e-2, 1e6)))
+    machine = replace(MACHINE, links=(Link(8, 1e-5, 1e6), Link(0, 1e-5, 1e6)))
     (run,) = simulate(config, 29, machine)
     *_, forward, _, _ = run.step
     assert seconds_of_batch(config, 29, machine) == pytest.approx(forward, rel=0.05)
