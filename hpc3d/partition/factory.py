@@ -10,14 +10,17 @@ import ast
 import importlib
 import os
 import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hpc3d.partition.capturing.user_code import described, undisturbed, without_data
+from hpc3d.partition.capturing.user_module import unwrapped
+from hpc3d.runtime import host_memory
 
 
 def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
@@ -25,8 +28,10 @@ def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
 
     The inputs are a tuple of positional arguments or a dict of keyword arguments. The name may
     include literal arguments for the factory, as in `MODULE:FACTORY(1024, layers=24)`. The factory
-    is called on fake tensors, which need no memory, or on real tensors if it needs their values.
-    Raises ValueError with a one-line message if the factory fails.
+    is called on fake tensors, which need no memory. If this fails, for example because the factory
+    reads the values of tensors, the factory is called again on real tensors. Wrappers such as
+    torch.compile are removed from the module. Raises ValueError with a one-line message if the
+    factory fails.
     """
     return _as_pair(name, _called(name, function_at(name)))
 
@@ -79,9 +84,9 @@ def function_at(name: str) -> Callable[..., Any]:
 def _as_pair(name, result):
     match result:
         case torch.nn.Module() as module, (tuple() | dict()) as inputs:
-            return module, inputs
+            return unwrapped(module), inputs
         case torch.nn.Module() as module, torch.Tensor() as only:
-            return module, (only,)
+            return unwrapped(module), (only,)
     raise ValueError(f"{name} must return an nn.Module and a tuple or dict of its inputs")
 
 
@@ -99,25 +104,46 @@ def _literals(name, factory, call):
 
 
 def _called(name, make):
-    """Call a factory on fake tensors, or on real tensors if the factory needs data."""
+    """Call a factory on fake tensors, or on real tensors if the factory fails on fake tensors."""
     try:
         try:
-            with undisturbed(), without_data():
+            with undisturbed(), without_data(symbols=False):
                 return make()
         except Exception as error:
-            if not _asks_for_data(error):
-                raise
-        with undisturbed():
+            without = error
+        with undisturbed(), _limited_parameters():
             return make()
+    except _TooLarge as error:
+        said = described(without)
+        raise ValueError(f"{name} raised {said} without data, and {error}") from without
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name} raised {described(error)}") from error
 
 
-def _asks_for_data(error):
-    """Return True if an error was raised because a fake tensor has no data.
+class _TooLarge(Exception):
+    """Error raised if parameters do not fit in memory."""
 
-    This includes errors raised when a module is converted to another dtype.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = any(f"{os.sep}_subclasses{os.sep}" in frame.filename for frame in frames)
-    return inside or any(text in str(error) for text in ("tensor subclasses", "Couldn't swap"))
+
+@contextmanager
+def _limited_parameters() -> Iterator[None]:
+    """Raise _TooLarge as soon as modules have more parameters than fit in this host's memory."""
+    most, found = _PART_OF_MEMORY * host_memory.total(), 0
+
+    def added(module, name, parameter):
+        nonlocal found
+        found += parameter.numel() * parameter.element_size() if parameter is not None else 0
+        if found > most:
+            raise _TooLarge(
+                f"with data, its parameters need more than {most / 1e9:.3g} GB, "
+                f"{_PART_OF_MEMORY:.0%} of the host memory; do not read tensor values in the "
+                "factory, or use a machine with more memory"
+            )
+
+    handle = register_module_parameter_registration_hook(added)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+_PART_OF_MEMORY = 0.5

@@ -5,10 +5,14 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from hpc3d.partition import factory
 from hpc3d.partition.factory import function_at, made, made_with_data
 from tests.partition.execution.modules import HERE as MODULES
 from tests.partition.sample_models import HERE
+from tests.partition.user_models import HERE as USERS
+from tests.partition.user_models import Base
 
 
 @pytest.mark.parametrize(
@@ -63,6 +67,39 @@ def test_factory_may_convert_the_module_dtype():
 def test_factory_that_fails_with_data_is_rejected():
     with pytest.raises(ValueError, match="raised RuntimeError: no such size"):
         made_with_data(f"{HERE}:fails", 0)
+
+
+@pytest.mark.parametrize("name", ["initialized", "read_rates"])
+def test_factory_that_reads_tensor_values_is_called_with_data(name):
+    module, _ = made(f"{USERS}:{name}")
+    assert not any(isinstance(each, FakeTensor) for each in module.parameters())
+    rates = module.rates if name == "initialized" else [module.rate]
+    assert all(type(rate) is float for rate in rates)
+
+
+def test_other_factories_are_called_without_data():
+    module, _ = made(f"{MODULES}:chain")
+    assert all(isinstance(each, FakeTensor) for each in module.parameters())
+
+
+def test_second_error_of_a_factory_is_reported():
+    with pytest.raises(ValueError, match=r"raised LookupError: .*: 3.0 \(.*user_models.py:\d+\)$"):
+        made(f"{USERS}:fails_with_data")
+
+
+def test_factory_that_needs_too_much_data_is_rejected(monkeypatch):
+    monkeypatch.setattr(factory.host_memory, "total", lambda: 100)
+    with pytest.raises(
+        ValueError, match=r"DataDependent.*user_models.py:\d+.* 50% of the host mem"
+    ):
+        made(f"{USERS}:initialized")
+    assert made(f"{MODULES}:chain")
+
+
+def test_wrappers_of_torch_are_removed():
+    module, _ = made(f"{USERS}:wrapped")
+    real, _ = made_with_data(f"{USERS}:wrapped", 0)
+    assert type(module) is type(real) is Base
 
 
 def test_function_is_called_with_its_literals():

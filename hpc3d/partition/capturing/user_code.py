@@ -17,6 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
+class Unsupported(ValueError):
+    """Error raised for code that hpc3d does not support, not even in an opaque operation."""
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Suppress all output in the context, and restore torch's random generator state at exit."""
@@ -34,9 +38,14 @@ def undisturbed() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def without_data() -> FakeTensorMode:
-    """Return a context manager that makes all new tensors fake tensors without data."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+def without_data(symbols: bool = True) -> FakeTensorMode:
+    """Return a context manager that makes all new tensors fake tensors without data.
+
+    If `symbols` is False, code that reads the value of a tensor raises an exception. Otherwise,
+    symbolic numbers represent the values.
+    """
+    shapes = ShapeEnv() if symbols else None
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
 
 
 def emptied(value: Any, device: str | None = None) -> Any:
@@ -55,6 +64,11 @@ def described(error: Exception) -> str:
     """Return the first line of an error message, with the file and line of the user's code."""
     told = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {told[0]}" if told else type(error).__name__
+    return f"{text:.300}{line_in_user_code(error)}"
+
+
+def line_in_user_code(error: BaseException) -> str:
+    """Return the file and line of user code that raised an error, in parentheses."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = (
         os.path.dirname(os.path.dirname(__file__)),
@@ -62,7 +76,7 @@ def described(error: Exception) -> str:
         os.path.dirname(os.__file__),
     )
     theirs = [each for each in frames if not each.filename.startswith((*ours, "<"))]
-    return f"{text:.300} ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else f"{text:.300}"
+    return f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
 
 
 def line_of(function: Any) -> str:
