@@ -109,9 +109,11 @@ def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ..
     A tensor with several names is stored under each of its names.
     """
     module, arrays = opened.header["module"], {}
+    (dtype, *_) = (parts[0][0].dtype for parts in opened.sources.values())
     for name, stored in shapes_in(opened).items():
-        dtype = opened.sources[name, "value"][0][0].dtype
-        value = _array_of(opened, name, "value", stored, dtype)
+        sources = opened.sources.get((name, "value"))  # none for a tensor without elements
+        kind = sources[0][0].dtype if sources else dtype
+        value = _array_of(opened, name, "value", stored, kind) if sources else np.empty(0, kind)
         arrays[name] = value.reshape(module["shapes"][name])
     arrays |= {other: arrays[name].copy() for other, name in module["aliases"].items()}
     safetensors.write(weights, arrays)

@@ -212,6 +212,8 @@ def _of_module(options):
         )
     gc.set_threshold(_SELDOM)
     captured = captured_of(options.model)
+    if options.output and captured.loss.node is None:
+        raise ValueError(f"{options.model}: {captured.loss.text}; without a loss, omit -o")
     given = {name: getattr(options, name, None) for name in Wanted._fields}
     if options.output and options.output.suffix == ".py":
         known = import_module(_TORCHRUN).SCHEDULES
@@ -219,7 +221,7 @@ def _of_module(options):
     asked = {name: value for name, value in given.items() if value is not None}
     plan = best_plan(_costs(captured, options), Wanted(**asked))
     _show_whole(captured.whole)
-    _show_module(plan, options.ranks)
+    _show_module(plan, options.ranks, captured.loss)
     if options.draw:
         from hpc3d.partition.arc_diagram import arc_diagram
 
@@ -323,12 +325,15 @@ def _show_borders(borders, seconds):
         )
 
 
-def _show_module(plan, ranks):
+def _show_module(plan, ranks, loss):
     choice, step = plan.choice, plan.step
     _show_head(choice.schedule, choice.width, choice.microbatches, choice.ranks, ranks)
     _show_sums(step.seconds, plan.load, max(step.held))
     print(f"memory limit    {plan.memory / 1e6:.6g} MB per rank, excluding the margin")
-    print(f"searched        one topological order of {plan.costs.count} nodes, by simulation\n")
+    searched = f"one topological order of {plan.costs.count} nodes, by simulation"
+    print(f"searched        {searched}")
+    none = f"none, so this plan cannot be run: {loss.text}"
+    print(f"loss            {sanitized(none if loss.node is None else loss.text)}\n")
     print(
         "stage  ranks  recompute   forward [s]  backward [s]  all-reduce [s]  memory [MB]  nodes"
     )

@@ -17,10 +17,12 @@ Therefore:
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,15 +31,29 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from hpc3d.partition.capturing.flat_export import flat_export, where
+from hpc3d.partition.capturing.flat_export import flat_export, module_of, where
 from hpc3d.partition.capturing.gradient_hooks import refuse_gradient_hooks
 from hpc3d.partition.capturing.mean_loss import refuse_other_losses
+from hpc3d.partition.capturing.named_outputs import NamedOutputs, output_name
 from hpc3d.partition.capturing.python_state import ChangingState, StateWatch
+from hpc3d.partition.capturing.refusals import DependsOnData, explained
 from hpc3d.partition.capturing.sample_layout import SampleLayouts
 from hpc3d.partition.capturing.sample_relations import BatchValues, refuse_related_samples
-from hpc3d.partition.capturing.user_code import described, emptied, undisturbed, without_data
+from hpc3d.partition.capturing.user_code import (
+    Unsupported,
+    described,
+    emptied,
+    undisturbed,
+    without_data,
+)
+from hpc3d.partition.capturing.user_module import (
+    attribute_tensors,
+    refuse_scripted,
+    unwrapped,
+)
 from hpc3d.partition.capturing.whole_modules import (
     WholeModule,
     WholeModules,
@@ -56,8 +72,8 @@ class Piece(NamedTuple):
 
     `nodes` are the operations that belong to this piece only. `copies` are cheap operations that
     are duplicated in every piece that reads their results. `weights` contains the names of the
-    parameters and buffers read by the piece. `module` is the path of the submodule that contains
-    the first operation.
+    parameters and buffers read by the piece; the first piece also holds all parameters and buffers
+    that no piece reads. `module` is the path of the submodule that contains the first operation.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -66,11 +82,23 @@ class Piece(NamedTuple):
     module: str
 
 
+class Loss(NamedTuple):
+    """Output of a model that is minimized.
+
+    `node` is `None` if the model has no loss. `text` names the output, or explains why there is no
+    loss.
+    """
+
+    node: fx.Node | None
+    text: str
+
+
 class Captured(NamedTuple):
     """Captured module, with its pieces in program order.
 
     `readers` maps each node whose value is read by other pieces to the indices of those pieces.
-    `piece_of` maps a node to the index of its piece.
+    `piece_of` maps a node to the index of its piece. `attributes` maps the name of a constant to
+    the path of the module's attribute that contains the value.
     """
 
     program: ExportedProgram
@@ -81,6 +109,8 @@ class Captured(NamedTuple):
     weights: dict[fx.Node, str]
     inputs: tuple[fx.Node, ...]
     whole: tuple[WholeModule, ...] = ()
+    attributes: Mapping[str, str] = MappingProxyType({})
+    loss: Loss = Loss(None, "")
 
 
 def capture(
@@ -100,30 +130,55 @@ def capture(
     user's file and line if the module cannot be captured, for example because its control flow
     depends on data or no input has a batch dimension.
     """
-    batch = _batch_of(inputs)
+    batch, module = _batch_of(inputs), unwrapped(module)
+    refuse_scripted(module)
     refuse_gradient_hooks(module)
     carrying = [each for each in _carrying(inputs, batch) if each not in unsplit]
     whole = WholeModules(partial(_example, module, inputs, carrying, with_data), batch)
+    program, model, outputs = _traced(module, inputs, whole, carrying)
+    _refuse(program)
+    attributes = _attributes(program, model)
+    kept = place_whole(program)
+    found = _pieces(program, batch, _first_names(model))
+    loss = _loss(found, outputs)
+    _freeze(program, outputs.trained(None if loss.node is None else outputs.loss()))
+    return found._replace(whole=kept, attributes=attributes, loss=loss)
+
+
+def _traced(module, inputs, whole, carrying):
+    """Trace a module, and convert each submodule that cannot be traced to an opaque operation.
+
+    Returns the program, the copy of the module that was traced, and its outputs.
+    """
     while True:
         model = module
         try:
             with undisturbed():
                 model, like = _emptied(module, inputs)
                 whole.stand_in(model)
+                outputs = _named_outputs(model, like)
                 watch = StateWatch(model)
                 program = _program(model, like, carrying)
             break
         except (Exception, SystemExit) as error:
-            path = error.path if isinstance(error, _SizedByData) else culprit(error, model)
+            path = error.path if isinstance(error, DependsOnData) else culprit(error, model)
             try:
-                whole.add(model, path, _explained(error))
+                why = explained(error, model, path)
+                if isinstance(error, Unsupported):
+                    raise ValueError(why) from error
+                whole.add(model, path, why)
             except ValueError as refused:
                 raise ValueError(f"this model cannot be captured: {refused}") from error
     if watch.changed:
         _refuse_changing_state(module, inputs, whole, carrying)
-    _refuse(program)
-    kept = place_whole(program)
-    return _pieces(program, batch, _first_names(model))._replace(whole=kept)
+    return program, model, outputs
+
+
+def _named_outputs(model, like):
+    """Let a copy of the model return its outputs as a dict of tensors; return the outputs."""
+    outputs = NamedOutputs(model, like if isinstance(like, dict) else ())
+    model.forward = outputs.forward
+    return outputs
 
 
 def captured_of(name: str) -> Captured:
@@ -166,8 +221,9 @@ def _independent_inputs(module, inputs):
     try:
         with undisturbed():
             model, like = _emptied(module, inputs)
+            _named_outputs(model, like)
             sizes = {first: Dim("batch", min=2), **dict.fromkeys(others, Dim.AUTO)}
-            program = flat_export(model, like, _dynamic_shapes(like, sizes))
+            program = flat_export(model, like, _dynamic_shapes(model, like, sizes))
     except (Exception, SystemExit):
         return []
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
@@ -176,35 +232,41 @@ def _independent_inputs(module, inputs):
         for node in program.graph.nodes
         if node.op == "placeholder" and kinds[node.name] is InputKind.USER_INPUT
     ]
+    if isinstance(like, dict):
+        names = program.call_spec.in_spec.child(1).context
+        positions = {id(each): at for at, each in enumerate(tree_leaves([like[n] for n in names]))}
+        found = [found[positions[id(leaf)]] for leaf in tree_leaves(like)]
     return [each for each in others if str(found[each].shape[0]) != str(found[first].shape[0])]
 
 
 def _program(model, like, carrying):
     rows = Dim("batch", min=2)
-    program = flat_export(model, like, _dynamic_shapes(like, dict.fromkeys(carrying, rows)))
+    program = flat_export(model, like, _dynamic_shapes(model, like, dict.fromkeys(carrying, rows)))
     for node in program.graph.nodes:
-        for size in (size for tensor in tensors(node.meta.get("val")) for size in tensor.shape):
-            symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
-            if any(str(symbol).startswith("u") for symbol in symbols):
-                raise _SizedByData(node)
+        made = tensors(node.meta.get("val"))
+        if any(_depends_on_data(size) for tensor in made for size in tensor.shape):
+            raise DependsOnData("the size of a tensor depends on the values of another", node)
+        if made and any(_depends_on_data(each.meta.get("val")) for each in node.all_input_nodes):
+            raise DependsOnData("a Python number depends on the values of a tensor", node)
     return program
 
 
-def _dynamic_shapes(like, sizes):
+def _dynamic_shapes(model, like, sizes):
     """Return the argument `dynamic_shapes` of torch.export.
 
     `sizes` maps the index of an input to the symbolic size of its dimension 0.
     """
-    leaves, spec = tree_flatten(like)
-    shapes = [{0: sizes[index]} if index in sizes else None for index in range(len(leaves))]
-    return tree_unflatten(shapes, spec)
+    args, kwargs = ((), like) if isinstance(like, dict) else (like, {})
+    named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    leaves = tree_leaves(like)
+    rows = {id(leaves[index]): {0: size} for index, size in sizes.items()}
+    return tree_map(lambda leaf: rows.get(id(leaf)), dict(named))
 
 
-class _SizedByData(ValueError):
-    def __init__(self, node):
-        what = "the size of a tensor depends on the values of another tensor"
-        super().__init__(f"{what}: {node.name}{where(node)}")
-        self.path = _module(node)
+def _depends_on_data(number):
+    """Return True if a symbolic number depends on the values of a tensor."""
+    symbolic = isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return symbolic and bool(free_unbacked_symbols(number))
 
 
 def _example(module, inputs, carrying, with_data):
@@ -254,6 +316,7 @@ def _refuse_changing_state(module, inputs, whole, carrying):
         with undisturbed():
             model, like = _emptied(module, inputs)
             whole.stand_in(model, repeats=2)
+            _named_outputs(model, like)
             StateWatch(model, twice=True)
             _program(model, like, carrying)
     except ChangingState:
@@ -263,17 +326,6 @@ def _refuse_changing_state(module, inputs, whole, carrying):
             "forward changes attributes of the model, and a second call with the same inputs "
             f"raised {described(error)}; keep the attributes constant"
         ) from error
-
-
-def _explained(error):
-    if isinstance(error, _SizedByData):
-        return str(error)
-    said = described(error).removeprefix("ValueError: ")
-    if "Constraints violated" in said or "specialized" in str(error):
-        return "the code assumes a fixed batch size, or a size derived from it; " + said
-    if "data-dependent" in said:
-        return "the control flow or a tensor size depends on tensor values; " + said
-    return said
 
 
 def _refuse(program):
@@ -320,8 +372,55 @@ def _emptied(module, inputs):
     """Return copies of a module and its inputs in which all tensors are fake tensors."""
     with without_data():
         held = [each for part in module.modules() for each in tensors(vars(part))]
+        held += [each for _, each in attribute_tensors(module)]
         known = {id(each): emptied(each) for each in held}
         return copy.deepcopy(module, known), tree_map(emptied, inputs)
+
+
+def _attributes(program, model):
+    """Return a dict from constant name to the path of the attribute that contains the constant.
+
+    Constants that the forward pass creates from Python numbers are omitted. Raises ValueError if
+    any other constant is not stored in an attribute.
+    """
+    paths = {id(each): path for path, each in (*attribute_tensors(model), *model.named_buffers())}
+    kinds, found = {spec.arg.name: spec for spec in program.graph_signature.input_specs}, {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        name = kinds[node.name].target
+        value = program.constants.get(name)
+        if id(value) in paths:
+            found[name] = paths[id(value)]
+        elif isinstance(value, FakeTensor):
+            line = where(next(iter(node.users), node))
+            raise ValueError(
+                "this model cannot be captured: it reads a tensor that is not stored in the "
+                f"module; register it as a parameter or buffer{line}"
+            )
+    return found
+
+
+def _loss(captured, outputs):
+    """Return the Loss of a model that has the named `outputs`."""
+    name = outputs.loss()
+    if name is None:
+        return Loss(None, outputs.without_loss())
+    specs = [*outputs.outputs]
+    node = captured.program.graph.output_node().args[0][specs.index(name)]
+    if node not in captured.piece_of:
+        return Loss(None, f"{output_name(name)} does not depend on the inputs of the model")
+    return Loss(node, output_name(name))
+
+
+def _freeze(program, trained):
+    """Turn parameters without a gradient into constants; optimizers of torch skip them.
+
+    `trained` contains the names of the parameters that receive a gradient. If it is empty, no
+    parameter is changed, because such a model cannot be trained.
+    """
+    kept = {id(program.state_dict[name]) for name in trained & program.state_dict.keys()}
+    for each in (*program.state_dict.values(), *program.constants.values()):
+        if kept and is_trained(each) and id(each) not in kept:
+            each.requires_grad_(False)
 
 
 def _first_names(module):
@@ -352,7 +451,7 @@ def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> C
         if signature[node.name].kind in _WEIGHTS
     }
     inputs = tuple(node for node in placeholders if node not in weights)
-    follows = _followers(nodes, inputs) | {n for n in nodes if weights.keys() & {*written_by(n)}}
+    follows = _followers(nodes, inputs, weights)
     members = dict.fromkeys(node for node in nodes if node in follows)
     joined = UnionFind(members)
     for node in members:
@@ -366,26 +465,43 @@ def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> C
     return _ordered(program, batch, weights, inputs, [*groups.values()])
 
 
-def _followers(nodes, inputs):
-    """Return the operations whose results depend on the values of the inputs.
+def _followers(nodes, inputs, weights):
+    """Return the operations whose results depend on the inputs or on buffers that are modified.
 
     Operations that depend only on the batch size are excluded. If an included operation writes in
     place, all operations whose results share the written memory are also included.
     """
-    follows, memory, before = set(inputs), set(), None
+    follows, before = set(inputs), None
     of_inputs = {number for each in inputs for number in memory_of(each)}
+    memory = _modified(nodes, weights)
+    modified = {each for each in weights if memory & memory_of(each)}
     while before != len(follows):
         before = len(follows)
         for node in nodes:
-            reads = any(each in follows for each in node.all_input_nodes)
+            reads = any(each in follows or each in modified for each in node.all_input_nodes)
             if memory_of(node) and (reads or memory & memory_of(node)):
                 follows.add(node)
-                for target in written_by(node):
-                    if of_inputs & memory_of(target):
-                        what = "the model writes to one of its inputs; copy the input first"
-                        raise ValueError(f"{what}: {node.name}{where(node)}")
-                    memory |= memory_of(target)
+                if of_inputs & written_memory(node):
+                    what = "the model writes to one of its inputs; copy the input first"
+                    raise ValueError(f"{what}: {node.name}{where(node)}")
+                memory |= written_memory(node)
     return follows
+
+
+def written_memory(node: fx.Node) -> set[int]:
+    """Return the identifiers of the storages that an operation modifies."""
+    return {number for target in written_by(node) for number in memory_of(target)}
+
+
+def _modified(nodes, weights):
+    """Return the identifiers of the storages of all buffers that the model modifies."""
+    written = {
+        number
+        for node in nodes
+        if node.target is not torch.ops.aten.detach_.default  # changes no value
+        for number in written_memory(node)
+    }
+    return written & {number for each in weights for number in memory_of(each)}
 
 
 def memory_of(node: fx.Node) -> set[int]:
@@ -417,12 +533,8 @@ def outputs_of(captured: Captured) -> list[fx.Node]:
 
 
 def loss_of(captured: Captured) -> fx.Node | None:
-    """Return the loss: the first output that is a floating-point scalar."""
-    for node in outputs_of(captured):
-        value = node.meta["val"]
-        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
-            return node
-    return None
+    """Return the output to minimize, or `None` if the model has no loss."""
+    return captured.loss.node
 
 
 def size_of(size: torch.SymInt | int, batch: int) -> int:
@@ -483,19 +595,18 @@ def _sharing(nodes, weights, members):
     these results. If the written memory is a buffer, the group contains all operations that read
     the buffer and all operations of the module that owns the buffer.
     """
-    memory, written = defaultdict(list), set()
+    memory, written, modified = defaultdict(list), set(), _modified(nodes, weights)
     for node in nodes:
         for number in memory_of(node):
             memory[number].append(node)
-        written |= {*written_by(node)}
-    for target in written:
-        if target in weights:
-            owner = weights[target].rpartition(".")[0]
-            used = {node for node in members if target in node.all_input_nodes}
-            group = [node for node in members if node in used or _module(node) == owner]
-        else:
-            group = [n for number in memory_of(target) for n in memory[number] if n in members]
-            group += [reader for node in group for reader in node.users if reader in members]
+        written |= written_memory(node)
+    for number in written:
+        group = [node for node in memory[number] if node in members]
+        group += [reader for node in group for reader in node.users if reader in members]
+        for buffer in (each for each in weights if {number} & modified & memory_of(each)):
+            owner = weights[buffer].rpartition(".")[0]
+            group += [node for node in buffer.users if node in members]
+            group += [node for node in members if module_of(node) == owner]
         if group:
             yield group
 
@@ -532,15 +643,6 @@ def is_batch_norm(node: fx.Node) -> bool:
     return bool(in_training)
 
 
-def _module(node):
-    """Return the path of the submodule that contains an operation, or "" for the model itself."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path, _ = [*stack.values()][-1]
-    return path.removeprefix("L['self'].").removeprefix("L['self']")
-
-
 def _ordered(program, batch, weights, inputs, groups):
     """Return the captured module, in which each group of operations is one piece."""
     order = {node: number for number, node in enumerate(program.graph.nodes)}
@@ -551,6 +653,9 @@ def _ordered(program, batch, weights, inputs, groups):
             for number in {each for target in written_by(node) for each in memory_of(target)}:
                 writers[number].append(node)
     pieces = [_piece(group, piece_of, weights, writers, order) for group in groups]
+    read = {name for piece in pieces for name in piece.weights}
+    unread = {*weights.values()} & {*program.state_dict} - read
+    pieces[:1] = [each._replace(weights=(*each.weights, *sorted(unread))) for each in pieces[:1]]
     readers = defaultdict(set)
     for node, piece in piece_of.items():
         for reader in node.users:
@@ -577,4 +682,4 @@ def _piece(group, piece_of, weights, writers, order):
                 copies.add(source)
                 todo += [] if is_size(source) else [source]
     copies = tuple(sorted(copies, key=order.get))
-    return Piece(tuple(group), copies, tuple(sorted(names)), _module(group[0]))
+    return Piece(tuple(group), copies, tuple(sorted(names)), module_of(group[0]))

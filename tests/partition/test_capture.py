@@ -8,9 +8,10 @@ pytest.importorskip("torch")
 
 import torch
 
-from hpc3d.partition.capture import capture, carries_batch
+from hpc3d.partition.capture import capture, carries_batch, is_trained, state_of
 from hpc3d.partition.factory import made
 from tests.partition.sample_models import HERE, Function, captured, small
+from tests.partition.user_models import HERE as USERS
 
 LONG = [
     pytest.param(name, marks=pytest.mark.slow)
@@ -119,6 +120,26 @@ def test_buffer_stays_with_the_module_that_writes_it():
 def test_buffer_is_read_where_it_is_written():
     found = captured(f"{HERE}:counts")
     assert piece_of(found, "add") == piece_of(found, "copy_")
+
+
+def test_operations_on_a_modified_buffer_stay_together():
+    """Spectral normalization reads its vectors before and after it writes them."""
+    found = captured(f"{USERS}:spectral")
+    nodes = {node.name: node for node in found.program.graph.nodes}
+    assert piece_of(found, "div") == piece_of(found, "mv") == piece_of(found, "linear_1")
+    assert nodes["flatten"] not in found.piece_of
+
+
+def test_counter_that_is_modified_twice_is_in_one_piece():
+    found = captured(f"{USERS}:twice")
+    assert piece_of(found, "add_") == piece_of(found, "add__1") == piece_of(found, "batch_norm_1")
+
+
+def test_parameters_without_a_gradient_are_not_trained():
+    state = state_of(captured(f"{USERS}:untrained"))
+    assert {name for name, each in state.items() if is_trained(each)} == {
+        *("a.weight", "a.bias", "b.weight", "b.bias")
+    }
 
 
 def test_capture_changes_neither_the_module_nor_the_generator():

@@ -210,6 +210,27 @@ def test_all_options_that_a_graph_excludes_are_reported(capsys):
     assert re.fullmatch(r".*--zero: .*\n.*--schedule zb-h1: .*\n", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("model", "line", "problem"),
+    [
+        (
+            "tests.partition.sample_models:held",
+            "none, so this plan cannot be run: the model must return its loss as a scalar",
+            "without a loss, omit -o\n",
+        ),
+        ("inputs.partition.mlp:regression", "the returned tensor", ""),
+    ],
+)
+def test_loss_is_named_and_required_for_a_plan_file(model, line, problem, capsys, tmp_path):
+    pytest.importorskip("torch")
+    words = model, "--ranks", "1", "--microbatches", "1"
+    assert main([*words]) == 0
+    assert f"\nloss            {line}" in capsys.readouterr().out
+    assert main([*words, "-o", str(tmp_path / "plan.json")]) == (2 if problem else 0)
+    err = capsys.readouterr().err
+    assert err.endswith(problem) and err.count("\n") == len(problem.splitlines())
+
+
 @pytest.mark.slow
 def test_opaque_modules_are_listed(capsys, tmp_path):
     """Those of a class in one line; they have no source for torchrun."""

@@ -13,6 +13,7 @@ torch.export traces the forward pass of a torch.autograd.Function, but not the b
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,8 +26,10 @@ from torch._ops import HigherOrderOperator
 from torch.amp import autocast_mode
 from torch.export import ExportedProgram, export
 from torch.export.graph_signature import InputKind
+from torch.utils.checkpoint import CheckpointFunction
 
 from hpc3d.partition.capturing.gradient_hooks import tensor_hooks_refused
+from hpc3d.partition.capturing.user_code import Unsupported
 
 _set_grad_enabled, _detach = torch._C._set_grad_enabled, torch.ops.aten.detach.default
 _enter_autocast = autocast_mode._enter_autocast
@@ -69,6 +72,11 @@ _apply = vars(torch.autograd.Function)["apply"]
 
 
 def _checked_apply(cls, *args, **kwargs):
+    if issubclass(cls, CheckpointFunction):
+        raise Unsupported(
+            "reentrant activation checkpointing cannot be traced; pass use_reentrant=False to "
+            "torch.utils.checkpoint.checkpoint"
+        )
     if cls.__module__.partition(".")[0] != "torch":
         raise ValueError(
             f"{cls.__name__} defines a custom backward pass, which torch.export cannot trace; use "
@@ -159,6 +167,16 @@ def _refuse_autocast(node):
 
 def where(node: fx.Node) -> str:
     """Return the file and line of an operation in the user's code, in parentheses."""
-    lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
-    found = re.findall(r'File "(.*)", line (\d+)', lines[-1]) if lines else []
-    return f" ({found[0][0]}:{found[0][1]})" if found else ""
+    found = re.findall(r'File "(.*)", line (\d+)', node.meta.get("stack_trace") or "")
+    of_torch = os.path.dirname(torch.__file__)
+    found = [each for each in found if not each[0].startswith(of_torch)] or found
+    return f" ({found[-1][0]}:{found[-1][1]})" if found else ""
+
+
+def module_of(node: fx.Node) -> str:
+    """Return the path of the submodule that contains an operation, or "" for the model itself."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = [*stack.values()][-1]
+    return path.removeprefix("L['self'].").removeprefix("L['self']")

@@ -272,6 +272,7 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
         f"schedule {config.parallel.schedule}, microbatches {config.parallel.microbatches}, "
         f"replicas per stage {replicas}; ZeRO {config.parallel.zero}"
     )
+    yield f"loss: {model.captured.loss.text}"
     batch, micros = config.train.batch, config.parallel.microbatches
     yield from traffic_lines(border_traffic(model, batch, micros), sum_traffic(model))
 

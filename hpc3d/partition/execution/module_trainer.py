@@ -69,7 +69,9 @@ class ModuleTrainer(Trainer):
     def stages(self, placement: Placement) -> list[TorchStage]:
         model, stage = self.model, self.mesh.coord("p")
         here = [placement.part(stage, chunk) for chunk in range(placement.chunks)]
-        names = [name for part in here for name in model.programs[part].weights]
+        read = [name for part in here for name in model.programs[part].weights]
+        held = [name for name, owners in model.owners.items() if stage in owners]
+        names = [*dict.fromkeys((*read, *held))]
         shared = {
             name: owners[0] == stage
             for name, owners in model.owners.items()

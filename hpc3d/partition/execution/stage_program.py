@@ -18,11 +18,12 @@ from hpc3d.model.layers import immediately
 from hpc3d.partition.capture import (
     Captured,
     is_size,
+    memory_of,
     outputs_of,
     size_of,
     state_of,
     without_values,
-    written_by,
+    written_memory,
 )
 from hpc3d.partition.capturing.sample_layout import SampleLayouts, rows_per_sample
 from hpc3d.partition.execution.loss_terms import LossTerms
@@ -161,8 +162,8 @@ def _program(captured, part, number, crossing, blocks, terms, split):
     }
     graph.output((*(messages[node] for node in sent), *(copies[node] for node in outputs)))
     module = fx.GraphModule(torch.nn.Module(), graph)
-    targets = {each for node in order for each in written_by(node)}
-    written = [name for node, name in weights.items() if node in targets]
+    targets = {number for node in order for number in written_memory(node)}
+    written = [name for node, name in weights.items() if targets & memory_of(node)]
     values = tuple(node.meta["val"] for node in sizes)
     ends = received, inputs, weights.values(), sent, outputs, written
     return StageProgram(module, values, *map(tuple, ends), split)

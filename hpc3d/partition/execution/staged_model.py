@@ -63,16 +63,16 @@ def staged_model(
     programs = stage_programs(captured, parts, redraw, split)
     with_gradient = graded(captured, programs)
     loss = loss_of(captured)
-    if loss not in with_gradient:
-        raise ValueError("the model must return its loss as a scalar that requires a gradient")
+    if loss is None:
+        raise ValueError(captured.loss.text)
+    assert loss in with_gradient, loss
     if loss not in programs[-1].outputs:
         raise ValueError(
             f"the loss, {loss.name}, must be computed by the last stage; make a new plan"
         )
     width = len(replicas)
     owners = owners_of(
-        [name for program in programs[stage::width] for name in program.weights]
-        for stage in range(width)
+        _weights(captured, programs[stage::width], parts[stage::width]) for stage in range(width)
     )
     return StagedModel(
         captured,
@@ -83,6 +83,13 @@ def staged_model(
         loss,
         owners,
     )
+
+
+def _weights(captured, programs, parts):
+    """Return the names of the weights that a stage reads, and of those that no stage reads."""
+    read = [name for program in programs for name in program.weights]
+    held = [name for part in parts for piece in part for name in captured.pieces[piece].weights]
+    return [*read, *held]
 
 
 def _types(captured):

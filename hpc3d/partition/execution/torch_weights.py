@@ -17,6 +17,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from hpc3d.checkpoints.block_slices import stored_shape
 from hpc3d.model.layers import immediately
 from hpc3d.partition.capture import Captured, is_trained, state_of
+from hpc3d.partition.capturing.user_module import attribute_tensors
 from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
@@ -44,17 +45,13 @@ def stored_tensors(captured: Captured) -> dict[str, Any]:
 
 def values_in(module: torch.nn.Module, captured: Captured) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for each tensor listed by `state_of`, with values from `module`."""
-    held = dict(module.named_parameters(remove_duplicate=False))
+    held = dict(attribute_tensors(module))
+    held |= dict(module.named_parameters(remove_duplicate=False))
     held |= dict(module.named_buffers(remove_duplicate=False))
     for name in captured.weights.values():
-        if name in held:
-            yield name, held[name].detach()
-        else:
-            # A constant is an attribute of the module, or was created by the forward pass.
-            found: Any = module
-            for part in name.split("."):
-                found = getattr(found, part, captured.program.constants[name])
-            yield name, found.detach()
+        found = held.get(captured.attributes.get(name, name))
+        # A constant that is no attribute of the module was created by the forward pass.
+        yield name, (captured.program.constants[name] if found is None else found).detach()
 
 
 class TorchWeights:
@@ -85,7 +82,8 @@ class TorchWeights:
             if name in captured.program.state_dict:
                 self.items[name] = self._added(parameters, name, shared)
             else:
-                self.tensors[name] = torch.empty_like(self.like[name], device="cpu")
+                like = self.like[name]
+                self.tensors[name] = torch.empty(like.shape, dtype=like.dtype)
 
     def _added(self, parameters, name, shared):
         like = self.like[name]

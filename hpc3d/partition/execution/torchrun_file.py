@@ -335,6 +335,11 @@ def _constants(model: StagedModel) -> Iterator[str]:
     names = {name for program in model.programs for name in program.weights}
     captured = model.captured
     for name, value in state_of(captured).items():
+        if captured.attributes.get(name, name) != name:
+            raise ValueError(
+                f"{captured.attributes[name]}: a tensor in a list, dict or object cannot be "
+                "written to a source file; register it as a buffer of the model"
+            )
         made_here = name in names and name in captured.program.constants
         if made_here and type(value) is torch.Tensor:
             if value.numel() > _MOST_NUMBERS:

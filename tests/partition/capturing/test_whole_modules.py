@@ -176,7 +176,7 @@ def test_parent_of_a_module_that_returns_a_number_is_opaque():
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
-        ("Number", "data-dependent.*parts.0 cannot be .*: the module returns a float"),
+        ("Number", "depends on tensor values .*parts.0 cannot be .*: the module returns a float"),
         ("Holds", "parts.0 cannot .*: the tensor attribute table is not registered"),
         ("Draws", "parts.0 cannot .*: the module draws random numbers"),
         ("Raises", r"on real data raised RuntimeError: .* is no number .*models.py:\d+\)"),

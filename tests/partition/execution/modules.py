@@ -1,7 +1,6 @@
 """Small modules to cut and train, and the same training in torch without a cut."""
 
 import copy
-import importlib
 from functools import cache
 from time import perf_counter
 
@@ -13,10 +12,12 @@ from torch.nn import functional
 from hpc3d.comm.threads import run_stages
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
 from hpc3d.partition.capture import capture
+from hpc3d.partition.capturing.named_outputs import NamedOutputs
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.sample_batches import flat_inputs, rows_of
 from hpc3d.partition.execution.staged_model import staged_model
 from hpc3d.partition.execution.torch_weights import values_in
+from hpc3d.partition.factory import function_at
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
 
@@ -87,9 +88,8 @@ def time_major(batch=12):
 
 def with_data(name, seed=0):
     """A module in float64 without dropout of its own, and inputs that are no zeros."""
-    place, _, call = name.partition(":")
     torch.manual_seed(seed)
-    module, inputs = getattr(importlib.import_module(place), call)()
+    module, inputs = function_at(name)()
     draws = torch.Generator().manual_seed(1)
 
     def drawn(value):
@@ -129,10 +129,11 @@ def dropping():
 
 
 def called(module, inputs):
-    """What a module returns, and its loss: its first output without dimensions."""
-    found = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
-    outputs = list(found.values()) if isinstance(found, dict) else [found]
-    return outputs, next(each for each in outputs if each.dim() == 0)
+    """What a module returns, and its loss."""
+    outputs = NamedOutputs(module)
+    given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    found = outputs.forward(*given[0], **given[1])
+    return [*found.values()], found[outputs.loss()]
 
 
 def part_of(inputs, batch, rows):
@@ -167,8 +168,9 @@ def trained_by_torch(name, micros, replicas=1):
                 share = loss * len(rows) / batch
                 share.backward()
                 total += float(share.detach())
-        norm = sum(float((each.grad**2).sum()) for each in module.parameters()) ** 0.5
-        for each in module.parameters():
+        graded = [each for each in module.parameters() if each.grad is not None]
+        norm = sum(float((each.grad**2).sum()) for each in graded) ** 0.5
+        for each in graded:
             each.grad *= min(1.0, CLIP / norm)
         optimizer.step()
         losses.append(total)

@@ -38,6 +38,7 @@ from tests.partition.execution.modules import (
     trained_by_torch,
 )
 from tests.partition.test_plan_file import plan_of
+from tests.partition.user_models import HERE as USERS
 from tests.runs import losses, newest, said, when_running
 from tests.strided import strided
 
@@ -165,6 +166,21 @@ def assert_trained(run, expected, seen):
     for key, value in expected.items():
         weight = found[key, "value"].reshape(value.shape)
         np.testing.assert_allclose(weight, value, 0, 1e-10, err_msg=key)
+
+
+@pytest.mark.slow
+def test_tensors_without_readers_are_saved_resumed_and_exported(tmp_path):
+    name = f"{USERS}:idle"
+    words = [f"--{key}={value}" for key, value in AS_TORCH.items()]
+    plan = written(tmp_path / "plan.json", name, (1, 1))
+    checked(2, *COMMAND, plan, *words, "--run.out", tmp_path)
+    run = newest(tmp_path)
+    expected, seen = trained_by_torch(name, 2)
+    assert_trained(run, {key: each for key, each in expected.items() if each.size}, seen)
+    checked(2, *COMMAND, "--resume", run, "--steps", 2 * STEPS)
+    unused = tensors(run, 2 * STEPS)["unused", "value"]
+    assert (unused == expected["unused"]).all() and (unused == 1).all()
+    assert_exported(run, name, tmp_path / "model.safetensors")
 
 
 def model_of(plan):

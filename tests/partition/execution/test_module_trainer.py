@@ -20,6 +20,8 @@ from tests.partition.execution.modules import (
     with_data,
 )
 from tests.partition.untraceable_models import HERE as UNTRACEABLE
+from tests.partition.user_models import HERE as USERS
+from tests.partition.user_models import OUTPUTS
 from tests.strided import rotated
 
 MODELS = ("bert", "resnet", "unet", "densenet", "translation")
@@ -106,6 +108,27 @@ def test_opaque_modules_train_as_in_torch(name, replicas, micros, how):
     assert prepared(name)[-1].whole
     found = trained(name, replicas, micros, "1f1b", **how)
     assert_trained_alike(found, trained_by_torch(name, micros))
+
+
+OF_USERS = ("star", "named", "compiled", "parallel", "compiled_inside", "twice", "spectral")
+OF_USERS += ("idle", "initialized", "read_rates")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("constants", "untrained"),
+        *(pytest.param(f"returns({kind!r})", marks=pytest.mark.slow) for kind in OUTPUTS),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OF_USERS),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_models_as_users_write_them_match_torch(name):
+    """In two stages, one of which recomputes; torch leaves parameters without a gradient alone."""
+    name = f"{USERS}:{name}"
+    found = trained(name, (1, 1), 2, "1f1b", recompute=True)
+    assert_trained_alike(found, trained_by_torch(name, 2))
+    assert {key for ours, _ in found for key in ours} >= {*trained_by_torch(name, 2)[0]}
 
 
 HOW = [

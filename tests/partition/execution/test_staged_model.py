@@ -10,6 +10,7 @@ from hpc3d.partition.capture import capture
 from hpc3d.partition.execution.staged_model import owners_of, staged_model
 from tests.partition.execution.modules import HERE, even_parts, prepared
 from tests.partition.sample_models import Function
+from tests.partition.user_models import HERE as USERS
 
 
 def staged(captured, replicas, chunks=1, parts=None):
@@ -26,6 +27,13 @@ def test_weights_belong_to_the_stages_of_their_chunks():
     for name, stages in model.owners.items():
         parts = [part for part, each in enumerate(model.programs) if name in each.weights]
         assert stages == tuple(sorted({part % 2 for part in parts}))
+
+
+def test_weights_without_readers_belong_to_the_stage_of_the_first_piece():
+    _, _, captured = prepared(f"{USERS}:idle")
+    model = staged(captured, (1, 1))
+    for name in ("unused", "note", "seen", "counts"):
+        assert model.owners[name] == (0,)
 
 
 def function(which, x=None):

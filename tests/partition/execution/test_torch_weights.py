@@ -15,6 +15,7 @@ from hpc3d.partition.capture import state_of
 from hpc3d.partition.execution.torch_weights import TorchWeights, stored_tensors, values_in
 from tests.partition.execution.modules import HERE, prepared
 from tests.partition.sample_models import HERE as SAMPLES
+from tests.partition.user_models import HERE as USERS
 
 NAME = f"{HERE}:everything"
 
@@ -95,3 +96,18 @@ def test_plain_tensor_attribute_keeps_its_value():
     module, _, captured = prepared(f"{SAMPLES}:held")
     ((name, value),) = values_in(module, captured)
     assert name == "table" and np.array_equal(value, module.table)
+
+
+def test_tensors_without_readers_are_stored():
+    _, _, captured = prepared(f"{USERS}:idle")
+    found = stored_tensors(captured)
+    assert {"unused", "note", "seen", "counts"} <= {*found["frozen"]} <= {*found["shapes"]}
+
+
+def test_constants_keep_their_values():
+    module, _, captured = prepared(f"{USERS}:constants")
+    values = [value for _, value in values_in(module, captured)]
+    expected = [module.angles, module.plain, module.listed[0], module.keyed["k"][0]]
+    expected += [module.held.table, torch.arange(1.0, 7).double()]
+    for each in expected:
+        assert sum(torch.equal(each, value) for value in values) == 1
