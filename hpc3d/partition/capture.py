@@ -85,12 +85,13 @@ class Piece(NamedTuple):
 class Loss(NamedTuple):
     """Output of a model that is minimized.
 
-    `node` is `None` if the model has no loss. `text` names the output, or explains why there is no
-    loss.
+    `node` is `None` if the model has no loss. `text` describes the output, or explains why there is
+    no loss. `name` is the name of the output in NamedOutputs.
     """
 
     node: fx.Node | None
     text: str
+    name: str = ""
 
 
 class Captured(NamedTuple):
@@ -408,7 +409,7 @@ def _loss(captured, outputs):
     node = captured.program.graph.output_node().args[0][specs.index(name)]
     if node not in captured.piece_of:
         return Loss(None, f"{output_name(name)} does not depend on the inputs of the model")
-    return Loss(node, output_name(name))
+    return Loss(node, output_name(name), name)
 
 
 def _freeze(program, trained):

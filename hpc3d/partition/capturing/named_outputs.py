@@ -43,7 +43,7 @@ class NamedOutputs:
 
         @functools.wraps(called)
         def forward(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-            found = dict(_named(called(*args, **kwargs)))
+            found = dict(named_tensors(called(*args, **kwargs)))
             names = [(id(each), name) for name, each in _parameters(model)]
             self.outputs = {name: _described(tensor, names) for name, tensor in found.items()}
             return found
@@ -98,8 +98,8 @@ def _without_var_keyword(known: Signature, keywords: Iterable[str]) -> Signature
     return known.replace(parameters=explicit)
 
 
-def _named(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name of each tensor in the result of a model, and the tensor.
+def named_tensors(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) for each tensor in the result of a model.
 
     The attributes of an object of unknown type are named only if the object is the entire result.
     """

@@ -34,6 +34,7 @@ from hpc3d.partition.capture import (
     tensors,
 )
 from hpc3d.partition.capturing.flat_export import where
+from hpc3d.partition.capturing.named_outputs import named_tensors
 from hpc3d.partition.capturing.user_code import described, undisturbed
 from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.random_operations import Draw
@@ -150,7 +151,7 @@ class _Verification:
             result = self.module(*args, **kwargs)
         except Exception as error:
             raise BadData(f"the module raised {described(error)}") from error
-        return loss_in(self.captured, result)
+        return dict(named_tensors(result))[self.captured.loss.name]
 
     def _given(self, rows):
         return {node: rows_for(node, value, rows) for node, value in self.inputs.items()}
@@ -294,13 +295,6 @@ def _restored_buffers(module: torch.nn.Module) -> Iterator[None]:
             part._buffers[name] = buffer
             with torch.no_grad():
                 buffer.copy_(before)
-
-
-def loss_in(captured, result):
-    from torch.utils._pytree import tree_leaves
-
-    names = captured.program.graph.output_node().args[0]
-    return tree_leaves(result)[[*names].index(loss_of(captured))]
 
 
 class _Recorder(fx.Interpreter):
