@@ -85,8 +85,8 @@ class Piece(NamedTuple):
 class Loss(NamedTuple):
     """Output of a model that is minimized.
 
-    `node` is `None` if the model has no loss. `text` describes the output, or explains why there is
-    no loss. `name` is the name of the output in NamedOutputs.
+    `node` is `None` if the model has no loss. `text` describes the output, or explains why there
+    is no loss. `name` is the name of the output in NamedOutputs.
     """
 
     node: fx.Node | None

@@ -23,7 +23,7 @@ class Layers(nn.Module):
     def __init__(self, between, loss=lambda y: y.square().mean()):
         super().__init__()
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.between, self.loss, self.calls = between, loss, 0
+        self.between, self.loss = between, loss
 
     def forward(self, x):
         return self.loss(self.last(self.between(self, torch.tanh(self.first(x)))))
@@ -34,20 +34,19 @@ def of(between, loss=lambda y: y.square().mean()):
 
 
 def counting():
-    """A Python attribute that every call changes."""
+    """State outside the module that every call changes."""
+    calls = []
 
     def between(model, x):
-        model.calls += 1
-        return x * model.calls
+        calls.append(1)
+        return x * len(calls)
 
     return of(between)
 
 
-def hooked():
-    """A gradient that torch changes after tracing."""
-    model, inputs = of(lambda model, x: x)
-    model.first.weight.register_hook(lambda gradient: gradient * 2)
-    return model, inputs
+def detaching():
+    """A gradient that plain torch does not have."""
+    return of(lambda model, x: x if torch.compiler.is_compiling() else x.detach())
 
 
 class Deciding(nn.Module):
@@ -112,7 +111,7 @@ def lines_of(name, shares=(range(3), range(3, 8))):
     ("name", "lines"),
     [
         ("counting", ["another result when it is called again"]),
-        ("hooked", ["differs from the module", "gradients of first.weight", "gradient hooks"]),
+        ("detaching", ["differs from the module", "gradients of first.bias", "gradient hooks"]),
         ("branching", ["differs from the module", "the first difference is in inner;"]),
         ("rolling", ["is not the mean", "roll relates samples (", "test_verification.py:"]),
         ("summing", ["is not the mean", "return the loss as a mean over the samples"]),
