@@ -203,6 +203,7 @@ _SELDOM = 200_000
 def _of_module(options):
     need(options.model, "torch")
     from hpc3d.partition.capture import captured_of
+    from hpc3d.partition.execution.random_operations import check_random_operations
     from hpc3d.partition.module_plan import Wanted, best_plan
 
     if options.bandwidth:
@@ -214,8 +215,10 @@ def _of_module(options):
     captured = captured_of(options.model)
     if options.output and captured.loss.node is None:
         raise ValueError(f"{options.model}: {captured.loss.text}; without a loss, omit -o")
+    for_torchrun = bool(options.output) and options.output.suffix == ".py"
+    check_random_operations(captured, redraw=not for_torchrun)
     given = {name: getattr(options, name, None) for name in Wanted._fields}
-    if options.output and options.output.suffix == ".py":
+    if for_torchrun:
         known = import_module(_TORCHRUN).SCHEDULES
         given["schedules"] = tuple(name for name in _SCHEDULES if name in known)
     asked = {name: value for name, value in given.items() if value is not None}

@@ -24,6 +24,7 @@ from torch import fx
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._ops import HigherOrderOperator
 from torch.amp import autocast_mode
+from torch.distributions import Distribution
 from torch.export import ExportedProgram, export
 from torch.export.graph_signature import InputKind
 from torch.utils.checkpoint import CheckpointFunction
@@ -53,6 +54,8 @@ def flat_export(model: torch.nn.Module, inputs: tuple | dict, shapes: Any) -> Ex
             replaced.enter_context(unchanged)
         apply = classmethod(_checked_apply)
         replaced.enter_context(_replaced(torch.autograd.Function, "apply", apply))
+        # The validation of arguments depends on tensor values, so it cannot be traced.
+        replaced.enter_context(_replaced(Distribution, "_validate_args", False))
         program = export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     _Modes(program).settle()
     return program

@@ -29,7 +29,8 @@ from hpc3d.partition.capture import (
     state_of,
     written_by,
 )
-from hpc3d.partition.execution.random_operations import Draw, arguments_of
+from hpc3d.partition.execution.random_numbers import Draw
+from hpc3d.partition.execution.random_operations import arguments_of
 
 _aten = torch.ops.aten
 _OVER_TARGETS = (_aten.cross_entropy_loss, _aten.nll_loss_nd, _aten.nll_loss, _aten.nll_loss2d)

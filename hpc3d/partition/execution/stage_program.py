@@ -27,7 +27,8 @@ from hpc3d.partition.capture import (
 )
 from hpc3d.partition.capturing.sample_layout import SampleLayouts, rows_per_sample
 from hpc3d.partition.execution.loss_terms import LossTerms
-from hpc3d.partition.execution.random_operations import Draw, make_reproducible
+from hpc3d.partition.execution.random_numbers import Draw
+from hpc3d.partition.execution.random_operations import make_reproducible
 from hpc3d.partition.execution.split_backward import split_backward
 
 _aten = torch.ops.aten

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpc3d.comm.mesh import NullRecorder
 from hpc3d.partition.capture import is_trained, shape_of
-from hpc3d.partition.execution.random_operations import Draw
+from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.stage_program import StageProgram
 from hpc3d.partition.execution.torch_weights import TorchWeights
 

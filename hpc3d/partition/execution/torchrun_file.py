@@ -25,8 +25,10 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from hpc3d.config.resolve import refuse
 from hpc3d.partition.capture import Captured, carries_batch, state_of
+from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.execution import torchrun_loop
 from hpc3d.partition.execution.loss_terms import LossTerms
+from hpc3d.partition.execution.random_operations import is_random
 from hpc3d.partition.execution.stage_program import StageProgram
 from hpc3d.partition.execution.staged_model import StagedModel, staged_model
 from hpc3d.partition.plan_file import SavedPlan
@@ -75,6 +77,7 @@ def warnings(captured: Captured) -> Iterator[str]:
 def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
     for path in dict.fromkeys(each.path for each in captured.whole):
         yield f"{path}: cannot be traced, so no source code can be written; use -o PLAN.json"
+    yield from _drawn_twice(plan, captured)
     stages, micros, replicas = len(plan.replicas), plan.microbatches, plan.replicas[0]
     here = "torch.distributed.pipelining"
     if plan.schedule not in SCHEDULES:
@@ -101,6 +104,20 @@ def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
         )
 
 
+def _drawn_twice(plan: SavedPlan, captured: Captured) -> Iterator[str]:
+    """Yield an error message for each random operation that several model chunks compute."""
+    parts = [
+        {node for piece in part for node in captured.pieces[piece].copies}
+        for part in plan.pieces(captured)
+    ]
+    for node in captured.program.graph.nodes:
+        if sum(node in part for part in parts) > 1 and is_random(node):
+            yield (
+                f"{node.name}: several model chunks read these random numbers{where(node)}, and "
+                "each would draw other ones; use -o PLAN.json"
+            )
+
+
 def _head(plan):
     stages, replicas = len(plan.replicas), plan.replicas[0]
     counts = f"stages {stages}, replicas {replicas}, microbatches {plan.microbatches}"
@@ -112,8 +129,8 @@ def _head(plan):
 
 Written by python -m hpc3d.partition -o with torch {torch.__version__}, for steps of
 {plan.batch} samples.  This file requires torch, and the module {module}, which creates
-the initial weights and the inputs.  Every process creates the full model once.  Dropout uses
-torch's random number generator.
+the initial weights and the inputs.  Every process creates the full model once.  Random operations
+use torch's random number generator.
 """'''
 
 

@@ -37,7 +37,7 @@ from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.named_outputs import named_tensors
 from hpc3d.partition.capturing.user_code import described, undisturbed
 from hpc3d.partition.execution.loss_terms import LossTerms
-from hpc3d.partition.execution.random_operations import Draw
+from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.sample_batches import rows_for
 from hpc3d.partition.execution.stage_program import StageProgram, stage_programs
 from hpc3d.partition.execution.torch_weights import values_in

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hpc3d.partition.capture import Captured, is_size, loss_of, tensors
-from hpc3d.partition.execution.random_operations import Draw
+from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.stage_program import stage_programs
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ class Reverses(torch.nn.Module):
 @pytest.mark.slow
 def test_submodule_that_registers_a_gradient_hook_becomes_one_operation():
     """The gradients of the stage program equal those of the module."""
-    from hpc3d.partition.execution.random_operations import Draw
+    from hpc3d.partition.execution.random_numbers import Draw
     from hpc3d.partition.execution.stage_program import stage_programs
     from hpc3d.partition.execution.torch_weights import values_in
 

@@ -128,6 +128,68 @@ def dropping():
     return chain(dropout=1 / 3)
 
 
+class Shifted(nn.Module):
+    """Noise in a buffer, and in memory that is written in place."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("noise", torch.zeros(width))
+
+    def forward(self, x):
+        self.noise.normal_(0.0, 0.1)
+        return functional.rrelu(x + self.noise, training=True, inplace=True)
+
+
+class Noisy(nn.Module):
+    """Random operations of many kinds."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.cell = nn.GRU(width, width, num_layers=2, dropout=0.3, batch_first=True)
+        self.shifted = Shifted(width)
+
+    def forward(self, x, y):
+        one, two, three, four = self.layers
+        y_kept = torch.rand(x.shape[0], 1).add_(0.8).floor_()
+        kept = x.new_empty((x.shape[0], 1)).bernoulli_(0.8).div_(0.8)
+        x = x + kept * torch.tanh(one(x))
+        mean, deviation = two(x), torch.exp(0.1 * three(x))
+        x = self.shifted(mean + deviation * torch.randn_like(deviation))
+        x = functional.alpha_dropout(four(x), 0.2, self.training) * y_kept
+        x = x + functional.gumbel_softmax(x).T.contiguous().T
+        x, _ = self.cell(x.unsqueeze(1) * torch.empty(x.shape[0], 2, 1).uniform_(0.5, 1.5))
+        return functional.mse_loss(x[:, 1] + torch.normal(y, 0.1), y)
+
+
+def noisy(batch=12):
+    _, inputs = chain(batch=batch)
+    return Noisy(), inputs
+
+
+class Diffusion(nn.Module):
+    """Noise that the first layer adds and the loss compares with."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        noise = torch.randn(x.shape, dtype=x.dtype)
+        return self.loss(x, noise, torch.rand(x.shape[0], 1, dtype=x.dtype))
+
+    def loss(self, x, noise, time):
+        x = x * (1 - time) + noise * time
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return functional.mse_loss(x, noise)
+
+
+def diffusion():
+    _, (x, _) = chain()
+    return Diffusion(), (x,)
+
+
 def called(module, inputs):
     """What a module returns, and its loss."""
     outputs = NamedOutputs(module)
@@ -153,10 +215,7 @@ def trained_by_torch(name, micros, replicas=1):
     microbatch of a replica at a time."""
     module, inputs, captured = prepared(name)
     module, batch = copy.deepcopy(module), captured.batch
-    wide = [each for each in module.parameters() if each.dim() > 1]
-    narrow = [each for each in module.parameters() if each.dim() < 2]
-    groups = [{"params": wide, "weight_decay": DECAY}, {"params": narrow, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch_optimizer(module)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -175,6 +234,14 @@ def trained_by_torch(name, micros, replicas=1):
         optimizer.step()
         losses.append(total)
     return state(module), losses
+
+
+def torch_optimizer(module):
+    """The optimizer of `config_of` in torch."""
+    wide = [each for each in module.parameters() if each.dim() > 1]
+    narrow = [each for each in module.parameters() if each.dim() < 2]
+    groups = [{"params": wide, "weight_decay": DECAY}, {"params": narrow, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
 
 
 def state(module):

@@ -14,7 +14,7 @@ from torch.nn import functional
 from hpc3d.comm.mesh import NullRecorder
 from hpc3d.model.layers import immediately
 from hpc3d.partition.capture import capture
-from hpc3d.partition.execution.random_operations import Draw
+from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.stage_program import stage_programs
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.predict.machine.machine import Rates

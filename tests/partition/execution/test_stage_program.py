@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from hpc3d.partition.atom_graph import Atom, Value, contracted
 from hpc3d.partition.capture import capture
-from hpc3d.partition.execution.random_operations import Draw
+from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.sample_batches import flat_inputs
 from hpc3d.partition.execution.stage_program import graded, size_of, stage_programs
 from hpc3d.partition.execution.torch_weights import values_in

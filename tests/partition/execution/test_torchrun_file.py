@@ -94,6 +94,24 @@ def test_dropout_remains_a_torch_operation():
     assert forward.count("aten.dropout.default(") == 4
 
 
+@pytest.mark.slow
+def test_random_operations_remain_torch_operations():
+    """`exact` seeds the generator, so that one chunk draws what the module draws."""
+    text = written(f"{HERE}:noisy", (1,), 1, "none")
+    for name in ("rand", "randn_like", "bernoulli_", "normal_", "uniform_", "rrelu_"):
+        assert f"aten.{name}." in "".join(methods(text))
+    loss, _ = parts_run(text)
+    module, inputs = exact(f"{HERE}:noisy")
+    assert abs(loss.item() - called(module, inputs)[1].item()) < 1e-12
+
+
+def test_random_numbers_read_by_two_chunks_are_rejected():
+    """Torch would draw other ones in each of them."""
+    with pytest.raises(ValueError, match=r"^randn: several model chunks .*modules.py:\d+\)"):
+        written(f"{HERE}:diffusion", (1, 1), 2, "gpipe")
+    assert "aten.randn.default" in written(f"{HERE}:diffusion", (1,), 2, "gpipe")
+
+
 def _borders(text):
     body = ast.parse(text).body
     return [node for node in body if getattr(node, "name", "").startswith("border_")]

@@ -1,0 +1,108 @@
+"""Random numbers that do not depend on the partition, the microbatches or the replicas.
+
+The random number of an element depends only on the seed, the name of the operation, the step, the
+index of the sample in the batch, and the index of the element in the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import log2, prod
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hpc3d.ops.random import keep_mask, normal, philox_draws, philox_key
+
+
+class Draw(NamedTuple):
+    """Key of the random numbers for samples `first` to `first + samples` (exclusive) of a step.
+
+    `denominators` maps names of loss terms to the number of valid targets per sample of the step.
+    """
+
+    seed: int
+    step: int
+    first: int
+    samples: int
+    denominators: Mapping[str, float] = MappingProxyType({})
+
+
+class RandomNumbers(NamedTuple):
+    """Random numbers of the operation `name` for the samples of a `draw`.
+
+    Dimension `dim` of each tensor contains the samples, with one or several rows per sample. If
+    `dim` is `None`, the numbers are the same for all samples of the step. `dtype` is the data type
+    of the operation's result.
+    """
+
+    name: str
+    draw: Draw
+    dim: int | None
+    dtype: torch.dtype
+
+    def kept(self, rate: float, shape: Sequence[int]) -> torch.Tensor:
+        """Return a dropout mask, False with probability `rate` (a multiple of 2^-16)."""
+        if rate == 1:
+            return torch.zeros([*shape], dtype=torch.bool)
+        return self._block(
+            lambda key, rows, width: keep_mask(key, rate, rows, range(width), width), shape
+        )
+
+    def happens(self, chance: float | torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return a tensor of booleans, each True with probability `chance`."""
+        return self._fractions(53, 0.0, shape) < chance
+
+    def integers(self, low: int, high: int, shape: Sequence[int]) -> torch.Tensor:
+        """Return int64 numbers from `low` to `high` (exclusive)."""
+        span = np.uint64(high - low)
+        return self._block(
+            lambda *block: (_bits(*block) % span).astype(np.int64) + low,
+            shape,
+        )
+
+    def uniform(self, shape: Sequence[int]) -> torch.Tensor:
+        """Return float64 numbers in [0, 1) with the precision of `dtype`.
+
+        Rounding a number to `dtype` is exact and never returns 1.
+        """
+        floating = self.dtype.is_floating_point
+        digits = 1 - round(log2(torch.finfo(self.dtype).eps)) if floating else 53
+        return self._fractions(digits, 0.0, shape)
+
+    def exponential(self, shape: Sequence[int]) -> torch.Tensor:
+        """Return exponentially distributed float64 numbers with mean 1, greater than 0."""
+        return self._fractions(52, 0.5, shape).log_().neg_()
+
+    def normal(self, shape: Sequence[int]) -> torch.Tensor:
+        """Return float64 numbers from the standard normal distribution."""
+        return self._block(
+            lambda key, rows, width: normal(key, rows, range(width), width),
+            shape,
+        )
+
+    def _fractions(self, digits, offset, shape):
+        """Return the float64 numbers (n + offset) / 2^digits with random n < 2^digits."""
+        shift = np.uint64(64 - digits)
+        return self._block(
+            lambda *block: ((_bits(*block) >> shift) + offset) * 2.0**-digits,
+            shape,
+        )
+
+    def _block(
+        self, make: Callable[[np.ndarray, range, int], np.ndarray], shape: Sequence[int]
+    ) -> torch.Tensor:
+        """Return a tensor with the numbers `make(key, rows, row width)`."""
+        dim, draw = self.dim, self.draw
+        rows = 1 if dim is None else shape[dim]
+        others = [size for index, size in enumerate(shape) if index != dim]
+        first = 0 if dim is None else draw.first * rows // draw.samples
+        key = philox_key((draw.seed, self.name, draw.step))
+        made = torch.from_numpy(make(key, range(first, first + rows), prod(others)))
+        return made.view([*shape]) if dim is None else made.view(rows, *others).movedim(0, dim)
+
+
+def _bits(key: np.ndarray, rows: range, width: int) -> np.ndarray:
+    return philox_draws(key, rows.start * width, len(rows) * width)
