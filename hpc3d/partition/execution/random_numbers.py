@@ -33,15 +33,16 @@ class Draw(NamedTuple):
 class RandomNumbers(NamedTuple):
     """Random numbers of the operation `name` for the samples of a `draw`.
 
-    Dimension `dim` of each tensor contains the samples, with one or several rows per sample. If
-    `dim` is `None`, the numbers are the same for all samples of the step. `dtype` is the data type
-    of the operation's result.
+    Dimension `dim` of each tensor contains the samples, with one or several rows per sample. The
+    dimension consists of `blocks`, each with rows of all samples. If `dim` is `None`, the numbers
+    are the same for all samples of the step. `dtype` is the data type of the operation's result.
     """
 
     name: str
     draw: Draw
     dim: int | None
     dtype: torch.dtype
+    blocks: int = 1
 
     def kept(self, rate: float, shape: Sequence[int]) -> torch.Tensor:
         """Return a dropout mask, False with probability `rate` (a multiple of 2^-16)."""
@@ -101,7 +102,11 @@ class RandomNumbers(NamedTuple):
         first = 0 if dim is None else draw.first * rows // draw.samples
         key = philox_key((draw.seed, self.name, draw.step))
         made = torch.from_numpy(make(key, range(first, first + rows), prod(others)))
-        return made.view([*shape]) if dim is None else made.view(rows, *others).movedim(0, dim)
+        if dim is None:
+            return made.view([*shape])
+        if self.blocks > 1:
+            made = made.view(draw.samples, self.blocks, -1).transpose(0, 1).reshape(-1)
+        return made.view(rows, *others).movedim(0, dim)
 
 
 def _bits(key: np.ndarray, rows: range, width: int) -> np.ndarray:

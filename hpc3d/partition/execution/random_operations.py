@@ -49,18 +49,19 @@ def is_random(node: fx.Node) -> bool:
     return given.get("train") is not False and given.get("training") is not False
 
 
-def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
+def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node, blocks: int = 1) -> None:
     """Replace a random operation with a version that uses reproducible random numbers.
 
     `node` is a copy of the operation `original`. The random numbers depend only on the name of
     `original` and on the seed, step and samples in a `Draw`, which the graph receives at run time
-    as its input `draw`. Raises ValueError for random operations without a rule in this module.
+    as its input `draw`. The rows of the result consist of `blocks`, each with rows of all samples.
+    Raises ValueError for random operations without a rule in this module.
     """
     if not is_random(original):
         return
     _refuse(original, redraw=True)
     value, *_ = tensors(original.meta["val"])
-    place = original.name, draw, _batch_dim(value), value.dtype
+    place = original.name, draw, _batch_dim(value), value.dtype, blocks
     node.args, node.kwargs = (node.target, *place, arguments_of(node)), {}
     node.target = drawn
 
@@ -78,13 +79,15 @@ def drawn(
     draw: Draw,
     dim: int | None,
     dtype: torch.dtype,
+    blocks: int,
     given: dict[str, Any],
 ) -> Any:
     """Compute a random operation with the arguments `given`, with reproducible random numbers.
 
-    `dim` is the batch dimension of the result, and `dtype` its data type.
+    `dim` is the batch dimension of the result, which consists of `blocks`, and `dtype` is the data
+    type.
     """
-    numbers = RandomNumbers(name, draw, dim, dtype)
+    numbers = RandomNumbers(name, draw, dim, dtype, blocks)
     if operation in _FILLS:
         return _filled(operation, numbers, given)
     if operation in _DROPOUTS:

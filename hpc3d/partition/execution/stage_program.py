@@ -103,10 +103,9 @@ def stage_programs(
     part_of = {piece: number for number, part in enumerate(parts) for piece in part}
     crossing = dict(_crossing(captured, part_of))
     layouts = SampleLayouts(captured.program.graph)
-    blocks = {node: layouts.outer(node) for node in crossing}
     terms = LossTerms(captured) if redraw else None
     return [
-        _program(captured, part, number, crossing, blocks, terms, split)
+        _program(captured, part, number, crossing, layouts, terms, split)
         for number, part in enumerate(parts)
     ]
 
@@ -126,11 +125,11 @@ def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
                 yield node, (first, max(readers))
 
 
-def _program(captured, part, number, crossing, blocks, terms, split):
+def _program(captured, part, number, crossing, layouts, terms, split):
     """Return the program of model chunk `number`.
 
     The chunk's operations are copied into a new graph with placeholders for external operands.
-    `blocks` maps the values in `crossing` to their numbers of blocks (see SampleLayout).
+    `layouts` determines the order of the rows in each message.
     """
     pieces = [captured.pieces[index] for index in part]
     wanted = {node for piece in pieces for node in (*piece.nodes, *piece.copies)}
@@ -147,17 +146,19 @@ def _program(captured, part, number, crossing, blocks, terms, split):
     given = (*sizes, *received, *inputs, *weights)
     copies = {node: graph.placeholder(node.name) for node in given}
     messages = {node: copies[node] for node in received}
-    copies |= {node: _arranged(graph, copies[node], node, -1, blocks[node]) for node in received}
+    copies |= {
+        node: _arranged(graph, copies[node], node, -1, layouts.outer(node)) for node in received
+    }
     for node in order:
         if node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             if terms:
-                make_reproducible(copies[node], node, draw)
+                make_reproducible(copies[node], node, draw, layouts.outer(node))
                 terms.weigh(copies[node], node, draw)
             if split:
                 split_backward(copies[node], later)
     messages |= {
-        node: _arranged(graph, copies[node], node, blocks[node], -1)
+        node: _arranged(graph, copies[node], node, layouts.outer(node), -1)
         for node in sent
         if node not in messages
     }

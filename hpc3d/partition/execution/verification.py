@@ -206,7 +206,7 @@ class _Verification:
         draw, received, given, weights = self._arguments(rows)
         first = rows.start - self.both.start
         fixed = {
-            node: rows_of_samples(value, range(first, first + len(rows)), len(self.both))
+            node: rows_of_samples(value, range(first, first + len(rows)), len(self.both))[0]
             for node, value in (whole[0].items() if norms else ())
             if node in norms
         }
@@ -227,8 +227,8 @@ class _Verification:
             for node, value in values.items():
                 if not carries_batch(node) or not isinstance(value, torch.Tensor):
                     continue
-                expected = rows_of_samples(both[node], here, len(self.both))
-                if not self._same(value, expected):
+                orders = rows_of_samples(both[node], here, len(self.both))
+                if not any(self._same(value, expected) for expected in orders):
                     return f"{node.name} relates samples{where(node)}; compute it for each sample"
         return "return the loss as a mean over the samples"
 
@@ -274,10 +274,17 @@ def _result(loss, gradients, parameters):
     )
 
 
-def rows_of_samples(value: torch.Tensor, samples: range, count: int) -> torch.Tensor:
-    """Return the rows of some of `count` samples; each sample has the same number of rows."""
-    width = len(value) // count
-    return value[samples.start * width : samples.stop * width]
+def rows_of_samples(
+    value: torch.Tensor, samples: range, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of some of `count` samples; each sample has the same number of rows.
+
+    Returns two tensors, because the order of the rows is unknown: first all rows of the first
+    sample, or first the first row of all samples.
+    """
+    width, chosen = len(value) // count, slice(samples.start, samples.stop)
+    by_sample = value.unflatten(0, (count, width))[chosen].flatten(0, 1)
+    return by_sample, value.unflatten(0, (width, count))[:, chosen].flatten(0, 1)
 
 
 @contextmanager

@@ -146,6 +146,12 @@ def in_columns(x):
     return y.T
 
 
+def joined(x):
+    """Two rows of a sample that are not contiguous."""
+    both = functional.dropout(torch.cat([x, x]), 0.5)
+    return both[: x.shape[0]] - 2 * both[x.shape[0] :]
+
+
 def sampled(x):
     return torch.distributions.Normal(x, x.exp()).rsample()
 
@@ -153,6 +159,7 @@ def sampled(x):
 FORMS = {
     "stochastic_depth": stochastic_depth,
     "in_columns": in_columns,
+    "joined": joined,
     "sampled": sampled,
     "rand": lambda x: x + torch.rand(x.shape),
     "rand_like": lambda x: x + torch.rand_like(x),
