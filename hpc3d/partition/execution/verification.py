@@ -305,14 +305,17 @@ def _restored_buffers(module: torch.nn.Module) -> Iterator[None]:
 
 
 class _Recorder(fx.Interpreter):
-    """Interpreter that records the value of each operation, and replaces some of them."""
+    """Interpreter that records the value of each operation, and replaces some of them.
+
+    Values are copied, because a later operation may modify them in place.
+    """
 
     def __init__(self, module: fx.GraphModule, fixed: Mapping[fx.Node, Any]) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.fixed, self.values = fixed, {}
 
     def run_node(self, n: fx.Node) -> Any:
-        value = self.fixed[n] if n in self.fixed else super().run_node(n)
+        value = self.fixed[n].clone() if n in self.fixed else super().run_node(n)
         if n.op == "call_function":
-            self.values[n] = value
+            self.values[n] = value.clone() if isinstance(value, torch.Tensor) else value
         return value

@@ -88,6 +88,13 @@ def normalized():
     return model, inputs
 
 
+def added_to_normalized():
+    """A normalized value that is modified in place."""
+    model, inputs = of(lambda model, x: model.norm(x).add_(x).relu())
+    model.norm = nn.BatchNorm1d(4)
+    return model, inputs
+
+
 def normalized_and_rolling():
     model, inputs = of(lambda model, x: related(model.norm(x)))
     model.norm = nn.BatchNorm1d(4)
@@ -135,8 +142,9 @@ def test_sound_model_is_accepted(name):
     assert line.startswith("verified on 3 samples: loss ")
 
 
-def test_batch_norm_is_accepted_with_a_warning():
-    first, second = lines_of(f"{HERE}:normalized")
+@pytest.mark.parametrize("name", ["normalized", "added_to_normalized"])
+def test_batch_norm_is_accepted_with_a_warning(name):
+    first, second = lines_of(f"{HERE}:{name}")
     assert first.startswith("verified on 8 samples")
     assert second.startswith("batch_norm: computes its statistics over each microbatch")
 
