@@ -224,7 +224,7 @@ def _of_module(options):
     asked = {name: value for name, value in given.items() if value is not None}
     plan = best_plan(_costs(captured, options), Wanted(**asked))
     _show_whole(captured.whole)
-    _show_module(plan, options.ranks, captured.loss)
+    _show_module(plan, options.ranks, captured)
     if options.draw:
         from hpc3d.partition.arc_diagram import arc_diagram
 
@@ -328,9 +328,20 @@ def _show_borders(borders, seconds):
         )
 
 
-def _show_module(plan, ranks, loss):
-    choice, step = plan.choice, plan.step
+def _show_largest(captured, graph, ranks):
+    """Explain why ranks are idle if a single atom takes more time than an even share."""
+    from hpc3d.partition.model_graph import largest_atom
+
+    share, why = largest_atom(captured, graph)
+    if share > 1 / ranks:
+        print(sanitized(f"the largest piece takes {share:.0%} of the compute time: {why}"))
+
+
+def _show_module(plan, ranks, captured):
+    choice, step, loss = plan.choice, plan.step, captured.loss
     _show_head(choice.schedule, choice.width, choice.microbatches, choice.ranks, ranks)
+    if choice.ranks < ranks:
+        _show_largest(captured, plan.costs.graph(1), ranks)
     _show_sums(step.seconds, plan.load, max(step.held))
     print(f"memory limit    {plan.memory / 1e6:.6g} MB per rank, excluding the margin")
     searched = f"one topological order of {plan.costs.count} nodes, by simulation"

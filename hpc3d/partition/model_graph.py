@@ -14,12 +14,15 @@ from math import prod
 
 from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value, contracted
 from hpc3d.partition.capture import (
+    Captured,
     carries_batch,
     is_trained,
     loss_of,
     shape_of,
     state_of,
 )
+from hpc3d.partition.capturing.flat_export import where
+from hpc3d.partition.capturing.whole_modules import WholeModule
 from hpc3d.partition.evaluation import MOMENTS, ModelCosts, RunCosts
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.predict.machine.machine import Machine
@@ -59,6 +62,24 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
     shared = _shared(captured, weights)
     shared += [Shared((*pieces,), 0.0, 0.0, nbytes) for pieces, nbytes in reads if len(pieces) > 1]
     return contracted(atoms, values, shared=shared)
+
+
+def largest_atom(captured: Captured, graph: Graph) -> tuple[float, str]:
+    """Return the largest atom's share of the compute time, and why the atom is indivisible."""
+    seconds = [atom.forward + atom.backward for atom in graph.atoms]
+    most = max(range(len(graph)), key=seconds.__getitem__)
+    atom = graph.atoms[most]
+    nodes = [node for piece in atom.pieces for node in captured.pieces[piece].nodes]
+    without = [node for node in nodes if not carries_batch(node)]
+    if len(nodes) == 1 and isinstance(nodes[0].target, WholeModule):
+        why = "torch.export cannot trace it"
+    elif len(nodes) == 1:
+        why = "it is a single operation"
+    elif without:
+        why = f"{without[0].name} has no batch in dimension 0{where(without[0])}"
+    else:
+        why = "its operations use the same memory"
+    return seconds[most] / sum(seconds), f"{atom.ids[0]} cannot be split, because {why}"
 
 
 def _saved_later(operations, found):

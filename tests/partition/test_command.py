@@ -162,6 +162,19 @@ def test_command_accepts_replicas_per_stage_and_full_recomputation(capsys):
 
 
 @pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("time_first", "100% of the compute time: .*, because transpose has no batch in dimens"),
+        ("sized(64, 2)", "100% of the compute time: .*, because it is a single operation"),
+    ],
+)
+def test_piece_that_leaves_ranks_idle_is_explained(model, line, capsys):
+    pytest.importorskip("torch")
+    assert main([f"tests.partition.sample_models:{model}", "--ranks", "4"]) == 0
+    assert re.search(f"the largest piece takes {line}", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
     "words",
     [
         ("--replicas", "0"),
