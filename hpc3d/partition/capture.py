@@ -43,7 +43,7 @@ from hpc3d.partition.capturing.refusals import DependsOnData, explained
 from hpc3d.partition.capturing.sample_layout import SampleLayouts
 from hpc3d.partition.capturing.sample_relations import BatchValues, refuse_related_samples
 from hpc3d.partition.capturing.user_code import (
-    Unsupported,
+    UnsupportedCode,
     described,
     emptied,
     undisturbed,
@@ -165,7 +165,7 @@ def _traced(module, inputs, whole, carrying):
             path = error.path if isinstance(error, DependsOnData) else culprit(error, model)
             try:
                 why = explained(error, model, path)
-                if isinstance(error, Unsupported):
+                if isinstance(error, UnsupportedCode):
                     raise ValueError(why) from error
                 whole.add(model, path, why)
             except ValueError as refused:

@@ -30,7 +30,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils.checkpoint import CheckpointFunction
 
 from hpc3d.partition.capturing.gradient_hooks import tensor_hooks_refused
-from hpc3d.partition.capturing.user_code import Unsupported
+from hpc3d.partition.capturing.user_code import UnsupportedCode
 
 _set_grad_enabled, _detach = torch._C._set_grad_enabled, torch.ops.aten.detach.default
 _enter_autocast = autocast_mode._enter_autocast
@@ -76,7 +76,7 @@ _apply = vars(torch.autograd.Function)["apply"]
 
 def _checked_apply(cls, *args, **kwargs):
     if issubclass(cls, CheckpointFunction):
-        raise Unsupported(
+        raise UnsupportedCode(
             "reentrant activation checkpointing cannot be traced; pass use_reentrant=False to "
             "torch.utils.checkpoint.checkpoint"
         )

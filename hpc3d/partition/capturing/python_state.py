@@ -31,12 +31,12 @@ class StateWatch:
     """
 
     def __init__(self, model: torch.nn.Module, twice: bool = False) -> None:
-        self.changed, self.twice, self.before = False, twice, attributes_of(model)
+        self.changed, self.twice, self.before = False, twice, _attributes_of(model)
         self.hook = model.register_forward_hook(self._compare, with_kwargs=True)
 
     def _compare(self, model, args, kwargs, result):
         self.hook.remove()
-        after = attributes_of(model)
+        after = _attributes_of(model)
         changes = _differ(self.before, after).values()
         self.changed = any(
             old is not None or not isinstance(new, str | bool) for old, new in changes
@@ -44,7 +44,7 @@ class StateWatch:
         if self.twice:
             with _Reads() as reads:
                 model(*args, **kwargs)
-            _refuse_changes(model, _differ(after, attributes_of(model)), reads.operands)
+            _refuse_changes(model, _differ(after, _attributes_of(model)), reads.operands)
 
 
 def _refuse_changes(model, changes, operands):
@@ -84,7 +84,7 @@ class _Reads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def attributes_of(model: torch.nn.Module) -> dict[str, Any]:
+def _attributes_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return a dict from name to value for the Python attributes of a module and its submodules.
 
     Containers and objects are replaced by their elements. Parameters and buffers are not included.

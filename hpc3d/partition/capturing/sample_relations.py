@@ -74,7 +74,7 @@ class BatchValues:
         if not self.follows & {*sources} or _is_buffer(node):
             return
         self.follows.add(node)
-        other = [node for node in sources if is_floating(node) and node.op != "get_attr"]
+        other = [node for node in sources if _is_floating(node) and node.op != "get_attr"]
         if self.real & {*sources} or (floating and other):
             self.real.add(node)
 
@@ -106,7 +106,7 @@ def _relation(node, values):
     """Return an explanation if an operation relates different samples, otherwise `None`."""
     sources = values_of(node)
     results = results_of(node)
-    real = [each for each in sources if each in values.real and is_floating(each)]
+    real = [each for each in sources if each in values.real and _is_floating(each)]
     statistics = [*filter(values.is_statistic, real)]
     rows = [each for each in sources if values.has_rows(each)]
     if statistics and (rows or any(batch_dim(each) is not None for each in results)):
@@ -120,7 +120,7 @@ def _is_along_batch(node, rows):
     packet, given = packet_of(node), arguments_of(node)
     dim = batch_dim(rows[0].meta["val"])
     if packet in _ORDERED:
-        unsorted = packet in _SORTS and not is_floating(rows[0])
+        unsorted = packet in _SORTS and not _is_floating(rows[0])
         return not unsorted and dim in _dims(given, rows[0].meta["val"].dim())
     if packet is _aten.embedding:
         return given["weight"] in rows
@@ -147,7 +147,7 @@ def _dims(given, count):
 def _selects_samples(packet, given, rows, dim):
     """Return True if samples are selected by indices that are only valid in the full batch."""
     source = given["self"]
-    if source not in rows or not is_floating(source):
+    if source not in rows or not _is_floating(source):
         return False
     dim = batch_dim(source.meta["val"])
     if packet is _aten.index:
@@ -197,7 +197,7 @@ def values_of(node: fx.Node) -> list[fx.Node]:
     return sources
 
 
-def is_floating(node: fx.Node) -> bool:
+def _is_floating(node: fx.Node) -> bool:
     """Return True if the value of a node is a floating-point tensor."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point()

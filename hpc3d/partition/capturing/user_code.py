@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
-class Unsupported(ValueError):
+class UnsupportedCode(ValueError):
     """Error raised for code that hpc3d does not support, not even in an opaque operation."""
 
 

@@ -134,7 +134,7 @@ def _program(captured, part, number, crossing, layouts, terms, split):
     pieces = [captured.pieces[index] for index in part]
     wanted = {node for piece in pieces for node in (*piece.nodes, *piece.copies)}
     order = [node for node in captured.program.graph.nodes if node in wanted]
-    sizes = [node for node in order if is_size(node)]
+    sizes = [*filter(is_size, order)]
     received = [node for node, (first, last) in crossing.items() if first < number <= last]
     sent = [node for node, (first, last) in crossing.items() if first <= number < last]
     outputs = [node for node in outputs_of(captured) if node in wanted]
@@ -146,9 +146,8 @@ def _program(captured, part, number, crossing, layouts, terms, split):
     given = (*sizes, *received, *inputs, *weights)
     copies = {node: graph.placeholder(node.name) for node in given}
     messages = {node: copies[node] for node in received}
-    copies |= {
-        node: _arranged(graph, copies[node], node, -1, layouts.outer(node)) for node in received
-    }
+    for node in received:
+        copies[node] = _arranged(graph, copies[node], node, -1, layouts.outer(node))
     for node in order:
         if node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -157,18 +156,19 @@ def _program(captured, part, number, crossing, layouts, terms, split):
                 terms.weigh(copies[node], node, draw)
             if split:
                 split_backward(copies[node], later)
-    messages |= {
-        node: _arranged(graph, copies[node], node, layouts.outer(node), -1)
-        for node in sent
-        if node not in messages
-    }
+    for node in (each for each in sent if each not in messages):
+        messages[node] = _arranged(graph, copies[node], node, layouts.outer(node), -1)
     graph.output((*(messages[node] for node in sent), *(copies[node] for node in outputs)))
     module = fx.GraphModule(torch.nn.Module(), graph)
-    targets = {number for node in order for number in written_memory(node)}
-    written = [name for node, name in weights.items() if targets & memory_of(node)]
     values = tuple(node.meta["val"] for node in sizes)
-    ends = received, inputs, weights.values(), sent, outputs, written
+    ends = received, inputs, weights.values(), sent, outputs, _written(order, weights)
     return StageProgram(module, values, *map(tuple, ends), split)
+
+
+def _written(order, weights):
+    """Return the names of the weights that the operations in `order` modify."""
+    targets = {number for node in order for number in written_memory(node)}
+    return [name for node, name in weights.items() if targets & memory_of(node)]
 
 
 def _arranged(graph, copy, node, *sizes):

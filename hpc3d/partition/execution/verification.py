@@ -206,7 +206,7 @@ class _Verification:
         draw, received, given, weights = self._arguments(rows)
         first = rows.start - self.both.start
         fixed = {
-            node: rows_of_samples(value, range(first, first + len(rows)), len(self.both))[0]
+            node: _rows_of_samples(value, range(first, first + len(rows)), len(self.both))[0]
             for node, value in (whole[0].items() if norms else ())
             if node in norms
         }
@@ -227,7 +227,7 @@ class _Verification:
             for node, value in values.items():
                 if not carries_batch(node) or not isinstance(value, torch.Tensor):
                     continue
-                orders = rows_of_samples(both[node], here, len(self.both))
+                orders = _rows_of_samples(both[node], here, len(self.both))
                 if not any(self._same(value, expected) for expected in orders):
                     return f"{node.name} relates samples{where(node)}; compute it for each sample"
         return "return the loss as a mean over the samples"
@@ -274,7 +274,7 @@ def _result(loss, gradients, parameters):
     )
 
 
-def rows_of_samples(
+def _rows_of_samples(
     value: torch.Tensor, samples: range, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of some of `count` samples; each sample has the same number of rows.
