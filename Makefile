@@ -5,7 +5,7 @@
 # make test-profile  measure the cost of the tests; EVERY=4 runs one case in 4
 # make fuzz        run the property-based tests with new cases for MINUTES
 # make test-mpi    compare NP=8 ranks, started by LAUNCH (mpirun), with one rank: tests launcher and MPI
-# make test-peers  compare imported and exported weights with Hugging Face transformers
+# make test-peers  compare weights and partitioned models with Hugging Face transformers
 # make slurm-test  test the scripts of jobs/ under a Slurm that is started on this machine
 # make entrances   run setup and training in fresh clones, with Debian's MPIs and without an MPI
 # make test-hosts  train on several hosts, emulated on this machine (root, iproute2)
