@@ -214,6 +214,21 @@ def checked(captured: Captured) -> Captured:
     return captured
 
 
+def updated_by_microbatches(captured: Captured) -> list[str]:
+    """Return the names of modified buffers on which the loss depends.
+
+    The running statistics of norms are not included, because only evaluation reads them.
+    """
+    relevant = BatchValues(captured.program, captured.loss.node).relevant
+    memory = {
+        number
+        for node in relevant
+        if getattr(node.target, "overloadpacket", None) not in _NORMS
+        for number in written_memory(node)
+    }
+    return [name for node, name in captured.weights.items() if memory & memory_of(node)]
+
+
 def _independent_inputs(module, inputs):
     """Return the indices of inputs whose number of rows may differ from the batch size."""
     first, *others = _carrying(inputs, _batch_of(inputs))

@@ -43,7 +43,7 @@ _NONLINEAR_REDUCTIONS = {
     *(_aten.max, _aten.min, _aten.amax, _aten.amin, _aten.median, _aten.nanmedian, _aten.mode),
     *(_aten.var, _aten.std, _aten.var_mean, _aten.std_mean, _aten.norm, _aten.logsumexp),
     *(_aten.linalg_vector_norm, _aten.linalg_norm, _aten.prod, _aten.aminmax, _aten.topk),
-    *(_aten.kthvalue, _aten.quantile, _aten.select, _aten.frobenius_norm),
+    *(_aten.kthvalue, _aten.quantile, _aten.select, _aten.frobenius_norm, _aten.nanmean),
 }
 _DECIDED = {  # nonlinear functions that are not pointwise, or whose tag is missing
     *(_aten.softmax, _aten.log_softmax, _aten.logsumexp, _aten.norm, _aten.prod),
@@ -54,17 +54,23 @@ _UNDECIDED = {_aten.where, _aten.nan_to_num, _aten.masked_fill, _aten.copy_, _at
 
 def refuse_other_losses(values: BatchValues, loss: fx.Node) -> None:
     """Raise ValueError if the loss is a sum over samples, or a nonlinear function of a mean."""
-    powers: dict[fx.Node, Powers] = {}
     for node in values.nodes:
         if node in values.relevant:
             _refuse_nonlinear(node, values)
-        powers[node] = _powers(node, values, powers)
-    found = powers.get(loss)
+    found = powers_of(values).get(loss)
     if found is not None and found != _MEAN:
         raise ValueError(
             f"the loss is a sum over the samples, not a mean: {loss.name}{where(loss)}; use the "
             "mean over the samples, or divide by the batch size of the input (x.shape[0])"
         )
+
+
+def powers_of(values: BatchValues) -> dict[fx.Node, Powers]:
+    """Return the powers of the batch size by which the terms of each value are scaled."""
+    powers: dict[fx.Node, Powers] = {}
+    for node in values.nodes:
+        powers[node] = _powers(node, values, powers)
+    return powers
 
 
 def _refuse_nonlinear(node, values):
@@ -137,7 +143,9 @@ def _of_operand(each, powers):
     if isinstance(each, fx.Node):
         value = each.meta.get("val")
         return powers.get(each, _MEAN) if isinstance(value, torch.Tensor) else _of_number(value)
-    return _MEAN if each is not None else None
+    if each is None:
+        return None
+    return _MEAN if each != 0 else frozenset()
 
 
 def _of_number(value: Any) -> Powers:

@@ -92,7 +92,14 @@ def _attributes_of(model: torch.nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen = {id(part) for part in model.modules()}
     for path, part in model.named_modules():
-        for key, value in [*vars(part).items()]:
+        shared = {
+            key: value
+            for kind in reversed(type(part).__mro__)
+            if not kind.__module__.startswith(("torch.", "builtins"))
+            for key, value in vars(kind).items()
+            if isinstance(value, _VALUES) and not key.startswith("__")
+        }
+        for key, value in [*(shared | vars(part)).items()]:
             if key not in _OF_MODULES:
                 found.update(_leaves(f"{path}.{key}".removeprefix("."), value, seen, 0))
     return found

@@ -8,18 +8,25 @@ samples of the step have the denominator D and the n samples of the microbatch a
 
     sum over microbatches of (n / N) (sum of n samples) / (D n / N)  =  (sum of N samples) / D
 
-D is computed on rank 0 before the step, from the inputs and from weights that do not change.
+In general, each statistic of the inputs that does not depend on trained parameters, such as a
+count, a mean or a maximum over the samples, has the value of the full batch. If it grows with the
+batch, as a count does, it is multiplied by n / N. D and the statistics are computed on rank 0
+before the step.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
+from hpc3d.console.exit_codes import BadData
 from hpc3d.partition.capture import (
     Captured,
     is_size,
@@ -29,39 +36,55 @@ from hpc3d.partition.capture import (
     state_of,
     written_by,
 )
+from hpc3d.partition.capturing.flat_export import where
+from hpc3d.partition.capturing.mean_loss import powers_of
+from hpc3d.partition.capturing.sample_relations import BatchValues, packet_of
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.random_operations import arguments_of
 
 _aten = torch.ops.aten
 _OVER_TARGETS = (_aten.cross_entropy_loss, _aten.nll_loss_nd, _aten.nll_loss, _aten.nll_loss2d)
-_QUOTIENTS = (_aten.div, _aten.div_, _aten.true_divide)
+_SAME_DEGREE = {  # functions that grow with the batch size as their operand does
+    *(_aten.clamp, _aten.clamp_, _aten.clamp_min, _aten.clamp_min_, _aten.maximum, _aten.abs),
+    *(_aten.to, _aten._to_copy, _aten.add_, _aten.type_as),
+}
 _MEAN, _SUM = 1, 2  # values of the argument `reduction` in torch
 
 
 class LossTerms:
-    """Operations of a captured module that divide by a number of valid targets.
+    """Operations of a captured module whose results depend on the inputs of the full batch.
 
-    `names` contains the names of these operations. `weights` must map the names in `reads` to
-    tensors before `denominators` is called; no step changes these weights.
+    `sizes` maps the name of each of these operations to the number of values that it needs.
+    `weights` must map the names in `reads` to tensors before `values` is called; no step changes
+    these weights.
     """
 
     def __init__(self, captured: Captured) -> None:
-        known = _known(captured)
+        known, nodes = _known(captured), captured.program.graph.nodes
         self.captured = captured
-        self.terms = {
+        self.targets = {
             node: operands
-            for node in captured.program.graph.nodes
-            if (operands := _operands(node, captured)) and {*operands} <= known
+            for node in nodes
+            if node in captured.piece_of and (operands := _operands(node))
         }
-        self.names = [node.name for node in self.terms]
-        self.order = _needed(captured, [each for some in self.terms.values() for each in some])
+        self.unknown = {node for node, each in self.targets.items() if not {*each} <= known}
+        self.targets = {n: each for n, each in self.targets.items() if n not in self.unknown}
+        batch = BatchValues(captured.program, captured.loss.node)
+        self.degrees = _degrees(
+            batch, [node for node in nodes if _is_boundary(node, known, batch)]
+        )
+        self.sizes = {node.name: 1 for node in self.targets}
+        self.sizes |= {node.name: prod(node.meta["val"].shape) for node in self.degrees}
+        wanted = [each for operands in self.targets.values() for each in operands]
+        self.order = _needed(captured, [*wanted, *self.degrees])
         self.reads = {captured.weights[node] for node in self.order if node in captured.weights}
         self.weights: dict[str, torch.Tensor] = {}
 
-    def denominators(self, inputs: Sequence[Any], samples: int) -> dict[str, float]:
-        """Return the denominator of each operation, divided by the number of samples.
+    def values(self, inputs: Sequence[Any], samples: int) -> dict[str, torch.Tensor]:
+        """Return the float64 values that each operation needs from the full batch.
 
-        `inputs` contains the model inputs of a step with `samples` samples.
+        `inputs` contains the model inputs of a step with `samples` samples. Values that grow with
+        the batch are divided by the number of samples.
         """
         captured = self.captured
         values = dict(zip(captured.inputs, inputs, strict=True))
@@ -73,70 +96,69 @@ class LossTerms:
             elif node not in values:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
-        return {
+        found = {
             node.name: _denominator(node, [values[each] for each in operands]) / samples
-            for node, operands in self.terms.items()
+            for node, operands in self.targets.items()
+        }
+        return found | {
+            node.name: values[node].double() / samples**degree
+            for node, degree in self.degrees.items()
         }
 
     def weigh(self, node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
-        """Let an operation divide by the denominator of the step, scaled to the samples.
+        """Let an operation use the values of the full batch.
 
         `node` is a copy of the operation `original`, and `draw` is the graph input that receives
         a `Draw` at run time. Other operations are not changed.
         """
-        if original not in self.terms:
-            return
-        if original.target.overloadpacket in _QUOTIENTS:
-            node.args = original.name, draw, *node.args[:2]
-            node.target = _quotient
-        else:
+        if original in self.targets:
             node.args = original.name, draw, node.target, arguments_of(node)
             node.target, node.kwargs = _mean_over_targets, {}
+        elif original in self.unknown:
+            node.args = original.name, where(original), node.target, arguments_of(node)
+            node.target, node.kwargs = _mean_without_ignored, {}
+        elif original in self.degrees:
+            place = original.name, draw, self.degrees[original]
+            node.args = *place, node.target, node.args, node.kwargs
+            node.target, node.kwargs = _statistic, {}
 
 
-def _operands(node: fx.Node, captured: Captured) -> list[fx.Node]:
-    """Return the operands that determine the denominator of an operation.
-
-    These are the targets and the class weights of a loss, or the divisor of a quotient. The list
-    is empty if the operation does not divide by a number of valid targets.
-    """
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet in _OVER_TARGETS:
-        given = arguments_of(node)
-        target, weight = given["target"], given["weight"]
-        classes = not target.meta["val"].is_floating_point()
-        if given["reduction"] == _MEAN and classes:
-            return [target] if weight is None else [target, weight]
-    if packet in _QUOTIENTS and node in captured.piece_of:
-        over, divisor = node.args[:2]
-        if isinstance(divisor, fx.Node) and divisor in captured.piece_of and _is_sum(over):
-            return [divisor]
-    return []
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Return the targets and the class weights of a mean over targets, otherwise []."""
+    if packet_of(node) not in _OVER_TARGETS:
+        return []
+    given = arguments_of(node)
+    target, weight = given["target"], given["weight"]
+    if given["reduction"] != _MEAN or target.meta["val"].is_floating_point():
+        return []
+    return [target] if weight is None else [target, weight]
 
 
-def _is_sum(node: Any) -> bool:
-    """Return True if a scalar is a sum over the samples of a batch."""
-    if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], torch.Tensor):
+def _is_boundary(node: fx.Node, known: set[fx.Node], batch: BatchValues) -> bool:
+    """Return True for a known statistic of the batch that is not only used in other statistics."""
+    if node not in known or not batch.is_statistic(node):
         return False
-    if node.meta["val"].dim():
-        return False
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is _aten.sum:
-        return True
-    return "reduction" in _parameters(node) and arguments_of(node)["reduction"] == _SUM
+    return any(user not in known or not batch.is_statistic(user) for user in node.users)
 
 
-def _parameters(node):
-    schema = getattr(node.target, "_schema", None)
-    return {each.name for each in schema.arguments} if schema else {}
+def _degrees(batch: BatchValues, nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Return 1 for each of the statistics `nodes` that grows with the batch size, otherwise 0."""
+    powers = powers_of(batch)
+
+    def degree(node):
+        found = powers.get(node)
+        if found is None and packet_of(node) in _SAME_DEGREE:
+            return max(map(degree, filter(batch.is_statistic, node.all_input_nodes)), default=0)
+        return min(1, max(0, *found)) if found else 0
+
+    return {node: degree(node) for node in nodes}
 
 
-def _denominator(node: fx.Node, operands: Sequence[torch.Tensor]) -> float:
+def _denominator(node: fx.Node, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     target, *weight = operands
-    if node.target.overloadpacket in _QUOTIENTS:
-        return float(target)
     valid = target[target != arguments_of(node)["ignore_index"]]
-    return float(weight[0][valid].sum()) if weight else float(valid.numel())
+    count = weight[0][valid].sum() if weight else torch.tensor(valid.numel())
+    return count.double()
 
 
 def _known(captured: Captured) -> set[fx.Node]:
@@ -152,7 +174,8 @@ def _known(captured: Captured) -> set[fx.Node]:
         if node.op != "call_function":
             continue
         tags = getattr(node.target, "tags", ())
-        drawn = not hasattr(node.target, "_schema") or torch.Tag.nondeterministic_seeded in tags
+        operation = hasattr(node.target, "_schema") or node.target is operator.getitem
+        drawn = not operation or torch.Tag.nondeterministic_seeded in tags
         if is_size(node):
             found.add(node)
         elif drawn or memory_of(node) & unknown or not found.issuperset(node.all_input_nodes):
@@ -181,15 +204,42 @@ def _needed(captured: Captured, wanted: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if node in found]
 
 
-def _quotient(name: str, draw: Draw, total: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    given = draw.denominators.get(name)
-    return total / (divisor if given is None else given * draw.samples)
-
-
 def _mean_over_targets(
     name: str, draw: Draw, loss: Callable[..., torch.Tensor], arguments: Mapping[str, Any]
 ) -> torch.Tensor:
-    given = draw.denominators.get(name)
+    """Divide the sum over the targets by the denominator of the step, scaled to the samples."""
+    given = draw.batch_values.get(name)
     if given is None:
         return loss(**arguments)
-    return loss(**arguments | {"reduction": _SUM}) / (given * draw.samples)
+    return loss(**arguments | {"reduction": _SUM}) / (float(given) * draw.samples)
+
+
+def _mean_without_ignored(
+    name: str, line: str, loss: Callable[..., torch.Tensor], arguments: Mapping[str, Any]
+) -> torch.Tensor:
+    """Compute a loss whose targets depend on trained parameters; no target may be ignored."""
+    target = arguments["target"]
+    ignored = not isinstance(target, FakeTensor) and (target == arguments["ignore_index"]).any()
+    if arguments["weight"] is not None or ignored:
+        raise BadData(
+            f"{name}{line}: the targets depend on trained parameters, so the number of valid "
+            "targets in the batch is unknown; compute the loss without ignored targets and "
+            "class weights"
+        )
+    return loss(**arguments)
+
+
+def _statistic(
+    name: str,
+    draw: Draw,
+    degree: int,
+    operation: Callable[..., torch.Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> torch.Tensor:
+    """Return a statistic of the full batch, scaled to the samples if it grows with the batch."""
+    here, given = operation(*args, **kwargs), draw.batch_values.get(name)
+    if given is None:
+        return here
+    dtype = here.dtype if here.is_floating_point() or not degree else torch.get_default_dtype()
+    return (given * draw.samples**degree).to(dtype).view(here.shape)

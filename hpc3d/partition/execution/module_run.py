@@ -48,7 +48,12 @@ from hpc3d.config.resolve import refuse
 from hpc3d.console.exit_codes import BadData
 from hpc3d.console.sanitize import counted
 from hpc3d.partition import plan_file
-from hpc3d.partition.capture import Captured, captured_of, shape_of
+from hpc3d.partition.capture import (
+    Captured,
+    captured_of,
+    shape_of,
+    updated_by_microbatches,
+)
 from hpc3d.partition.capturing.user_code import described
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.predicted_traffic import (
@@ -273,6 +278,8 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
         f"replicas per stage {replicas}; ZeRO {config.parallel.zero}"
     )
     yield f"loss: {model.captured.loss.text}"
+    for name in updated_by_microbatches(model.captured):
+        yield f"buffer {name}: updated by each microbatch, not once per step as in torch"
     batch, micros = config.train.batch, config.parallel.microbatches
     yield from traffic_lines(border_traffic(model, batch, micros), sum_traffic(model))
 

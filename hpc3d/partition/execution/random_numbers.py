@@ -20,14 +20,14 @@ from hpc3d.ops.random import keep_mask, normal, philox_draws, philox_key
 class Draw(NamedTuple):
     """Key of the random numbers for samples `first` to `first + samples` (exclusive) of a step.
 
-    `denominators` maps names of loss terms to the number of valid targets per sample of the step.
+    `batch_values` maps names of operations to values of the full batch (see LossTerms).
     """
 
     seed: int
     step: int
     first: int
     samples: int
-    denominators: Mapping[str, float] = MappingProxyType({})
+    batch_values: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class RandomNumbers(NamedTuple):

@@ -24,9 +24,9 @@ class SampleRows(NamedTuple):
     """This rank's samples of one microbatch in a training step.
 
     The samples have the indices `first` to `first + samples` (exclusive) in the batch. `inputs`
-    maps the model's input nodes to values, and `denominators` maps the names of loss terms to
-    their denominators per sample of the step. The gradient is computed for the sum of the samples'
-    losses, multiplied by `scale`. `training` is always True.
+    maps the model's input nodes to values, and `batch_values` the names of operations to values of
+    the full batch (see LossTerms). The gradient is computed for the sum of the samples' losses,
+    multiplied by `scale`. `training` is always True.
     """
 
     step: int
@@ -34,7 +34,7 @@ class SampleRows(NamedTuple):
     samples: int
     inputs: Mapping[fx.Node, Any]
     scale: float
-    denominators: Mapping[str, float] = MappingProxyType({})
+    batch_values: Mapping[str, torch.Tensor] = MappingProxyType({})
     training: bool = True
 
 
@@ -55,18 +55,25 @@ def flat_inputs(captured: Captured, inputs: tuple | dict) -> list[Any]:
     Raises ValueError if the number or the names of the inputs do not match the model.
     """
     wanted = ", ".join(node.name for node in captured.inputs)
-    if isinstance(inputs, dict):
-        names = captured.program.call_spec.in_spec.child(1).context
-        if {*inputs} != {*names}:
+    spec = captured.program.call_spec.in_spec.child(isinstance(inputs, dict))
+    flat = tree_leaves(_ordered(inputs, spec, wanted))
+    if len(flat) != len(captured.inputs):
+        raise ValueError(f"{len(flat)} inputs were given, but the model takes {wanted}")
+    return flat
+
+
+def _ordered(inputs, spec, wanted):
+    """Return nested inputs, in which the values of a dict are in the order of the captured one."""
+    if isinstance(inputs, dict) and isinstance(spec.context, list):
+        if {*inputs} != {*spec.context}:
             raise ValueError(
                 f"the given inputs are {', '.join(map(str, inputs)) or 'none'}, but the model "
                 f"takes {wanted}"
             )
-        inputs = tuple(inputs[name] for name in names)
-    flat = tree_leaves(inputs)
-    if len(flat) != len(captured.inputs):
-        raise ValueError(f"{len(flat)} inputs were given, but the model takes {wanted}")
-    return flat
+        inputs = [inputs[name] for name in spec.context]
+    if isinstance(inputs, list | tuple) and len(inputs) == spec.num_children:
+        return [_ordered(each, spec.child(n), wanted) for n, each in enumerate(inputs)]
+    return inputs
 
 
 class SampleLoader:
@@ -100,7 +107,7 @@ class SampleLoader:
         """
         self.valid, nodes = {number: self.samples}, self.terms.captured.inputs
         given = self.batches(number) if self.batches else [None] * len(nodes)
-        denominators = self._denominators(given)
+        batch_values = self._batch_values(given)
         kept: list[dict[fx.Node, Any]] = [{} for _ in self.rows]
         for node, value in zip(nodes, given, strict=True):
             whole = self._told(node, value)
@@ -109,18 +116,19 @@ class SampleLoader:
                     inputs[node] = rows_for(node, whole, rows)
         scale = factor / self.samples
         return {
-            index: SampleRows(number, rows.start, len(rows), inputs, scale, denominators)
+            index: SampleRows(number, rows.start, len(rows), inputs, scale, batch_values)
             for index, (rows, inputs) in enumerate(zip(self.rows, kept, strict=True))
         }
 
-    def _denominators(self, given):
-        """Compute the denominators of the loss terms on rank 0 and broadcast them."""
-        names, mine = self.terms.names, np.empty(0)
-        if self.batches and names:
-            found = self.terms.denominators(given, self.samples)
-            mine = np.array([found[name] for name in names])
-        told = self.mesh.world.broadcast(mine, 0).wait() if names else mine
-        return dict(zip(names, told.tolist(), strict=True))
+    def _batch_values(self, given):
+        """Compute the values that depend on the full batch on rank 0, and broadcast them."""
+        sizes, mine = self.terms.sizes, np.empty(0)
+        if self.batches and sizes:
+            found = self.terms.values(given, self.samples)
+            mine = torch.cat([found[name].reshape(-1) for name in sizes]).numpy()
+        told = np.array(self.mesh.world.broadcast(mine, 0).wait()) if sizes else mine
+        split = torch.from_numpy(told).split([*sizes.values()])
+        return dict(zip(sizes, split, strict=True))
 
     def _told(self, node, value):
         """Broadcast an input from rank 0 and return its value; constants are not sent."""

@@ -94,7 +94,7 @@ class TorchStage:
 
     def _run(self, received, micro, tensors):
         """Run the chunk; return the values to send, or the mean loss if this is the last chunk."""
-        draw = Draw(self.seed, micro.step, micro.first, micro.samples, micro.denominators)
+        draw = Draw(self.seed, micro.step, micro.first, micro.samples, micro.batch_values)
         sent, outputs = self.program.run(draw, received, micro.inputs, tensors, self._later)
         return sent if self.loss is None else [outputs[self.loss]]
 

@@ -67,7 +67,7 @@ def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
 
 def warnings(captured: Captured) -> Iterator[str]:
     """Yield a line for each operation that the file computes differently than `partition run`."""
-    for name in LossTerms(captured).names:
+    for name in LossTerms(captured).sizes:
         yield (
             f"{name}: the file weights microbatches by their samples; if they have different "
             "numbers of valid targets, because some are ignored, use -o PLAN.json"

@@ -169,8 +169,7 @@ class _Verification:
         terms.weights = {name: self.values[name] for name in terms.reads}
         both = self._given(self.both)
         flat = [both[node] for node in self.captured.inputs]
-        denominators = terms.denominators(flat, len(self.both))
-        draw = Draw(0, 0, rows.start, len(rows), denominators)
+        draw = Draw(0, 0, rows.start, len(rows), terms.values(flat, len(self.both)))
         return draw, (), self._given(rows), self._weights()
 
     def _of_program(self, program: StageProgram, rows: range) -> Result:

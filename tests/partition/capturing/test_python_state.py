@@ -56,6 +56,22 @@ def test_attribute_that_every_call_changes_is_rejected(function, name, value):
         captured_with(function, **{name: value})
 
 
+class Ticking(Layers):
+    """A class attribute that every call changes."""
+
+    ticks = 0
+
+    def forward(self, x):
+        type(self).ticks += 1
+        return super().forward(x) * self.ticks
+
+
+def test_class_attribute_that_every_call_changes_is_rejected():
+    model = Ticking(lambda model, x: model.squares(x).mean())
+    with pytest.raises(ValueError, match=r"forward changes the attribute `ticks` of the model \("):
+        capture(model, (values(8, 6),))
+
+
 def caches(model, x):
     """Sizes, a table keyed by size, a setting, and outputs for inspection."""
     kept = model.a

@@ -8,6 +8,7 @@ pytest.importorskip("torch")
 import torch
 
 from hpc3d.comm.threads import run
+from hpc3d.partition.capture import capture
 from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.sample_batches import (
     SampleLoader,
@@ -41,6 +42,19 @@ def test_nested_inputs_are_flattened():
     assert flat_inputs(captured, ([{"a": (2,)}], 4)) == [2, 4]
     with pytest.raises(ValueError, match=r"3 inputs were given, .* takes x, y"):
         flat_inputs(captured, ([1, {"a": 2}], 3))
+
+
+def test_nested_dicts_may_have_any_order():
+    class Difference(torch.nn.Module):
+        def forward(self, pair):
+            return pair["one"] - 2 * pair["two"]
+
+    captured = capture(
+        Difference(), ({"one": torch.zeros(4, 2), "two": torch.zeros(4, 3)[:, :2]},)
+    )
+    assert flat_inputs(captured, ({"two": 2, "one": 1},)) == [1, 2]
+    with pytest.raises(ValueError, match="the given inputs are one, three, but the model takes"):
+        flat_inputs(captured, ({"one": 1, "three": 3},))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.int64, torch.bfloat16])
