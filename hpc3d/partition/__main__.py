@@ -10,18 +10,19 @@
     torchrun --nproc-per-node N PLAN.py
     mpirun -np 2 python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
 
-MODULE:FACTORY is a function that returns an nn.Module and a tuple of example inputs, whose
-dimension 0 is the batch of a step. The module is not changed and needs no memory: it is captured
-on fake tensors. The costs of its operations come from a machine file, or from the measurements of
-`profile`. The planner jointly searches for the stages, the replicas and recomputation of each
-stage, the number of microbatches, and the schedule. Options fix individual values.
+MODULE:FACTORY is a function that returns an nn.Module and its example inputs (a tuple or a dict),
+whose dimension 0 is the batch of a step. The module is not changed. It is captured on fake
+tensors, which need no memory. The costs of its operations come from a machine file, or from the
+measurements of `profile`. The planner jointly searches for the stages, the replicas and
+recomputation of each stage, the number of microbatches, and the schedule. Options fix individual
+values.
 
 COSTS.json is {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
 "edges": [{"from", "to", "bytes"}], "together": [[ids]]}. Times are in seconds per microbatch.
 "memory" is the permanent memory of a node in bytes, "saved" its memory per microbatch in flight,
 and "parameters" the bytes that replicas reduce. Edges from one node with equal bytes are one value
-with several consumers, unless a "value" distinguishes them. The nodes of a group in "together" are
-on the same stage.
+with several consumers, unless their "value" keys differ. The nodes of a group in "together" are on
+the same stage.
 
 Values only flow forward from stage to stage. --objective time minimizes the step time of the
 pipeline schedule. --objective load minimizes the load of the busiest stage: its compute time, and
@@ -124,11 +125,11 @@ def parser() -> Parser:
     add("--schedule", choices=_SCHEDULES, help=text)
     text = (
         "modules only: use activation checkpointing in no stage (none), in all stages (full), or "
-        "where the planner chooses (stage, the default)"
+        "those stages that the planner selects (stage, the default)"
     )
     add("--recompute", choices=("none", "full", "stage"), help=text)
     text = "modules only: fraction of the memory to leave free (default: 0.1)"
-    add("--margin", type=_part, metavar="X", help=text)
+    add("--margin", type=_fraction, metavar="X", help=text)
     text = "modules only: ZeRO stage; 1 shards the optimizer state over replicas (default: 0)"
     add("--zero", type=int, choices=(0, 1), help=text)
     text = "objective to minimize (default: time)"
@@ -148,7 +149,7 @@ def _counts(text):
     return tuple(map(integer(1, MOST_RANKS), text.split(",")))
 
 
-def _part(text):
+def _fraction(text):
     if not re.fullmatch(r"0?\.[0-9]+|0", text):
         raise ArgumentTypeError(
             f"{text:.40}: must be a fraction from 0 to less than 1, such as 0.1"
@@ -160,23 +161,23 @@ def _plan(options):
     if (options.model is None) == (options.graph is None):
         raise ValueError("specify either MODULE:FACTORY or --graph COSTS.json, but not both")
     need("partition", "networkx")
-    printed = (_of_file if options.graph else _of_module)(options)
+    printed = (_plan_graph if options.graph else _plan_module)(options)
     if options.json:
         print(json.dumps(printed))
 
 
-_OF_MODULES = (
+_MODULE_OPTIONS = (
     *("machine", "profile", "batch", "replicas", "recompute", "margin", "zero"),
     *("output", "draw"),
 )
 
 
-def _of_file(options):
+def _plan_graph(options):
     from hpc3d.partition import cost_file
     from hpc3d.partition.evaluation import Limits
     from hpc3d.partition.planner import planned
 
-    given, problems = [name for name in _OF_MODULES if getattr(options, name) is not None], []
+    given, problems = [name for name in _MODULE_OPTIONS if getattr(options, name) is not None], []
     if given:
         names = ", ".join(f"--{name}" for name in given)
         problems.append(
@@ -197,10 +198,10 @@ def _of_file(options):
 
 # Garbage collection threshold, in allocations. Frequent collections would be slow, because a
 # captured model has millions of live objects.
-_SELDOM = 200_000
+_GC_THRESHOLD = 200_000
 
 
-def _of_module(options):
+def _plan_module(options):
     need(options.model, "torch")
     from hpc3d.partition.capture import captured_of
     from hpc3d.partition.execution.random_operations import check_random_operations
@@ -211,7 +212,7 @@ def _of_module(options):
             "--bandwidth: valid only with --graph; for a module, the bandwidth is in the machine "
             "file (--machine)"
         )
-    gc.set_threshold(_SELDOM)
+    gc.set_threshold(_GC_THRESHOLD)
     captured = captured_of(options.model)
     if options.output and captured.loss.node is None:
         raise ValueError(f"{options.model}: {captured.loss.text}; without a loss, omit -o")
@@ -223,7 +224,7 @@ def _of_module(options):
         given["schedules"] = tuple(name for name in _SCHEDULES if name in known)
     asked = {name: value for name, value in given.items() if value is not None}
     plan = best_plan(_costs(captured, options), Wanted(**asked))
-    _show_whole(captured.whole)
+    _show_opaque(captured.whole)
     _show_module(plan, options.ranks, captured)
     if options.draw:
         from hpc3d.partition.arc_diagram import arc_diagram
@@ -269,7 +270,7 @@ def _costs(captured, options):
     return profile.costs(captured, machine, options.batch)
 
 
-def _show_whole(modules):
+def _show_opaque(modules):
     """Print the submodules that torch.export could not trace, grouped by reason."""
     reasons = {}
     for each in modules:
@@ -288,7 +289,7 @@ def _show_whole(modules):
 def _show(plan, limits):
     stages = len(plan.stages)
     _show_head(plan.schedule, stages, limits.microbatches, stages, limits.ranks)
-    _show_sums(plan.time, plan.load, plan.memory)
+    _show_totals(plan.time, plan.load, plan.memory)
     if plan.all_cuts:
         proof = "optimal" if plan.proven else "search limit reached, possibly not optimal"
         searched = f"all {plan.cuts} downsets of the graph; {proof}"
@@ -313,7 +314,7 @@ def _show_head(schedule, stages, microbatches, used, ranks):
         print(f"{left}, because the step is shorter without them")
 
 
-def _show_sums(seconds, load, memory):
+def _show_totals(seconds, load, memory):
     print(f"step time       {readable_time(seconds)}")
     print(f"busiest stage   {readable_time(load)} per microbatch, including messages")
     print(f"peak memory     {memory / 1e6:.6g} MB per rank")
@@ -342,7 +343,7 @@ def _show_module(plan, ranks, captured):
     _show_head(choice.schedule, choice.width, choice.microbatches, choice.ranks, ranks)
     if choice.ranks < ranks:
         _show_largest(captured, plan.costs.graph(1), ranks)
-    _show_sums(step.seconds, plan.load, max(step.held))
+    _show_totals(step.seconds, plan.load, max(step.held))
     print(f"memory limit    {plan.memory / 1e6:.6g} MB per rank, excluding the margin")
     searched = f"one topological order of {plan.costs.count} nodes, by simulation"
     print(f"searched        {searched}")
@@ -351,13 +352,13 @@ def _show_module(plan, ranks, captured):
     print(
         "stage  ranks  recompute   forward [s]  backward [s]  all-reduce [s]  memory [MB]  nodes"
     )
-    for part, (stage, ids) in enumerate(zip(choice.stages, plan.ids)):
-        number = part % choice.width
-        times = f"{step.forward[part]:12.6g}  {step.backward[part]:12.6g}"
-        sums = f"{step.sums[number]:14.4g}  {step.held[number] / 1e6:11.6g}"
+    for chunk, (stage, ids) in enumerate(zip(choice.stages, plan.ids)):
+        number = chunk % choice.width
+        times = f"{step.forward[chunk]:12.6g}  {step.backward[chunk]:12.6g}"
+        totals = f"{step.sums[number]:14.4g}  {step.held[number] / 1e6:11.6g}"
         again = "yes" if stage.recompute else "no"
         replicas = f"{stage.replicas:5d}  {again:9}"
-        print(f"{number:5d}  {replicas}  {times}  {sums}  {sanitized(_some(ids))}")
+        print(f"{number:5d}  {replicas}  {times}  {totals}  {sanitized(_some(ids))}")
     _show_borders(plan.borders, step.seconds)
 
 

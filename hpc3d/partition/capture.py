@@ -7,7 +7,8 @@ Therefore:
 
 * An operation whose result has the batch in dimension 0 is a piece of its own.
 * Operations that do not depend on the batch (a transposed weight, a mask) are cheap. Every piece
-  that reads their results recomputes them. Tensor sizes are computed from the stage's batch size.
+  that reads their results recomputes them. Each stage computes tensor sizes from the number of
+  samples in its microbatch.
 * An operation whose result depends on the batch, but does not have the batch in dimension 0 (such
   as a mean), is in the same piece as all readers of the result. The same applies to an operation
   that returns a tuple. Operations on the same memory or buffer are in one piece if one of them
@@ -99,7 +100,9 @@ class Captured(NamedTuple):
 
     `readers` maps each node whose value is read by other pieces to the indices of those pieces.
     `piece_of` maps a node to the index of its piece. `attributes` maps the name of a constant to
-    the path of the module's attribute that contains the value.
+    the path of the module's attribute that contains the value. `batch` is the batch size of the
+    example inputs, `weights` maps input nodes of the graph to the names of parameters, buffers and
+    constants, and `whole` contains the opaque operations.
     """
 
     program: ExportedProgram
@@ -122,8 +125,8 @@ def capture(
 ) -> Captured:
     """Capture a module that is called with `inputs`, whose dimension 0 is the batch.
 
-    All inputs with as many rows as the first input have a batch dimension, except the flattened
-    inputs with the indices in `unsplit`.
+    The batch size is the number of rows of the first input. Every input with this number of rows
+    is split with the batch, unless its index in the flattened inputs is in `unsplit`.
 
     The module is not changed. A submodule that cannot be traced becomes one opaque operation,
     whose shapes and costs are recorded in a run on real data. If the given tensors have no data,
@@ -135,18 +138,18 @@ def capture(
     refuse_scripted(module)
     refuse_gradient_hooks(module)
     carrying = [each for each in _carrying(inputs, batch) if each not in unsplit]
-    whole = WholeModules(partial(_example, module, inputs, carrying, with_data), batch)
-    program, model, outputs = _traced(module, inputs, whole, carrying)
-    _refuse(program)
+    opaque = WholeModules(partial(_example, module, inputs, carrying, with_data), batch)
+    program, model, outputs = _traced(module, inputs, opaque, carrying)
+    _refuse_unsupported(program)
     attributes = _attributes(program, model)
-    kept = place_whole(program)
-    found = _pieces(program, batch, _first_names(model))
-    loss = _loss(found, outputs)
+    operations = place_whole(program)
+    captured = _pieces(program, batch, _first_names(model))
+    loss = _loss(captured, outputs)
     _freeze(program, outputs.trained(None if loss.node is None else outputs.loss()))
-    return found._replace(whole=kept, attributes=attributes, loss=loss)
+    return captured._replace(whole=operations, attributes=attributes, loss=loss)
 
 
-def _traced(module, inputs, whole, carrying):
+def _traced(module, inputs, opaque, carrying):
     """Trace a module, and convert each submodule that cannot be traced to an opaque operation.
 
     Returns the program, the copy of the module that was traced, and its outputs.
@@ -156,7 +159,7 @@ def _traced(module, inputs, whole, carrying):
         try:
             with undisturbed():
                 model, like = _emptied(module, inputs)
-                whole.stand_in(model)
+                opaque.stand_in(model)
                 outputs = _named_outputs(model, like)
                 watch = StateWatch(model)
                 program = _program(model, like, carrying)
@@ -167,16 +170,16 @@ def _traced(module, inputs, whole, carrying):
                 why = explained(error, model, path)
                 if isinstance(error, UnsupportedCode):
                     raise ValueError(why) from error
-                whole.add(model, path, why)
+                opaque.add(model, path, why)
             except ValueError as refused:
                 raise ValueError(f"this model cannot be captured: {refused}") from error
     if watch.changed:
-        _refuse_changing_state(module, inputs, whole, carrying)
+        _refuse_changing_state(module, inputs, opaque, carrying)
     return program, model, outputs
 
 
 def _named_outputs(model, like):
-    """Let a copy of the model return its outputs as a dict of tensors; return the outputs."""
+    """Make a model return a dict from name to tensor; return the description of its outputs."""
     outputs = NamedOutputs(model, like if isinstance(like, dict) else ())
     model.forward = outputs.forward
     return outputs
@@ -193,7 +196,7 @@ def captured_of(name: str) -> Captured:
     try:
         return checked(capture(module, inputs, with_data))
     except ValueError:
-        # An input, such as a table, may have as many rows as the batch by chance.
+        # By chance, an input such as a table may have as many rows as the batch.
         if unsplit := _independent_inputs(module, inputs):
             with suppress(ValueError):
                 return checked(capture(module, inputs, with_data, unsplit))
@@ -203,8 +206,8 @@ def captured_of(name: str) -> Captured:
 def checked(captured: Captured) -> Captured:
     """Return a captured module if it can be trained in microbatches.
 
-    Raises ValueError if the loss, or any result of a module without a loss, relates different
-    samples other than by a mean over the samples.
+    Raises ValueError if the loss is known not to be a mean over per-sample losses. A module
+    without a loss is rejected if any operation relates samples other than by such a mean.
     """
     program, loss = captured.program, loss_of(captured)
     values = BatchValues(program, loss)
@@ -315,23 +318,23 @@ def _example(module, inputs, carrying, with_data):
 
 def _refuse_large(module):
     needed = sum(each.numel() * each.element_size() for each in module.parameters())
-    if needed > _PART_OF_MEMORY * host_memory.total():
+    if needed > _MEMORY_FRACTION * host_memory.total():
         raise ValueError(
             "a submodule cannot be traced and must be run on real data, but the parameters need "
-            f"{needed / 1e9:.3g} GB, more than {_PART_OF_MEMORY:.0%} of the host memory; use a "
+            f"{needed / 1e9:.3g} GB, more than {_MEMORY_FRACTION:.0%} of the host memory; use a "
             "machine with more memory"
         )
 
 
-_PART_OF_MEMORY = 0.5
+_MEMORY_FRACTION = 0.5
 
 
-def _refuse_changing_state(module, inputs, whole, carrying):
+def _refuse_changing_state(module, inputs, opaque, carrying):
     """Trace two successive calls; raise ValueError if both change the module's attributes."""
     try:
         with undisturbed():
             model, like = _emptied(module, inputs)
-            whole.stand_in(model, repeats=2)
+            opaque.stand_in(model, repeats=2)
             _named_outputs(model, like)
             StateWatch(model, twice=True)
             _program(model, like, carrying)
@@ -344,9 +347,8 @@ def _refuse_changing_state(module, inputs, whole, carrying):
         ) from error
 
 
-def _refuse(program):
-    """Raise ValueError if several dimensions of a tensor depend on the batch size, or if an
-    operation writes to a parameter."""
+def _refuse_unsupported(program):
+    """Raise ValueError for a tensor with two batch dimensions, or a write to a parameter."""
     nodes = program.graph.nodes
     for node in nodes:
         for tensor in tensors(node.meta.get("val")):
@@ -376,7 +378,7 @@ def _batch_of(inputs):
 
 
 def _carrying(inputs, batch):
-    """Return the indices of all input tensors with `batch` rows."""
+    """Return the indices of the flattened inputs that are tensors with `batch` rows."""
     return [
         index
         for index, leaf in enumerate(tree_leaves(inputs))
@@ -387,7 +389,7 @@ def _carrying(inputs, batch):
 def _emptied(module, inputs):
     """Return copies of a module and its inputs in which all tensors are fake tensors."""
     with without_data():
-        held = [each for part in module.modules() for each in tensors(vars(part))]
+        held = [each for submodule in module.modules() for each in tensors(vars(submodule))]
         held += [each for _, each in attribute_tensors(module)]
         known = {id(each): emptied(each) for each in held}
         return copy.deepcopy(module, known), tree_map(emptied, inputs)
@@ -416,7 +418,7 @@ def _attributes(program, model):
 
 
 def _loss(captured, outputs):
-    """Return the Loss of a model that has the named `outputs`."""
+    """Return the Loss of a captured model with the given NamedOutputs."""
     name = outputs.loss()
     if name is None:
         return Loss(None, outputs.without_loss())
@@ -428,14 +430,14 @@ def _loss(captured, outputs):
 
 
 def _freeze(program, trained):
-    """Turn parameters without a gradient into constants; optimizers of torch skip them.
+    """Freeze parameters that receive no gradient, because torch optimizers skip them, too.
 
     `trained` contains the names of the parameters that receive a gradient. If it is empty, no
     parameter is changed, because such a model cannot be trained.
     """
-    kept = {id(program.state_dict[name]) for name in trained & program.state_dict.keys()}
+    trained_ids = {id(program.state_dict[name]) for name in trained & program.state_dict.keys()}
     for each in (*program.state_dict.values(), *program.constants.values()):
-        if kept and is_trained(each) and id(each) not in kept:
+        if trained_ids and is_trained(each) and id(each) not in trained_ids:
             each.requires_grad_(False)
 
 
@@ -605,7 +607,7 @@ def carries_batch(node: fx.Node) -> bool:
 
 
 def _sharing(nodes, weights, members):
-    """Yield groups of operations that must share a piece because one of them writes to memory.
+    """Yield groups of operations that share a piece because one of them modifies their memory.
 
     A group contains all operations whose results share the written memory, and all readers of
     these results. If the written memory is a buffer, the group contains all operations that read

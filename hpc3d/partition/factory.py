@@ -1,7 +1,6 @@
 """Call a user's `MODULE:FACTORY` function, which returns a module and its example inputs.
 
-The call has no visible side effects: the state of torch's default generator is restored, and
-output is suppressed.
+The call prints nothing and does not change the state of torch's default random number generator.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
 
     The inputs are a tuple of positional arguments or a dict of keyword arguments. The name may
     include literal arguments for the factory, as in `MODULE:FACTORY(1024, layers=24)`. The factory
-    is called on fake tensors, which need no memory. If this fails, for example because the factory
-    reads the values of tensors, the factory is called again on real tensors. Wrappers such as
+    first creates fake tensors, which need no memory. If this fails, for example because it reads
+    the values of tensors, it is called again to create real tensors. Wrappers such as
     torch.compile are removed from the module. Raises ValueError with a one-line message if the
     factory fails.
     """
@@ -37,7 +36,7 @@ def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
 
 
 def made_with_data(name: str, seed: int) -> tuple[torch.nn.Module, tuple | dict]:
-    """Call `MODULE:FACTORY` on real tensors after seeding torch's default generator.
+    """Call `MODULE:FACTORY` with real tensors and a seeded random number generator.
 
     Returns the module and its example inputs.
     """
@@ -67,8 +66,8 @@ def function_at(name: str) -> Callable[..., Any]:
     try:
         with undisturbed():
             function: Any = importlib.import_module(module_name)
-        for part in factory.split("."):
-            function = getattr(function, part)
+        for attribute in factory.split("."):
+            function = getattr(function, attribute)
     except ModuleNotFoundError as error:
         raise ValueError(f"{name}: no module named {error.name}; check the name") from None
     except AttributeError:
@@ -104,7 +103,7 @@ def _literals(name, factory, call):
 
 
 def _called(name, make):
-    """Call a factory on fake tensors, or on real tensors if the factory fails on fake tensors."""
+    """Call a factory with fake tensors; if it fails, call it again with real tensors."""
     try:
         try:
             with undisturbed(), without_data(symbols=False):
@@ -114,8 +113,8 @@ def _called(name, make):
         with undisturbed(), _limited_parameters():
             return make()
     except _TooLarge as error:
-        said = described(without)
-        raise ValueError(f"{name} raised {said} without data, and {error}") from without
+        message = described(without)
+        raise ValueError(f"{name} raised {message} without data, and {error}") from without
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name} raised {described(error)}") from error
 
@@ -127,15 +126,15 @@ class _TooLarge(Exception):
 @contextmanager
 def _limited_parameters() -> Iterator[None]:
     """Raise _TooLarge as soon as modules have more parameters than fit in this host's memory."""
-    most, found = _PART_OF_MEMORY * host_memory.total(), 0
+    limit, found = _MEMORY_FRACTION * host_memory.total(), 0
 
     def added(module, name, parameter):
         nonlocal found
         found += parameter.numel() * parameter.element_size() if parameter is not None else 0
-        if found > most:
+        if found > limit:
             raise _TooLarge(
-                f"with data, its parameters need more than {most / 1e9:.3g} GB, "
-                f"{_PART_OF_MEMORY:.0%} of the host memory; do not read tensor values in the "
+                f"with data, its parameters need more than {limit / 1e9:.3g} GB, "
+                f"{_MEMORY_FRACTION:.0%} of the host memory; do not read tensor values in the "
                 "factory, or use a machine with more memory"
             )
 
@@ -146,4 +145,4 @@ def _limited_parameters() -> Iterator[None]:
         handle.remove()
 
 
-_PART_OF_MEMORY = 0.5
+_MEMORY_FRACTION = 0.5

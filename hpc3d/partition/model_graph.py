@@ -147,16 +147,16 @@ def _atom(number, piece, found, weights):
     The atom is named after the piece's module and the piece's first operation whose result has a
     batch dimension.
     """
-    parts = [found.get(node, OperationCost()) for node in (*piece.copies, *piece.nodes)]
+    costs = [found.get(node, OperationCost()) for node in (*piece.copies, *piece.nodes)]
     first = next(filter(carries_batch, piece.nodes), piece.nodes[0]).name
     return Atom(
         ids=(f"{piece.module}/{first}" if piece.module else first,),
-        forward=sum(part.forward for part in parts),
-        backward=sum(part.backward for part in parts),
+        forward=sum(cost.forward for cost in costs),
+        backward=sum(cost.backward for cost in costs),
         memory=sum(memory for memory, _ in weights),
-        saved=sum(part.saved for part in parts),
+        saved=sum(cost.saved for cost in costs),
         parameters=sum(trained for _, trained in weights),
-        weight=sum(part.weight for part in parts),
-        working=max(part.working for part in parts),
+        weight=sum(cost.weight for cost in costs),
+        working=max(cost.working for cost in costs),
         pieces=(number,),
     )

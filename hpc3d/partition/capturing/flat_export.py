@@ -7,7 +7,8 @@ torch.no_grad inside an autocast block. This wrapper represents the blocks as fo
                               through aten.detach, so that no result in the block requires grad
     autocast(enabled=False)   ignored, because there is no enclosing autocast
 
-torch.export traces the forward pass of a torch.autograd.Function, but not the backward pass.
+User-defined subclasses of torch.autograd.Function are rejected, because torch.export traces their
+forward pass, but not their backward pass.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _MODES = _set_grad_enabled, _enter_autocast, autocast_mode._exit_autocast
 def flat_export(model: torch.nn.Module, inputs: tuple | dict, shapes: Any) -> ExportedProgram:
     """Return the exported program of a module that is called with `inputs`.
 
-    Raises ValueError for autocast, for custom torch.autograd.Functions, for gradient hooks of
-    tensors, and for other blocks that torch exports as separate graphs. The message contains the
-    line of user code, if known.
+    Raises ValueError for autocast, for user-defined torch.autograd.Functions, for gradient hooks
+    of tensors, and for higher-order operators, which contain graphs of their own. The message
+    contains the line of user code, if known.
     """
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
     blocks = "replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass"
@@ -54,10 +55,10 @@ def flat_export(model: torch.nn.Module, inputs: tuple | dict, shapes: Any) -> Ex
             replaced.enter_context(unchanged)
         apply = classmethod(_checked_apply)
         replaced.enter_context(_replaced(torch.autograd.Function, "apply", apply))
-        # The validation of arguments depends on tensor values, so it cannot be traced.
+        # torch.export cannot trace the validation of arguments, which reads tensor values.
         replaced.enter_context(_replaced(Distribution, "_validate_args", False))
         program = export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
-    _Modes(program).settle()
+    _Modes(program).resolve()
     return program
 
 
@@ -102,7 +103,7 @@ class _Modes:
         self.enabled, self.detached = True, {}
         self.written = {}  # maps results of in-place operations to the modified operand
 
-    def settle(self):
+    def resolve(self):
         for node in [*self.graph.nodes]:
             if isinstance(node.target, HigherOrderOperator):
                 raise ValueError(
@@ -131,7 +132,7 @@ class _Modes:
             return
         before = node.args[0] if node.args else None
         for source in node.all_input_nodes:
-            if source not in self.without and _has_numbers(source):
+            if source not in self.without and _may_require_grad(source):
                 node.replace_input_with(source, self._detached(source, node))
         self.without.add(node)
         if before not in node.all_input_nodes and _writes_to_its_result(node):
@@ -147,7 +148,7 @@ class _Modes:
         return self.detached[source]
 
 
-def _has_numbers(node):
+def _may_require_grad(node):
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
@@ -169,10 +170,10 @@ def _refuse_autocast(node):
 
 
 def where(node: fx.Node) -> str:
-    """Return the file and line of an operation in the user's code, in parentheses."""
+    """Return the file and line of an operation in parentheses, or "" if they are unknown."""
     found = re.findall(r'File "(.*)", line (\d+)', node.meta.get("stack_trace") or "")
-    of_torch = os.path.dirname(torch.__file__)
-    found = [each for each in found if not each[0].startswith(of_torch)] or found
+    torch_folder = os.path.dirname(torch.__file__)
+    found = [each for each in found if not each[0].startswith(torch_folder)] or found
     return f" ({found[-1][0]}:{found[-1][1]})" if found else ""
 
 

@@ -1,4 +1,4 @@
-"""Refusal of gradient hooks, which torch.export drops without a warning."""
+"""Reject gradient hooks, which torch.export drops without a warning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ADVICE = (
     "remove the hook; to change gradients, call a torch.autograd.Function in the forward method "
     "of a submodule"
 )
-_OF_TENSORS = "register_hook", "register_post_accumulate_grad_hook"
+_TENSOR_METHODS = "register_hook", "register_post_accumulate_grad_hook"
 
 
 def refuse_gradient_hooks(module: torch.nn.Module) -> None:
@@ -32,19 +32,19 @@ def refuse_gradient_hooks(module: torch.nn.Module) -> None:
 def _hooks(module):
     """Yield (owner, gradient hooks) for all parameters and submodules."""
     for name, parameter in module.named_parameters():
-        later = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        hooks = [*(parameter._backward_hooks or {}).values(), *(later or {}).values()]
+        after_accumulation = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        hooks = [*(parameter._backward_hooks or {}).values(), *(after_accumulation or {}).values()]
         yield f"the parameter {name}", hooks
-    for path, part in module.named_modules():
-        hooks = [*part._backward_pre_hooks.values(), *part._backward_hooks.values()]
-        yield f"the module {path or type(part).__name__}", hooks
+    for path, submodule in module.named_modules():
+        hooks = [*submodule._backward_pre_hooks.values(), *submodule._backward_hooks.values()]
+        yield f"the module {path or type(submodule).__name__}", hooks
 
 
 @contextmanager
 def tensor_hooks_refused() -> Iterator[None]:
-    """In the context, raise ValueError if a gradient hook is registered for a tensor."""
-    before = {name: vars(torch.Tensor)[name] for name in _OF_TENSORS}
-    for name in _OF_TENSORS:
+    """Raise ValueError if code in this context registers a gradient hook for a tensor."""
+    before = {name: vars(torch.Tensor)[name] for name in _TENSOR_METHODS}
+    for name in _TENSOR_METHODS:
         setattr(torch.Tensor, name, _refused)
     try:
         yield

@@ -1,10 +1,10 @@
-"""Refusal of losses that are known not to be a mean over the samples.
+"""Reject losses that are known not to be a mean over the samples.
 
 The training loop averages the losses of the microbatches, weighted by their numbers of samples.
-The result equals the loss of the full batch only if the loss is a mean over the samples. This
-module determines by which powers of the batch size B the terms of each value are scaled: a mean
-has the powers {0}, a sum has {1}, and division by B subtracts 1. Powers that cannot be determined
-are `None`, and such a loss is allowed.
+The result equals the loss of the full batch only if the loss is a mean over the samples. For each
+value, this module determines the powers of the batch size B that scale its terms: a mean has the
+powers {0}, a sum has {1}, and division by B subtracts 1. If the powers cannot be determined, they
+are `None`, and the loss is accepted.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from hpc3d.partition.capturing.sample_relations import (
 )
 
 _aten = torch.ops.aten
-Powers = frozenset[int] | None
+_Powers = frozenset[int] | None
 _MEAN = frozenset({0})
-_SUMS = {*(_aten.sum, _aten.dot, _aten.mv, _aten.mm, _aten.bmm, _aten.matmul, _aten.einsum)}
-_SUMS |= {_aten.vdot, _aten.inner, _aten.tensordot, _aten.linear, _aten.addmm}
+_CONTRACTIONS = {
+    *(_aten.sum, _aten.dot, _aten.mv, _aten.mm, _aten.bmm, _aten.matmul, _aten.einsum),
+    *(_aten.vdot, _aten.inner, _aten.tensordot, _aten.linear, _aten.addmm),
+}
 _TERMS = _aten.add, _aten.sub, _aten.rsub, _aten.add_, _aten.sub_
 _PRODUCTS = _aten.mul, _aten.mul_
 _QUOTIENTS = _aten.div, _aten.div_
@@ -45,15 +47,16 @@ _NONLINEAR_REDUCTIONS = {
     *(_aten.linalg_vector_norm, _aten.linalg_norm, _aten.prod, _aten.aminmax, _aten.topk),
     *(_aten.kthvalue, _aten.quantile, _aten.select, _aten.frobenius_norm, _aten.nanmean),
 }
-_DECIDED = {  # nonlinear functions that are not pointwise, or whose tag is missing
+_NONLINEAR = {  # nonlinear functions without the tag `pointwise`
     *(_aten.softmax, _aten.log_softmax, _aten.logsumexp, _aten.norm, _aten.prod),
     *(_aten.linalg_vector_norm, _aten.max, _aten.amax, _aten.min, _aten.amin),
 }
+# Whether these operations are linear depends on their operands; such a loss is accepted.
 _UNDECIDED = {_aten.where, _aten.nan_to_num, _aten.masked_fill, _aten.copy_, _aten.copy}
 
 
 def refuse_other_losses(values: BatchValues, loss: fx.Node) -> None:
-    """Raise ValueError if the loss is a sum over samples, or a nonlinear function of a mean."""
+    """Raise ValueError if the loss is known not to be a mean over the samples."""
     for node in values.nodes:
         if node in values.relevant:
             _refuse_nonlinear(node, values)
@@ -65,18 +68,20 @@ def refuse_other_losses(values: BatchValues, loss: fx.Node) -> None:
         )
 
 
-def powers_of(values: BatchValues) -> dict[fx.Node, Powers]:
+def powers_of(values: BatchValues) -> dict[fx.Node, _Powers]:
     """Return the powers of the batch size by which the terms of each value are scaled."""
-    powers: dict[fx.Node, Powers] = {}
+    powers: dict[fx.Node, _Powers] = {}
     for node in values.nodes:
         powers[node] = _powers(node, values, powers)
     return powers
 
 
 def _refuse_nonlinear(node, values):
-    """Raise ValueError for a nonlinear function of values that are reduced over the batch."""
-    packet, sources = packet_of(node), [each for each in values_of(node) if each in values.taught]
-    if node not in values.taught or any(batch_dim(each) is not None for each in results_of(node)):
+    """Raise ValueError for a nonlinear batch statistic or a nonlinear function of a mean."""
+    packet = packet_of(node)
+    sources = [each for each in values_of(node) if each in values.differentiable]
+    has_batch = any(batch_dim(each) is not None for each in results_of(node))
+    if node not in values.differentiable or has_batch:
         return
     rows = any(map(values.has_rows, sources))
     statistics = [each for each in sources if values.is_statistic(each)]
@@ -96,23 +101,23 @@ def _is_nonlinear(node, statistics, values):
     packet = packet_of(node)
     if packet in _LINEAR or packet in _TERMS or packet in _UNDECIDED:
         return False
-    if packet in _PRODUCTS or packet in _SUMS:
+    if packet in _PRODUCTS or packet in _CONTRACTIONS:
         return sum(map(values.is_statistic, _operands(node, values.real))) > 1
     if packet in _QUOTIENTS:
         return node.args[1] in statistics
     if packet is _aten.pow:
         return node.args[1:] != (1,)
-    return packet in _DECIDED or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return packet in _NONLINEAR or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _operands(node, among):
-    """Return the operands in `among`; an operand that occurs twice is included twice."""
+    """Return the operands that are in the set `among`, including duplicates."""
     given = [each if isinstance(each, list | tuple) else [each] for each in node.args]
     return [one for several in given for one in several if one in among]
 
 
-def _powers(node, values, powers) -> Powers:
-    """Return the powers of the batch size by which the terms of a value are scaled."""
+def _powers(node, values, powers) -> _Powers:
+    """Return the powers of the batch size that scale the terms of a value."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return _of_number(value) if node.target is not operator.getitem else None
@@ -124,11 +129,11 @@ def _powers(node, values, powers) -> Powers:
     found = [_of_operand(each, powers) for each in sources if each not in sizes]
     reduced = any(map(values.has_rows, sources)) and batch_dim(value) is None
     if packet in _TERMS or packet in _PRODUCTS or packet in _QUOTIENTS:
-        return _combined(packet, *(_of_operand(each, powers) for each in node.args[:2]))
+        return _of_binary(packet, *(_of_operand(each, powers) for each in node.args[:2]))
     if reduced:
-        return _reduced(packet, given, found)
-    if found and (packet in _LINEAR or packet in _SUMS):
-        return _shifted(found) if packet in _SUMS else _union(found)
+        return _of_reduction(packet, given, found)
+    if found and (packet in _LINEAR or packet in _CONTRACTIONS):
+        return _of_product(found) if packet in _CONTRACTIONS else _of_linear(found)
     constant = not values.follows & {*sources}
     if any(each != _MEAN for each in found) or (constant and sizes and not _makes_shape(packet)):
         return None
@@ -148,7 +153,7 @@ def _of_operand(each, powers):
     return _MEAN if each != 0 else frozenset()
 
 
-def _of_number(value: Any) -> Powers:
+def _of_number(value: Any) -> _Powers:
     """Return the power of the batch size that a size expression is proportional to."""
     if isinstance(value, int | float):
         return _MEAN
@@ -157,7 +162,7 @@ def _of_number(value: Any) -> Powers:
     return None
 
 
-def _combined(packet, one, other):
+def _of_binary(packet, one, other):
     """Return the powers of a sum, product or quotient of two operands."""
     if one is None or other is None:
         return None
@@ -169,25 +174,25 @@ def _combined(packet, one, other):
     return frozenset(a + sign * b for a, b in product(one, other))
 
 
-def _union(found):
+def _of_linear(found):
     return None if None in found else frozenset().union(*found)
 
 
-def _shifted(found):
+def _of_product(found):
     """Return the powers of a product of all operands."""
     if None in found:
         return None
     return frozenset(map(sum, product(*found)))
 
 
-def _reduced(packet, given, found):
+def _of_reduction(packet, given, found):
     """Return the powers of a value that an operation reduces over the batch."""
     reduction = given.get("reduction")
     if isinstance(reduction, int) and all(each == _MEAN for each in found):
         return {1: _MEAN, 2: frozenset({1})}.get(reduction)
     if packet is _aten.mean:
-        return _union(found)
-    if packet in _SUMS and packet is not _aten.linear:
-        total = _shifted(found)
+        return _of_linear(found)
+    if packet in _CONTRACTIONS and packet is not _aten.linear:
+        total = _of_product(found)
         return None if total is None else frozenset(each + 1 for each in total)
     return None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_MOST_SEEN = 80  # maximum length of a list of names in an error message
+_MAX_LISTED = 80  # maximum length of a list of names in an error message
 
 
 class Output(NamedTuple):
@@ -73,11 +73,11 @@ class NamedOutputs:
         return frozenset(each for name in names for each in self.outputs[name].trained)
 
     def without_loss(self) -> str:
-        """Return the reason why the model has no loss."""
+        """Explain why the model has no loss."""
         shown = "; ".join(
             f"{output_name(name)} {output.problem}" for name, output in self.outputs.items()
         )
-        shown = shown if len(shown) <= _MOST_SEEN else f"{shown[:_MOST_SEEN]} ..."
+        shown = shown if len(shown) <= _MAX_LISTED else f"{shown[:_MAX_LISTED]} ..."
         return (
             "the model must return its loss as a scalar that requires a gradient "
             f"({shown or 'it returns no tensor'})"

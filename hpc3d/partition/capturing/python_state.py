@@ -2,7 +2,8 @@
 
 torch.export records only tensor operations. An attribute that every call changes, such as a call
 counter or a hidden state, would keep its first value during training. A cache, which the first
-call fills and later calls only read, is allowed. Write-only tensors are allowed, too.
+call fills and later calls only read, is allowed. A tensor attribute that every call replaces is
+also allowed, if no call reads the previous tensor.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from torch.utils._pytree import tree_leaves
 
 from hpc3d.partition.capturing.user_code import line_of
 
-_OF_MODULES = {*vars(torch.nn.Module()), "forward"}
+_MODULE_ATTRIBUTES = {*vars(torch.nn.Module()), "forward"}
 _VALUES = int | float | complex | str | bytes | None
-_MOST_NESTED = 6  # maximum depth of containers and objects that are compared
+_MAX_DEPTH = 6  # maximum depth of containers and objects that are compared
 
 
 class StateWatch:
     """Forward hook that compares a model's Python attributes before and after a call.
 
-    If an attribute changes, `changed` is True after the call, unless the call only replaces None
-    by a string or a bool, as a cache does. If `twice` is True, the hook calls the model once more
-    with the same arguments, and raises ValueError if an attribute changes again. Each hook watches
-    only one call.
+    If an attribute changes, `changed` is True after the call, unless the call only sets attributes
+    to a string or a bool that were missing or None, as a cache does. If `twice` is True, the hook
+    calls the model once more with the same arguments, and raises ValueError if an attribute
+    changes again. The hook is removed after one call.
     """
 
     def __init__(self, model: torch.nn.Module, twice: bool = False) -> None:
@@ -87,27 +88,28 @@ class _Reads(TorchFunctionMode):
 def _attributes_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return a dict from name to value for the Python attributes of a module and its submodules.
 
-    Containers and objects are replaced by their elements. Parameters and buffers are not included.
+    Containers and objects are replaced by their lengths and their elements. Parameters and buffers
+    are not included.
     """
     found: dict[str, Any] = {}
-    seen = {id(part) for part in model.modules()}
-    for path, part in model.named_modules():
+    seen = {id(submodule) for submodule in model.modules()}
+    for path, submodule in model.named_modules():
         shared = {
             key: value
-            for kind in reversed(type(part).__mro__)
+            for kind in reversed(type(submodule).__mro__)
             if not kind.__module__.startswith(("torch.", "builtins"))
             for key, value in vars(kind).items()
             if isinstance(value, _VALUES) and not key.startswith("__")
         }
-        for key, value in [*(shared | vars(part)).items()]:
-            if key not in _OF_MODULES:
+        for key, value in [*(shared | vars(submodule)).items()]:
+            if key not in _MODULE_ATTRIBUTES:
                 found.update(_leaves(f"{path}.{key}".removeprefix("."), value, seen, 0))
     return found
 
 
 def _leaves(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) for the leaves of nested containers and objects."""
-    inner = _elements(value) if depth < _MOST_NESTED else None
+    inner = _elements(value) if depth < _MAX_DEPTH else None
     if inner is None:
         yield name, value
     elif id(value) not in seen:

@@ -63,13 +63,13 @@ class NestedValues(NamedTuple):
         found, spec = tree_flatten(values)
         if spec != self.spec:
             return None
-        alike = all(
+        equal = all(
             isinstance(one, torch.Tensor)
             if isinstance(other, Like)
             else type(one) is type(other) and one == other
             for one, other in zip(found, self.leaves, strict=True)
         )
-        return _tensors_in(found) if alike else None
+        return _tensors_in(found) if equal else None
 
 
 class RecordedCall(NamedTuple):
@@ -79,7 +79,7 @@ class RecordedCall(NamedTuple):
     names of the buffers to which the call writes. `flop` contains the FLOPs of the forward and
     backward passes, and `saved` is the number of bytes saved for the backward pass; both are per
     sample. Before the calls of the two runs are combined, tensors are represented by meta tensors,
-    and `flop` and `saved` are sums over the samples.
+    and `flop` and `saved` are totals for all samples of a run.
     """
 
     taken: NestedValues
@@ -100,24 +100,24 @@ def recorded_calls(
     The calls are in the order of execution. `run(count)` runs the model on `count` samples. Raises
     CannotStayWhole if a module has side effects other than writing to its buffers.
     """
-    low, high = (_seen(model, run, count, paths) for count in (samples, 2 * samples))
+    low, high = (_recorded(model, run, count, paths) for count in (samples, 2 * samples))
     return {path: [*_combined(path, low[path], high[path], samples)] for path in paths}
 
 
-def _seen(model, run, count, paths):
+def _recorded(model, run, count, paths):
     calls: dict[str, list[RecordedCall]] = {path: [] for path in paths}
-    parts = {path: model.get_submodule(path) for path in calls}
-    own = {path: vars(part).get("forward") for path, part in parts.items()}
-    for path, part in parts.items():
-        part.forward = _Watch(path, part, calls[path])
+    modules = {path: model.get_submodule(path) for path in calls}
+    own = {path: vars(module).get("forward") for path, module in modules.items()}
+    for path, module in modules.items():
+        module.forward = _Watch(path, module, calls[path])
     try:
         with torch.enable_grad():
             run(count)
     finally:
-        for path, part in parts.items():
-            del part.forward
+        for path, module in modules.items():
+            del module.forward
             if own[path] is not None:
-                part.forward = own[path]
+                module.forward = own[path]
     return calls
 
 
@@ -174,18 +174,18 @@ def _combined_leaf(path, few, many, samples):
 class _Watch:
     """Replacement for a module's `forward` method that records the arguments and results."""
 
-    def __init__(self, path, part, calls):
-        self.path, self.part, self.calls, self.forward = path, part, calls, part.forward
+    def __init__(self, path, module, calls):
+        self.path, self.module, self.calls, self.forward = path, module, calls, module.forward
 
     def __call__(self, *args, **kwargs):
         leaves, spec = tree_flatten((args, kwargs))
         self._check(leaves, _CONSTANTS, "takes")
-        leaves = [_cut_off(leaf) for leaf in leaves]
-        before, kept = _ModuleState(self.part, leaves), {}
+        leaves = [_detached_copy(leaf) for leaf in leaves]
+        before, saved_tensors = _ModuleState(self.module, leaves), {}
         args, kwargs = tree_unflatten(leaves, spec)
 
         def keep(value):
-            kept[storage_of(value)] = value
+            saved_tensors[storage_of(value)] = value
             return value
 
         hooks = saved_tensors_hooks(keep, lambda value: value)
@@ -193,13 +193,13 @@ class _Watch:
             result = self.forward(*args, **kwargs)
         found, found_spec = tree_flatten(result)
         self._check(found, type(None), "returns")
-        written = self._written(before, _ModuleState(self.part, leaves))
+        written = self._written(before, _ModuleState(self.module, leaves))
         own = _tensors_in(leaves) + [tensor for tensor, _ in before.held.values()]
         self._check_origins(_tensors_in(found), own)
         for each in own:
-            kept.pop(storage_of(each), None)
-        saved = sum(each.untyped_storage().nbytes() for each in kept.values())
-        flop = counter.get_total_flops(), _backward(_tensors_in(found), own)
+            saved_tensors.pop(storage_of(each), None)
+        saved = sum(each.untyped_storage().nbytes() for each in saved_tensors.values())
+        flop = counter.get_total_flops(), _backward_flop(_tensors_in(found), own)
         taken = NestedValues(spec, tuple(emptied(leaf, "meta") for leaf in leaves))
         returned = NestedValues(found_spec, tuple(emptied(leaf, "meta") for leaf in found))
         self.calls.append(RecordedCall(taken, returned, written, flop, saved))
@@ -257,23 +257,23 @@ _CONSTANTS = int | float | bool | str | torch.dtype | torch.device | type(None)
 class _ModuleState:
     """Snapshot of a module before or after a call, to detect side effects."""
 
-    def __init__(self, part, leaves):
+    def __init__(self, module, leaves):
         self.attributes = {
             f"{path}.{key}".removeprefix("."): _identity(value)
-            for path, each in part.named_modules()
+            for path, each in module.named_modules()
             for key, value in vars(each).items()
-            if key not in _OF_MODULES
+            if key not in _MODULE_ATTRIBUTES
         }
-        held = [*part.named_parameters(), *part.named_buffers()]
+        held = [*module.named_parameters(), *module.named_buffers()]
         self.held = {name: (tensor, tensor._version) for name, tensor in held}
         # BatchNorm does not increment the version counters of its running averages, so writes to
         # buffers are detected by comparing copies.
-        self.buffers = {name: tensor.clone() for name, tensor in part.named_buffers()}
+        self.buffers = {name: tensor.clone() for name, tensor in module.named_buffers()}
         self.versions = [each._version for each in _tensors_in(leaves)]
         self.random = torch.get_rng_state()
 
 
-_OF_MODULES = {*vars(torch.nn.Module()), "forward"}
+_MODULE_ATTRIBUTES = {*vars(torch.nn.Module()), "forward"}
 
 
 def _identity(value):
@@ -285,8 +285,8 @@ def _tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _cut_off(leaf):
-    """Return a copy of a tensor that may be modified in place and has no autograd history."""
+def _detached_copy(leaf):
+    """Return a copy of a tensor that can be modified in place and is detached from the model."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad).clone()
@@ -297,17 +297,17 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _backward(found, own):
+def _backward_flop(found, own):
     """Return the FLOPs of the backward pass of a call.
 
     The backward pass computes gradients of the call's results `found` with respect to the tensors
     in `own` (its arguments, and the weights and buffers of the module).
     """
-    ends = [each for each in found if each.requires_grad]
-    starts = [each for each in own if each.requires_grad]
-    if not ends or not starts:
+    results = [each for each in found if each.requires_grad]
+    operands = [each for each in own if each.requires_grad]
+    if not results or not operands:
         return 0
     with FlopCounterMode(display=False) as counter:
-        ones = [torch.ones_like(each) for each in ends]
-        torch.autograd.grad(ends, starts, ones, allow_unused=True)
+        ones = [torch.ones_like(each) for each in results]
+        torch.autograd.grad(results, operands, ones, allow_unused=True)
     return counter.get_total_flops()

@@ -18,7 +18,7 @@ _REMEDY = "; move this code into a submodule"
 
 
 class DependsOnData(ValueError):
-    """Error raised if an operation has an operand or a size that depends on tensor values.
+    """Error raised if a tensor size or a Python number depends on tensor values.
 
     `path` is the path of the submodule that contains the operation `node`.
     """
@@ -36,19 +36,19 @@ def explained(error: BaseException, model: torch.nn.Module, path: str) -> str:
     """
     if isinstance(error, DependsOnData):
         return f"{error}{'' if path else _REMEDY}"
-    line = line_in_user_code(error) or _line_around(model, path)
-    said = described(error).removesuffix(line)
-    if "Constraints violated" in said or "specialized" in str(error):
+    line = line_in_user_code(error) or _line_of_enclosing(model, path)
+    message = described(error).removesuffix(line)
+    if "Constraints violated" in message or "specialized" in str(error):
         return f"{_ON_BATCH}{line}"
-    if "data-dependent" in said:
+    if "data-dependent" in message:
         return f"{_ON_DATA}{line}{'' if path else _REMEDY}"
     if isinstance(error, ValueError):
-        said = said.partition(": ")[2]
-    return f"{said}{line}"
+        message = message.partition(": ")[2]
+    return f"{message}{line}"
 
 
-def _line_around(model: torch.nn.Module, path: str) -> str:
-    """Return the line of the innermost module around `path` that is not defined in torch."""
+def _line_of_enclosing(model: torch.nn.Module, path: str) -> str:
+    """Return the line of the innermost module containing `path` that torch does not define."""
     while path and not line_of(model.get_submodule(path)):
         path = path.rpartition(".")[0]
     return line_of(model.get_submodule(path))

@@ -23,7 +23,7 @@ _RESHAPES = {
     *(_aten.view, _aten.reshape, _aten._unsafe_view, _aten.flatten, _aten.unflatten),
     *(_aten.squeeze, _aten.unsqueeze, _aten.view_as, _aten.reshape_as),
 }
-_PARTS = _aten.slice, _aten.split, _aten.split_with_sizes, _aten.chunk, _aten.tensor_split
+_SLICES = _aten.slice, _aten.split, _aten.split_with_sizes, _aten.chunk, _aten.tensor_split
 
 
 class SampleLayout(NamedTuple):
@@ -35,7 +35,7 @@ class SampleLayout(NamedTuple):
 
 
 class Unrelated(ValueError):
-    """Error raised if an operation combines rows of different samples."""
+    """Error raised if an operation mixes rows of several samples, or selects samples by index."""
 
 
 def rows_per_sample(size: Any) -> int | None:
@@ -112,13 +112,13 @@ class SampleLayouts:
         try:
             if packet in _RESHAPES:
                 return reshaped(self.known[source], source.meta["val"].shape, value.shape)
-            if packet in _PARTS:
-                return self._part(node, source, value)
+            if packet in _SLICES:
+                return self._sliced(node, source, value)
         except Unrelated as error:
             self.mixed[node] = str(error)
             return None
         if packet is _aten.cat:
-            return self._joined(node, operands, dim)
+            return self._concatenated(node, operands, dim)
         if packet in (_aten.repeat, _aten.repeat_interleave):
             return self._repeated(packet, source, value)
         return self._inherited(node, operands, value)
@@ -139,7 +139,7 @@ class SampleLayouts:
     def _rows(self, node):
         return rows_per_sample(node.meta["val"].shape[self.known[node].dim])
 
-    def _part(self, node, source, value):
+    def _sliced(self, node, source, value):
         """Return the layout of a slice, which must contain complete blocks."""
         layout, dim = self.known[source], batch_dim(value)
         before, after = source.meta["val"].shape[layout.dim], value.shape[dim]
@@ -157,7 +157,7 @@ class SampleLayouts:
             raise Unrelated("a slice along the batch dimension selects samples by their index")
         return SampleLayout(dim, rows // inner, inner)
 
-    def _joined(self, node, operands, dim):
+    def _concatenated(self, node, operands, dim):
         """Return the layout of concatenated tensors."""
         given, value = arguments_of(node), node.meta["val"]
         if given["dim"] % value.dim() != dim:

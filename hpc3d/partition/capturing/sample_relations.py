@@ -1,10 +1,10 @@
-"""Refusal of models in which the result for one sample depends on other samples.
+"""Reject models in which the result for one sample depends on other samples.
 
-Every microbatch of a replica runs the program on its own samples only. An operation along the
-batch dimension would then see other samples than in torch, and so would a value that is computed
-from a statistic of the batch. BatchNorm is allowed, although its statistics are those of a
-microbatch; the same applies to statistics in the buffers of a module. Operations that this module
-does not know are allowed.
+Each replica runs the program on its samples of one microbatch. An operation along the batch
+dimension would process fewer samples than in torch, and a statistic of the batch would have a
+different value. BatchNorm is allowed, although it computes its statistics over a microbatch.
+Statistics that a module stores in its buffers are allowed, too, and so are operations that are
+unknown to this module.
 """
 
 from __future__ import annotations
@@ -41,16 +41,18 @@ _WITHOUT_VALUES = {  # operations that read only the shape and the dtype of thei
     *(_aten.randn_like, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty),
     *(_aten.new_empty_strided, _aten.sym_size, _aten.sym_numel),
 }
-_ADVICE = "compute each sample from its own inputs, because every microbatch has other samples"
+_ADVICE = (
+    "compute each sample from its own inputs, because each microbatch is processed separately"
+)
 
 
 class BatchValues:
     """Dependencies of the values in a traced program on the samples of the batch.
 
     `relevant` contains the operations on which `loss` depends. If `loss` is `None`, it contains
-    all operations. `follows` contains the values that depend on the batch. `real` contains those
-    that depend on floating-point values of the batch, and `taught` those that have a gradient with
-    respect to a trained parameter.
+    all operations. `follows` contains the values that depend on the batch, `real` the values that
+    depend on floating-point values of the batch, and `differentiable` the values that have a
+    gradient with respect to a trained parameter.
     """
 
     def __init__(self, program: ExportedProgram, loss: fx.Node | None) -> None:
@@ -58,7 +60,7 @@ class BatchValues:
         self.relevant = _relevant(program.graph, loss)
         self.follows: set[fx.Node] = set()
         self.real: set[fx.Node] = set()
-        self.taught = _trained(program)
+        self.differentiable = _trained(program)
         for node in program.graph.nodes:
             if node.op == "placeholder" and batch_dim(node.meta.get("val")) is not None:
                 self.follows.add(node)
@@ -70,8 +72,8 @@ class BatchValues:
         sources = values_of(node)
         floating = [each for each in results_of(node) if each.is_floating_point()]
         if floating and packet_of(node) is not _aten.detach:
-            self.taught |= {node} if self.taught & {*sources} else set()
-        if not self.follows & {*sources} or _is_buffer(node):
+            self.differentiable |= {node} if self.differentiable & {*sources} else set()
+        if not self.follows & {*sources} or _updates_buffer(node):
             return
         self.follows.add(node)
         other = [node for node in sources if _is_floating(node) and node.op != "get_attr"]
@@ -132,11 +134,11 @@ def _is_along_batch(node, rows):
         return dim != (0 if given["batch_first"] else 1) or rows[0].meta["val"].dim() < 3
     if packet in _CONVOLUTIONS:
         return given.get("input") in rows and dim > 0
-    return packet is _aten.einsum and _mixes_letters(given, rows)
+    return packet is _aten.einsum and _mixes_subscripts(given, rows)
 
 
 def _dims(given, count):
-    """Yield the dimensions along which an operation works; all of them if none is given."""
+    """Yield the dimensions along which an operation works; an empty list stands for all."""
     names = [name for name in ("dim", "dims", "dimension") if name in given]
     found = given[names[0]] if names else 0
     found = found if isinstance(found, list | tuple) else [found]
@@ -172,14 +174,14 @@ def _has_positions(index):
     return False
 
 
-def _mixes_letters(given, rows):
-    """Return True if the batch dimensions of the operands have different einsum subscripts."""
+def _mixes_subscripts(given, rows):
+    """Return True if the operands of einsum have different subscripts for the batch dimension."""
     subscripts = given["equation"].replace(" ", "").partition("->")[0].split(",")
-    letters = set()
+    found = set()
     for each, names in zip(given["tensors"], subscripts, strict=True):
         if each in rows and "." not in names:
-            letters.add(names[batch_dim(each.meta["val"])])
-    return len(letters) > 1
+            found.add(names[batch_dim(each.meta["val"])])
+    return len(found) > 1
 
 
 def packet_of(node: fx.Node) -> Any:
@@ -188,7 +190,7 @@ def packet_of(node: fx.Node) -> Any:
 
 
 def values_of(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of an operation whose values, and not only their shapes, are read."""
+    """Return the operands whose values an operation reads, and not only their shapes."""
     if packet_of(node) in _WITHOUT_VALUES:
         return []
     sources = node.all_input_nodes
@@ -231,7 +233,7 @@ def _first_alias(node):
     return schema.arguments[0].alias_info if schema and schema.arguments and node.args else None
 
 
-def _is_buffer(node):
+def _updates_buffer(node):
     """Return True if an operation writes to a buffer, or to a view of a buffer."""
     if not _writes(node):
         return False

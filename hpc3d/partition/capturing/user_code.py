@@ -61,22 +61,22 @@ def emptied(value: Any, device: str | None = None) -> Any:
 
 
 def described(error: Exception) -> str:
-    """Return the first line of an error message, with the file and line of the user's code."""
-    told = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {told[0]}" if told else type(error).__name__
+    """Return the type and first message line of an error, with the line of the user's code."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return f"{text:.300}{line_in_user_code(error)}"
 
 
 def line_in_user_code(error: BaseException) -> str:
-    """Return the file and line of user code that raised an error, in parentheses."""
+    """Return the file and line of user code that raised an error, in parentheses, or ""."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = (
+    libraries = (
         os.path.dirname(os.path.dirname(__file__)),
         os.path.dirname(torch.__file__),
         os.path.dirname(os.__file__),
     )
-    theirs = [each for each in frames if not each.filename.startswith((*ours, "<"))]
-    return f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    user_frames = [each for each in frames if not each.filename.startswith((*libraries, "<"))]
+    return f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
 
 
 def line_of(function: Any) -> str:

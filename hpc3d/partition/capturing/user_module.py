@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-_OF_MODULES = {*vars(torch.nn.Module())}
+_MODULE_ATTRIBUTES = {*vars(torch.nn.Module())}
 _NOT_ENTERED = torch.nn.Module | type | ModuleType | FunctionType
 
 
@@ -30,8 +30,8 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 def refuse_scripted(module: torch.nn.Module) -> None:
     """Raise ValueError if the module contains code compiled by torch.jit."""
-    for path, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
+    for path, submodule in module.named_modules():
+        if isinstance(submodule, torch.jit.ScriptModule):
             name = f"submodule {path}" if path else "it"
             line = line_of(module.get_submodule(path.rpartition(".")[0])) if path else ""
             raise ValueError(
@@ -58,9 +58,9 @@ def attribute_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
     `layers.0.tables[1]` and `options.weights['a']`.
     """
     seen: set[int] = set()
-    for path, part in module.named_modules():
-        for key, value in vars(part).items():
-            if key not in _OF_MODULES:
+    for path, submodule in module.named_modules():
+        for key, value in vars(submodule).items():
+            if key not in _MODULE_ATTRIBUTES:
                 yield from _within(f"{path}.{key}".removeprefix("."), value, seen)
 
 

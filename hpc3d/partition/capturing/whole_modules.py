@@ -51,14 +51,14 @@ class WholeModule:
         self.path, self.reason, self.call = path, reason, call
         self.number = next(_numbers)
         self.__name__ = self.__qualname__ = path.replace(".", "_")
-        self.weights = [name for name, _ in _held(module)]
+        self.weights = [name for name, _ in _named_weights(module)]
         self._names: dict[str, list[str]] = {name: [] for name in self.weights}
-        first = {id(tensor): name for name, tensor in reversed(_held(module))}
-        for name, tensor in _held(module, remove_duplicate=False):
+        first = {id(tensor): name for name, tensor in reversed(_named_weights(module))}
+        for name, tensor in _named_weights(module, remove_duplicate=False):
             self._names[first[id(tensor)]].append(name)
         self._module = _without_data(path, module)
         self._text = _digest(module, call)
-        self._here = threading.local()
+        self._local = threading.local()
         _KNOWN[self.number] = self
 
     def __str__(self) -> str:
@@ -119,8 +119,8 @@ class WholeModule:
                 f"{self.path} runs as an opaque operation and must return {expected}, the shapes "
                 "and dtypes recorded for the plan"
             )
-        theirs = {storage_of(each) for each in (*values, *weights)}
-        return [each.clone() if storage_of(each) in theirs else each for each in found]
+        operands = {storage_of(each) for each in (*values, *weights)}
+        return [each.clone() if storage_of(each) in operands else each for each in found]
 
     def _bound(self, weights):
         """Return this thread's copy of the module, with the given tensors as its weights.
@@ -128,15 +128,16 @@ class WholeModule:
         The tensors remain bound after the call, because the module may recompute some of its
         operations in the backward pass.
         """
-        if not hasattr(self._here, "module"):
-            self._here.module = copy.deepcopy(self._module)
+        if not hasattr(self._local, "module"):
+            self._local.module = copy.deepcopy(self._module)
         for names, tensor in zip(self._names.values(), weights, strict=True):
             for name in names:
                 path, _, leaf = name.rpartition(".")
-                part = self._here.module.get_submodule(path)
-                table = part._parameters if leaf in part._parameters else part._buffers
+                submodule = self._local.module.get_submodule(path)
+                parameters, buffers = submodule._parameters, submodule._buffers
+                table = parameters if leaf in parameters else buffers
                 table[leaf] = tensor
-        return self._here.module
+        return self._local.module
 
 
 def _graded(value):
@@ -146,19 +147,19 @@ def _graded(value):
     return value.detach().requires_grad_().clone()
 
 
-def _held(module, **how):
+def _named_weights(module, **how):
     return [*module.named_parameters(**how), *module.named_buffers(**how)]
 
 
 def _without_data(path, module):
     """Return a copy of a module with its weights on the meta device and no forward hooks."""
-    for part in module.modules():
-        for name, value in vars(part).items():
+    for submodule in module.modules():
+        for name, value in vars(submodule).items():
             if isinstance(value, torch.Tensor):
                 raise CannotStayWhole(
                     path, f"the tensor attribute {name} is not registered as a buffer"
                 )
-    known = {id(tensor): emptied(tensor, "meta") for _, tensor in _held(module)}
+    known = {id(tensor): emptied(tensor, "meta") for _, tensor in _named_weights(module)}
     found = copy.deepcopy(module, known)
     found._forward_hooks.clear()
     found._forward_pre_hooks.clear()
@@ -168,19 +169,21 @@ def _without_data(path, module):
 def _digest(module, call):
     """Return a SHA-256 hash of a recorded call and the module's code, settings and shapes."""
     lines = [repr((*call.taken, *call.returned, sorted(call.written)))]
-    for path, part in module.named_modules():
-        kind = type(part)
+    for path, submodule in module.named_modules():
+        kind = type(submodule)
         try:
             source = "" if kind.__module__.startswith("torch.") else inspect.getsource(kind)
         except (OSError, TypeError):
             source = ""
         settings = {
             name: value
-            for name, value in vars(part).items()
+            for name, value in vars(submodule).items()
             if isinstance(value, int | float | str | None)
         }
-        lines.append(repr((path, kind.__qualname__, source, part.extra_repr(), settings)))
-    lines += [repr((name, [*each.shape], str(each.dtype))) for name, each in _held(module)]
+        lines.append(repr((path, kind.__qualname__, source, submodule.extra_repr(), settings)))
+    lines += [
+        repr((name, [*each.shape], str(each.dtype))) for name, each in _named_weights(module)
+    ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -203,20 +206,20 @@ def _(values, weights, number):
 class _StandIn:
     """Stand-in for a module's `forward` method while the model is traced."""
 
-    def __init__(self, path, part, calls):
-        self.path, self.part, self.calls = path, part, iter(calls)
+    def __init__(self, path, module, calls):
+        self.path, self.module, self.calls = path, module, iter(calls)
 
     def __call__(self, *args, **kwargs):
-        whole = next(self.calls, None)
-        values = whole and whole.call.taken.tensors_in((args, kwargs))
+        operation = next(self.calls, None)
+        values = operation and operation.call.taken.tensors_in((args, kwargs))
         if values is None:
             raise ValueError(
                 f"{self.path} is called differently during tracing than in a run on real data"
             )
-        held = dict(_held(self.part))
-        weights = [held[name] for name in whole.weights]
-        results = torch.ops.hpc3d.whole_module(values, weights, whole.number)
-        return whole.call.returned.filled(results)
+        named = dict(_named_weights(self.module))
+        weights = [named[name] for name in operation.weights]
+        results = torch.ops.hpc3d.whole_module(values, weights, operation.number)
+        return operation.call.returned.filled(results)
 
 
 class WholeModules:
@@ -238,8 +241,8 @@ class WholeModules:
         The model can then be called `repeats` times.
         """
         for path, calls in self.calls.items():
-            part = model.get_submodule(path)
-            part.forward = _StandIn(path, part, calls * repeats)
+            submodule = model.get_submodule(path)
+            submodule.forward = _StandIn(path, submodule, calls * repeats)
 
     def add(self, model: torch.nn.Module, path: str, reason: str) -> None:
         """Convert an untraceable module, and all modules of its class, to opaque operations.
@@ -251,11 +254,11 @@ class WholeModules:
         while path in self.calls:
             path = path.rpartition(".")[0]
         while path and self.tries <= _MOST_TRIES:
-            reasons = {**dict.fromkeys(_alike(model, path), reason), **self.reasons}
-            outermost = [each for each in reasons if not {*_around(each)[1:]} & {*reasons}]
+            reasons = {**dict.fromkeys(_of_same_class(model, path), reason), **self.reasons}
+            outermost = [each for each in reasons if not {*_enclosing(each)[1:]} & {*reasons}]
             try:
                 calls = self._recorded(outermost, reasons)
-                if any(calls.get(each) for each in _around(path)):
+                if any(calls.get(each) for each in _enclosing(path)):
                     self.calls, self.reasons = calls, reasons
                     return
                 path = path.rpartition(".")[0]  # containers such as ModuleList are never called
@@ -283,7 +286,7 @@ class WholeModules:
             ) from error
 
 
-def _alike(model, path):
+def _of_same_class(model, path):
     """Return the paths of all modules of the same class as the module at `path`.
 
     If the class is defined in torch, the list contains only `path`.
@@ -291,13 +294,15 @@ def _alike(model, path):
     kind = type(model.get_submodule(path))
     if kind.__module__.startswith("torch."):
         return [path]
-    return [other for other, part in model.named_modules() if other and type(part) is kind]
+    return [
+        other for other, submodule in model.named_modules() if other and type(submodule) is kind
+    ]
 
 
-def _around(path):
+def _enclosing(path):
     """Return a module path and the paths of all enclosing modules, innermost first."""
-    parts = path.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    names = path.split(".")
+    return [".".join(names[:count]) for count in range(len(names), 0, -1)]
 
 
 def culprit(error: BaseException | None, model: torch.nn.Module) -> str:
@@ -305,7 +310,7 @@ def culprit(error: BaseException | None, model: torch.nn.Module) -> str:
 
     Returns "" if no submodule was running.
     """
-    paths = {id(part): path for path, part in model.named_modules()}
+    paths = {id(submodule): path for path, submodule in model.named_modules()}
     while error is not None:
         callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
         if found := [paths[id(each)] for each in callers if id(each) in paths]:

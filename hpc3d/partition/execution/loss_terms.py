@@ -2,9 +2,9 @@
 
 Cross-entropy divides the sum over the targets of a batch by the number of targets that are not
 ignored, or by their total class weight. A masked mean divides a sum by the number of unmasked
-elements. Such a denominator D differs between microbatches, so the mean of their losses is not the
-loss of the batch. In a model chunk, the operation therefore divides by D (n / N), where the N
-samples of the step have the denominator D and the n samples of the microbatch are averaged:
+elements. Such a denominator differs between microbatches, so the mean of their losses is not the
+loss of the batch. In a model chunk, the operation therefore divides by D (n / N), where D is the
+denominator of all N samples of the step, and n is the number of samples in the microbatch:
 
     sum over microbatches of (n / N) (sum of n samples) / (D n / N)  =  (sum of N samples) / D
 
@@ -106,7 +106,7 @@ class LossTerms:
         }
 
     def weigh(self, node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
-        """Let an operation use the values of the full batch.
+        """Make an operation use the values of the full batch.
 
         `node` is a copy of the operation `original`, and `draw` is the graph input that receives
         a `Draw` at run time. Other operations are not changed.

@@ -11,7 +11,7 @@ parallel.bucket_mb, parallel.overlap and parallel.zero. --steps and --verify are
 
 Before the first step, rank 0 runs the unpartitioned module on the samples of two microbatches and
 compares the loss and the gradients with those of the captured program. If they differ, the run
-ends. --verify off skips the comparison, for a module that is too large for one rank.
+stops. Use --verify off to skip the comparison if the module is too large for one rank.
 
 With --resume, the run in RUN_DIR continues with its own plan, or with another plan of the same
 model.

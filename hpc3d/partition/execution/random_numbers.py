@@ -45,7 +45,7 @@ class RandomNumbers(NamedTuple):
     blocks: int = 1
 
     def kept(self, rate: float, shape: Sequence[int]) -> torch.Tensor:
-        """Return a dropout mask, False with probability `rate` (a multiple of 2^-16)."""
+        """Return a dropout mask, False with probability `rate`, rounded to 2^-16."""
         if rate == 1:
             return torch.zeros([*shape], dtype=torch.bool)
         return self._block(
@@ -95,7 +95,7 @@ class RandomNumbers(NamedTuple):
     def _block(
         self, make: Callable[[np.ndarray, range, int], np.ndarray], shape: Sequence[int]
     ) -> torch.Tensor:
-        """Return a tensor with the numbers `make(key, rows, row width)`."""
+        """Return a tensor of the given shape, filled by `make(key, rows, elements per row)`."""
         dim, draw = self.dim, self.draw
         rows = 1 if dim is None else shape[dim]
         others = [size for index, size in enumerate(shape) if index != dim]

@@ -24,7 +24,7 @@ from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.execution.random_numbers import Draw, RandomNumbers
 
 _aten = torch.ops.aten
-_KNOWN = "rand, randn, randint, bernoulli, exponential_, multinomial or dropout"
+_ALTERNATIVES = "rand, randn, randint, bernoulli, exponential_, multinomial or dropout"
 
 
 def check_random_operations(captured: Captured, redraw: bool = True) -> None:
@@ -61,8 +61,8 @@ def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node, blocks: i
         return
     _refuse(original, redraw=True)
     value, *_ = tensors(original.meta["val"])
-    place = original.name, draw, _batch_dim(value), value.dtype, blocks
-    node.args, node.kwargs = (node.target, *place, arguments_of(node)), {}
+    stream = original.name, draw, _batch_dim(value), value.dtype, blocks
+    node.args, node.kwargs = (node.target, *stream, arguments_of(node)), {}
     node.target = drawn
 
 
@@ -82,10 +82,9 @@ def drawn(
     blocks: int,
     given: dict[str, Any],
 ) -> Any:
-    """Compute a random operation with the arguments `given`, with reproducible random numbers.
+    """Compute a random operation on the arguments `given`, using reproducible random numbers.
 
-    `dim` is the batch dimension of the result, which consists of `blocks`, and `dtype` is the data
-    type.
+    `name`, `draw`, `dim`, `dtype` and `blocks` are the fields of RandomNumbers.
     """
     numbers = RandomNumbers(name, draw, dim, dtype, blocks)
     if operation in _FILLS:
@@ -104,7 +103,7 @@ def _refuse(node, redraw):
         problem, remedy = "relates the samples of the batch", "draw numbers for each sample"
     elif redraw and not supported:
         problem = "draws random numbers that would depend on the partition"
-        remedy = f"use {_KNOWN} instead"
+        remedy = f"use {_ALTERNATIVES} instead"
     elif redraw and not all(map(_is_multiple, value.shape)):
         problem = "draws a number of rows that is not a multiple of the batch size"
         remedy = "draw the same number of rows for each sample"
@@ -212,10 +211,10 @@ def _dropped(operation, numbers, given):
     shape = [*x.shape[:2], *[1] * (x.dim() - 2)] if features else x.shape
     if features and (numbers.dim or 0) > 1:  # the mask has no batch dimension
         numbers = numbers._replace(dim=None)
-    kept = numbers.kept(p, shape).to(x.dtype)
+    mask = numbers.kept(p, shape).to(x.dtype)
     a = _alpha_scale(p) if is_alpha else _scale(p)
-    y = x.mul_(kept * a) if in_place else x * (kept * a)
-    return y.add_((kept - (1 - p)) * (_ALPHA * a)) if is_alpha else y
+    y = x.mul_(mask * a) if in_place else x * (mask * a)
+    return y.add_((mask - (1 - p)) * (_ALPHA * a)) if is_alpha else y
 
 
 _ALPHA = 1.7580993408473766  # limit of SELU for large negative numbers, times -1
@@ -256,7 +255,7 @@ def _permutation(numbers, n, **how):
 
 
 def _multinomial(numbers, self, num_samples, replacement, generator):
-    """Draw indices with the weights w: the index with the largest w / e, with exponential e."""
+    """Draw indices with probabilities proportional to w, as the largest w / e (e exponential)."""
     weights = self.detach().double()
     if replacement:
         *rows, count = weights.shape
@@ -291,9 +290,9 @@ def _attention(numbers, query, key, value, attn_mask, dropout_p, is_causal, **ho
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    kept = _aten._safe_softmax(scores, -1)  # 0 in rows that are masked entirely
-    factors = numbers.kept(dropout_p, kept.shape).to(kept.dtype).mul_(_scale(dropout_p))
-    return kept * factors @ value
+    weights = _aten._safe_softmax(scores, -1)  # 0 in rows that are masked entirely
+    mask = numbers.kept(dropout_p, weights.shape).to(weights.dtype)
+    return weights * mask.mul_(_scale(dropout_p)) @ value
 
 
 def _recurrent(operation, states):
@@ -304,19 +303,19 @@ def _recurrent(operation, states):
 
     def rule(numbers: RandomNumbers, **given: Any) -> Any:
         x, params, layers = given["input"], given["params"], given["num_layers"]
-        width, ways = len(params) // layers, 1 + given["bidirectional"]
+        width, directions = len(params) // layers, 1 + given["bidirectional"]
         before = given["hx"] if states > 1 else [given["hx"]]
         after: Sequence[Any] = []
         for layer in range(layers):
-            hx = [each[layer * ways : (layer + 1) * ways] for each in before]
+            hx = [each[layer * directions : (layer + 1) * directions] for each in before]
             one = given | {"input": x, "hx": hx if states > 1 else hx[0]}
             one |= {"params": params[layer * width : (layer + 1) * width]}
             x, *found = operation(**one | {"num_layers": 1, "dropout": 0.0})
             after = [*after, found]
             if layer + 1 < layers:
-                here = numbers._replace(name=f"{numbers.name}.{layer}")
+                layer_numbers = numbers._replace(name=f"{numbers.name}.{layer}")
                 rate = given["dropout"]
-                x = x * here.kept(rate, x.shape).to(x.dtype).mul_(_scale(rate))
+                x = x * layer_numbers.kept(rate, x.shape).to(x.dtype).mul_(_scale(rate))
         return x, *(torch.cat(each) for each in zip(*after, strict=True))
 
     return rule

@@ -81,8 +81,8 @@ class SampleLoader:
 
     `batches(step)` returns the flat inputs of the model; it is `None` on all ranks except rank 0.
     All tensors with a batch dimension have `samples` samples. `terms` describes the losses that
-    average over valid targets. `read` contains the inputs that the
-    rank's stages read; the rank stores only its own rows of these inputs.
+    average over valid targets. `read` contains the inputs that the rank's stages read; the rank
+    stores only its own rows of these inputs.
     """
 
     asynchronous = False
@@ -108,16 +108,16 @@ class SampleLoader:
         self.valid, nodes = {number: self.samples}, self.terms.captured.inputs
         given = self.batches(number) if self.batches else [None] * len(nodes)
         batch_values = self._batch_values(given)
-        kept: list[dict[fx.Node, Any]] = [{} for _ in self.rows]
+        own: list[dict[fx.Node, Any]] = [{} for _ in self.rows]
         for node, value in zip(nodes, given, strict=True):
-            whole = self._told(node, value)
-            for rows, inputs in zip(self.rows, kept, strict=True):
+            full = self._broadcast(node, value)
+            for rows, inputs in zip(self.rows, own, strict=True):
                 if node in self.read:
-                    inputs[node] = rows_for(node, whole, rows)
+                    inputs[node] = rows_for(node, full, rows)
         scale = factor / self.samples
         return {
             index: SampleRows(number, rows.start, len(rows), inputs, scale, batch_values)
-            for index, (rows, inputs) in enumerate(zip(self.rows, kept, strict=True))
+            for index, (rows, inputs) in enumerate(zip(self.rows, own, strict=True))
         }
 
     def _batch_values(self, given):
@@ -126,11 +126,11 @@ class SampleLoader:
         if self.batches and sizes:
             found = self.terms.values(given, self.samples)
             mine = torch.cat([found[name].reshape(-1) for name in sizes]).numpy()
-        told = np.array(self.mesh.world.broadcast(mine, 0).wait()) if sizes else mine
-        split = torch.from_numpy(told).split([*sizes.values()])
+        shared = np.array(self.mesh.world.broadcast(mine, 0).wait()) if sizes else mine
+        split = torch.from_numpy(shared).split([*sizes.values()])
         return dict(zip(sizes, split, strict=True))
 
-    def _told(self, node, value):
+    def _broadcast(self, node, value):
         """Broadcast an input from rank 0 and return its value; constants are not sent."""
         like = node.meta["val"]
         if not isinstance(like, torch.Tensor):
@@ -150,13 +150,13 @@ def shared_by_root(
     block = np.empty(0, np.uint8)
     if value is not None:
         block = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-    told = world.broadcast(block, 0).wait()
-    told = told if told.flags.writeable else told.copy()
-    return torch.from_numpy(told).view(dtype).view(shape)
+    shared = world.broadcast(block, 0).wait()
+    shared = shared if shared.flags.writeable else shared.copy()
+    return torch.from_numpy(shared).view(dtype).view(shape)
 
 
-def rows_for(node: fx.Node, whole: Any, rows: range) -> Any:
+def rows_for(node: fx.Node, value: Any, rows: range) -> Any:
     """Return a copy of the samples `rows` of a model input; constants are returned unchanged."""
     if carries_batch(node):
-        return whole[rows.start : rows.stop].clone()
-    return whole.clone() if isinstance(whole, torch.Tensor) else whole
+        return value[rows.start : rows.stop].clone()
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -87,35 +87,35 @@ class StageProgram(NamedTuple):
 
 def stage_programs(
     captured: Captured,
-    parts: Sequence[Sequence[int]],
+    chunks: Sequence[Sequence[int]],
     redraw: bool = True,
     split: bool = False,
 ) -> list[StageProgram]:
     """Return one program per model chunk, in model order.
 
-    `parts` lists the indices of the pieces of each chunk. If `redraw` is True, random operations
+    `chunks` lists the indices of the pieces of each chunk. If `redraw` is True, random operations
     depend on the step and the sample (the argument `Draw`), and losses that average over valid
-    targets use the denominators of the step; otherwise, both are computed as in torch.
-    If `split` is True, the weight gradients of matrix products and convolutions are deferred.
-    Raises ValueError if an earlier chunk needs a value of a later chunk, or if random operations
-    are not supported.
+    targets use the denominators of the step. Otherwise, both are computed as in torch. If `split`
+    is True, the weight gradients of matrix products and convolutions are deferred. Raises
+    ValueError if an earlier chunk needs a value of a later chunk, or if a random operation is not
+    supported.
     """
-    part_of = {piece: number for number, part in enumerate(parts) for piece in part}
-    crossing = dict(_crossing(captured, part_of))
+    chunk_of = {piece: number for number, chunk in enumerate(chunks) for piece in chunk}
+    crossing = dict(_crossing(captured, chunk_of))
     layouts = SampleLayouts(captured.program.graph)
     terms = LossTerms(captured) if redraw else None
     return [
-        _program(captured, part, number, crossing, layouts, terms, split)
-        for number, part in enumerate(parts)
+        _program(captured, chunk, number, crossing, layouts, terms, split)
+        for number, chunk in enumerate(chunks)
     ]
 
 
-def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
+def _crossing(captured: Captured, chunk_of: Mapping[int, int]) -> Iterator:
     """Yield (value, (producing chunk, last reading chunk)) for values read by later chunks."""
     for node in captured.program.graph.nodes:
         if node in captured.readers:
-            first = part_of[captured.piece_of[node]]
-            readers = [part_of[piece] for piece in captured.readers[node]]
+            first = chunk_of[captured.piece_of[node]]
+            readers = [chunk_of[piece] for piece in captured.readers[node]]
             if min(readers) < first:
                 raise ValueError(
                     f"chunk {min(readers)} reads {node.name}, which the later chunk {first} "
@@ -125,13 +125,13 @@ def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
                 yield node, (first, max(readers))
 
 
-def _program(captured, part, number, crossing, layouts, terms, split):
+def _program(captured, chunk, number, crossing, layouts, terms, split):
     """Return the program of model chunk `number`.
 
     The chunk's operations are copied into a new graph with placeholders for external operands.
     `layouts` determines the order of the rows in each message.
     """
-    pieces = [captured.pieces[index] for index in part]
+    pieces = [captured.pieces[index] for index in chunk]
     wanted = {node for piece in pieces for node in (*piece.nodes, *piece.copies)}
     order = [node for node in captured.program.graph.nodes if node in wanted]
     sizes = [*filter(is_size, order)]
@@ -147,7 +147,7 @@ def _program(captured, part, number, crossing, layouts, terms, split):
     copies = {node: graph.placeholder(node.name) for node in given}
     messages = {node: copies[node] for node in received}
     for node in received:
-        copies[node] = _arranged(graph, copies[node], node, -1, layouts.outer(node))
+        copies[node] = _reordered(graph, copies[node], node, -1, layouts.outer(node))
     for node in order:
         if node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -157,12 +157,12 @@ def _program(captured, part, number, crossing, layouts, terms, split):
             if split:
                 split_backward(copies[node], later)
     for node in (each for each in sent if each not in messages):
-        messages[node] = _arranged(graph, copies[node], node, layouts.outer(node), -1)
+        messages[node] = _reordered(graph, copies[node], node, layouts.outer(node), -1)
     graph.output((*(messages[node] for node in sent), *(copies[node] for node in outputs)))
     module = fx.GraphModule(torch.nn.Module(), graph)
     values = tuple(node.meta["val"] for node in sizes)
-    ends = received, inputs, weights.values(), sent, outputs, _written(order, weights)
-    return StageProgram(module, values, *map(tuple, ends), split)
+    fields = received, inputs, weights.values(), sent, outputs, _written(order, weights)
+    return StageProgram(module, values, *map(tuple, fields), split)
 
 
 def _written(order, weights):
@@ -171,7 +171,7 @@ def _written(order, weights):
     return [name for node, name in weights.items() if targets & memory_of(node)]
 
 
-def _arranged(graph, copy, node, *sizes):
+def _reordered(graph, copy, node, *sizes):
     """Convert a value between block-major and sample-major order of its rows.
 
     Messages are in sample-major order, because replicas split them by samples. The leading
@@ -183,8 +183,8 @@ def _arranged(graph, copy, node, *sizes):
         return copy
     rows, *others = node.meta["val"].shape
     shape = [*sizes, rows_per_sample(rows) // blocks, *others]
-    apart = graph.call_function(_aten.reshape.default, (copy, shape))
-    swapped = graph.call_function(_aten.transpose.int, (apart, 0, 1))
+    blocked = graph.call_function(_aten.reshape.default, (copy, shape))
+    swapped = graph.call_function(_aten.transpose.int, (blocked, 0, 1))
     return graph.call_function(_aten.reshape.default, (swapped, [-1, *others]))
 
 
@@ -196,7 +196,7 @@ def graded(captured: Captured, programs: Sequence[StageProgram]) -> set[fx.Node]
         inputs = {node: without_values(node.meta["val"], rows) for node in captured.inputs}
         for program in programs:
             received = [found[node] for node in program.received]
-            sent, put_out = program.run(Draw(0, 0, 0, rows), received, inputs, weights)
+            sent, outputs = program.run(Draw(0, 0, 0, rows), received, inputs, weights)
             found.update(zip(program.sent, sent, strict=True))
-            found.update(zip(program.outputs, put_out, strict=True))
+            found.update(zip(program.outputs, outputs, strict=True))
     return {node for node, value in found.items() if value.requires_grad}

@@ -6,6 +6,8 @@ chunks as stages of torch.distributed.pipelining. It does not import hpc3d. It c
     hpc3d.partition.execution.torchrun_loop    copied without its module docstring
     class Part0(ModelPart): ...                model chunk 0, with its method `forward`
     def border_1(rows): ...                    meta tensors that chunk 1 receives (`rows` samples)
+    def make(): ...                            the model and its example inputs
+    def named(inputs): ...                     the inputs by name
     CUT = CutModel(...)                        description of the model, passed to main(CUT)
 """
 
@@ -54,7 +56,7 @@ def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
     refuse([*_wrong(plan, captured)])
     pieces = plan.pieces(captured)
     model = staged_model(captured, pieces, plan.replicas, plan.recompute, redraw=False)
-    own = [*_parts(plan, model), *_borders(model), _make(plan.model), _named(model)]
+    own = [*_chunk_classes(plan, model), *_borders(model), _make(plan.model), _named(model)]
     own += [_cut(plan, model), 'if __name__ == "__main__":\n    main(CUT)']
     numbers = {*re.findall(r"\b(?:inf|nan)\b", "\n".join(own))}
     imports = [f"from math import {', '.join(sorted(numbers))}"] if numbers else []
@@ -106,15 +108,15 @@ def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
 
 def _drawn_twice(plan: SavedPlan, captured: Captured) -> Iterator[str]:
     """Yield an error message for each random operation that several model chunks compute."""
-    parts = [
-        {node for piece in part for node in captured.pieces[piece].copies}
-        for part in plan.pieces(captured)
+    copies = [
+        {node for piece in chunk for node in captured.pieces[piece].copies}
+        for chunk in plan.pieces(captured)
     ]
     for node in captured.program.graph.nodes:
-        if sum(node in part for part in parts) > 1 and is_random(node):
+        if sum(node in chunk for chunk in copies) > 1 and is_random(node):
             yield (
                 f"{node.name}: several model chunks read these random numbers{where(node)}, and "
-                "each would draw other ones; use -o PLAN.json"
+                "each would draw different ones; use -o PLAN.json"
             )
 
 
@@ -134,7 +136,7 @@ use torch's random number generator.
 """'''
 
 
-def _parts(plan: SavedPlan, model: StagedModel) -> Iterator[str]:
+def _chunk_classes(plan: SavedPlan, model: StagedModel) -> Iterator[str]:
     last = len(model.programs) - 1
     for number, program in enumerate(model.programs):
         names, nodes = plan.parts[number], program.module.graph.nodes
@@ -177,8 +179,8 @@ class _PartSource:
     def text(self) -> str:
         """Return the indented source code of the forward method."""
         rows, where, inputs = map(self._named, ("rows", "device", "inputs"))
-        self._place_weights()
-        self._place_device(where)
+        self._insert_weights()
+        self._replace_device(where)
         counts = zip(self.sizes, self.program.sizes, strict=True)
         sizes = [f"{node} = {_size(size, rows.name)}" for node, size in counts if node.users]
         tensor = None
@@ -204,20 +206,20 @@ class _PartSource:
         node.target = node.name
         return node
 
-    def _place_weights(self):
+    def _insert_weights(self):
         for node, name in zip(self.weights, self.program.weights, strict=True):
             if node.users:
                 order = {each: number for number, each in enumerate(self.graph.nodes)}
                 with self.graph.inserting_before(min(node.users, key=order.get)):
                     node.replace_all_uses_with(self.graph.get_attr(name))
 
-    def _place_device(self, where):
-        def placed(each):
+    def _replace_device(self, where):
+        def replaced(each):
             return where if isinstance(each, torch.device) else each
 
         for node in self.graph.nodes:
-            node.args = fx.node.map_aggregate(node.args, placed)
-            node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
+            node.args = fx.node.map_aggregate(node.args, replaced)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, replaced)
 
     def _inputs_read(self, inputs, also):
         """Yield source lines that read the inputs that the chunk uses, and the input `also`."""
@@ -324,7 +326,7 @@ def _paths(values: Any, path: str) -> Iterator[tuple[int, str]]:
 def _cut(plan: SavedPlan, model: StagedModel) -> str:
     needed = {node: None for program in model.programs for node in program.inputs}
     undivided = [node.name for node in needed if not carries_batch(node)]
-    parts = range(len(model.programs))
+    chunks = range(len(model.programs))
     # With one microbatch and one chunk per stage, all schedules are identical.
     schedule = "gpipe" if plan.chunks == plan.microbatches == 1 else plan.schedule
     return f"""\
@@ -332,8 +334,8 @@ CUT = CutModel(
     make=make,
     named=named,
     undivided={undivided},
-    parts=[{", ".join(f"Part{number}" for number in parts)}],
-    borders=[{", ".join(f"border_{number}" for number in parts[1:])}],
+    parts=[{", ".join(f"Part{number}" for number in chunks)}],
+    borders=[{", ".join(f"border_{number}" for number in chunks[1:])}],
     recompute={[*model.recompute]},
     constants={{{", ".join(_constants(model))}}},
     stages={len(plan.replicas)},

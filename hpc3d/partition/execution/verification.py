@@ -42,8 +42,8 @@ from hpc3d.partition.execution.sample_batches import rows_for
 from hpc3d.partition.execution.stage_program import StageProgram, stage_programs
 from hpc3d.partition.execution.torch_weights import values_in
 
-_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative difference due to rounding
-_SMALL = 1e-3  # a gradient that is this small, relative to all gradients, may be rounding errors
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # largest relative rounding error
+_SMALL = 1e-3  # weight of the total gradient norm in the tolerance of one gradient
 _SKIP = "or skip this check with --verify off"
 
 
@@ -60,7 +60,8 @@ def verified(
     """Compare a captured program with its module; return lines for the log.
 
     `inputs` contains the model inputs of a step, and `shares` the sample indices of one or two
-    adjacent microbatches. The module's buffers are restored. Raises BadData if results differ.
+    adjacent microbatches, or of the shares of two replicas. The module's buffers are restored.
+    Raises BadData if results differ.
     """
     with undisturbed():
         return _Verification(module, captured, inputs, shares).lines()
@@ -83,18 +84,18 @@ class _Verification:
             again = self._of_module()
         if problem := self._difference(first, again):
             raise BadData(
-                f"the module returns another result when it is called again ({problem}); keep "
-                f"changing state in buffers only, {_SKIP}"
+                f"a second call of the module returns a different result ({problem}); store "
+                f"changing state only in buffers, {_SKIP}"
             )
-        whole = [range(len(self.captured.pieces))]
-        (program,) = stage_programs(self.captured, whole, redraw=False)
+        chunks = [range(len(self.captured.pieces))]
+        (program,) = stage_programs(self.captured, chunks, redraw=False)
         if problem := self._difference(again, self._of_program(program, self.both)):
             raise BadData(
                 f"the captured program differs from the module ({problem}); "
                 f"{self._culprit(program)}, {_SKIP}"
             )
         found = f"verified on {counted(len(self.both), 'sample')}: loss {first.loss:.6g}"
-        return [found, *self._microbatches(*stage_programs(self.captured, whole))]
+        return [found, *self._microbatches(*stage_programs(self.captured, chunks))]
 
     def _microbatches(self, program):
         """Compare the loss of both microbatches with the mean of their losses."""
@@ -103,14 +104,14 @@ class _Verification:
         norms = [node for node in program.module.graph.nodes if is_batch_norm(node)]
         together = self._of_program(program, self.both)
         if norms:
-            # The gradients differ, too. The losses agree if both use the same statistics.
+            # With the same statistics, the losses agree, but the gradients do not.
             values = self._recorded(program, self.both)
             losses = [self._recorded(program, rows, values, norms)[-1] for rows in self.shares]
-            apart = self._mean([Result(float(loss), {}) for loss in losses])
+            separate = self._mean([Result(float(loss), {}) for loss in losses])
             together = together._replace(gradients={})
         else:
-            apart = self._mean([self._of_program(program, rows) for rows in self.shares])
-        if problem := self._difference(together, apart):
+            separate = self._mean([self._of_program(program, rows) for rows in self.shares])
+        if problem := self._difference(together, separate):
             raise BadData(
                 f"the loss of two microbatches is not the mean of their losses ({problem}); "
                 f"{self._relation(program)}, {_SKIP}"
@@ -127,7 +128,7 @@ class _Verification:
         pairs = [*zip(results, weights, strict=True)]
         return Result(
             loss,
-            {name: sum(each.gradients[name] * part for each, part in pairs) for name in names},
+            {name: sum(each.gradients[name] * weight for each, weight in pairs) for name in names},
         )
 
     def _of_module(self):
@@ -195,18 +196,18 @@ class _Verification:
                 return f"loss {one.loss:.10g}, but different gradients of {name}"
         return ""
 
-    def _recorded(self, program, rows, whole=(), norms=()):
+    def _recorded(self, program, rows, recording=(), norms=()):
         """Return the values of all operations; the last one is the loss.
 
-        Operations in `norms` are replaced by their values in `whole`, a recording of both
-        microbatches.
+        Operations in `norms` are replaced by their values in `recording`, which is the result of
+        this method for both microbatches.
         """
         loss = program.outputs.index(loss_of(self.captured))
         draw, received, given, weights = self._arguments(rows)
         first = rows.start - self.both.start
         fixed = {
             node: _rows_of_samples(value, range(first, first + len(rows)), len(self.both))[0]
-            for node, value in (whole[0].items() if norms else ())
+            for node, value in (recording[0].items() if norms else ())
             if node in norms
         }
         recorder = _Recorder(program.module, fixed)
@@ -232,11 +233,11 @@ class _Verification:
         return "return the loss as a mean over the samples"
 
     def _culprit(self, program):
-        """Name the first submodule whose result the captured program does not compute."""
+        """Name the first submodule with a result that the captured program does not compute."""
         calls, handles = [], []
-        for path, part in self.module.named_modules():
+        for path, submodule in self.module.named_modules():
             handles.append(
-                part.register_forward_hook(
+                submodule.register_forward_hook(
                     lambda _, args, result, path=path: calls.append((path, tensors(result)))
                 )
             )
@@ -258,8 +259,8 @@ class _Verification:
             return False
         if not one.is_floating_point():
             return bool((one == other).all())
-        alike = (one == other) | (one.isnan() & other.isnan())  # including infinite values
-        different = torch.where(alike, 0.0, one - other)
+        equal = (one == other) | (one.isnan() & other.isnan())  # including infinite values
+        different = torch.where(equal, 0.0, one - other)
         return float(different.norm()) <= self.close * float(one[one.isfinite()].norm())
 
 
@@ -276,10 +277,10 @@ def _result(loss, gradients, parameters):
 def _rows_of_samples(
     value: torch.Tensor, samples: range, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of some of `count` samples; each sample has the same number of rows.
+    """Return the rows of the given samples; all `count` samples have as many rows.
 
-    Returns two tensors, because the order of the rows is unknown: first all rows of the first
-    sample, or first the first row of all samples.
+    Returns two tensors, because the order of the rows is unknown. The first tensor assumes that
+    the rows of each sample are contiguous, and the second one that row i of all samples is.
     """
     width, chosen = len(value) // count, slice(samples.start, samples.stop)
     by_sample = value.unflatten(0, (count, width))[chosen].flatten(0, 1)
@@ -289,16 +290,16 @@ def _rows_of_samples(
 @contextmanager
 def _restored_buffers(module: torch.nn.Module) -> Iterator[None]:
     held = [
-        (part, name, buffer, buffer.clone())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
+        (submodule, name, buffer, buffer.clone())
+        for submodule in module.modules()
+        for name, buffer in submodule._buffers.items()
         if buffer is not None
     ]
     try:
         yield
     finally:
-        for part, name, buffer, before in held:
-            part._buffers[name] = buffer
+        for submodule, name, buffer, before in held:
+            submodule._buffers[name] = buffer
             with torch.no_grad():
                 buffer.copy_(before)
 

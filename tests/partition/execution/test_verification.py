@@ -117,7 +117,7 @@ def lines_of(name, shares=(range(3), range(3, 8))):
 @pytest.mark.parametrize(
     ("name", "lines"),
     [
-        ("counting", ["another result when it is called again"]),
+        ("counting", ["a second call of the module returns a different result"]),
         ("detaching", ["differs from the module", "gradients of first.bias", "gradient hooks"]),
         ("branching", ["differs from the module", "the first difference is in inner;"]),
         ("rolling", ["is not the mean", "roll relates samples (", "test_verification.py:"]),
