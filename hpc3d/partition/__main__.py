@@ -205,6 +205,7 @@ def _plan_module(options):
     need(options.model, "torch")
     from hpc3d.partition.capture import captured_of
     from hpc3d.partition.execution.random_operations import check_random_operations
+    from hpc3d.partition.execution.staged_model import check_types
     from hpc3d.partition.module_plan import Wanted, best_plan
 
     if options.bandwidth:
@@ -216,6 +217,8 @@ def _plan_module(options):
     captured = captured_of(options.model)
     if options.output and captured.loss.node is None:
         raise ValueError(f"{options.model}: {captured.loss.text}; without a loss, omit -o")
+    if options.output:
+        check_types(captured)
     for_torchrun = bool(options.output) and options.output.suffix == ".py"
     check_random_operations(captured, redraw=not for_torchrun)
     given = {name: getattr(options, name, None) for name in Wanted._fields}

@@ -57,9 +57,7 @@ def staged_model(
     passes defer weight gradients. Raises ValueError if the model cannot be trained, because it has
     no loss, parameters of several dtypes, or unsupported random operations.
     """
-    if len(types := _types(captured)) != 1 or not types <= {"float32", "float64"}:
-        found = ", ".join(sorted(types)) or "none"
-        raise ValueError(f"all trained parameters must be float32, or all float64; found: {found}")
+    check_types(captured)
     programs = stage_programs(captured, parts, redraw, split)
     with_gradient = graded(captured, programs)
     loss = loss_of(captured)
@@ -92,11 +90,24 @@ def _weights(captured, programs, parts):
     return [*read, *held]
 
 
+def check_types(captured: Captured) -> None:
+    """Raise ValueError unless all trained parameters are float32, or all float64."""
+    types = _types(captured)
+    if len(types) != 1 or not {*types} <= {"float32", "float64"}:
+        found = ", ".join(f"{dtype} ({name})" for dtype, name in sorted(types.items())) or "none"
+        raise ValueError(
+            f"all trained parameters must be float32, or all float64; found: {found}; convert the "
+            "module with its method float() or double()"
+        )
+
+
 def _types(captured):
+    """Return a dict from the data type of trained parameters to the name of one of them."""
+    state = state_of(captured)
     return {
-        str(tensor.dtype).removeprefix("torch.")
-        for tensor in state_of(captured).values()
-        if tensor.requires_grad
+        str(state[name].dtype).removeprefix("torch."): name
+        for name in sorted(state, reverse=True)
+        if state[name].requires_grad
     }
 
 

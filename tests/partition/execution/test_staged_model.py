@@ -53,11 +53,11 @@ def function(which, x=None):
                 torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).double()),
                 (torch.rand(6, 4),),
             ),
-            "cannot be captured|found: float32, float64",
+            r"cannot be captured|found: float32 \(.*\), float64 \(.*\); convert the module",
         ),
         (
             lambda: capture(torch.nn.Linear(4, 4).bfloat16(), (torch.rand(6, 4).bfloat16(),)),
-            "found: bfloat16",
+            r"found: bfloat16 \(.*\); convert the module",
         ),
     ],
 )
