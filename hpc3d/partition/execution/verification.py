@@ -191,8 +191,10 @@ class _Verification:
         norms = {name: float(each.norm()) for name, each in one.gradients.items()}
         total = sum(norm**2 for norm in norms.values()) ** 0.5
         for name, gradient in reversed(one.gradients.items()):
-            difference = float((gradient - other.gradients[name]).norm())
-            if difference > self.close * (norms[name] + _SMALL * total):
+            theirs = other.gradients[name]
+            difference = float((gradient - theirs).norm())
+            invalid = not torch.equal(gradient.isnan(), theirs.isnan())
+            if invalid or difference > self.close * (norms[name] + _SMALL * total):
                 return f"loss {one.loss:.10g}, but different gradients of {name}"
         return ""
 

@@ -49,6 +49,15 @@ def detaching():
     return of(lambda model, x: x if torch.compiler.is_compiling() else x.detach())
 
 
+def invalid():
+    """A gradient that is NaN in plain torch only."""
+
+    def between(model, x):
+        return x if torch.compiler.is_compiling() else x + (x - x).square().sum().sqrt()
+
+    return of(between)
+
+
 class Deciding(nn.Module):
     """A module that returns something else while it is traced."""
 
@@ -118,6 +127,7 @@ def lines_of(name, shares=(range(3), range(3, 8))):
     ("name", "lines"),
     [
         ("counting", ["a second call of the module returns a different result"]),
+        ("invalid", ["differs from the module", "different gradients of first.bias"]),
         ("detaching", ["differs from the module", "gradients of first.bias", "gradient hooks"]),
         ("branching", ["differs from the module", "the first difference is in inner;"]),
         ("rolling", ["is not the mean", "roll relates samples (", "test_verification.py:"]),
