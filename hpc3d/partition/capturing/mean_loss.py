@@ -61,11 +61,14 @@ def refuse_other_losses(values: BatchValues, loss: fx.Node) -> None:
         if node in values.relevant:
             _refuse_nonlinear(node, values)
     found = powers_of(values).get(loss)
-    if found is not None and found != _MEAN:
-        raise ValueError(
-            f"the loss is a sum over the samples, not a mean: {loss.name}{where(loss)}; use the "
-            "mean over the samples, or divide by the batch size of the input (x.shape[0])"
-        )
+    if not found or found == _MEAN:
+        return
+    grows = max(found) > 0
+    what = "a sum over the samples, not a mean" if grows else "divided by the batch size twice"
+    raise ValueError(
+        f"the loss is {what}: {loss.name}{where(loss)}; use the mean over the samples, or divide "
+        "the sum over the samples by the batch size of the input (x.shape[0])"
+    )
 
 
 def powers_of(values: BatchValues) -> dict[fx.Node, _Powers]:

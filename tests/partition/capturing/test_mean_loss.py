@@ -27,6 +27,10 @@ OTHERS = {
         lambda model, x: functional.mse_loss(model.a(x), x, reduction="sum"),
         SUM,
     ),
+    "mean over the batch size": (
+        of(lambda y: y.mean() / y.shape[0]),
+        r"the loss is divided by the batch size twice: ",
+    ),
     "sum and mean": (of(lambda y: y.sum() + y.mean()), SUM),
     "contraction": (lambda model, x: torch.einsum("bi,bi->", model.a(x), x), SUM),
     "root": (of(lambda y: y.mean().sqrt()), NONLINEAR),
