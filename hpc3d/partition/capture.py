@@ -524,7 +524,13 @@ def _modified(nodes, weights):
 
 def memory_of(node: fx.Node) -> set[int]:
     """Return the identifiers of the storages that contain an operation's results."""
-    return {each.untyped_storage()._cdata for each in tensors(node.meta.get("val"))}
+    try:
+        return {each.untyped_storage()._cdata for each in tensors(node.meta.get("val"))}
+    except NotImplementedError:
+        raise ValueError(
+            f"{node.name}: torch.func.vmap cannot be captured{where(node)}; use operations with a "
+            "batch dimension"
+        ) from None
 
 
 def is_size(node: fx.Node) -> bool:

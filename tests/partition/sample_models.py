@@ -229,6 +229,10 @@ def halves():
     return Function(function), torch.zeros(4, 4)
 
 
+def maps():
+    return Function(torch.func.vmap(torch.dot)), torch.zeros(4, 4)
+
+
 def contracts():
     return Function(lambda y, x: torch.einsum("bi,bi->b", y, x)), torch.zeros(4, 4)
 
