@@ -77,7 +77,7 @@ def test_refusal_of_a_public_model_is_one_line(name):
 def row(name):
     """Return the row of a model in the table of docs/partition.md."""
     found = f"refused: {REFUSED[name].reason}" if name in REFUSED else "equal to torch"
-    return f"| {name.replace('_', '-')} | `{MODELS[name].kind}` | {found} |"
+    return f"| {name.replace('_', '-')} | {MODELS[name].kind} | {found} |"
 
 
 def test_documented_table_lists_every_public_model():
