@@ -61,7 +61,7 @@ from hpc3d.partition.capturing.whole_modules import (
     culprit,
     place_whole,
 )
-from hpc3d.partition.factory import made, made_with_data
+from hpc3d.partition.factory import MEMORY_FRACTION, made, made_with_data
 from hpc3d.runtime import host_memory
 
 _NORMS = (torch.ops.aten.batch_norm, torch.ops.aten.instance_norm)
@@ -318,15 +318,12 @@ def _example(module, inputs, carrying, with_data):
 
 def _refuse_large(module):
     needed = sum(each.numel() * each.element_size() for each in module.parameters())
-    if needed > _MEMORY_FRACTION * host_memory.total():
+    if needed > MEMORY_FRACTION * host_memory.total():
         raise ValueError(
             "a submodule cannot be traced and must be run on real data, but the parameters need "
-            f"{needed / 1e9:.3g} GB, more than {_MEMORY_FRACTION:.0%} of the host memory; use a "
+            f"{needed / 1e9:.3g} GB, more than {MEMORY_FRACTION:.0%} of the host memory; use a "
             "machine with more memory"
         )
-
-
-_MEMORY_FRACTION = 0.5
 
 
 def _refuse_changing_state(module, inputs, opaque, carrying):

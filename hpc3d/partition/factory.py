@@ -126,7 +126,7 @@ class _TooLarge(Exception):
 @contextmanager
 def _limited_parameters() -> Iterator[None]:
     """Raise _TooLarge as soon as modules have more parameters than fit in this host's memory."""
-    limit, found = _MEMORY_FRACTION * host_memory.total(), 0
+    limit, found = MEMORY_FRACTION * host_memory.total(), 0
 
     def added(module, name, parameter):
         nonlocal found
@@ -134,7 +134,7 @@ def _limited_parameters() -> Iterator[None]:
         if found > limit:
             raise _TooLarge(
                 f"with data, its parameters need more than {limit / 1e9:.3g} GB, "
-                f"{_MEMORY_FRACTION:.0%} of the host memory; do not read tensor values in the "
+                f"{MEMORY_FRACTION:.0%} of the host memory; do not read tensor values in the "
                 "factory, or use a machine with more memory"
             )
 
@@ -145,4 +145,4 @@ def _limited_parameters() -> Iterator[None]:
         handle.remove()
 
 
-_MEMORY_FRACTION = 0.5
+MEMORY_FRACTION = 0.5

@@ -25,9 +25,10 @@ from hpc3d.config.package_data import default_machine
 from hpc3d.ops.random import keep_mask, philox_key
 from hpc3d.partition import plan_file
 from hpc3d.partition.capture import Captured, captured_of
+from hpc3d.partition.capturing.sample_layout import arguments_of
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.random_numbers import Draw, RandomNumbers
-from hpc3d.partition.execution.random_operations import arguments_of, is_random
+from hpc3d.partition.execution.random_operations import is_random
 from hpc3d.partition.execution.sample_batches import flat_inputs, rows_of
 from hpc3d.partition.execution.staged_model import staged_model
 from hpc3d.partition.execution.torch_weights import values_in

@@ -38,9 +38,9 @@ from hpc3d.partition.capture import (
 )
 from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.mean_loss import powers_of
+from hpc3d.partition.capturing.sample_layout import arguments_of
 from hpc3d.partition.capturing.sample_relations import BatchValues, packet_of
 from hpc3d.partition.execution.random_numbers import Draw
-from hpc3d.partition.execution.random_operations import arguments_of
 
 _aten = torch.ops.aten
 _OVER_TARGETS = (_aten.cross_entropy_loss, _aten.nll_loss_nd, _aten.nll_loss, _aten.nll_loss2d)

@@ -21,6 +21,7 @@ from torch import fx
 
 from hpc3d.partition.capture import Captured, is_size, tensors
 from hpc3d.partition.capturing.flat_export import where
+from hpc3d.partition.capturing.sample_layout import arguments_of
 from hpc3d.partition.execution.random_numbers import Draw, RandomNumbers
 
 _aten = torch.ops.aten
@@ -64,13 +65,6 @@ def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node, blocks: i
     stream = original.name, draw, _batch_dim(value), value.dtype, blocks
     node.args, node.kwargs = (node.target, *stream, arguments_of(node)), {}
     node.target = drawn
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Return all arguments of an operation by name, including default values."""
-    schema = node.target._schema.arguments
-    given = {each.name: each.default_value for each in schema if each.has_default_value()}
-    return given | {each.name: value for each, value in zip(schema, node.args)} | node.kwargs
 
 
 def drawn(

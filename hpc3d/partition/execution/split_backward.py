@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from hpc3d.partition.execution.random_operations import arguments_of
+from hpc3d.partition.capturing.sample_layout import arguments_of
 from hpc3d.partition.operation_costs import CONVOLUTIONS
 
 _aten = torch.ops.aten

@@ -68,21 +68,11 @@ class StageProgram(NamedTuple):
         `inputs` maps the input nodes of the model to values, and `weights` maps names to tensors.
         If the program is `split`, its backward pass defers calls with `later(function, *args)`.
         """
-        made = self.module(*self.arguments(draw, received, inputs, weights, later))
-        return made[: len(self.sent)], made[len(self.sent) :]
-
-    def arguments(
-        self,
-        draw: Draw,
-        received: Sequence,
-        inputs: Mapping,
-        weights: Mapping,
-        later: Callable[..., None] = immediately,
-    ) -> list:
-        """Return the arguments of `module`, given the arguments of `run`."""
         sizes = [size_of(size, draw.samples) for size in self.sizes]
         tensors = [inputs[node] for node in self.inputs] + [weights[name] for name in self.weights]
-        return [draw, *([later] if self.split else []), *sizes, *received, *tensors]
+        deferred = [later] if self.split else []
+        made = self.module(draw, *deferred, *sizes, *received, *tensors)
+        return made[: len(self.sent)], made[len(self.sent) :]
 
 
 def stage_programs(

@@ -76,6 +76,10 @@ class _Verification:
         self.trained = [name for name, like in state.items() if is_trained(like)]
         self.values = dict(values_in(module, captured))
         self.close = _CLOSE[state[self.trained[0]].dtype]
+        terms, both = LossTerms(captured), self._given(self.both)
+        terms.weights = {name: self.values[name] for name in terms.reads}
+        flat = [both[node] for node in captured.inputs]
+        self.batch_values = terms.values(flat, len(self.both))
 
     def lines(self):
         with _restored_buffers(self.module):
@@ -166,11 +170,7 @@ class _Verification:
         }
 
     def _arguments(self, rows):
-        terms = LossTerms(self.captured)
-        terms.weights = {name: self.values[name] for name in terms.reads}
-        both = self._given(self.both)
-        flat = [both[node] for node in self.captured.inputs]
-        draw = Draw(0, 0, rows.start, len(rows), terms.values(flat, len(self.both)))
+        draw = Draw(0, 0, rows.start, len(rows), self.batch_values)
         return draw, (), self._given(rows), self._weights()
 
     def _of_program(self, program: StageProgram, rows: range) -> Result:
@@ -215,8 +215,8 @@ class _Verification:
         recorder = _Recorder(program.module, fixed)
         torch.manual_seed(0)
         with torch.no_grad():
-            results = recorder.run(*program.arguments(draw, received, given, weights))
-        return recorder.values, results[len(program.sent) + loss]
+            _, outputs = program._replace(module=recorder.run).run(draw, received, given, weights)
+        return recorder.values, outputs[loss]
 
     def _relation(self, program):
         """Name the first operation that relates the samples of different microbatches."""
