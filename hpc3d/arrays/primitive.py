@@ -62,7 +62,7 @@ class Primitive:
 
     def cuda_as_numpy(self) -> None:
         """Use the NumPy implementation as the CUDA rule: its operations accept GPU arrays."""
-        self.cuda_rule = lambda gpu, *given, **named: self.numpy(*given, **named)
+        self.cuda_rule = lambda gpu, *operands, **named: self.numpy(*operands, **named)
 
     def narrow(self, rule: _Rule) -> _Rule:
         self.narrow_rule = rule
