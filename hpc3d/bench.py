@@ -14,6 +14,8 @@
 
     calibrate  measure this machine with runs on up to 8 ranks, for `--machine this-machine`;
                --check also predicts and measures the steps of 12 other runs
+    scaling    weak and strong scaling of 1-D, 2-D, 2.5-D and 3-D tensor parallelism, predicted and
+               measured; has its own options: python -m hpc3d.bench scaling --help
     plans      plans for PyTorch modules on 1 and 2 ranks, from a profile of this machine:
                predicted and measured step times, and whether the chosen plan is the fastest
     findings   the four findings of arXiv:2407.02081 on pipeline and data parallelism, reproduced
@@ -60,7 +62,13 @@ _SINGLE = {"step", "trace", "calibrate"}  # benchmarks that run in this process,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["scaling"]:
+        from hpc3d.benchmarks.scaling import study
+
+        options, overrides = study.parser().parse_known_args(words[1:])
+        return run("bench", lambda: study.main(options, overrides))
+    options = parser().parse_args(words)
     if options.names == ["calls"]:
         return launch.run("bench", lambda job: _benchmark("calls")(job, options))
     if _SINGLE & {*options.names}:  # NumPy reads these variables when it is loaded
@@ -69,9 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(options: Namespace) -> None:
-    found = {name: _benchmark(name)(options) for name in options.names}
+    from hpc3d.benchmarks.harness import watched
+
+    with watched() as load:
+        found = {name: _benchmark(name)(options) for name in options.names}
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(found | load))
 
 
 def parser() -> Parser:

@@ -37,4 +37,5 @@ measure() {
         --parallel.scheme "$scheme" --mesh.x "$x" --mesh.y "$y" --mesh.z "$z" \
         --model.hidden "$hidden" --train.batch "$batch" "$@"
     echo "when all tasks are done: sbatch jobs/report.sbatch $out"
+    echo "or, for the scaling table only: python -m hpc3d.bench scaling --runs $out"
 }

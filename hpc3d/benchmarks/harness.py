@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -33,6 +34,40 @@ if TYPE_CHECKING:
     from hpc3d.training.trainer import Step
 
 log = logging.getLogger(__name__)
+_BUSY = 0.1  # maximum share of the CPU time that other programs may use without a warning
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, float | None]]:
+    """Measure the load by other programs during a benchmark, and print it if it exceeds 10 %.
+
+    The load is the share of the CPU time of all cores that processes other than this one and its
+    finished children used; it is the value of `other_load` in the returned dict, or `None` if
+    /proc/stat does not exist.
+    """
+    found: dict[str, float | None] = {"other_load": None}
+    start = _cpu_seconds()
+    yield found
+    if start:
+        busy, total, own = (now - then for now, then in zip(_cpu_seconds(), start, strict=True))
+        load = found["other_load"] = max(0.0, busy - own) / total
+        if load > _BUSY:
+            print(
+                f"other programs used {load:.0%} of the CPU time during this measurement; for "
+                "reliable times, repeat it on an idle machine"
+            )
+
+
+def _cpu_seconds() -> tuple[float, float, float] | None:
+    """Return the busy and the total CPU time of the machine and the CPU time of this program."""
+    try:
+        first = Path("/proc/stat").read_text("ascii").splitlines()[0]
+    except OSError:
+        return None
+    ticks = [int(each) for each in first.split()[1:9]]
+    idle, total = sum(ticks[3:5]), sum(ticks)
+    unit = os.sysconf("SC_CLK_TCK")
+    return (total - idle) / unit, total / unit, sum(os.times()[:4])
 
 
 class RandomBatches:

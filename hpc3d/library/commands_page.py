@@ -41,6 +41,7 @@ _PARSERS = {
     "checkpoint": ("checkpoint", "parser"),
     "prepare": ("prepare", "parser"),
     "bench": ("bench", "parser"),
+    "bench scaling": ("benchmarks.scaling.study", "parser"),
     "doctor": ("doctor", "parser"),
 }
 

@@ -27,8 +27,11 @@ WIDTH = 7.2  # figure width in inches
 _NARROW = 48  # maximum number of vertical bars that are drawn with gaps between them
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PATH.png and PATH.svg. The output is reproducible byte for byte."""
+def save(figure: Figure, path: Path, *formats: str) -> None:
+    """Write a figure as PATH.png, PATH.svg and in the vector `formats`, such as "pdf".
+
+    The output is reproducible byte for byte.
+    """
     from matplotlib import rc_context
 
     salt = {"svg.hashsalt": path.name}
@@ -38,6 +41,8 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path.with_suffix(".png"), dpi=200)
         figure.set_layout_engine("none")  # keep the layout of the PNG file for the SVG file
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None}, dpi=200)
+        for each in formats:
+            figure.savefig(path.with_suffix(f".{each}"), metadata={"CreationDate": None}, dpi=200)
 
 
 def empty(

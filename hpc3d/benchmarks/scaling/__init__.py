@@ -1,0 +1,1 @@
+"""Weak and strong scaling of tensor parallelism, predicted and measured."""
