@@ -113,10 +113,8 @@ class Linear:
         if self.matmul.y_is_complete:
             return self.matmul.forward_saving(x, w, bias=bias, residual=residual)
         y, saved = self.matmul.forward_saving(x, w)
-        if bias is None or y.ndim == 3:
-            y = owned(self.mesh, y)
         if bias is None:
-            return y, saved
+            return owned(self.mesh, y), saved
         out = y if writeable(y) else self.mesh.empty(y.shape, y.dtype)
         shape = len(y), bias.size
         with self.mesh.trace.span("bias"):

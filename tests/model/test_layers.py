@@ -1,9 +1,13 @@
 """Layers used in ways that a model does not: twice, side by side, an odd number of times."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
+from hpc3d.comm.communicator import ready
 from hpc3d.comm.threads import run
+from hpc3d.model import layers
 from hpc3d.model.layers import LayerNorm, Linear
 from hpc3d.model.parameters import Parameters
 from hpc3d.pipeline.gradient_buckets import Buckets
@@ -106,3 +110,24 @@ def test_branching_and_reused_layers_match_a_single_rank(name, cuboid, build):
             np.testing.assert_allclose(ours, full[where], atol=1e-10)
         for key, where, gradient in weights:
             np.testing.assert_allclose(gradient, whole[key][where], atol=1e-10, err_msg=key)
+
+
+def test_bias_of_expert_layers_is_added_without_a_copy_of_a_shared_product(monkeypatch):
+    def rank(mesh, shared):
+        matmul = sharded_matmul(mesh, Split(), stacked=True)
+        parameters = Parameters(mesh, "float64")
+        layer = Linear(parameters, "experts", (24, 3, 24), matmul, 0.3)
+        parameters.allocate(1)
+        layer.bias.value += np.arange(72).reshape(1, 3, 24)
+        if shared:
+            monkeypatch.setattr(matmul, "reduce", lambda block, *_: ready(read_only(block)))
+            monkeypatch.setattr(layers, "owned", None)
+        return layer.forward(inputs(mesh, Split().x).reshape(16, 3, 24))[0]
+
+    ours, expected = (run({}, partial(rank, shared=each))[0] for each in (True, False))
+    np.testing.assert_array_equal(ours, expected)
+
+
+def read_only(block):
+    block.flags.writeable = False
+    return block
