@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpc3d.arrays.pool import contiguous
 from hpc3d.model.key_value_cache import CachedAttention, KeptPositions
-from hpc3d.model.microbatch import Microbatch
+from hpc3d.model.microbatch import DeviceCache, Microbatch
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.ops.rows import add_repeated
@@ -74,16 +74,13 @@ class Decoder:
         """
         count = tokens.shape[1]
         assert self.kept.length + count <= self.kept.capacity
-        micro = Microbatch(0, 0, tokens, tokens, 1.0, self._brought)
+        micro = Microbatch(0, 0, tokens, tokens, 1.0, DeviceCache(self.mesh.pool))
         x = self._embedded(micro, count)
         for block in self.stage.blocks:
             with self.mesh.trace.scope(layer=block.number):
                 x, _ = block.forward(x, micro)
         self.kept.length += count
         return self._logits(contiguous(x.reshape(-1, count, x.shape[1])[:, -1]))
-
-    def _brought(self, micro, name, make):
-        return self.mesh.pool.bring(make(micro))
 
     def _embedded(self, micro: Microbatch, count: int) -> Array:
         """Return the embeddings of the new tokens, whose positions follow those in the cache."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +12,7 @@ from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import philox_key
 
 if TYPE_CHECKING:
+    from hpc3d.arrays.pool import Pool
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.context import Context
     from hpc3d.tensor.layout import Layout
@@ -58,6 +59,24 @@ class Microbatch(NamedTuple):
     def rows(self, batch: np.ndarray, layout: Layout, mesh: Mesh) -> np.ndarray:
         """Return the sequences of `batch` that `layout` assigns to this rank."""
         return batch[layout.rows.slices(batch.shape[:1], mesh)]
+
+
+class DeviceCache:
+    """Cache of microbatch arrays on the model's device, used as `Microbatch.cache`."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.arrays: dict[tuple, Any] = {}
+
+    def __call__(self, micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
+        key = micro.step, micro.first, name
+        if key not in self.arrays:
+            self.arrays[key] = self.pool.bring(make(micro))
+        return self.arrays[key]
+
+    def begin(self, number: int, micros: Iterable[Microbatch]) -> None:
+        """Discard the cached arrays of steps before `number`."""
+        self.arrays = {key: what for key, what in self.arrays.items() if key[0] >= number}
 
 
 def microbatches(

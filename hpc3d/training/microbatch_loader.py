@@ -7,32 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.model.microbatch import microbatches, valid_tokens
+from hpc3d.model.microbatch import DeviceCache, microbatches, valid_tokens
 
 if TYPE_CHECKING:
-    from hpc3d.arrays.pool import Pool
     from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import Config
     from hpc3d.data.batches import Batches
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.pipeline.program import Program
-
-
-class DeviceCache:
-    """Cache of microbatch arrays on the model's device, used as `Microbatch.cache`."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool, self.arrays = pool, {}
-
-    def __call__(self, micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
-        key = micro.step, micro.first, name
-        if key not in self.arrays:
-            self.arrays[key] = self.pool.bring(make(micro))
-        return self.arrays[key]
-
-    def begin(self, number: int, micros: Iterable[Microbatch]) -> None:
-        """Discard the cached arrays of steps before `number`."""
-        self.arrays = {key: what for key, what in self.arrays.items() if key[0] >= number}
 
 
 class _PersistentDeviceCache(DeviceCache):

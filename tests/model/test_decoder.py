@@ -8,6 +8,7 @@ import pytest
 from hpc3d.comm.threads import run
 from hpc3d.model.decoder import Decoder, sequences_for
 from hpc3d.model.families import family_of
+from hpc3d.model.key_value_cache import CachedAttention
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.tensor.split import SCHEMES, Split
 from hpc3d.training.trainer import spec_of
@@ -129,6 +130,18 @@ def test_forget_resets_the_decoder():
     first, other, again = run({}, rank)[0]
     np.testing.assert_array_equal(first, again)
     assert np.abs(first - other).max() > 0.01
+
+
+def test_layers_share_the_rotary_table_of_a_call(monkeypatch):
+    made, table = [], CachedAttention.table
+
+    def counted(layer, micro, dtype):
+        made.append(layer.kept.length)
+        return table(layer, micro, dtype)
+
+    monkeypatch.setattr(CachedAttention, "table", counted)
+    step_by_step(f"{COMMON} {KINDS[2]}", np.zeros((1, SEQUENCE), int), [4, 1, 1])
+    assert made == [0, 4, 5]
 
 
 def test_decoder_has_no_gradients_or_optimizer_state():

@@ -6,10 +6,10 @@ import numpy as np
 
 from hpc3d.arrays.pool import Pool
 from hpc3d.comm.threads import run
-from hpc3d.model.microbatch import microbatches
+from hpc3d.model.microbatch import DeviceCache, microbatches
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.pipeline.program import forward_program_of, program_of
-from hpc3d.training.microbatch_loader import DeviceCache, MicrobatchLoader
+from hpc3d.training.microbatch_loader import MicrobatchLoader
 from tests.pipeline.test_program import STEPS, config
 
 

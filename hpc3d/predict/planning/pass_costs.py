@@ -20,7 +20,7 @@ from hpc3d.arrays.pool import OFFLOADED
 from hpc3d.comm.communicator import Pending, Self
 from hpc3d.comm.mesh import data_axes, expert_data_axes, plane, queue_of
 from hpc3d.model.layers import immediately
-from hpc3d.model.microbatch import Microbatch
+from hpc3d.model.microbatch import DeviceCache, Microbatch
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import FIRST, LAST, LAYER, build
 from hpc3d.pipeline.engine import DeferredWeightGrads
@@ -28,7 +28,6 @@ from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
 from hpc3d.training.gradient_compression import GradientCompression, compression_of
-from hpc3d.training.microbatch_loader import DeviceCache
 from hpc3d.training.optimizers.catalog import optimizer_of
 from hpc3d.training.trainer import spec_of
 
