@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -21,7 +19,7 @@ from hpc3d.checkpoints.sharded import InitialState, StoredPiece, complete, write
 from hpc3d.config.load import to_toml
 from hpc3d.console.small_files import sync, temporary_of
 from hpc3d.training.optimizers.catalog import optimizer_of
-from hpc3d.training.run_folder import write_text
+from hpc3d.training.run_folder import note_command, write_text
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -72,7 +70,7 @@ def begin(
     header = {"run_id": run.name, "config": text, "position": None, "step": 0, "updates": 0}
     with _atomic_folder(run) as folder:
         write_text(folder / "config.toml", text)
-        write_text(folder / "command.txt", shlex.join([sys.executable, *sys.argv]) + "\n")
+        note_command(folder)
         shard = folder / "checkpoints" / "step-00000000.tmp"
         shard.mkdir(parents=True)
         dtype = np.dtype("float64" if config.train.dtype == "float64" else "float32")

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import hpc3d
 from hpc3d.console.sanitize import file_and_reason, reason_of
-from hpc3d.console.small_files import naming, replacing
+from hpc3d.console.small_files import naming, replacing, sync
 from hpc3d.runtime.probe import installed
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ def note_command(folder: Path) -> None:
     path = folder / "command.txt"
     with naming(path), path.open("a", encoding="utf-8", errors="surrogateescape") as file:
         file.write(shlex.join([sys.executable, *sys.argv]) + "\n")
+    sync(path)
 
 
 def claim(folder: Path, patience: float = 10) -> TextIO:

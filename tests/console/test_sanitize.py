@@ -10,10 +10,13 @@ from io import StringIO
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 
 import hpc3d.__main__
 from hpc3d import bench, checkpoint, doctor, plan, prepare, report, simulate, train
+from hpc3d.checkpoints.inspect import shapes_of
+from hpc3d.checkpoints.new_run import begin
 from hpc3d.config.load import literal
 from hpc3d.console.command_line import run
 from hpc3d.console.exit_codes import BadData
@@ -34,6 +37,7 @@ from hpc3d.training.log import Log
 from tests.analyze.small import small
 from tests.checkpoints import drawn_models
 from tests.elided import elided
+from tests.pipeline.mixes import config_of
 from tests.runs import ended, plan_of
 from tests.test_bad_inputs import MACHINE, SHIPPED
 
@@ -412,10 +416,18 @@ def test_run_folder_with_any_name_is_reported(trace_of_others, terminal, tmp_pat
     assert lines[-1].endswith(f" {sanitized(str(folder / 'report'))}")
 
 
-def test_command_line_is_stored_byte_for_byte(tmp_path, monkeypatch):
+def initial_run(folder):
+    config = config_of("schedule=none microbatches=1 vocabulary=29")
+    shapes = shapes_of(config.model)
+    begin(folder / "run", config, lambda name, config: np.zeros(shapes[name]))
+
+
+@pytest.mark.parametrize("create", [folders.note_command, initial_run])
+def test_command_line_is_stored_byte_for_byte(create, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train", BYTES])
-    folders.note_command(tmp_path)
-    assert os.fsencode(BYTES) in (tmp_path / "command.txt").read_bytes()
+    create(tmp_path)
+    (path,) = tmp_path.rglob("command.txt")
+    assert os.fsencode(BYTES) in path.read_bytes()
 
 
 def test_shipped_files_contain_only_printable_characters():
