@@ -35,6 +35,9 @@ class TokenRange(Tokens):
         assert 0 <= start <= stop <= len(self)
         return self.tokens.read(self.start + start, self.start + stop)
 
+    def close(self) -> None:
+        self.tokens.close()
+
 
 class _OtherText(TokenRange):
     """Separate validation text, whose error messages name the key data.validation."""

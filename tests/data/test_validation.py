@@ -80,6 +80,13 @@ def test_separate_validation_text(tmp_path, text):
     assert "was truncated" in refused(held.read, 0, 5)
 
 
+def test_closing_the_validation_text_closes_its_file(tmp_path, text):
+    write_tokens(tmp_path / "tokens.h5", [text], ByteTokenizer())
+    with divided(open_tokens(text), str(tmp_path / "tokens.h5"))[1] as held:
+        held.read(0, 5)
+    assert "not a readable token file" in refused(held.read, 0, 5)
+
+
 def test_unreadable_validation_text_error_names_its_key(tmp_path, text):
     tokens = open_tokens(text)
     assert "does not exist" in refused(divided, tokens, str(tmp_path / "none.txt"))
