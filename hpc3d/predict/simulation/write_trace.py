@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -71,7 +72,9 @@ def write_trace(folder: Path, runs: Sequence[StageRun], config: Config, machine:
             group = run.axes.index(CONTEXT)
             _turn_peers(tables[0], group, here[group], coords[CONTEXT], config.context())
         write_segment(segment_path(folder, rank, 0), header, run.names, *tables)
-    return merge(folder)
+    path = merge(folder)
+    shutil.rmtree(segment_path(folder, 0, 0).parent)
+    return path
 
 
 def _members(grid: Grid, coords: Mapping[str, int], axes: Iterable[str]) -> list[list[int]]:

@@ -20,6 +20,7 @@ from tests.strided import strided
 def test_simulated_trace_is_consistent(line, tmp_path):
     config, runs = simulated(line)
     path = write_trace(tmp_path, runs, config, MACHINE)
+    assert [*tmp_path.iterdir()] == [path]
     found = summary(runs, config, MACHINE)
     write_prediction(path, prediction(runs, found))
     with trace.open(path) as opened:
