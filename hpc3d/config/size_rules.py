@@ -105,8 +105,15 @@ def _wrong_microbatches(config: Config) -> Iterator[str]:
 
 
 def wrong_tokens(model: ModelConfig) -> Iterator[str]:
-    """Report a padding token that is the mask token or lies outside the vocabulary."""
+    """Report special tokens that coincide, lie outside the vocabulary, or leave no other token."""
     last = (model.vocabulary or inf) - 1
+    least = 2 if model.padding is None else 3
+    if not family_of(model).causal and last + 1 < least:
+        special = "the mask token" + " and the padding token" * (least > 2)
+        yield (
+            f"model.vocabulary = {model.vocabulary}: model.kind = {model.kind} needs at least one "
+            f"token besides {special}; use at least {least}"
+        )
     if model.padding is not None and model.padding >= last:
         key = f"model.padding = {model.padding}"
         yield (

@@ -159,6 +159,15 @@ def test_settings_that_a_model_family_lacks_are_rejected(words, line):
     assert said.startswith(line)
 
 
+@pytest.mark.parametrize(("padding", "least"), [([], 2), (["--model.padding", "0"], 3)])
+def test_vocabulary_of_only_special_tokens_is_rejected(padding, least):
+    words = ["--model.kind", "bert", *padding, "--model.vocabulary"]
+    (said,) = problems(*words, f"{least - 1}")
+    assert said.startswith(f"model.vocabulary = {least - 1}: model.kind = bert needs at ")
+    assert said.endswith(f"; use at least {least}")
+    assert load(None, [*words, f"{least}"]).model.vocabulary == least
+
+
 def test_orthogonalize_is_only_valid_with_muon():
     sharded = ["--train.orthogonalize", "sharded"]
     (said,) = problems("--train.optimizer", "lion", *sharded)
