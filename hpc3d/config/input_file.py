@@ -78,6 +78,10 @@ class MeshConfig:
         """Return the number of ranks that process different tokens with the same dense weights."""
         return self.d * self.c * self.e
 
+    def tensor_ranks(self) -> int:
+        """Return the number of ranks over which tensor parallelism shards a layer."""
+        return (self.x or 1) * (self.y or 1) * (self.z or 1)
+
     def grid(self) -> Grid:
         """Return the `Grid` of ranks with these sizes."""
         return grid_of(self)

@@ -72,7 +72,7 @@ def parameters(config: Config) -> float:
     dense = families.parameters(config.model).total - experts
     held = dense * _bytes_held(config, mesh.replicas())
     held += experts / mesh.e * _bytes_held(config, mesh.d * mesh.c)
-    return (held + _residual(config)) / (mesh.p * _tensor(config))
+    return (held + _residual(config)) / (mesh.p * mesh.tensor_ranks())
 
 
 def _bytes_held(config: Config, copies: int) -> float:
@@ -96,7 +96,7 @@ def _residual(config: Config) -> float:
     """
     model, copies = config.model, config.mesh.replicas()
     spec = compression_spec(config)
-    narrowest = model.hidden // _tensor(config), model.hidden
+    narrowest = model.hidden // config.mesh.tensor_ranks(), model.hidden
     if spec is None or copies == 1 or not all(narrowest):
         return 0.0
     if not spec.saves(narrowest, copies, _wide(config)):
@@ -115,12 +115,8 @@ def _activations(config: Config) -> float:
     if "activations" in config.parallel.offload:
         kept /= model.layers
     size = rows * (kept * waiting + model.vocabulary * itemsize(config.train.dtype))
-    return size / (mesh.p * mesh.replicas() * _tensor(config))
+    return size / (mesh.p * mesh.replicas() * mesh.tensor_ranks())
 
 
 def _wide(config: Config) -> int:
     return max(4, itemsize(config.train.dtype))
-
-
-def _tensor(config: Config) -> int:
-    return config.mesh.x * config.mesh.y * config.mesh.z

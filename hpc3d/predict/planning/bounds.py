@@ -60,8 +60,7 @@ class Candidate(NamedTuple):
 
 def kind(config: Config) -> str:
     """Return the kind of tensor parallelism that a layout uses, such as "2-D", or "none"."""
-    mesh = config.mesh
-    return "none" if mesh.x * mesh.y * mesh.z == 1 else _KINDS[config.parallel.scheme]
+    return "none" if config.mesh.tensor_ranks() == 1 else _KINDS[config.parallel.scheme]
 
 
 def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
@@ -214,7 +213,7 @@ def volumes(config: Config) -> Counter[str]:
     stages, and weights are gathered for every microbatch.
     """
     mesh, model, train = config.mesh, config.model, config.train
-    tensor, layers = mesh.x * mesh.y * mesh.z, model.layers / mesh.p
+    tensor, layers = mesh.tensor_ranks(), model.layers / mesh.p
     copies, replicas = mesh.replicas(), tensor_replicas(config, "m")
     one = replace(config, train=replace(train, batch=train.batch / (copies * mesh.p)))
     found: Counter[str] = Counter()
@@ -276,7 +275,7 @@ def _slot_words(config: Config) -> float:
     assert experts
     slots = experts.count * min(experts.slots(model.sequence), model.sequence // mesh.c)
     sequences = config.train.batch / (mesh.d * mesh.e)
-    words = slots * sequences * model.hidden / (mesh.p * mesh.x * mesh.y * mesh.z)
+    words = slots * sequences * model.hidden / (mesh.p * mesh.tensor_ranks())
     return 4 * (1 - 1 / mesh.e) * words * (model.layers // experts.every)
 
 

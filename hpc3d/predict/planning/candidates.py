@@ -62,7 +62,7 @@ class Candidates:
         """
         config = replace(config, parallel=replace(config.parallel, attention=None))
         mesh, chunked = config.mesh, config.chunked()
-        gathers, widest = mesh.x * mesh.y * mesh.z > 1, self.estimator.machine.max_fused_head_dim
+        gathers, widest = mesh.tensor_ranks() > 1, self.estimator.machine.max_fused_head_dim
         options = layouts.MEMORY_OPTIONS
         if _chunks_save(config, widest):
             options = layouts.WITH_CHUNKS[config.train.backend]

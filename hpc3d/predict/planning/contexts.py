@@ -66,7 +66,7 @@ def _kept(config: Config) -> float:
     model, mesh, family = config.model, config.mesh, family_of(config.model)
     sizes = family.sizes(model, model.vocabulary)
     stage = family.blocks_kept(sizes, "none", True) / mesh.p
-    elements = model.sequence * stage / (mesh.x * mesh.y * mesh.z)
+    elements = model.sequence * stage / mesh.tensor_ranks()
     return elements * np.dtype(config.train.dtype).itemsize
 
 
@@ -98,7 +98,7 @@ def attention_flops(config: Config) -> float:
     model, mesh, family = config.model, config.mesh, family_of(config.model)
     square = family.attention(family.sizes(model, model.vocabulary))
     rows = config.train.batch * model.sequence / mesh.replicas()
-    share = model.layers / (mesh.p * mesh.x * mesh.y * mesh.z)
+    share = model.layers / (mesh.p * mesh.tensor_ranks())
     return _FORWARD_AND_BACKWARD * square * rows * share * (0.5 if family.causal else 1.0)
 
 
@@ -110,4 +110,4 @@ def _elements(config: Config, keys: bool) -> float:
     model, mesh = config.model, config.mesh
     width = model.hidden * (model.kv_heads or model.heads) / model.heads if keys else model.hidden
     rows = config.train.batch * model.sequence / mesh.replicas()
-    return rows * width * model.layers / (mesh.p * mesh.x * mesh.y * mesh.z)
+    return rows * width * model.layers / (mesh.p * mesh.tensor_ranks())

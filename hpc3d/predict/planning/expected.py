@@ -84,7 +84,7 @@ class ExpectedSteps:
         """
         config, moves = candidate.config, candidate.moves
         mesh, parallel, layers = config.mesh, config.parallel, config.model.layers
-        stages, own, tensor = mesh.p, layers / mesh.p, mesh.x * mesh.y * mesh.z
+        stages, own, tensor = mesh.p, layers / mesh.p, mesh.tensor_ranks()
         rows = config.splits["dense"].m.split()
         weights = sum(moves[axis] for axis in "xyz" if axis in moves and axis in rows)
         others = sum(moves.values()) - candidate.hidden - weights
@@ -111,7 +111,7 @@ class ExpectedSteps:
         axes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}
         seconds = sum(candidate.moves.get(axis, 0.0) for axis in axes)
         copies = prod(tensor_replicas(candidate.config, "m").values())
-        tensor, replicas = mesh.x * mesh.y * mesh.z, mesh.replicas()
+        tensor, replicas = mesh.tensor_ranks(), mesh.replicas()
         share = (self.dense + (1 - self.dense) / mesh.e) * copies / (mesh.p * tensor)
         # ZeRO 2 reduces gradients once per microbatch; ZeRO 3 also gathers parameters.
         more = (0.0, 0.0), (-seconds / 2, seconds / 2), (-seconds, 1.5 * seconds)
