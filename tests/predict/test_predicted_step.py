@@ -1,9 +1,12 @@
 """A predicted step and what its summary has beside the numbers of every step."""
 
+import re
+
 import pytest
 
 from hpc3d.predict.predicted_step import predicted_step
 from hpc3d.predict.simulation import write_trace
+from tests.mpi import ROOT
 
 TINY = ["--model.layers=2", "--model.hidden=32", "--model.heads=4", "--train.batch=4"]
 EVALUATED = ["--train.eval_every=2", "--data.validation=0.1"]
@@ -32,3 +35,10 @@ def test_failure_removes_the_folders_of_the_prediction(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         step().keep(tmp_path / "above" / "kept")
     assert not [*tmp_path.iterdir()]
+
+
+def test_events_of_the_default_step_are_as_documented():
+    run, *_ = predicted_step("gpt-3d-64", [], "h100").runs
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    (count,) = re.findall(r"`simulate gpt-3d-64 [^`]*` writes (\d+) events per rank", text)
+    assert len(run.rows) == int(count)
