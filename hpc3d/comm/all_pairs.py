@@ -1,5 +1,9 @@
 """Collectives based on messages between all pairs of ranks, for long blocks and 16-bit sums.
 
+MPI's collectives are the default. On networks with remote memory access, they may use the network
+in ways that messages cannot. Long blocks are exchanged between all pairs only over TCP, the only
+network on which this was measured to be faster.
+
 MPI uses the rendezvous protocol for long messages. Over TCP, the receiver's reply is queued behind
 the data that it sends. In collectives of Open MPI, members receive before they send, so about half
 of all calls use only one direction of the network at a time. Here, all sends are posted first.
@@ -17,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,34 +41,54 @@ _CALLS = 1 << 13  # number of calls before a tag is reused; MPI guarantees tags 
 # is equally fast, and MPI's ring all-gather sends each block to each host only once, even if the
 # host has several members.
 _MOST = {"all_gather": 8, "all_reduce": 3}
+_DEVICES = Path("/sys/class")
+# Device classes of networks with remote memory access: InfiniBand, RoCE and EFA; Slingshot;
+# Omni-Path.
+_REMOTE = ("infiniband", "cxi", "hfi1")
 
 
 class AllPairs(MpiCommunicator):
     """MPI communicator with its own collectives for blocks of at least `long` bytes.
 
-    `long` is the message size from which MPI uses the rendezvous protocol.
+    By default, `long` is the message size from which MPI uses the rendezvous protocol over TCP. If
+    it is infinite, only sums of 16-bit floats differ from MPI's collectives. All members must use
+    the same value. They must also use one object per MPI communicator, because the tags of the
+    messages are numbered by object.
     """
 
     long: float = 1 << 16
 
-    def __init__(self, comm: MPI.Comm, members: Sequence[int], pool: Pool) -> None:
+    def __init__(
+        self, comm: MPI.Comm, members: Sequence[int], pool: Pool, long: float | None = None
+    ) -> None:
         super().__init__(comm, members, pool)
         self.exchanges = 0
+        if long is not None:
+            self.long = long
 
     def _all_gather(self, block):
         if block.nbytes < self.long or self.size > _MOST["all_gather"]:
             return super()._all_gather(block)
         gathered = self.empty((self.size * block.shape[0], *block.shape[1:]), block.dtype)
         blocks = gathered.reshape(self.size, *block.shape)
-        blocks[self.rank] = block
-        return self.swapped([block] * self.size, blocks, self.tag()).then(lambda _: gathered)
+        return self.gather_into(block, blocks, range(self.size)).then(lambda _: gathered)
 
-    def _reduce_scatter(self, block):
-        if block.nbytes // self.size < self.long and not is_narrow(block.dtype):
-            return super()._reduce_scatter(block)
-        part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
-        parts, flat = block.reshape(self.size, -1), part.reshape(-1)
-        return self.summed(np.add, parts, flat, self.tag()).then(lambda _: part)
+    def gather_into(self, block: Array, blocks: Array, slots: Sequence[int]) -> Pending:
+        """Start to gather the block of member j into blocks[slots[j]]; return `blocks` as a
+        `Pending`."""
+        if block.nbytes >= self.long:
+            blocks[slots[self.rank]] = block
+            received = [blocks[slot] for slot in slots]
+            coming = self.swapped([block] * self.size, received, self.tag())
+            return coming.then(lambda _: blocks)
+        counts, offsets = [block.size] * self.size, [slot * block.size for slot in slots]
+        request = self.comm.Iallgatherv(integers(block), [integers(blocks), counts, offsets, None])
+        return arriving(request.Test, blocks, block)
+
+    def scatter_into(self, block: Array, part: Array) -> Pending:
+        if part.nbytes < self.long and not is_narrow(block.dtype):
+            return super().scatter_into(block, part)
+        return self.summed(np.add, block.reshape(self.size, -1), part.reshape(-1), self.tag())
 
     def sum_into(self, block: Array, total: Array, op: str) -> Pending:
         narrow, few = is_narrow(block.dtype), self.size <= _MOST["all_reduce"]
@@ -129,6 +155,16 @@ class AllPairs(MpiCommunicator):
         """
         self.exchanges += 1
         return MESSAGE + 1 + 2 * (self.exchanges % _CALLS)
+
+
+def shortest_exchange(comm: MPI.Comm) -> float:
+    """Return the block size in bytes from which blocks are exchanged between all pairs.
+
+    The size is infinite if a host of the job has a network with remote memory access. All ranks
+    return the same size. The call is collective over `comm`.
+    """
+    found = any(any((_DEVICES / name).glob("*")) for name in _REMOTE)
+    return inf if comm.allreduce(found, MPI.LOR) else AllPairs.long
 
 
 def slices_of(count: int, size: int) -> list[slice]:

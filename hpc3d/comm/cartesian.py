@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.comm.all_pairs import AllPairs
+from hpc3d.comm.all_pairs import AllPairs, shortest_exchange
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.grid import Grid
 from hpc3d.comm.mesh import Mesh, groups_of
@@ -40,7 +41,7 @@ def build(
     grid, pool = Grid(sizes), Pool()
     cart = comm.Create_cart(list(sizes.values()), reorder=False)
     coords = grid.coords(cart.rank)
-    nodes = [None] * cart.size if transport == "mpi" else node_of_rank(cart)
+    nodes, long = _network(cart, transport)
 
     lines = {}
     for name, members in groups_of(grid, coords).items():
@@ -50,7 +51,7 @@ def build(
             line = cart.Split(min(members), members.index(cart.rank))
         lines[name] = line, members
     if device is None:
-        comms = {name: _communicator_of(*line, pool, nodes) for name, line in lines.items()}
+        comms = {name: _communicator_of(*line, pool, nodes, long) for name, line in lines.items()}
         blocks = pool
     else:
         from hpc3d.comm.device_communicators import communicators
@@ -60,7 +61,7 @@ def build(
         blocks = DevicePool(device)
         blocks.store = PinnedStore(blocks)
         comms = communicators(transport, cart, lines, blocks)
-    world = _communicator_of(cart, range(grid.size), pool, nodes)
+    world = _communicator_of(cart, range(grid.size), pool, nodes, long)
     return Mesh(grid.sizes, coords, comms, world, pool=blocks)
 
 
@@ -70,28 +71,47 @@ def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") ->
     Transports are chosen as in `build`. The factory creates a communicator for a list of ranks.
     """
     comm, pool = MPI.COMM_WORLD.Dup(), Pool()
-    nodes = [None] * comm.size if transport == "mpi" else node_of_rank(comm)
+    nodes, long = _network(comm, transport)
 
     def line(members):
         made = comm if len(members) == 1 else comm.Create_group(comm.group.Incl([*members]))
-        return _communicator_of(made, members, pool, nodes)
+        return _communicator_of(made, members, pool, nodes, long)
 
     return stage_mesh(replicas, rows, line(range(comm.size)), line), line
 
 
+def _network(comm: MPI.Intracomm, transport: str) -> tuple[list[int | None], float]:
+    """Return the node of each rank, and the size in bytes of blocks exchanged between all pairs.
+
+    Shorter blocks use MPI's collectives, except for sums of 16-bit floats. If `transport` is
+    "mpi", all nodes are `None`, and the size is infinite. Otherwise, it is finite only if no host
+    has a network with remote memory access (`shortest_exchange`).
+    """
+    if transport == "mpi":
+        return [None] * comm.size, inf
+    return node_of_rank(comm), shortest_exchange(comm)
+
+
 def _communicator_of(
-    line: MPI.Intracomm, members: Sequence[int], pool: Pool, nodes: Sequence[int | None]
+    line: MPI.Intracomm,
+    members: Sequence[int],
+    pool: Pool,
+    nodes: Sequence[int | None],
+    long: float,
 ) -> Communicator:
-    """Return a communicator based on the MPI communicator `line`; `nodes[r]` is rank r's node."""
+    """Return a communicator based on the MPI communicator `line`; `nodes[r]` is rank r's node.
+
+    Blocks of at least `long` bytes are exchanged between all pairs of ranks.
+    """
     if len(members) == 1:
         return Self(pool, members[0])
     hosts = [nodes[rank] for rank in members]
     numbers = set(Counter(hosts).values())
     if None in hosts or len(numbers) > 1 or numbers == {1}:
-        return AllPairs(line, members, pool)
+        return AllPairs(line, members, pool, long)
     if len({*hosts}) == 1:
         return SharedMemory(line, members, pool)
-    return TwoLevel(line, members, pool, hosts)
+    return TwoLevel(line, members, pool, hosts, long)
 
 
 def node_of_rank(comm: MPI.Intracomm) -> list[int | None]:

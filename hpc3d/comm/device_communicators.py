@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from hpc3d.comm.all_pairs import AllPairs
+from hpc3d.comm.all_pairs import AllPairs, shortest_exchange
 from hpc3d.comm.comm_stream import CommStream
 from hpc3d.comm.cuda_aware_mpi import CudaAwareMessages, CudaAwareMpi
 from hpc3d.comm.host_staged import HostStaged
@@ -69,9 +69,10 @@ def _by_hosts(
     found: dict[str, Communicator] = {}
     device = pool.device
     traffic = {queue: CommStream(device, nullcontext, queue) for queue in QUEUES}
+    long = shortest_exchange(cart)
     for axis, (line, members) in lines.items():
         staged = partial(CudaAwareMessages, direct[axis]) if direct else HostStaged
-        comm = AllPairs(line, members, device.pinned)
+        comm = AllPairs(line, members, device.pinned, long)
         found[axis] = staged(comm, traffic[queue_of(axis)], device.pinned, pool)
     return found
 

@@ -65,6 +65,10 @@ class MpiCommunicator(Communicator):
 
     def _reduce_scatter(self, block):
         part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
+        return self.scatter_into(block, part).then(lambda _: part)
+
+    def scatter_into(self, block: Array, part: Array) -> Pending:
+        """Start a reduce-scatter into `part`, and return `part` as a `Pending`."""
         return arriving(self.comm.Ireduce_scatter_block(block, part).Test, part, block)
 
     def _all_reduce(self, block, op):

@@ -40,10 +40,19 @@ if TYPE_CHECKING:
 
 
 class TwoLevel(AllPairs):
-    """Two-level communicator based on an MPI communicator whose member j is on host `hosts[j]`."""
+    """Two-level communicator based on an MPI communicator whose member j is on host `hosts[j]`.
+
+    `long` is the block size in bytes from which hosts exchange blocks between all pairs
+    (hpc3d.comm.all_pairs).
+    """
 
     def __init__(
-        self, comm: MPI.Comm, members: Sequence[int], pool: Pool, hosts: Sequence[int | None]
+        self,
+        comm: MPI.Comm,
+        members: Sequence[int],
+        pool: Pool,
+        hosts: Sequence[int | None],
+        long: float,
     ) -> None:
         super().__init__(comm, members, pool)
         names = list(dict.fromkeys(hosts))
@@ -52,10 +61,11 @@ class TwoLevel(AllPairs):
         )
         self.host = names.index(hosts[self.rank])
         self.lane = self.table[self.host].tolist().index(self.rank)
-        self.peers = self.table[:, self.lane]
+        self.peers = self.table[:, self.lane].tolist()
         part = comm.Split(self.host, self.lane), comm.Split(self.lane, self.host)
         here, there = ([members[j] for j in own] for own in (self.table[self.host], self.peers))
-        self.node, self.wire = SharedMemory(part[0], here, pool), AllPairs(part[1], there, pool)
+        self.node = SharedMemory(part[0], here, pool)
+        self.wire = AllPairs(part[1], there, pool, long)
 
     @property
     def readers(self) -> tuple[int, int]:
@@ -83,9 +93,7 @@ class TwoLevel(AllPairs):
         shape = self.size * block.shape[0], *block.shape[1:]
         whole, region = self.shared(shape, block.dtype)
         blocks = whole.reshape(self.size, *block.shape)
-        blocks[self.rank] = block
-        sent, received = [block] * self.wire.size, [blocks[peer] for peer in self.peers]
-        coming = self.wire.swapped(sent, received, self.wire.tag())
+        coming = self.wire.gather_into(block, blocks, self.peers)
         return coming.then(lambda _: self.seen(whole, region))
 
     def _reduce_scatter(self, block):
@@ -100,7 +108,7 @@ class TwoLevel(AllPairs):
             blocks = blocks.reshape(self.node.size, self.size, part.size)
             for peer, total in zip(self.peers, sums, strict=True):
                 fold(np.add, blocks[:, peer], total)
-            self.wire.summed(np.add, sums, part.reshape(-1), self.wire.tag()).wait()
+            self.wire.scatter_into(sums, part).wait()
             return part
 
         return self.node.after(self.node.publish(region), finish)

@@ -68,7 +68,9 @@ class MeshConfig:
     Consecutive ranks are neighbors along the innermost axis."""
     transport: Literal["auto", "mpi", "nccl", "host-staged"] = "auto"
     """Transport between ranks. auto uses shared memory within a node, or NCCL if each rank has a
-    GPU. mpi uses only MPI. nccl and host-staged (copies through host memory) require GPUs."""
+    GPU. Between hosts, auto uses MPI's collectives or, if no host has a network with remote memory
+    access, messages between all pairs of ranks (docs/hosts.md). mpi uses only MPI, except for sums
+    of 16-bit floats. nccl and host-staged (copies through host memory) require GPUs."""
 
     def sizes(self) -> dict[str, int]:
         """Return a dict from each mesh axis to its number of ranks, outermost axis first."""

@@ -1,8 +1,15 @@
 """The cases of communicators on groups of 1 to N of the N ranks of an MPI job, each twice."""
 
 import sys
+from math import inf
 
 from hpc3d.runtime import launch
+
+
+def kind_of(comm):
+    """The class, and "MPI" if long blocks use MPI's collectives, too."""
+    name, wire = type(comm).__name__, getattr(comm, "wire", comm)
+    return f"{name} MPI" if getattr(wire, "long", 0) == inf else name
 
 
 def body(job):
@@ -18,7 +25,7 @@ def body(job):
             every(comm)
             every(comm)
         if job.rank == 0:
-            print(size, type(comm).__name__, flush=True)
+            print(size, kind_of(comm), flush=True)
     job.barrier()
 
 

@@ -1,9 +1,11 @@
 """The cases of communicators on groups of 2 to N of the N ranks of an MPI job, on pretended hosts:
-`on_wire.py HOST ... LONG ...`, of each rank its host, once with blocks of LONG bytes as long ones.
+`on_two_level.py HOST ... LONG ...`, of each rank its host, once with blocks of LONG bytes as long
+ones. If LONG is a folder, it has the devices of rank 0's host; the other hosts have none.
 """
 
 import sys
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 
@@ -36,13 +38,16 @@ def message_between(comm):
 def body(job):
     from mpi4py import MPI
 
-    from hpc3d.comm import cartesian
-    from hpc3d.comm.all_pairs import AllPairs
+    from hpc3d.comm import all_pairs, cartesian
     from tests.comm.cases import every
+    from tests.comm.on_mpi import kind_of
 
-    hosts, longs = sys.argv[1 : 1 + job.size], map(int, sys.argv[1 + job.size :])
+    hosts, longs = sys.argv[1 : 1 + job.size], sys.argv[1 + job.size :]
     cartesian.node_of_rank = lambda comm: hosts[: comm.size]
-    for AllPairs.long, size in product(longs, range(2, job.size + 1)):
+    for long, size in product(longs, range(2, job.size + 1)):
+        if long.isdigit():
+            all_pairs.AllPairs.long = int(long)
+        all_pairs._DEVICES = Path(long if job.rank == 0 else "/none")
         group = MPI.COMM_WORLD.Split(job.rank < size)
         if job.rank < size:
             comm = cartesian.build({"x": size}, group).comm("x")
@@ -50,7 +55,7 @@ def body(job):
             same_bits(comm)
             message_between(comm)
         if job.rank == 0:
-            print(size, type(comm).__name__, flush=True)
+            print(size, kind_of(comm), flush=True)
     job.barrier()
 
 
