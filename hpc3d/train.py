@@ -193,7 +193,7 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
             f"{masked}; {remedy}"
         )
     model = replace(config.model, vocabulary=vocabulary)
-    refuse([*wrong_tokens(model)])
+    refuse([*wrong_tokens(model, tokens.mask())])
     return replace(config, model=model, data=replace(config.data, tokenizer=tokens.tokenizer))
 
 

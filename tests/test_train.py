@@ -156,7 +156,7 @@ def test_tokenizer_with_a_mask_token_adds_no_vocabulary(tmp_path):
     """As BERT's own: the vocabulary of the model is that of the tokenizer."""
     pytest.importorskip("tokenizers")
     known = library().Tokenizer.from_str(train_bpe([TEXT.encode()], 275).json)
-    known.add_special_tokens(["[MASK]"])
+    known.add_special_tokens(["[MASK]", "[CLS]"])
     made = BpeTokenizer(known.to_str())
     (tmp_path / "a.txt").write_text(TEXT)
     write_tokens(tmp_path / "a.h5", [tmp_path / "a.txt"], made)
@@ -164,7 +164,10 @@ def test_tokenizer_with_a_mask_token_adds_no_vocabulary(tmp_path):
     options = words(tmp_path, data__path=tmp_path / "a.h5", **values)
     plan = verb.read_command_line(1, options)
     verb.take_text(plan)
-    assert plan.config.model.vocabulary == made.vocabulary == 276
+    assert plan.config.model.vocabulary == made.vocabulary == 277
+    plan = verb.read_command_line(1, [*options, "--model.padding", "275"])
+    with pytest.raises(ValueError, match=r"model.padding = 275 is the ID of the .* mask token; "):
+        verb.take_text(plan)
 
 
 def test_run_completes_with_closed_standard_streams(tmp_path):

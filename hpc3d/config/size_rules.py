@@ -104,8 +104,11 @@ def _wrong_microbatches(config: Config) -> Iterator[str]:
         yield f"{key}; use a multiple of {micros}, or other parallel.microbatches"
 
 
-def wrong_tokens(model: ModelConfig) -> Iterator[str]:
-    """Report special tokens that coincide, lie outside the vocabulary, or leave no other token."""
+def wrong_tokens(model: ModelConfig, mask: int | None = None) -> Iterator[str]:
+    """Report special tokens that coincide, lie outside the vocabulary, or leave no other token.
+
+    `mask` is the ID of the tokenizer's mask token, if it has one and is known.
+    """
     last = (model.vocabulary or inf) - 1
     least = 2 if model.padding is None else 3
     if not family_of(model).causal and last + 1 < least:
@@ -114,8 +117,10 @@ def wrong_tokens(model: ModelConfig) -> Iterator[str]:
             f"model.vocabulary = {model.vocabulary}: model.kind = {model.kind} needs at least one "
             f"token besides {special}; use at least {least}"
         )
-    if model.padding is not None and model.padding >= last:
-        key = f"model.padding = {model.padding}"
+    key = f"model.padding = {model.padding}"
+    if model.padding is not None and model.padding == mask:
+        yield f"{key} is the ID of the tokenizer's mask token; use the ID of its padding token"
+    elif model.padding is not None and model.padding >= last:
         yield (
             f"{key} must be below {last}, the ID of the mask token; use a smaller ID, or increase "
             "model.vocabulary"
