@@ -74,8 +74,7 @@ class AllPairs(MpiCommunicator):
         return self.gather_into(block, blocks, range(self.size)).then(lambda _: gathered)
 
     def gather_into(self, block: Array, blocks: Array, slots: Sequence[int]) -> Pending:
-        """Start to gather the block of member j into blocks[slots[j]]; return `blocks` as a
-        `Pending`."""
+        """Start to gather member j's block into blocks[slots[j]], and return a `Pending`."""
         if block.nbytes >= self.long:
             blocks[slots[self.rank]] = block
             received = [blocks[slot] for slot in slots]
