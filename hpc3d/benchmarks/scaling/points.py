@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
 CUBOID = "3d cuboid"
+_INEXACT = 4 / 3  # maximum ratio of a rounded size to the intended size
 SCHEMES = ("1d", "2d-summa", "2.5d", "3d", CUBOID)
 
 
@@ -34,10 +35,11 @@ class Point(NamedTuple):
     batch: int
     heads: int
     vocabulary: int
+    layers: int
 
     def configured(self, config: Config) -> Config:
         """Return a copy of `config` with the model and mesh of this point."""
-        sizes = {key: getattr(self, key) for key in ("hidden", "heads", "vocabulary")}
+        sizes = {key: getattr(self, key) for key in ("hidden", "heads", "vocabulary", "layers")}
         scheme = "3d" if self.scheme == CUBOID else self.scheme
         mesh = dict(zip("xyz", self.mesh or (None, None, None), strict=True))
         return replace(
@@ -60,6 +62,7 @@ class Point(NamedTuple):
             "model.hidden": self.hidden,
             "model.heads": self.heads,
             "model.vocabulary": self.vocabulary,
+            "model.layers": self.layers,
             "train.batch": self.batch,
         }
         return [word for key, value in given.items() for word in (f"--{key}", str(value))]
@@ -72,17 +75,18 @@ def point_of(config: Config) -> Point:
     scheme, ranks = config.parallel.scheme, mesh.grid().size
     if scheme == "3d" and grid != mesh_of("3d", ranks):
         scheme = CUBOID
-    sizes = model.hidden, config.train.batch, model.heads, model.vocabulary
+    sizes = model.hidden, config.train.batch, model.heads, model.vocabulary, model.layers
     return Point(scheme, ranks, grid, *sizes)
 
 
 def points(
-    config: Config, ranks: Sequence[int], schemes: Sequence[str], weak: bool
+    config: Config, ranks: Sequence[int], schemes: Sequence[str], weak: bool, shared: bool = True
 ) -> tuple[list[Point], list[str]]:
     """Return the points of a study, and a line for each combination that does not exist.
 
     `config` contains the sizes for the largest number of ranks. In weak scaling, smaller numbers
-    of ranks have smaller models.
+    of ranks have smaller models. If `shared` is True, all schemes use the same sizes. Otherwise,
+    cubes are less restricted than other meshes.
     """
     found, missing = [], []
     for scheme in schemes:
@@ -92,18 +96,28 @@ def points(
                 missing.append(grid)
             else:
                 side = (count / max(ranks)) ** (1 / 3) if weak else 1
-                found.append(Point(scheme, count, grid, *_sizes(config, count, side)))
+                cube = not shared and grid and 1 not in grid
+                multiple = grid[0] * max(grid[1:]) if cube else count
+                sizes = _sizes(config, multiple, side)
+                if sizes is None:
+                    missing.append(f"{scheme}: {count} ranks need sizes divisible by {multiple}")
+                else:
+                    found.append(Point(scheme, count, grid, *sizes))
     return found, missing
 
 
-def _sizes(config, ranks, side):
-    """Return the hidden size, batch size, number of heads and vocabulary size.
+def _sizes(config, multiple, side):
+    """Return the hidden size, batch size, number of heads, vocabulary size and layers.
 
-    `side` is the ratio of the hidden size and the batch size to those in `config`.
+    `side` is the ratio of the hidden size and the batch size to those in `config`. The result is
+    `None` if rounding to multiples would change them by more than a third.
     """
     model, train = config.model, config.train
-    hidden, batch = (_rounded(size * side, ranks) for size in (model.hidden, train.batch))
-    return hidden, batch, ranks, _rounded(model.vocabulary, ranks)
+    wanted = model.hidden * side, train.batch * side
+    hidden, batch = (_rounded(size, multiple) for size in wanted)
+    if max(hidden / wanted[0], batch / wanted[1]) > _INEXACT:
+        return None
+    return hidden, batch, multiple, _rounded(model.vocabulary, multiple), model.layers
 
 
 def _rounded(size: float, multiple: int) -> int:

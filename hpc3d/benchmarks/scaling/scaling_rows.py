@@ -91,6 +91,7 @@ def _row(point: Point, kind: str, times: Sequence[float], received: float, peak:
         "hidden": point.hidden,
         "batch": point.batch,
         "heads": point.heads,
+        "layers": point.layers,
         "forward_s": forward,
         "backward_s": backward,
         "sequence_s": (forward + backward) / point.batch,

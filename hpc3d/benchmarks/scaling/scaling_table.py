@@ -31,7 +31,7 @@ _FIELDS = (
     ColumnSpec("scheme", "scheme"),
     *columns(integer, ranks="ranks"),
     ColumnSpec("mesh", "mesh"),
-    *columns(integer, hidden="hidden", batch="batch", heads="heads"),
+    *columns(integer, hidden="hidden", batch="batch", heads="heads", layers="layers"),
     *times("forward", "backward"),
     ColumnSpec("sequence_s", "per sequence [ms]", milliseconds),
     ColumnSpec("low_s", "from", milliseconds),
@@ -55,10 +55,12 @@ def with_growth(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def write(rows: Sequence[dict[str, Any]], name: str, folder: Path) -> None:
-    """Write the table as CSV, Markdown and LaTeX, and the figure as SVG, PDF and PNG."""
+def write(rows: Sequence[dict[str, Any]], name: str, folder: Path, figure: bool = True) -> None:
+    """Write the table as CSV, Markdown and LaTeX, and the `figure` as SVG, PDF and PNG."""
     folder.mkdir(parents=True, exist_ok=True)
     write_table(table(name), rows, folder)
+    if not figure:
+        return
     with default_style():
         save(_figure(rows), folder / name, "pdf")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.benchmarks import harness
-from hpc3d.benchmarks.scaling import scaling_rows, scaling_table
+from hpc3d.benchmarks.scaling import growth, scaling_rows, scaling_table
 from hpc3d.benchmarks.scaling.points import SCHEMES, Point, points
 from hpc3d.config.argument_types import number_of_ranks, positive
 from hpc3d.config.load import load
@@ -36,7 +36,13 @@ scaling, they are constant. All sizes are rounded to multiples of the number of 
 
 With --machine, the rows are predicted. With --measure, they are measured on this machine. With
 --runs, they are read from the runs of jobs/weak-scaling.sbatch or jobs/strong-scaling.sbatch.
-The options can be combined. The table (CSV, Markdown, LaTeX) and the figure (SVG, PDF, PNG) are
+The options can be combined.
+
+With --grow, the table also contains the fitted exponents of time, received bytes and peak memory,
+beside the theoretical exponent of the received bytes. Tokens, hidden size and layers grow on the
+largest number of ranks; ranks grow as in weak scaling.
+
+The table (CSV, Markdown, LaTeX) and the figure (SVG, PDF, PNG) are
 written to DIR/scaling."""
 _RANKS = "1,4,8,16,27,36,64"
 _INPUT = "gpt-3d-64.toml"
@@ -53,6 +59,10 @@ def parser() -> Parser:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--weak", action="store_true", help="weak scaling (default)")
     kind.add_argument("--strong", action="store_true", help="strong scaling")
+    text = "quantity that grows"
+    kind.add_argument(
+        "--grow", choices=growth.QUANTITIES, metavar="|".join(growth.QUANTITIES), help=text
+    )
     text = f"numbers of ranks (default: {_RANKS})"
     add("--ranks", type=partial(_several, number_of_ranks), default=_RANKS, help=text)
     text = f"schemes (default: all: {', '.join(SCHEMES)})"
@@ -97,22 +107,33 @@ def main(options: Namespace, overrides: Sequence[str]) -> None:
             table += _measured(found, options, overrides, folder / "runs")
     if options.runs:
         table += scaling_rows.recorded(options.runs)
-    name = "strong" if options.strong else "weak"
     table = scaling_table.with_growth(table)
-    scaling_table.write(table, name, folder)
-    findings = scaling_table.findings(table, weak=not options.strong)
-    print(scaling_table.text(table, name), *missing, *findings, sep="\n")
-    print(f"table and figure: {folder / name}.*")
+    _print(options, table, missing)
     if options.json:
         print(json.dumps({"rows": table, "missing": missing, **busy}))
+
+
+def _print(options: Namespace, table: Sequence[dict[str, Any]], missing: Sequence[str]) -> None:
+    """Print and write the table, the combinations that are impossible, and the findings."""
+    grow, weak = options.grow, not options.strong
+    name = grow or ("weak" if weak else "strong")
+    scaling_table.write(table, name, options.out / "scaling", figure=grow in (None, "ranks"))
+    print(scaling_table.text(table, name), *missing, sep="\n")
+    if grow:
+        print(growth.table(growth.exponents(table, grow)))
+    else:
+        print(*scaling_table.findings(table, weak), sep="\n")
+    print(f"written to {options.out / 'scaling' / name}.*")
 
 
 def _placed(
     options: Namespace, config: Config, machine: Machine | None
 ) -> tuple[list[Point], list[str]]:
     """Return the points with their meshes, and a line for each combination that is impossible."""
-    ranks = sorted(options.ranks)
-    found, missing = points(config, ranks, options.schemes, weak=not options.strong)
+    grow = options.grow if options.grow != "ranks" else None
+    ranks = [max(options.ranks)] if grow else sorted(options.ranks)
+    weak, shared = not options.strong, options.grow is None
+    found, missing = points(config, ranks, options.schemes, weak, shared)
     placed = []
     for point in found:
         try:
@@ -120,6 +141,8 @@ def _placed(
         except ValueError as error:
             reason = str(error).splitlines()[0]
             missing.append(f"{point.scheme}: not possible on {point.ranks} ranks: {reason}")
+    if grow:
+        placed = [each for point in placed for each in growth.grown(point, grow)]
     return placed, missing
 
 
