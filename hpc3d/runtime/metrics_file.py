@@ -5,7 +5,8 @@ The record of a training step has `step`, `steps` (of the run), `loss`, `learnin
 `peak_bytes` (maximum over ranks) and `time` (seconds since 1970).  A float16 run adds
 `loss_scale`, the loss scale of the next step.  The record of an evaluation has `step` (the
 preceding step), `validation_loss`, `perplexity`, `accuracy`, `evaluated_tokens`,
-`evaluation_seconds` and `time`.  Values that are not finite are null.
+`evaluation_seconds` and `time`.  A PyTorch module has no `perplexity` and no `accuracy`, and its
+`evaluated_tokens` are samples.  Values that are not finite are null.
 """
 
 from __future__ import annotations

@@ -159,8 +159,12 @@ MEMORY = (
 EVALUATION = (
     Column("step", "i4", "1", "training step before the evaluation", 0),
     Column("loss", "f8", "nat", "mean loss per target token, NaN if unknown", optional=True),
-    Column("tokens", "i8", "1", "number of target tokens", 0),
-    Column("accuracy", "f8", "1", "fraction of correctly predicted target tokens", optional=True),
+    Column("tokens", "i8", "1", "number of target tokens, or of samples of a PyTorch module", 0),
+    Column(
+        *("accuracy", "f8", "1"),
+        "fraction of correctly predicted target tokens, NaN for a PyTorch module",
+        optional=True,
+    ),
     Column("seconds", "f8", "s", "duration on rank 0", 0),
 )
 

@@ -1,4 +1,4 @@
-"""Evaluation of the loss on held-out text during training.
+"""Evaluation of the loss on held-out data during training.
 
 An evaluation runs only forward passes, on the mesh of the run and through its pipeline, without
 dropout and without saved activations. Gradients, gradient buckets, the optimizer, and the
@@ -22,11 +22,11 @@ from hpc3d.pipeline.program import forward_program_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpc3d.config.input_file import Config
-    from hpc3d.data.validation import ValidationBatches
     from hpc3d.pipeline.program import Program
+    from hpc3d.pipeline.stage_protocol import PipelineStage
     from hpc3d.training.trainer import Trainer
 
 
@@ -34,7 +34,8 @@ class Evaluation(NamedTuple):
     """Result of an evaluation after training step `step`.
 
     `loss` is the mean loss in nats over all tokens with a target, and `tokens` is the number of
-    these tokens. `accuracy` is the fraction of them predicted correctly.
+    these tokens. `accuracy` is the fraction of them predicted correctly. For a torch module,
+    `tokens` is the number of samples, and `accuracy` is NaN.
     """
 
     step: int
@@ -60,14 +61,15 @@ class Best(NamedTuple):
 class Evaluator:
     """Evaluates a trainer's model every `train.eval_every` steps and after the last step.
 
-    Only rank 0 passes `batches`. The constructor and the methods are collective: all ranks
-    must call them. `best` is the best evaluation so far.
+    Only rank 0 passes `batches`, such as ValidationBatches; `batches.count` is the number of
+    batches. The constructor and the methods are collective: all ranks must call them. `best` is
+    the best evaluation so far. To evaluate another model, override `stages` and `count_tokens`.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        batches: ValidationBatches | None,
+        batches: Any,
         program: Program | None = None,
         feed: Callable[..., Any] = MicrobatchLoader,
     ) -> None:
@@ -79,7 +81,7 @@ class Evaluator:
         weights = self.program.weights(trainer.parameters)
         self.engine = Engine(
             self.mesh,
-            trainer.engine.stages,
+            self.stages(),
             self.program.placement,
             trainer.buckets,
             weights,
@@ -87,6 +89,14 @@ class Evaluator:
             trainer.clock,
         )
         self.best: Best | None = None
+
+    def stages(self) -> Sequence[PipelineStage]:
+        """Return this rank's pipeline stages."""
+        return self.trainer.engine.stages
+
+    def count_tokens(self, micros: Mapping[int, Any]) -> int:
+        """Return the number of tokens with a target in the microbatches of a batch."""
+        return sum(int((micro.targets != IGNORE).sum()) for micro in micros.values())
 
     def after(self, number: int) -> Evaluation | None:
         """Evaluate after step `number` if an evaluation is due; otherwise, return `None`."""
@@ -120,7 +130,7 @@ class Evaluator:
             micros = feed.fetch(number)
             self.engine.run(groups, micros, EVALUATION)
             sums += on_host(self.engine.losses.pop(number, 0.0))
-            tokens += sum(int((micro.targets != IGNORE).sum()) for micro in micros.values())
+            tokens += self.count_tokens(micros)
         loss, right = self.mesh.world.all_reduce(sums).wait().tolist()
         return loss, right, tokens
 
@@ -131,8 +141,8 @@ def comparable(config: Config, texts: Mapping[str, Any] | None = None) -> tuple[
     `texts` describes the text files, if known. The settings include `checkpoint.keep_best`,
     because a run without this setting does not keep the checkpoint with its lowest loss.
     """
-    text = config.data.validation or None
-    if isinstance(text, str):
+    text = config.torch.validation or config.data.validation or None
+    if isinstance(text, str) and not config.torch.validation:
         described = (texts or {}).get("data.validation")
         text = described["sha256"] if described else os.path.abspath(text)
     train, sequence = config.train, config.model.sequence

@@ -42,6 +42,7 @@ class Log:
     """Writer of rank 0's log lines (terminal, train.log) and metrics records (metrics.jsonl)."""
 
     metrics: MetricsFile | None = None
+    is_module = False  # True for a PyTorch module
 
     def __init__(self, path: Path, speaks: bool, mode: str = "w") -> None:
         self.path, self.file = path, path.open(mode, encoding="utf-8") if speaks else None
@@ -87,7 +88,8 @@ class Log:
 
     def record(self, start: int, config: Config) -> None:
         """Print the header of the step table, and open metrics.jsonl at step `start`."""
-        rate = "samples/s" if config.torch.factory else " tokens/s"
+        self.is_module = bool(config.torch.factory)
+        rate = "samples/s" if self.is_module else " tokens/s"
         self.say(
             f"step     loss  learning rate  gradient norm {rate}  communication  peak MB  seconds"
             "  done",
@@ -132,9 +134,13 @@ class Log:
 
     def evaluation(self, done: Evaluation, best: bool) -> None:
         """Log an evaluation and write its metrics. `best` is True for the best loss so far."""
+        scores = {"perplexity": done.perplexity, "accuracy": done.accuracy}
+        text = f", perplexity {done.perplexity:.2f}, accuracy {100 * done.accuracy:.2f} %"
+        if self.is_module:
+            scores, text = {}, ""
+        unit = "samples" if self.is_module else "tokens"
         self.say(
-            f"evaluation after step {done.step}: loss {done.loss:.4f}, perplexity "
-            f"{done.perplexity:.2f}, accuracy {100 * done.accuracy:.2f} %; {done.tokens} tokens "
+            f"evaluation after step {done.step}: loss {done.loss:.4f}{text}; {done.tokens} {unit} "
             f"in {done.seconds:.2f} s" + ", the best so far" * best,
             "green",
         )
@@ -142,8 +148,7 @@ class Log:
             self.metrics.write(
                 step=done.step,
                 validation_loss=done.loss,
-                perplexity=done.perplexity,
-                accuracy=done.accuracy,
+                **scores,
                 evaluated_tokens=done.tokens,
                 evaluation_seconds=done.seconds,
             )

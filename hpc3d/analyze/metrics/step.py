@@ -151,13 +151,19 @@ def loss_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def evaluation_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return one row per evaluation. The perplexity is the exponential of the loss."""
+    """Return one row per evaluation.
+
+    The perplexity is the exponential of the loss. It is unknown if the accuracy is unknown, as for
+    PyTorch modules, whose loss may be any function.
+    """
     keys = ("step", "loss", "accuracy", "tokens", "seconds")
     rows = rows_of({key: trace.evaluation[key] for key in keys})
     with np.errstate(over="ignore"):
         for row in rows:
-            row["perplexity"] = finite(np.exp(row["loss"]))
             row |= {key: finite(row[key]) for key in ("loss", "accuracy")}
+            row["perplexity"] = (
+                finite(np.exp(row["loss"])) if row["accuracy"] is not None else None
+            )
     return rows
 
 

@@ -88,7 +88,8 @@ Mean loss per token after each step, and the `gradient norm` before clipping."""
     "evaluation": """\
 Evaluation of the model on held-out text: the mean loss of the evaluated `tokens`, the `perplexity`
 exp(loss), and the `accuracy`, which is the share of tokens to which the model assigns the highest
-probability. The `time [ms]` of an evaluation is not part of a step.""",
+probability. For a PyTorch module, the loss is the mean over samples, and `tokens` are samples. The
+`time [ms]` of an evaluation is not part of a step.""",
     "time": """\
 Breakdown of the mean step time, `time [ms]`. `category` is the activity of a rank: compute, comm
 (waiting for the result of a communication call), copy (starting a call whose result the rank waits
