@@ -102,7 +102,8 @@ class Captured(NamedTuple):
     `piece_of` maps a node to the index of its piece. `attributes` maps the name of a constant to
     the path of the module's attribute that contains the value. `batch` is the batch size of the
     example inputs, `weights` maps input nodes of the graph to the names of parameters, buffers and
-    constants, and `whole` contains the opaque operations.
+    constants, and `whole` contains the opaque operations. `changing` contains the names of weights
+    that a training step changes, if the module is captured in evaluation mode.
     """
 
     program: ExportedProgram
@@ -115,6 +116,7 @@ class Captured(NamedTuple):
     whole: tuple[WholeModule, ...] = ()
     attributes: Mapping[str, str] = MappingProxyType({})
     loss: Loss = Loss(None, "")
+    changing: Collection[str] = ()
 
 
 def capture(
@@ -188,11 +190,21 @@ def _named_outputs(model, like):
 def captured_of(name: str) -> Captured:
     """Capture the module returned by the factory `name`, given as `MODULE:FACTORY`, for training.
 
+    Raises ValueError as `captured_by_sample` does.
+    """
+    return captured_by_sample(*made(name), partial(made_with_data, name, 0))
+
+
+def captured_by_sample(
+    module: torch.nn.Module,
+    inputs: tuple | dict,
+    with_data: Callable[[], tuple[torch.nn.Module, tuple | dict]],
+) -> Captured:
+    """Capture a module whose batch can be split; the arguments are those of `capture`.
+
     Raises ValueError if the module cannot be captured, if the result for one sample depends on
     other samples, or if the loss is not a mean over the samples.
     """
-    module, inputs = made(name)
-    with_data = partial(made_with_data, name, 0)
     try:
         return checked(capture(module, inputs, with_data))
     except ValueError:

@@ -6,11 +6,15 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpc3d.partition.capturing.user_code import described
 
 _MODULE_ATTRIBUTES = {*vars(torch.nn.Module())}
 _NOT_ENTERED = torch.nn.Module | type | ModuleType | FunctionType
@@ -26,6 +30,34 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     while isinstance(module, (DataParallel, DistributedDataParallel, compiled)):
         module = module._orig_mod if isinstance(module, compiled) else module.module
     return module
+
+
+@contextmanager
+def in_evaluation(module: torch.nn.Module) -> Iterator[None]:
+    """Put a module in evaluation mode, and restore the mode of each submodule at exit.
+
+    Raises ValueError if the module's method `eval` fails or runs operations on tensors.
+    """
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        try:
+            with _Refused():
+                module.eval()
+        except Exception as error:
+            raise ValueError(f"the method eval of the module raised {described(error)}") from error
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training
+
+
+class _Refused(TorchDispatchMode):
+    """Context in which operations on tensors raise an exception."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:  # the attribute `data` of a tensor
+            return func(*args, **kwargs or {})
+        raise ValueError(f"{func} computes new weights; switch modes without a change of weights")
 
 
 def refuse_scripted(module: torch.nn.Module) -> None:

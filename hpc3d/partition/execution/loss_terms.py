@@ -165,6 +165,7 @@ def _known(captured: Captured) -> set[fx.Node]:
     """Return the nodes that depend only on the inputs and on weights that never change."""
     state, nodes = state_of(captured), captured.program.graph.nodes
     written = {target for node in nodes for target in written_by(node)}
+    written |= {node for node, name in captured.weights.items() if name in captured.changing}
     found = {
         *captured.inputs,
         *(node for node, name in captured.weights.items() if not is_trained(state[name])),

@@ -36,6 +36,7 @@ from hpc3d.partition.capture import (
 from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.named_outputs import named_tensors
 from hpc3d.partition.capturing.user_code import described, undisturbed
+from hpc3d.partition.capturing.user_module import in_evaluation
 from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.sample_batches import rows_for
@@ -55,27 +56,42 @@ class Result(NamedTuple):
 
 
 def verified(
-    module: torch.nn.Module, captured: Captured, inputs: Sequence[Any], shares: Sequence[range]
+    module: torch.nn.Module,
+    captured: Captured,
+    inputs: Sequence[Any],
+    shares: Sequence[range],
+    training: bool = True,
 ) -> list[str]:
     """Compare a captured program with its module; return lines for the log.
 
     `inputs` contains the model inputs of a step, and `shares` the sample indices of one or two
-    adjacent microbatches, or of the shares of two replicas. The module's buffers are restored.
-    Raises BadData if results differ.
+    adjacent microbatches, or of the shares of two replicas. If `training` is False, the program
+    is captured in evaluation mode, and only the losses are compared. The module's buffers are
+    restored. Raises BadData if results differ.
     """
     with undisturbed():
-        return _Verification(module, captured, inputs, shares).lines()
+        if training:
+            return _Verification(module, captured, inputs, shares).lines()
+        try:
+            with in_evaluation(module), torch.no_grad():
+                return [
+                    f"evaluation {line}"
+                    for line in _Verification(module, captured, inputs, shares, False).lines()
+                ]
+        except BadData as error:
+            raise BadData(f"train.eval_every: in evaluation mode, {error}") from error
 
 
 class _Verification:
-    def __init__(self, module, captured, inputs, shares):
+    def __init__(self, module, captured, inputs, shares, training=True):
         self.module, self.captured, self.shares = module, captured, shares
         self.both = range(shares[0].start, shares[-1].stop)
         self.inputs = dict(zip(captured.inputs, inputs, strict=True))
         state = state_of(captured)
-        self.trained = [name for name, like in state.items() if is_trained(like)]
+        trained = [name for name, like in state.items() if is_trained(like)]
+        self.trained = trained if training else []
         self.values = dict(values_in(module, captured))
-        self.close = _CLOSE[state[self.trained[0]].dtype]
+        self.close = _CLOSE[state[trained[0]].dtype]
         terms, both = LossTerms(captured), self._given(self.both)
         terms.weights = {name: self.values[name] for name in terms.reads}
         flat = [both[node] for node in captured.inputs]
@@ -140,7 +156,8 @@ class _Verification:
         for each in self.module.parameters():
             each.grad = None
         loss = self._called()
-        loss.backward()
+        if self.trained:
+            loss.backward()
         found = {name: names[name].grad for name in self.trained}
         for each in self.module.parameters():
             each.grad = None
@@ -179,7 +196,7 @@ class _Verification:
         _, outputs = program.run(draw, received, given, weights)
         loss = outputs[program.outputs.index(loss_of(self.captured))]
         leaves = {name: weights[name] for name in self.trained}
-        found = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
+        found = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True) if leaves else ()
         return _result(loss, dict(zip(leaves, found, strict=True)), leaves)
 
     def _difference(self, one: Result, other: Result) -> str:

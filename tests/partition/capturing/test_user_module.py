@@ -8,7 +8,12 @@ import torch
 from torch import nn
 
 from hpc3d.partition.capture import capture
-from hpc3d.partition.capturing.user_module import attribute_tensors, line_of, unwrapped
+from hpc3d.partition.capturing.user_module import (
+    attribute_tensors,
+    in_evaluation,
+    line_of,
+    unwrapped,
+)
 from tests.partition.user_models import Base, Constants, rows
 
 
@@ -58,3 +63,28 @@ def test_scripted_modules_are_rejected(module, what):
 
 def test_line_of_a_module_of_torch_is_empty():
     assert line_of(nn.Linear(2, 2)) == "" and "user_models.py:" in line_of(Base())
+
+
+def test_mode_of_each_submodule_is_restored():
+    module = nn.Sequential(nn.Dropout(), nn.Dropout().eval(), nn.Sequential(nn.Dropout()))
+    before = [each.training for each in module.modules()]
+    with pytest.raises(KeyError), in_evaluation(module):
+        assert not any(each.training for each in module.modules())
+        raise KeyError
+    assert [each.training for each in module.modules()] == before
+
+
+class Merged(nn.Linear):
+    """A module that computes other weights for evaluation."""
+
+    def train(self, mode=True):
+        self.weight.data.mul_(1.0)
+        return super().train(mode)
+
+
+def test_method_eval_that_computes_weights_is_refused():
+    module = Merged(2, 2)
+    line = r"eval .* raised ValueError: aten.mul_.* \(.*\.py:\d+"
+    with pytest.raises(ValueError, match=line), in_evaluation(module):
+        pass
+    assert module.training

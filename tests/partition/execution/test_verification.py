@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from hpc3d.console.exit_codes import BadData
+from hpc3d.partition.capture import capture
+from hpc3d.partition.capturing.user_module import in_evaluation
 from hpc3d.partition.execution.sample_batches import flat_inputs
 from hpc3d.partition.execution.verification import verified
 from tests.partition.execution.modules import HERE as MODULES
@@ -110,12 +112,15 @@ def normalized_and_rolling():
     return model, inputs
 
 
-def lines_of(name, shares=(range(3), range(3, 8))):
+def lines_of(name, shares=(range(3), range(3, 8)), training=True):
     module, inputs, captured = prepared(name)
+    if not training:
+        with in_evaluation(module):
+            captured = capture(module, inputs)
     before = [buffer.clone() for buffer in module.buffers()]
     draws = torch.get_rng_state()
     try:
-        return verified(module, captured, flat_inputs(captured, inputs), [*shares])
+        return verified(module, captured, flat_inputs(captured, inputs), [*shares], training)
     finally:
         after = [*module.buffers()]
         assert all(map(torch.equal, before, after)), "buffers are restored"
@@ -162,3 +167,23 @@ def test_batch_norm_is_accepted_with_a_warning(name):
 def test_single_microbatch_is_compared_with_the_module_only():
     (line,) = lines_of(f"{HERE}:summing", (range(8),))
     assert line.startswith("verified on 8 samples")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("counting", "a second call of the module returns a different result"),
+        ("branching", "the captured program differs from the module"),
+        pytest.param("rolling", "the loss of two microbatches is not", marks=pytest.mark.slow),
+    ],
+)
+def test_difference_in_evaluation_mode_is_refused(name, line):
+    with pytest.raises(BadData, match=f"^train.eval_every: in evaluation mode, {line}"):
+        lines_of(f"{HERE}:{name}", training=False)
+
+
+@pytest.mark.parametrize("name", ["dropping", "normalized"])
+def test_module_in_evaluation_mode_is_accepted(name):
+    (line,) = lines_of(f"{HERE}:{name}", training=False)
+    assert line.startswith("evaluation verified on 8 samples: loss ")
+    assert prepared(f"{HERE}:{name}")[0].training
