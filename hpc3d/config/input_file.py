@@ -281,6 +281,10 @@ class TorchConfig:
     inputs: str | None = None
     """MODULE:FUNCTION, where FUNCTION returns the inputs of a step, given the step number.
     Default: the example inputs in every step."""
+    validation: str | None = None
+    """MODULE:FUNCTION, where FUNCTION returns the inputs of a batch for train.eval_every, given
+    the number of the batch, from 0 to train.eval_batches - 1. Each batch has as many samples as a
+    training step. Default: none."""
     verify: Literal["on", "off"] = "on"
     """Verify before the first step, on the samples of two microbatches, that the captured module
     computes the same loss and gradients as the module, and that the loss is a mean over samples.
@@ -361,12 +365,12 @@ class TrainConfig:
     gradients, or 128 x 128 weights), or one per tensor."""
     backend: Literal["numpy", "cupy"] = "numpy"
     """Array library: numpy computes on CPUs, cupy on GPUs."""
-    eval_every: Annotated[int, AtLeast(0), AtMost(INT32), ValidFor("torch.factory", None)] = 0
-    """Interval in steps between evaluations on data.validation. The last step is also
-    evaluated. 0 disables evaluation."""
+    eval_every: Annotated[int, AtLeast(0), AtMost(INT32)] = 0
+    """Interval in steps between evaluations on data.validation or, for a PyTorch module, on
+    torch.validation. The last step is also evaluated. 0 disables evaluation."""
     eval_batches: Annotated[int, AtLeast(0), AtMost(INT32)] = 16
     """Maximum number of batches per evaluation, each with `batch` sequences. 0 evaluates the
-    complete validation text."""
+    complete validation text. For a PyTorch module, the number of batches, which must not be 0."""
     tf32: Annotated[
         bool, ValidFor("train.backend", "cupy"), ValidFor("train.dtype", "float32")
     ] = False

@@ -29,7 +29,13 @@ def unknown_values(config: Config) -> Iterator[str]:
 
 def _without_validation(config: Config) -> Iterator[str]:
     every = config.train.eval_every
-    if every > 0 and not config.torch.factory and config.data.validation in (None, ""):
+    if every > 0 and config.torch.factory:
+        if not config.torch.validation:
+            remedy = "set it to MODULE:FUNCTION, which returns the inputs of a validation batch"
+            yield f"train.eval_every = {every} requires torch.validation; {remedy}"
+        if config.train.eval_batches == 0:
+            yield "train.eval_batches = 0: set the number of batches of torch.validation"
+    elif every > 0 and config.data.validation in (None, ""):
         remedy = "set it to the path of a validation text, or to a fraction such as 0.05"
         yield f"train.eval_every = {every} requires data.validation; {remedy}"
 

@@ -34,3 +34,8 @@ def points(step: int, batch: int = 256):
     """Other points in every step, and their distances from the origin."""
     x = torch.randn(batch, 8, generator=torch.Generator().manual_seed(step))
     return x, x.norm(dim=1, keepdim=True)
+
+
+def held_out_points(number: int, batch: int = 256):
+    """Points of evaluation batch `number`, which training does not use."""
+    return points(10**6 + number, batch)

@@ -11,6 +11,7 @@ from tests.elided import elided
 
 HELD = "--data.validation", "0.05"
 EVERY = "--train.eval_every", "5"
+MODULE = "--torch.factory", "m:f"
 BEST = "--checkpoint.keep_best", "true"
 PIPEDREAM = (
     *("--mesh.p", "2", "--parallel.schedule", "pipedream-2bw", "--parallel.microbatches", "2"),
@@ -30,7 +31,8 @@ PIPEDREAM = (
     (("--train.eval_batches", "-1"), "train.eval_batches = -1: must be at least 0"),
     ((*BEST, *HELD), "checkpoint.keep_best = true: ... train.eval_every > 0; ..."),
     ((*BEST, *HELD, *EVERY, *PIPEDREAM), "checkpoint.keep_best = true: ... use false, or ..."),
-    (("--torch.factory", "m:f", *EVERY), "train.eval_every = 5: ... torch.factory = absent; ..."),
+    ((*MODULE, *EVERY), "train.eval_every = 5 requires torch.validation; ... MODULE:FUNCTION"),
+    ((*MODULE, *EVERY, "--train.eval_batches", "0"), "train.eval_batches = 0: ... the number"),
 ])  # fmt: skip
 def test_invalid_evaluation_settings_are_rejected(words, line):
     found = problems(*words, ranks=2)

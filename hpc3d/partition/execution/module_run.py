@@ -13,6 +13,9 @@ Before the first step, rank 0 runs the unpartitioned module on the samples of tw
 compares the loss and the gradients with those of the captured program. If they differ, the run
 stops. Use --verify off to skip the comparison if the module is too large for one rank.
 
+With --train.eval_every N and --torch.validation MODULE:FUNCTION, the module is evaluated every N
+steps in evaluation mode. The function returns the inputs of a batch, given the batch number.
+
 With --resume, the run in RUN_DIR continues with its own plan, or with another plan of the same
 model.
 """
@@ -55,6 +58,8 @@ from hpc3d.partition.capture import (
     updated_by_microbatches,
 )
 from hpc3d.partition.capturing.user_code import described
+from hpc3d.partition.execution.evaluation_model import evaluation_lines, evaluation_model
+from hpc3d.partition.execution.module_evaluator import ModuleEvaluator
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.predicted_traffic import (
     border_traffic,
@@ -77,8 +82,11 @@ from hpc3d.training.run_loop import RunningJob, RunPlan, equipped, trained
 if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
-_OF_RUN = ("train.", "checkpoint.", "guard.", "trace.", "run.", "torch.inputs", "torch.verify")
+_OF_RUN = ("train.", "checkpoint.", "guard.", "trace.", "run.")
 _OF_RUN += (
+    "torch.inputs",
+    "torch.validation",
+    "torch.verify",
     "seed",
     "name",
     "parallel.bucket_mb",
@@ -112,12 +120,15 @@ class _Opened(NamedTuple):
 class _Source(NamedTuple):
     """Initial weights, and the inputs of each step. Only rank 0 creates this object.
 
-    `lines` describes the verification of the captured module.
+    `lines` describes the verification of the captured module. If the run has evaluations,
+    `evaluated` contains the weights in evaluation mode, and `validation` the inputs.
     """
 
     values: dict[str, torch.Tensor]
     batches: StepInputs
     lines: list[str]
+    evaluated: dict[str, torch.Tensor]
+    validation: StepInputs | None
 
 
 def run(job: Job, words: list[str]) -> None:
@@ -133,10 +144,11 @@ def run(job: Job, words: list[str]) -> None:
     model = job.on_all_ranks(lambda: _model(asked.plan))
     opened = job.on_root(lambda: _prepare(asked, model))
     plan = job.from_root(lambda: opened.plan)
+    evaluated = job.on_all_ranks(lambda: _evaluated(asked.plan, plan.config, model))
     stop = Stop(job, plan.folder, plan.config.run.signal, plan.config.train.max_minutes)
-    source = job.on_root(lambda: _source(asked.plan, plan.config, model))
+    source = job.on_root(lambda: _source(asked.plan, plan.config, model, evaluated))
     with opened.lock if opened else nullcontext():
-        trained(job, plan, _begin(job, plan, model, source), stop)
+        trained(job, plan, _begin(job, plan, model, evaluated, source), stop)
 
 
 def asked_for(words: list[str]) -> RunRequest:
@@ -165,6 +177,13 @@ def _model(plan):
     split = find(plan.schedule).splits_backward
     pieces = plan.pieces(captured)
     return staged_model(captured, pieces, plan.replicas, plan.recompute, split=split)
+
+
+def _evaluated(plan, config, model):
+    """Return the model in evaluation mode, or `None` if the run has no evaluations."""
+    if not config.train.eval_every:
+        return None
+    return evaluation_model(plan.model, model, plan.pieces(model.captured))
 
 
 def _prepare(asked, model):
@@ -236,22 +255,39 @@ def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
         yield f"parallel.zero = {zero}: not supported for torch modules; use 0 or 1"
 
 
-def _source(plan: SavedPlan, config: Config, model: StagedModel) -> _Source:
+def _source(
+    plan: SavedPlan, config: Config, model: StagedModel, evaluated: StagedModel | None
+) -> _Source:
     """On rank 0, create and verify the module; return its weights and the inputs of each step."""
     module, inputs = made_with_data(plan.model, config.seed)
-    values = dict(values_in(module, model.captured))
+    values, verify = dict(values_in(module, model.captured)), config.torch.verify == "on"
     given = function_at(config.torch.inputs) if config.torch.inputs else lambda step: inputs
     batches = StepInputs(model.captured, given, plan.batch)
-    lines = ["not verified: torch.verify is off"]
-    if config.torch.verify == "on":
-        replicas = range(max(plan.replicas))
-        split = [rows_of(plan.batch, plan.microbatches, len(replicas), each) for each in replicas]
-        shares = [rows for micro in zip(*split, strict=True) for rows in micro]
-        lines = verified(module, model.captured, batches(0), shares[:2])
-    return _Source(values, batches, lines)
+    lines, of_evaluation, validation = ["not verified: torch.verify is off"], {}, None
+    replicas = range(max(plan.replicas))
+    split = [rows_of(plan.batch, plan.microbatches, len(replicas), each) for each in replicas]
+    shares = [rows for micro in zip(*split, strict=True) for rows in micro][:2]
+    if verify:
+        lines = verified(module, model.captured, batches(0), shares)
+    if evaluated:
+        captured, given = evaluated.captured, function_at(config.torch.validation)
+        validation = StepInputs(captured, given, plan.batch, config.train.eval_batches)
+        of_evaluation = dict(values_in(module, captured))
+        lines += evaluation_lines(evaluated, model)
+        if verify:
+            lines += verified(module, captured, validation(0), shares, training=False)
+        else:
+            lines.append("evaluation not verified: torch.verify is off")
+    return _Source(values, batches, lines, of_evaluation, validation)
 
 
-def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) -> RunningJob:
+def _begin(
+    job: Job,
+    plan: RunPlan,
+    model: StagedModel,
+    evaluated: StagedModel | None,
+    source: _Source | None,
+) -> RunningJob:
     config = plan.config
     rows = config.train.batch // config.parallel.microbatches
     mesh, line = build_stages(model.replicas, rows, config.mesh.transport)
@@ -261,12 +297,16 @@ def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) 
     batches = source and source.batches
     trainer = ModuleTrainer(mesh, config, model, line, batches, program_of(config), clock)
     trainer.fill(source.values if source else {})
-    start = 0
+    start, evaluator = 0, None
+    if evaluated:
+        validation, values = (source.validation, source.evaluated) if source else (None, {})
+        evaluator = ModuleEvaluator(trainer, evaluated, validation, values)
     if plan.resumed:
-        start = resume(job, plan.folder, trainer, log.say, partial(mismatch, model))
+        differs = partial(mismatch, model)
+        start = resume(job, plan.folder, trainer, log.say, differs, evaluator)
         trainer.torch_weights.load()
-    saver = saver_of(job, plan, trainer, batches, log)
-    return RunningJob(trainer, saver, watchdog, log, batches, start)
+    saver = saver_of(job, plan, trainer, batches, log, evaluator)
+    return RunningJob(trainer, saver, watchdog, log, batches, start, evaluator)
 
 
 def _layout(config: Config, model: StagedModel) -> Iterator[str]:
@@ -278,6 +318,8 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
         f"replicas per stage {replicas}; ZeRO {config.parallel.zero}"
     )
     yield f"loss: {model.captured.loss.text}"
+    if config.torch.validation and not config.train.eval_every:
+        yield "torch.validation is not evaluated, because train.eval_every = 0"
     for name in updated_by_microbatches(model.captured):
         yield f"buffer {name}: updated by each microbatch, not once per step as in torch"
     batch, micros = config.train.batch, config.parallel.microbatches
@@ -285,33 +327,41 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
 
 
 class StepInputs:
-    """Loader of a module's inputs; `given(step)` returns a step's inputs (`samples` samples)."""
+    """Loader of a module's inputs; `given(step)` returns a step's inputs (`samples` samples).
+
+    For an evaluation, `count` is the number of batches, and `step` is the number of a batch.
+    """
 
     def __init__(
-        self, captured: Captured, given: Callable[[int], tuple | dict], samples: int
+        self,
+        captured: Captured,
+        given: Callable[[int], tuple | dict],
+        samples: int,
+        count: int = 0,
     ) -> None:
-        self.captured, self.given, self.samples = captured, given, samples
+        self.captured, self.given, self.samples, self.count = captured, given, samples, count
 
     def __call__(self, step: int) -> list[Any]:
         """Return the inputs of a step as a flat list in the order of the captured program."""
+        at = f"validation batch {step}" if self.count else f"step {step}"
         try:
             given = self.given(step)
         except Exception as error:
-            raise BadData(f"step {step}: the inputs function raised {described(error)}") from error
+            raise BadData(f"{at}: the inputs function raised {described(error)}") from error
         try:
             flat = flat_inputs(self.captured, given)
         except ValueError as error:
-            raise BadData(f"step {step}: {error}") from None
+            raise BadData(f"{at}: {error}") from None
         for node, value in zip(self.captured.inputs, flat, strict=True):
             if isinstance(like := node.meta["val"], torch.Tensor):
                 wanted = _described(like.dtype, shape_of(like, self.samples))
                 is_tensor = isinstance(value, torch.Tensor)
                 found = _described(value.dtype, [*value.shape]) if is_tensor else f"{value!s:.80}"
                 if found != wanted:
-                    raise BadData(f"step {step}: input {node.name} is {found}, not {wanted}")
+                    raise BadData(f"{at}: input {node.name} is {found}, not {wanted}")
             elif isinstance(value, torch.Tensor) or value != like:
                 raise BadData(
-                    f"step {step}: input {node.name} is {value!s:.80}, but the plan is for "
+                    f"{at}: input {node.name} is {value!s:.80}, but the plan is for "
                     f"{like!s:.80}; pass values that change from step to step as tensors"
                 )
         return flat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,17 +52,8 @@ class ModuleTrainer(Trainer):
         self.model, stage = model, mesh.coord("p")
         lines = lines_of_owners(model.owners, model.replicas, stage, line)
         self.lines = {stages: mesh.wrapped(line, DATA) for stages, line in lines.items()}
-        rows = rows_of(
-            config.train.batch, config.parallel.microbatches, mesh.size(DATA), mesh.coord(DATA)
-        )
-        here = model.programs[stage :: len(model.replicas)]
-        read = {node for program in here for node in program.inputs}
-
-        self.loss_terms = terms = LossTerms(model.captured)
-
-        def feed(mesh, config, batches, program):
-            return SampleLoader(mesh, terms, batches, rows, config.train.batch, read)
-
+        self.loss_terms = LossTerms(model.captured)
+        feed = partial(sample_loader, model, self.loss_terms)
         super().__init__(mesh, config, 0, batches, program, clock, feed)
         self.tokens = config.train.batch
         self.torch_weights.bind()
@@ -122,6 +114,22 @@ class ModuleTrainer(Trainer):
         written = [name for stage in self.engine.stages for name in stage.program.written]
         self.torch_weights.average(written, self.mesh.comm(DATA))
         super().update()
+
+
+def sample_loader(
+    model: StagedModel,
+    terms: LossTerms,
+    mesh: Mesh,
+    config: Config,
+    batches: Callable[[int], list[Any]] | None,
+    program: Program,
+) -> SampleLoader:
+    """Return the loader of this rank's samples for a training or evaluation program."""
+    batch, micros = config.train.batch, config.parallel.microbatches
+    rows = rows_of(batch, micros, mesh.size(DATA), mesh.coord(DATA))
+    here = model.programs[mesh.coord("p") :: len(model.replicas)]
+    read = {node for each in here for node in each.inputs}
+    return SampleLoader(mesh, terms, batches, rows, batch, read, program.training)
 
 
 def lines_of_owners(

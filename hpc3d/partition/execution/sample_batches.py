@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class SampleRows(NamedTuple):
-    """This rank's samples of one microbatch in a training step.
+    """This rank's samples of one microbatch in a training step or an evaluation batch.
 
     The samples have the indices `first` to `first + samples` (exclusive) in the batch. `inputs`
     maps the model's input nodes to values, and `batch_values` the names of operations to values of
     the full batch (see LossTerms). The gradient is computed for the sum of the samples' losses,
-    multiplied by `scale`. `training` is always True.
+    multiplied by `scale`. `training` is False in an evaluation.
     """
 
     step: int
@@ -82,7 +82,7 @@ class SampleLoader:
     `batches(step)` returns the flat inputs of the model; it is `None` on all ranks except rank 0.
     All tensors with a batch dimension have `samples` samples. `terms` describes the losses that
     average over valid targets. `read` contains the inputs that the rank's stages read; the rank
-    stores only its own rows of these inputs.
+    stores only its own rows of these inputs. `training` is False in an evaluation.
     """
 
     asynchronous = False
@@ -95,8 +95,10 @@ class SampleLoader:
         rows: Iterable[range],
         samples: int,
         read: Collection[fx.Node],
+        training: bool = True,
     ) -> None:
         self.mesh, self.terms, self.batches, self.rows = mesh, terms, batches, [*rows]
+        self.training = training
         self.samples, self.read = samples, read
         self.valid: dict[int, int] = {}
 
@@ -116,7 +118,9 @@ class SampleLoader:
                     inputs[node] = rows_for(node, full, rows)
         scale = factor / self.samples
         return {
-            index: SampleRows(number, rows.start, len(rows), inputs, scale, batch_values)
+            index: SampleRows(
+                number, rows.start, len(rows), inputs, scale, batch_values, self.training
+            )
             for index, (rows, inputs) in enumerate(zip(self.rows, own, strict=True))
         }
 

@@ -39,7 +39,8 @@ class TorchStage:
     """Implementation of `PipelineStage` for a StageProgram.
 
     Only the last model chunk has a `loss`. If `recompute` is True, only the received tensors and
-    the modified buffers are saved for each microbatch.
+    the modified buffers are saved for each microbatch. In an evaluation, nothing is saved and no
+    buffer is modified.
     """
 
     def __init__(
@@ -82,12 +83,14 @@ class TorchStage:
         received = [_tensor(array) for array in _arrays(x)]
         for tensor, has_gradient in zip(received, self.graded_in, strict=True):
             tensor.requires_grad_(has_gradient)
-        # Recomputation writes to these copies, so that each buffer is updated only once.
-        names = self.program.written if self.recompute else ()
+        keeps = micro.training and not self.recompute
+        # Recomputation and evaluation write to these copies, so that each buffer is updated once.
+        names = () if keeps else self.program.written
         buffers = {name: self.weights.tensors[name].clone() for name in names}
-        with self.trace.span("operations", "gemm"), torch.set_grad_enabled(not self.recompute):
-            made = self._run(received, micro, self.weights.tensors)
-        kept = _Kept(received, None if self.recompute else _edges(made), buffers)
+        tensors = self.weights.tensors if micro.training else {**self.weights.tensors, **buffers}
+        with self.trace.span("operations", "gemm"), torch.set_grad_enabled(keeps):
+            made = self._run(received, micro, tensors)
+        kept = _Kept(received, _edges(made) if keeps else None, buffers)
         if self.loss is not None:
             return micro.samples * float(made[-1].detach()), kept
         return tuple(tensor.detach().contiguous().numpy() for tensor in made), kept

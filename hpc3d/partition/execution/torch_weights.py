@@ -7,7 +7,9 @@ parameters without a gradient are stored as frozen Parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +75,7 @@ class TorchWeights:
     ) -> None:
         self.like = state_of(captured)
         self.items: dict[str, Parameter] = {}
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: MutableMapping[str, torch.Tensor] = {}
         self.completed: Callable[[str], object] = lambda name: None  # set in backward passes
         self.defer: Callable[..., None] = immediately
         self._accumulators: list[Node] = []  # references that keep the hooks alive
@@ -120,6 +122,17 @@ class TorchWeights:
         """Copy a value to the tensor `name` if this rank holds the tensor."""
         if name in self.tensors:
             self.tensors[name].detach().copy_(value)
+
+    def in_evaluation(
+        self, captured: Captured, constants: MutableMapping[str, torch.Tensor]
+    ) -> TorchWeights:
+        """Return the same weights for a program that is captured in evaluation mode.
+
+        `constants` maps the names of the program's own constants to tensors.
+        """
+        found = copy(self)
+        found.like, found.tensors = state_of(captured), ChainMap(constants, self.tensors)
+        return found
 
     def average(self, names: Sequence[str], replicas: Communicator) -> None:
         """Average the floating-point buffers `names` over the replicas, then call `store`."""

@@ -15,6 +15,8 @@ pytest.importorskip("safetensors")
 import torch
 from safetensors.torch import load_file
 
+import hpc3d.trace
+from hpc3d.analyze.metrics.step import evaluation_rows
 from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.hf_export import export
 from hpc3d.checkpoints.inspect import problems, shapes_in
@@ -37,6 +39,7 @@ from tests.partition.execution.modules import (
     too_few,
     trained_by_torch,
 )
+from tests.partition.execution.test_module_evaluator import HERE as EVALUATED
 from tests.partition.test_plan_file import plan_of
 from tests.partition.user_models import HERE as USERS
 from tests.runs import losses, newest, said, when_running
@@ -183,6 +186,32 @@ def test_tensors_without_readers_are_saved_resumed_and_exported(tmp_path):
     assert_exported(run, name, tmp_path / "model.safetensors")
 
 
+@pytest.mark.slow
+def test_run_is_evaluated_and_keeps_its_best_checkpoint_when_resumed(tmp_path):
+    """The second run resumes after the best evaluation of the first one."""
+    name, where = f"{EVALUATED}:double('dropping')", ("--run.out", tmp_path / "out")
+    plan = written(tmp_path / "plan.json", name, (2, 1), 2, "1f1b")
+    words = ["--checkpoint.every", 2, "--train.learning_rate", 0.1, "--train.warmup", 0, *where]
+    often = ["--train.eval_every", 1, "--train.eval_batches", 2, "--checkpoint.keep_best", "true"]
+    often += ["--torch.validation", f"{EVALUATED}:inputs_of"]
+    checked(3, *COMMAND, plan, *words, *often, "--steps", 4)
+    run = newest(tmp_path / "out")
+    log = (run / "train.log").read_text()
+    assert re.search(r"evaluation verified on 6 samples: loss \S+\n", log)
+    assert re.search(r"evaluation after step 3: loss \S+; 24 samples in \S+ s", log)
+    checked(3, *COMMAND, "--resume", run, "--steps", 6, "--verify", "off")
+    assert "evaluation not verified: torch.verify is off" in (run / "train.log").read_text()
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    found = [each["validation_loss"] for each in records if "validation_loss" in each]
+    assert len(found) == 6
+    with hpc3d.trace.open(run / "trace.h5") as trace:
+        assert trace.evaluation["loss"].tolist() == found
+        assert np.isnan(trace.evaluation["accuracy"]).all()
+        assert {row["perplexity"] for row in evaluation_rows(trace)} == {None}
+    best = Checkpoint(run / "checkpoints" / "step-00000006").header["best"]
+    assert best == {"step": int(np.argmin(found)) + 1, "loss": min(found)}
+
+
 def model_of(plan):
     _, _, captured = prepared(plan.model)
     return staged_model(captured, plan.pieces(captured), plan.replicas, plan.recompute)
@@ -209,6 +238,7 @@ def test_plan_overrides_layout_options(tmp_path):
         (["--model.layers", 3], {}, "--model.layers: the plan sets this key"),
         (["--train.batch", 3], {}, "--train.batch: the plan sets this key"),
         (["--parallel.zero", 2], {}, "parallel.zero = 2: .* use 0 or 1"),
+        (["--data.validation", 0.1], {}, "--data.validation: .* torch.validation"),
         ([], {"schedule": "zb-v", "chunks": 2}, "schedule zb-v: .*; use zb-h1 or zb-h2"),
         ([], {"schedule": "pipedream"}, "schedule pipedream: .*; use 1f1b"),
         ([], {"replicas": (13, 1)}, "6 samples is too small for 13 replicas"),
@@ -229,6 +259,8 @@ def test_plan_file_must_exist(words, line):
 def test_inputs_must_match_the_captured_model():
     _, _, captured = prepared(DROPPING[0])
     assert [each.shape[0] for each in StepInputs(captured, points_of, 12)(3)] == [12, 12]
+    with pytest.raises(BadData, match="validation batch 3: the inputs function raised IndexError"):
+        StepInputs(captured, lambda step: points_of(step)[step], 12, 4)(3)
     for given, line in (
         (
             lambda step: points_of(step)[step],
