@@ -367,7 +367,7 @@ def _show_module(plan, ranks, captured):
 
 def _explained(border, seconds):
     if border.next_best is None:
-        return f"{border.behind}; no other location fits in memory"
+        return f"{border.behind}; no other location nearby is possible"
     longer = 100 * (border.next_best / seconds - 1) if seconds else 0.0
     more = "" if getattr(border, "room", True) else "; a faster location does not fit in memory"
     return f"{border.behind}; {longer:+.2f} % if after {border.instead}{more}"
