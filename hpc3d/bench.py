@@ -18,6 +18,8 @@
                measured; has its own options: python -m hpc3d.bench scaling --help
     plans      plans for PyTorch modules on 1 and 2 ranks, from a profile of this machine:
                predicted and measured step times, and whether the chosen plan is the fastest
+    planners   plans for PyTorch modules on 2 ranks by hpc3d, RaNNC and GPipe, from a profile of
+               this machine: predicted and measured step times
     findings   the four findings of arXiv:2407.02081 on pipeline and data parallelism, reproduced
                as tables and figures in DIR/findings
     published  predicted and published step times of Megatron-LM on A100 (arXiv:2205.05198,
@@ -54,7 +56,7 @@ _MODULES = {
     "benchmarks.guards": ("guards",),
     "benchmarks.calls": ("calls",),
     "benchmarks.calibration": ("calibrate",),
-    "benchmarks.planned_runs": ("plans",),
+    "benchmarks.planned_runs": ("plans", "planners"),
     "studies.reproductions": ("findings", "published", "speedups", "vtrain", "partition"),
 }
 _BENCHMARKS = {name: module for module, names in _MODULES.items() for name in names}

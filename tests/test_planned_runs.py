@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc3d.benchmarks import planned_runs
-from hpc3d.benchmarks.planned_runs import PlannedStep, plans, summary
+from hpc3d.benchmarks.planned_runs import PlannedStep, planners, plans, summary
 
 
 def test_summary_reports_errors_and_the_chosen_plan_of_each_model(capsys):
@@ -31,3 +31,39 @@ def test_every_plan_of_a_small_model_is_run(monkeypatch, capsys):
     assert {step["plan"] for step in found["steps"]} > {"chosen", "2 stages, recomputed"}
     assert all(step["predicted"] > 0 and step["measured"] > 0 for step in found["steps"])
     assert found["chosen"]["small"] >= 1
+
+
+@pytest.mark.slow
+def test_plans_of_two_planners_run_alternately(monkeypatch, capsys):
+    """RaNNC reorders the model's operations; its plan is valid for the model as captured."""
+    pytest.importorskip("torch")
+    pytest.importorskip("networkx")
+    from hpc3d.config.package_data import default_machine
+    from hpc3d.partition import plan_file
+    from hpc3d.partition.capture import captured_of
+    from hpc3d.partition.model_graph import costs_of
+    from hpc3d.partition.operation_costs import Operations
+    from hpc3d.predict.machine import machine_file
+
+    model, machine = "inputs.partition.translation:small", machine_file.load(default_machine())
+    captured, order, seconds = captured_of(model), [], iter([2.0, 1.0, 4.0, 4.0, 3.0, 4.0])
+
+    def costs(*_):
+        return costs_of(Operations(captured), machine)
+
+    def step(planned, folder):
+        order.append(planned.name)
+        plan = plan_file.load(planned.path)
+        assert plan.ranks == planned.ranks == 2 and plan.pieces(captured)
+        return next(seconds)
+
+    monkeypatch.setattr(planned_runs, "_MODELS", {"small": model})
+    pair = planned_runs._Pair("small", "rannc_plan.rannc", 1e9)
+    monkeypatch.setattr(planned_runs, "_PAIRS", [pair])
+    monkeypatch.setattr(planned_runs, "_costs", costs)
+    monkeypatch.setattr(planned_runs, "_step", step)
+    (found,) = planners(SimpleNamespace(rounds=3))["pairs"]
+    assert order == ["ours", "RaNNC"] * 3
+    assert (found["ours_s"], found["theirs_s"], found["ratio"]) == (3.0, 4.0, 1.0)
+    assert found["ours_predicted_s"] <= found["theirs_predicted_s"]
+    assert "small: with hpc3d's plan, a step takes 1.000 times as long" in capsys.readouterr().out

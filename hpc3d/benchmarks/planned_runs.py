@@ -1,9 +1,13 @@
-"""Compare predicted and measured step times of plans for torch modules on this machine."""
+"""Compare predicted and measured step times of plans for torch modules on this machine.
+
+`plans` compares plans of hpc3d, and `planners` compares hpc3d's plans with other planners' plans.
+"""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 
     from hpc3d.partition.capture import Captured
     from hpc3d.partition.evaluation import ModelCosts
+    from hpc3d.partition.module_plan import ModulePlan
     from hpc3d.partition.plan_file import SavedPlan
 
 _MODELS = {
@@ -36,7 +41,24 @@ _PLANS = {
     "2 stages, recomputed": {**_PIPELINE, "microbatches": 4, "recompute": "full"},
     _CHOSEN: {"ranks": 2},
 }
-_STEPS, _SKIPPED, _ROUNDS = 24, 4, 3
+_STEPS, _SKIPPED, _ROUNDS, _PAIRED_ROUNDS = 24, 4, 3, 7
+
+
+class _Pair(NamedTuple):
+    """Model to be trained with the plans of hpc3d and of another planner.
+
+    `planner` is the path of a function in hpc3d.partition.baselines. Plans may use `memory` bytes
+    per rank.
+    """
+
+    model: str
+    planner: str
+    memory: float
+
+
+# BERT does not fit into 63 MB on one rank, so that both planners need two stages.
+_PAIRS = _Pair("BERT", "rannc_plan.rannc", 63e6), _Pair("ResNet", "contenders.gpipe", 1e9)
+_OURS = "side_by_side.ours"
 
 
 class PlannedStep(NamedTuple):
@@ -81,6 +103,53 @@ def plans(options: Namespace) -> dict[str, Any]:
     return {"steps": [step._asdict() for step in steps], **summary(steps)}
 
 
+def planners(options: Namespace) -> dict[str, Any]:
+    """Return the predicted and measured step times of hpc3d's and other planners' plans.
+
+    All plans use 2 ranks. In each of `--rounds` rounds, both plans of a pair run once.
+    """
+    rounds = options.rounds or _PAIRED_ROUNDS
+    with tempfile.TemporaryDirectory() as folder:
+        return {"pairs": [_paired(pair, Path(folder), rounds) for pair in _PAIRS]}
+
+
+def _paired(pair: _Pair, folder: Path, rounds: int) -> dict[str, Any]:
+    """Measure both plans of a pair; return their times and the ratio of hpc3d's to the other's."""
+    plans = ours, other = _by_planners(pair, folder)
+    times = [[_step(each, str(folder)) for each in plans] for _ in range(rounds)]
+    found = harness.ratios(*zip(*times, strict=True))
+    predicted = ours.predicted / other.predicted
+    print(
+        f"{pair.model}: with hpc3d's plan, a step takes {found['ratio']:.3f} times as long as "
+        f"with the plan of {other.name} ({found['ratio_min']:.3f} to {found['ratio_max']:.3f}); "
+        f"predicted {predicted:.3f}"
+    )
+    seconds = {"ours_predicted_s": ours.predicted, "theirs_predicted_s": other.predicted}
+    return {"model": pair.model, "planner": other.name, **seconds, **found}
+
+
+def _by_planners(pair: _Pair, folder: Path) -> list[_Planned]:
+    """Return the plans of hpc3d and of the other planner, based on profiled operation costs."""
+    from hpc3d.partition.baselines.contenders import Task
+    from hpc3d.partition.capture import captured_of
+    from hpc3d.partition.module_plan import ModulePlan
+    from hpc3d.partition.operation_costs import Operations
+
+    captured = captured_of(_MODELS[pair.model])
+    task = Task(Operations(captured), _costs(pair.model, captured, 2, folder), 2, pair.memory)
+    found = []
+    for path in (_OURS, pair.planner):
+        module, _, planner = path.partition(".")
+        each = getattr(import_module(f"hpc3d.partition.baselines.{module}"), planner)(task)
+        assert each.choice and each.step, each.note
+        costs = each.costs or task.costs
+        plan = ModulePlan(each.choice, each.step, [], costs, pair.memory, "time")
+        kept, place = _kept(pair.model, plan, captured), folder / f"{pair.model}-{planner}.json"
+        place.write_text(kept.text(), "utf-8")
+        found.append(_Planned(pair.model, each.name, each.step.seconds, place, kept.ranks))
+    return found
+
+
 def _planned(model: str, folder: Path) -> list[_Planned]:
     """Return the plans for a model, based on operation costs profiled on 1 and 2 ranks."""
     from hpc3d.partition.capture import captured_of
@@ -115,11 +184,16 @@ def _plan(
     `how` restricts the plans that are considered; its keys are field names of `Wanted`.
     """
     from hpc3d.partition.module_plan import Wanted, best_plan
-    from hpc3d.partition.plan_file import saved
 
     plan = best_plan(costs, Wanted(**{"recompute": "none", **how}))
-    kept = saved(plan, captured, _MODELS[model], "measured")
-    return kept._replace(predicted={}), plan.step.seconds
+    return _kept(model, plan, captured), plan.step.seconds
+
+
+def _kept(model: str, plan: ModulePlan, captured: Captured) -> SavedPlan:
+    """Return a plan without its predictions, so that equal plans have equal plan files."""
+    from hpc3d.partition.plan_file import saved
+
+    return saved(plan, captured, _MODELS[model], "measured")._replace(predicted={})
 
 
 def _step(planned: _Planned, folder: str) -> float:

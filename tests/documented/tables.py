@@ -29,6 +29,7 @@ ELSEWHERE = {
     r"docs/parallelism\.md .* gpt-4d-64 ": "README.md",
     r"docs/long-sequences\.md .*train long-context-16$": "README.md",
     r" python -m hpc3d\.bench (published|partition)": STUDY + "tests/studies",
+    r" python -m hpc3d\.bench planners": STUDY + "tests/test_planned_runs.py",
     r"docs/data\.md .*--tokenizer gpt2$": "tests/data/test_tokenizer_files.py, without a download",
     r"docs/partition(-study)?\.md .*(:large|:resnet152_x8|partition compare) ": STUDY
     + "tests/partition/test_capture.py and baselines/",

@@ -41,7 +41,8 @@ class Contender(NamedTuple):
     """Pipeline arrangement chosen by a planner, with its predicted step time and memory.
 
     `choice` and `step` are `None` if the planner finds no solution; `note` then gives the reason.
-    Each replica consists of `ways` tensor-parallel ranks.
+    Each replica consists of `ways` tensor-parallel ranks. If the planner reorders the atoms of
+    the model, the stages of `choice` refer to the order in `costs`.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Contender(NamedTuple):
     step: Evaluated | None
     note: str = ""
     ways: int = 1
+    costs: ModelCosts | None = None
 
 
 class Task(NamedTuple):

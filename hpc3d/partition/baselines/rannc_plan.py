@@ -49,10 +49,10 @@ def rannc(task: Task) -> Contender:
         for end, replicas in zip(plan.ends, plan.replicas, strict=True)
     )
     choice = PipelineChoice(stages, plan.microbatches, GPIPE)
-    step = _offloaded(costs.reordered([*chain.from_iterable(groups)]), choice, task.memory)
-    return Contender(
-        "RaNNC", choice, step, f"RaNNC's own estimate of the step time: {plan.seconds:.4g} s"
-    )
+    ordered = costs.reordered([*chain.from_iterable(groups)])
+    step = _offloaded(ordered, choice, task.memory)
+    note = f"RaNNC's own estimate of the step time: {plan.seconds:.4g} s"
+    return Contender("RaNNC", choice, step, note, costs=ordered)
 
 
 def _offloaded(costs, choice, memory) -> Evaluated:

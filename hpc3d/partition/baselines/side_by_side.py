@@ -24,7 +24,7 @@ def ours(task: Task) -> Contender:
         found = best_plan(task.costs, Wanted(task.ranks, task.memory, margin=0.0))
     except ValueError as error:
         return Contender("ours", None, None, str(error))
-    return Contender("ours", found.choice, found.step)
+    return Contender("ours", found.choice, found.step, costs=found.costs)
 
 
 # All planners, in the order of the table rows.
@@ -54,7 +54,7 @@ def shown(task: Task, planners: Iterable[Callable[[Task], Contender]]) -> Iterat
 
 def as_row(contender: Contender, batch: int) -> dict[str, Any]:
     """Convert a planner's result to a table row; times are in s, sizes in bytes."""
-    name, choice, step, note, ways = contender
+    name, choice, step, note, ways, _ = contender
     row = {"name": name, "note": note, "ways": ways}
     if choice is None or step is None:
         return row | dict.fromkeys(_NUMBERS)
