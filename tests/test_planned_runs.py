@@ -1,5 +1,6 @@
 """Plans that are run: what is made of their steps."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -34,36 +35,39 @@ def test_every_plan_of_a_small_model_is_run(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_plans_of_two_planners_run_alternately(monkeypatch, capsys):
-    """RaNNC reorders the model's operations; its plan is valid for the model as captured."""
+def test_plans_of_two_planners_run_alternately(monkeypatch, capsys, tmp_path):
+    """RaNNC reorders the operations of the model; its stages have the pieces of its own order."""
     pytest.importorskip("torch")
     pytest.importorskip("networkx")
     from hpc3d.config.package_data import default_machine
     from hpc3d.partition import plan_file
+    from hpc3d.partition.baselines.contenders import Task
+    from hpc3d.partition.baselines.rannc_plan import rannc
     from hpc3d.partition.capture import captured_of
-    from hpc3d.partition.model_graph import costs_of
     from hpc3d.partition.operation_costs import Operations
     from hpc3d.predict.machine import machine_file
 
     model, machine = "inputs.partition.translation:small", machine_file.load(default_machine())
-    captured, order, seconds = captured_of(model), [], iter([2.0, 1.0, 4.0, 4.0, 3.0, 4.0])
-
-    def costs(*_):
-        return costs_of(Operations(captured), machine)
+    captured, memory = captured_of(model), 1e6
+    task = Task.of(Operations(captured), machine, captured.batch, 2, memory)
+    expected = rannc(task)
+    atoms = expected.costs.graph(1).atoms[: expected.choice.stages[0].end]
+    runs, seconds = [], iter([2.0, 1.0, 4.0, 4.0, 3.0, 4.0])
 
     def step(planned, folder):
-        order.append(planned.name)
-        plan = plan_file.load(planned.path)
-        assert plan.ranks == planned.ranks == 2 and plan.pieces(captured)
+        runs.append(planned)
         return next(seconds)
 
     monkeypatch.setattr(planned_runs, "_MODELS", {"small": model})
-    pair = planned_runs._Pair("small", "rannc_plan.rannc", 1e9)
+    pair = planned_runs._Pair("small", "rannc_plan.rannc", memory)
     monkeypatch.setattr(planned_runs, "_PAIRS", [pair])
-    monkeypatch.setattr(planned_runs, "_costs", costs)
+    monkeypatch.setattr(planned_runs, "_costs", lambda *_: task.costs)
     monkeypatch.setattr(planned_runs, "_step", step)
+    monkeypatch.setattr(planned_runs.tempfile, "TemporaryDirectory", lambda: nullcontext(tmp_path))
     (found,) = planners(SimpleNamespace(rounds=3))["pairs"]
-    assert order == ["ours", "RaNNC"] * 3
+    assert [each.name for each in runs] == ["ours", "RaNNC"] * 3
+    plan = plan_file.load(runs[1].path)
+    assert plan.pieces(captured)[0] == sorted(piece for atom in atoms for piece in atom.pieces)
     assert (found["ours_s"], found["theirs_s"], found["ratio"]) == (3.0, 4.0, 1.0)
     assert found["ours_predicted_s"] <= found["theirs_predicted_s"]
     assert "small: with hpc3d's plan, a step takes 1.000 times as long" in capsys.readouterr().out

@@ -36,6 +36,13 @@ def planned(capsys, costs, *words):
     return code, json.loads(printed.out.splitlines()[-1]) if code == 0 else printed.err
 
 
+def test_boundary_between_two_nodes_has_no_other_location(tmp_path, capsys):
+    path, nodes = tmp_path / "two.json", [{"id": n, "forward": 1, "backward": 2} for n in "ab"]
+    path.write_text(json.dumps({"nodes": nodes, "edges": [{"from": "a", "to": "b", "bytes": 1}]}))
+    assert main(["--graph", str(path), "--ranks", "2", "--microbatches", "8"]) == 0
+    assert "a; no other location nearby is possible" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "time", "load"),
     [
