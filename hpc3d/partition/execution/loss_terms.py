@@ -87,7 +87,7 @@ class LossTerms:
         the batch are divided by the number of samples.
         """
         captured = self.captured
-        values = dict(zip(captured.inputs, inputs, strict=True))
+        values = dict(zip(captured.inputs, map(_contiguous, inputs), strict=True))
         for node in self.order:
             if node in captured.weights:
                 values[node] = self.weights[captured.weights[node]]
@@ -184,6 +184,11 @@ def _known(captured: Captured) -> set[fx.Node]:
         else:
             found.add(node)
     return {node for node in found if not memory_of(node) & unknown}
+
+
+def _contiguous(value):
+    """Return an input as the stages receive it."""
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
 def _needed(captured: Captured, wanted: Sequence[fx.Node]) -> list[fx.Node]:

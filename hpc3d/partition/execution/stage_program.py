@@ -138,6 +138,7 @@ def _program(captured, chunk, number, crossing, layouts, terms, split):
     messages = {node: copies[node] for node in received}
     for node in received:
         copies[node] = _reordered(graph, copies[node], node, -1, layouts.outer(node))
+        copies[node] = _laid_out(graph, copies[node], node)
     for node in order:
         if node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -176,6 +177,21 @@ def _reordered(graph, copy, node, *sizes):
     blocked = graph.call_function(_aten.reshape.default, (copy, shape))
     swapped = graph.call_function(_aten.transpose.int, (blocked, 0, 1))
     return graph.call_function(_aten.reshape.default, (swapped, [-1, *others]))
+
+
+def _laid_out(graph, copy, node):
+    """Restore the order of a value's dimensions in memory.
+
+    Messages are contiguous, but some operations, such as `view`, require the captured strides.
+    """
+    strides = [size_of(stride, 2) for stride in node.meta["val"].stride()]
+    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    if order == sorted(order):
+        return copy
+    moved = graph.call_function(_aten.permute.default, (copy, order))
+    how = {"memory_format": torch.contiguous_format}
+    dense = graph.call_function(_aten.clone.default, (moved,), how)
+    return graph.call_function(_aten.permute.default, (dense, [*map(order.index, sorted(order))]))
 
 
 def graded(captured: Captured, programs: Sequence[StageProgram]) -> set[fx.Node]:

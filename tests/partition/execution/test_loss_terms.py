@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hpc3d.console.exit_codes import BadData
+from hpc3d.partition.capture import capture
 from hpc3d.partition.execution.loss_terms import LossTerms
 from tests.partition.execution.modules import (
     assert_trained_alike,
@@ -132,6 +133,17 @@ def test_denominators_are_counted_per_sample():
     terms = LossTerms(captured)
     assert [*terms.values(inputs, BATCH).values()] == [valid / BATCH, 1.0]
     assert not terms.reads
+
+
+def test_labels_may_be_a_slice_of_a_larger_tensor():
+    def flat(_, logits, labels):
+        return functional.cross_entropy(logits.flatten(0, 1), labels.view(-1))
+
+    module, (ids, labels) = tokens(flat)
+    captured, wide = capture(module, (ids, labels)), torch.cat([labels, labels], 1)
+    terms = LossTerms(captured)
+    expected = terms.values([ids, labels], BATCH)
+    assert terms.values([ids, wide[:, :LENGTH]], BATCH) == expected
 
 
 def pseudo():

@@ -50,7 +50,8 @@ def outputs_of_parts(module, inputs, captured, count):
     crossing, found = (), {}
     for program in programs:
         draw = Draw(0, 0, 0, captured.batch)
-        crossing, outputs = program.run(draw, crossing, given, weights)
+        received = [each.contiguous() for each in crossing]  # as in messages
+        crossing, outputs = program.run(draw, received, given, weights)
         found.update(zip(program.outputs, outputs, strict=True))
     assert crossing == ()
     return programs, [*found.values()], weights
@@ -117,6 +118,20 @@ def test_in_place_writes_are_visible_to_later_stages():
     module, inputs = Function(from_memory).double(), (torch.rand(6, 4).double(),)
     for count in (1, 2, 100):
         assert_computes_the_same(module, inputs, capture(module, inputs), count)
+
+
+def test_received_value_has_its_captured_strides():
+    """The result of an attention is stored by tokens, so that a view can merge its heads."""
+
+    def attention(y, x):
+        heads = y.view(-1, 2, 2, 2).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads)
+        return mixed.transpose(1, 2).contiguous().view(-1, 2, 4).square().mean()
+
+    module, inputs = Function(attention).double(), (torch.rand(6, 2, 4).double(),)
+    captured = capture(module, inputs)
+    (program, _) = assert_computes_the_same(module, inputs, captured, 2)
+    assert [node.name for node in program.sent] == ["scaled_dot_product_attention"]
 
 
 def test_border_passes_on_values_that_later_stages_need():
