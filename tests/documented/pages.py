@@ -29,6 +29,7 @@ PROGRAMS = (
 # hf, tensorboard and others that a text names are not of ours.
 COMMAND = re.compile(rf"(?:\w+=\S+ +)*(?:\S*/)?(?:{'|'.join(PROGRAMS)})(?= |$)|\w+=\$\(")
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"`(\w+\.py)`:\n\n```python\n(.*?)```", re.DOTALL)
 SHELLS = "sh", "bash", "console"
 SPAN = re.compile(r"`([^`\n]+)`")
 ALTERNATIVES = re.compile(r"(?<= )[a-z]+(?:\|[a-z]+)+(?= |$)")
@@ -43,6 +44,11 @@ class Documented(NamedTuple):
 
     def __str__(self):
         return f"{self.page}:{self.line}: {self.text}"
+
+
+def python_files(page):
+    """{name: code} of the Python files that a page shows after their name."""
+    return dict(PYTHON.findall((ROOT / page).read_text(encoding="utf-8")))
 
 
 def commands(page, text=None):

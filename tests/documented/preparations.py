@@ -1,13 +1,12 @@
 """What a reader of a page has before its first command."""
 
 import json
-import re
 
 import numpy as np
 
 from tests.data.prepared import TEXT, nano
 from tests.data.test_sources import megatron
-from tests.mpi import ROOT
+from tests.documented.pages import python_files
 
 # Of 2 steps on 2 ranks; divides over 8 and 12.
 SMALL = "--model.hidden 144 --model.heads 24 --train.batch 24 --train.steps 2 --checkpoint.every 1"
@@ -60,13 +59,6 @@ def _text(text):
     return lambda path: path.write_text(text, encoding="utf-8")
 
 
-def _example(page, old, new):
-    """The only Python file that a page shows, with a smaller model."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
-    assert old in code
-    return _text(code.replace(old, new))
-
-
 def _lines(key):
     return _text("".join(json.dumps({key: text}) + "\n" for text in TEXT.split(";")))
 
@@ -114,8 +106,6 @@ FILES = {
     "docs/partition-graph.md": {"COSTS.json": _text(json.dumps(GRAPH))},
     "docs/partition.md": {
         "model.py": _text(MODULE),
-        "gpt2_stages.py": _example(
-            "docs/partition.md", '"gpt2"', '"gpt2", n_layer=4, n_embd=64, n_head=4'
-        ),
+        "gpt2.py": _text(python_files("docs/public-models.md")["gpt2.py"]),
     },
 }

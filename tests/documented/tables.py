@@ -34,6 +34,7 @@ ELSEWHERE = {
     r"docs/partition(-study)?\.md .*(:large|:resnet152_x8|partition compare) ": STUDY
     + "tests/partition/test_capture.py and baselines/",
     r"plan (switch-c|llama-3-70b) ": STUDY + "tests/test_plan.py plans one of its kind",
+    r"docs/public-models\.md ": "tests/peers/test_documented_models.py",
     r"docs/partition\.md .*PROFILE\.json": "tests/partition/profiles/test_profile_command.py",
     r" torchrun ": "tests/partition/execution/test_torchrun_file.py",
     r"jobs/README\.md bash -n .*shellcheck ": "tests/slurm/test_scripts.py",

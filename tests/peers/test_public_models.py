@@ -35,7 +35,7 @@ def seldom_collected():
 
 
 class Refusal(NamedTuple):
-    """Part of the expected message, and the reason that docs/partition.md states."""
+    """Part of the expected message, and the reason that docs/public-models.md states."""
 
     message: str
     reason: str
@@ -75,12 +75,12 @@ def test_refusal_of_a_public_model_is_one_line(name):
 
 
 def row(name):
-    """Return the row of a model in the table of docs/partition.md."""
+    """Return the row of a model in the table of docs/public-models.md."""
     found = f"refused: {REFUSED[name].reason}" if name in REFUSED else "equal to torch"
     return f"| {name.replace('_', '-')} | {MODELS[name].kind} | {found} |"
 
 
 def test_documented_table_lists_every_public_model():
-    lines = (ROOT / "docs" / "partition.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs" / "public-models.md").read_text(encoding="utf-8").splitlines()
     first = lines.index("| model | class of transformers | result |") + 2
     assert lines[first : first + len(MODELS) + 1] == [*map(row, MODELS), ""]
