@@ -83,4 +83,4 @@ def row(name):
 def test_documented_table_lists_every_public_model():
     lines = (ROOT / "docs" / "public-models.md").read_text(encoding="utf-8").splitlines()
     first = lines.index("| model | class of transformers | result |") + 2
-    assert lines[first : first + len(MODELS) + 1] == [*map(row, MODELS), ""]
+    assert lines[first:] == [*map(row, MODELS)]
