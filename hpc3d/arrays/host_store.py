@@ -39,6 +39,7 @@ class HostStore(Protocol):
     copies that did not overlap with computation, or `None` if a device copies asynchronously.
     """
 
+    pool: Pool
     copied: int
     exposed: float | None
 

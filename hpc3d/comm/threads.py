@@ -150,21 +150,22 @@ def run_stages(
 
     `line` creates a communicator for a list of ranks.  Returns the results in rank order.
     """
-    size, pool = sum(replicas), Pool()
+    size = sum(replicas)
+    pools = [Pool() for _ in range(size)]
     world = ThreadGroup(range(size))
     groups: dict[tuple[int, ...], ThreadGroup] = {}
 
     def line_of(rank):
         def line(members):
             group = groups.setdefault(tuple(members), ThreadGroup(members))
-            return Threads(group, group.members.index(rank), pool)
+            return Threads(group, group.members.index(rank), pools[rank])
 
         return line
 
     lines = [line_of(rank) for rank in range(size)]
     ranks = [
         stage_mesh(replicas, rows, Threads(world, rank, pool) if size > 1 else Self(pool), line)
-        for rank, line in enumerate(lines)
+        for rank, (line, pool) in enumerate(zip(lines, pools, strict=True))
     ]
     return _on_threads(
         ranks, [world, *groups.values()], lambda mesh: function(mesh, lines[mesh.rank])

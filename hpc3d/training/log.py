@@ -15,6 +15,7 @@ from statistics import median
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
 
+from hpc3d.arrays.pool import OFFLOADED
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import flat, literal
 from hpc3d.console.sanitize import counted, sanitized
@@ -128,9 +129,13 @@ class Log:
         )
 
     def copies(self, store: HostStore, steps: int) -> None:
-        """Log the offloading traffic per step and, if known, the non-overlapped copy time."""
+        """Log the offloaded bytes of rank 0, and the copies per step.
+
+        If known, the time of the copies that do not overlap with computation is also logged.
+        """
         exposed = "" if store.exposed is None else f", {store.exposed / steps:.3g} s exposed"
-        self.say(f"offload: {store.copied / steps / 1e6:.1f} MB copied per step{exposed}")
+        moved = f"{store.copied / steps / 1e6:.1f} MB copied per step{exposed}"
+        self.say(f"offload: {store.pool.peak[OFFLOADED] / 1e6:.1f} MB on rank 0, {moved}")
 
     def evaluation(self, done: Evaluation, best: bool) -> None:
         """Log an evaluation and write its metrics. `best` is True for the best loss so far."""
@@ -204,11 +209,16 @@ def layout_lines(config: Config) -> Iterator[str]:
         f"schedule {parallel.schedule}: {counted(parallel.microbatches, 'microbatch')} "
         f"through {through}; ZeRO {parallel.zero}{how}"
     )
-    if parallel.offload:
-        where = f"files in {gettempdir()}" if config.train.backend == "numpy" else "host memory"
-        yield f"offload: {', '.join(parallel.offload)} to {where}"
+    yield from offload_lines(config)
     if config.mesh.c > 1:
         yield f"context: {_context_line(config)}"
+
+
+def offload_lines(config: Config) -> Iterator[str]:
+    """Yield a log line about the offloaded data and their location, if data is offloaded."""
+    if offload := config.parallel.offload:
+        where = f"files in {gettempdir()}" if config.train.backend == "numpy" else "host memory"
+        yield f"offload: {', '.join(offload)} to {where}"
 
 
 def _context_line(config: Config) -> str:

@@ -67,8 +67,8 @@ class ModuleEvaluator(Evaluator):
                 self.weights,
                 (),
                 trainer.config.seed,
+                trainer.saving,
                 model.loss if program is last else None,
-                trace=self.mesh.trace,
             )
             for program in model.programs[stage::width]
         ]

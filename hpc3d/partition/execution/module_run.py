@@ -6,8 +6,9 @@
 N is the number of ranks of the plan. The module must return its loss as a mean over the samples;
 other outputs are ignored. The options are keys of an input file (docs/configuration.md): all keys
 of [train], [checkpoint], [guard], [trace], [run] and [torch], and the keys seed, name,
-parallel.bucket_mb, parallel.overlap and parallel.zero. --steps and --verify are abbreviations of
---train.steps and --torch.verify. The plan determines all other keys.
+parallel.bucket_mb, parallel.overlap, parallel.zero, parallel.offload and parallel.keep_dtype.
+--steps and --verify are abbreviations of --train.steps and --torch.verify. The plan determines all
+other keys.
 
 Before the first step, rank 0 runs the unpartitioned module on the samples of two microbatches and
 compares the loss and the gradients with those of the captured program. If they differ, the run
@@ -47,7 +48,10 @@ from hpc3d.comm.cartesian import build_stages
 from hpc3d.comm.device_setup import Hardware
 from hpc3d.config import load
 from hpc3d.config.input_file import Config, MeshConfig
+from hpc3d.config.parallel_rules import wrong_offload
 from hpc3d.config.resolve import refuse
+from hpc3d.config.rules import unknown_values
+from hpc3d.config.wrong_values import reported
 from hpc3d.console.exit_codes import BadData
 from hpc3d.console.sanitize import counted
 from hpc3d.partition import plan_file
@@ -77,6 +81,7 @@ from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 from hpc3d.runtime.metrics_file import sinks_of
 from hpc3d.runtime.stop_request import Stop
 from hpc3d.training import run_folder
+from hpc3d.training.log import offload_lines
 from hpc3d.training.run_loop import RunningJob, RunPlan, equipped, trained
 
 if TYPE_CHECKING:
@@ -92,6 +97,8 @@ _OF_RUN += (
     "parallel.bucket_mb",
     "parallel.overlap",
     "parallel.zero",
+    "parallel.offload",
+    "parallel.keep_dtype",
     "mesh.transport",
 )
 _OF_PLAN = ("train.batch", "train.dtype", "train.backend", "guard.abft_every")
@@ -218,8 +225,7 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
         chunks=plan.chunks,
         zero=config.parallel.zero or plan.zero,
     )
-    refuse([*_wrong(plan, parallel.zero)])
-    return replace(
+    config = replace(
         config,
         name="module" if config.name == Config().name else config.name,
         mesh=replace(mesh, transport=config.mesh.transport),
@@ -227,9 +233,18 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
         torch=replace(config.torch, factory=plan.model),
         train=replace(config.train, batch=plan.batch, dtype=model.dtype),
     )
+    refuse([*_wrong(plan, config)])
+    return config
 
 
-def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
+def _wrong(plan: SavedPlan, config: Config) -> Iterator[str]:
+    zero, offload = config.parallel.zero, config.parallel.offload
+    yield from reported(unknown_values(config), wrong_offload(config))
+    if "parameters" in offload:
+        yield (
+            f"parallel.offload = {[*offload]}: parameters of torch modules cannot be offloaded; "
+            "use optimizer and activations, or make a plan with more ranks"
+        )
     schedule, rows = find(plan.schedule), plan.batch // plan.microbatches
     if schedule.asynchronous:
         yield f"schedule {plan.schedule}: not supported for torch modules; use {DEFAULT}"
@@ -317,6 +332,9 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
         f"schedule {config.parallel.schedule}, microbatches {config.parallel.microbatches}, "
         f"replicas per stage {replicas}; ZeRO {config.parallel.zero}"
     )
+    yield from offload_lines(config)
+    if config.parallel.keep_dtype:
+        yield f"saved activations in {config.parallel.keep_dtype}"
     yield f"loss: {model.captured.loss.text}"
     if config.torch.validation and not config.train.eval_every:
         yield "torch.validation is not evaluated, because train.eval_every = 0"

@@ -14,6 +14,7 @@ from hpc3d.comm.stage_mesh import Line, ranks_of
 from hpc3d.partition.capture import state_of
 from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.sample_batches import SampleLoader, rows_of, shared_by_root
+from hpc3d.partition.execution.saved_tensors import SavedTensors
 from hpc3d.partition.execution.staged_model import Owners, StagedModel
 from hpc3d.partition.execution.torch_stage import TorchStage
 from hpc3d.partition.execution.torch_weights import TorchWeights, stored_tensors
@@ -70,6 +71,9 @@ class ModuleTrainer(Trainer):
             if len(owners) > 1 and stage in owners
         }
         self.torch_weights = TorchWeights(model.captured, self.parameters, names, shared)
+        parallel, dtype = self.config.parallel, self.parameters.dtype
+        offload = "activations" in parallel.offload
+        self.saving = SavedTensors(self.mesh, dtype, parallel.keep_dtype, offload)
         return [self._stage(part) for part in here]
 
     def _stage(self, part):
@@ -79,9 +83,9 @@ class ModuleTrainer(Trainer):
             self.torch_weights,
             model.graded,
             self.config.seed,
+            self.saving,
             model.loss if last else None,
             model.recompute[part],
-            self.mesh.trace,
         )
 
     def manifest(self) -> dict[str, Any]:

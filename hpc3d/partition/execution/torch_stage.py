@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hpc3d.comm.mesh import NullRecorder
 from hpc3d.partition.capture import is_trained, shape_of
 from hpc3d.partition.execution.random_numbers import Draw
+from hpc3d.partition.execution.saved_tensors import SavedTensor, SavedTensors
 from hpc3d.partition.execution.stage_program import StageProgram
 from hpc3d.partition.execution.torch_weights import TorchWeights
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from hpc3d.comm.mesh import MeshRecorder
     from hpc3d.partition.execution.sample_batches import SampleRows
 
 
 class _Kept(NamedTuple):
     """State of a microbatch that is saved for the backward pass.
 
-    `edges` contains the autograd edges of the results, so that the results themselves can be
-    freed. `edges` is `None` if the backward pass recomputes the chunk. In this case, `buffers`
-    contains copies of the buffers that the chunk modifies.
+    `leaves` accumulate the gradients of the received tensors. `edges` contains the autograd edges
+    of the results, so that the results themselves can be freed. `edges` is `None` if the backward
+    pass recomputes the chunk. In this case, `received` contains the received tensors, and
+    `buffers` contains copies of the buffers that the chunk modifies.
     """
 
-    received: Sequence[torch.Tensor]
+    leaves: Sequence[torch.Tensor | None]
     edges: Sequence[GradientEdge] | None
+    received: Sequence[SavedTensor]
     buffers: dict[str, torch.Tensor]
 
 
 class TorchStage:
     """Implementation of `PipelineStage` for a StageProgram.
 
-    Only the last model chunk has a `loss`. If `recompute` is True, only the received tensors and
-    the modified buffers are saved for each microbatch. In an evaluation, nothing is saved and no
-    buffer is modified.
+    `saving` stores the tensors that are saved for the backward pass. Only the last model chunk has
+    a `loss`. If `recompute` is True, only the received tensors and the modified buffers are saved
+    for each microbatch. In an evaluation, nothing is saved and no buffer is modified.
     """
 
     def __init__(
@@ -49,11 +51,11 @@ class TorchStage:
         weights: TorchWeights,
         graded: Collection[fx.Node],
         seed: int,
+        saving: SavedTensors,
         loss: fx.Node | None = None,
         recompute: bool = False,
-        trace: MeshRecorder | None = None,
     ) -> None:
-        self.trace = trace or NullRecorder()
+        self.saving, self.trace = saving, saving.mesh.trace
         self.program, self.weights, self.seed, self.recompute = program, weights, seed, recompute
         self.graded_in = [node in graded for node in program.received]
         self.graded_out = [node in graded for node in program.sent]
@@ -81,19 +83,31 @@ class TorchStage:
 
     def forward(self, x: Any, micro: SampleRows) -> tuple[Any, _Kept]:
         received = [_tensor(array) for array in _arrays(x)]
-        for tensor, has_gradient in zip(received, self.graded_in, strict=True):
-            tensor.requires_grad_(has_gradient)
         keeps = micro.training and not self.recompute
         # Recomputation and evaluation write to these copies, so that each buffer is updated once.
         names = () if keeps else self.program.written
         buffers = {name: self.weights.tensors[name].clone() for name in names}
         tensors = self.weights.tensors if micro.training else {**self.weights.tensors, **buffers}
-        with self.trace.span("operations", "gemm"), torch.set_grad_enabled(keeps):
-            made = self._run(received, micro, tensors)
-        kept = _Kept(received, _edges(made) if keeps else None, buffers)
+        leaves = [
+            _leaf(tensor) if has_gradient else None
+            for tensor, has_gradient in zip(received, self.graded_in, strict=True)
+        ]
+        saved = self.saving.microbatch(self._held(micro), received)
+        with (
+            self.trace.span("operations", "gemm"),
+            torch.set_grad_enabled(keeps),
+            saved.saving() if keeps else nullcontext(),
+        ):
+            made = self._run(_entered(leaves, received), micro, tensors)
+        again = saved.all(received) if self.recompute and micro.training else ()
+        kept = _Kept(leaves, _edges(made) if keeps else None, again, buffers)
         if self.loss is not None:
             return micro.samples * float(made[-1].detach()), kept
         return tuple(tensor.detach().contiguous().numpy() for tensor in made), kept
+
+    def _held(self, micro):
+        """Return the tensors that stay in memory until the end of the step."""
+        return *map(self.weights.tensors.get, self.program.weights), *micro.inputs.values()
 
     def _run(self, received, micro, tensors):
         """Run the chunk; return the values to send, or the mean loss if this is the last chunk."""
@@ -118,9 +132,11 @@ class TorchStage:
     ) -> Any:
         edges = saved.edges
         if edges is None:
-            with self.trace.span("operations again", "gemm"):
-                tensors = {**self.weights.tensors, **saved.buffers}
-                edges = _edges(self._run(saved.received, micro, tensors))
+            received = [each.value() for each in saved.received]
+            tensors = {**self.weights.tensors, **saved.buffers}
+            held = (*self._held(micro), *received)
+            with self.trace.span("operations again", "gemm"), self.saving.recomputed(held):
+                edges = _edges(self._run(_entered(saved.leaves, received), micro, tensors))
         gradients = [_tensor(array) for array in _arrays(dy)]
         if self.loss is not None:
             gradients = [torch.tensor(micro.samples * micro.scale, dtype=self.weights.dtype)]
@@ -133,8 +149,7 @@ class TorchStage:
             defer(finished, unit)
         if not self.program.received:
             return None
-        leaves = [leaf for leaf in saved.received if leaf.requires_grad]
-        return tuple(_gradient(leaf).numpy() for leaf in leaves)
+        return tuple(_gradient(leaf).numpy() for leaf in saved.leaves if leaf is not None)
 
 
 def _edges(made):
@@ -151,4 +166,30 @@ def _tensor(array):
 
 def _gradient(leaf):
     """Return the gradient of a tensor, or zeros if the loss does not depend on the tensor."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+    none = leaf.grad is None
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) if none else leaf.grad.contiguous()
+
+
+def _leaf(tensor):
+    """Return a leaf of the same shape, with one element of memory, that accumulates a gradient."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape).requires_grad_()
+
+
+def _entered(leaves, received):
+    """Return the received tensors with a gradient that is accumulated in the leaves."""
+    return [
+        tensor if leaf is None else _Entered.apply(leaf, tensor)
+        for leaf, tensor in zip(leaves, received, strict=True)
+    ]
+
+
+class _Entered(torch.autograd.Function):
+    """Received tensor whose gradient goes to a leaf, so that no leaf keeps the tensor alive."""
+
+    @staticmethod
+    def forward(ctx, leaf, tensor):
+        return tensor
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None

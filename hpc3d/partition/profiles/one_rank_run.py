@@ -86,6 +86,7 @@ class OneRankRun:
                 self.trainer.torch_weights,
                 self.model.graded | crossing,
                 0,
+                self.trainer.saving,
                 self.model.loss if number == last else None,
             )
             for number, program in enumerate(programs)

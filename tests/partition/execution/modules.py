@@ -259,10 +259,10 @@ def even_parts(captured, count):
     return [range(size * part // count, size * (part + 1) // count) for part in range(count)]
 
 
-def config_of(captured, replicas, micros, schedule, chunks=1, zero=0):
+def config_of(captured, replicas, micros, schedule, chunks=1, **how):
     """A Config that trains as `trained_by_torch` does."""
     parallel = ParallelConfig(
-        microbatches=micros, schedule=schedule, chunks=chunks, zero=zero, bucket_mb=1e-4
+        microbatches=micros, schedule=schedule, chunks=chunks, bucket_mb=1e-4, **how
     )
     train = TrainConfig(
         steps=STEPS,

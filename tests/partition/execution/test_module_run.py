@@ -232,6 +232,12 @@ def test_plan_overrides_layout_options(tmp_path):
     assert config.torch.factory == DROPPING[0]
 
 
+def test_memory_options_are_accepted(tmp_path):
+    words = ["--parallel.offload", '["optimizer","activations"]', "--parallel.keep_dtype", "int8"]
+    parallel = settled(tmp_path, *words).parallel
+    assert parallel.offload == ("optimizer", "activations") and parallel.keep_dtype == "int8"
+
+
 @pytest.mark.parametrize(
     ("words", "how", "line"),
     [
@@ -239,6 +245,13 @@ def test_plan_overrides_layout_options(tmp_path):
         (["--train.batch", 3], {}, "--train.batch: the plan sets this key"),
         (["--parallel.zero", 2], {}, "parallel.zero = 2: .* use 0 or 1"),
         (["--data.validation", 0.1], {}, "--data.validation: .* torch.validation"),
+        (["--train.clip", -1], {}, "train.clip = -1.0: must be at least 0"),
+        (["--parallel.offload", '["parameters"]'], {}, "use optimizer and activations, or make"),
+        (
+            ["--parallel.offload", '["optimizer"]', "--train.optimizer", "sgd"],
+            {},
+            "train.optimizer = sgd has almost no state to offload",
+        ),
         ([], {"schedule": "zb-v", "chunks": 2}, "schedule zb-v: .*; use zb-h1 or zb-h2"),
         ([], {"schedule": "pipedream"}, "schedule pipedream: .*; use 1f1b"),
         ([], {"replicas": (13, 1)}, "6 samples is too small for 13 replicas"),
