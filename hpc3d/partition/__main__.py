@@ -61,8 +61,9 @@ time [s]), load (of the busiest stage [s]), memory (maximum per rank [B]), prove
 is proven optimal), stages (lists of operation ids), replicas, and borders (for each stage
 boundary: nbytes (message size), behind (last operation before it), next_best (step time [s] if
 only this boundary moves to the best nearby location) and instead (this location)).
-The plan of a module also has the keys recompute and pieces (per model chunk), chunks (per stage)
-and zero; its borders have the key room (false if a faster location does not fit in memory)"""
+The plan of a module also has the keys recompute and pieces (per model chunk), chunks (per stage),
+zero and offload; its borders have the key room (false if a faster location does not fit in
+memory)"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -132,6 +133,8 @@ def parser() -> Parser:
     add("--margin", type=_fraction, metavar="X", help=text)
     text = "modules only: ZeRO stage; 1 shards the optimizer state over replicas (default: 0)"
     add("--zero", type=int, choices=(0, 1), help=text)
+    text = "modules only: offload the optimizer state to host memory or disk"
+    add("--offload", choices=("optimizer",), help=text)
     text = "objective to minimize (default: time)"
     add("--objective", choices=("time", "load"), default="time", help=text)
     text = (
@@ -168,6 +171,7 @@ def _plan(options):
 
 _MODULE_OPTIONS = (
     *("machine", "profile", "batch", "replicas", "recompute", "margin", "zero"),
+    "offload",
     *("output", "draw"),
 )
 
@@ -258,19 +262,21 @@ def _write(path, plan, captured):
 
 
 def _costs(captured, options):
+    from hpc3d.partition.evaluation import MOMENTS
     from hpc3d.partition.model_graph import costs_of
     from hpc3d.partition.operation_costs import Operations
     from hpc3d.predict.machine import machine_file
 
+    moments = 0 if options.offload else MOMENTS
     if not options.profile:
         machine = machine_file.load(options.machine or default_machine())
-        return costs_of(Operations(captured), machine, options.batch)
+        return costs_of(Operations(captured), machine, options.batch, moments=moments)
     from hpc3d.partition import measured_profile
 
     profile = measured_profile.load(options.profile)
     named = options.machine
     machine = machine_file.load(named) if named else profile.machine(options.ranks)
-    return profile.costs(captured, machine, options.batch)
+    return profile.costs(captured, machine, options.batch, moments)
 
 
 def _show_opaque(modules):
@@ -347,6 +353,8 @@ def _show_module(plan, ranks, captured):
     if choice.ranks < ranks:
         _show_largest(captured, plan.costs.graph(1), ranks)
     _show_totals(step.seconds, plan.load, max(step.held))
+    if not plan.costs.moments:
+        print("offloaded       the optimizer state, which is not included")
     print(f"memory limit    {plan.memory / 1e6:.6g} MB per rank, excluding the margin")
     searched = f"one topological order of {plan.costs.count} nodes, by simulation"
     print(f"searched        {searched}")
@@ -414,6 +422,7 @@ def _module_as_json(plan):
         "recompute": [stage.recompute for stage in choice.stages],
         "chunks": choice.chunks,
         "zero": choice.zero,
+        "offload": plan.offload,
         "pieces": plan.pieces,
         "borders": [border._asdict() for border in plan.borders],
     }

@@ -7,7 +7,8 @@ under an interleaved schedule. The replicas of a stage split each microbatch by 
     step      simulated schedule, then the gradient all-reduces of the stages, then the update
     messages  per microbatch: bytes / min(replicas of sender, replicas of receiver), and one
               latency per peer
-    memory    weights, gradients and optimizer moments (moments sharded over replicas with ZeRO 1)
+    memory    weights, gradients and, unless offloaded, optimizer moments (sharded over replicas
+              with ZeRO 1)
               + the inputs of a step
               + (saved + received) * microbatches in flight, or with recomputation
                 received * microbatches in flight + saved + sent
@@ -208,7 +209,8 @@ class ModelCosts:
     Costs depend on the number of rows, that is, the samples of a microbatch on one rank.
     `graph_of(rows)` returns the graph with costs for `rows` rows; its atoms are the same for any
     number of rows. `chain(rows)` returns the `Chain` of this graph, which contains the possible
-    stage boundaries (cuts). `run` is the overhead of each rank (None: no overhead).
+    stage boundaries (cuts). `run` is the overhead of each rank (None: no overhead). `moments` is
+    the number of AdamW moments in the memory of a rank, included in the graph: 0 if offloaded.
 
     The ranks of a stage are contiguous and follow the ranks of the previous stage. If two adjacent
     stages span several nodes, all messages between the stages are assumed to cross the network.
@@ -220,7 +222,9 @@ class ModelCosts:
         machine: Machine,
         batch: int,
         run: RunCosts | None = None,
+        moments: int = MOMENTS,
     ) -> None:
+        self.moments = moments
         self.graph, self.machine, self.batch = cache(graph_of), machine, batch
         self.run = run or RunCosts()
         self.chain = cache(lambda rows: Chain(self.graph(rows)))
@@ -237,7 +241,7 @@ class ModelCosts:
         def graph_of(rows):
             return self.graph(rows).ordered(order)
 
-        return ModelCosts(graph_of, self.machine, self.batch, self.run)
+        return ModelCosts(graph_of, self.machine, self.batch, self.run, self.moments)
 
     def rows(self, microbatches: int, replicas: int) -> int:
         """Return the largest number of samples per microbatch that any rank processes."""
@@ -340,7 +344,7 @@ def bytes_held(costs: ModelCosts, choice: PipelineChoice) -> tuple[float, ...]:
         fixed, trained, fed = (
             _stage_sum(name, choice, parts, owned, stage) for name in ("fixed", "trained", "fed")
         )
-        shared = MOMENTS * trained * (1 - 1 / replicas) if choice.zero else 0.0
+        shared = costs.moments * trained * (1 - 1 / replicas) if choice.zero else 0.0
         inputs = fed * choice.microbatches * costs.rows(choice.microbatches, replicas)
         mine = [(choice.stages[n], parts[n]) for n in range(stage, len(parts), choice.width)]
         saved = [part.received + (not chunk.recompute) * part.saved for chunk, part in mine]

@@ -17,7 +17,7 @@ import numpy as np
 
 from hpc3d.config.limits import INT32, MOST_RANKS
 from hpc3d.partition.capture import Captured
-from hpc3d.partition.evaluation import ModelCosts, RunCosts
+from hpc3d.partition.evaluation import MOMENTS, ModelCosts, RunCosts
 from hpc3d.partition.model_graph import costs_of
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.partition.plan_file import (
@@ -107,9 +107,16 @@ class ModuleProfile(NamedTuple):
             measured=tuple(tables),
         )
 
-    def costs(self, captured: Captured, machine: Machine, batch: int | None = None) -> ModelCosts:
+    def costs(
+        self,
+        captured: Captured,
+        machine: Machine,
+        batch: int | None = None,
+        moments: int = MOMENTS,
+    ) -> ModelCosts:
         """Return the model's costs: measured compute times, and message times of `machine`.
 
+        `moments` is as in ModelCosts.
         Raises ValueError if the profile was measured for another model.
         """
         if digest_of(captured) != self.graph:
@@ -123,7 +130,7 @@ class ModuleProfile(NamedTuple):
                 "again"
             )
         operations = MeasuredOperations(captured, self)
-        return costs_of(operations, machine, batch, RunCosts(**self.run))
+        return costs_of(operations, machine, batch, RunCosts(**self.run), moments)
 
 
 def _link_of(tables):

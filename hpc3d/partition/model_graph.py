@@ -33,20 +33,26 @@ def costs_of(
     machine: Machine,
     batch: int | None = None,
     run: RunCosts | None = None,
+    moments: int = MOMENTS,
 ) -> ModelCosts:
     """Return the costs of running a captured module on a machine.
 
-    `batch` is the number of samples per step (None: the batch of the example inputs), and `run` is
-    the overhead of each rank (None: no overhead).
+    `batch` is the number of samples per step (None: the batch of the example inputs), `run` is the
+    overhead of each rank (None: no overhead), and `moments` is as in ModelCosts.
     """
-    graphs = partial(graph_of, operations, machine)
-    return ModelCosts(graphs, machine, batch or operations.captured.batch, run)
+    graphs = partial(graph_of, operations, machine, moments=moments)
+    return ModelCosts(graphs, machine, batch or operations.captured.batch, run, moments)
 
 
-def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
-    """Return the graph of a module, with costs for microbatches of `batch` samples."""
+def graph_of(
+    operations: Operations, machine: Machine, batch: int, moments: int = MOMENTS
+) -> Graph:
+    """Return the graph of a module, with costs for microbatches of `batch` samples.
+
+    The memory of a parameter includes `moments` optimizer moments.
+    """
     captured, found = operations.captured, operations.costs(machine, batch)
-    weights, reads = _weights(captured), [*_read_inputs(captured)]
+    weights, reads = _weights(captured, moments), [*_read_inputs(captured)]
     atoms = [
         _atom(number, piece, found, [weights[name] for name in piece.weights])
         for number, piece in enumerate(captured.pieces)
@@ -106,15 +112,15 @@ def _before_loss(captured):
     return [Value(piece, (last,), 0.0) for piece in pieces if piece != last and piece not in read]
 
 
-def _weights(captured):
+def _weights(captured, moments):
     """Return a dict from weight name to (bytes stored on a stage, bytes of trainable parameters).
 
-    The stored bytes of a trainable parameter include its gradient and optimizer moments.
+    The stored bytes of a trainable parameter include its gradient and `moments` optimizer moments.
     """
     found = {}
     for name, tensor in state_of(captured).items():
         nbytes = tensor.numel() * tensor.element_size()
-        found[name] = ((2 + MOMENTS) * nbytes, nbytes) if is_trained(tensor) else (nbytes, 0)
+        found[name] = ((2 + moments) * nbytes, nbytes) if is_trained(tensor) else (nbytes, 0)
     return found
 
 

@@ -99,6 +99,11 @@ class ModulePlan(NamedTuple):
     objective: str
 
     @property
+    def offload(self) -> list[str]:
+        """Data that the plan offloads, as in `parallel.offload`."""
+        return [] if self.costs.moments else ["optimizer"]
+
+    @property
     def ids(self) -> list[list[str]]:
         """Ids of the operations in each model chunk, in model order."""
         return self._of_parts("ids")
@@ -311,6 +316,11 @@ def _borders(costs, choice, step, memory):
 
 def _nothing_fits(costs, allowed, wanted):
     """Return the error message for a model that does not fit, with the memory that it needs."""
+    if not JointSearch(costs, allowed._replace(memory=inf)).fits():
+        return (
+            f"--schedule {wanted.schedule} does not support the requested stages and "
+            "microbatches; use more --microbatches, fewer --replicas, or another --schedule"
+        )
     low, high = allowed.memory, 2 * allowed.memory
     while not JointSearch(costs, allowed._replace(memory=high)).fits():
         low, high = high, 2 * high
@@ -320,6 +330,7 @@ def _nothing_fits(costs, allowed, wanted):
         low, high = (low, middle) if fits else (middle, high)
     enough = high / (1 - wanted.margin)
     others = ["more ranks"] + ["--zero 1"] * (not wanted.zero)
+    others += ["--offload optimizer"] * bool(costs.moments)
     others += ["--recompute stage"] * (wanted.recompute == "none")
     return (
         f"no partition over {counted(wanted.ranks, 'rank')} fits in {allowed.memory:.6g} bytes "

@@ -19,7 +19,7 @@ from hpc3d.config.limits import INT32, MOST_PASSES, MOST_RANKS
 from hpc3d.console import small_files
 from hpc3d.partition.capture import Captured
 from hpc3d.partition.module_plan import ModulePlan
-from hpc3d.pipeline.schedule import ONE_STAGE
+from hpc3d.pipeline.schedule import ONE_STAGE, SCHEDULES
 
 _VERSION = 1
 _REMEDY = "use a file written by python -m hpc3d.partition -o"
@@ -31,7 +31,7 @@ class SavedPlan(NamedTuple):
     `graph` is the SHA-256 of the model's graph. `replicas` has one number per pipeline stage.
     `parts` lists the names of the pieces in each model chunk, in model order, and `recompute` is
     True for each chunk with recomputation. `predicted` records the machine and the predicted times
-    in seconds and sizes in bytes.
+    in seconds and sizes in bytes. `offload` lists the offloaded data, as in `parallel.offload`.
     """
 
     model: str
@@ -45,6 +45,7 @@ class SavedPlan(NamedTuple):
     recompute: list[bool]
     parts: list[list[str]]
     predicted: dict[str, Any]
+    offload: list[str] | None = None
 
     @property
     def ranks(self) -> int:
@@ -93,6 +94,7 @@ def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> Sav
             "held": step.held,
             "sent": step.sent,
         },
+        offload=plan.offload,
     )
 
 
@@ -167,7 +169,7 @@ def fields_of(
     for field, sound in rules.items():
         if not sound(tree.get(field)):
             raise ValueError(f"{path}: {field} is missing or invalid; {remedy}")
-    return {field: tree[field] for field in rules}
+    return {field: tree.get(field) for field in rules}
 
 
 def whole(least: int, most: int) -> Callable[[Any], bool]:
@@ -190,11 +192,12 @@ _SOUND = {
     "graph": _text,
     "batch": whole(1, INT32),
     "microbatches": whole(1, MOST_PASSES),
-    "schedule": _text,
+    "schedule": lambda value: isinstance(value, str) and value in SCHEDULES,
     "chunks": whole(1, MOST_RANKS),
     "zero": whole(0, 1),
     "replicas": list_of(whole(1, MOST_RANKS)),
     "recompute": list_of(lambda value: isinstance(value, bool)),
     "parts": list_of(list_of(_text)),
     "predicted": lambda value: isinstance(value, dict),
+    "offload": lambda value: value in (None, [], ["optimizer"]),
 }

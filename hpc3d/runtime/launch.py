@@ -168,6 +168,12 @@ def what_happened(error: BaseException, command: str = "train") -> str:
     if isinstance(error, OSError) and error.errno in _DISK:
         where = f": {sanitized(str(error.filename))}" if error.filename else ""
         return f"failed: {sanitized(reason_of(error))}{where}; fix that, then {again}"
+    if isinstance(error, MemoryError) and command == "partition":
+        return (
+            f"failed: out of memory ({what}); use parallel.offload, parallel.keep_dtype or "
+            "parallel.zero, or make a plan with more --ranks, more --microbatches or --recompute "
+            "full"
+        )
     if isinstance(error, MemoryError):
         return (
             f"failed: out of memory ({what}); use more ranks, parallel.zero, parallel.recompute, "

@@ -22,6 +22,7 @@ All values are means over the ranks. With any partition, at least one rank needs
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hpc3d.arrays.narrow import itemsize
@@ -43,12 +44,8 @@ def refuse_what_cannot_fit(config: Config, here: int) -> None:
     `config` must be resolved. ValueError is also raised if the folder for offloaded data is not
     writable.
     """
-    wanted = os.environ.get("TMPDIR")
-    if config.parallel.offload and wanted and not os.access(wanted, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"parallel.offload: TMPDIR = {wanted!r:.200} is not writable; set TMPDIR to a "
-            "folder on a disk"
-        )
+    for line in unwritable(config):
+        raise ValueError(line)
     need, memory = here * least(config), host_memory.total()
     if config.train.backend == "numpy" and need > memory:
         raise ValueError(
@@ -56,6 +53,16 @@ def refuse_what_cannot_fit(config: Config, here: int) -> None:
             f"GB, but this machine has {memory / 1e9:.4g} GB; use more machines, "
             "parallel.recompute, more parallel.microbatches, or a smaller model or batch "
             "(python -m hpc3d.plan INPUT.toml --ranks N finds layouts that fit)"
+        )
+
+
+def unwritable(config: Config) -> Iterator[str]:
+    """Report an error if data is offloaded, but the folder for this data is not writable."""
+    wanted = os.environ.get("TMPDIR")
+    if config.parallel.offload and wanted and not os.access(wanted, os.W_OK | os.X_OK):
+        yield (
+            f"parallel.offload: TMPDIR = {wanted!r:.200} is not writable; set TMPDIR to a "
+            "folder on a disk"
         )
 
 

@@ -460,6 +460,12 @@ def test_rank_failure_is_described_in_one_line(error, line):
     assert "--resume" not in what_happened(error, "generate")
 
 
+def test_memory_error_of_a_plan_names_options_of_plans():
+    said = what_happened(MemoryError("1 GB"), "partition")
+    assert "parallel.offload, parallel.keep_dtype" in said and "--recompute full" in said
+    assert "parallel.recompute" not in said and "hpc3d.plan" not in said
+
+
 def test_output_file_on_a_full_disk_is_named(terminal):
     words = ["--name", "1f1b", "--stages", "2", "--microbatches", "2", "--csv", "/dev/full"]
     line = refused(terminal, simulate.main, "schedule", *words)

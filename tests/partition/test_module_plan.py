@@ -104,6 +104,26 @@ def test_zero_1_shards_moments():
     assert planned("mlp", zero=1, **how).choice.zero == 1
 
 
+def test_offloaded_moments_are_not_in_the_memory_of_a_rank():
+    how = Wanted(1, 2.7 * LAYER, microbatches=1, schedule="1f1b", recompute="none", margin=0.0)
+    operations = Operations(small("mlp"))
+    with pytest.raises(ValueError, match="--offload optimizer"):
+        best_plan(costs_of(operations, MACHINE), how)
+    free = how._replace(memory=1e9)
+    both, neither = (
+        best_plan(costs_of(operations, MACHINE, moments=moments), free) for moments in (2, 0)
+    )
+    moments = 2 * both.costs.part(1, 0, both.costs.count).trained
+    assert max(both.step.held) - max(neither.step.held) == moments > 0
+    assert (both.offload, neither.offload) == ([], ["optimizer"])
+
+
+def test_schedule_that_does_not_support_the_request_is_refused():
+    how = {"replicas": (1, 1, 1, 1), "microbatches": 2, "schedule": "interleaved"}
+    with pytest.raises(ValueError, match="--schedule interleaved does not support"):
+        planned("mlp", 4, batch=64, **how)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1", "zb-h2"])
 def test_requested_schedule_is_used(schedule):
     found = planned("mlp", 2, batch=64, replicas=(1, 1), schedule=schedule).choice

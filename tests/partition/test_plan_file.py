@@ -15,7 +15,7 @@ from tests.partition.sample_models import Function
 CHAIN = f"{HERE}:chain"
 
 
-def plan_of(model, replicas, micros, schedule, chunks=1, zero=0, recompute=False):
+def plan_of(model, replicas, micros, schedule, chunks=1, recompute=False, **how):
     """That of a model which is cut into equal parts."""
     _, _, captured = prepared(model)
     count = len(replicas) * chunks
@@ -26,13 +26,14 @@ def plan_of(model, replicas, micros, schedule, chunks=1, zero=0, recompute=False
         microbatches=micros,
         schedule=schedule,
         chunks=chunks,
-        zero=zero,
+        zero=how.pop("zero", 0),
         replicas=[*replicas],
         recompute=[recompute] * count,
         parts=[
             [names_of(captured)[piece] for piece in part] for part in even_parts(captured, count)
         ],
         predicted={},
+        **how,
     )
 
 

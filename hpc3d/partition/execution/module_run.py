@@ -81,6 +81,7 @@ from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 from hpc3d.runtime.metrics_file import sinks_of
 from hpc3d.runtime.stop_request import Stop
 from hpc3d.training import run_folder
+from hpc3d.training.footprint import unwritable
 from hpc3d.training.log import offload_lines
 from hpc3d.training.run_loop import RunningJob, RunPlan, equipped, trained
 
@@ -101,7 +102,17 @@ _OF_RUN += (
     "parallel.keep_dtype",
     "mesh.transport",
 )
-_OF_PLAN = ("train.batch", "train.dtype", "train.backend", "guard.abft_every")
+_WITHOUT = "train.dtype", "train.backend", "guard.abft_every"
+# Options of the planner, by the key of an input file that a plan determines
+_PLANNED = {
+    "train.batch": "--batch",
+    "mesh.p": "--replicas",
+    "mesh.d": "--replicas",
+    "parallel.microbatches": "--microbatches",
+    "parallel.schedule": "--schedule",
+    "parallel.chunks": "--schedule interleaved",
+    "parallel.recompute": "--recompute",
+}
 _ABBREVIATED = "train.steps", "torch.verify"
 _USAGE = "use partition run PLAN.json --section.key VALUE ..., or partition run --resume RUN_DIR"
 
@@ -171,9 +182,11 @@ def asked_for(words: list[str]) -> RunRequest:
         words = [re.sub(f"^--{short}(?==|$)", f"--{key}", word) for word in words]
     for option, _ in load.options(words):
         key = option.removeprefix("--")
-        if not key.startswith(_OF_RUN) or key in _OF_PLAN:
+        if remedy := _PLANNED.get(key):
+            raise ValueError(f"{option}: the plan sets this key; make a plan with {remedy}")
+        if not key.startswith(_OF_RUN) or key in _WITHOUT:
             raise ValueError(
-                f"{option}: the plan sets this key; remove the option. Allowed keys and "
+                f"{option}: not supported for torch modules; remove the option. Allowed keys and "
                 f"prefixes: {', '.join(_OF_RUN)}"
             )
     return RunRequest(plan_file.load(path), words, resumed)
@@ -224,6 +237,7 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
         schedule=plan.schedule,
         chunks=plan.chunks,
         zero=config.parallel.zero or plan.zero,
+        offload=config.parallel.offload or (*(plan.offload or ()),),
     )
     config = replace(
         config,
@@ -233,41 +247,49 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
         torch=replace(config.torch, factory=plan.model),
         train=replace(config.train, batch=plan.batch, dtype=model.dtype),
     )
-    refuse([*_wrong(plan, config)])
+    refuse([*_wrong(plan), *_wrong_keys(config)])
     return config
 
 
-def _wrong(plan: SavedPlan, config: Config) -> Iterator[str]:
+def _wrong_keys(config: Config) -> Iterator[str]:
+    """Report invalid values of the keys that the user sets."""
     zero, offload = config.parallel.zero, config.parallel.offload
-    yield from reported(unknown_values(config), wrong_offload(config))
+    yield from reported(unknown_values(config), wrong_offload(config), unwritable(config))
     if "parameters" in offload:
         yield (
             f"parallel.offload = {[*offload]}: parameters of torch modules cannot be offloaded; "
-            "use optimizer and activations, or make a plan with more ranks"
+            "use optimizer and activations, or make a plan with more --ranks"
         )
+    if zero > 1:
+        yield f"parallel.zero = {zero}: not supported for torch modules; use 0 or 1"
+
+
+def _wrong(plan: SavedPlan) -> Iterator[str]:
     schedule, rows = find(plan.schedule), plan.batch // plan.microbatches
     if schedule.asynchronous:
-        yield f"schedule {plan.schedule}: not supported for torch modules; use {DEFAULT}"
+        yield (
+            f"schedule {plan.schedule}: not supported for torch modules; make a plan with "
+            f"--schedule {DEFAULT}"
+        )
     if schedule.v_shaped:
         split = " or ".join(each.name for each in FOR_PARTITIONS if each.splits_backward)
         yield (
             f"schedule {plan.schedule}: not supported for torch modules, because its chunks are "
-            f"placed in a V shape, but a plan places chunk n on stage n mod S; use {split}"
+            f"placed in a V shape, but a plan places chunk n on stage n mod S; make a plan with "
+            f"--schedule {split}"
         )
     if max(plan.replicas) > rows:
         samples = counted(rows, "sample")
         yield (
             f"a microbatch of {samples} is too small for {max(plan.replicas)} replicas; make a "
-            "plan with fewer replicas or microbatches"
+            "plan with smaller --replicas or --microbatches"
         )
     if len({*plan.replicas}) > 1 and plan.batch % plan.microbatches:
         yield (
             f"a batch of {plan.batch} samples must be divisible by {plan.microbatches} "
             "microbatches, because the stages have different numbers of replicas; make a plan "
-            "with another batch or number of microbatches"
+            "with another --batch or --microbatches"
         )
-    if zero > 1:
-        yield f"parallel.zero = {zero}: not supported for torch modules; use 0 or 1"
 
 
 def _source(

@@ -17,8 +17,8 @@ backward pass needs it. The block that was saved before is then prefetched.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,33 @@ class SavedTensors:
         self.dtype = torch.from_numpy(np.empty(0, dtype)).dtype
         self.rounded = KeptForm(mesh, dtype, keep_dtype, offload)
         self.exact = KeptForm(mesh, np.uint8, None, offload)  # any data type, as bytes
+        self._name: str | None = None  # name of the compute event that is being recorded
+        self._event: AbstractContextManager[Any] = nullcontext()
+
+    @contextmanager
+    def computing(self, name: str) -> Iterator[None]:
+        """Record a compute event, which is split by the copies of saved tensors."""
+        self._name = name
+        self._begin()
+        yield
+        self._end()
+        self._name = None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Interrupt the compute event, because events of the same stream must not overlap."""
+        if self._name:
+            self._end()
+        yield
+        if self._name:
+            self._begin()
+
+    def _begin(self):
+        self._event = self.mesh.trace.span(self._name, "gemm")
+        self._event.__enter__()
+
+    def _end(self):
+        self._event.__exit__(None, None, None)
 
     def microbatch(
         self, held: Iterable[Any], received: Iterable[torch.Tensor] = ()
@@ -131,7 +158,8 @@ class SavedOfMicrobatch:
         block = self.blocks.get(key)
         if block is None and moves:
             form = how.rounded if rounds else how.exact
-            block = _Stored(form, _array(tensor, row if rounds else 0), storage, self.last)
+            block = _Stored(how, form, _array(tensor, row if rounds else 0), self.last)
+            block.source = StorageWeakRef(storage)
             self.last = weakref.ref(block)
         elif block is None:
             block = _Counted(how.mesh.pool, storage.nbytes())
@@ -215,17 +243,20 @@ class _Stored:
     `before()` returns the block that was saved before this one, which is prefetched.
     """
 
-    def __init__(self, form, array, source, before):
-        self.form, self.before, self.restored = form, before, None
-        self.saved = [form.put_away(_Block(array))]
-        self.source = StorageWeakRef(source)  # keeps the address of the source unique
+    source: StorageWeakRef  # keeps the address of the source unique
+
+    def __init__(self, how, form, array, before):
+        self.how, self.form, self.before, self.restored = how, form, before, None
+        with how.apart():
+            self.saved = [form.put_away(_Block(array))]
 
     def storage(self):
         if self.restored is None:
-            array = self.form.take(self.saved).array
+            with self.how.apart():
+                array = self.form.take(self.saved).array
+                if before := self.before():
+                    before.form.ask(before.saved)
             self.restored = torch.from_numpy(array).untyped_storage()
-            if before := self.before():
-                before.form.ask(before.saved)
         return self.restored
 
 

@@ -94,7 +94,7 @@ class TorchStage:
         ]
         saved = self.saving.microbatch(self._held(micro), received)
         with (
-            self.trace.span("operations", "gemm"),
+            self.saving.computing("operations"),
             torch.set_grad_enabled(keeps),
             saved.saving() if keeps else nullcontext(),
         ):
@@ -135,7 +135,7 @@ class TorchStage:
             received = [each.value() for each in saved.received]
             tensors = {**self.weights.tensors, **saved.buffers}
             held = (*self._held(micro), *received)
-            with self.trace.span("operations again", "gemm"), self.saving.recomputed(held):
+            with self.saving.computing("operations again"), self.saving.recomputed(held):
                 edges = _edges(self._run(_entered(saved.leaves, received), micro, tensors))
         gradients = [_tensor(array) for array in _arrays(dy)]
         if self.loss is not None:
@@ -143,7 +143,7 @@ class TorchStage:
         self.weights.defer = defer
         self.weights.completed = lambda name: defer(finished, name)
         if edges:
-            with self.trace.span("gradients", "gemm"):
+            with self.saving.computing("gradients"):
                 torch.autograd.backward(edges, gradients)
         for unit in self.units:
             defer(finished, unit)

@@ -89,6 +89,8 @@ def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
         yield f"replicas {counts}: {here} requires equal counts; use --replicas {replicas}"
     if plan.zero and replicas > 1:
         yield f"zero = {plan.zero}: {here} does not shard optimizer moments; use --zero 0"
+    if plan.offload:
+        yield f"offload = {plan.offload}: {here} does not offload; omit --offload"
     if plan.batch % (micros * replicas):
         yield (
             f"a batch of {plan.batch} samples must be divisible by {micros} microbatches x "

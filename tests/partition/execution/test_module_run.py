@@ -232,6 +232,20 @@ def test_plan_overrides_layout_options(tmp_path):
     assert config.torch.factory == DROPPING[0]
 
 
+def test_run_offloads_the_data_that_its_plan_offloads(tmp_path):
+    assert settled(tmp_path, offload=["optimizer"]).parallel.offload == ("optimizer",)
+    activations = ["--parallel.offload", '["activations"]']
+    assert settled(tmp_path, *activations, offload=["optimizer"]).parallel.offload == (
+        "activations",
+    )
+
+
+def test_offload_folder_must_be_writable(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"TMPDIR = .*/nowhere' is not writable"):
+        settled(tmp_path, offload=["optimizer"])
+
+
 def test_memory_options_are_accepted(tmp_path):
     words = ["--parallel.offload", '["optimizer","activations"]', "--parallel.keep_dtype", "int8"]
     parallel = settled(tmp_path, *words).parallel
@@ -241,8 +255,9 @@ def test_memory_options_are_accepted(tmp_path):
 @pytest.mark.parametrize(
     ("words", "how", "line"),
     [
-        (["--model.layers", 3], {}, "--model.layers: the plan sets this key"),
-        (["--train.batch", 3], {}, "--train.batch: the plan sets this key"),
+        (["--model.layers", 3], {}, "--model.layers: not supported for torch modules"),
+        (["--train.batch", 3], {}, "--train.batch: the plan sets .*; make a plan with --batch"),
+        (["--parallel.recompute", "full"], {}, "make a plan with --recompute"),
         (["--parallel.zero", 2], {}, "parallel.zero = 2: .* use 0 or 1"),
         (["--data.validation", 0.1], {}, "--data.validation: .* torch.validation"),
         (["--train.clip", -1], {}, "train.clip = -1.0: must be at least 0"),
@@ -252,8 +267,8 @@ def test_memory_options_are_accepted(tmp_path):
             {},
             "train.optimizer = sgd has almost no state to offload",
         ),
-        ([], {"schedule": "zb-v", "chunks": 2}, "schedule zb-v: .*; use zb-h1 or zb-h2"),
-        ([], {"schedule": "pipedream"}, "schedule pipedream: .*; use 1f1b"),
+        ([], {"schedule": "zb-v", "chunks": 2}, "schedule zb-v: .*--schedule zb-h1 or zb-h2"),
+        ([], {"schedule": "pipedream"}, "schedule pipedream: .*--schedule 1f1b"),
         ([], {"replicas": (13, 1)}, "6 samples is too small for 13 replicas"),
         ([], {"replicas": (2, 1), "micros": 5}, "12 samples must be divisible by 5 microbatches"),
     ],

@@ -1,6 +1,7 @@
 """What torch saves for backward: rounded and offloaded, against torch, and by bytes."""
 
 import copy
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from hpc3d.comm.communicator import Self
-from hpc3d.comm.mesh import Mesh
+from hpc3d.comm.mesh import Mesh, NullRecorder
 from hpc3d.partition.execution.saved_tensors import SavedTensors
 from tests.model.test_kept import ROUNDED
 from tests.partition.execution.modules import (
@@ -57,6 +58,35 @@ def test_offloading_is_bitwise_identical(name, schedule, how):
             np.testing.assert_array_equal(ours[key], value, err_msg=key)
     for mesh in meshes.values():
         assert mesh.pool.peak["offloaded"] >= mesh.pool.live["offloaded"] > 0
+
+
+class _Spans(NullRecorder):
+    """A recorder whose events must not overlap."""
+
+    def __init__(self):
+        self.open, self.names = None, set()
+
+    @contextmanager
+    def span(self, name, *_):
+        assert self.open is None, f"{name} in {self.open}"
+        self.open = name
+        self.names.add(name)
+        yield
+        self.open = None
+
+    copying = span
+
+
+def test_copies_interrupt_the_events_of_a_pass():
+    spans = {}
+
+    def watched(mesh):
+        mesh.trace = spans[mesh.rank] = _Spans()
+        return mesh
+
+    how = {"offload": BOTH, "keep_dtype": "int8", "watched": watched}
+    trained(CHAIN, (1, 1), 2, "1f1b", **how)
+    assert {"operations", "gradients", "round", "offload", "fetch"} <= spans[0].names
 
 
 def peaks(name, schedule="gpipe", micros=4, **how):
