@@ -2,12 +2,13 @@
 
 import weakref
 from dataclasses import replace
+from math import prod
 from time import perf_counter
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc3d.comm.threads import run_stages
-from hpc3d.partition.capture import capture, tensors
+from hpc3d.partition.capture import capture, shape_of, tensors
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.sample_batches import flat_inputs
 from hpc3d.partition.execution.staged_model import staged_model
@@ -53,6 +54,22 @@ class CountedBytes(TorchDispatchMode):
         self.now -= self.live.pop(key)
 
 
+def _forwarded(program, rows):
+    """Bytes of the received tensors that a chunk only forwards, which it does not save."""
+    (output,) = [node for node in program.module.graph.nodes if node.op == "output"]
+    found = [
+        node.meta["val"]
+        for node, copy in zip(program.received, _placeholders(program), strict=True)
+        if [*copy.users] == [output]
+    ]
+    return sum(prod(shape_of(like, rows)) * like.element_size() for like in found)
+
+
+def _placeholders(program):
+    named = {node.name: node for node in program.module.graph.nodes if node.op == "placeholder"}
+    return [named[node.name] for node in program.received]
+
+
 def peaks(name, replicas, micros, schedule, recompute):
     """[(predicted, counted)] bytes of every rank in its second step, by a plan of MODULE:FACTORY
     in float32."""
@@ -81,6 +98,9 @@ def peaks(name, replicas, micros, schedule, recompute):
             counted.peak = counted.now
             trainer.step(1)
         moments = sum(array.nbytes for array in trainer.optimizer.states.values())
-        return plan.step.held[mesh.coord("p")], counted.peak + moments
+        stage = mesh.coord("p")
+        waiting = min(micros, len(replicas) - stage) - 1
+        unsaved = waiting * _forwarded(model.programs[stage], captured.batch // micros)
+        return plan.step.held[stage] - unsaved, counted.peak + moments
 
     return run_stages(replicas, captured.batch // micros, rank)
