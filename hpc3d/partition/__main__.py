@@ -231,7 +231,7 @@ def _plan_module(options):
         given["schedules"] = tuple(name for name in _SCHEDULES if name in known)
     asked = {name: value for name, value in given.items() if value is not None}
     plan = best_plan(_costs(captured, options), Wanted(**asked))
-    _show_opaque(captured.whole)
+    _show_opaque(captured.opaque)
     _show_module(plan, options.ranks, captured)
     if options.draw:
         from hpc3d.partition.arc_diagram import arc_diagram

@@ -17,10 +17,8 @@ Therefore:
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
@@ -30,39 +28,20 @@ import torch
 from networkx.utils import UnionFind
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from hpc3d.partition.capturing.flat_export import flat_export, module_of, where
+from hpc3d.partition.capturing.flat_export import module_of, where
 from hpc3d.partition.capturing.gradient_hooks import refuse_gradient_hooks
 from hpc3d.partition.capturing.mean_loss import refuse_other_losses
-from hpc3d.partition.capturing.named_outputs import NamedOutputs, output_name
-from hpc3d.partition.capturing.python_state import ChangingState, StateWatch
-from hpc3d.partition.capturing.refusals import DependsOnData, explained
+from hpc3d.partition.capturing.named_outputs import output_name
+from hpc3d.partition.capturing.opaque_modules import OpaqueModule, replace_placeholders
 from hpc3d.partition.capturing.sample_layout import SampleLayouts
 from hpc3d.partition.capturing.sample_relations import BatchValues, refuse_related_samples
-from hpc3d.partition.capturing.user_code import (
-    UnsupportedCode,
-    described,
-    emptied,
-    undisturbed,
-    without_data,
-)
-from hpc3d.partition.capturing.user_module import (
-    attribute_tensors,
-    refuse_scripted,
-    unwrapped,
-)
-from hpc3d.partition.capturing.whole_modules import (
-    WholeModule,
-    WholeModules,
-    culprit,
-    place_whole,
-)
-from hpc3d.partition.factory import MEMORY_FRACTION, made, made_with_data
-from hpc3d.runtime import host_memory
+from hpc3d.partition.capturing.tracing import WithData, batch_of, independent_inputs, traced
+from hpc3d.partition.capturing.user_code import tensors
+from hpc3d.partition.capturing.user_module import attribute_tensors, refuse_scripted, unwrapped
+from hpc3d.partition.factory import made, made_with_data
 
 _NORMS = (torch.ops.aten.batch_norm, torch.ops.aten.instance_norm)
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -102,8 +81,8 @@ class Captured(NamedTuple):
     `piece_of` maps a node to the index of its piece. `attributes` maps the name of a constant to
     the path of the module's attribute that contains the value. `batch` is the batch size of the
     example inputs, `weights` maps input nodes of the graph to the names of parameters, buffers and
-    constants, and `whole` contains the opaque operations. `changing` contains the names of weights
-    that a training step changes, if the module is captured in evaluation mode.
+    constants, and `opaque` contains the opaque operations. `changing` contains the names of the
+    weights that a training step changes, if the module is captured in evaluation mode.
     """
 
     program: ExportedProgram
@@ -113,7 +92,7 @@ class Captured(NamedTuple):
     readers: dict[fx.Node, tuple[int, ...]]
     weights: dict[fx.Node, str]
     inputs: tuple[fx.Node, ...]
-    whole: tuple[WholeModule, ...] = ()
+    opaque: tuple[OpaqueModule, ...] = ()
     attributes: Mapping[str, str] = MappingProxyType({})
     loss: Loss = Loss(None, "")
     changing: Collection[str] = ()
@@ -122,7 +101,7 @@ class Captured(NamedTuple):
 def capture(
     module: torch.nn.Module,
     inputs: tuple | dict,
-    with_data: Callable[[], tuple[torch.nn.Module, tuple | dict]] | None = None,
+    with_data: WithData | None = None,
     unsplit: Collection[int] = (),
 ) -> Captured:
     """Capture a module that is called with `inputs`, whose dimension 0 is the batch.
@@ -136,55 +115,17 @@ def capture(
     user's file and line if the module cannot be captured, for example because its control flow
     depends on data or no input has a batch dimension.
     """
-    batch, module = _batch_of(inputs), unwrapped(module)
+    module = unwrapped(module)
     refuse_scripted(module)
     refuse_gradient_hooks(module)
-    carrying = [each for each in _carrying(inputs, batch) if each not in unsplit]
-    opaque = WholeModules(partial(_example, module, inputs, carrying, with_data), batch)
-    program, model, outputs = _traced(module, inputs, opaque, carrying)
+    program, model, outputs = traced(module, inputs, with_data, unsplit)
     _refuse_unsupported(program)
     attributes = _attributes(program, model)
-    operations = place_whole(program)
-    captured = _pieces(program, batch, _first_names(model))
+    operations = replace_placeholders(program)
+    captured = _pieces(program, batch_of(inputs), _first_names(model))
     loss = _loss(captured, outputs)
     _freeze(program, outputs.trained(None if loss.node is None else outputs.loss()))
-    return captured._replace(whole=operations, attributes=attributes, loss=loss)
-
-
-def _traced(module, inputs, opaque, carrying):
-    """Trace a module, and convert each submodule that cannot be traced to an opaque operation.
-
-    Returns the program, the copy of the module that was traced, and its outputs.
-    """
-    while True:
-        model = module
-        try:
-            with undisturbed():
-                model, like = _emptied(module, inputs)
-                opaque.stand_in(model)
-                outputs = _named_outputs(model, like)
-                watch = StateWatch(model)
-                program = _program(model, like, carrying)
-            break
-        except (Exception, SystemExit) as error:
-            path = error.path if isinstance(error, DependsOnData) else culprit(error, model)
-            try:
-                why = explained(error, model, path)
-                if isinstance(error, UnsupportedCode):
-                    raise ValueError(why) from error
-                opaque.add(model, path, why)
-            except ValueError as refused:
-                raise ValueError(f"this model cannot be captured: {refused}") from error
-    if watch.changed:
-        _refuse_changing_state(module, inputs, opaque, carrying)
-    return program, model, outputs
-
-
-def _named_outputs(model, like):
-    """Make a model return a dict from name to tensor; return the description of its outputs."""
-    outputs = NamedOutputs(model, like if isinstance(like, dict) else ())
-    model.forward = outputs.forward
-    return outputs
+    return captured._replace(opaque=operations, attributes=attributes, loss=loss)
 
 
 def captured_of(name: str) -> Captured:
@@ -198,7 +139,7 @@ def captured_of(name: str) -> Captured:
 def captured_by_sample(
     module: torch.nn.Module,
     inputs: tuple | dict,
-    with_data: Callable[[], tuple[torch.nn.Module, tuple | dict]],
+    with_data: WithData,
 ) -> Captured:
     """Capture a module whose batch can be split; the arguments are those of `capture`.
 
@@ -209,7 +150,7 @@ def captured_by_sample(
         return checked(capture(module, inputs, with_data))
     except ValueError:
         # By chance, an input such as a table may have as many rows as the batch.
-        if unsplit := _independent_inputs(module, inputs):
+        if unsplit := independent_inputs(module, inputs):
             with suppress(ValueError):
                 return checked(capture(module, inputs, with_data, unsplit))
         raise
@@ -244,118 +185,6 @@ def updated_by_microbatches(captured: Captured) -> list[str]:
     return [name for node, name in captured.weights.items() if memory & memory_of(node)]
 
 
-def _independent_inputs(module, inputs):
-    """Return the indices of inputs whose number of rows may differ from the batch size."""
-    first, *others = _carrying(inputs, _batch_of(inputs))
-    if not others:
-        return []
-    try:
-        with undisturbed():
-            model, like = _emptied(module, inputs)
-            _named_outputs(model, like)
-            sizes = {first: Dim("batch", min=2), **dict.fromkeys(others, Dim.AUTO)}
-            program = flat_export(model, like, _dynamic_shapes(model, like, sizes))
-    except (Exception, SystemExit):
-        return []
-    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
-    found = [
-        node.meta["val"]
-        for node in program.graph.nodes
-        if node.op == "placeholder" and kinds[node.name] is InputKind.USER_INPUT
-    ]
-    if isinstance(like, dict):
-        names = program.call_spec.in_spec.child(1).context
-        positions = {id(each): at for at, each in enumerate(tree_leaves([like[n] for n in names]))}
-        found = [found[positions[id(leaf)]] for leaf in tree_leaves(like)]
-    return [each for each in others if str(found[each].shape[0]) != str(found[first].shape[0])]
-
-
-def _program(model, like, carrying):
-    rows = Dim("batch", min=2)
-    program = flat_export(model, like, _dynamic_shapes(model, like, dict.fromkeys(carrying, rows)))
-    for node in program.graph.nodes:
-        made = tensors(node.meta.get("val"))
-        if any(_depends_on_data(size) for tensor in made for size in tensor.shape):
-            raise DependsOnData("the size of a tensor depends on the values of another", node)
-        if made and any(_depends_on_data(each.meta.get("val")) for each in node.all_input_nodes):
-            raise DependsOnData("a Python number depends on the values of a tensor", node)
-    return program
-
-
-def _dynamic_shapes(model, like, sizes):
-    """Return the argument `dynamic_shapes` of torch.export.
-
-    `sizes` maps the index of an input to the symbolic size of its dimension 0.
-    """
-    args, kwargs = ((), like) if isinstance(like, dict) else (like, {})
-    named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    leaves = tree_leaves(like)
-    rows = {id(leaves[index]): {0: size} for index, size in sizes.items()}
-    return tree_map(lambda leaf: rows.get(id(leaf)), dict(named))
-
-
-def _depends_on_data(number):
-    """Return True if a symbolic number depends on the values of a tensor."""
-    symbolic = isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool)
-    return symbolic and bool(free_unbacked_symbols(number))
-
-
-def _example(module, inputs, carrying, with_data):
-    """Return the model with real tensors, and a function `run(samples)` that executes it.
-
-    `carrying` contains the indices of the inputs with a batch dimension.
-    """
-    batch = _batch_of(inputs)
-    held = [*module.parameters(), *module.buffers(), *tensors(inputs)]
-    if any(isinstance(each, FakeTensor) for each in held):
-        _refuse_large(module)
-        if with_data is None:
-            raise ValueError(
-                "a submodule cannot be traced and must be run on real data; pass `with_data`, a "
-                "function that returns the model and its inputs with data"
-            )
-        module, inputs = with_data()
-    else:
-        module = copy.deepcopy(module)
-
-    def run(samples):
-        rows = torch.arange(samples) % batch
-        leaves, spec = tree_flatten(inputs)
-        found = [leaf[rows] if index in carrying else leaf for index, leaf in enumerate(leaves)]
-        given = tree_unflatten(found, spec)
-        return module(**given) if isinstance(given, dict) else module(*given)
-
-    return module, run
-
-
-def _refuse_large(module):
-    needed = sum(each.numel() * each.element_size() for each in module.parameters())
-    if needed > MEMORY_FRACTION * host_memory.total():
-        raise ValueError(
-            "a submodule cannot be traced and must be run on real data, but the parameters need "
-            f"{needed / 1e9:.3g} GB, more than {MEMORY_FRACTION:.0%} of the host memory; use a "
-            "machine with more memory"
-        )
-
-
-def _refuse_changing_state(module, inputs, opaque, carrying):
-    """Trace two successive calls; raise ValueError if both change the module's attributes."""
-    try:
-        with undisturbed():
-            model, like = _emptied(module, inputs)
-            opaque.stand_in(model, repeats=2)
-            _named_outputs(model, like)
-            StateWatch(model, twice=True)
-            _program(model, like, carrying)
-    except ChangingState:
-        raise
-    except Exception as error:
-        raise ValueError(
-            "forward changes attributes of the model, and a second call with the same inputs "
-            f"raised {described(error)}; keep the attributes constant"
-        ) from error
-
-
 def _refuse_unsupported(program):
     """Raise ValueError for a tensor with two batch dimensions, or a write to a parameter."""
     nodes = program.graph.nodes
@@ -373,35 +202,6 @@ def _refuse_unsupported(program):
         if any(memory & memory_of(target) for target in written_by(node)):
             what = "the model writes to one of its parameters; register this tensor as a buffer"
             raise ValueError(f"{what}: {node.name}{where(node)}")
-
-
-def _batch_of(inputs):
-    for leaf in tensors(inputs):
-        if leaf.dim():
-            if leaf.shape[0] < 2:
-                raise ValueError(
-                    "the example inputs must have a batch size (dimension 0) of at least 2"
-                )
-            return leaf.shape[0]
-    raise ValueError("at least one example input must be a tensor with the batch in dimension 0")
-
-
-def _carrying(inputs, batch):
-    """Return the indices of the flattened inputs that are tensors with `batch` rows."""
-    return [
-        index
-        for index, leaf in enumerate(tree_leaves(inputs))
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
-    ]
-
-
-def _emptied(module, inputs):
-    """Return copies of a module and its inputs in which all tensors are fake tensors."""
-    with without_data():
-        held = [each for submodule in module.modules() for each in tensors(vars(submodule))]
-        held += [each for _, each in attribute_tensors(module)]
-        known = {id(each): emptied(each) for each in held}
-        return copy.deepcopy(module, known), tree_map(emptied, inputs)
 
 
 def _attributes(program, model):
@@ -547,18 +347,6 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, int))
 
 
-def tensors(values: Any) -> list[torch.Tensor]:
-    """Return all tensors in nested tuples, lists and dicts."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    inner = values.values() if isinstance(values, dict) else values
-    return [
-        tensor
-        for each in (inner if isinstance(values, tuple | list | dict) else ())
-        for tensor in tensors(each)
-    ]
-
-
 def outputs_of(captured: Captured) -> list[fx.Node]:
     """Return the distinct outputs of the model that depend on its inputs."""
     read = captured.program.graph.output_node().all_input_nodes
@@ -646,7 +434,7 @@ def _sharing(nodes, weights, members):
 
 def written_by(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the operands that an operation modifies in place."""
-    if isinstance(node.target, WholeModule):
+    if isinstance(node.target, OpaqueModule):
         _, weights = node.args
         names = zip(node.target.weights, weights, strict=True)
         yield from (weight for name, weight in names if name in node.target.call.written)

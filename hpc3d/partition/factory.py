@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from hpc3d.partition.capturing.tracing import MEMORY_FRACTION
 from hpc3d.partition.capturing.user_code import described, undisturbed, without_data
 from hpc3d.partition.capturing.user_module import unwrapped
 from hpc3d.runtime import host_memory
@@ -143,6 +144,3 @@ def _limited_parameters() -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-MEMORY_FRACTION = 0.5

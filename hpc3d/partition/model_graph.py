@@ -22,7 +22,7 @@ from hpc3d.partition.capture import (
     state_of,
 )
 from hpc3d.partition.capturing.flat_export import where
-from hpc3d.partition.capturing.whole_modules import WholeModule
+from hpc3d.partition.capturing.opaque_modules import OpaqueModule
 from hpc3d.partition.evaluation import MOMENTS, ModelCosts, RunCosts
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.predict.machine.machine import Machine
@@ -77,7 +77,7 @@ def largest_atom(captured: Captured, graph: Graph) -> tuple[float, str]:
     atom = graph.atoms[most]
     nodes = [node for piece in atom.pieces for node in captured.pieces[piece].nodes]
     without = [node for node in nodes if not carries_batch(node)]
-    if len(nodes) == 1 and isinstance(nodes[0].target, WholeModule):
+    if len(nodes) == 1 and isinstance(nodes[0].target, OpaqueModule):
         why = "torch.export cannot trace it"
     elif len(nodes) == 1:
         why = "it is a single operation"

@@ -25,8 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpc3d.partition.capture import Captured, state_of, tensors, without_values
-from hpc3d.partition.capturing.whole_modules import WholeModule
+from hpc3d.partition.capture import Captured, state_of, without_values
+from hpc3d.partition.capturing.opaque_modules import OpaqueModule
+from hpc3d.partition.capturing.user_code import tensors
 from hpc3d.predict.machine.machine import Machine
 
 _aten = torch.ops.aten
@@ -187,7 +188,7 @@ class _Meter(fx.Interpreter):
         for tensor in tensors(result):
             self.makers.setdefault(tensor.untyped_storage()._cdata, node)
             self.kept.append(tensor)
-        if isinstance(node.target, WholeModule):
+        if isinstance(node.target, OpaqueModule):
             self._keep_whole(node, operands)
         saved = self.saved - before
         works = self._works(node, operands, result, saved, flop)
@@ -214,7 +215,7 @@ class _Meter(fx.Interpreter):
 
     def _works(self, node, operands, result, saved, flop):
         moved = _nbytes([*operands, result])
-        if isinstance(node.target, WholeModule):
+        if isinstance(node.target, OpaqueModule):
             moved += saved
             forward, backward = (each * self.batch for each in node.target.call.flop)
         elif flop:

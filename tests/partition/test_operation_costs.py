@@ -57,7 +57,7 @@ def test_flops_match_the_torch_counter(name):
 def test_opaque_module_flops_match_the_torch_counter():
     name = f"{UNTRACEABLE}:of('Choosy', 'Experts')"
     found, (module, inputs) = captured_of(name), made_with_data(name, 0)
-    assert found.whole
+    assert found.opaque
     assert sum(total(found, 12)) == pytest.approx(counted(module, inputs), rel=1e-9)
     assert sum(total(found, 24)) == pytest.approx(2 * counted(module, inputs), rel=1e-9)
 
@@ -66,10 +66,10 @@ def test_opaque_module_saves_its_inputs_and_results():
     """Choosy in the run with data: of 4 numbers in float32 what it takes, and what tanh makes."""
     found = captured_of(f"{UNTRACEABLE}:of('Choosy')")
     saved = {node.name: each.saved for node, each in Operations(found).costs(FLOP, 6).items()}
-    (whole,) = found.whole
-    assert 0 < whole.call.saved <= 16
+    (opaque,) = found.opaque
+    assert 0 < opaque.call.saved <= 16
     assert saved["clone"] == 6 * 16
-    assert saved["parts_0"] == pytest.approx(6 * (whole.call.saved + 16)), "gelu reads linear_1"
+    assert saved["parts_0"] == pytest.approx(6 * (opaque.call.saved + 16)), "gelu reads linear_1"
 
 
 @pytest.mark.slow

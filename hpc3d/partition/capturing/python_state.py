@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from hpc3d.partition.capturing.user_code import line_of
+from hpc3d.partition.capturing.user_module import user_attributes
 
-_MODULE_ATTRIBUTES = {*vars(torch.nn.Module()), "forward"}
 _VALUES = int | float | complex | str | bytes | None
 _MAX_DEPTH = 6  # maximum depth of containers and objects that are compared
 
@@ -101,9 +101,8 @@ def _attributes_of(model: torch.nn.Module) -> dict[str, Any]:
             for key, value in vars(kind).items()
             if isinstance(value, _VALUES) and not key.startswith("__")
         }
-        for key, value in [*(shared | vars(submodule)).items()]:
-            if key not in _MODULE_ATTRIBUTES:
-                found.update(_leaves(f"{path}.{key}".removeprefix("."), value, seen, 0))
+        for key, value in (shared | user_attributes(submodule)).items():
+            found.update(_leaves(f"{path}.{key}".removeprefix("."), value, seen, 0))
     return found
 
 

@@ -15,9 +15,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpc3d.partition.capturing.user_code import emptied
+from hpc3d.partition.capturing.user_module import user_attributes
 
 
-class CannotStayWhole(ValueError):
+class CannotBeOpaque(ValueError):
     """Error raised if the module at `path` cannot be converted to one opaque operation."""
 
     def __init__(self, path: str, why: str) -> None:
@@ -98,7 +99,7 @@ def recorded_calls(
     """Run the model and return a dict from module path to the recorded calls of the module.
 
     The calls are in the order of execution. `run(count)` runs the model on `count` samples. Raises
-    CannotStayWhole if a module has side effects other than writing to its buffers.
+    CannotBeOpaque if a module has side effects other than writing to its buffers.
     """
     low, high = (_recorded(model, run, count, paths) for count in (samples, 2 * samples))
     return {path: [*_combined(path, low[path], high[path], samples)] for path in paths}
@@ -123,13 +124,13 @@ def _recorded(model, run, count, paths):
 
 def _combined(path, low, high, samples):
     if len(low) != len(high):
-        raise CannotStayWhole(
+        raise CannotBeOpaque(
             path, "the number of calls to the module depends on the number of samples"
         )
     for few, many in zip(low, high, strict=True):
         if (few.taken.spec, few.returned.spec) != (many.taken.spec, many.returned.spec):
             why = "the nesting of the arguments or results depends on the number of samples"
-            raise CannotStayWhole(path, why)
+            raise CannotBeOpaque(path, why)
         forward, backward = (count / (2 * samples) for count in many.flop)
         yield RecordedCall(
             _combined_values(path, few.taken, many.taken, samples),
@@ -156,17 +157,17 @@ def _combined_leaf(path, few, many, samples):
                 f"an argument or result changes from {few!r:.40} to {many!r:.40} if the number of "
                 "samples is doubled"
             )
-            raise CannotStayWhole(path, why)
+            raise CannotBeOpaque(path, why)
         return few
     if few.dim() != many.dim() or few.dtype != many.dtype:
         why = "the dtype or dimension count of a tensor depends on the number of samples"
-        raise CannotStayWhole(path, why)
+        raise CannotBeOpaque(path, why)
     sizes = []
     for one, other in zip(few.shape, many.shape):
         a, rest = divmod(other - one, samples)
         if rest or a < 0:
             why = "the size of a tensor depends on the values of another tensor"
-            raise CannotStayWhole(path, why)
+            raise CannotBeOpaque(path, why)
         sizes.append((a, one - a * samples))
     return Like(tuple(sizes), few.dtype)
 
@@ -208,12 +209,12 @@ class _Watch:
     def _check(self, leaves, constants, how):
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor | constants):
-                raise CannotStayWhole(self.path, f"the module {how} a {type(leaf).__name__}")
+                raise CannotBeOpaque(self.path, f"the module {how} a {type(leaf).__name__}")
 
     def _written(self, before, after):
         """Return the names of the buffers that a call has modified.
 
-        Raises CannotStayWhole if the call has other side effects.
+        Raises CannotBeOpaque if the call has other side effects.
         """
         changed = {
             key
@@ -221,17 +222,17 @@ class _Watch:
             if before.attributes.get(key) != after.attributes.get(key)
         }
         if changed:
-            raise CannotStayWhole(self.path, f"the module changes its attribute {min(changed)}")
+            raise CannotBeOpaque(self.path, f"the module changes its attribute {min(changed)}")
         if before.versions != after.versions:
-            raise CannotStayWhole(self.path, "the module writes to one of its inputs")
+            raise CannotBeOpaque(self.path, "the module writes to one of its inputs")
         if not torch.equal(before.random, after.random):
-            raise CannotStayWhole(self.path, "the module draws random numbers")
+            raise CannotBeOpaque(self.path, "the module draws random numbers")
         written = set()
         for name, (tensor, version) in before.held.items():
             now, later = after.held.get(name, (None, 0))
             trained = isinstance(tensor, torch.nn.Parameter)
             if now is not tensor or (later != version and trained):
-                raise CannotStayWhole(
+                raise CannotBeOpaque(
                     self.path, f"the module replaces the buffer or changes the parameter {name}"
                 )
             if later != version or not (trained or torch.equal(tensor, before.buffers[name])):
@@ -247,7 +248,7 @@ class _Watch:
                 continue
             seen.add(node)
             if hasattr(node, "variable") and id(node.variable) not in known:
-                raise CannotStayWhole(self.path, "the module reads a parameter of another module")
+                raise CannotBeOpaque(self.path, "the module reads a parameter of another module")
             todo += [source for source, _ in node.next_functions]
 
 
@@ -261,8 +262,7 @@ class _ModuleState:
         self.attributes = {
             f"{path}.{key}".removeprefix("."): _identity(value)
             for path, each in module.named_modules()
-            for key, value in vars(each).items()
-            if key not in _MODULE_ATTRIBUTES
+            for key, value in user_attributes(each).items()
         }
         held = [*module.named_parameters(), *module.named_buffers()]
         self.held = {name: (tensor, tensor._version) for name, tensor in held}
@@ -271,9 +271,6 @@ class _ModuleState:
         self.buffers = {name: tensor.clone() for name, tensor in module.named_buffers()}
         self.versions = [each._version for each in _tensors_in(leaves)]
         self.random = torch.get_rng_state()
-
-
-_MODULE_ATTRIBUTES = {*vars(torch.nn.Module()), "forward"}
 
 
 def _identity(value):

@@ -60,6 +60,18 @@ def emptied(value: Any, device: str | None = None) -> Any:
     return torch.nn.Parameter(like, value.requires_grad) if is_parameter else like
 
 
+def tensors(values: Any) -> list[torch.Tensor]:
+    """Return all tensors in nested tuples, lists and dicts."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    inner = values.values() if isinstance(values, dict) else values
+    return [
+        tensor
+        for each in (inner if isinstance(values, tuple | list | dict) else ())
+        for tensor in tensors(each)
+    ]
+
+
 def described(error: Exception) -> str:
     """Return the type and first message line of an error, with the line of the user's code."""
     lines = str(error).strip().splitlines()

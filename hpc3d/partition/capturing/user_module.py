@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc3d.partition.capturing.user_code import described
 
-_MODULE_ATTRIBUTES = {*vars(torch.nn.Module())}
+_MODULE_ATTRIBUTES = {*vars(torch.nn.Module())}  # attributes that torch sets
 _NOT_ENTERED = torch.nn.Module | type | ModuleType | FunctionType
 
 
@@ -83,6 +83,11 @@ def line_of(module: torch.nn.Module) -> str:
     return f" ({code.co_filename}:{code.co_firstlineno})"
 
 
+def user_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module, without those that every torch.nn.Module has."""
+    return {key: value for key, value in vars(module).items() if key not in _MODULE_ATTRIBUTES}
+
+
 def attribute_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the path and value of each tensor that is neither a parameter nor a buffer.
 
@@ -91,9 +96,8 @@ def attribute_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
     """
     seen: set[int] = set()
     for path, submodule in module.named_modules():
-        for key, value in vars(submodule).items():
-            if key not in _MODULE_ATTRIBUTES:
-                yield from _within(f"{path}.{key}".removeprefix("."), value, seen)
+        for key, value in user_attributes(submodule).items():
+            yield from _within(f"{path}.{key}".removeprefix("."), value, seen)
 
 
 def _within(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from hpc3d.partition.capture import Captured, is_size, tensors
+from hpc3d.partition.capture import Captured, is_size
 from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.sample_layout import arguments_of
+from hpc3d.partition.capturing.user_code import tensors
 from hpc3d.partition.execution.random_numbers import Draw, RandomNumbers
 
 _aten = torch.ops.aten

@@ -77,7 +77,7 @@ def warnings(captured: Captured) -> Iterator[str]:
 
 
 def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
-    for path in dict.fromkeys(each.path for each in captured.whole):
+    for path in dict.fromkeys(each.path for each in captured.opaque):
         yield f"{path}: cannot be traced, so no source code can be written; use -o PLAN.json"
     yield from _drawn_twice(plan, captured)
     stages, micros, replicas = len(plan.replicas), plan.microbatches, plan.replicas[0]

@@ -31,11 +31,10 @@ from hpc3d.partition.capture import (
     is_trained,
     loss_of,
     state_of,
-    tensors,
 )
 from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.named_outputs import named_tensors
-from hpc3d.partition.capturing.user_code import described, undisturbed
+from hpc3d.partition.capturing.user_code import described, tensors, undisturbed
 from hpc3d.partition.capturing.user_module import in_evaluation
 from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.random_numbers import Draw

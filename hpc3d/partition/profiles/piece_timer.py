@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hpc3d.partition.capture import Captured, is_size, loss_of, tensors
+from hpc3d.partition.capture import Captured, is_size, loss_of
+from hpc3d.partition.capturing.user_code import tensors
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.stage_program import stage_programs
 

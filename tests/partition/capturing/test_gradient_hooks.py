@@ -69,7 +69,7 @@ def test_submodule_that_registers_a_gradient_hook_becomes_one_operation():
 
     module, inputs = Between(Reverses()).double(), samples()
     captured = capture(module, inputs)
-    assert [each.path for each in captured.whole] == ["parts.0"]
+    assert [each.path for each in captured.opaque] == ["parts.0"]
     (program,) = stage_programs(captured, [range(len(captured.pieces))])
     weights = {name: value.clone().requires_grad_() for name, value in values_in(module, captured)}
     given = dict(zip(captured.inputs, inputs, strict=True))

@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from hpc3d.partition.capturing.recorded_calls import CannotStayWhole, recorded_calls
+from hpc3d.partition.capturing.recorded_calls import CannotBeOpaque, recorded_calls
 from tests.partition.untraceable_models import (
     Borrows,
     Choosy,
@@ -139,7 +139,7 @@ class Collects(nn.Module):
 def test_call_with_side_effects_is_rejected(module, given, why):
     if isinstance(module, Borrows):
         module.others[0].float()
-    with pytest.raises(CannotStayWhole, match=f"^inner cannot be converted .*: {why}") as found:
+    with pytest.raises(CannotBeOpaque, match=f"^inner cannot be converted .*: {why}") as found:
         recorded(module, *([given] if given else []))
     assert found.value.path == "inner"
 
@@ -150,5 +150,5 @@ def test_call_count_that_depends_on_the_samples_is_rejected():
             return [self.inner(torch.ones(2, 4)) for _ in range(samples)]
 
     model = Often(nn.Linear(4, 4))
-    with pytest.raises(CannotStayWhole, match="the number of calls to the module depends"):
+    with pytest.raises(CannotBeOpaque, match="the number of calls to the module depends"):
         recorded_calls(model, partial(model), 2, ["inner"])

@@ -8,7 +8,8 @@ from time import perf_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc3d.comm.threads import run_stages
-from hpc3d.partition.capture import capture, shape_of, tensors
+from hpc3d.partition.capture import capture, shape_of
+from hpc3d.partition.capturing.user_code import tensors
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.sample_batches import flat_inputs
 from hpc3d.partition.execution.staged_model import staged_model

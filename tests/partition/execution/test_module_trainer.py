@@ -105,7 +105,7 @@ def test_samples_keep_the_order_of_the_batch():
 )
 def test_opaque_modules_train_as_in_torch(name, replicas, micros, how):
     name = f"{UNTRACEABLE}:{name}"
-    assert prepared(name)[-1].whole
+    assert prepared(name)[-1].opaque
     found = trained(name, replicas, micros, "1f1b", **how)
     assert_trained_alike(found, trained_by_torch(name, micros))
 

@@ -93,5 +93,5 @@ def test_opaque_module_is_timed_as_one_piece():
     places = [
         place for place, piece in enumerate(found.pieces) if piece.module in ("parts.0", "parts.1")
     ]
-    assert len(places) == 2 and len(found.whole) == 2
+    assert len(places) == 2 and len(found.opaque) == 2
     assert all(forward[place] > 0 and backward[place] > 5 for place in places)

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hpc3d.console.exit_codes import BadData
 from hpc3d.partition.capture import capture, captured_of
+from hpc3d.partition.capturing.opaque_modules import OpaqueModule
 from hpc3d.partition.capturing.recorded_calls import recorded_calls
-from hpc3d.partition.capturing.whole_modules import WholeModule
 from hpc3d.partition.factory import made
 from hpc3d.partition.plan_file import digest_of
 from tests.partition.execution.modules import prepared
@@ -36,7 +36,7 @@ def whole(module):
     model = Named(module.double())
     run = lambda count: model(samples(count)[0])  # noqa: E731
     (call,) = recorded_calls(model, run, 4, ["inner"])["inner"]
-    return WholeModule("inner", module, "it is a test", call)
+    return OpaqueModule("inner", module, "it is a test", call)
 
 
 def weights_of(found, module):
@@ -157,8 +157,8 @@ def test_results_have_separate_memory_and_gradients():
 
 def test_all_modules_of_an_untraceable_class_are_opaque():
     _, _, captured = prepared(f"{HERE}:three")
-    assert [each.path for each in captured.whole] == ["parts.0", "parts.1", "parts.2"]
-    assert all("untraceable_models.py:" in each.reason for each in captured.whole)
+    assert [each.path for each in captured.opaque] == ["parts.0", "parts.1", "parts.2"]
+    assert all("untraceable_models.py:" in each.reason for each in captured.opaque)
     owned = [piece for piece in captured.pieces if piece.module.startswith("parts")]
     assert [len(piece.nodes) for piece in owned] == [1, 1, 1]
     assert owned[0].weights == tuple(
@@ -169,7 +169,7 @@ def test_all_modules_of_an_untraceable_class_are_opaque():
 @pytest.mark.slow
 def test_parent_of_a_module_that_returns_a_number_is_opaque():
     captured = captured_of(f"{HERE}:around")
-    assert [each.path for each in captured.whole] == ["parts.0"]
+    assert [each.path for each in captured.opaque] == ["parts.0"]
 
 
 @pytest.mark.slow
@@ -206,9 +206,9 @@ def test_capture_does_not_modify_the_module():
     module = Between(Choosy()).double()
     before = copy.deepcopy(module.state_dict())
     found = capture(module, samples())
-    assert found.whole and "forward" not in vars(module.parts[0])
+    assert found.opaque and "forward" not in vars(module.parts[0])
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert all(each.is_meta for each in found.whole[0]._module.parameters())
+    assert all(each.is_meta for each in found.opaque[0]._module.parameters())
 
 
 class Sharper(Choosy):

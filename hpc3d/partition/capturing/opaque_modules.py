@@ -2,7 +2,7 @@
 
 While the model is traced, a stand-in replaces the module. The stand-in calls a placeholder
 operation whose results have the shapes recorded in a run on real data. After tracing, a
-WholeModule, which calls the module, replaces the placeholder operation.
+OpaqueModule, which calls the module, replaces the placeholder operation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 
 from hpc3d.console.exit_codes import BadData
 from hpc3d.partition.capturing.recorded_calls import (
-    CannotStayWhole,
+    CannotBeOpaque,
     RecordedCall,
     recorded_calls,
     storage_of,
@@ -36,7 +36,7 @@ _numbers = count()
 _Run = Callable[[int], object]
 
 
-class WholeModule:
+class OpaqueModule:
     """Opaque operation that calls a module on a list of tensors and a list of weights.
 
     The operation returns a tensor, or a list if the module returns several tensors. On fake
@@ -156,7 +156,7 @@ def _without_data(path, module):
     for submodule in module.modules():
         for name, value in vars(submodule).items():
             if isinstance(value, torch.Tensor):
-                raise CannotStayWhole(
+                raise CannotBeOpaque(
                     path, f"the tensor attribute {name} is not registered as a buffer"
                 )
     known = {id(tensor): emptied(tensor, "meta") for _, tensor in _named_weights(module)}
@@ -187,18 +187,18 @@ def _digest(module, call):
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-_KNOWN: WeakValueDictionary[int, WholeModule] = WeakValueDictionary()
+_KNOWN: WeakValueDictionary[int, OpaqueModule] = WeakValueDictionary()
 _SCHEMA = "(Tensor[] values, Tensor[] weights, int number) -> Tensor[]"
 
 
-@torch.library.custom_op("hpc3d::whole_module", mutates_args=(), schema=_SCHEMA)
-def _whole_module(values, weights, number):
+@torch.library.custom_op("hpc3d::opaque_module", mutates_args=(), schema=_SCHEMA)
+def _opaque_module(values, weights, number):
     raise NotImplementedError(
-        "hpc3d::whole_module is a placeholder for tracing and must not be executed"
+        "hpc3d::opaque_module is a placeholder for tracing and must not be executed"
     )
 
 
-@_whole_module.register_fake
+@_opaque_module.register_fake
 def _(values, weights, number):
     return _KNOWN[number].like(values)
 
@@ -218,11 +218,11 @@ class _StandIn:
             )
         named = dict(_named_weights(self.module))
         weights = [named[name] for name in operation.weights]
-        results = torch.ops.hpc3d.whole_module(values, weights, operation.number)
+        results = torch.ops.hpc3d.opaque_module(values, weights, operation.number)
         return operation.call.returned.filled(results)
 
 
-class WholeModules:
+class OpaqueModules:
     """Find untraceable modules by repeated tracing, and convert them to opaque operations.
 
     `example()` returns a tuple: the model with initialized parameters, and a function that runs
@@ -233,7 +233,7 @@ class WholeModules:
         self.example, self.tries = cache(example), 0
         self.samples = min(max(2, batch // 2), _MOST_SAMPLES)
         self.reasons: dict[str, str] = {}
-        self.calls: dict[str, list[WholeModule]] = {}
+        self.calls: dict[str, list[OpaqueModule]] = {}
 
     def stand_in(self, model: torch.nn.Module, repeats: int = 1) -> None:
         """Install the stand-ins in `model`, a copy of the model without data.
@@ -262,7 +262,7 @@ class WholeModules:
                     self.calls, self.reasons = calls, reasons
                     return
                 path = path.rpartition(".")[0]  # containers such as ModuleList are never called
-            except CannotStayWhole as error:
+            except CannotBeOpaque as error:
                 path, why = error.path.rpartition(".")[0], f"; {error}"
         raise ValueError(f"{reason}{why}")
 
@@ -273,12 +273,12 @@ class WholeModules:
                 calls = recorded_calls(model, run, self.samples, paths)
                 return {
                     path: [
-                        WholeModule(path, model.get_submodule(path), reasons[path], call)
+                        OpaqueModule(path, model.get_submodule(path), reasons[path], call)
                         for call in calls[path]
                     ]
                     for path in paths
                 }
-        except CannotStayWhole:
+        except CannotBeOpaque:
             raise
         except (Exception, SystemExit) as error:
             raise ValueError(
@@ -319,11 +319,11 @@ def culprit(error: BaseException | None, model: torch.nn.Module) -> str:
     return ""
 
 
-def place_whole(program: ExportedProgram) -> tuple[WholeModule, ...]:
-    """Replace a program's placeholder operations with WholeModules; return the WholeModules."""
+def replace_placeholders(program: ExportedProgram) -> tuple[OpaqueModule, ...]:
+    """Replace a program's placeholder operations with OpaqueModules; return the OpaqueModules."""
     graph, found = program.graph, []
     for node in [*graph.nodes]:
-        if node.target is torch.ops.hpc3d.whole_module.default:
+        if node.target is torch.ops.hpc3d.opaque_module.default:
             values, weights, number = node.args
             found.append(_KNOWN[number])
             name = found[-1].__name__
