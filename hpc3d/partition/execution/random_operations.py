@@ -277,7 +277,8 @@ def _attention(numbers, query, key, value, attn_mask, dropout_p, is_causal, **ho
     if how.get("enable_gqa"):
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
-    scale = how.get("scale") or query.shape[-1] ** -0.5
+    scale = how.get("scale")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = query @ key.transpose(-2, -1) * scale
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()

@@ -335,13 +335,13 @@ def test_recurrent_layers_drop_different_elements():
     assert abs(int(kept.sum()) / count - 0.25) < 5 * (0.25 * 0.75 / count) ** 0.5
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_with_masked_rows_computes_what_torch_does(causal):
+@pytest.mark.parametrize(("causal", "scale"), [(False, None), (True, None), (True, 0.0)])
+def test_attention_with_masked_rows_computes_what_torch_does(causal, scale):
     """A row without any key is 0, as in torch."""
 
     def attend(x, rate):
         mask = None if causal else torch.ones(4, 4, dtype=torch.bool).tril(-1)
-        return functional.scaled_dot_product_attention(x, x, x, mask, rate, causal)
+        return functional.scaled_dot_product_attention(x, x, x, mask, rate, causal, scale=scale)
 
     x = torch.rand(6, 4, 4, dtype=torch.float64, requires_grad=True)
     run = programmed(lambda x: attend(x, RARELY), x.shape, x.dtype)
