@@ -31,10 +31,10 @@ class Output(NamedTuple):
 
 
 class NamedOutputs:
-    """Wrapper for the `forward` method of a model.
+    """Forward hook that makes a model return a dict from name to tensor.
 
-    `forward` returns a dict from name to tensor. `outputs` describes the tensors returned by the
-    last call, by name. `keywords` are the names of the keyword arguments.
+    `outputs` describes the tensors returned by the last call, by name. `keywords` are the names of
+    the keyword arguments, which replace `**kwargs` in the signature of the model's `forward`.
     """
 
     def __init__(self, model: torch.nn.Module, keywords: Iterable[str] = ()) -> None:
@@ -42,14 +42,18 @@ class NamedOutputs:
         self.outputs: dict[str, Output] = {}
 
         @functools.wraps(called)
-        def forward(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-            found = dict(named_tensors(called(*args, **kwargs)))
-            names = [(id(each), name) for name, each in _parameters(model)]
-            self.outputs = {name: _described(tensor, names) for name, tensor in found.items()}
-            return found
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return called(*args, **kwargs)
 
         forward.__signature__ = _without_var_keyword(signature(called), keywords)
-        self.forward = forward
+        model.forward = forward
+        model.register_forward_hook(self._named)  # runs after all other hooks of the model
+
+    def _named(self, model, args, result):
+        found = dict(named_tensors(result))
+        names = [(id(each), name) for name, each in _parameters(model)]
+        self.outputs = {name: _described(tensor, names) for name, tensor in found.items()}
+        return found
 
     def loss(self) -> str | None:
         """Return the name of the loss, or `None` if no output can be the loss.

@@ -21,7 +21,7 @@ Pair = namedtuple("Pair", "loss rest")
 def outputs_of(function):
     module, (x,) = ready(Returns(function))
     outputs = NamedOutputs(module)
-    return outputs, outputs.forward(x)
+    return outputs, module(x)
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
@@ -83,6 +83,13 @@ def test_parameters_without_a_gradient_are_listed_by_no_output():
 
 def test_variable_keywords_become_named_parameters():
     module, (x,) = ready(Named())
-    outputs = NamedOutputs(module, ["x", "y"])
-    assert [*signature(outputs.forward).parameters] == ["x", "y"]
-    assert torch.equal(outputs.forward(x, y=x)[""], module.loss(2 * x))
+    NamedOutputs(module, ["x", "y"])
+    assert [*signature(module.forward).parameters] == ["x", "y"]
+    assert torch.equal(module(x, y=x)[""], module.loss(2 * x))
+
+
+def test_hook_of_the_model_changes_the_result_before_it_is_named():
+    module, inputs = ready(Base())
+    module.register_forward_hook(lambda module, args, loss: {"x": args[0], "loss": 2 * loss})
+    captured = capture(module, inputs)
+    assert captured.loss.name == "loss" and loss_of(captured).name == "mul"
