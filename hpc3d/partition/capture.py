@@ -31,16 +31,31 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from hpc3d.partition.capturing.flat_export import module_of, where
+from hpc3d.partition.capturing.flat_export import FixedBatch, module_of, where
 from hpc3d.partition.capturing.gradient_hooks import refuse_gradient_hooks
 from hpc3d.partition.capturing.mean_loss import refuse_other_losses
 from hpc3d.partition.capturing.named_outputs import output_name
 from hpc3d.partition.capturing.opaque_modules import OpaqueModule, replace_placeholders
-from hpc3d.partition.capturing.sample_layout import SampleLayouts
-from hpc3d.partition.capturing.sample_relations import BatchValues, refuse_related_samples
-from hpc3d.partition.capturing.tracing import WithData, batch_of, independent_inputs, traced
+from hpc3d.partition.capturing.sample_layout import SampleLayouts, arguments_of
+from hpc3d.partition.capturing.sample_relations import (
+    BatchValues,
+    RelatedSamples,
+    refuse_related_samples,
+)
+from hpc3d.partition.capturing.tracing import (
+    WithData,
+    batch_of,
+    independent_inputs,
+    inputs_with_later_batch,
+    traced,
+)
 from hpc3d.partition.capturing.user_code import tensors
-from hpc3d.partition.capturing.user_module import attribute_tensors, refuse_scripted, unwrapped
+from hpc3d.partition.capturing.user_module import (
+    attribute_tensors,
+    first_names,
+    refuse_unsupported,
+    unwrapped,
+)
 from hpc3d.partition.factory import made, made_with_data
 
 _NORMS = (torch.ops.aten.batch_norm, torch.ops.aten.instance_norm)
@@ -116,13 +131,13 @@ def capture(
     depends on data or no input has a batch dimension.
     """
     module = unwrapped(module)
-    refuse_scripted(module)
+    refuse_unsupported(module)
     refuse_gradient_hooks(module)
     program, model, outputs = traced(module, inputs, with_data, unsplit)
     _refuse_unsupported(program)
     attributes = _attributes(program, model)
     operations = replace_placeholders(program)
-    captured = _pieces(program, batch_of(inputs), _first_names(model))
+    captured = _pieces(program, batch_of(inputs), first_names(model))
     loss = _loss(captured, outputs)
     _freeze(program, outputs.trained(None if loss.node is None else outputs.loss()))
     return captured._replace(opaque=operations, attributes=attributes, loss=loss)
@@ -148,11 +163,17 @@ def captured_by_sample(
     """
     try:
         return checked(capture(module, inputs, with_data))
-    except ValueError:
+    except ValueError as error:
         # By chance, an input such as a table may have as many rows as the batch.
         if unsplit := independent_inputs(module, inputs):
             with suppress(ValueError):
                 return checked(capture(module, inputs, with_data, unsplit))
+        fixed = isinstance(error, RelatedSamples) or isinstance(error.__cause__, FixedBatch)
+        if fixed and (names := ", ".join(inputs_with_later_batch(module, inputs))):
+            raise ValueError(
+                f"{error}; if the batch is dimension 1 of {names}, wrap the model in a module "
+                "that transposes this input, because dimension 0 must be the batch"
+            ) from error
         raise
 
 
@@ -186,7 +207,7 @@ def updated_by_microbatches(captured: Captured) -> list[str]:
 
 
 def _refuse_unsupported(program):
-    """Raise ValueError for a tensor with two batch dimensions, or a write to a parameter."""
+    """Raise ValueError for two batch dimensions, sparse gradients, and writes to parameters."""
     nodes = program.graph.nodes
     for node in nodes:
         for tensor in tensors(node.meta.get("val")):
@@ -195,6 +216,9 @@ def _refuse_unsupported(program):
                     "a tensor has two batch dimensions; make the samples independent of each other"
                 )
                 raise ValueError(f"{what}: {node.name}{where(node)}")
+        if arguments_of(node).get("sparse"):
+            what = "sparse gradients are not supported; remove sparse=True"
+            raise ValueError(f"{what}: {node.name}{where(node)}")
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     parameters = [node for node in nodes if kinds.get(node.name) is InputKind.PARAMETER]
     memory = {number for node in parameters for number in memory_of(node)}
@@ -221,7 +245,8 @@ def _attributes(program, model):
             line = where(next(iter(node.users), node))
             raise ValueError(
                 "this model cannot be captured: it reads a tensor that is not stored in the "
-                f"module; register it as a parameter or buffer{line}"
+                "module; register it as a parameter or buffer, and its layer in an "
+                f"nn.ModuleList or nn.ModuleDict{line}"
             )
     return found
 
@@ -250,24 +275,11 @@ def _freeze(program, trained):
             each.requires_grad_(False)
 
 
-def _first_names(module):
-    """Return a dict from each parameter or buffer name to the canonical name of its tensor.
-
-    If a tensor has several names, its first name is canonical, whereas torch.export picks an
-    arbitrary name.
-    """
-    named = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
-
-
 def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> Captured:
     """Group the operations of a program into pieces; the module docstring lists the rules.
 
-    `names` maps each weight name to the canonical name of the weight.
+    `names` maps each weight name to the first name of the weight, whereas torch.export picks an
+    arbitrary name.
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     signature = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
@@ -333,13 +345,7 @@ def _modified(nodes, weights):
 
 def memory_of(node: fx.Node) -> set[int]:
     """Return the identifiers of the storages that contain an operation's results."""
-    try:
-        return {each.untyped_storage()._cdata for each in tensors(node.meta.get("val"))}
-    except NotImplementedError:
-        raise ValueError(
-            f"{node.name}: torch.func.vmap cannot be captured{where(node)}; use operations with a "
-            "batch dimension"
-        ) from None
+    return {each.untyped_storage()._cdata for each in tensors(node.meta.get("val"))}
 
 
 def is_size(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 from hpc3d.partition.capturing.tracing import MEMORY_FRACTION
 from hpc3d.partition.capturing.user_code import described, undisturbed, without_data
@@ -131,7 +132,8 @@ def _limited_parameters() -> Iterator[None]:
 
     def added(module, name, parameter):
         nonlocal found
-        found += parameter.numel() * parameter.element_size() if parameter is not None else 0
+        if parameter is not None and not is_lazy(parameter):
+            found += parameter.numel() * parameter.element_size()
         if found > limit:
             raise _TooLarge(
                 f"with data, its parameters need more than {limit / 1e9:.3g} GB, "

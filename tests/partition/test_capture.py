@@ -175,7 +175,7 @@ def test_number_of_pieces_of_unusual_modules(name, pieces):
         ("halves", r"autocast to 16-bit .*sample_models.py:\d+\)"),
         ("trains_itself", r"writes to one of its parameters; .* mul_ \(.*models.py:\d+\)"),
         ("rounds", r"Rounded defines a custom backward pass.*sample_models.py:\d+\)"),
-        ("maps", r"torch.func.vmap cannot be captured \(.*sample_models.py:\d+\); use operations"),
+        ("maps", r"transformations of torch.func: .* \(.*sample_models.py:\d+\); move this code"),
         ("contrasts", r"two batch dimensions; .*sample_models.py:\d+\)"),
         ("fixes_its_batch", "the code assumes a fixed batch size"),
         ("fails", r"raised RuntimeError: no such size \(.*sample_models.py:\d+\)"),

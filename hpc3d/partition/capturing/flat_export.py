@@ -5,10 +5,11 @@ torch.no_grad inside an autocast block. This wrapper represents the blocks as fo
 
     torch.no_grad             each floating-point operand that may require a gradient is passed
                               through aten.detach, so that no result in the block requires grad
+    torch.inference_mode      treated as torch.no_grad
     autocast(enabled=False)   ignored, because there is no enclosing autocast
 
 User-defined subclasses of torch.autograd.Function are rejected, because torch.export traces their
-forward pass, but not their backward pass.
+forward pass, but not their backward pass. So are gradients that the forward pass computes.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import UserError, UserErrorType
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._ops import HigherOrderOperator
 from torch.amp import autocast_mode
 from torch.distributions import Distribution
 from torch.export import ExportedProgram, export
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointFunction
 
 from hpc3d.partition.capturing.gradient_hooks import tensor_hooks_refused
-from hpc3d.partition.capturing.user_code import UnsupportedCode
+from hpc3d.partition.capturing.user_code import UnsupportedCode, UntraceableCode, running_line
 
 _set_grad_enabled, _detach = torch._C._set_grad_enabled, torch.ops.aten.detach.default
 _enter_autocast = autocast_mode._enter_autocast
@@ -55,8 +58,13 @@ def flat_export(model: torch.nn.Module, inputs: tuple | dict, shapes: Any) -> Ex
             replaced.enter_context(unchanged)
         apply = classmethod(_checked_apply)
         replaced.enter_context(_replaced(torch.autograd.Function, "apply", apply))
+        replaced.enter_context(_replaced(torch.autograd, "grad", _gradients_refused))
+        replaced.enter_context(_replaced(torch.autograd, "backward", _backward_refused))
         # torch.export cannot trace the validation of arguments, which reads tensor values.
         replaced.enter_context(_replaced(Distribution, "_validate_args", False))
+        replaced.enter_context(_replaced(torch.inference_mode, "__enter__", _enter_no_grad))
+        replaced.enter_context(_replaced(torch.inference_mode, "__exit__", _exit_no_grad))
+        replaced.enter_context(_fixed_batch_refused())
         program = export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     _Modes(program).resolve()
     return program
@@ -72,6 +80,50 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+class FixedBatch(UnsupportedCode):
+    """Error raised if a model can be traced with one batch size only, because of `line`."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__("the code assumes a fixed batch size")
+        self.line = line
+
+
+@contextmanager
+def _fixed_batch_refused() -> Iterator[None]:
+    """Raise FixedBatch if torch.export reports that the batch size is not arbitrary."""
+    conditions: list[tuple[bool, str]] = []
+    log_guard = ShapeEnv._log_guard
+
+    def recorded(env: ShapeEnv, prefix: str, condition: Any, **how: Any) -> None:
+        conditions.append((bool(condition.is_Equality), running_line()))
+        log_guard(env, prefix, condition, **how)
+
+    try:
+        with _replaced(ShapeEnv, "_log_guard", recorded):
+            yield
+    except UserError as error:
+        if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+            raise
+        lines = sorted((each for each in conditions if each[1]), key=lambda each: not each[0])
+        raise FixedBatch(lines[0][1] if lines else "") from error
+
+
+def _enter_no_grad(self: torch.inference_mode) -> None:
+    self.no_grad = torch.set_grad_enabled(not self.mode and torch.is_grad_enabled())
+
+
+def _exit_no_grad(self: torch.inference_mode, *error: Any) -> None:
+    self.no_grad.__exit__(*error)
+
+
+def _gradients_refused(*args: Any, **kwargs: Any) -> None:
+    raise UntraceableCode("forward computes gradients")
+
+
+def _backward_refused(*args: Any, **kwargs: Any) -> None:
+    raise UnsupportedCode("forward calls backward(); return the loss instead")
+
+
 _apply = vars(torch.autograd.Function)["apply"]
 
 
@@ -82,10 +134,7 @@ def _checked_apply(cls, *args, **kwargs):
             "torch.utils.checkpoint.checkpoint"
         )
     if cls.__module__.partition(".")[0] != "torch":
-        raise ValueError(
-            f"{cls.__name__} defines a custom backward pass, which torch.export cannot trace; use "
-            "differentiable torch operations instead"
-        )
+        raise UntraceableCode(f"{cls.__name__} defines a custom backward pass")
     return _apply.__get__(None, cls)(*args, **kwargs)
 
 

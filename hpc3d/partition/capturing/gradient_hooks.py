@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hpc3d.partition.capturing.user_code import line_of
+from hpc3d.partition.capturing.user_code import UntraceableCode, line_of
 
 _ADVICE = (
     "remove the hook; to change gradients, call a torch.autograd.Function in the forward method "
@@ -54,7 +54,4 @@ def tensor_hooks_refused() -> Iterator[None]:
 
 
 def _refused(tensor: torch.Tensor, *args: Any) -> None:
-    raise ValueError(
-        "forward registers a gradient hook for a tensor, which torch.export cannot trace; move "
-        "the code into a submodule, or remove the hook"
-    )
+    raise UntraceableCode("forward registers a gradient hook for a tensor")

@@ -28,7 +28,7 @@ from hpc3d.partition.capturing.recorded_calls import (
     recorded_calls,
     storage_of,
 )
-from hpc3d.partition.capturing.user_code import described, emptied, undisturbed
+from hpc3d.partition.capturing.user_code import described, emptied, random_states, undisturbed
 
 _MOST_TRIES = 16  # maximum number of failed traces before the capture is abandoned
 _MOST_SAMPLES = 8
@@ -95,19 +95,19 @@ class OpaqueModule:
 
     def _run(self, values, weights):
         module = self._bound(weights)
-        before = torch.get_rng_state(), [each._version for each in values]
+        generators, versions = random_states(), [each._version for each in values]
         args, kwargs = self.call.taken.filled(values)
         try:
             result = module.forward(*args, **kwargs)
         except Exception as error:
             raise BadData(f"{self.path} raised {described(error)}") from error
         found = self.call.returned.tensors_in(result)
-        if not torch.equal(before[0], torch.get_rng_state()):
+        if generators.advanced():
             raise BadData(
                 f"{self.path} runs as an opaque operation and must not draw random numbers; "
                 "remove the random operation, or make the module traceable"
             )
-        if before[1] != [each._version for each in values]:
+        if versions != [each._version for each in values]:
             raise BadData(
                 f"{self.path} runs as an opaque operation and must not write to its inputs; write "
                 "to a copy of the input instead"

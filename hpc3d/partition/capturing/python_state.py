@@ -15,8 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from hpc3d.partition.capturing.user_code import line_of
-from hpc3d.partition.capturing.user_module import user_attributes
+from hpc3d.partition.capturing.user_code import UnsupportedCode, line_of
+from hpc3d.partition.capturing.user_module import first_names, user_attributes
 
 _VALUES = int | float | complex | str | bytes | None
 _MAX_DEPTH = 6  # maximum depth of containers and objects that are compared
@@ -33,10 +33,14 @@ class StateWatch:
 
     def __init__(self, model: torch.nn.Module, twice: bool = False) -> None:
         self.changed, self.twice, self.before = False, twice, _attributes_of(model)
+        self.names = first_names(model)
         self.hook = model.register_forward_hook(self._compare, with_kwargs=True)
 
     def _compare(self, model, args, kwargs, result):
         self.hook.remove()
+        for name, first in first_names(model).items():
+            if self.names.get(name) != first:
+                raise UnsupportedCode(f"forward assigns {name}; assign it in __init__")
         after = _attributes_of(model)
         changes = _differ(self.before, after).values()
         self.changed = any(

@@ -14,8 +14,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpc3d.partition.capturing.user_code import emptied
+from hpc3d.partition.capturing.user_code import emptied, random_states
 from hpc3d.partition.capturing.user_module import user_attributes
+
+_NOT_RANDOM = (
+    "select with torch.where instead of an if, or disable the random choice (in transformers, set "
+    "the rate of LayerDrop to 0)"
+)
 
 
 class CannotBeOpaque(ValueError):
@@ -225,8 +230,8 @@ class _Watch:
             raise CannotBeOpaque(self.path, f"the module changes its attribute {min(changed)}")
         if before.versions != after.versions:
             raise CannotBeOpaque(self.path, "the module writes to one of its inputs")
-        if not torch.equal(before.random, after.random):
-            raise CannotBeOpaque(self.path, "the module draws random numbers")
+        if before.random.advanced():
+            raise CannotBeOpaque(self.path, f"the module draws random numbers; {_NOT_RANDOM}")
         written = set()
         for name, (tensor, version) in before.held.items():
             now, later = after.held.get(name, (None, 0))
@@ -270,7 +275,7 @@ class _ModuleState:
         # buffers are detected by comparing copies.
         self.buffers = {name: tensor.clone() for name, tensor in module.named_buffers()}
         self.versions = [each._version for each in _tensors_in(leaves)]
-        self.random = torch.get_rng_state()
+        self.random = random_states()
 
 
 def _identity(value):

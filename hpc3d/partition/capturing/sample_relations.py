@@ -92,14 +92,18 @@ class BatchValues:
         return node in self.follows and batch_dim(node.meta.get("val")) is not None
 
 
+class RelatedSamples(ValueError):
+    """Error raised if the result for one sample depends on other samples."""
+
+
 def refuse_related_samples(values: BatchValues, layouts: SampleLayouts) -> None:
-    """Raise ValueError if the loss relates different samples other than by a mean."""
+    """Raise RelatedSamples if the loss relates different samples other than by a mean."""
     for node in values.nodes:
         if node not in values.relevant:
             continue
         what = layouts.mixed.get(node) or _relation(node, values)
         if what:
-            raise ValueError(
+            raise RelatedSamples(
                 f"the model relates different samples: {what}: {node.name}{where(node)}; {_ADVICE}"
             )
 

@@ -15,18 +15,24 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from hpc3d.partition.capturing.flat_export import flat_export
 from hpc3d.partition.capturing.named_outputs import NamedOutputs
 from hpc3d.partition.capturing.opaque_modules import OpaqueModules, culprit
 from hpc3d.partition.capturing.python_state import ChangingState, StateWatch
-from hpc3d.partition.capturing.refusals import DependsOnData, explained
+from hpc3d.partition.capturing.refusals import (
+    UntraceableOperation,
+    explained,
+    refuse_dependence_on_data,
+)
+from hpc3d.partition.capturing.sample_layout import SampleLayouts
+from hpc3d.partition.capturing.sample_relations import BatchValues, refuse_related_samples
 from hpc3d.partition.capturing.user_code import (
     UnsupportedCode,
     described,
     emptied,
+    random_states,
     tensors,
     undisturbed,
     without_data,
@@ -38,7 +44,7 @@ MEMORY_FRACTION = 0.5  # largest size of the parameters, as a fraction of the ho
 WithData = Callable[[], tuple[torch.nn.Module, tuple | dict]]
 
 
-class Traced(NamedTuple):
+class TracedModule(NamedTuple):
     """Program of a module.
 
     `model` is the copy of the module that was traced, and `outputs` describes its results.
@@ -54,7 +60,7 @@ def traced(
     inputs: tuple | dict,
     with_data: WithData | None,
     unsplit: Collection[int],
-) -> Traced:
+) -> TracedModule:
     """Trace a module, and convert each submodule that cannot be traced to an opaque operation.
 
     The arguments are those of `hpc3d.partition.capture.capture`. Raises ValueError with the user's
@@ -70,11 +76,12 @@ def traced(
                 model, like = _emptied(module, inputs)
                 opaque.stand_in(model)
                 outputs = _named_outputs(model, like)
-                watch = StateWatch(model)
+                watch, generators = StateWatch(model), random_states()
                 program = _program(model, like, carrying)
+                _refuse_random_numbers(generators.advanced())
             break
         except (Exception, SystemExit) as error:
-            path = error.path if isinstance(error, DependsOnData) else culprit(error, model)
+            path = error.path if isinstance(error, UntraceableOperation) else culprit(error, model)
             try:
                 why = explained(error, model, path)
                 if isinstance(error, UnsupportedCode):
@@ -84,7 +91,7 @@ def traced(
                 raise ValueError(f"this model cannot be captured: {refused}") from error
     if watch.changed:
         _refuse_changing_state(module, inputs, opaque, carrying)
-    return Traced(program, model, outputs)
+    return TracedModule(program, model, outputs)
 
 
 def independent_inputs(module: torch.nn.Module, inputs: tuple | dict) -> list[int]:
@@ -96,7 +103,7 @@ def independent_inputs(module: torch.nn.Module, inputs: tuple | dict) -> list[in
         with undisturbed():
             model, like = _emptied(module, inputs)
             _named_outputs(model, like)
-            sizes = {first: Dim("batch", min=2), **dict.fromkeys(others, Dim.AUTO)}
+            sizes = {first: {0: Dim("batch", min=2)}, **{each: {0: Dim.AUTO} for each in others}}
             program = flat_export(model, like, _dynamic_shapes(model, like, sizes))
     except (Exception, SystemExit):
         return []
@@ -111,6 +118,33 @@ def independent_inputs(module: torch.nn.Module, inputs: tuple | dict) -> list[in
         positions = {id(each): at for at, each in enumerate(tree_leaves([like[n] for n in names]))}
         found = [found[positions[id(leaf)]] for leaf in tree_leaves(like)]
     return [each for each in others if str(found[each].shape[0]) != str(found[first].shape[0])]
+
+
+def inputs_with_later_batch(module: torch.nn.Module, inputs: tuple | dict) -> list[str]:
+    """Return the names of the inputs whose dimension 1 may be the batch.
+
+    The list is empty if the module cannot be traced with this batch, or relates its samples.
+    """
+    leaves = tree_leaves(inputs)
+    first = next(each for each in tensors(inputs) if each.dim())
+    rows, sizes = Dim("batch", min=2), {}
+    for index, leaf in enumerate(leaves if first.dim() > 1 else ()):
+        shape = leaf.shape if isinstance(leaf, torch.Tensor) else ()
+        later = len(shape) > 1 and shape[1] == first.shape[1]
+        if later or (shape and shape[0] == first.shape[1]):
+            sizes[index] = {int(later): rows}
+    try:
+        with undisturbed():
+            model, like = _emptied(module, inputs)
+            _named_outputs(model, like)
+            program = flat_export(model, like, _dynamic_shapes(model, like, sizes))
+        refuse_related_samples(BatchValues(program, None), SampleLayouts(program.graph))
+    except (Exception, SystemExit):
+        return []
+    leaves = tree_leaves(like)
+    later = {id(leaves[index]) for index, dims in sizes.items() if 1 in dims}
+    given = _arguments(model, like)
+    return [name for name in given if later & {*map(id, tree_leaves(given[name]))}]
 
 
 def batch_of(inputs: tuple | dict) -> int:
@@ -132,32 +166,26 @@ def _named_outputs(model, like):
 
 def _program(model, like, carrying):
     rows = Dim("batch", min=2)
-    program = flat_export(model, like, _dynamic_shapes(model, like, dict.fromkeys(carrying, rows)))
-    for node in program.graph.nodes:
-        made = tensors(node.meta.get("val"))
-        if any(_depends_on_data(size) for tensor in made for size in tensor.shape):
-            raise DependsOnData("the size of a tensor depends on the values of another", node)
-        if made and any(_depends_on_data(each.meta.get("val")) for each in node.all_input_nodes):
-            raise DependsOnData("a Python number depends on the values of a tensor", node)
+    sizes = {each: {0: rows} for each in carrying}
+    program = flat_export(model, like, _dynamic_shapes(model, like, sizes))
+    refuse_dependence_on_data(program)
     return program
 
 
 def _dynamic_shapes(model, like, sizes):
     """Return the argument `dynamic_shapes` of torch.export.
 
-    `sizes` maps the index of an input to the symbolic size of its dimension 0.
+    `sizes` maps the index of an input to the symbolic sizes of its dimensions.
     """
-    args, kwargs = ((), like) if isinstance(like, dict) else (like, {})
-    named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     leaves = tree_leaves(like)
-    rows = {id(leaves[index]): {0: size} for index, size in sizes.items()}
-    return tree_map(lambda leaf: rows.get(id(leaf)), dict(named))
+    rows = {id(leaves[index]): dims for index, dims in sizes.items()}
+    return tree_map(lambda leaf: rows.get(id(leaf)), _arguments(model, like))
 
 
-def _depends_on_data(number):
-    """Return True if a symbolic number depends on the values of a tensor."""
-    symbolic = isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool)
-    return symbolic and bool(free_unbacked_symbols(number))
+def _arguments(model, like):
+    """Return the inputs by the name of the model's parameter."""
+    args, kwargs = ((), like) if isinstance(like, dict) else (like, {})
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
 def _example(module, inputs, carrying, with_data):
@@ -196,6 +224,16 @@ def _refuse_large(module):
             f"{needed / 1e9:.3g} GB, more than {MEMORY_FRACTION:.0%} of the host memory; use a "
             "machine with more memory"
         )
+
+
+def _refuse_random_numbers(generators):
+    """Raise UnsupportedCode if the forward pass used random number generators outside torch."""
+    for name in generators:
+        if name != "torch":
+            raise UnsupportedCode(
+                f"forward draws random numbers from {name}, which would be constant during "
+                "training; draw them with torch.rand, and select with torch.where"
+            )
 
 
 def _refuse_changing_state(module, inputs, opaque, carrying):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import random
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
-from typing import Any
+from itertools import dropwhile
+from typing import Any, NamedTuple
 from warnings import catch_warnings
 
+import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -21,10 +24,14 @@ class UnsupportedCode(ValueError):
     """Error raised for code that hpc3d does not support, not even in an opaque operation."""
 
 
+class UntraceableCode(ValueError):
+    """Error raised for code that hpc3d only supports in an opaque operation."""
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Suppress all output in the context, and restore torch's random generator state at exit."""
-    state, level = torch.get_rng_state(), logging.root.manager.disable
+    """Suppress all output in the context, and restore the random number generators at exit."""
+    states, level = random_states(), logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with (
@@ -35,7 +42,33 @@ def undisturbed() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-        torch.set_rng_state(state)
+        torch.set_rng_state(states.torch)
+        random.setstate(states.python)
+        numpy.random.set_state(states.numpy)  # noqa: NPY002
+
+
+class RandomStates(NamedTuple):
+    """States of the random number generators of torch, Python and NumPy."""
+
+    torch: torch.Tensor
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+
+    def advanced(self) -> list[str]:
+        """Return the names of the generators that have drawn numbers since this state."""
+        now = random_states()
+        drawn = {
+            "torch": not torch.equal(self.torch, now.torch),
+            "Python's random": self.python != now.python,
+            "NumPy": str(self.numpy) != str(now.numpy),
+        }
+        return [name for name, changed in drawn.items() if changed]
+
+
+def random_states() -> RandomStates:
+    """Return the current states of the random number generators."""
+    global_state = numpy.random.get_state()  # noqa: NPY002  the generator that users call
+    return RandomStates(torch.get_rng_state(), random.getstate(), global_state)
 
 
 def without_data(symbols: bool = True) -> FakeTensorMode:
@@ -79,16 +112,28 @@ def described(error: Exception) -> str:
     return f"{text:.300}{line_in_user_code(error)}"
 
 
+_PARTITION = os.path.dirname(os.path.dirname(__file__))
+_NOT_USER_CODE = _PARTITION, os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<"
+
+
 def line_in_user_code(error: BaseException) -> str:
     """Return the file and line of user code that raised an error, in parentheses, or ""."""
     frames = traceback.extract_tb(error.__traceback__)
-    libraries = (
-        os.path.dirname(os.path.dirname(__file__)),
-        os.path.dirname(torch.__file__),
-        os.path.dirname(os.__file__),
-    )
-    user_frames = [each for each in frames if not each.filename.startswith((*libraries, "<"))]
+    user_frames = [each for each in frames if not each.filename.startswith(_NOT_USER_CODE)]
     return f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
+
+
+def running_line() -> str:
+    """Return the file and line of the user code that is running, in parentheses, or ""."""
+    callers = traceback.walk_stack(inspect.currentframe())
+    outside = dropwhile(lambda each: each[0].f_code.co_filename.startswith(_PARTITION), callers)
+    for frame, line in outside:
+        name = frame.f_code.co_filename
+        if name.startswith(_PARTITION):
+            break
+        if not name.startswith(_NOT_USER_CODE):
+            return f" ({name}:{line})"
+    return ""
 
 
 def line_of(function: Any) -> str:

@@ -11,12 +11,15 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc3d.partition.capturing.user_code import described
 
 _MODULE_ATTRIBUTES = {*vars(torch.nn.Module())}  # attributes that torch sets
+_BATCH_NORMS = BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 _NOT_ENTERED = torch.nn.Module | type | ModuleType | FunctionType
 
 
@@ -60,16 +63,38 @@ class _Refused(TorchDispatchMode):
         raise ValueError(f"{func} computes new weights; switch modes without a change of weights")
 
 
-def refuse_scripted(module: torch.nn.Module) -> None:
-    """Raise ValueError if the module contains code compiled by torch.jit."""
+def refuse_unsupported(module: torch.nn.Module) -> None:
+    """Raise ValueError for submodules and tensors that cannot be captured."""
     for path, submodule in module.named_modules():
-        if isinstance(submodule, torch.jit.ScriptModule):
+        if problem := _problem_of_module(submodule):
             name = f"submodule {path}" if path else "it"
-            line = line_of(module.get_submodule(path.rpartition(".")[0])) if path else ""
-            raise ValueError(
-                f"this model cannot be captured: {name} was created by torch.jit, so its Python "
-                f"code is not available; use the original module{line}"
-            )
+            line = line_of_enclosing(module, path.rpartition(".")[0]) if path else ""
+            raise ValueError(f"this model cannot be captured: {name} {problem}{line}")
+    stored = (*module.named_parameters(), *module.named_buffers(), *attribute_tensors(module))
+    for name, tensor in stored:
+        if is_lazy(tensor):
+            problem = "is uninitialized; call the module on the example inputs in the factory"
+        elif tensor.layout is not torch.strided:
+            problem = "is sparse; replace it by a dense tensor"
+        else:
+            continue
+        line = line_of_enclosing(module, name)
+        raise ValueError(f"this model cannot be captured: the tensor {name} {problem}{line}")
+
+
+def _problem_of_module(module):
+    if isinstance(module, torch.jit.ScriptModule):
+        return (
+            "was created by torch.jit, so its Python code is not available; use the original "
+            "module"
+        )
+    averages = isinstance(module, _BATCH_NORMS) and module.running_mean is not None
+    if averages and module.momentum is None and module.training:
+        return (
+            "computes a cumulative average, which torch.export cannot trace; replace "
+            "momentum=None by a number, such as 0.1"
+        )
+    return ""
 
 
 def line_of(module: torch.nn.Module) -> str:
@@ -86,6 +111,27 @@ def line_of(module: torch.nn.Module) -> str:
 def user_attributes(module: torch.nn.Module) -> dict[str, Any]:
     """Return the attributes of a module, without those that every torch.nn.Module has."""
     return {key: value for key, value in vars(module).items() if key not in _MODULE_ATTRIBUTES}
+
+
+def line_of_enclosing(module: torch.nn.Module, path: str) -> str:
+    """Return the line of the innermost module on the path to a submodule or tensor.
+
+    Modules that torch defines are skipped.
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    while path and not (path in modules and line_of(modules[path])):
+        path = path.rpartition(".")[0]
+    return line_of(modules[path])
+
+
+def first_names(module: torch.nn.Module) -> dict[str, str]:
+    """Return a dict from each parameter or buffer name to the first name of the same tensor."""
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def attribute_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from hpc3d.arrays.array import SavedActivation
 from hpc3d.model.kept import KeptForm
-from hpc3d.partition.capture import tensors
+from hpc3d.partition.capturing.user_code import tensors
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike

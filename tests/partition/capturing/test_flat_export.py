@@ -62,8 +62,15 @@ def changed_later(y, x):
     return z * w
 
 
-@pytest.mark.parametrize("function", [changed_inside, changed_later])
-def test_in_place_changes_without_gradient_match_torch(function):
+def inferred(y, x):
+    with torch.inference_mode():
+        z = (y * x).clone()
+    with torch.inference_mode(mode=False):
+        return y.sin() * z.clone()
+
+
+@pytest.mark.parametrize("function", [changed_inside, changed_later, inferred])
+def test_values_without_gradient_match_torch(function):
     assert_as_in_torch(Function(function), torch.rand(6, 4))
 
 
