@@ -285,10 +285,10 @@ class TorchConfig:
     """MODULE:FUNCTION, where FUNCTION returns the inputs of a batch for train.eval_every, given
     the number of the batch, from 0 to train.eval_batches - 1. Each batch has as many samples as a
     training step. Default: none."""
-    verify: Literal["on", "off"] = "on"
+    verify: Literal["on", "forward", "off"] = "on"
     """Verify before the first step, on the samples of two microbatches, that the captured module
     computes the same loss and gradients as the module, and that the loss is a mean over samples.
-    Set `off` if the module is too large for one rank."""
+    Set `forward` to compare only losses if the gradients do not fit in the memory of one rank."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ other keys.
 
 Before the first step, rank 0 runs the unpartitioned module on the samples of two microbatches and
 compares the loss and the gradients with those of the captured program. If they differ, the run
-stops. Use --verify off to skip the comparison if the module is too large for one rank.
+stops. Use --verify forward to compare only the losses if the gradients of the module do not fit in
+the memory of one rank, or --verify off to skip the comparison.
 
 With --train.eval_every N and --torch.validation MODULE:FUNCTION, the module is evaluated every N
 steps in evaluation mode. The function returns the inputs of a batch, given the batch number.
@@ -297,22 +298,23 @@ def _source(
 ) -> _Source:
     """On rank 0, create and verify the module; return its weights and the inputs of each step."""
     module, inputs = made_with_data(plan.model, config.seed)
-    values, verify = dict(values_in(module, model.captured)), config.torch.verify == "on"
+    values, verify = dict(values_in(module, model.captured)), config.torch.verify
     given = function_at(config.torch.inputs) if config.torch.inputs else lambda step: inputs
     batches = StepInputs(model.captured, given, plan.batch)
     lines, of_evaluation, validation = ["not verified: torch.verify is off"], {}, None
     replicas = range(max(plan.replicas))
     split = [rows_of(plan.batch, plan.microbatches, len(replicas), each) for each in replicas]
     shares = [rows for micro in zip(*split, strict=True) for rows in micro][:2]
-    if verify:
-        lines = verified(module, model.captured, batches(0), shares)
+    gradients = verify == "on"
+    if verify != "off":
+        lines = verified(module, model.captured, batches(0), shares, gradients=gradients)
     if evaluated:
         captured, given = evaluated.captured, function_at(config.torch.validation)
         validation = StepInputs(captured, given, plan.batch, config.train.eval_batches)
         of_evaluation = dict(values_in(module, captured))
         lines += evaluation_lines(evaluated, model)
-        if verify:
-            lines += verified(module, captured, validation(0), shares, training=False)
+        if verify != "off":
+            lines += verified(module, captured, validation(0), shares, False, gradients)
         else:
             lines.append("evaluation not verified: torch.verify is off")
     return _Source(values, batches, lines, of_evaluation, validation)

@@ -9,11 +9,14 @@ to rounding:
    gradient hook.
 3. The loss of both microbatches together is the mean of their losses. Otherwise, the module
    relates samples to each other, or its loss is not a mean over samples.
+
+If the gradients of the module do not fit in the memory of one rank, only the losses are compared.
+These comparisons save no activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isnan
 from typing import Any, NamedTuple
@@ -60,35 +63,40 @@ def verified(
     inputs: Sequence[Any],
     shares: Sequence[range],
     training: bool = True,
+    gradients: bool = True,
 ) -> list[str]:
     """Compare a captured program with its module; return lines for the log.
 
     `inputs` contains the model inputs of a step, and `shares` the sample indices of one or two
     adjacent microbatches, or of the shares of two replicas. If `training` is False, the program
-    is captured in evaluation mode, and only the losses are compared. The module's buffers are
-    restored. Raises BadData if results differ.
+    is captured in evaluation mode, and only the losses are compared. If `gradients` is False, only
+    the losses are compared, and no activations are stored. The module's buffers are restored.
+    Raises BadData if results differ.
     """
+    given = module, captured, inputs, shares, gradients
     with undisturbed():
         if training:
-            return _Verification(module, captured, inputs, shares).lines()
+            with torch.set_grad_enabled(gradients):
+                found, *more = _Verification(*given).lines()
+            return [found if gradients else f"{found}, without gradients", *more]
         try:
             with in_evaluation(module), torch.no_grad():
-                return [
-                    f"evaluation {line}"
-                    for line in _Verification(module, captured, inputs, shares, False).lines()
-                ]
+                return [f"evaluation {line}" for line in _Verification(*given).lines()]
         except BadData as error:
             raise BadData(f"train.eval_every: in evaluation mode, {error}") from error
 
 
 class _Verification:
-    def __init__(self, module, captured, inputs, shares, training=True):
+    """Comparisons; values of operations are stored to find a difference if `details` is True."""
+
+    def __init__(self, module, captured, inputs, shares, details):
         self.module, self.captured, self.shares = module, captured, shares
+        self.details = details
         self.both = range(shares[0].start, shares[-1].stop)
         self.inputs = dict(zip(captured.inputs, inputs, strict=True))
         state = state_of(captured)
         trained = [name for name, like in state.items() if is_trained(like)]
-        self.trained = trained if training else []
+        self.trained = trained if torch.is_grad_enabled() else []
         self.values = dict(values_in(module, captured))
         self.close = _CLOSE[state[trained[0]].dtype]
         terms, both = LossTerms(captured), self._given(self.both)
@@ -124,7 +132,7 @@ class _Verification:
         together = self._of_program(program, self.both)
         if norms:
             # With the same statistics, the losses agree, but the gradients do not.
-            values = self._recorded(program, self.both)
+            values = self._recorded(program, self.both, kept=norms)
             losses = [self._recorded(program, rows, values, norms)[-1] for rows in self.shares]
             separate = self._mean([Result(float(loss), {}) for loss in losses])
             together = together._replace(gradients={})
@@ -214,8 +222,8 @@ class _Verification:
                 return f"loss {one.loss:.10g}, but different gradients of {name}"
         return ""
 
-    def _recorded(self, program, rows, recording=(), norms=()):
-        """Return the values of all operations; the last one is the loss.
+    def _recorded(self, program, rows, recording=(), norms=(), kept=None):
+        """Return the values of the operations in `kept`, or of all operations, and the loss.
 
         Operations in `norms` are replaced by their values in `recording`, which is the result of
         this method for both microbatches.
@@ -228,7 +236,7 @@ class _Verification:
             for node, value in (recording[0].items() if norms else ())
             if node in norms
         }
-        recorder = _Recorder(program.module, fixed)
+        recorder = _Recorder(program.module, fixed, kept)
         torch.manual_seed(0)
         with torch.no_grad():
             _, outputs = program._replace(module=recorder.run).run(draw, received, given, weights)
@@ -236,6 +244,8 @@ class _Verification:
 
     def _relation(self, program):
         """Name the first operation that relates the samples of different microbatches."""
+        if not self.details:
+            return "return the loss as a mean over the samples"
         both, _ = self._recorded(program, self.both)
         norms = [node for node in both if is_batch_norm(node)]
         for rows in self.shares:
@@ -252,6 +262,8 @@ class _Verification:
 
     def _culprit(self, program):
         """Name the first submodule with a result that the captured program does not compute."""
+        if not self.details:
+            return "use --verify on to find the first difference"
         calls, handles = [], []
         for path, submodule in self.module.named_modules():
             handles.append(
@@ -323,17 +335,23 @@ def _restored_buffers(module: torch.nn.Module) -> Iterator[None]:
 
 
 class _Recorder(fx.Interpreter):
-    """Interpreter that records the value of each operation, and replaces some of them.
+    """Interpreter that records the values of the operations in `kept`, and replaces some of them.
 
-    Values are copied, because a later operation may modify them in place.
+    If `kept` is `None`, all values are recorded. Values are copied, because a later operation may
+    modify them in place.
     """
 
-    def __init__(self, module: fx.GraphModule, fixed: Mapping[fx.Node, Any]) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self.fixed, self.values = fixed, {}
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        fixed: Mapping[fx.Node, Any],
+        kept: Collection[fx.Node] | None,
+    ) -> None:
+        super().__init__(module)
+        self.fixed, self.values, self.kept = fixed, {}, kept
 
     def run_node(self, n: fx.Node) -> Any:
         value = self.fixed[n].clone() if n in self.fixed else super().run_node(n)
-        if n.op == "call_function":
+        if n.op == "call_function" and (self.kept is None or n in self.kept):
             self.values[n] = value.clone() if isinstance(value, torch.Tensor) else value
         return value

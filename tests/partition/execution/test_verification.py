@@ -112,7 +112,7 @@ def normalized_and_rolling():
     return model, inputs
 
 
-def lines_of(name, shares=(range(3), range(3, 8)), training=True):
+def lines_of(name, shares=(range(3), range(3, 8)), training=True, gradients=True):
     module, inputs, captured = prepared(name)
     if not training:
         with in_evaluation(module):
@@ -120,7 +120,8 @@ def lines_of(name, shares=(range(3), range(3, 8)), training=True):
     before = [buffer.clone() for buffer in module.buffers()]
     draws = torch.get_rng_state()
     try:
-        return verified(module, captured, flat_inputs(captured, inputs), [*shares], training)
+        flat = flat_inputs(captured, inputs)
+        return verified(module, captured, flat, [*shares], training, gradients)
     finally:
         after = [*module.buffers()]
         assert all(map(torch.equal, before, after)), "buffers are restored"
@@ -187,3 +188,27 @@ def test_module_in_evaluation_mode_is_accepted(name):
     (line,) = lines_of(f"{HERE}:{name}", training=False)
     assert line.startswith("evaluation verified on 8 samples: loss ")
     assert prepared(f"{HERE}:{name}")[0].training
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("counting", "a second call of the module returns a different result"),
+        ("branching", "differs from the module (loss .*); use --verify on to find the first diff"),
+        ("rolling", "is not the mean of their losses (loss .*); return the loss as a mean over"),
+    ],
+)
+def test_losses_are_compared_without_gradients(name, line):
+    pattern = line.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(BadData, match=pattern):
+        lines_of(f"{HERE}:{name}", gradients=False)
+
+
+@pytest.mark.parametrize("name", ["detaching", "dropping", "normalized"])
+def test_comparison_without_gradients_saves_no_activations(name):
+    def refuse(tensor):
+        raise AssertionError("an activation is saved for the backward pass")
+
+    with torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
+        found, *_ = lines_of(f"{HERE}:{name}", gradients=False)
+    assert found.endswith(", without gradients")
