@@ -37,6 +37,7 @@ from hpc3d.partition.capture import (
 )
 from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.named_outputs import named_tensors
+from hpc3d.partition.capturing.sample_relations import BatchValues, results_of
 from hpc3d.partition.capturing.user_code import described, tensors, undisturbed
 from hpc3d.partition.capturing.user_module import in_evaluation
 from hpc3d.partition.execution.loss_terms import LossTerms
@@ -45,7 +46,12 @@ from hpc3d.partition.execution.sample_batches import rows_for
 from hpc3d.partition.execution.stage_program import StageProgram, stage_programs
 from hpc3d.partition.execution.torch_weights import values_in
 
-_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # largest relative rounding error
+_CLOSE = {  # largest relative rounding error
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+    torch.float16: 5e-2,
+    torch.bfloat16: 1e-1,
+}
 _SMALL = 1e-3  # weight of the total gradient norm in the tolerance of one gradient
 _SKIP = "or skip this check with --verify off"
 
@@ -98,7 +104,7 @@ class _Verification:
         trained = [name for name, like in state.items() if is_trained(like)]
         self.trained = trained if torch.is_grad_enabled() else []
         self.values = dict(values_in(module, captured))
-        self.close = _CLOSE[state[trained[0]].dtype]
+        self.close = _CLOSE[_narrowest_type(captured)]
         terms, both = LossTerms(captured), self._given(self.both)
         terms.weights = {name: self.values[name] for name in terms.reads}
         flat = [both[node] for node in captured.inputs]
@@ -292,6 +298,14 @@ class _Verification:
         equal = (one == other) | (one.isnan() & other.isnan())  # including infinite values
         different = torch.where(equal, 0.0, one - other)
         return float(different.norm()) <= self.close * float(one[one.isfinite()].norm())
+
+
+def _narrowest_type(captured):
+    """Return the floating-point type with the fewest bytes on the path to the loss."""
+    values = BatchValues(captured.program, captured.loss.node)
+    path = values.differentiable & {*values.relevant}
+    found = {each.dtype for node in path for each in results_of(node)}
+    return min(found & _CLOSE.keys(), key=lambda dtype: (dtype.itemsize, -_CLOSE[dtype]))
 
 
 def _result(loss, gradients, parameters):
