@@ -56,7 +56,7 @@ from hpc3d.partition.capturing.user_module import (
     refuse_unsupported,
     unwrapped,
 )
-from hpc3d.partition.factory import made, made_with_data
+from hpc3d.partition.factory import made_model, made_with_data
 
 _NORMS = (torch.ops.aten.batch_norm, torch.ops.aten.instance_norm)
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -81,12 +81,14 @@ class Loss(NamedTuple):
     """Output of a model that is minimized.
 
     `node` is `None` if the model has no loss. `text` describes the output, or explains why there
-    is no loss. `name` is the name of the output in NamedOutputs.
+    is no loss. `name` is the name of the output in NamedOutputs. `reduction` is "mean" or "sum"
+    if the user states how the loss is computed from the losses of the samples, otherwise "".
     """
 
     node: fx.Node | None
     text: str
     name: str = ""
+    reduction: str = ""
 
 
 class Captured(NamedTuple):
@@ -148,26 +150,34 @@ def captured_of(name: str) -> Captured:
 
     Raises ValueError as `captured_by_sample` does.
     """
-    return captured_by_sample(*made(name), partial(made_with_data, name, 0))
+    module, inputs, reduction = made_model(name)
+    return captured_by_sample(module, inputs, partial(made_with_data, name, 0), reduction)
 
 
 def captured_by_sample(
     module: torch.nn.Module,
     inputs: tuple | dict,
     with_data: WithData,
+    reduction: str = "",
 ) -> Captured:
-    """Capture a module whose batch can be split; the arguments are those of `capture`.
+    """Capture a module whose batch can be split; the other arguments are those of `capture`.
 
+    `reduction` is the reduction of the loss that the factory states, or "".
     Raises ValueError if the module cannot be captured, if the result for one sample depends on
     other samples, or if the loss is not a mean over the samples.
     """
+
+    def captured(unsplit=()):
+        found = capture(module, inputs, with_data, unsplit)
+        return checked(found._replace(loss=found.loss._replace(reduction=reduction)))
+
     try:
-        return checked(capture(module, inputs, with_data))
+        return captured()
     except ValueError as error:
         # By chance, an input such as a table may have as many rows as the batch.
         if unsplit := independent_inputs(module, inputs):
             with suppress(ValueError):
-                return checked(capture(module, inputs, with_data, unsplit))
+                return captured(unsplit)
         fixed = isinstance(error, RelatedSamples) or isinstance(error.__cause__, FixedBatch)
         if fixed and (names := ", ".join(inputs_with_later_batch(module, inputs))):
             raise ValueError(
@@ -180,13 +190,14 @@ def captured_by_sample(
 def checked(captured: Captured) -> Captured:
     """Return a captured module if it can be trained in microbatches.
 
-    Raises ValueError if the loss is known not to be a mean over per-sample losses. A module
-    without a loss is rejected if any operation relates samples other than by such a mean.
+    Raises ValueError if the loss is known not to be a mean over per-sample losses, unless the user
+    states its reduction. A module without a loss is rejected if any operation relates samples
+    other than by such a mean.
     """
     program, loss = captured.program, loss_of(captured)
     values = BatchValues(program, loss)
     refuse_related_samples(values, SampleLayouts(program.graph))
-    if loss is not None:
+    if loss is not None and not captured.loss.reduction:
         refuse_other_losses(values, loss)
     return captured
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -24,8 +24,25 @@ from hpc3d.partition.capturing.user_module import unwrapped
 from hpc3d.runtime import host_memory
 
 
+class FactoryResult(NamedTuple):
+    """Module with its example inputs, as returned by a factory.
+
+    `reduction` is "mean" or "sum" if the factory states how the loss depends on the losses of the
+    samples, otherwise "".
+    """
+
+    module: torch.nn.Module
+    inputs: tuple | dict
+    reduction: str = ""
+
+
 def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
-    """Call `MODULE:FACTORY` and return its module and example inputs.
+    """Call `MODULE:FACTORY` and return its module and example inputs, as `made_model` does."""
+    return made_model(name)[:2]
+
+
+def made_model(name: str) -> FactoryResult:
+    """Call `MODULE:FACTORY` and return its result.
 
     The inputs are a tuple of positional arguments or a dict of keyword arguments. The name may
     include literal arguments for the factory, as in `MODULE:FACTORY(1024, layers=24)`. The factory
@@ -34,7 +51,7 @@ def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
     torch.compile are removed from the module. Raises ValueError with a one-line message if the
     factory fails.
     """
-    return _as_pair(name, _called(name, function_at(name)))
+    return _as_model(name, _called(name, function_at(name)))
 
 
 def made_with_data(name: str, seed: int) -> tuple[torch.nn.Module, tuple | dict]:
@@ -46,7 +63,7 @@ def made_with_data(name: str, seed: int) -> tuple[torch.nn.Module, tuple | dict]
     try:
         with undisturbed():
             torch.manual_seed(seed)
-            return _as_pair(name, make())
+            return _as_model(name, make())[:2]
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name} raised {described(error)}") from error
 
@@ -82,13 +99,16 @@ def function_at(name: str) -> Callable[..., Any]:
     return partial(function, *arguments, **named)
 
 
-def _as_pair(name, result):
+def _as_model(name, result):
     match result:
-        case torch.nn.Module() as module, (tuple() | dict()) as inputs:
-            return unwrapped(module), inputs
-        case torch.nn.Module() as module, torch.Tensor() as only:
-            return unwrapped(module), (only,)
-    raise ValueError(f"{name} must return an nn.Module and a tuple or dict of its inputs")
+        case torch.nn.Module() as module, (tuple() | dict() | torch.Tensor()) as inputs, *stated:
+            if stated in ([], ["mean"], ["sum"]):
+                inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+                return FactoryResult(unwrapped(module), inputs, *stated)
+    raise ValueError(
+        f'{name} must return an nn.Module, a tuple or dict of its inputs and, optionally, "mean" '
+        'or "sum", the reduction of the loss'
+    )
 
 
 def _literals(name, factory, call):

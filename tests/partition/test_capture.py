@@ -169,7 +169,7 @@ def test_number_of_pieces_of_unusual_modules(name, pieces):
     ("name", "line"),
     [
         ("decides", r"cannot be captured: .*sample_models.py:\d+"),
-        ("nothing", "must return an nn.Module and a tuple or dict"),
+        ("nothing", "must return an nn.Module, a tuple or dict"),
         ("leaves", "raised SystemExit: 3"),
         ("picks", r"the size of a tensor depends on the values .*sample_models.py:\d+\)"),
         ("halves", r"autocast to 16-bit .*sample_models.py:\d+\)"),

@@ -42,6 +42,16 @@ def test_invalid_factory_arguments_are_rejected_in_one_line(call, line):
     assert len(str(found.value).splitlines()) == 1
 
 
+def stating(*reductions):
+    return torch.nn.Linear(1, 1), (torch.zeros(2, 1),), *reductions
+
+
+@pytest.mark.parametrize("more", ["'product'", "'sum', 'mean'", "0"])
+def test_unknown_reduction_of_the_loss_is_rejected(more):
+    with pytest.raises(ValueError, match='optionally, "mean" or "sum", the reduction of the loss'):
+        made(f"tests.partition.test_factory:stating({more})")
+
+
 @pytest.mark.parametrize("name", ["tests", ":f", "no.such.module:f"])
 def test_missing_factory_is_rejected(name):
     with pytest.raises(ValueError, match="^" + name.partition(":")[0]):

@@ -66,8 +66,9 @@ def refuse_other_losses(values: BatchValues, loss: fx.Node) -> None:
     grows = max(found) > 0
     what = "a sum over the samples, not a mean" if grows else "divided by the batch size twice"
     raise ValueError(
-        f"the loss is {what}: {loss.name}{where(loss)}; use the mean over the samples, or divide "
-        "the sum over the samples by the batch size of the input (x.shape[0])"
+        f"the loss is {what}: {loss.name}{where(loss)}; use the mean over the samples, divide the "
+        "sum over the samples by the batch size of the input (x.shape[0]), or let the factory "
+        'return module, inputs, "sum"'
     )
 
 

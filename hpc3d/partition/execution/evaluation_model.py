@@ -26,7 +26,7 @@ from hpc3d.partition.capturing.flat_export import module_of, where
 from hpc3d.partition.capturing.user_module import in_evaluation
 from hpc3d.partition.execution.stage_program import stage_programs
 from hpc3d.partition.execution.staged_model import StagedModel
-from hpc3d.partition.factory import made, made_with_data
+from hpc3d.partition.factory import made_model, made_with_data
 
 _Parts = Sequence[Sequence[int]]
 
@@ -37,7 +37,7 @@ def evaluation_model(name: str, model: StagedModel, parts: _Parts) -> StagedMode
     `name` is the factory of the module, and `parts` contains the indices of the pieces of each
     chunk of `model`. Raises ValueError if the module cannot be evaluated on these stages.
     """
-    module, inputs = made(name)
+    module, inputs, reduction = made_model(name)
 
     def with_data():
         module, inputs = made_with_data(name, 0)
@@ -46,7 +46,7 @@ def evaluation_model(name: str, model: StagedModel, parts: _Parts) -> StagedMode
 
     try:
         with in_evaluation(module):
-            captured = captured_by_sample(module, inputs, with_data)
+            captured = captured_by_sample(module, inputs, with_data, reduction)
         return staged_evaluation(captured, model, parts)
     except ValueError as error:
         raise ValueError(f"train.eval_every: in evaluation mode, {error}") from error

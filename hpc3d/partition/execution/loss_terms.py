@@ -11,7 +11,8 @@ denominator of all N samples of the step, and n is the number of samples in the 
 In general, each statistic of the inputs that does not depend on trained parameters, such as a
 count, a mean or a maximum over the samples, has the value of the full batch. If it grows with the
 batch, as a count does, it is multiplied by n / N. D and the statistics are computed on rank 0
-before the step.
+before the step. If the user states that the loss is a sum over the samples, it is multiplied by
+N / n in each microbatch.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class LossTerms:
         self.degrees = _degrees(
             batch, [node for node in nodes if _is_boundary(node, known, batch)]
         )
-        self.sizes = {node.name: 1 for node in self.targets}
+        is_sum = captured.loss.reduction == "sum"
+        self.sums = [captured.loss.node] if is_sum and captured.loss.node else []
+        self.sizes = {node.name: 1 for node in (*self.targets, *self.sums)}
         self.sizes |= {node.name: prod(node.meta["val"].shape) for node in self.degrees}
         wanted = [each for operands in self.targets.values() for each in operands]
         self.order = _needed(captured, [*wanted, *self.degrees])
@@ -100,10 +103,11 @@ class LossTerms:
             node.name: _denominator(node, [values[each] for each in operands]) / samples
             for node, operands in self.targets.items()
         }
-        return found | {
+        found |= {
             node.name: values[node].double() / samples**degree
             for node, degree in self.degrees.items()
         }
+        return found | {node.name: torch.tensor(samples).double() for node in self.sums}
 
     def weigh(self, node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
         """Make an operation use the values of the full batch.
@@ -111,7 +115,10 @@ class LossTerms:
         `node` is a copy of the operation `original`, and `draw` is the graph input that receives
         a `Draw` at run time. Other operations are not changed.
         """
-        if original in self.targets:
+        if original in self.sums:
+            node.args = original.name, draw, node.target, node.args, node.kwargs
+            node.target, node.kwargs = _sum_over_samples, {}
+        elif original in self.targets:
             node.args = original.name, draw, node.target, arguments_of(node)
             node.target, node.kwargs = _mean_over_targets, {}
         elif original in self.unknown:
@@ -208,6 +215,18 @@ def _needed(captured: Captured, wanted: Sequence[fx.Node]) -> list[fx.Node]:
             todo += [] if is_size(node) else node.all_input_nodes
             todo += [each for number in memory_of(node) for each in writers[number]]
     return [node for node in nodes if node in found]
+
+
+def _sum_over_samples(
+    name: str,
+    draw: Draw,
+    operation: Callable[..., torch.Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> torch.Tensor:
+    """Return a sum over samples, multiplied by the samples of the step per sample of this call."""
+    found, given = operation(*args, **kwargs), draw.batch_values.get(name)
+    return found if given is None else found * (float(given) / draw.samples)
 
 
 def _mean_over_targets(

@@ -77,6 +77,8 @@ def warnings(captured: Captured) -> Iterator[str]:
 
 
 def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
+    if captured.loss.reduction == "sum":
+        yield "the loss is a sum over the samples, but the file computes means; use -o PLAN.json"
     for path in dict.fromkeys(each.path for each in captured.opaque):
         yield f"{path}: cannot be traced, so no source code can be written; use -o PLAN.json"
     yield from _drawn_twice(plan, captured)

@@ -89,7 +89,7 @@ def time_major(batch=12):
 def with_data(name, seed=0):
     """A module in float64 without dropout of its own, and inputs that are no zeros."""
     torch.manual_seed(seed)
-    module, inputs = function_at(name)()
+    module, inputs, *_ = function_at(name)()
     draws = torch.Generator().manual_seed(1)
 
     def drawn(value):
@@ -109,7 +109,9 @@ def with_data(name, seed=0):
 def prepared(name):
     """(module, inputs, Captured) of `MODULE:FACTORY` in float64, none of which may be changed."""
     module, inputs = exact(name)
-    return module, inputs, capture(module, inputs)
+    captured = capture(module, inputs)
+    reduction = (*function_at(name)(), "")[2]
+    return module, inputs, captured._replace(loss=captured.loss._replace(reduction=reduction))
 
 
 def exact(name):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hpc3d.console.exit_codes import BadData
-from hpc3d.partition.capture import capture
+from hpc3d.partition.capture import capture, captured_of
 from hpc3d.partition.execution.loss_terms import LossTerms
 from tests.partition.execution.modules import (
     assert_trained_alike,
@@ -125,6 +125,52 @@ def test_microbatches_are_weighted_by_their_valid_targets(name, replicas, micros
     name = f"{HERE}:{name}"
     found = trained(name, replicas, micros, "1f1b" if replicas[1:] else "none")
     assert_trained_alike(found, trained_by_torch(name, 1))
+
+
+class Items(Tokens):
+    """Sum over the tokens, divided by a number that the user passes."""
+
+    def forward(self, ids, labels, items):
+        return super().forward(ids, labels) / items
+
+
+def summed():
+    _, (ids, labels) = tokens(None)
+
+    def loss(model, logits, labels):
+        return logits.square().sum() + functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+
+    return Items(loss), (ids, labels, torch.tensor(7.0).double()), "sum"
+
+
+def squared():
+    return *tokens(lambda model, logits, labels: logits.square().sum()), "sum"
+
+
+@pytest.mark.parametrize("name", ["summed", "squared"])
+@pytest.mark.parametrize(("replicas", "micros"), [((1, 1), 4), ((2, 1), 3)])
+def test_sum_over_samples_is_computed_if_the_factory_states_it(name, replicas, micros):
+    found = trained(f"{HERE}:{name}", replicas, micros, "1f1b")
+    assert_trained_alike(found, trained_by_torch(f"{HERE}:{name}", 1))
+
+
+@pytest.mark.parametrize("name", ["squared", "two_terms", "by_class"])
+def test_values_of_the_batch_are_sent_in_float64(name):
+    _, inputs, captured = prepared(f"{HERE}:{name}")
+    found = LossTerms(captured).values(inputs, BATCH).values()
+    assert {each.dtype for each in found} == {torch.float64}
+
+
+def test_stated_reduction_is_captured():
+    assert captured_of(f"{HERE}:summed").loss.reduction == "sum"
+    with pytest.raises(ValueError, match=r'sum over the samples, .* return module, inputs, "sum"'):
+        captured_of(f"{HERE}:unstated")
+
+
+def unstated():
+    return summed()[:2]
 
 
 def test_denominators_are_counted_per_sample():

@@ -85,6 +85,23 @@ def summing():
     return of(lambda model, x: x, lambda y: y.square().sum())
 
 
+def summing_as_mean():
+    return *summing(), "mean"
+
+
+def summing_as_sum():
+    return *summing(), "sum"
+
+
+def averaging_as_sum():
+    return *of(lambda model, x: x), "sum"
+
+
+def rounding():
+    """A loss in float32 of a module in float64."""
+    return of(lambda model, x: x, lambda y: y.float().square().mean())
+
+
 def rooted():
     return of(lambda model, x: x, lambda y: y.square().mean().sqrt())
 
@@ -138,6 +155,8 @@ def lines_of(name, shares=(range(3), range(3, 8)), training=True, gradients=True
         ("branching", ["differs from the module", "the first difference is in inner;"]),
         ("rolling", ["is not the mean", "roll relates samples (", "test_verification.py:"]),
         ("summing", ["is not the mean", "return the loss as a mean over the samples"]),
+        ("summing_as_mean", ["is not the mean", "return the loss as a mean over the samples"]),
+        ("averaging_as_sum", ["is not the mean", "return the loss as a mean over the samples"]),
         ("rooted", ["is not the mean", "return the loss as a mean over the samples"]),
         ("normalized_and_rolling", ["is not the mean", "roll relates samples ("]),
     ],
@@ -151,7 +170,11 @@ def test_difference_from_torch_is_refused(name, lines):
 
 
 @pytest.mark.parametrize(
-    "name", [f"{HERE}:dropping", f"{MODULES}:chain", "inputs.partition.bert:small"]
+    "name",
+    [
+        *(f"{HERE}:dropping", f"{HERE}:summing_as_sum", f"{HERE}:rounding"),
+        *(f"{MODULES}:chain", "inputs.partition.bert:small"),
+    ],
 )
 def test_sound_model_is_accepted(name):
     (line,) = lines_of(name, (range(1), range(1, 3)))
