@@ -26,6 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpc3d.partition.capture import Captured, state_of, without_values
+from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.opaque_modules import OpaqueModule
 from hpc3d.partition.capturing.user_code import tensors
 from hpc3d.predict.machine.machine import Machine
@@ -99,8 +100,17 @@ class Operations:
     def costs(self, machine: Machine, batch: int) -> dict[fx.Node, OperationCost]:
         """Return the OperationCost of each operation for a microbatch of `batch` samples.
 
-        The cost of identical operations in repeated layers is computed once.
+        The cost of identical operations in repeated layers is computed once. Raises ValueError if
+        the machine file has no rates for the data type of a matrix product.
         """
+        for node, (operation, _, dtype) in self.kinds.items():
+            computes = any(work.products or work.flop for work in operation[:2])
+            if computes and dtype not in machine.gemm:
+                raise ValueError(
+                    f"machine {machine.name}: no GEMM rates for {dtype}, the data type of "
+                    f"{node.name}{where(node)}; measure the costs with python -m hpc3d.partition "
+                    f"profile and pass --profile, or add [gemm.{dtype}] to the machine file"
+                )
         way = (batch - _LOW) / (_HIGH - _LOW)
         found = {
             kind: _cost(machine, _on_the_line(*kind[:2], way), kind[2])

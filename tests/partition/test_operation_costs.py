@@ -9,12 +9,13 @@ pytest.importorskip("torch")
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpc3d.partition.capture import captured_of
+from hpc3d.partition.capture import capture, captured_of
 from hpc3d.partition.factory import made_with_data
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.predict.machine.machine import Link, Machine, Rates
 from tests.partition.sample_models import HERE, captured, small
 from tests.partition.untraceable_models import HERE as UNTRACEABLE
+from tests.partition.user_models import Base, ready
 
 SLOW = 1e-30  # what it counts of bytes
 FLOP = Machine(
@@ -70,6 +71,13 @@ def test_opaque_module_saves_its_inputs_and_results():
     assert 0 < opaque.call.saved <= 16
     assert saved["clone"] == 6 * 16
     assert saved["parts_0"] == pytest.approx(6 * (opaque.call.saved + 16)), "gelu reads linear_1"
+
+
+def test_data_type_without_rates_is_refused_with_a_remedy():
+    found = capture(*ready(Base()))
+    line = r"no GEMM rates for float64, .* of linear \(.*user_models.py:\d+\); .* pass --profile"
+    with pytest.raises(ValueError, match=line):
+        Operations(found).costs(FLOP, 8)
 
 
 @pytest.mark.slow
