@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -65,6 +66,40 @@ class Deciding(nn.Module):
 
     def forward(self, x):
         return x if torch.compiler.is_compiling() else x.sin()
+
+
+class Applied(nn.Module):
+    """A submodule that applies a function to a layer and the hidden values."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.layer, x)
+
+
+def applying(function):
+    model, inputs = of(lambda model, x: model.inner(x))
+    model.inner = Applied(function)
+    return model, inputs
+
+
+def mapping():
+    return applying(lambda layer, x: torch.func.vmap(lambda row: layer(row).tanh())(x))
+
+
+def differentiating():
+    """A gradient of the second order."""
+
+    def gradient(layer, x):
+        return torch.autograd.grad(layer(x).tanh().sum(), x, create_graph=True)[0]
+
+    return applying(gradient)
+
+
+def calling_numpy():
+    return applying(lambda layer, x: layer(x) + torch.from_numpy(np.tanh(x.detach().numpy())))
 
 
 def branching():
@@ -179,6 +214,19 @@ def test_difference_from_torch_is_refused(name, lines):
 def test_sound_model_is_accepted(name):
     (line,) = lines_of(name, (range(1), range(1, 3)))
     assert line.startswith("verified on 3 samples: loss ")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "differentiating",
+        pytest.param("mapping", marks=pytest.mark.slow),
+        pytest.param("calling_numpy", marks=pytest.mark.slow),
+    ],
+)
+def test_untraceable_code_in_a_submodule_is_accepted(name):
+    assert prepared(f"{HERE}:{name}")[-1].opaque
+    assert lines_of(f"{HERE}:{name}")[0].startswith("verified on 8 samples: loss ")
 
 
 @pytest.mark.parametrize("name", ["normalized", "added_to_normalized"])
