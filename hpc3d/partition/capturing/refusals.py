@@ -24,6 +24,7 @@ from hpc3d.partition.capturing.flat_export import FixedBatch, module_of, where
 from hpc3d.partition.capturing.user_code import (
     UntraceableCode,
     described,
+    is_raised_by_torch,
     line_in_user_code,
     tensors,
 )
@@ -96,6 +97,8 @@ def explained(error: BaseException, model: torch.nn.Module, path: str) -> str:
     message = described(error).removesuffix(line)
     if isinstance(error, ValueError):
         message = message.partition(": ")[2]
+    elif not path and is_raised_by_torch(error):
+        return f"{message}{line}{_REMEDY}, if it runs without torch.export"
     return f"{message}{line}"
 
 

@@ -113,7 +113,8 @@ def described(error: Exception) -> str:
 
 
 _PARTITION = os.path.dirname(os.path.dirname(__file__))
-_NOT_USER_CODE = _PARTITION, os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<"
+_TORCH = os.path.dirname(torch.__file__)
+_NOT_USER_CODE = _PARTITION, _TORCH, os.path.dirname(os.__file__), "<"
 
 
 def line_in_user_code(error: BaseException) -> str:
@@ -121,6 +122,12 @@ def line_in_user_code(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [each for each in frames if not each.filename.startswith(_NOT_USER_CODE)]
     return f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
+
+
+def is_raised_by_torch(error: BaseException) -> bool:
+    """Return True if code of torch raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_TORCH)
 
 
 def running_line() -> str:

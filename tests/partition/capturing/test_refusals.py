@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import copy
 import random
 
 import numpy as np
@@ -121,6 +122,14 @@ def summed_in_place(model, x):
     return model.squares(x).mean() * model.total
 
 
+def copied(model, x):
+    return model.squares(copy.deepcopy(model.a)(x)).mean()
+
+
+def broken(model, x):
+    raise LookupError("no such layer")
+
+
 def backward(model, x):
     loss = model.squares(x).mean()
     loss.backward()
@@ -153,6 +162,8 @@ SUBMODULE = r" \(.*\.py:\d+\); move this code into a submodule$"
         (mapped, f"cannot trace transformations of torch.func: .*{SUBMODULE}"),
         (differentiated, f"forward computes gradients, which torch.export .*{SUBMODULE}"),
         (summed_in_place, r"modifies a tensor that is not a buffer \(.*:\d+\); register it as"),
+        (copied, f"RuntimeError: .*{SUBMODULE[:-1]}, if it runs without torch.export$"),
+        (broken, r"LookupError: no such layer \(.*:\d+\)$"),
         (backward, r"forward calls backward\(\); return the loss instead \(.*:\d+\)$"),
         (tied, r"forward assigns b.weight; assign it in __init__ \(.*:\d+\)$"),
         (chosen_by_python, r"numbers from Python's random, .* torch.where \(.*:\d+\)$"),

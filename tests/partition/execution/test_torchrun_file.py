@@ -31,6 +31,7 @@ from tests.partition.execution.modules import (
     state,
 )
 
+LOSSES = "tests.partition.execution.test_loss_terms"
 CHAIN, EVERYTHING = f"{HERE}:chain", f"{HERE}:everything"
 BERT, RESNET = "inputs.partition.bert:small", "inputs.partition.resnet:small"
 SMALL = [BERT, RESNET, *(f"inputs.partition.{name}:small" for name in ("unet", "translation"))]
@@ -223,6 +224,11 @@ def test_plan_unsupported_by_torch_is_rejected(replicas, micros, schedule, line)
     with pytest.raises(ValueError, match=line) as refused:
         written(CHAIN, replicas, micros, schedule)
     assert "\n" not in str(refused.value)
+
+
+def test_sum_over_samples_is_rejected():
+    with pytest.raises(ValueError, match=r"the loss is a sum over the samples, .* -o PLAN.json"):
+        written(f"{LOSSES}:summed", (1, 1), 2, "1f1b")
 
 
 def test_constant_that_is_too_long_is_rejected():
