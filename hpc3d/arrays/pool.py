@@ -132,6 +132,10 @@ class Pool:
         array.fill(0)
         return array
 
+    def shared(self, exporter: Any) -> Any:
+        """Return an array in the memory of an object that supports DLPack, such as a tensor."""
+        return np.from_dlpack(exporter)
+
     def bring(self, array: np.ndarray | float) -> Any:
         """Copy a host array or a number to this pool's device, if the pool has a device."""
         return array

@@ -21,7 +21,9 @@ from hpc3d.training.optimizers.catalog import state_kinds
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
 _BFLOAT16 = "bfloat16"  # NumPy has no type code for bfloat16
-_TYPES = {"|u1": 1, "<f2": 2, _BFLOAT16: 2, "<f4": 4, "<f8": 8}  # size of an element in bytes
+_CODES = "|u1", "|i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8", "<c8", "<c16"
+# size of an element in bytes; integers and complex numbers are buffers of torch modules
+_TYPES = {_BFLOAT16: 2} | {code: np.dtype(code).itemsize for code in _CODES}
 _SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # tensor name
 _DIGEST = re.compile(r"[0-9a-f]{64}")

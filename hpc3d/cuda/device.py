@@ -221,6 +221,10 @@ class DevicePool(Pool):
         pointer = self.cuda.MemoryPointer(lent, 0)
         return self.device.cupy.ndarray(tuple(shape), dtype, pointer)
 
+    def shared(self, exporter: Any) -> Any:
+        """Return an array in the device memory of an object that supports DLPack."""
+        return self.device.cupy.from_dlpack(exporter)
+
     def bring(self, array: np.ndarray | float) -> Any:
         """Copy a host array, or a number as float32, to a new array on the device."""
         values = array if isinstance(array, np.ndarray) else np.array(array, np.float32)

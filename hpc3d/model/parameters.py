@@ -67,10 +67,10 @@ class Parameter:
     `tied_peer` is the pipeline stage with the other copy of a tied table.  The gradient of a
     `completed_last` parameter, such as a tied table, is complete only at the end of the step.
     `unit` names the component of the model whose backward pass completes the gradient, such as
-    "layers.0".  A `frozen` parameter has a value, but no gradient and no optimizer state.  A
-    parameter that is not `counted` is a copy of another pipeline stage's parameter.  `interleaved`
-    (matrices, columns) means that groups of `columns` columns belong to `matrices` matrices,
-    round-robin.
+    "layers.0".  A `frozen` parameter has a value, but no gradient and no optimizer state.  If it
+    has a `dtype`, its value is stored in a separate array, `apart`.  A parameter that is not
+    `counted` is a copy of another pipeline stage's parameter.  `interleaved` (matrices, columns)
+    means that groups of `columns` columns belong to `matrices` matrices, round-robin.
     """
 
     name: str
@@ -85,6 +85,7 @@ class Parameter:
     tied_peer: int | None = None
     completed_last: bool = False
     frozen: bool = False
+    dtype: DTypeLike | None = None
     counted: bool = True
     interleaved: tuple[int, int] = (1, 1)
     unit: str = ""
@@ -92,6 +93,7 @@ class Parameter:
     sign_rate: float = 0.0
     value: Any = field(default=None, repr=False)
     grad: Any = field(default=None, repr=False)
+    apart: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         words = self.name.split(".")
@@ -260,9 +262,12 @@ class Parameters:
         values, grads = {True: 0, False: 0}, 0
         for item in self.items:
             lies_elsewhere = self.lies_elsewhere(item)
-            slices = self._slices_of(item, values[lies_elsewhere], grads)
-            values[lies_elsewhere], grads = slices.value.stop, slices.grad.stop
-            self.slices[item] = slices
+            first = values[lies_elsewhere] if item.dtype is None else 0
+            self.slices[item] = slices = self._slices_of(item, first, grads)
+            if item.dtype is not None:
+                item.apart = self.mesh.zeros((slices.value.stop,), item.dtype, "parameter")
+            else:
+                values[lies_elsewhere], grads = slices.value.stop, slices.grad.stop
         self.value = self.mesh.zeros((values[False],), self.dtype, "parameter")
         self.grad = self.mesh.zeros((grads,), self.wide, "gradient")
         if any(map(self.lies_elsewhere, self.items)):  # allocated even if empty on this rank
@@ -355,6 +360,8 @@ class Parameters:
 
     def flat(self, item: Parameter) -> Array:
         """Return the flat array that contains the value of a parameter."""
+        if item.dtype is not None:
+            return item.apart
         return self.elsewhere if self.lies_elsewhere(item) else self.value
 
     def read(self, item: Parameter, part: slice) -> Array:

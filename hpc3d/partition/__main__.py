@@ -38,7 +38,7 @@ from importlib import import_module
 from pathlib import Path
 
 from hpc3d.config.argument_types import integer, number_of_ranks, rate, size
-from hpc3d.config.limits import INT32, MOST_PASSES, MOST_RANKS
+from hpc3d.config.limits import INT32, MOST_PASSES, MOST_RANKS, TRAINED_TYPES
 from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine
 from hpc3d.console.command_line import Parser, readable_time, run
 from hpc3d.console.sanitize import Problems, sanitized
@@ -102,6 +102,8 @@ def parser() -> Parser:
         "--machine, also use measured communication costs"
     )
     add("--profile", type=Path, metavar="PROFILE.json", help=text)
+    text = "modules only: convert the module and its floating-point inputs to this data type"
+    add("--dtype", choices=TRAINED_TYPES, help=text)
     text = "samples per step (default: batch size of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=text)
     text = (
@@ -170,7 +172,7 @@ def _plan(options):
 
 
 _MODULE_OPTIONS = (
-    *("machine", "profile", "batch", "replicas", "recompute", "margin", "zero"),
+    *("machine", "profile", "dtype", "batch", "replicas", "recompute", "margin", "zero"),
     "offload",
     *("output", "draw"),
 )
@@ -218,7 +220,7 @@ def _plan_module(options):
             "file (--machine)"
         )
     gc.set_threshold(_GC_THRESHOLD)
-    captured = captured_of(options.model)
+    captured = captured_of(options.model, options.dtype)
     if options.output and captured.loss.node is None:
         raise ValueError(f"{options.model}: {captured.loss.text}; without a loss, omit -o")
     if options.output:
@@ -242,7 +244,8 @@ def _plan_module(options):
         from hpc3d.partition.plan_file import saved
 
         names = [str(each) for each in (options.profile, options.machine) if each]
-        found = saved(plan, captured, options.model, " ".join(names) or DEFAULT_MACHINE)
+        machine = " ".join(names) or DEFAULT_MACHINE
+        found = saved(plan, captured, options.model, machine, options.dtype)
         _write(options.output, found, captured)
     return _module_as_json(plan)
 
@@ -353,7 +356,7 @@ def _show_module(plan, ranks, captured):
     if choice.ranks < ranks:
         _show_largest(captured, plan.costs.graph(1), ranks)
     _show_totals(step.seconds, plan.load, max(step.held))
-    if not plan.costs.moments:
+    if not plan.costs.states:
         print("offloaded       the optimizer state, which is not included")
     print(f"memory limit    {plan.memory / 1e6:.6g} MB per rank, excluding the margin")
     searched = f"one topological order of {plan.costs.count} nodes, by simulation"

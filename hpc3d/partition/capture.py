@@ -145,13 +145,15 @@ def capture(
     return captured._replace(opaque=operations, attributes=attributes, loss=loss)
 
 
-def captured_of(name: str) -> Captured:
+def captured_of(name: str, dtype: str | None = None) -> Captured:
     """Capture the module returned by the factory `name`, given as `MODULE:FACTORY`, for training.
 
-    Raises ValueError as `captured_by_sample` does.
+    If a `dtype` is given, the module and its floating-point inputs are converted to it. Raises
+    ValueError as `captured_by_sample` does.
     """
-    module, inputs, reduction = made_model(name)
-    return captured_by_sample(module, inputs, partial(made_with_data, name, 0), reduction)
+    module, inputs, reduction = made_model(name, dtype)
+    with_data = partial(made_with_data, name, 0, dtype)
+    return captured_by_sample(module, inputs, with_data, reduction)
 
 
 def captured_by_sample(
@@ -411,6 +413,11 @@ def state_of(captured: Captured) -> dict[str, torch.Tensor]:
 def is_trained(like: torch.Tensor) -> bool:
     """Return True for a parameter that requires a gradient."""
     return isinstance(like, torch.nn.Parameter) and like.requires_grad
+
+
+def gradient_bytes(like: torch.Tensor) -> int:
+    """Return the size in bytes of a parameter's gradient, which is in float32 or wider."""
+    return like.numel() * torch.promote_types(like.dtype, torch.float32).itemsize
 
 
 def carries_batch(node: fx.Node) -> bool:

@@ -37,7 +37,7 @@ from hpc3d.pipeline.step_model import reduced, step_model
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.machine.machine import Machine
 
-MOMENTS = 2  # number of AdamW moment arrays, each as large as the parameters
+MOMENTS = 2  # number of AdamW moment arrays, each as large as the gradients
 
 
 class Wire(NamedTuple):
@@ -153,7 +153,7 @@ class RunCosts(NamedTuple):
     """Overhead of a rank in seconds, in addition to the time of operations and communication.
 
     `forward` and `backward` are per microbatch and model chunk, `step` is per step, and `update`
-    is the time of the optimizer update per byte of parameters.
+    is the time of the optimizer update per byte of gradients.
     """
 
     forward: float = 0.0
@@ -209,8 +209,9 @@ class ModelCosts:
     Costs depend on the number of rows, that is, the samples of a microbatch on one rank.
     `graph_of(rows)` returns the graph with costs for `rows` rows; its atoms are the same for any
     number of rows. `chain(rows)` returns the `Chain` of this graph, which contains the possible
-    stage boundaries (cuts). `run` is the overhead of each rank (None: no overhead). `moments` is
-    the number of AdamW moments in the memory of a rank, included in the graph: 0 if offloaded.
+    stage boundaries (cuts). `run` is the overhead of each rank (None: no overhead). `states` is
+    the number of optimizer state arrays in the memory of a rank, included in the graph, each as
+    large as the gradients: 0 if offloaded.
 
     The ranks of a stage are contiguous and follow the ranks of the previous stage. If two adjacent
     stages span several nodes, all messages between the stages are assumed to cross the network.
@@ -222,11 +223,10 @@ class ModelCosts:
         machine: Machine,
         batch: int,
         run: RunCosts | None = None,
-        moments: int = MOMENTS,
+        states: int = MOMENTS,
     ) -> None:
-        self.moments = moments
         self.graph, self.machine, self.batch = cache(graph_of), machine, batch
-        self.run = run or RunCosts()
+        self.run, self.states = run or RunCosts(), states
         self.chain = cache(lambda rows: Chain(self.graph(rows)))
         self._parts: dict[tuple[int, int, int], PartNumbers] = {}
 
@@ -241,7 +241,7 @@ class ModelCosts:
         def graph_of(rows):
             return self.graph(rows).ordered(order)
 
-        return ModelCosts(graph_of, self.machine, self.batch, self.run, self.moments)
+        return ModelCosts(graph_of, self.machine, self.batch, self.run, self.states)
 
     def rows(self, microbatches: int, replicas: int) -> int:
         """Return the largest number of samples per microbatch that any rank processes."""
@@ -344,7 +344,7 @@ def bytes_held(costs: ModelCosts, choice: PipelineChoice) -> tuple[float, ...]:
         fixed, trained, fed = (
             _stage_sum(name, choice, parts, owned, stage) for name in ("fixed", "trained", "fed")
         )
-        shared = costs.moments * trained * (1 - 1 / replicas) if choice.zero else 0.0
+        shared = costs.states * trained * (1 - 1 / replicas) if choice.zero else 0.0
         inputs = fed * choice.microbatches * costs.rows(choice.microbatches, replicas)
         mine = [(choice.stages[n], parts[n]) for n in range(stage, len(parts), choice.width)]
         saved = [part.received + (not chunk.recompute) * part.saved for chunk, part in mine]

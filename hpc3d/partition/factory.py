@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
 
 from hpc3d.partition.capturing.tracing import MEMORY_FRACTION
 from hpc3d.partition.capturing.user_code import described, undisturbed, without_data
@@ -41,29 +42,32 @@ def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
     return made_model(name)[:2]
 
 
-def made_model(name: str) -> FactoryResult:
+def made_model(name: str, dtype: str | None = None) -> FactoryResult:
     """Call `MODULE:FACTORY` and return its result.
 
     The inputs are a tuple of positional arguments or a dict of keyword arguments. The name may
     include literal arguments for the factory, as in `MODULE:FACTORY(1024, layers=24)`. The factory
     first creates fake tensors, which need no memory. If this fails, for example because it reads
     the values of tensors, it is called again to create real tensors. Wrappers such as
-    torch.compile are removed from the module. Raises ValueError with a one-line message if the
-    factory fails.
+    torch.compile are removed from the module. If a `dtype` is given, the module and the inputs are
+    converted to it. Raises ValueError with a one-line message if the factory fails.
     """
-    return _as_model(name, _called(name, function_at(name)))
+    make = function_at(name)
+    return _as_model(name, _called(name, lambda: _converted(make(), dtype)), dtype)
 
 
-def made_with_data(name: str, seed: int) -> tuple[torch.nn.Module, tuple | dict]:
+def made_with_data(
+    name: str, seed: int, dtype: str | None = None
+) -> tuple[torch.nn.Module, tuple | dict]:
     """Call `MODULE:FACTORY` with real tensors and a seeded random number generator.
 
-    Returns the module and its example inputs.
+    Returns the module and its example inputs, which are converted to `dtype` if it is given.
     """
     make = function_at(name)
     try:
         with undisturbed():
             torch.manual_seed(seed)
-            return _as_model(name, make())[:2]
+            return _as_model(name, _converted(make(), dtype), dtype)[:2]
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name} raised {described(error)}") from error
 
@@ -99,16 +103,37 @@ def function_at(name: str) -> Callable[..., Any]:
     return partial(function, *arguments, **named)
 
 
-def _as_model(name, result):
+def _as_model(name, result, dtype):
     match result:
         case torch.nn.Module() as module, (tuple() | dict() | torch.Tensor()) as inputs, *stated:
             if stated in ([], ["mean"], ["sum"]):
                 inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-                return FactoryResult(unwrapped(module), inputs, *stated)
+                return FactoryResult(unwrapped(module), converted(inputs, dtype), *stated)
     raise ValueError(
         f'{name} must return an nn.Module, a tuple or dict of its inputs and, optionally, "mean" '
         'or "sum", the reduction of the loss'
     )
+
+
+def _converted(result, dtype):
+    """Convert the module in the result of a factory to `dtype`, if it is given.
+
+    torch cannot convert a module of fake tensors outside of the mode that created them.
+    """
+    match result:
+        case torch.nn.Module() as module, *_ if dtype:
+            module.to(getattr(torch, dtype))
+    return result
+
+
+def converted(inputs: Any, dtype: str | None) -> Any:
+    """Convert the floating-point tensors in nested inputs to `dtype`, if it is given."""
+
+    def of_type(value):
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(getattr(torch, dtype)) if dtype and floating else value
+
+    return tree_map(of_type, inputs)
 
 
 def _literals(name, factory, call):

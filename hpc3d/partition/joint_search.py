@@ -387,7 +387,7 @@ class _OfWay:
         weight = work + messages - late * part.weight
         always = part.fixed + micros * rows * part.fed + part.working
         if self.allowed.zero:
-            always = always - costs.moments * part.trained * (1 - 1 / replicas)
+            always = always - costs.states * part.trained * (1 - 1 / replicas)
         received = np.broadcast_to(part.crossing[:, None], always.shape)
         sent = np.broadcast_to(part.crossing[None], always.shape)
         return _StageKind(replicas, load, weight, part.forward, always, received, part.saved, sent)

@@ -16,6 +16,7 @@ from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value, contracted
 from hpc3d.partition.capture import (
     Captured,
     carries_batch,
+    gradient_bytes,
     is_trained,
     loss_of,
     shape_of,
@@ -40,8 +41,9 @@ def costs_of(
     `batch` is the number of samples per step (None: the batch of the example inputs), `run` is the
     overhead of each rank (None: no overhead), and `moments` is as in ModelCosts.
     """
+    captured = operations.captured
     graphs = partial(graph_of, operations, machine, moments=moments)
-    return ModelCosts(graphs, machine, batch or operations.captured.batch, run, moments)
+    return ModelCosts(graphs, machine, batch or captured.batch, run, _states(captured, moments))
 
 
 def graph_of(
@@ -113,15 +115,25 @@ def _before_loss(captured):
 
 
 def _weights(captured, moments):
-    """Return a dict from weight name to (bytes stored on a stage, bytes of trainable parameters).
+    """Return a dict from weight name to (bytes stored on a stage, bytes of the gradient).
 
-    The stored bytes of a trainable parameter include its gradient and `moments` optimizer moments.
+    The stored bytes of a trainable parameter include its gradient and its optimizer states.
     """
-    found = {}
+    found, states = {}, _states(captured, moments)
     for name, tensor in state_of(captured).items():
         nbytes = tensor.numel() * tensor.element_size()
-        found[name] = ((2 + moments) * nbytes, nbytes) if is_trained(tensor) else (nbytes, 0)
+        gradient = gradient_bytes(tensor) if is_trained(tensor) else 0
+        found[name] = (nbytes + (1 + states) * gradient, gradient)
     return found
+
+
+def _states(captured, moments):
+    """Return the number of optimizer state arrays in memory, given that of the moments.
+
+    The master copy of 16-bit weights is offloaded with the moments.
+    """
+    trained = filter(is_trained, state_of(captured).values())
+    return moments and moments + any(gradient_bytes(each) > each.nbytes for each in trained)
 
 
 def _shared(captured, weights):

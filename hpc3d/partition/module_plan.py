@@ -101,7 +101,7 @@ class ModulePlan(NamedTuple):
     @property
     def offload(self) -> list[str]:
         """Data that the plan offloads, as in `parallel.offload`."""
-        return [] if self.costs.moments else ["optimizer"]
+        return [] if self.costs.states else ["optimizer"]
 
     @property
     def ids(self) -> list[list[str]]:
@@ -330,7 +330,7 @@ def _nothing_fits(costs, allowed, wanted):
         low, high = (low, middle) if fits else (middle, high)
     enough = high / (1 - wanted.margin)
     others = ["more ranks"] + ["--zero 1"] * (not wanted.zero)
-    others += ["--offload optimizer"] * bool(costs.moments)
+    others += ["--offload optimizer"] * bool(costs.states)
     others += ["--recompute stage"] * (wanted.recompute == "none")
     return (
         f"no partition over {counted(wanted.ranks, 'rank')} fits in {allowed.memory:.6g} bytes "

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from hpc3d.config.limits import INT32, MOST_PASSES, MOST_RANKS
+from hpc3d.config.limits import INT32, MOST_PASSES, MOST_RANKS, TRAINED_TYPES
 from hpc3d.console import small_files
 from hpc3d.partition.capture import Captured
 from hpc3d.partition.module_plan import ModulePlan
@@ -31,7 +31,8 @@ class SavedPlan(NamedTuple):
     `graph` is the SHA-256 of the model's graph. `replicas` has one number per pipeline stage.
     `parts` lists the names of the pieces in each model chunk, in model order, and `recompute` is
     True for each chunk with recomputation. `predicted` records the machine and the predicted times
-    in seconds and sizes in bytes. `offload` lists the offloaded data, as in `parallel.offload`.
+    in seconds and sizes in bytes. `offload` lists the offloaded data, as in `parallel.offload`. The
+    module and its inputs are converted to `dtype`. Both are `None` in plans of earlier versions.
     """
 
     model: str
@@ -46,6 +47,7 @@ class SavedPlan(NamedTuple):
     parts: list[list[str]]
     predicted: dict[str, Any]
     offload: list[str] | None = None
+    dtype: str | None = None
 
     @property
     def ranks(self) -> int:
@@ -70,8 +72,13 @@ class SavedPlan(NamedTuple):
         return [[numbers[name] for name in part] for part in self.parts]
 
 
-def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> SavedPlan:
-    """Convert a plan to a `SavedPlan` that records the names of the model and the machine."""
+def saved(
+    plan: ModulePlan, captured: Captured, model: str, machine: str, dtype: str | None = None
+) -> SavedPlan:
+    """Convert a plan to a `SavedPlan` that records the names of the model and the machine.
+
+    `dtype` is the data type to which the module was converted, or `None`.
+    """
     choice, step, names = plan.choice, plan.step, names_of(captured)
     return SavedPlan(
         model=model,
@@ -95,6 +102,7 @@ def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> Sav
             "sent": step.sent,
         },
         offload=plan.offload,
+        dtype=dtype,
     )
 
 
@@ -200,4 +208,5 @@ _SOUND = {
     "parts": list_of(list_of(_text)),
     "predicted": lambda value: isinstance(value, dict),
     "offload": lambda value: value in (None, [], ["optimizer"]),
+    "dtype": lambda value: value is None or value in TRAINED_TYPES,
 }

@@ -154,6 +154,9 @@ class DevicePool(Pool):
         array.view(np.ndarray).reshape(-1).view(np.uint8).fill(RUBBISH)
         return array
 
+    def shared(self, exporter):
+        return super().shared(exporter).view(self.kind)
+
     def bring(self, array):
         return array.copy().view(self.kind) if isinstance(array, np.ndarray) else array
 

@@ -74,6 +74,14 @@ def test_factory_may_convert_the_module_dtype():
     assert {each.dtype for each in module.parameters()} == {torch.float64}
 
 
+@pytest.mark.parametrize("make", [made, lambda *name: made_with_data(name[0], 0, name[1])])
+def test_module_and_floating_inputs_are_converted(make):
+    module, (x, y) = make(f"{MODULES}:chain", "bfloat16")
+    assert {each.dtype for each in (*module.parameters(), x, y)} == {torch.bfloat16}
+    _, inputs = make(f"{MODULES}:everything", "bfloat16")
+    assert {each.dtype for each in inputs.values()} == {torch.int64}
+
+
 def test_factory_that_fails_with_data_is_rejected():
     with pytest.raises(ValueError, match="raised RuntimeError: no such size"):
         made_with_data(f"{HERE}:fails", 0)

@@ -5,7 +5,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
-from hpc3d.partition.model_graph import graph_of
+from hpc3d.partition.capture import capture
+from hpc3d.partition.factory import made_with_data
+from hpc3d.partition.measured_profile import UNIT
+from hpc3d.partition.model_graph import costs_of, graph_of
 from hpc3d.partition.operation_costs import Operations
 from tests.partition.sample_models import small
 from tests.partition.test_operation_costs import FLOP
@@ -21,6 +24,15 @@ def test_stage_memory_counts_values_gradients_and_two_moments():
     parameters = 6 * (64 * 64 + 64) * 4
     assert found.total("parameters", found.everything) == parameters
     assert found.total("memory", found.everything) == 4 * parameters
+
+
+def test_16_bit_parameters_have_gradients_moments_and_masters_in_float32():
+    module, inputs = made_with_data("inputs.partition.mlp:small", 0, "bfloat16")
+    costs = costs_of(Operations(capture(module, inputs)), UNIT)
+    found, parameters = costs.graph(16), 6 * (64 * 64 + 64)
+    assert found.total("parameters", found.everything) == 4 * parameters
+    assert found.total("memory", found.everything) == (2 + 4 + 3 * 4) * parameters
+    assert costs.states == 3 and costs.reordered([*range(costs.count)]).states == 3
 
 
 @pytest.mark.slow

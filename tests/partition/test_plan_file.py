@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 from hpc3d.partition import plan_file
-from hpc3d.partition.capture import capture
+from hpc3d.partition.capture import capture, captured_of
 from hpc3d.partition.plan_file import SavedPlan, digest_of, names_of
 from tests.partition.execution.modules import HERE, even_parts, prepared
 from tests.partition.sample_models import Function
@@ -17,7 +17,8 @@ CHAIN = f"{HERE}:chain"
 
 def plan_of(model, replicas, micros, schedule, chunks=1, recompute=False, **how):
     """That of a model which is cut into equal parts."""
-    _, _, captured = prepared(model)
+    dtype = how.get("dtype")
+    captured = captured_of(model, dtype) if dtype else prepared(model)[-1]
     count = len(replicas) * chunks
     return SavedPlan(
         model=model,
@@ -48,6 +49,14 @@ def test_plan_round_trips(tmp_path):
     assert found == saved()
     _, _, captured = prepared(CHAIN)
     assert found.pieces(captured) == [[*part] for part in even_parts(captured, 2)]
+
+
+def test_plan_without_a_data_type_is_read(tmp_path):
+    """Plans of earlier versions."""
+    path, tree = tmp_path / "plan.json", json.loads(saved().text())
+    del tree["dtype"]
+    path.write_text(json.dumps(tree))
+    assert plan_file.load(path) == saved()
 
 
 def test_digest_depends_on_the_computation_not_on_the_batch():
@@ -86,6 +95,7 @@ def test_plan_of_another_model_is_rejected():
         ({"parts": [["a"], []]}, "parts is missing or invalid"),
         ({"recompute": [1, 0]}, "recompute is missing or invalid"),
         ({"chunks": 2}, "parts are inconsistent"),
+        ({"dtype": "int8"}, "dtype is missing or invalid"),
         ({"model": None}, "model is missing or invalid"),
     ],
 )

@@ -31,16 +31,19 @@ from hpc3d.partition.factory import made_model, made_with_data
 _Parts = Sequence[Sequence[int]]
 
 
-def evaluation_model(name: str, model: StagedModel, parts: _Parts) -> StagedModel:
+def evaluation_model(
+    name: str, model: StagedModel, parts: _Parts, dtype: str | None = None
+) -> StagedModel:
     """Return the chunks of a module in evaluation mode, given those in training.
 
-    `name` is the factory of the module, and `parts` contains the indices of the pieces of each
-    chunk of `model`. Raises ValueError if the module cannot be evaluated on these stages.
+    `name` is the factory of the module, which is converted to `dtype` unless it is `None`, and
+    `parts` contains the indices of the pieces of each chunk of `model`. Raises ValueError if the
+    module cannot be evaluated on these stages.
     """
-    module, inputs, reduction = made_model(name)
+    module, inputs, reduction = made_model(name, dtype)
 
     def with_data():
-        module, inputs = made_with_data(name, 0)
+        module, inputs = made_with_data(name, 0, dtype)
         module.eval()
         return module, inputs
 

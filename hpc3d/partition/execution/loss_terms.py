@@ -50,6 +50,7 @@ _SAME_DEGREE = {  # functions that grow with the batch size as their operand doe
     *(_aten.to, _aten._to_copy, _aten.add_, _aten.type_as),
 }
 _MEAN, _SUM = 1, 2  # values of the argument `reduction` in torch
+_OF_DENOMINATOR = "ignore_index", "target", "weight"  # arguments that determine the denominator
 
 
 class LossTerms:
@@ -100,7 +101,10 @@ class LossTerms:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
         found = {
-            node.name: _denominator(node, [values[each] for each in operands]) / samples
+            node.name: _denominator(
+                arguments_of(node)["ignore_index"], *(values[each] for each in operands)
+            )
+            / samples
             for node, operands in self.targets.items()
         }
         found |= {
@@ -161,10 +165,12 @@ def _degrees(batch: BatchValues, nodes: Sequence[fx.Node]) -> dict[fx.Node, int]
     return {node: degree(node) for node in nodes}
 
 
-def _denominator(node: fx.Node, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    target, *weight = operands
-    valid = target[target != arguments_of(node)["ignore_index"]]
-    count = weight[0][valid].sum() if weight else torch.tensor(valid.numel())
+def _denominator(
+    ignored: int, target: torch.Tensor, weight: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the number of targets other than `ignored`, or their total class weight."""
+    valid = target[target != ignored]
+    count = torch.tensor(valid.numel()) if weight is None else weight.double()[valid].sum()
     return count.double()
 
 
@@ -232,11 +238,18 @@ def _sum_over_samples(
 def _mean_over_targets(
     name: str, draw: Draw, loss: Callable[..., torch.Tensor], arguments: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Divide the sum over the targets by the denominator of the step, scaled to the samples."""
+    """Multiply the mean by its denominator, and divide by that of the step, scaled to the samples.
+
+    In 16 bits, a sum over the targets is less accurate than their mean, and may overflow. It is
+    used only if all targets are ignored, because the mean would be NaN.
+    """
     given = draw.batch_values.get(name)
     if given is None:
         return loss(**arguments)
-    return loss(**arguments | {"reduction": _SUM}) / (float(given) * draw.samples)
+    count = float(_denominator(*(arguments[name] for name in _OF_DENOMINATOR)))
+    if not count:
+        return loss(**arguments | {"reduction": _SUM})
+    return loss(**arguments) * (count / (float(given) * draw.samples))
 
 
 def _mean_without_ignored(
@@ -267,4 +280,4 @@ def _statistic(
     if given is None:
         return here
     dtype = here.dtype if here.is_floating_point() or not degree else torch.get_default_dtype()
-    return (given * draw.samples**degree).to(dtype).view(here.shape)
+    return (given * draw.samples**degree).to(here.device, dtype).view(here.shape)

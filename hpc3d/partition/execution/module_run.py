@@ -75,7 +75,7 @@ from hpc3d.partition.execution.sample_batches import flat_inputs, rows_of
 from hpc3d.partition.execution.staged_model import StagedModel, staged_model
 from hpc3d.partition.execution.torch_weights import stored_tensors, values_in
 from hpc3d.partition.execution.verification import verified
-from hpc3d.partition.factory import function_at, made_with_data
+from hpc3d.partition.factory import converted, function_at, made_with_data
 from hpc3d.partition.plan_file import SavedPlan
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
@@ -194,7 +194,7 @@ def asked_for(words: list[str]) -> RunRequest:
 
 
 def _model(plan):
-    captured = captured_of(plan.model)
+    captured = captured_of(plan.model, plan.dtype)
     split = find(plan.schedule).splits_backward
     pieces = plan.pieces(captured)
     return staged_model(captured, pieces, plan.replicas, plan.recompute, split=split)
@@ -204,7 +204,7 @@ def _evaluated(plan, config, model):
     """Return the model in evaluation mode, or `None` if the run has no evaluations."""
     if not config.train.eval_every:
         return None
-    return evaluation_model(plan.model, model, plan.pieces(model.captured))
+    return evaluation_model(plan.model, model, plan.pieces(model.captured), plan.dtype)
 
 
 def _prepare(asked, model):
@@ -297,10 +297,10 @@ def _source(
     plan: SavedPlan, config: Config, model: StagedModel, evaluated: StagedModel | None
 ) -> _Source:
     """On rank 0, create and verify the module; return its weights and the inputs of each step."""
-    module, inputs = made_with_data(plan.model, config.seed)
+    module, inputs = made_with_data(plan.model, config.seed, plan.dtype)
     values, verify = dict(values_in(module, model.captured)), config.torch.verify
     given = function_at(config.torch.inputs) if config.torch.inputs else lambda step: inputs
-    batches = StepInputs(model.captured, given, plan.batch)
+    batches = StepInputs(model.captured, given, plan.batch, plan.dtype)
     lines, of_evaluation, validation = ["not verified: torch.verify is off"], {}, None
     replicas = range(max(plan.replicas))
     split = [rows_of(plan.batch, plan.microbatches, len(replicas), each) for each in replicas]
@@ -310,7 +310,7 @@ def _source(
         lines = verified(module, model.captured, batches(0), shares, gradients=gradients)
     if evaluated:
         captured, given = evaluated.captured, function_at(config.torch.validation)
-        validation = StepInputs(captured, given, plan.batch, config.train.eval_batches)
+        validation = StepInputs(captured, given, plan.batch, plan.dtype, config.train.eval_batches)
         of_evaluation = dict(values_in(module, captured))
         lines += evaluation_lines(evaluated, model)
         if verify != "off":
@@ -343,7 +343,6 @@ def _begin(
     if plan.resumed:
         differs = partial(mismatch, model)
         start = resume(job, plan.folder, trainer, log.say, differs, evaluator)
-        trainer.torch_weights.load()
     saver = saver_of(job, plan, trainer, batches, log, evaluator)
     return RunningJob(trainer, saver, watchdog, log, batches, start, evaluator)
 
@@ -371,7 +370,8 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
 class StepInputs:
     """Loader of a module's inputs; `given(step)` returns a step's inputs (`samples` samples).
 
-    For an evaluation, `count` is the number of batches, and `step` is the number of a batch.
+    Floating-point inputs are converted to `dtype` if it is given. For an evaluation, `count` is
+    the number of batches, and `step` is the number of a batch.
     """
 
     def __init__(
@@ -379,15 +379,17 @@ class StepInputs:
         captured: Captured,
         given: Callable[[int], tuple | dict],
         samples: int,
+        dtype: str | None = None,
         count: int = 0,
     ) -> None:
-        self.captured, self.given, self.samples, self.count = captured, given, samples, count
+        self.captured, self.given, self.samples = captured, given, samples
+        self.dtype, self.count = dtype, count
 
     def __call__(self, step: int) -> list[Any]:
         """Return the inputs of a step as a flat list in the order of the captured program."""
         at = f"validation batch {step}" if self.count else f"step {step}"
         try:
-            given = self.given(step)
+            given = converted(self.given(step), self.dtype)
         except Exception as error:
             raise BadData(f"{at}: the inputs function raised {described(error)}") from error
         try:

@@ -111,7 +111,7 @@ class ModuleTrainer(Trainer):
         self.loss_terms.weights = {
             name: values[name] for name in self.loss_terms.reads & {*values}
         }
-        self.torch_weights.store()
+        self.optimizer.copy_to_masters()
 
     def update(self) -> None:
         """Average modified buffers over the replicas of the stage, then update the weights."""

@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from hpc3d.comm.stage_mesh import ranks_of, shares
-from hpc3d.partition.capture import is_trained, shape_of, state_of
+from hpc3d.partition.capture import gradient_bytes, is_trained, shape_of, state_of
 from hpc3d.partition.execution.staged_model import StagedModel
 
 
@@ -71,7 +71,7 @@ def sum_traffic(model: StagedModel) -> Iterator[SumTraffic]:
     for name, stages in model.owners.items():
         if is_trained(like[name]):
             group = tuple(rank for stage in stages for rank in ranks[stage])
-            found[group] = found.get(group, 0) + like[name].numel() * like[name].element_size()
+            found[group] = found.get(group, 0) + gradient_bytes(like[name])
     return (SumTraffic(*each) for each in sorted(found.items()) if len(each[0]) > 1)
 
 

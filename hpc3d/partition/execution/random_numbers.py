@@ -20,7 +20,8 @@ from hpc3d.ops.random import keep_mask, normal, philox_draws, philox_key
 class Draw(NamedTuple):
     """Key of the random numbers for samples `first` to `first + samples` (exclusive) of a step.
 
-    `batch_values` maps names of operations to values of the full batch (see LossTerms).
+    `batch_values` maps names of operations to values of the full batch (see LossTerms). The random
+    numbers are drawn on the CPU and copied to `device`.
     """
 
     seed: int
@@ -28,6 +29,7 @@ class Draw(NamedTuple):
     first: int
     samples: int
     batch_values: Mapping[str, torch.Tensor] = MappingProxyType({})
+    device: torch.device | str = "cpu"
 
 
 class RandomNumbers(NamedTuple):
@@ -47,7 +49,7 @@ class RandomNumbers(NamedTuple):
     def kept(self, rate: float, shape: Sequence[int]) -> torch.Tensor:
         """Return a dropout mask, False with probability `rate`, rounded to 2^-16."""
         if rate == 1:
-            return torch.zeros([*shape], dtype=torch.bool)
+            return torch.zeros([*shape], dtype=torch.bool, device=self.draw.device)
         return self._block(
             lambda key, rows, width: keep_mask(key, rate, rows, range(width), width), shape
         )
@@ -102,6 +104,7 @@ class RandomNumbers(NamedTuple):
         first = 0 if dim is None else draw.first * rows // draw.samples
         key = philox_key((draw.seed, self.name, draw.step))
         made = torch.from_numpy(make(key, range(first, first + rows), prod(others)))
+        made = made.to(draw.device)
         if dim is None:
             return made.view([*shape])
         if self.blocks > 1:

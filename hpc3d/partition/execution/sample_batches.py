@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpc3d.partition.capture import Captured, carries_batch, shape_of
 from hpc3d.partition.execution.loss_terms import LossTerms
+from hpc3d.partition.execution.shared_arrays import device_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -101,6 +102,7 @@ class SampleLoader:
         self.training = training
         self.samples, self.read = samples, read
         self.valid: dict[int, int] = {}
+        self.device = device_of(mesh.pool)
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, SampleRows]:
         """Return a dict that maps microbatch indices to this rank's samples in step `number`.
@@ -115,7 +117,9 @@ class SampleLoader:
             full = self._broadcast(node, value)
             for rows, inputs in zip(self.rows, own, strict=True):
                 if node in self.read:
-                    inputs[node] = rows_for(node, full, rows)
+                    value = rows_for(node, full, rows)
+                    carried = isinstance(value, torch.Tensor)
+                    inputs[node] = value.to(self.device) if carried else value
         scale = factor / self.samples
         return {
             index: SampleRows(

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from hpc3d.arrays.array import SavedActivation
 from hpc3d.model.kept import KeptForm
 from hpc3d.partition.capturing.user_code import tensors
+from hpc3d.partition.execution.shared_arrays import array_of, tensor_of
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -44,7 +45,7 @@ class SavedTensors:
         self, mesh: Mesh, dtype: DTypeLike, keep_dtype: str | None = None, offload: bool = False
     ) -> None:
         self.mesh, self.offload, self.rounds = mesh, offload, keep_dtype is not None
-        self.dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        self.dtype = getattr(torch, np.dtype(dtype).name)
         self.rounded = KeptForm(mesh, dtype, keep_dtype, offload)
         self.exact = KeptForm(mesh, np.uint8, None, offload)  # any data type, as bytes
         self._name: str | None = None  # name of the compute event that is being recorded
@@ -158,7 +159,9 @@ class SavedOfMicrobatch:
         block = self.blocks.get(key)
         if block is None and moves:
             form = how.rounded if rounds else how.exact
-            block = _Stored(how, form, _array(tensor, row if rounds else 0), self.last)
+            dtype = how.dtype if rounds else torch.uint8
+            array = _array(tensor, dtype, row if rounds else 0, how.mesh.pool)
+            block = _Stored(how, form, array, dtype, self.last)
             block.source = StorageWeakRef(storage)
             self.last = weakref.ref(block)
         elif block is None:
@@ -186,11 +189,13 @@ def _row(tensor):
     return max(adjacent, default=1)
 
 
-def _array(tensor, row):
-    """Return the full memory of a tensor as an array, with rows of `row` elements or as bytes."""
-    storage, dtype = tensor.untyped_storage(), tensor.dtype if row else torch.uint8
-    flat = torch.empty(0, dtype=dtype).set_(storage)
-    return (flat.view(-1, row) if row else flat).numpy()
+def _array(tensor, dtype, row, pool):
+    """Return the full memory of a tensor as an array of `dtype`, with rows of `row` elements.
+
+    If `row` is 0, the array has one dimension.
+    """
+    flat = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+    return array_of(flat.view(-1, row) if row else flat, pool)
 
 
 class SavedTensor:
@@ -213,7 +218,8 @@ class SavedTensor:
         """Return the tensor with the values that the backward pass uses."""
         if self.tensor is None:
             dtype, *where = self.shape
-            return torch.empty(0, dtype=dtype).set_(self.block.storage(), *where)
+            storage = self.block.storage()
+            return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *where)
         if self.tensor._version != self.version:
             raise RuntimeError(
                 f"a tensor of shape {[*self.tensor.shape]} that the backward pass needs was "
@@ -245,8 +251,9 @@ class _Stored:
 
     source: StorageWeakRef  # keeps the address of the source unique
 
-    def __init__(self, how, form, array, before):
+    def __init__(self, how, form, array, dtype, before):
         self.how, self.form, self.before, self.restored = how, form, before, None
+        self.dtype = dtype
         with how.apart():
             self.saved = [form.put_away(_Block(array))]
 
@@ -256,7 +263,7 @@ class _Stored:
                 array = self.form.take(self.saved).array
                 if before := self.before():
                     before.form.ask(before.saved)
-            self.restored = torch.from_numpy(array).untyped_storage()
+            self.restored = tensor_of(array, self.dtype).untyped_storage()
         return self.restored
 
 

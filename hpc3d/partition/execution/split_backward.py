@@ -160,6 +160,14 @@ def _rows(tensor):
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+def _add_product(gradient, a, b):
+    """Add the matrix product a b, which is rounded to the data type of the operands."""
+    if gradient.dtype == a.dtype:
+        gradient.addmm_(a, b)
+    else:
+        gradient.add_(a @ b)
+
+
 def _add_bias(split, dy):
     if split.bias:
         gradient = split.bias.gradient()
@@ -171,7 +179,7 @@ def _of_linear(split, dy, x, weight):
 
 
 def _linear(split, dy, x, weight):
-    split.weight.gradient().addmm_(_rows(dy).t(), _rows(x))
+    _add_product(split.weight.gradient(), _rows(dy).t(), _rows(x))
     _add_bias(split, dy)
 
 
@@ -180,7 +188,7 @@ def _of_matrices(split, dy, x, weight):
 
 
 def _matrices(split, dy, x, weight):
-    split.weight.gradient().addmm_(_rows(x).t(), _rows(dy))
+    _add_product(split.weight.gradient(), _rows(x).t(), _rows(dy))
     _add_bias(split, dy)
 
 

@@ -7,6 +7,7 @@ single list of values, in program order. The rows of each sample are contiguous 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -154,6 +155,26 @@ def _program(captured, chunk, number, crossing, layouts, terms, split):
     values = tuple(node.meta["val"] for node in sizes)
     fields = received, inputs, weights.values(), sent, outputs, _written(order, weights)
     return StageProgram(module, values, *map(tuple, fields), split)
+
+
+def on_device(program: StageProgram, device: torch.device) -> StageProgram:
+    """Return a program whose operations create their tensors on `device`.
+
+    A captured program creates tensors on the CPU, and contains this device as a constant.
+    """
+    if device == torch.device("cpu"):
+        return program
+
+    def moved(value):
+        return device if isinstance(value, torch.device) else value
+
+    module = copy.deepcopy(program.module)
+    for node in module.graph.nodes:
+        node.args, node.kwargs = (
+            fx.node.map_aggregate(each, moved) for each in (node.args, node.kwargs)
+        )
+    module.recompile()
+    return program._replace(module=module)
 
 
 def _written(order, weights):

@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
+from hpc3d.config.limits import TRAINED_TYPES
 from hpc3d.partition.capture import Captured, loss_of, state_of
 from hpc3d.partition.execution.stage_program import (
     StageProgram,
@@ -15,6 +17,7 @@ from hpc3d.partition.execution.stage_program import (
     stage_programs,
 )
 
+_HAS_GRADIENT_TYPE = hasattr(torch.Tensor, "grad_dtype")
 Owners = dict[str, tuple[int, ...]]  # maps a weight name to the stages that hold a copy
 
 
@@ -91,13 +94,27 @@ def _weights(captured, programs, parts):
 
 
 def check_types(captured: Captured) -> None:
-    """Raise ValueError unless all trained parameters are float32, or all float64."""
+    """Raise ValueError unless all trained parameters have the same type, one of TRAINED_TYPES.
+
+    Parameters of 16 bits also require a version of torch that accumulates gradients in float32.
+    """
     types = _types(captured)
-    if len(types) != 1 or not {*types} <= {"float32", "float64"}:
+    if len(types) != 1 or not {*types} <= {*TRAINED_TYPES}:
         found = ", ".join(f"{dtype} ({name})" for dtype, name in sorted(types.items())) or "none"
         raise ValueError(
-            f"all trained parameters must be float32, or all float64; found: {found}; convert the "
-            "module with its method float() or double()"
+            "all trained parameters must have the same data type, "
+            f"{', '.join(TRAINED_TYPES[:-1])} or {TRAINED_TYPES[-1]}; found: {found}; make the "
+            f"plan with --dtype {TRAINED_TYPES[1]} or another type"
+        )
+    _refuse_16_bits(*types)
+
+
+def _refuse_16_bits(dtype: str) -> None:
+    """Raise ValueError if this version of torch cannot accumulate the gradients in float32."""
+    if getattr(torch, dtype).itemsize == 2 and not _HAS_GRADIENT_TYPE:
+        raise ValueError(
+            f"parameters in {dtype}: torch {torch.__version__} cannot accumulate their gradients "
+            "in float32; install a version of torch that has torch.Tensor.grad_dtype"
         )
 
 

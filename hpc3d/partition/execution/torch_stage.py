@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hpc3d.arrays.pool import writeable
 from hpc3d.partition.capture import is_trained, shape_of
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.saved_tensors import SavedTensor, SavedTensors
-from hpc3d.partition.execution.stage_program import StageProgram
+from hpc3d.partition.execution.shared_arrays import array_of, array_type, tensor_of
+from hpc3d.partition.execution.stage_program import StageProgram, on_device
 from hpc3d.partition.execution.torch_weights import TorchWeights
 
 if TYPE_CHECKING:
@@ -56,10 +58,12 @@ class TorchStage:
         recompute: bool = False,
     ) -> None:
         self.saving, self.trace = saving, saving.mesh.trace
-        self.program, self.weights, self.seed, self.recompute = program, weights, seed, recompute
+        self.program = on_device(program, weights.device)
+        self.weights, self.seed, self.recompute = weights, seed, recompute
         self.graded_in = [node in graded for node in program.received]
-        self.graded_out = [node in graded for node in program.sent]
+        self.returned = [node for node in program.sent if node in graded]
         self.loss = None if loss is None else program.outputs.index(loss)
+        self.loss_type = None if loss is None else loss.meta["val"].dtype
 
     @property
     def auxiliary_loss(self) -> float:
@@ -73,16 +77,12 @@ class TorchStage:
     def incoming(
         self, kind: str, micro: SampleRows
     ) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-        ends = (self.program.received, self.program.sent)[kind == "B"]
-        graded = [True] * len(ends) if kind == "F" else self.graded_out
-        values = [node.meta["val"] for node, wanted in zip(ends, graded, strict=True) if wanted]
-        return [
-            (tuple(shape_of(like, micro.samples)), torch.empty(0, dtype=like.dtype).numpy().dtype)
-            for like in values
-        ]
+        ends = self.program.received if kind == "F" else self.returned
+        values = [node.meta["val"] for node in ends]
+        return [(tuple(shape_of(like, micro.samples)), array_type(like.dtype)) for like in values]
 
     def forward(self, x: Any, micro: SampleRows) -> tuple[Any, _Kept]:
-        received = [_tensor(array) for array in _arrays(x)]
+        received = [*map(_tensor, _arrays(x), self.program.received)]
         keeps = micro.training and not self.recompute
         # Recomputation and evaluation write to these copies, so that each buffer is updated once.
         names = () if keeps else self.program.written
@@ -102,8 +102,12 @@ class TorchStage:
         again = saved.all(received) if self.recompute and micro.training else ()
         kept = _Kept(leaves, _edges(made) if keeps else None, again, buffers)
         if self.loss is not None:
+            self.weights.pool.synchronize()
             return micro.samples * float(made[-1].detach()), kept
-        return tuple(tensor.detach().contiguous().numpy() for tensor in made), kept
+        return self._arrays_of(tensor.detach() for tensor in made), kept
+
+    def _arrays_of(self, tensors):
+        return tuple(array_of(tensor.contiguous(), self.weights.pool) for tensor in tensors)
 
     def _held(self, micro):
         """Return the tensors that stay in memory until the end of the step."""
@@ -111,7 +115,14 @@ class TorchStage:
 
     def _run(self, received, micro, tensors):
         """Run the chunk; return the values to send, or the mean loss if this is the last chunk."""
-        draw = Draw(self.seed, micro.step, micro.first, micro.samples, micro.batch_values)
+        draw = Draw(
+            self.seed,
+            micro.step,
+            micro.first,
+            micro.samples,
+            micro.batch_values,
+            self.weights.device,
+        )
         sent, outputs = self.program.run(draw, received, micro.inputs, tensors, self._later)
         return sent if self.loss is None else [outputs[self.loss]]
 
@@ -137,9 +148,10 @@ class TorchStage:
             held = (*self._held(micro), *received)
             with self.saving.computing("operations again"), self.saving.recomputed(held):
                 edges = _edges(self._run(_entered(saved.leaves, received), micro, tensors))
-        gradients = [_tensor(array) for array in _arrays(dy)]
+        gradients = [*map(_tensor, _arrays(dy), self.returned)]
         if self.loss is not None:
-            gradients = [torch.tensor(micro.samples * micro.scale, dtype=self.weights.dtype)]
+            how = {"dtype": self.loss_type, "device": self.weights.device}
+            gradients = [torch.tensor(micro.samples * micro.scale, **how)]
         self.weights.defer = defer
         self.weights.completed = lambda name: defer(finished, name)
         if edges:
@@ -149,7 +161,7 @@ class TorchStage:
             defer(finished, unit)
         if not self.program.received:
             return None
-        return tuple(_gradient(leaf).numpy() for leaf in saved.leaves if leaf is not None)
+        return self._arrays_of(_gradient(leaf) for leaf in saved.leaves if leaf is not None)
 
 
 def _edges(made):
@@ -160,19 +172,19 @@ def _arrays(block):
     return block if isinstance(block, tuple) else () if block is None else (block,)
 
 
-def _tensor(array):
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+def _tensor(array, node):
+    return tensor_of(array if writeable(array) else array.copy(), node.meta["val"].dtype)
 
 
 def _gradient(leaf):
     """Return the gradient of a tensor, or zeros if the loss does not depend on the tensor."""
     none = leaf.grad is None
-    return torch.zeros(leaf.shape, dtype=leaf.dtype) if none else leaf.grad.contiguous()
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if none else leaf.grad
 
 
 def _leaf(tensor):
     """Return a leaf of the same shape, with one element of memory, that accumulates a gradient."""
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape).requires_grad_()
+    return tensor.new_zeros(()).expand(tensor.shape).requires_grad_()
 
 
 def _entered(leaves, received):

@@ -1,8 +1,9 @@
 """Parameters and buffers of a rank's model chunks, as torch tensors stored in hpc3d's arrays.
 
 A parameter and its gradient are views of arrays in hpc3d.model.parameters. torch accumulates the
-gradient; hpc3d performs the gradient reduction, clipping, updates and checkpointing. Buffers and
-parameters without a gradient are stored as frozen Parameters.
+gradient (in float32 if the parameter has 16 bits); hpc3d performs the gradient reduction,
+clipping, updates and checkpointing. Buffers and parameters without a gradient are stored as frozen
+Parameters, each in its own data type.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -20,6 +20,12 @@ from hpc3d.checkpoints.block_slices import stored_shape
 from hpc3d.model.layers import immediately
 from hpc3d.partition.capture import Captured, is_trained, state_of
 from hpc3d.partition.capturing.user_module import attribute_tensors
+from hpc3d.partition.execution.shared_arrays import (
+    array_of,
+    array_type,
+    device_of,
+    tensor_of,
+)
 from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
@@ -79,19 +85,20 @@ class TorchWeights:
         self.completed: Callable[[str], object] = lambda name: None  # set in backward passes
         self.defer: Callable[..., None] = immediately
         self._accumulators: list[Node] = []  # references that keep the hooks alive
-        self.dtype = torch.from_numpy(np.empty(0, parameters.dtype)).dtype
+        self.pool = parameters.mesh.pool
+        self.device = device_of(self.pool)
         for name in names:
             if name in captured.program.state_dict:
                 self.items[name] = self._added(parameters, name, shared)
             else:
                 like = self.like[name]
-                self.tensors[name] = torch.empty(like.shape, dtype=like.dtype)
+                self.tensors[name] = torch.empty(like.shape, dtype=like.dtype, device=self.device)
 
     def _added(self, parameters, name, shared):
         like = self.like[name]
         shape, how = stored_shape(like.shape), {"counted": shared.get(name, True), "unit": name}
         if not is_trained(like):
-            how["frozen"] = True
+            how |= {"frozen": True, "dtype": array_type(like.dtype)}
         elif name in shared:
             how |= {"completed_last": True, "decay": like.dim() > 1}
         else:
@@ -102,16 +109,14 @@ class TorchWeights:
         """Create the tensors as views of the Parameters' arrays, which must already exist."""
         for name, item in self.items.items():
             like = self.like[name]
-            if not item.frozen:
-                self.tensors[name] = self._trained(name, item, like)
-            elif like.dtype == torch.from_numpy(item.value).dtype:
-                self.tensors[name] = torch.from_numpy(item.value).view(like.shape)
-            else:
-                self.tensors[name] = torch.zeros(like.shape, dtype=like.dtype)
+            value = tensor_of(item.value, like.dtype).view(like.shape)
+            self.tensors[name] = value if item.frozen else self._trained(name, item, value)
 
-    def _trained(self, name, item, like):
-        tensor = torch.nn.Parameter(torch.from_numpy(item.value).view(like.shape))
-        tensor.grad = torch.from_numpy(item.grad).view(like.shape)
+    def _trained(self, name, item, value):
+        tensor, wide = torch.nn.Parameter(value), torch.promote_types(value.dtype, torch.float32)
+        if wide != value.dtype:
+            tensor.grad_dtype = wide
+        tensor.grad = tensor_of(item.grad, wide).view(value.shape)
         # autograd also calls the hook if all contributions to the gradient are deferred.
         accumulator = get_gradient_edge(tensor).node
         accumulator.register_hook(lambda *_: self.completed(name))
@@ -135,29 +140,12 @@ class TorchWeights:
         return found
 
     def average(self, names: Sequence[str], replicas: Communicator) -> None:
-        """Average the floating-point buffers `names` over the replicas, then call `store`."""
+        """Average the floating-point buffers `names` over the replicas, in float32 or wider."""
         floating = [self.tensors[name] for name in names if self.tensors[name].is_floating_point()]
         if floating and replicas.size > 1:
-            mine = torch.cat([tensor.reshape(-1) for tensor in floating]).numpy()
-            mean, start = np.array(replicas.all_reduce(mine).wait()) / replicas.size, 0
-            for tensor in floating:
-                part = mean[start : start + tensor.numel()]
-                tensor.copy_(torch.from_numpy(part).view(tensor.shape))
-                start += tensor.numel()
-        self.store()
-
-    def store(self) -> None:
-        """Copy buffers that are not views, such as integer counters, to their Parameters."""
-        for name, item in self._apart():
-            item.value[...] = self.tensors[name].numpy().reshape(item.shape)
-
-    def load(self) -> None:
-        """Copy Parameters back to buffers that are not views, such as integer counters."""
-        for name, item in self._apart():
-            self.tensors[name].copy_(torch.from_numpy(item.value).view(self.like[name].shape))
-
-    def _apart(self):
-        """Yield (name, Parameter) for buffers whose dtype differs from that of the array."""
-        for name, item in self.items.items():
-            if item.frozen and self.tensors[name].dtype != torch.from_numpy(item.value).dtype:
-                yield name, item
+            wide = torch.empty(0, dtype=torch.float32, device=self.device)
+            mine = torch.cat([wide, *(tensor.reshape(-1) for tensor in floating)])
+            total = replicas.all_reduce(array_of(mine, self.pool)).wait()
+            means = tensor_of(total, mine.dtype).split([each.numel() for each in floating])
+            for tensor, mean in zip(floating, means, strict=True):
+                tensor.copy_((mean / replicas.size).view(tensor.shape))

@@ -26,7 +26,13 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils._sympy.printers import PythonPrinter
 
 from hpc3d.config.resolve import refuse
-from hpc3d.partition.capture import Captured, carries_batch, state_of
+from hpc3d.partition.capture import (
+    Captured,
+    carries_batch,
+    gradient_bytes,
+    is_trained,
+    state_of,
+)
 from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.execution import torchrun_loop
 from hpc3d.partition.execution.loss_terms import LossTerms
@@ -81,6 +87,9 @@ def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
         yield "the loss is a sum over the samples, but the file computes means; use -o PLAN.json"
     for path in dict.fromkeys(each.path for each in captured.opaque):
         yield f"{path}: cannot be traced, so no source code can be written; use -o PLAN.json"
+    yield from _narrow_weights(captured)
+    if plan.dtype:
+        yield f"--dtype {plan.dtype}: convert the module in the factory, or use -o PLAN.json"
     yield from _drawn_twice(plan, captured)
     stages, micros, replicas = len(plan.replicas), plan.microbatches, plan.replicas[0]
     here = "torch.distributed.pipelining"
@@ -107,6 +116,17 @@ def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
         yield (
             f"{micros} microbatches cannot be divided into {micros // stages} equal groups, as "
             f"required by ScheduleInterleaved1F1B of {here}; use --microbatches {stages}"
+        )
+
+
+def _narrow_weights(captured: Captured) -> Iterator[str]:
+    """Yield an error message for the first parameter of a 16-bit type."""
+    trained = [each for each in state_of(captured).items() if is_trained(each[1])]
+    narrow = [(name, like) for name, like in trained if gradient_bytes(like) > like.nbytes]
+    for name, like in narrow[:1]:
+        yield (
+            f"{name} is {like.dtype}: torch.optim.AdamW has no float32 master weights; use "
+            "-o PLAN.json, or convert the module with its method float()"
         )
 
 

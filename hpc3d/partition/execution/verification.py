@@ -52,7 +52,7 @@ _CLOSE = {  # largest relative rounding error
     torch.float16: 5e-2,
     torch.bfloat16: 1e-1,
 }
-_SMALL = 1e-3  # weight of the total gradient norm in the tolerance of one gradient
+_SMALL = 1e-3  # default weight of the total gradient norm in the tolerance of one gradient
 _SKIP = "or skip this check with --verify off"
 
 
@@ -105,6 +105,7 @@ class _Verification:
         self.trained = trained if torch.is_grad_enabled() else []
         self.values = dict(values_in(module, captured))
         self.close = _CLOSE[_narrowest_type(captured)]
+        self.narrow = state[trained[0]].dtype.itemsize == 2
         terms, both = LossTerms(captured), self._given(self.both)
         terms.weights = {name: self.values[name] for name in terms.reads}
         flat = [both[node] for node in captured.inputs]
@@ -144,7 +145,8 @@ class _Verification:
             together = together._replace(gradients={})
         else:
             separate = self._mean([self._of_program(program, rows) for rows in self.shares])
-        if problem := self._difference(together, separate):
+        # In 16 bits, small gradients are sums whose rounding errors depend on the microbatches.
+        if problem := self._difference(together, separate, 1.0 if self.narrow else _SMALL):
             raise BadData(
                 f"the loss of two microbatches is not the mean of their losses ({problem}); "
                 f"{self._relation(program)}, {_SKIP}"
@@ -212,8 +214,11 @@ class _Verification:
         found = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True) if leaves else ()
         return _result(loss, dict(zip(leaves, found, strict=True)), leaves)
 
-    def _difference(self, one: Result, other: Result) -> str:
-        """Describe the first difference that is larger than rounding errors, or return ""."""
+    def _difference(self, one: Result, other: Result, small: float = _SMALL) -> str:
+        """Describe the first difference that is larger than rounding errors, or return "".
+
+        `small` is the weight of the total gradient norm in the tolerance of one gradient.
+        """
         if abs(one.loss - other.loss) > self.close * max(abs(one.loss), abs(other.loss)):
             return f"loss {one.loss:.10g} and {other.loss:.10g}"
         if isnan(one.loss) != isnan(other.loss):
@@ -224,7 +229,7 @@ class _Verification:
             theirs = other.gradients[name]
             difference = float((gradient - theirs).norm())
             invalid = not torch.equal(gradient.isnan(), theirs.isnan())
-            if invalid or difference > self.close * (norms[name] + _SMALL * total):
+            if invalid or difference > self.close * (norms[name] + small * total):
                 return f"loss {one.loss:.10g}, but different gradients of {name}"
         return ""
 
@@ -312,10 +317,15 @@ def _result(loss, gradients, parameters):
     return Result(
         float(loss.detach()),
         {
-            name: torch.zeros_like(parameters[name]) if each is None else each
+            name: torch.zeros_like(parameters[name]) if each is None else _wide(each)
             for name, each in gradients.items()
         },
     )
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert 16-bit floats to float32, in which norms of gradients do not overflow."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _rows_of_samples(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.config.argument_types import integer, positive
-from hpc3d.config.limits import INT32
+from hpc3d.config.limits import INT32, TRAINED_TYPES
 from hpc3d.console.command_line import Parser
 from hpc3d.console.small_files import replacing
 from hpc3d.runtime import host_memory, launch
@@ -50,6 +50,8 @@ def parser() -> Parser:
     add("model", metavar="MODULE:FACTORY", help="function that returns a module and its inputs")
     path = {"type": Path, "required": True, "metavar": "PROFILE.json"}
     add("-o", "--output", **path, help="file to write")
+    dtype = "convert the module and its floating-point inputs to this data type"
+    add("--dtype", choices=TRAINED_TYPES, help=dtype)
     batch = "size of the largest microbatch in samples (default: batch of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=batch)
     repeats = f"number of repetitions; the median time is used (default: {_REPEATS})"
@@ -73,8 +75,8 @@ def _made(options):
     from hpc3d.partition.profiles.measurement import CLOCK
     from hpc3d.partition.profiles.one_rank_run import OneRankRun
 
-    captured = captured_of(options.model)
-    module, inputs = made_with_data(options.model, seed=0)
+    captured = captured_of(options.model, options.dtype)
+    module, inputs = made_with_data(options.model, 0, options.dtype)
     return OneRankRun(captured, module, inputs, options.batch or captured.batch, CLOCK)
 
 

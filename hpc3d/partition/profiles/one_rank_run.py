@@ -12,7 +12,7 @@ from hpc3d.comm.communicator import Self
 from hpc3d.comm.stage_mesh import stage_mesh
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
 from hpc3d.model.layers import immediately
-from hpc3d.partition.capture import Captured, carries_batch
+from hpc3d.partition.capture import Captured, carries_batch, gradient_bytes
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.sample_batches import SampleRows, flat_inputs
 from hpc3d.partition.execution.stage_program import graded, stage_programs
@@ -64,9 +64,8 @@ class OneRankRun:
 
     @property
     def trained_bytes(self) -> int:
-        """Total size in bytes of the trainable parameters."""
-        trained = [each for each in self.weights.values() if each.requires_grad]
-        return sum(each.numel() * each.element_size() for each in trained)
+        """Total size in bytes of the gradients."""
+        return sum(gradient_bytes(each) for each in self.weights.values() if each.requires_grad)
 
     def micro(self, rows: int) -> SampleRows:
         """Return the first `rows` samples of the batch as a microbatch."""

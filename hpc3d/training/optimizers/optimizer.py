@@ -148,11 +148,15 @@ class Optimizer:
     def __init__(self, parameters: Parameters, weight_decay: float, **constants: float) -> None:
         self.parameters, self.weight_decay, self.steps = parameters, weight_decay, 0
         self.constants: Mapping[str, float] = constants
-        narrow = parameters.wide != parameters.dtype
-        self.specs = (MASTER, *self.STATES) if narrow else self.STATES
+        self.narrow = parameters.wide != parameters.dtype
+        self.specs = (MASTER, *self.STATES) if self.narrow else self.STATES
         self.slices: dict[str, Mapping[Parameter, slice]] = {}
         self.states = {spec.name: self._zeros(spec) for spec in self.specs}
-        if narrow:
+        self.copy_to_masters()
+
+    def copy_to_masters(self) -> None:
+        """Copy the values of 16-bit parameters to their master copies."""
+        if self.narrow:
             for (value, master, _), *_ in self._pieces(0.0):
                 master[...] = value
             for [(_, (value, master, _), *_)] in self.batches(self._each_matrix(), 0.0):

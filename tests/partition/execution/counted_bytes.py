@@ -1,7 +1,6 @@
 """The bytes of tensors that a rank holds at most, counted while it trains."""
 
 import weakref
-from dataclasses import replace
 from math import prod
 from time import perf_counter
 
@@ -83,7 +82,6 @@ def peaks(name, replicas, micros, schedule, recompute):
     again = [stage.recompute for stage in plan.choice.stages]
     model = staged_model(captured, plan.pieces, replicas, again)
     config = config_of(captured, replicas, micros, schedule, plan.choice.chunks)
-    config = replace(config, train=replace(config.train, dtype="float32"))
     flat, values = flat_inputs(captured, inputs), dict(values_in(module, captured))
     program = program_of(config)
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hpc3d.comm.threads import run_stages
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
-from hpc3d.partition.capture import capture
+from hpc3d.partition.capture import capture, state_of
 from hpc3d.partition.capturing.named_outputs import NamedOutputs
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.sample_batches import flat_inputs, rows_of
@@ -86,37 +86,40 @@ def time_major(batch=12):
     return TimeMajor(), (torch.sin(numbers), torch.cos(numbers[:, 0]))
 
 
-def with_data(name, seed=0):
-    """A module in float64 without dropout of its own, and inputs that are no zeros."""
+def with_data(name, seed=0, dtype=torch.float64):
+    """A module without dropout of its own, in float64 or another type unless `dtype` is None, and
+    inputs that are no zeros."""
     torch.manual_seed(seed)
     module, inputs, *_ = function_at(name)()
+    module = module.to(dtype) if dtype else module
     draws = torch.Generator().manual_seed(1)
 
     def drawn(value):
-        if not isinstance(value, torch.Tensor) or value.any():
+        if not isinstance(value, torch.Tensor):
             return value
         if value.is_floating_point():
-            return torch.randn(value.shape, generator=draws, dtype=torch.float64)
-        return torch.randint(0, 2, value.shape, generator=draws)
+            drawn = torch.randn(value.shape, generator=draws, dtype=torch.float64)
+            return (value if value.any() else drawn).to(dtype or value.dtype)
+        return value if value.any() else torch.randint(0, 2, value.shape, generator=draws)
 
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     if isinstance(inputs, dict):
-        return module.double(), {name: drawn(value) for name, value in inputs.items()}
-    return module.double(), tuple(map(drawn, inputs))
+        return module, {name: drawn(value) for name, value in inputs.items()}
+    return module, tuple(map(drawn, inputs))
 
 
 @cache
-def prepared(name):
-    """(module, inputs, Captured) of `MODULE:FACTORY` in float64, none of which may be changed."""
-    module, inputs = exact(name)
+def prepared(name, dtype=torch.float64):
+    """(module, inputs, Captured) of `MODULE:FACTORY`, none of which may be changed."""
+    module, inputs = exact(name, dtype)
     captured = capture(module, inputs)
     reduction = (*function_at(name)(), "")[2]
     return module, inputs, captured._replace(loss=captured.loss._replace(reduction=reduction))
 
 
-def exact(name):
-    """A module in float64 that drops nothing unless its name says so, and its inputs."""
-    module, inputs = with_data(name)
+def exact(name, dtype=torch.float64):
+    """A module that drops nothing unless its name says so, and its inputs."""
+    module, inputs = with_data(name, dtype=dtype)
     for part in () if "dropping" in name else module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -214,13 +217,17 @@ def part_of(inputs, batch, rows):
     return tuple(map(cut, inputs))
 
 
-def trained_by_torch(name, micros, replicas=1):
+def trained_by_torch(name, micros, replicas=1, dtype=torch.float64):
     """(parameters and buffers by name, losses) after STEPS steps of torch on the whole module, a
-    microbatch of a replica at a time."""
-    module, inputs, captured = prepared(name)
+    microbatch of a replica at a time.
+
+    In 16 bits, gradients are added and parameters updated in float32. In float16, losses are
+    scaled, and steps are skipped whose gradients overflow."""
+    module, inputs, captured = prepared(name, dtype)
     module, batch = copy.deepcopy(module), captured.batch
-    optimizer = torch_optimizer(module)
-    losses = []
+    masters = [(each, _master(each)) for each in module.parameters()]
+    optimizer = torch_optimizer([master for _, master in masters])
+    losses, scale = [], 2.0**16 if dtype == torch.float16 else 1.0
     for _ in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
@@ -228,22 +235,40 @@ def trained_by_torch(name, micros, replicas=1):
             for replica in range(replicas):
                 rows = [*rows_of(batch, micros, replicas, replica)][micro]
                 _, loss = called(module, part_of(inputs, batch, rows))
-                share = loss * len(rows) / batch
-                share.backward()
-                total += float(share.detach())
-        graded = [each for each in module.parameters() if each.grad is not None]
+                (loss * (scale * len(rows) / batch)).backward()
+                total += float(loss.detach()) * len(rows) / batch
+                _add_gradients(masters, scale)
+        graded = [master for _, master in masters if master.grad is not None]
         norm = sum(float((each.grad**2).sum()) for each in graded) ** 0.5
+        losses.append(total)
+        if not np.isfinite(norm):
+            scale /= 2
+            continue
         for each in graded:
             each.grad *= min(1.0, CLIP / norm)
         optimizer.step()
-        losses.append(total)
+        for each, master in masters:
+            each.data.copy_(master.data)
     return state(module), losses
 
 
-def torch_optimizer(module):
+def _master(parameter):
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    return torch.nn.Parameter(parameter.detach().to(wide, copy=True))
+
+
+def _add_gradients(masters, scale):
+    for each, master in masters:
+        if each.grad is not None:
+            grad = each.grad.to(master.dtype) / scale
+            master.grad = grad if master.grad is None else master.grad + grad
+            each.grad = None
+
+
+def torch_optimizer(parameters):
     """The optimizer of `config_of` in torch."""
-    wide = [each for each in module.parameters() if each.dim() > 1]
-    narrow = [each for each in module.parameters() if each.dim() < 2]
+    wide = [each for each in parameters if each.dim() > 1]
+    narrow = [each for each in parameters if each.dim() < 2]
     groups = [{"params": wide, "weight_decay": DECAY}, {"params": narrow, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
 
@@ -254,7 +279,13 @@ def state(module):
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
-    return {name: value.detach().numpy().copy() for name, value in held}
+    return {name: copied(value) for name, value in held}
+
+
+def copied(tensor):
+    """The values of a tensor, in float32 if it has 16 bits."""
+    wide = tensor.float() if tensor.dtype.itemsize == 2 else tensor
+    return wide.detach().numpy().copy()
 
 
 def even_parts(captured, count):
@@ -265,6 +296,7 @@ def even_parts(captured, count):
 
 def config_of(captured, replicas, micros, schedule, chunks=1, **how):
     """A Config that trains as `trained_by_torch` does."""
+    (dtype,) = {each.dtype for each in state_of(captured).values() if each.requires_grad}
     parallel = ParallelConfig(
         microbatches=micros, schedule=schedule, chunks=chunks, bucket_mb=1e-4, **how
     )
@@ -276,16 +308,25 @@ def config_of(captured, replicas, micros, schedule, chunks=1, **how):
         decay="constant",
         weight_decay=DECAY,
         clip=CLIP,
-        dtype="float64",
+        dtype=str(dtype).removeprefix("torch."),
     )
     mesh = MeshConfig(p=len(replicas), d=max(replicas), x=1, y=1, z=1)
     return Config(mesh=mesh, parallel=parallel, train=train)
 
 
-def trained(name, replicas, micros, schedule, recompute=False, watched=lambda mesh: mesh, **how):
+def trained(
+    name,
+    replicas,
+    micros,
+    schedule,
+    recompute=False,
+    watched=lambda mesh: mesh,
+    dtype=torch.float64,
+    **how,
+):
     """(tensors by name, losses, counted squares of gradients) of every rank, on threads, of a
     module that is cut into equal parts; `watched(mesh)` is the mesh that it trains on."""
-    module, inputs, captured = prepared(name)
+    module, inputs, captured = prepared(name, dtype)
     config = config_of(captured, replicas, micros, schedule, **how)
     count = len(replicas) * config.parallel.chunks
     split = find(schedule).splits_backward
@@ -301,7 +342,7 @@ def trained(name, replicas, micros, schedule, recompute=False, watched=lambda me
         trainer.fill(values if first else {})
         losses = [trainer.step(number).loss for number in range(STEPS)]
         tensors = trainer.torch_weights.tensors.items()
-        return {name: value.detach().numpy().copy() for name, value in tensors}, losses
+        return {name: copied(value) for name, value in tensors}, losses
 
     return run_stages(replicas, captured.batch // micros, rank)
 

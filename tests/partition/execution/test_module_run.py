@@ -212,6 +212,30 @@ def test_run_is_evaluated_and_keeps_its_best_checkpoint_when_resumed(tmp_path):
     assert best == {"step": int(np.argmin(found)) + 1, "loss": min(found)}
 
 
+@pytest.mark.slow
+def test_16_bit_run_resumes_with_its_master_weights(tmp_path):
+    """The factory and its inputs are in float64; the plan converts them."""
+    pytest.importorskip("ml_dtypes")
+    name, *words = DROPPING
+    words += ["--checkpoint.every", 2, "--train.decay", "constant"]
+    plan = written(tmp_path / "plan.json", name, (2, 1), zero=1, dtype="bfloat16")
+    checked(3, *COMMAND, plan, *words, "--steps", 4, "--run.out", tmp_path / "whole")
+    checked(3, *COMMAND, plan, *words, "--steps", 2, "--run.out", tmp_path / "begun")
+    run = newest(tmp_path / "begun")
+    checked(3, *COMMAND, "--resume", run, "--steps", 4)
+    found = tensors(run, 4)
+    assert_same(found, tensors(newest(tmp_path / "whole"), 4))
+    for key in [key for key in found if key[1] == "master"]:
+        rounded = torch.from_numpy(found[key]).bfloat16().double()
+        assert (rounded.numpy() == found[key[0], "value"]).all() and (rounded != 0).any()
+    other = written(tmp_path / "other.json", name, (1,), dtype="float16")
+    checked(1, *COMMAND, other, "--resume", run, "--steps", 6)
+    export(Checkpoint(run / "checkpoints" / "step-00000006"), tmp_path / "model.safetensors")
+    assert {each.dtype for each in load_file(tmp_path / "model.safetensors").values()} == {
+        torch.float16
+    }
+
+
 def model_of(plan):
     _, _, captured = prepared(plan.model)
     return staged_model(captured, plan.pieces(captured), plan.replicas, plan.recompute)

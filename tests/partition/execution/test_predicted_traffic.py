@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from hpc3d.comm.mesh import NullRecorder
 from hpc3d.partition.execution.predicted_traffic import (
     BorderTraffic,
@@ -44,13 +46,15 @@ class Counting(NullRecorder):
         return comm
 
 
-def counted(name, replicas, micros):
+def counted(name, replicas, micros, dtype):
     """{(axis, what): number} of all ranks in STEPS steps."""
     counts = Counter()
-    trained(name, replicas, micros, "1f1b", watched=lambda mesh: mesh.traced(Counting(counts)))
+    how = {"watched": lambda mesh: mesh.traced(Counting(counts)), "dtype": dtype}
+    trained(name, replicas, micros, "1f1b", **how)
     return counts
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "replicas", "micros"),
     [
@@ -61,10 +65,11 @@ def counted(name, replicas, micros):
         (EVERYTHING, (1, 2, 3), 2),
     ],
 )
-def test_predicted_traffic_matches_the_counted_one(name, replicas, micros):
-    _, _, captured = prepared(name)
+def test_predicted_traffic_matches_the_counted_one(name, replicas, micros, dtype):
+    """In 16 bits, messages have 2 bytes per element, and gradients 4."""
+    _, _, captured = prepared(name, dtype)
     model = staged_model(captured, even_parts(captured, len(replicas)), replicas, [False] * 3)
-    found = counted(name, replicas, micros)
+    found = counted(name, replicas, micros, dtype)
     borders = [*border_traffic(model, captured.batch, micros)]
     assert len(borders) == len(replicas) - 1
     for phase, numbers in (("forward", "forward"), ("backward", "backward")):
@@ -72,7 +77,9 @@ def test_predicted_traffic_matches_the_counted_one(name, replicas, micros):
         assert found["p", phase, "bytes"] == STEPS * nbytes > 0
     messages = sum(found["p", phase, "messages"] for phase in ("forward", "backward"))
     assert messages == STEPS * sum(border.messages for border in borders)
-    buffers = 8 * 2 * 6 if name == EVERYTHING else 0  # averages of means and variances
+    buffers = (
+        max(4, dtype.itemsize) * 2 * 6 if name == EVERYTHING else 0
+    )  # averages of means and variances
     for ranks, nbytes in sum_traffic(model):
         extra = found["d", ranks] - STEPS * len(ranks) * nbytes
         assert extra in (0, STEPS * len(ranks) * buffers)

@@ -466,7 +466,7 @@ def test_training_with_noise_matches_torch_with_the_same_noise(micros):
         return getattr(numbers, {"randn": "normal", "rand": "uniform"}[kind])(shape)
 
     torch_losses = []
-    optimizer = torch_optimizer(module)
+    optimizer = torch_optimizer([*module.parameters()])
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = module.loss(x, noise(step, "randn", x.shape), noise(step, "rand", [len(x), 1]))

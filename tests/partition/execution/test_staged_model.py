@@ -7,6 +7,7 @@ pytest.importorskip("torch")
 import torch
 
 from hpc3d.partition.capture import capture
+from hpc3d.partition.execution import staged_model as staged_module
 from hpc3d.partition.execution.staged_model import owners_of, staged_model
 from tests.partition.execution.modules import HERE, even_parts, prepared
 from tests.partition.sample_models import Function
@@ -36,6 +37,16 @@ def test_weights_without_readers_belong_to_the_stage_of_the_first_piece():
         assert model.owners[name] == (0,)
 
 
+class Mixed(torch.nn.Sequential):
+    """A layer in 16 bits and one in float32."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(4, 4).bfloat16(), torch.nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self[1](self[0](x).float()).mean()
+
+
 def function(which, x=None):
     return capture(Function(which).to(torch.float64), (torch.rand(6, 4).double(),))
 
@@ -53,17 +64,26 @@ def function(which, x=None):
                 torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).double()),
                 (torch.rand(6, 4),),
             ),
-            r"cannot be captured|found: float32 \(.*\), float64 \(.*\); convert the module",
+            r"cannot be captured|found: float32 \(.*\), float64 \(.*\); make the plan",
         ),
         (
-            lambda: capture(torch.nn.Linear(4, 4).bfloat16(), (torch.rand(6, 4).bfloat16(),)),
-            r"found: bfloat16 \(.*\); convert the module",
+            lambda: capture(Mixed(), (torch.rand(6, 4).bfloat16(),)),
+            r"found: bfloat16 \(0.*\), float32 \(1.*\); make the plan with --dtype float32",
         ),
     ],
 )
 def test_untrainable_module_is_rejected(captured, line):
     with pytest.raises(ValueError, match=line):
         staged(captured(), (1,))
+
+
+def test_16_bits_require_gradients_of_another_type(monkeypatch):
+    """Older versions of torch have no such attribute."""
+    _, _, captured = prepared(f"{HERE}:chain", torch.bfloat16)
+    assert staged(captured, (1,)).dtype == "bfloat16"
+    monkeypatch.setattr(staged_module, "_HAS_GRADIENT_TYPE", False)
+    with pytest.raises(ValueError, match=r"in bfloat16: torch .* has torch\.Tensor\.grad_dtype"):
+        staged(captured, (1,))
 
 
 def test_loss_must_be_on_the_last_stage():

@@ -7,12 +7,14 @@ pytest.importorskip("torch")
 
 import torch
 
+from hpc3d.checkpoints import sharded
 from hpc3d.checkpoints.block_slices import stored_shape
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.model.parameters import Parameters
 from hpc3d.partition.capture import state_of
 from hpc3d.partition.execution.torch_weights import TorchWeights, stored_tensors, values_in
+from hpc3d.training.optimizers.optimizer import AdamW
 from tests.partition.execution.modules import HERE, prepared
 from tests.partition.sample_models import HERE as SAMPLES
 from tests.partition.user_models import HERE as USERS
@@ -22,13 +24,17 @@ NAME = f"{HERE}:everything"
 
 def bound(shared=()):
     module, _, captured = prepared(NAME)
-    parameters = Parameters(Mesh({}, {}, {}, Self()), "float64")
+    return module, *filled(module, captured, "float64", shared)
+
+
+def filled(module, captured, dtype, shared=()):
+    parameters = Parameters(Mesh({}, {}, {}, Self()), dtype)
     weights = TorchWeights(captured, parameters, captured.weights.values(), dict(shared))
     parameters.allocate(seed=0)
     weights.bind()
     for name, value in values_in(module, captured):
         weights.fill(name, value)
-    return module, parameters, weights
+    return parameters, weights
 
 
 def test_flat_array_holds_the_values_of_the_module():
@@ -53,16 +59,44 @@ def test_gradients_are_written_to_the_flat_array():
     assert (weights.tensors["table.weight"] == 7).all()
 
 
-def test_integer_counter_is_stored_and_loaded():
-    """It is an integer, and the flat array is not."""
-    _, _, weights = bound()
-    counter = weights.tensors["norm.num_batches_tracked"]
-    counter += 5
-    weights.store()
-    assert weights.items["norm.num_batches_tracked"].value == 5
-    counter += 1
-    weights.load()
-    assert counter == 5 and counter.dtype == torch.int64
+class Exact(torch.nn.Linear):
+    """A layer in bfloat16 with buffers of other data types."""
+
+    def __init__(self):
+        super().__init__(4, 4, dtype=torch.bfloat16)
+        self.register_buffer("scale", torch.tensor([1 + 2.0**-20]))
+        self.register_buffer("total", torch.tensor(1 / 3, dtype=torch.float64))
+        self.register_buffer("calls", torch.tensor(2**40 + 1))
+        self.register_buffer("kept", torch.tensor([True, False]))
+
+    def forward(self, x):
+        self.calls += 1
+        y = super().forward(x) * self.scale.to(x.dtype) + self.total.to(x.dtype)
+        return torch.where(self.kept[0], y, 0).square().mean()
+
+
+def exact():
+    return Exact(), torch.ones(4, 4, dtype=torch.bfloat16)
+
+
+def test_buffers_keep_their_data_types_in_checkpoints(tmp_path):
+    pytest.importorskip("ml_dtypes")
+    module, _, captured = prepared(f"{__name__}:exact", None)
+    parameters, weights = filled(module, captured, "bfloat16")
+    folder = tmp_path / "step-00000001.tmp"
+    folder.mkdir()
+    optimizer = AdamW(parameters, 0.0)
+    sharded.write_shard(folder, 0, sharded.Snapshot(parameters, optimizer))
+    assert sharded.complete(folder, 1, {"step": 1, "updates": 1}, keep=1) is None
+    before = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+    with torch.no_grad():
+        for tensor in weights.tensors.values():
+            tensor.zero_()
+    sharded.restore(sharded.Checkpoint(folder.with_suffix("")), parameters, optimizer)
+    for name, tensor in weights.tensors.items():
+        assert (
+            torch.equal(tensor, before[name]) and tensor.dtype == module.state_dict()[name].dtype
+        )
 
 
 def test_decayed_and_frozen_parameters():

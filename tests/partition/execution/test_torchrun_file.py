@@ -231,6 +231,14 @@ def test_sum_over_samples_is_rejected():
         written(f"{LOSSES}:summed", (1, 1), 2, "1f1b")
 
 
+def test_master_weights_and_conversions_are_rejected():
+    _, _, captured = prepared(CHAIN, torch.bfloat16)
+    plan = plan_of(captured, CHAIN, (1,), 1, "none")._replace(dtype="bfloat16")
+    with pytest.raises(ValueError, match="master weights") as refused:
+        torchrun_file(plan, captured)
+    assert "--dtype bfloat16: convert the module in the factory" in str(refused.value)
+
+
 def test_constant_that_is_too_long_is_rejected():
     module = nn.Sequential(nn.Linear(4, 4), Constant())
     captured = capture(module, (torch.ones(4, 4),))
