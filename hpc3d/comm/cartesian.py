@@ -13,14 +13,14 @@ from hpc3d.arrays.pool import Pool
 from hpc3d.comm.all_pairs import AllPairs, shortest_exchange
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.grid import Grid
-from hpc3d.comm.mesh import Mesh, groups_of
+from hpc3d.comm.mesh import DATA, Mesh, groups_of
 from hpc3d.comm.shared_memory import SharedMemory, usable
-from hpc3d.comm.stage_mesh import Line, stage_mesh
+from hpc3d.comm.stage_mesh import Line, ranks_of, stage_mesh
 from hpc3d.comm.two_level import TwoLevel
 
 if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
-    from hpc3d.cuda.device import Cuda
+    from hpc3d.cuda.device import Cuda, DevicePool
 
 
 def build(
@@ -50,34 +50,53 @@ def build(
         else:
             line = cart.Split(min(members), members.index(cart.rank))
         lines[name] = line, members
+    blocks: Any = pool
     if device is None:
         comms = {name: _communicator_of(*line, pool, nodes, long) for name, line in lines.items()}
-        blocks = pool
     else:
         from hpc3d.comm.device_communicators import communicators
-        from hpc3d.comm.pinned_store import PinnedStore
-        from hpc3d.cuda.device import DevicePool
 
-        blocks = DevicePool(device)
-        blocks.store = PinnedStore(blocks)
+        blocks = _blocks(device)
         comms = communicators(transport, cart, lines, blocks)
     world = _communicator_of(cart, range(grid.size), pool, nodes, long)
     return Mesh(grid.sizes, coords, comms, world, pool=blocks)
 
 
-def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") -> tuple[Mesh, Line]:
+def _blocks(device: Cuda) -> DevicePool:
+    """Return the pool of a rank's arrays in device memory."""
+    from hpc3d.comm.pinned_store import PinnedStore
+    from hpc3d.cuda.device import DevicePool
+
+    blocks = DevicePool(device)
+    blocks.store = PinnedStore(blocks)
+    return blocks
+
+
+def build_stages(
+    replicas: Sequence[int], rows: int, transport: str = "auto", device: Cuda | None = None
+) -> tuple[Mesh, Line]:
     """Return the stage mesh (hpc3d.comm.stage_mesh) of an MPI job, and a communicator factory.
 
-    Transports are chosen as in `build`. The factory creates a communicator for a list of ranks.
+    Transports and the device are chosen as in `build`. The factory creates a communicator for a
+    list of ranks.
     """
     comm, pool = MPI.COMM_WORLD.Dup(), Pool()
     nodes, long = _network(comm, transport)
+    blocks: Any = pool if device is None else _blocks(device)
+    stages = [[*ranks] for ranks in ranks_of(replicas)]
 
     def line(members):
         made = comm if len(members) == 1 else comm.Create_group(comm.group.Incl([*members]))
-        return _communicator_of(made, members, pool, nodes, long)
+        if device is None or len(members) == 1:
+            return _communicator_of(made, members, blocks, nodes, long)
+        from hpc3d.comm.device_communicators import communicators
 
-    return stage_mesh(replicas, rows, line(range(comm.size)), line), line
+        axis = DATA if [*members] in stages else "p"
+        return communicators(transport, made, {axis: (made, members)}, blocks)[axis]
+
+    world = _communicator_of(comm, range(comm.size), pool, nodes, long)
+    everyone = world if device is None else line(range(comm.size))
+    return stage_mesh(replicas, rows, everyone, line, world), line
 
 
 def _network(comm: MPI.Intracomm, transport: str) -> tuple[list[int | None], float]:

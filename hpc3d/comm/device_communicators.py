@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
     from hpc3d.cuda.device import DevicePool
 
-# Dict from axis to (sub-communicator of the Cartesian communicator, ranks of its members).
+# Dict from axis to (sub-communicator, ranks of its members).
 Lines = Mapping[str, tuple[MPI.Intracomm, Sequence[int]]]
 
 
 def communicators(
-    transport: str, cart: MPI.Cartcomm, lines: Lines, pool: DevicePool
+    transport: str, cart: MPI.Intracomm, lines: Lines, pool: DevicePool
 ) -> dict[str, Communicator]:
     """Return a dict from axis to communicator; `pool` provides the device memory for blocks.
 
-    `lines` maps each axis to a sub-communicator of `cart`.  The call is collective over `cart`:
-    all ranks pass the same axes in the same order.
+    `lines` maps each axis to a sub-communicator of `cart`, or to `cart` itself.  The call is
+    collective over `cart`: all ranks pass the same axes in the same order.
     """
     pool.device.meanwhile.append(MPI.COMM_SELF.Iprobe)
     return _MAKERS[transport](cart, lines, pool)
 
 
-def _by_nccl(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
+def _by_nccl(cart: MPI.Intracomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
     from cupy.cuda import nccl as library
 
     device = pool.device
@@ -52,12 +52,12 @@ def _by_nccl(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Co
     }
 
 
-def _by_mpi(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, CudaAwareMpi]:
+def _by_mpi(cart: MPI.Intracomm, lines: Lines, pool: DevicePool) -> dict[str, CudaAwareMpi]:
     return {axis: CudaAwareMpi(line, members, pool) for axis, (line, members) in lines.items()}
 
 
 def _by_hosts(
-    cart: MPI.Cartcomm,
+    cart: MPI.Intracomm,
     lines: Lines,
     pool: DevicePool,
     direct: Mapping[str, CudaAwareMpi] | None = None,
@@ -77,7 +77,7 @@ def _by_hosts(
     return found
 
 
-def _by_messages(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
+def _by_messages(cart: MPI.Intracomm, lines: Lines, pool: DevicePool) -> dict[str, Communicator]:
     return _by_hosts(cart, lines, pool, _by_mpi(cart, lines, pool))
 
 

@@ -41,8 +41,18 @@ def shares(rows: int, replicas: int) -> list[range]:
     ]
 
 
-def stage_mesh(replicas: Sequence[int], rows: int, world: Communicator, line: Line) -> Mesh:
-    """Return the mesh of this rank, with axes p and d, for microbatches of `rows` samples."""
+def stage_mesh(
+    replicas: Sequence[int],
+    rows: int,
+    world: Communicator,
+    line: Line,
+    host: Communicator | None = None,
+) -> Mesh:
+    """Return the mesh of this rank, with axes p and d, for microbatches of `rows` samples.
+
+    `world` is a communicator of all ranks. If its arrays are in device memory, `host` is another
+    one for arrays in host memory.
+    """
     stages, (stage, replica) = ranks_of(replicas), stage_and_replica(replicas, world.rank)
     comms: dict[str, Communicator] = {}
     if len(stages) > 1 and len({*replicas}) == 1:
@@ -52,7 +62,7 @@ def stage_mesh(replicas: Sequence[int], rows: int, world: Communicator, line: Li
     if len(stages[stage]) > 1:
         comms[DATA] = line(stages[stage])
     sizes = {"p": len(stages), DATA: len(stages[stage])}
-    return Mesh(sizes, {"p": stage, DATA: replica}, comms, world)
+    return Mesh(sizes, {"p": stage, DATA: replica}, comms, host or world, pool=world.pool)
 
 
 class SplitRows(Communicator):

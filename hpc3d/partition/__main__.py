@@ -55,6 +55,8 @@ _COMMANDS = {
 _RUN = "hpc3d.partition.execution.module_run"
 _TORCHRUN = "hpc3d.partition.execution.torchrun_file"
 
+_OBJECTIVE = "objective to minimize (default: time)"
+_CONVERT = "convert the module and its floating-point inputs to this data type"
 JSON = """\
 print one JSON object on the last line, with the keys objective, schedule, microbatches, time (step
 time [s]), load (of the busiest stage [s]), memory (maximum per rank [B]), proven (true if the plan
@@ -102,8 +104,7 @@ def parser() -> Parser:
         "--machine, also use measured communication costs"
     )
     add("--profile", type=Path, metavar="PROFILE.json", help=text)
-    text = "modules only: convert the module and its floating-point inputs to this data type"
-    add("--dtype", choices=TRAINED_TYPES, help=text)
+    add("--dtype", choices=TRAINED_TYPES, help=f"modules only: {_CONVERT}")
     text = "samples per step (default: batch size of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=text)
     text = (
@@ -137,8 +138,7 @@ def parser() -> Parser:
     add("--zero", type=int, choices=(0, 1), help=text)
     text = "modules only: offload the optimizer state to host memory or disk"
     add("--offload", choices=("optimizer",), help=text)
-    text = "objective to minimize (default: time)"
-    add("--objective", choices=("time", "load"), default="time", help=text)
+    add("--objective", choices=("time", "load"), default="time", help=_OBJECTIVE)
     text = (
         "modules only: write the plan to a file: JSON, to be executed by `partition run`, or "
         "Python, to be launched with torchrun"

@@ -31,8 +31,9 @@ class SavedPlan(NamedTuple):
     `graph` is the SHA-256 of the model's graph. `replicas` has one number per pipeline stage.
     `parts` lists the names of the pieces in each model chunk, in model order, and `recompute` is
     True for each chunk with recomputation. `predicted` records the machine and the predicted times
-    in seconds and sizes in bytes. `offload` lists the offloaded data, as in `parallel.offload`. The
-    module and its inputs are converted to `dtype`. Both are `None` in plans of earlier versions.
+    in seconds and sizes in bytes. `offload` lists the offloaded data, as in `parallel.offload`.
+    The module and its inputs are converted to `dtype`. Both are `None` in plans of earlier
+    versions.
     """
 
     model: str

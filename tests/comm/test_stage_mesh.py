@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from hpc3d.comm.stage_mesh import ranks_of, shares, stage_and_replica
+from hpc3d.arrays.pool import Pool
+from hpc3d.comm.communicator import Self
+from hpc3d.comm.stage_mesh import ranks_of, shares, stage_and_replica, stage_mesh
 from hpc3d.comm.threads import run_stages
 
 ROWS = 6
@@ -67,6 +69,13 @@ def test_unequal_stages_send_each_row_once():
 
     run_stages((3, 2), ROWS, rank)
     assert sent == {(0, 3): 2, (1, 3): 1, (1, 4): 1, (2, 4): 2}
+
+
+def test_arrays_of_the_world_may_be_in_host_memory():
+    """Messages between stages with other numbers of replicas are on the device."""
+    world, host = Self(Pool(), 0), Self(Pool(), 0)
+    mesh = stage_mesh((1,), 4, world, lambda members: world, host)
+    assert mesh.world is host and mesh.pool is world.pool is not host.pool
 
 
 def test_replicas_of_a_stage_have_a_data_axis():

@@ -48,6 +48,7 @@ from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.comm.cartesian import build_stages
 from hpc3d.comm.device_setup import Hardware
 from hpc3d.config import load
+from hpc3d.config.backend_rules import wrong_backend
 from hpc3d.config.input_file import Config, MeshConfig
 from hpc3d.config.parallel_rules import wrong_offload
 from hpc3d.config.resolve import refuse
@@ -73,6 +74,7 @@ from hpc3d.partition.execution.predicted_traffic import (
 )
 from hpc3d.partition.execution.sample_batches import flat_inputs, rows_of
 from hpc3d.partition.execution.staged_model import StagedModel, staged_model
+from hpc3d.partition.execution.torch_device import torch_hardware
 from hpc3d.partition.execution.torch_weights import stored_tensors, values_in
 from hpc3d.partition.execution.verification import verified
 from hpc3d.partition.factory import converted, function_at, made_with_data
@@ -103,10 +105,11 @@ _OF_RUN += (
     "parallel.keep_dtype",
     "mesh.transport",
 )
-_WITHOUT = "train.dtype", "train.backend", "guard.abft_every"
+_WITHOUT = "train.cuda_graph", "guard.abft_every"
 # Options of the planner, by the key of an input file that a plan determines
 _PLANNED = {
     "train.batch": "--batch",
+    "train.dtype": "--dtype",
     "mesh.p": "--replicas",
     "mesh.d": "--replicas",
     "parallel.microbatches": "--microbatches",
@@ -166,8 +169,9 @@ def run(job: Job, words: list[str]) -> None:
     evaluated = job.on_all_ranks(lambda: _evaluated(asked.plan, plan.config, model))
     stop = Stop(job, plan.folder, plan.config.run.signal, plan.config.train.max_minutes)
     source = job.on_root(lambda: _source(asked.plan, plan.config, model, evaluated))
+    ours = torch_hardware(job, plan.config)._replace(homes=job.homes())
     with opened.lock if opened else nullcontext():
-        trained(job, plan, _begin(job, plan, model, evaluated, source), stop)
+        trained(job, plan, _begin(job, plan, (model, evaluated), source, ours), stop)
 
 
 def asked_for(words: list[str]) -> RunRequest:
@@ -255,7 +259,8 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
 def _wrong_keys(config: Config) -> Iterator[str]:
     """Report invalid values of the keys that the user sets."""
     zero, offload = config.parallel.zero, config.parallel.offload
-    yield from reported(unknown_values(config), wrong_offload(config), unwritable(config))
+    rules = unknown_values(config), wrong_offload(config), unwritable(config)
+    yield from reported(*rules, wrong_backend(config))
     if "parameters" in offload:
         yield (
             f"parallel.offload = {[*offload]}: parameters of torch modules cannot be offloaded; "
@@ -300,7 +305,7 @@ def _source(
     module, inputs = made_with_data(plan.model, config.seed, plan.dtype)
     values, verify = dict(values_in(module, model.captured)), config.torch.verify
     given = function_at(config.torch.inputs) if config.torch.inputs else lambda step: inputs
-    batches = StepInputs(model.captured, given, plan.batch, plan.dtype)
+    batches = StepInputs(model.captured, given, plan.batch, dtype=plan.dtype)
     lines, of_evaluation, validation = ["not verified: torch.verify is off"], {}, None
     replicas = range(max(plan.replicas))
     split = [rows_of(plan.batch, plan.microbatches, len(replicas), each) for each in replicas]
@@ -310,7 +315,7 @@ def _source(
         lines = verified(module, model.captured, batches(0), shares, gradients=gradients)
     if evaluated:
         captured, given = evaluated.captured, function_at(config.torch.validation)
-        validation = StepInputs(captured, given, plan.batch, plan.dtype, config.train.eval_batches)
+        validation = StepInputs(captured, given, plan.batch, config.train.eval_batches, plan.dtype)
         of_evaluation = dict(values_in(module, captured))
         lines += evaluation_lines(evaluated, model)
         if verify != "off":
@@ -323,14 +328,20 @@ def _source(
 def _begin(
     job: Job,
     plan: RunPlan,
-    model: StagedModel,
-    evaluated: StagedModel | None,
+    models: tuple[StagedModel, StagedModel | None],
     source: _Source | None,
+    hardware: Hardware,
 ) -> RunningJob:
-    config = plan.config
+    """Build the mesh and the trainer; `models` are the module in training and in evaluation."""
+    config, (model, evaluated) = plan.config, models
     rows = config.train.batch // config.parallel.microbatches
-    mesh, line = build_stages(model.replicas, rows, config.mesh.transport)
-    hardware = Hardware(None, config.mesh.transport, homes=job.homes())
+    mesh, line = build_stages(model.replicas, rows, hardware.transport, hardware.device)
+    if hardware.device:
+        from hpc3d.cuda.gpu import use
+
+        job.exit_hooks.append(hardware.device.close)
+        pool: Any = mesh.pool
+        use(pool, config.train.tf32)
     layout = [*_layout(config, model), *(source.lines if source else ())]
     mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout)
     batches = source and source.batches
@@ -379,8 +390,8 @@ class StepInputs:
         captured: Captured,
         given: Callable[[int], tuple | dict],
         samples: int,
-        dtype: str | None = None,
         count: int = 0,
+        dtype: str | None = None,
     ) -> None:
         self.captured, self.given, self.samples = captured, given, samples
         self.dtype, self.count = dtype, count

@@ -150,8 +150,8 @@ class TorchStage:
                 edges = _edges(self._run(_entered(saved.leaves, received), micro, tensors))
         gradients = [*map(_tensor, _arrays(dy), self.returned)]
         if self.loss is not None:
-            how = {"dtype": self.loss_type, "device": self.weights.device}
-            gradients = [torch.tensor(micro.samples * micro.scale, **how)]
+            share = micro.samples * micro.scale
+            gradients = [torch.tensor(share, dtype=self.loss_type, device=self.weights.device)]
         self.weights.defer = defer
         self.weights.completed = lambda name: defer(finished, name)
         if edges:

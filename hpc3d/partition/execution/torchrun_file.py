@@ -87,9 +87,7 @@ def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
         yield "the loss is a sum over the samples, but the file computes means; use -o PLAN.json"
     for path in dict.fromkeys(each.path for each in captured.opaque):
         yield f"{path}: cannot be traced, so no source code can be written; use -o PLAN.json"
-    yield from _narrow_weights(captured)
-    if plan.dtype:
-        yield f"--dtype {plan.dtype}: convert the module in the factory, or use -o PLAN.json"
+    yield from _other_types(plan, captured)
     yield from _drawn_twice(plan, captured)
     stages, micros, replicas = len(plan.replicas), plan.microbatches, plan.replicas[0]
     here = "torch.distributed.pipelining"
@@ -119,8 +117,10 @@ def _wrong(plan: SavedPlan, captured: Captured) -> Iterator[str]:
         )
 
 
-def _narrow_weights(captured: Captured) -> Iterator[str]:
-    """Yield an error message for the first parameter of a 16-bit type."""
+def _other_types(plan: SavedPlan, captured: Captured) -> Iterator[str]:
+    """Yield error messages for a converted module and for the first parameter of 16 bits."""
+    if plan.dtype:
+        yield f"--dtype {plan.dtype}: convert the module in the factory, or use -o PLAN.json"
     trained = [each for each in state_of(captured).items() if is_trained(each[1])]
     narrow = [(name, like) for name, like in trained if gradient_bytes(like) > like.nbytes]
     for name, like in narrow[:1]:

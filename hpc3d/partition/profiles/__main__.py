@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 _REPEATS = 7
+_CONVERT = "convert the module and its floating-point inputs to this data type"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,8 +51,7 @@ def parser() -> Parser:
     add("model", metavar="MODULE:FACTORY", help="function that returns a module and its inputs")
     path = {"type": Path, "required": True, "metavar": "PROFILE.json"}
     add("-o", "--output", **path, help="file to write")
-    dtype = "convert the module and its floating-point inputs to this data type"
-    add("--dtype", choices=TRAINED_TYPES, help=dtype)
+    add("--dtype", choices=TRAINED_TYPES, help=_CONVERT)
     batch = "size of the largest microbatch in samples (default: batch of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=batch)
     repeats = f"number of repetitions; the median time is used (default: {_REPEATS})"

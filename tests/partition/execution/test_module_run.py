@@ -281,6 +281,9 @@ def test_memory_options_are_accepted(tmp_path):
     [
         (["--model.layers", 3], {}, "--model.layers: not supported for torch modules"),
         (["--train.batch", 3], {}, "--train.batch: the plan sets .*; make a plan with --batch"),
+        (["--train.dtype", "float16"], {}, "make a plan with --dtype"),
+        (["--train.backend", "cupy"], {}, "float64 is not supported by train.backend = cupy"),
+        (["--train.cuda_graph", "true"], {}, "--train.cuda_graph: not supported"),
         (["--parallel.recompute", "full"], {}, "make a plan with --recompute"),
         (["--parallel.zero", 2], {}, "parallel.zero = 2: .* use 0 or 1"),
         (["--data.validation", 0.1], {}, "--data.validation: .* torch.validation"),

@@ -28,7 +28,7 @@ from tests.partition.execution.modules import (
 )
 from tests.training.test_on_devices import devices, ranks  # noqa: F401
 
-CHAIN, DROPPING = f"{HERE}:chain", f"{HERE}:dropping"
+CHAIN, DROPPING, EVERYTHING = (f"{HERE}:{name}" for name in ("chain", "dropping", "everything"))
 
 
 def trained_on_devices(name, replicas, schedule, transport, dtype, **how):
@@ -60,6 +60,7 @@ def trained_on_devices(name, replicas, schedule, transport, dtype, **how):
         (CHAIN, (2, 2), "zb-h1", "host-staged", torch.float32, {"zero": 1}),
         (DROPPING, (2, 2), "1f1b", "nccl", torch.bfloat16, {"zero": 1}),
         (CHAIN, (1, 1), "gpipe", "mpi", torch.float16, {}),
+        (EVERYTHING, (2,), "none", "host-staged", torch.bfloat16, {}),
     ],
 )
 def test_modules_train_on_devices_as_on_the_host(name, replicas, schedule, transport, dtype, how):

@@ -15,13 +15,15 @@ from hpc3d.partition.atom_graph import Atom, Value, contracted
 from hpc3d.partition.capture import capture
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.sample_batches import flat_inputs
-from hpc3d.partition.execution.stage_program import graded, size_of, stage_programs
+from hpc3d.partition.execution.stage_program import graded, on_device, size_of, stage_programs
 from hpc3d.partition.execution.torch_weights import values_in
 from tests.partition.execution.modules import HERE, prepared
 from tests.partition.sample_models import HERE as SAMPLES
 from tests.partition.sample_models import Function
 from tests.partition.untraceable_models import HERE as UNTRACEABLE
 from tests.strided import strided
+
+slow = pytest.mark.slow
 
 
 def convex_parts(captured, count):
@@ -55,6 +57,24 @@ def outputs_of_parts(module, inputs, captured, count):
         found.update(zip(program.outputs, outputs, strict=True))
     assert crossing == ()
     return programs, [*found.values()], weights
+
+
+@pytest.mark.parametrize(
+    "name", [f"{HERE}:noisy", pytest.param("inputs.partition.translation:small", marks=slow)]
+)
+def test_program_creates_its_tensors_on_its_device(name):
+    """On torch's device `meta`, which refuses to compute with tensors of the CPU."""
+    module, inputs, captured = prepared(name)
+    (program,) = stage_programs(captured, [range(len(captured.pieces))])
+    meta = torch.device("meta")
+    weights = {name: value.to(meta) for name, value in values_in(module, captured)}
+    flat = [value.to(meta) for value in flat_inputs(captured, inputs)]
+    given = dict(zip(captured.inputs, flat, strict=True))
+    draw = Draw(0, 0, 0, captured.batch, device=meta)
+    _, outputs = on_device(program, meta).run(draw, (), given, weights)
+    assert {each.device for each in outputs} == {meta}
+    with pytest.raises(RuntimeError, match="meta"):
+        program.run(draw._replace(device="cpu"), (), given, weights)
 
 
 def expected_of(module, inputs):
