@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from hpc3d.config.limits import INT32, MOST_RANKS
 
@@ -35,6 +36,11 @@ def _bytes(text, bare):
             f"{text:.40}: must be a size such as 80GB (units: {known})"
         )
     return float(number[1]) * units[number[2]]
+
+
+def several(kind: Callable[[str], Any], text: str) -> list[Any]:
+    """Convert a comma-separated list; `kind` converts an element. Duplicates are removed."""
+    return [*dict.fromkeys(kind(each) for each in text.split(","))]
 
 
 size = partial(_bytes, bare=1e9)  # converts 80GB or 40GiB to bytes; the default unit is GB

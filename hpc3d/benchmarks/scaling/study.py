@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpc3d.benchmarks import harness
 from hpc3d.benchmarks.scaling import growth, scaling_rows, scaling_table
 from hpc3d.benchmarks.scaling.points import SCHEMES, Point, points
-from hpc3d.config.argument_types import number_of_ranks, positive
+from hpc3d.config.argument_types import number_of_ranks, positive, several
 from hpc3d.config.load import load
 from hpc3d.config.package_data import shipped
 from hpc3d.console.command_line import Parser
@@ -64,9 +64,9 @@ def parser() -> Parser:
         "--grow", choices=growth.QUANTITIES, metavar="|".join(growth.QUANTITIES), help=text
     )
     text = f"numbers of ranks (default: {_RANKS})"
-    add("--ranks", type=partial(_several, number_of_ranks), default=_RANKS, help=text)
+    add("--ranks", type=partial(several, number_of_ranks), default=_RANKS, help=text)
     text = f"schemes (default: all: {', '.join(SCHEMES)})"
-    add("--schemes", type=partial(_several, _scheme), default=",".join(SCHEMES), help=text)
+    add("--schemes", type=partial(several, _scheme), default=",".join(SCHEMES), help=text)
     text = "predict the rows on this machine (the name or path of a machine file)"
     add("--machine", metavar="NAME|FILE", help=text)
     text = "measure the rows on this machine"
@@ -79,10 +79,6 @@ def parser() -> Parser:
     add("--out", type=Path, default=Path("results"), metavar="DIR", help=text)
     add("--json", action="store_true", help="print one JSON object on the last line")
     return parser
-
-
-def _several(kind, text):
-    return [*dict.fromkeys(kind(each) for each in text.split(","))]
 
 
 def _scheme(text):
