@@ -16,6 +16,8 @@
                --check also predicts and measures the steps of 12 other runs
     scaling    weak and strong scaling of 1-D, 2-D, 2.5-D and 3-D tensor parallelism, predicted and
                measured; has its own options: python -m hpc3d.bench scaling --help
+    peers      step times of hpc3d and of PyTorch's DDP, FSDP2, DTensor and pipelining; has its own
+               options: python -m hpc3d.bench peers --help
     plans      plans for PyTorch modules on 1 and 2 ranks, from a profile of this machine:
                predicted and measured step times, and whether the chosen plan is the fastest
     planners   plans for PyTorch modules on 2 ranks by hpc3d, RaNNC and GPipe, from a profile of
@@ -60,14 +62,14 @@ _MODULES = {
     "studies.reproductions": ("findings", "published", "speedups", "vtrain", "partition"),
 }
 _BENCHMARKS = {name: module for module, names in _MODULES.items() for name in names}
+_STUDIES = {"scaling": "benchmarks.scaling.study", "peers": "benchmarks.peers"}  # own parsers
 _SINGLE = {"step", "trace", "calibrate"}  # benchmarks that run in this process, with one thread
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["scaling"]:
-        from hpc3d.benchmarks.scaling import study
-
+    if words and (name := _STUDIES.get(words[0])):
+        study = import_module(f"hpc3d.{name}")
         options, overrides = study.parser().parse_known_args(words[1:])
         return run("bench", lambda: study.main(options, overrides))
     options = parser().parse_args(words)

@@ -110,7 +110,7 @@ def ratios(
     }
 
 
-def _serial_trainer(
+def serial_trainer(
     config: Config, recorder: Recorder | None = None, vocabulary: int = 256
 ) -> Trainer:
     """Return a single-rank trainer that does not use MPI."""
@@ -131,7 +131,7 @@ def against_torch(config: Config, rounds: int) -> dict[str, Any]:
     """
     from hpc3d.benchmarks import torch_reference
 
-    trainer = _serial_trainer(config)
+    trainer = serial_trainer(config)
     batch = RandomBatches(config, 256).batch(0)
     theirs = torch_reference.training_step(trainer.parameters, trainer.shape, config.train, *batch)
     return ratios(*_alternate(rounds, _steps_of(trainer), theirs))
@@ -141,7 +141,7 @@ def tracing(config: Config, rounds: int) -> dict[str, Any]:
     """Compare serial step times with and without tracing, and measure the cost of one event."""
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(folder, {"rank": 0}, capacity=1 << 20)
-        traced, plain = _serial_trainer(config, recorder), _serial_trainer(config)
+        traced, plain = serial_trainer(config, recorder), serial_trainer(config)
         result = ratios(*_alternate(rounds, _steps_of(traced), _steps_of(plain)))
         events = recorder.count / (rounds + 1)
         start = time.perf_counter()
@@ -193,7 +193,12 @@ def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[
 
 
 def run(
-    ranks: int, arguments: Sequence[str], folder: str, steps: int = 4, verb: str = "train"
+    ranks: int,
+    arguments: Sequence[str],
+    folder: str,
+    steps: int = 4,
+    verb: str = "train",
+    threads: int | None = None,
 ) -> dict[str, Any]:
     """Run a few steps with `python -m hpc3d.VERB ...`, and return the measurements of the run.
 
@@ -207,7 +212,7 @@ def run(
     """
     words = [verb, *arguments, "--train.steps", str(steps), "--run.out", folder]
     start, first = time.perf_counter(), None
-    for line in printed(ranks, words):
+    for line in printed(ranks, words, threads):
         if first is None and re.match(r" +0 ", line):
             first = time.perf_counter() - start
         if number := re.match(r" *(\d+) +\S+ +\S+ +\S+ ", line):
@@ -217,19 +222,21 @@ def run(
         return {"first_s": first, "folder": where, **_times(recorded)}
 
 
-def printed(ranks: int, words: Sequence[str]) -> Iterator[str]:
+def printed(ranks: int, words: Sequence[str], threads: int | None = None) -> Iterator[str]:
     """Run `python -m hpc3d.VERB ...` on `ranks` ranks, and yield its output line by line.
 
+    By default, a single rank has one thread per core, and several ranks share the cores.
     Raises Problems if the command fails.
     """
     launcher = shutil.which("mpirun") or str(Path(sys.executable).with_name("mpirun"))
     verb, *arguments = words
     command = [launcher, "-np", str(ranks), sys.executable, "-m", f"hpc3d.{verb}", *arguments]
-    cores = str(len(os.sched_getaffinity(0)))
+    if threads is None and ranks == 1:
+        threads = len(os.sched_getaffinity(0))
     settings = {
         **os.environ,
         **surroundings(),
-        **({"OMP_NUM_THREADS": cores} if ranks == 1 else {}),
+        **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
         "NO_COLOR": "1",
     }
     with tempfile.TemporaryFile("w+") as errors:

@@ -42,6 +42,7 @@ _PARSERS = {
     "prepare": ("prepare", "parser"),
     "bench": ("bench", "parser"),
     "bench scaling": ("benchmarks.scaling.study", "parser"),
+    "bench peers": ("benchmarks.peers", "parser"),
     "doctor": ("doctor", "parser"),
 }
 
