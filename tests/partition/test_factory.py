@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hpc3d.partition import factory
-from hpc3d.partition.factory import function_at, made, made_with_data
+from hpc3d.partition.factory import function_at, made, made_model, made_with_data
 from tests.partition.execution.modules import HERE as MODULES
 from tests.partition.sample_models import HERE
 from tests.partition.user_models import HERE as USERS
@@ -74,11 +74,11 @@ def test_factory_may_convert_the_module_dtype():
     assert {each.dtype for each in module.parameters()} == {torch.float64}
 
 
-@pytest.mark.parametrize("make", [made, lambda *name: made_with_data(name[0], 0, name[1])])
+@pytest.mark.parametrize("make", [made_model, lambda name, dtype: made_with_data(name, 0, dtype)])
 def test_module_and_floating_inputs_are_converted(make):
-    module, (x, y) = make(f"{MODULES}:chain", "bfloat16")
+    module, (x, y), *_ = make(f"{MODULES}:chain", "bfloat16")
     assert {each.dtype for each in (*module.parameters(), x, y)} == {torch.bfloat16}
-    _, inputs = make(f"{MODULES}:everything", "bfloat16")
+    _, inputs, *_ = make(f"{MODULES}:everything", "bfloat16")
     assert {each.dtype for each in inputs.values()} == {torch.int64}
 
 

@@ -108,9 +108,13 @@ def with_data(name, seed=0, dtype=torch.float64):
     return module, tuple(map(drawn, inputs))
 
 
-@cache
 def prepared(name, dtype=torch.float64):
     """(module, inputs, Captured) of `MODULE:FACTORY`, none of which may be changed."""
+    return _prepared(name, dtype)
+
+
+@cache
+def _prepared(name, dtype):
     module, inputs = exact(name, dtype)
     captured = capture(module, inputs)
     reduction = (*function_at(name)(), "")[2]

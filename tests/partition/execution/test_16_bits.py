@@ -62,6 +62,22 @@ def test_random_numbers_do_not_depend_on_the_stages():
     assert_trained_alike(found, one, torch.finfo(torch.bfloat16).eps)
 
 
+@pytest.mark.parametrize("dtype", BOTH)
+def test_saved_activations_of_16_bits_are_offloaded_and_rounded(dtype):
+    plain = trained(EVERYTHING, (1, 1), 2, "1f1b", dtype=dtype)
+    both = ("optimizer", "activations")
+    for found in (
+        trained(EVERYTHING, (1, 1), 2, "1f1b", dtype=dtype, offload=both),
+        trained(EVERYTHING, (1, 1), 2, "1f1b", True, dtype=dtype, offload=both),
+    ):
+        for ours, theirs in zip(found, plain, strict=True):
+            assert_trained_alike([ours], theirs, 1e-6)
+    rounded = trained(CHAIN, (1, 1), 2, "1f1b", dtype=dtype, keep_dtype="int8")
+    exact = trained(CHAIN, (1, 1), 2, "1f1b", dtype=dtype)
+    for ours, theirs in zip(rounded, exact, strict=True):
+        assert_trained_alike([ours], theirs, 0.02)
+
+
 def of_small_steps(monkeypatch):
     """Eight updates, each of less than half of the distance of two weights in bfloat16."""
     monkeypatch.setattr(modules, "STEPS", 8)
