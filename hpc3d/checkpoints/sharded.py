@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 class OwnElements(NamedTuple):
-    """Elements of one parameter array that this rank stores, flattened.
+    """Elements of one parameter array that this rank stores.
 
-    The elements are consecutive in the row-major order of the box `block`, starting at index
-    `first`. Replicas store the same elements; `counts` is True on the one rank that writes them to
-    checkpoints.
+    The array of elements is flat, or a view with the shape of the box. The elements are
+    consecutive in the row-major order of the box `block`, starting at index `first`. Replicas
+    store the same elements; `counts` is True on the one rank that writes them to checkpoints.
     """
 
     kind: str
@@ -55,7 +55,16 @@ class OwnElements(NamedTuple):
 
     @property
     def boxes(self) -> list[BlockSlices]:
-        return boxes(self.block, self.first, self.first + len(self.elements))
+        return boxes(self.block, self.first, self.first + self.elements.size)
+
+    def sections(self, item: Parameter, mesh: Mesh) -> Iterator[OwnElements]:
+        """Yield the elements section by section; see `Layout.sections`."""
+        if not item.layout.sections:
+            yield self
+            return
+        block = self.elements.reshape(item.layout.block(item.shape, mesh))
+        for here, there in item.layout.pieces(item.shape, mesh):
+            yield self._replace(elements=block[here], block=box_of(there))
 
 
 def _block_of(item: Parameter, layout: Layout, shape: Sequence[int], mesh: Mesh) -> BlockSlices:
@@ -102,10 +111,10 @@ def shares(
     """Yield (name, kind, boxes, elements) for each array that this rank saves."""
     for item in parameters:
         for own in _own_elements(item, parameters, optimizer):
-            if own.counts:
-                parts = own.boxes
+            for each in own.sections(item, parameters.mesh) if own.counts else ():
+                parts = each.boxes
                 size = sum(part.size for part in parts)
-                yield item.name, own.kind, parts, own.elements[:size]
+                yield item.name, each.kind, parts, each.elements.reshape(-1)[:size]
     for kind, state in parameters.own_states.items():
         yield _rank_name(parameters.mesh.rank), kind, [whole_of(state.shape)], state
 
@@ -314,24 +323,27 @@ def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer
         exact = checkpoint.exact(item.name)
         value, *states = _own_elements(item, parameters, optimizer)
         whole = value._replace(elements=parameters.flat(item)[slices.value], first=0)
-        _fill_flat(checkpoint, item.name, exact, whole)
-        for own in states:
-            _fill_flat(checkpoint, item.name, exact if own.kind == MASTER.name else own.kind, own)
+        for own in (whole, *states):
+            stored = exact if own.kind in ("value", MASTER.name) else own.kind
+            for each in own.sections(item, parameters.mesh):
+                _fill(checkpoint, item.name, stored, each)
 
 
 def restore_own(checkpoint: Checkpoint, parameters: Parameters) -> None:
     """Load the rank-local states from a checkpoint with the same layout."""
     for kind, state in parameters.own_states.items():
         own = OwnElements(kind, state, whole_of(state.shape), 0, True)
-        _fill_flat(checkpoint, _rank_name(parameters.mesh.rank), kind, own)
+        _fill(checkpoint, _rank_name(parameters.mesh.rank), kind, own)
 
 
-def _fill_flat(checkpoint: Checkpoint, name: str, kind: str, own: OwnElements) -> None:
+def _fill(checkpoint: Checkpoint, name: str, kind: str, own: OwnElements) -> None:
     """Load elements from the stored arrays of kind `kind`; padding elements are left unchanged."""
-    flat = own.elements
-    host, done = on_host(flat), 0
-    for part in own.boxes:
+    elements = own.elements
+    host, done = on_host(elements), 0
+    if host.ndim > 1:
+        checkpoint.fill(host[:, None], name, kind, own.block)
+    for part in own.boxes if host.ndim == 1 else ():
         checkpoint.fill(host[done : done + part.size].reshape(part.shape), name, kind, part)
         done += part.size
-    if host is not flat:
-        from_host(flat, host)
+    if host is not elements:
+        from_host(elements, host)

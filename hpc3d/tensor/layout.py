@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hpc3d.comm.mesh import CONTEXT
@@ -24,30 +24,37 @@ class Layout(tuple):
         Axes that shard each dimension, separated by spaces, outermost first.
     owned
         Axes along which only one rank stores the block.  The other ranks store none of its rows.
+    sections
+        Sizes of the sections of the only sharded dimension (default: one section).  Each rank
+        stores its part of every section, for example of the queries, keys and values that one
+        matrix produces.  Except for `pieces`, all methods count the elements in an order in which
+        the parts of a rank are adjacent.
     """
 
     owned: tuple[str, ...]
+    sections: tuple[int, ...]
 
-    def __new__(cls, *dims: str, owned: str = "") -> Layout:
+    def __new__(cls, *dims: str, owned: str = "", sections: Sequence[int] = ()) -> Layout:
         layout = super().__new__(cls, (tuple(dim.split()) for dim in dims))
-        layout.owned = tuple(owned.split())
+        layout.owned, layout.sections = tuple(owned.split()), tuple(sections)
         return layout
 
     def __getnewargs__(self) -> tuple[str, ...]:
         """Return the arguments with which pickle calls `__new__`.
 
-        Pickle restores `owned` separately, as an attribute.
+        Pickle restores `owned` and `sections` separately, as attributes.
         """
         return tuple(" ".join(axes) for axes in self)
 
     def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) and self.owned == getattr(other, "owned", ())
+        others = getattr(other, "owned", ()), getattr(other, "sections", ())
+        return super().__eq__(other) and (self.owned, self.sections) == others
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash((tuple(self), self.owned))
+        return hash((tuple(self), self.owned, self.sections))
 
     def __str__(self) -> str:
         return self.indexed([""] * len(self))
@@ -137,6 +144,24 @@ class Layout(tuple):
         if any(mesh.coord(axis) != self.owner(axis, mesh) for axis in self.owned):
             rows = slice(rows.start, rows.start)
         return (rows, *rest)
+
+    def pieces(
+        self, shape: Sequence[int], mesh: Mesh
+    ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Yield slices of a rank's block, and the slices of the tensor that contain the elements.
+
+        There is one pair of slices for each of the `sections`.
+        """
+        (dim,) = (dim for dim, axes in enumerate(self) if axes)
+        local, start = 0, 0
+        for size in self.sections:
+            own = part(size, self[dim], mesh)
+            count = own.stop - own.start
+            here, there = ([slice(0, each) for each in shape] for _ in range(2))
+            here[dim] = slice(local, local + count)
+            there[dim] = slice(start + own.start, start + own.stop)
+            yield tuple(here), tuple(there)
+            local, start = local + count, start + size
 
     def block(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """Return the shape of the block that a rank stores.

@@ -44,6 +44,27 @@ def test_owned_block_exists_once_along_its_axis():
     assert (held == 1).all()
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ranks_have_a_part_of_each_section(dim):
+    """Sections of 6, 12 and 6 elements on the six ranks of x and y."""
+    sections, whole = (6, 12, 6), np.arange(24 * 24).reshape(24, 24)
+    axes = ["", ""]
+    axes[dim] = "x y"
+    layout = Layout(*axes, sections=sections)
+
+    def block(mesh):
+        found = np.zeros(layout.block(whole.shape, mesh), int)
+        for here, there in layout.pieces(whole.shape, mesh):
+            found[here] = whole[there]
+        return found
+
+    found = of_ranks(block)
+    for (x, y, _), ours in found.items():
+        n = 3 * x + y
+        expected = np.take(whole, [n, 6 + 2 * n, 7 + 2 * n, 18 + n], dim)
+        np.testing.assert_array_equal(ours, expected)
+
+
 def test_dim_of_returns_the_dimension_of_an_axis():
     layout = Layout("x y", "z")
     assert [layout.dim_of(axis) for axis in "xyzd"] == [0, 0, 1, None]
@@ -54,6 +75,8 @@ def test_layout_equality_includes_owners():
     assert not Layout("x", "") == Layout("x", "", owned="y")  # noqa: SIM201  `==` is what is ours
     assert Layout("x", "") != Layout("x", "", owned="y")
     assert len({Layout("x", ""), Layout("x", ""), Layout("x", "", owned="y")}) == 2
+    assert Layout("x", "", sections=(2, 2)) != Layout("x", "")
+    assert pickle.loads(pickle.dumps(Layout("x", "", sections=(2, 2)))).sections == (2, 2)
     assert str(Layout("x y", "", owned="z")) == "[_xy, -] owned along z"
 
 
