@@ -73,7 +73,11 @@ def _blocks(device: Cuda) -> DevicePool:
 
 
 def build_stages(
-    replicas: Sequence[int], rows: int, transport: str = "auto", device: Cuda | None = None
+    replicas: Sequence[int],
+    rows: int,
+    transport: str = "auto",
+    device: Cuda | None = None,
+    ways: int = 1,
 ) -> tuple[Mesh, Line]:
     """Return the stage mesh (hpc3d.comm.stage_mesh) of an MPI job, and a communicator factory.
 
@@ -96,7 +100,7 @@ def build_stages(
 
     world = _communicator_of(comm, range(comm.size), pool, nodes, long)
     everyone = world if device is None else line(range(comm.size))
-    return stage_mesh(replicas, rows, everyone, line, world), line
+    return stage_mesh(replicas, rows, everyone, line, world, ways), line
 
 
 def _network(comm: MPI.Intracomm, transport: str) -> tuple[list[int | None], float]:

@@ -3,6 +3,9 @@
 Ranks are numbered stage by stage.  The replicas of a stage split the rows of a microbatch in
 order.  If two stages have the same number of replicas, each rank sends its rows to the replica
 with the same index.  Otherwise, each rank sends rows to all replicas that need some of them.
+
+A replica may consist of several tensor-parallel ranks with adjacent numbers.  The ranks with the
+same index in their replicas form a plane, in which messages are sent and gradients are reduced.
 """
 
 from __future__ import annotations
@@ -15,20 +18,26 @@ from typing import Any
 from hpc3d.comm.communicator import Communicator, Pending
 from hpc3d.comm.mesh import DATA, Mesh
 
+TENSOR = "x"  # axis of the tensor-parallel ranks of a replica
+
 # Function that creates the communicator for a list of ranks; all listed ranks must call it.
 Line = Callable[[Sequence[int]], Communicator]
 
 
-def ranks_of(replicas: Sequence[int]) -> list[range]:
-    """Return one range of ranks per pipeline stage."""
-    return [range(first, stop) for first, stop in pairwise(accumulate(replicas, initial=0))]
+def ranks_of(replicas: Sequence[int], ways: int = 1, plane: int = 0) -> list[range]:
+    """Return one range of ranks per pipeline stage.
+
+    Of the `ways` tensor-parallel ranks of each replica, only rank number `plane` is included.
+    """
+    ends = pairwise(accumulate(replicas, initial=0))
+    return [range(ways * first + plane, ways * stop, ways) for first, stop in ends]
 
 
-def stage_and_replica(replicas: Sequence[int], rank: int) -> tuple[int, int]:
+def stage_and_replica(replicas: Sequence[int], rank: int, ways: int = 1) -> tuple[int, int]:
     """Return the pipeline stage of a rank and its replica index in the stage."""
     return next(
         (stage, ranks.index(rank))
-        for stage, ranks in enumerate(ranks_of(replicas))
+        for stage, ranks in enumerate(ranks_of(replicas, ways, rank % ways))
         if rank in ranks
     )
 
@@ -47,13 +56,17 @@ def stage_mesh(
     world: Communicator,
     line: Line,
     host: Communicator | None = None,
+    ways: int = 1,
 ) -> Mesh:
-    """Return the mesh of this rank, with axes p and d, for microbatches of `rows` samples.
+    """Return the mesh of this rank, with axes p, d and x, for microbatches of `rows` samples.
 
     `world` is a communicator of all ranks. If its arrays are in device memory, `host` is another
-    one for arrays in host memory.
+    one for arrays in host memory. Each replica consists of `ways` tensor-parallel ranks, which
+    form axis x.
     """
-    stages, (stage, replica) = ranks_of(replicas), stage_and_replica(replicas, world.rank)
+    plane = world.rank % ways
+    stages = ranks_of(replicas, ways, plane)
+    stage, replica = stage_and_replica(replicas, world.rank, ways)
     comms: dict[str, Communicator] = {}
     if len(stages) > 1 and len({*replicas}) == 1:
         comms["p"] = line([ranks[replica] for ranks in stages])
@@ -61,8 +74,11 @@ def stage_mesh(
         comms["p"] = SplitRows(world, stages, stage, rows)
     if len(stages[stage]) > 1:
         comms[DATA] = line(stages[stage])
-    sizes = {"p": len(stages), DATA: len(stages[stage])}
-    return Mesh(sizes, {"p": stage, DATA: replica}, comms, host or world, pool=world.pool)
+    if ways > 1:
+        comms[TENSOR] = line(range(world.rank - plane, world.rank - plane + ways))
+    sizes = {"p": len(stages), DATA: len(stages[stage]), TENSOR: ways}
+    coords = {"p": stage, DATA: replica, TENSOR: plane}
+    return Mesh(sizes, coords, comms, host or world, pool=world.pool)
 
 
 class SplitRows(Communicator):

@@ -144,13 +144,13 @@ def run(
 
 
 def run_stages(
-    replicas: Sequence[int], rows: int, function: Callable[[Mesh, Line], Any]
+    replicas: Sequence[int], rows: int, function: Callable[[Mesh, Line], Any], ways: int = 1
 ) -> list[Any]:
     """Call `function(mesh, line)` in one thread per rank of a stage mesh (hpc3d.comm.stage_mesh).
 
     `line` creates a communicator for a list of ranks.  Returns the results in rank order.
     """
-    size = sum(replicas)
+    size = ways * sum(replicas)
     pools = [Pool() for _ in range(size)]
     world = ThreadGroup(range(size))
     groups: dict[tuple[int, ...], ThreadGroup] = {}
@@ -163,9 +163,12 @@ def run_stages(
         return line
 
     lines = [line_of(rank) for rank in range(size)]
+    everyone = [
+        Threads(world, rank, pool) if size > 1 else Self(pool) for rank, pool in enumerate(pools)
+    ]
     ranks = [
-        stage_mesh(replicas, rows, Threads(world, rank, pool) if size > 1 else Self(pool), line)
-        for rank, (line, pool) in enumerate(zip(lines, pools, strict=True))
+        stage_mesh(replicas, rows, every, line, ways=ways)
+        for every, line in zip(everyone, lines, strict=True)
     ]
     return _on_threads(
         ranks, [world, *groups.values()], lambda mesh: function(mesh, lines[mesh.rank])

@@ -86,3 +86,21 @@ def test_replicas_of_a_stage_have_a_data_axis():
 
     found = run_stages((2, 3), ROWS, rank)
     assert found == [(1.0, 2.0), (1.0, None), (9.0, None), (9.0, None), (9.0, 2.0)]
+
+
+def test_ranks_of_a_replica_have_a_tensor_axis():
+    """Two ranks per replica: ranks with the same index exchange rows and reduce gradients."""
+
+    def rank(mesh, _):
+        sums = [mesh.comm(axis).all_reduce(np.array([mesh.rank])).wait()[0] for axis in "dx"]
+        return tuple(map(mesh.coord, "pdx")), *sums, mesh.comm("p").members
+
+    assert ranks_of((2, 1), 2, plane=1) == [range(1, 5, 2), range(5, 7, 2)]
+    assert run_stages((2, 1), ROWS, rank, ways=2) == [
+        ((0, 0, 0), 2, 1, (0, 4)),
+        ((0, 0, 1), 4, 1, (1, 5)),
+        ((0, 1, 0), 2, 5, (2, 4)),
+        ((0, 1, 1), 4, 5, (3, 5)),
+        ((1, 0, 0), 4, 9, (0, 4)),
+        ((1, 0, 1), 5, 9, (1, 5)),
+    ]
