@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,8 @@ _REMEDY = "use a file written by python -m hpc3d.partition -o"
 class SavedPlan(NamedTuple):
     """Plan of the model `model` (MODULE:FACTORY) for steps of `batch` samples.
 
-    `graph` is the SHA-256 of the model's graph. `replicas` has one number per pipeline stage.
+    `graph` is the SHA-256 of the model's graph. `replicas` has one number per pipeline stage, and
+    each replica consists of `tensor` tensor-parallel ranks.
     `parts` lists the names of the pieces in each model chunk, in model order, and `recompute` is
     True for each chunk with recomputation. `predicted` records the machine and the predicted times
     in seconds and sizes in bytes. `offload` lists the offloaded data, as in `parallel.offload`.
@@ -49,10 +51,11 @@ class SavedPlan(NamedTuple):
     predicted: dict[str, Any]
     offload: list[str] | None = None
     dtype: str | None = None
+    tensor: int = 1
 
     @property
     def ranks(self) -> int:
-        return sum(self.replicas)
+        return self.tensor * sum(self.replicas)
 
     def text(self) -> str:
         """Return the content of the plan file."""
@@ -104,6 +107,7 @@ def saved(
         },
         offload=plan.offload,
         dtype=dtype,
+        tensor=plan.costs.ways,
     )
 
 
@@ -146,7 +150,7 @@ def _described(value):
 
 def load(path: Path | str) -> SavedPlan:
     """Read a plan file; raise ValueError with a one-line message if the file is invalid."""
-    plan = SavedPlan(**fields_of(path, "plan", _SOUND, _REMEDY))
+    plan = SavedPlan(**fields_of(path, "plan", _SOUND, _REMEDY, SavedPlan._field_defaults))
     if {len(plan.parts), len(plan.recompute)} != {len(plan.replicas) * plan.chunks}:
         raise ValueError(
             f"{path}: chunks, replicas, recompute and parts are inconsistent; {_REMEDY}"
@@ -160,12 +164,17 @@ def text_of(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def fields_of(
-    path: Path | str, kind: str, rules: Mapping[str, Callable[[Any], bool]], remedy: str
+    path: Path | str,
+    kind: str,
+    rules: Mapping[str, Callable[[Any], bool]],
+    remedy: str,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Read the fields of a JSON file of a given `kind`, "plan" or "profile".
 
-    Raises ValueError with a one-line message that ends with the `remedy` if the file is invalid or
-    one of the `rules` returns False for the corresponding field.
+    `defaults` contains the values of fields that older files do not have. Raises ValueError with a
+    one-line message that ends with the `remedy` if the file is invalid or one of the `rules`
+    returns False for the corresponding field.
     """
     content = small_files.read(path, small_files.MOST_JSON, remedy)
     try:
@@ -175,6 +184,7 @@ def fields_of(
     known = isinstance(tree, dict) and (tree.get("format"), tree.get("version"))
     if known != (f"hpc3d-{kind}", _VERSION):
         raise ValueError(f"{path} is not a {kind} of this version of hpc3d; {remedy}")
+    tree = {**defaults, **tree}
     for field, sound in rules.items():
         if not sound(tree.get(field)):
             raise ValueError(f"{path}: {field} is missing or invalid; {remedy}")
@@ -210,4 +220,5 @@ _SOUND = {
     "predicted": lambda value: isinstance(value, dict),
     "offload": lambda value: value in (None, [], ["optimizer"]),
     "dtype": lambda value: value is None or value in TRAINED_TYPES,
+    "tensor": whole(1, MOST_RANKS),
 }

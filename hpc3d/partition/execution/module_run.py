@@ -56,6 +56,7 @@ from hpc3d.config.rules import unknown_values
 from hpc3d.config.wrong_values import reported
 from hpc3d.console.exit_codes import BadData
 from hpc3d.console.sanitize import counted
+from hpc3d.model.parameters import no_matrix
 from hpc3d.partition import plan_file
 from hpc3d.partition.capture import (
     Captured,
@@ -86,6 +87,7 @@ from hpc3d.runtime.stop_request import Stop
 from hpc3d.training import run_folder
 from hpc3d.training.footprint import unwritable
 from hpc3d.training.log import offload_lines
+from hpc3d.training.optimizers.catalog import optimizer_of
 from hpc3d.training.run_loop import RunningJob, RunPlan, equipped, trained
 
 if TYPE_CHECKING:
@@ -201,7 +203,8 @@ def _model(plan):
     captured = captured_of(plan.model, plan.dtype)
     split = find(plan.schedule).splits_backward
     pieces = plan.pieces(captured)
-    return staged_model(captured, pieces, plan.replicas, plan.recompute, split=split)
+    how = {"split": split, "ways": plan.tensor}
+    return staged_model(captured, pieces, plan.replicas, plan.recompute, **how)
 
 
 def _evaluated(plan, config, model):
@@ -235,7 +238,7 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
     """On rank 0, build the run configuration from the plan and the given options."""
     plan, resumed = asked.plan, asked.resumed
     config = config_of_run(resumed, asked.words) if resumed else load.load(None, asked.words)
-    mesh = MeshConfig(len(plan.replicas), max(plan.replicas), x=1, y=1, z=1)
+    mesh = MeshConfig(len(plan.replicas), max(plan.replicas), x=plan.tensor, y=1, z=1)
     parallel = replace(
         config.parallel,
         microbatches=plan.microbatches,
@@ -268,6 +271,15 @@ def _wrong_keys(config: Config) -> Iterator[str]:
         )
     if zero > 1:
         yield f"parallel.zero = {zero}: not supported for torch modules; use 0 or 1"
+    if (ways := config.mesh.x) > 1:
+        where = f"not supported with {ways} tensor-parallel ranks"
+        if zero == 1:
+            yield f"parallel.zero = 1: {where}; use 0, or make a plan with --tensor 1"
+        if optimizer_of(config).WHOLE_MATRICES is not no_matrix:
+            yield (
+                f"train.optimizer = {config.train.optimizer}: {where}; use adamw, or make a plan "
+                "with --tensor 1"
+            )
 
 
 def _wrong(plan: SavedPlan) -> Iterator[str]:
@@ -335,7 +347,9 @@ def _begin(
     """Build the mesh and the trainer; `models` are the module in training and in evaluation."""
     config, (model, evaluated) = plan.config, models
     rows = config.train.batch // config.parallel.microbatches
-    mesh, line = build_stages(model.replicas, rows, hardware.transport, hardware.device)
+    mesh, line = build_stages(
+        model.replicas, rows, hardware.transport, hardware.device, model.ways
+    )
     if hardware.device:
         from hpc3d.cuda.gpu import use
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hpc3d.comm.mesh import DATA
-from hpc3d.comm.stage_mesh import Line, ranks_of
+from hpc3d.comm.stage_mesh import TENSOR, Line, ranks_of
 from hpc3d.partition.capture import state_of
 from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.sample_batches import SampleLoader, rows_of, shared_by_root
@@ -51,7 +51,8 @@ class ModuleTrainer(Trainer):
         clock: Callable[[], float],
     ) -> None:
         self.model, stage = model, mesh.coord("p")
-        lines = lines_of_owners(model.owners, model.replicas, stage, line)
+        ranks = ranks_of(model.replicas, model.ways, mesh.coord(TENSOR))
+        lines = lines_of_owners(model.owners, ranks, stage, line)
         self.lines = {stages: mesh.wrapped(line, DATA) for stages, line in lines.items()}
         self.loss_terms = LossTerms(model.captured)
         feed = partial(sample_loader, model, self.loss_terms)
@@ -70,7 +71,9 @@ class ModuleTrainer(Trainer):
             for name, owners in model.owners.items()
             if len(owners) > 1 and stage in owners
         }
-        self.torch_weights = TorchWeights(model.captured, self.parameters, names, shared)
+        self.torch_weights = TorchWeights(
+            model.captured, self.parameters, names, shared, model.splits
+        )
         parallel, dtype = self.config.parallel, self.parameters.dtype
         offload = "activations" in parallel.offload
         self.saving = SavedTensors(self.mesh, dtype, parallel.keep_dtype, offload)
@@ -137,14 +140,13 @@ def sample_loader(
 
 
 def lines_of_owners(
-    owners: Owners, replicas: Sequence[int], stage: int, line: Line
+    owners: Owners, ranks: Sequence[range], stage: int, line: Line
 ) -> dict[tuple[int, ...], Communicator]:
     """Create a communicator for each group of stages that share a weight.
 
-    Each communicator contains all ranks of the group's stages. Groups that do not contain `stage`
-    are omitted.
+    Each communicator contains the `ranks` of the group's stages. Groups that do not contain
+    `stage` are omitted.
     """
-    ranks = ranks_of(replicas)
     groups = sorted({stages for stages in owners.values() if len(stages) > 1 and stage in stages})
     return {
         stages: line([rank for number in stages for rank in ranks[number]]) for stages in groups

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import log2, prod
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from hpc3d.ops.random import keep_mask, normal, philox_draws, philox_key
+from hpc3d.partition.tensor_parallel.shards import Split, own_part
+
+if TYPE_CHECKING:
+    from hpc3d.comm.communicator import Communicator
 
 
 class Draw(NamedTuple):
@@ -38,6 +42,8 @@ class RandomNumbers(NamedTuple):
     Dimension `dim` of each tensor contains the samples, with one or several rows per sample. The
     dimension consists of `blocks`, each with rows of all samples. If `dim` is `None`, the numbers
     are the same for all samples of the step. `dtype` is the data type of the operation's result.
+    If there is a `split`, the tensors are shards on the tensor-parallel `ranks`: each rank draws
+    the numbers of the full tensor, and returns its own part.
     """
 
     name: str
@@ -45,6 +51,8 @@ class RandomNumbers(NamedTuple):
     dim: int | None
     dtype: torch.dtype
     blocks: int = 1
+    split: Split | None = None
+    ranks: Communicator | None = None
 
     def kept(self, rate: float, shape: Sequence[int]) -> torch.Tensor:
         """Return a dropout mask, False with probability `rate`, rounded to 2^-16."""
@@ -98,6 +106,11 @@ class RandomNumbers(NamedTuple):
         self, make: Callable[[np.ndarray, range, int], np.ndarray], shape: Sequence[int]
     ) -> torch.Tensor:
         """Return a tensor of the given shape, filled by `make(key, rows, elements per row)`."""
+        if self.split and self.ranks:
+            full = [*shape]
+            full[self.split.dim] = self.split.size
+            made = self._replace(split=None)._block(make, full)
+            return own_part(made, self.split, self.ranks)
         dim, draw = self.dim, self.draw
         rows = 1 if dim is None else shape[dim]
         others = [size for index, size in enumerate(shape) if index != dim]

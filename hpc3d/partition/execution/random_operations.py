@@ -23,7 +23,8 @@ from hpc3d.partition.capture import Captured, is_size
 from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.sample_layout import arguments_of
 from hpc3d.partition.capturing.user_code import tensors
-from hpc3d.partition.execution.random_numbers import Draw, RandomNumbers
+from hpc3d.partition.execution.random_numbers import RandomNumbers
+from hpc3d.partition.tensor_parallel.shards import Split
 
 _aten = torch.ops.aten
 _ALTERNATIVES = "rand, randn, randint, bernoulli, exponential_, multinomial or dropout"
@@ -51,11 +52,17 @@ def is_random(node: fx.Node) -> bool:
     return given.get("train") is not False and given.get("training") is not False
 
 
-def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node, blocks: int = 1) -> None:
+def make_reproducible(
+    node: fx.Node,
+    original: fx.Node,
+    draw: fx.Node,
+    blocks: int = 1,
+    shard: tuple[Split | None, fx.Node | None] = (None, None),
+) -> None:
     """Replace a random operation with a version that uses reproducible random numbers.
 
     `node` is a copy of the operation `original`. The random numbers depend only on the name of
-    `original` and on the seed, step and samples in a `Draw`, which the graph receives at run time
+    `original` and on the seed, step and samples in a Draw, which the graph receives at run time
     as its input `draw`. The rows of the result consist of `blocks`, each with rows of all samples.
     Raises ValueError for random operations without a rule in this module.
     """
@@ -63,25 +70,17 @@ def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node, blocks: i
         return
     _refuse(original, redraw=True)
     value, *_ = tensors(original.meta["val"])
-    stream = original.name, draw, _batch_dim(value), value.dtype, blocks
-    node.args, node.kwargs = (node.target, *stream, arguments_of(node)), {}
+    stream = original.name, draw, _batch_dim(value), value.dtype, blocks, *shard
+    node.args, node.kwargs = (node.target, stream, arguments_of(node)), {}
     node.target = drawn
 
 
-def drawn(
-    operation: torch._ops.OpOverload,
-    name: str,
-    draw: Draw,
-    dim: int | None,
-    dtype: torch.dtype,
-    blocks: int,
-    given: dict[str, Any],
-) -> Any:
+def drawn(operation: torch._ops.OpOverload, stream: tuple[Any, ...], given: dict[str, Any]) -> Any:
     """Compute a random operation on the arguments `given`, using reproducible random numbers.
 
-    `name`, `draw`, `dim`, `dtype` and `blocks` are the fields of RandomNumbers.
+    `stream` contains the fields of RandomNumbers.
     """
-    numbers = RandomNumbers(name, draw, dim, dtype, blocks)
+    numbers = RandomNumbers(*stream)
     if operation in _FILLS:
         return _filled(operation, numbers, given)
     if operation in _DROPOUTS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import fx
@@ -31,6 +31,11 @@ from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.random_operations import make_reproducible
 from hpc3d.partition.execution.split_backward import split_backward
+from hpc3d.partition.tensor_parallel.local_graph import LocalGraph
+from hpc3d.partition.tensor_parallel.propagation import Sharding, sharding_of
+
+if TYPE_CHECKING:
+    from hpc3d.comm.communicator import Communicator
 
 _aten = torch.ops.aten
 
@@ -39,10 +44,11 @@ class StageProgram(NamedTuple):
     """Program of one model chunk.
 
     The arguments of `module` are, in this order: the `Draw` (seed and sample range) of a
-    microbatch; if the backward pass is `split`, the function that defers weight gradients; the
-    `sizes` as integers; and the tensors `received` from the previous chunk, the model `inputs`,
-    and the `weights`. It returns the values `sent` to the next chunk and the model `outputs`
-    computed by this chunk. It modifies the buffers in `written` in place.
+    microbatch; if the backward pass is `split`, the function that defers weight gradients; if
+    there is a `sharding`, the communicator of the tensor-parallel ranks; the `sizes` as integers;
+    and the tensors `received` from the previous chunk, the model `inputs`, and the `weights`. It
+    returns the values `sent` to the next chunk and the model `outputs` computed by this chunk. It
+    modifies the buffers in `written` in place.
     """
 
     module: fx.GraphModule
@@ -54,6 +60,7 @@ class StageProgram(NamedTuple):
     outputs: tuple[fx.Node, ...]
     written: tuple[str, ...]
     split: bool
+    sharding: Sharding | None
 
     def run(
         self,
@@ -62,17 +69,19 @@ class StageProgram(NamedTuple):
         inputs: Mapping,
         weights: Mapping,
         later: Callable[..., None] = immediately,
+        ranks: Communicator | None = None,
     ) -> tuple[tuple, tuple]:
         """Run the chunk on one microbatch; return the values to send and the outputs.
 
         `draw` identifies the samples of the microbatch and determines their random numbers.
         `inputs` maps the input nodes of the model to values, and `weights` maps names to tensors.
         If the program is `split`, its backward pass defers calls with `later(function, *args)`.
+        `ranks` is the communicator of the tensor-parallel ranks.
         """
         sizes = [size_of(size, draw.samples) for size in self.sizes]
         tensors = [inputs[node] for node in self.inputs] + [weights[name] for name in self.weights]
-        deferred = [later] if self.split else []
-        made = self.module(draw, *deferred, *sizes, *received, *tensors)
+        given = [later] * self.split + [ranks] * bool(self.sharding)
+        made = self.module(draw, *given, *sizes, *received, *tensors)
         return made[: len(self.sent)], made[len(self.sent) :]
 
 
@@ -81,24 +90,40 @@ def stage_programs(
     chunks: Sequence[Sequence[int]],
     redraw: bool = True,
     split: bool = False,
+    ways: int = 1,
 ) -> list[StageProgram]:
     """Return one program per model chunk, in model order.
 
     `chunks` lists the indices of the pieces of each chunk. If `redraw` is True, random operations
     depend on the step and the sample (the argument `Draw`), and losses that average over valid
     targets use the denominators of the step. Otherwise, both are computed as in torch. If `split`
-    is True, the weight gradients of matrix products and convolutions are deferred. Raises
-    ValueError if an earlier chunk needs a value of a later chunk, or if a random operation is not
-    supported.
+    is True, the weight gradients of matrix products and convolutions are deferred. The weights
+    are split over `ways` tensor-parallel ranks. Raises ValueError if an earlier chunk needs a
+    value of a later chunk, or if a random operation is not supported.
     """
     chunk_of = {piece: number for number, chunk in enumerate(chunks) for piece in chunk}
     crossing = dict(_crossing(captured, chunk_of))
-    layouts = SampleLayouts(captured.program.graph)
-    terms = LossTerms(captured) if redraw else None
-    return [
-        _program(captured, chunk, number, crossing, layouts, terms, split)
-        for number, chunk in enumerate(chunks)
-    ]
+    how = _How(
+        crossing,
+        SampleLayouts(captured.program.graph),
+        LossTerms(captured) if redraw else None,
+        split,
+        sharding_of(captured, ways, {*crossing, *outputs_of(captured)}) if ways > 1 else None,
+    )
+    return [_program(captured, chunk, number, how) for number, chunk in enumerate(chunks)]
+
+
+class _How(NamedTuple):
+    """Information that all model chunks share.
+
+    `layouts` determines the order of the rows in each message.
+    """
+
+    crossing: Mapping[fx.Node, tuple[int, int]]
+    layouts: SampleLayouts
+    terms: LossTerms | None
+    split: bool
+    sharding: Sharding | None
 
 
 def _crossing(captured: Captured, chunk_of: Mapping[int, int]) -> Iterator:
@@ -116,45 +141,52 @@ def _crossing(captured: Captured, chunk_of: Mapping[int, int]) -> Iterator:
                 yield node, (first, max(readers))
 
 
-def _program(captured, chunk, number, crossing, layouts, terms, split):
+def _program(captured, chunk, number, how):
     """Return the program of model chunk `number`.
 
     The chunk's operations are copied into a new graph with placeholders for external operands.
-    `layouts` determines the order of the rows in each message.
     """
     pieces = [captured.pieces[index] for index in chunk]
     wanted = {node for piece in pieces for node in (*piece.nodes, *piece.copies)}
     order = [node for node in captured.program.graph.nodes if node in wanted]
     sizes = [*filter(is_size, order)]
-    received = [node for node, (first, last) in crossing.items() if first < number <= last]
-    sent = [node for node, (first, last) in crossing.items() if first <= number < last]
+    received = [node for node, (first, last) in how.crossing.items() if first < number <= last]
+    sent = [node for node, (first, last) in how.crossing.items() if first <= number < last]
     outputs = [node for node in outputs_of(captured) if node in wanted]
     needed = {source for node in order for source in node.all_input_nodes}
     inputs = [node for node in captured.inputs if node in needed]
     weights = {node: name for node, name in captured.weights.items() if node in needed}
-    graph = fx.Graph()
-    draw, later = graph.placeholder("draw"), graph.placeholder("later") if split else None
+    graph, layouts = fx.Graph(), how.layouts
+    draw = graph.placeholder("draw")
+    later = graph.placeholder("later") if how.split else None
+    ranks = graph.placeholder("ranks") if how.sharding else None
     given = (*sizes, *received, *inputs, *weights)
     copies = {node: graph.placeholder(node.name) for node in given}
     messages = {node: copies[node] for node in received}
     for node in received:
         copies[node] = _reordered(graph, copies[node], node, -1, layouts.outer(node))
         copies[node] = _laid_out(graph, copies[node], node)
-    for node in order:
-        if node not in copies:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            if terms:
-                make_reproducible(copies[node], node, draw, layouts.outer(node))
-                terms.weigh(copies[node], node, draw)
-            if split:
-                split_backward(copies[node], later)
+    _copy(order, draw, later, how, LocalGraph(graph, copies, how.sharding, ranks))
     for node in (each for each in sent if each not in messages):
         messages[node] = _reordered(graph, copies[node], node, layouts.outer(node), -1)
     graph.output((*(messages[node] for node in sent), *(copies[node] for node in outputs)))
     module = fx.GraphModule(torch.nn.Module(), graph)
     values = tuple(node.meta["val"] for node in sizes)
     fields = received, inputs, weights.values(), sent, outputs, _written(order, weights)
-    return StageProgram(module, values, *map(tuple, fields), split)
+    return StageProgram(module, values, *map(tuple, fields), how.split, how.sharding)
+
+
+def _copy(order, draw, later, how, local):
+    """Copy the operations in `order` to a LocalGraph."""
+    for node in (each for each in order if each not in local.copies):
+        copy = local.add(node)
+        if how.terms:
+            shard = local.split_of(node), local.ranks
+            make_reproducible(copy, node, draw, how.layouts.outer(node), shard)
+            how.terms.weigh(copy, node, draw)
+        if how.split:
+            split_backward(copy, later)
+        local.copies[node] = local.finish(node, copy)
 
 
 def on_device(program: StageProgram, device: torch.device) -> StageProgram:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from hpc3d.partition.execution.stage_program import (
     graded,
     stage_programs,
 )
+from hpc3d.partition.tensor_parallel.shards import Split
 
 _HAS_GRADIENT_TYPE = hasattr(torch.Tensor, "grad_dtype")
 Owners = dict[str, tuple[int, ...]]  # maps a weight name to the stages that hold a copy
@@ -40,6 +41,18 @@ class StagedModel(NamedTuple):
     owners: Owners
 
     @property
+    def ways(self) -> int:
+        """Number of tensor-parallel ranks of each replica."""
+        sharding = self.programs[0].sharding
+        return sharding.ways if sharding else 1
+
+    @property
+    def splits(self) -> Mapping[str, Split]:
+        """Placements of the weights that are split over tensor-parallel ranks."""
+        sharding = self.programs[0].sharding
+        return sharding.weights if sharding else {}
+
+    @property
     def dtype(self) -> str:
         """Data type of the parameters."""
         (dtype,) = _types(self.captured)
@@ -53,8 +66,11 @@ def staged_model(
     recompute: Sequence[bool],
     redraw: bool = True,
     split: bool = False,
+    ways: int = 1,
 ) -> StagedModel:
     """Partition a captured module into model chunks, as specified by a plan.
+
+    Each replica of a stage consists of `ways` tensor-parallel ranks.
 
     If `redraw` is False, random operations use torch's generator. If `split` is True, backward
     passes defer weight gradients. Raises ValueError if the model cannot be trained, because it has
@@ -63,6 +79,8 @@ def staged_model(
     check_types(captured)
     programs = stage_programs(captured, parts, redraw, split)
     with_gradient = graded(captured, programs)
+    if ways > 1:
+        programs = stage_programs(captured, parts, redraw, split, ways)
     loss = loss_of(captured)
     if loss is None:
         raise ValueError(captured.loss.text)

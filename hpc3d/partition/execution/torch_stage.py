@@ -43,8 +43,9 @@ class TorchStage:
     """Implementation of `PipelineStage` for a StageProgram.
 
     `saving` stores the tensors that are saved for the backward pass. Only the last model chunk has
-    a `loss`. If `recompute` is True, only the received tensors and the modified buffers are saved
-    for each microbatch. In an evaluation, nothing is saved and no buffer is modified.
+    a `loss`; the first tensor-parallel rank returns it, and the others return 0. If `recompute` is
+    True, only the received tensors and the modified buffers are saved for each microbatch. In an
+    evaluation, nothing is saved and no buffer is modified.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class TorchStage:
         kept = _Kept(leaves, _edges(made) if keeps else None, again, buffers)
         if self.loss is not None:
             self.weights.pool.synchronize()
-            return micro.samples * float(made[-1].detach()), kept
+            counted = micro.samples * (self.weights.ranks.rank == 0)
+            return counted * float(made[-1].detach()), kept
         return self._arrays_of(tensor.detach() for tensor in made), kept
 
     def _arrays_of(self, tensors):
@@ -123,7 +125,8 @@ class TorchStage:
             micro.batch_values,
             self.weights.device,
         )
-        sent, outputs = self.program.run(draw, received, micro.inputs, tensors, self._later)
+        given = micro.inputs, tensors, self._later, self.weights.ranks
+        sent, outputs = self.program.run(draw, received, *given)
         return sent if self.loss is None else [outputs[self.loss]]
 
     def _later(self, function, *args):

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from hpc3d.checkpoints.block_slices import stored_shape
+from hpc3d.comm.stage_mesh import TENSOR
 from hpc3d.model.layers import immediately
 from hpc3d.partition.capture import Captured, is_trained, state_of
 from hpc3d.partition.capturing.user_module import attribute_tensors
@@ -26,6 +28,7 @@ from hpc3d.partition.execution.shared_arrays import (
     device_of,
     tensor_of,
 )
+from hpc3d.partition.tensor_parallel.shards import Split, own_part
 from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
@@ -67,9 +70,10 @@ class TorchWeights:
 
     `tensors` maps names to torch tensors, and `items` maps names to the Parameters that store the
     tensors; constants have no Parameter. `shared` maps the name of each weight that is replicated
-    on other stages to True if this stage owns the weight. During the backward pass, torch calls
-    `completed(name)` after it has added its last contribution to the gradient of the parameter
-    `name`. Deferrable work is passed to `defer`.
+    on other stages to True if this stage owns the weight. `splits` contains the placements of
+    weights that are split over the tensor-parallel `ranks`; their tensors are the rank's shards.
+    During the backward pass, torch calls `completed(name)` after it has added its last
+    contribution to the gradient of the parameter `name`. Deferrable work is passed to `defer`.
     """
 
     def __init__(
@@ -78,7 +82,9 @@ class TorchWeights:
         parameters: Parameters,
         names: Iterable[str],
         shared: Mapping[str, bool],
+        splits: Mapping[str, Split] = MappingProxyType({}),
     ) -> None:
+        self.ranks, self.splits = parameters.mesh.comm(TENSOR), splits
         self.like = state_of(captured)
         self.items: dict[str, Parameter] = {}
         self.tensors: MutableMapping[str, torch.Tensor] = {}
@@ -103,13 +109,19 @@ class TorchWeights:
             how |= {"completed_last": True, "decay": like.dim() > 1}
         else:
             how |= {"partial": ("d",), "decay": like.dim() > 1}
-        return parameters.add(name, shape, Layout(*[""] * len(shape)), **how)
+        split, axes = self.splits.get(name), [""] * len(shape)
+        if split:
+            axes[split.dim] = TENSOR
+        sections = split.sections if split and split.sections[1:] else ()
+        return parameters.add(name, shape, Layout(*axes, sections=sections), **how)
 
     def bind(self) -> None:
         """Create the tensors as views of the Parameters' arrays, which must already exist."""
         for name, item in self.items.items():
-            like = self.like[name]
-            value = tensor_of(item.value, like.dtype).view(like.shape)
+            like, shape = self.like[name], [*self.like[name].shape]
+            if name in self.splits:
+                shape[self.splits[name].dim] //= self.ranks.size
+            value = tensor_of(item.value, like.dtype).view(shape)
             self.tensors[name] = value if item.frozen else self._trained(name, item, value)
 
     def _trained(self, name, item, value):
@@ -126,7 +138,9 @@ class TorchWeights:
     def fill(self, name: str, value: torch.Tensor) -> None:
         """Copy a value to the tensor `name` if this rank holds the tensor."""
         if name in self.tensors:
-            self.tensors[name].detach().copy_(value)
+            split = self.splits.get(name)
+            own = own_part(value, split, self.ranks) if split else value
+            self.tensors[name].detach().copy_(own)
 
     def in_evaluation(
         self, captured: Captured, constants: MutableMapping[str, torch.Tensor]

@@ -18,6 +18,7 @@ from hpc3d.partition.execution.sample_batches import flat_inputs, rows_of
 from hpc3d.partition.execution.staged_model import staged_model
 from hpc3d.partition.execution.torch_weights import values_in
 from hpc3d.partition.factory import function_at
+from hpc3d.partition.tensor_parallel.shards import gathered
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
 
@@ -318,7 +319,18 @@ def config_of(captured, replicas, micros, schedule, chunks=1, **how):
     return Config(mesh=mesh, parallel=parallel, train=train)
 
 
-def trained(
+def trained(*how, **more):
+    """(tensors by name, losses) of every rank after STEPS steps; see `on_ranks`."""
+
+    def steps(trainer):
+        losses = [trainer.step(number).loss for number in range(STEPS)]
+        return unsplit(trainer.torch_weights), losses
+
+    return on_ranks(steps, *how, **more)
+
+
+def on_ranks(
+    work,
     name,
     replicas,
     micros,
@@ -326,16 +338,17 @@ def trained(
     recompute=False,
     watched=lambda mesh: mesh,
     dtype=torch.float64,
+    ways=1,
     **how,
 ):
-    """(tensors by name, losses, counted squares of gradients) of every rank, on threads, of a
-    module that is cut into equal parts; `watched(mesh)` is the mesh that it trains on."""
+    """`work(trainer)` of every rank, on threads, of a module that is cut into equal parts;
+    `watched(mesh)` is the mesh that it trains on."""
     module, inputs, captured = prepared(name, dtype)
     config = config_of(captured, replicas, micros, schedule, **how)
     count = len(replicas) * config.parallel.chunks
     split = find(schedule).splits_backward
     parts = even_parts(captured, count)
-    model = staged_model(captured, parts, replicas, [recompute] * count, split=split)
+    model = staged_model(captured, parts, replicas, [recompute] * count, split=split, ways=ways)
     flat, values = flat_inputs(captured, inputs), dict(values_in(module, captured))
     program = program_of(config)
 
@@ -344,11 +357,19 @@ def trained(
         batches = (lambda step: flat) if first else None
         trainer = ModuleTrainer(watched(mesh), config, model, line, batches, program, perf_counter)
         trainer.fill(values if first else {})
-        losses = [trainer.step(number).loss for number in range(STEPS)]
-        tensors = trainer.torch_weights.tensors.items()
-        return {name: copied(value) for name, value in tensors}, losses
+        return work(trainer)
 
-    return run_stages(replicas, captured.batch // micros, rank)
+    return run_stages(replicas, captured.batch // micros, rank, ways)
+
+
+def unsplit(weights):
+    """Copies of all tensors of a rank, with those of its tensor-parallel peers put together."""
+    found = {}
+    for name, value in weights.tensors.items():
+        split = weights.splits.get(name)
+        full = gathered(value.detach(), split, weights.ranks) if split else value.detach()
+        found[name] = copied(full)
+    return found
 
 
 def assert_trained_alike(found, expected, close=1e-10):

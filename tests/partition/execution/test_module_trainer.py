@@ -5,6 +5,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from hpc3d.comm.stage_mesh import ranks_of
 from hpc3d.comm.threads import run_stages
 from hpc3d.model.parameters import Parameters
 from hpc3d.partition.execution.module_trainer import TiedBuckets, lines_of_owners
@@ -224,7 +225,7 @@ def test_tied_gradients_are_summed_over_all_owners(zero):
             if len(stages) > 1 and stage in stages
         }
         parameters.allocate(seed=0)
-        lines = lines_of_owners(OWNERS, replicas, stage, line)
+        lines = lines_of_owners(OWNERS, ranks_of(replicas), stage, line)
         shared = [
             (comm, [items[name] for name in items if OWNERS[name] == stages])
             for stages, comm in lines.items()

@@ -1,0 +1,1 @@
+"""Tensor parallelism of captured modules: linear layers that are split over several ranks."""
