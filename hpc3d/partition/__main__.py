@@ -64,8 +64,8 @@ is proven optimal), stages (lists of operation ids), replicas, and borders (for 
 boundary: nbytes (message size), behind (last operation before it), next_best (step time [s] if
 only this boundary moves to the best nearby location) and instead (this location)).
 The plan of a module also has the keys recompute and pieces (per model chunk), chunks (per stage),
-zero and offload; its borders have the key room (false if a faster location does not fit in
-memory)"""
+zero, offload and tensor (ranks per replica); its borders have the key room (false if a faster
+location does not fit in memory)"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -138,6 +138,11 @@ def parser() -> Parser:
     add("--zero", type=int, choices=(0, 1), help=text)
     text = "modules only: offload the optimizer state to host memory or disk"
     add("--offload", choices=("optimizer",), help=text)
+    text = (
+        "modules only: number of tensor-parallel ranks per replica, over which pairs of linear "
+        "layers are split, or auto (default: 1)"
+    )
+    add("--tensor", type=_ways, metavar="T|auto", help=text)
     add("--objective", choices=("time", "load"), default="time", help=_OBJECTIVE)
     text = (
         "modules only: write the plan to a file: JSON, to be executed by `partition run`, or "
@@ -152,6 +157,10 @@ def parser() -> Parser:
 
 def _counts(text):
     return tuple(map(integer(1, MOST_RANKS), text.split(",")))
+
+
+def _ways(text):
+    return text if text == "auto" else integer(1, MOST_RANKS)(text)
 
 
 def _fraction(text):
@@ -172,7 +181,7 @@ def _plan(options):
 
 
 _MODULE_OPTIONS = (
-    *("machine", "profile", "dtype", "batch", "replicas", "recompute", "margin", "zero"),
+    *("machine", "profile", "dtype", "batch", "replicas", "recompute", "margin", "zero", "tensor"),
     "offload",
     *("output", "draw"),
 )
@@ -212,7 +221,7 @@ def _plan_module(options):
     from hpc3d.partition.capture import captured_of
     from hpc3d.partition.execution.random_operations import check_random_operations
     from hpc3d.partition.execution.staged_model import check_types
-    from hpc3d.partition.module_plan import Wanted, best_plan
+    from hpc3d.partition.module_plan import Wanted
 
     if options.bandwidth:
         raise ValueError(
@@ -232,7 +241,11 @@ def _plan_module(options):
         known = import_module(_TORCHRUN).SCHEDULES
         given["schedules"] = tuple(name for name in _SCHEDULES if name in known)
     asked = {name: value for name, value in given.items() if value is not None}
-    plan = best_plan(_costs(captured, options), Wanted(**asked))
+    if for_torchrun and options.tensor not in (None, 1):
+        raise ValueError(
+            f"--tensor {options.tensor}: not supported by {options.output}; write a .json file"
+        )
+    plan = _best_plan(captured, options, Wanted(**asked))
     _show_opaque(captured.opaque)
     _show_module(plan, options.ranks, captured)
     if options.draw:
@@ -262,6 +275,27 @@ def _write(path, plan, captured):
     with replacing(path) as temporary:
         temporary.write_text(text, "utf-8")
     print(f"\n{command} {path}")
+
+
+def _best_plan(captured, options, wanted):
+    """Return the best plan for the number of tensor-parallel ranks in the options."""
+    from hpc3d.partition.evaluation import MOMENTS
+    from hpc3d.partition.module_plan import best_plan
+    from hpc3d.partition.operation_costs import Operations
+    from hpc3d.partition.tensor_parallel.plans import tensor_plan
+    from hpc3d.predict.machine import machine_file
+
+    if options.tensor in (None, 1):
+        return best_plan(_costs(captured, options), wanted)
+    if options.profile:
+        raise ValueError(
+            f"--tensor {options.tensor}: not supported with --profile; use --machine instead"
+        )
+    machine = machine_file.load(options.machine or default_machine())
+    batch = options.batch or captured.batch
+    ways = None if options.tensor == "auto" else options.tensor
+    moments = 0 if options.offload else MOMENTS
+    return tensor_plan(Operations(captured), machine, batch, wanted, ways, moments)
 
 
 def _costs(captured, options):
@@ -351,9 +385,12 @@ def _show_largest(captured, graph, ranks):
 
 
 def _show_module(plan, ranks, captured):
-    choice, step, loss = plan.choice, plan.step, captured.loss
-    _show_head(choice.schedule, choice.width, choice.microbatches, choice.ranks, ranks)
-    if choice.ranks < ranks:
+    choice, step, loss, ways = plan.choice, plan.step, captured.loss, plan.costs.ways
+    used = ways * choice.ranks
+    _show_head(choice.schedule, choice.width, choice.microbatches, used, ranks)
+    if ways > 1:
+        print(f"tensor          each replica consists of {ways} ranks")
+    if used < ranks:
         _show_largest(captured, plan.costs.graph(1), ranks)
     _show_totals(step.seconds, plan.load, max(step.held))
     if not plan.costs.states:
@@ -371,7 +408,7 @@ def _show_module(plan, ranks, captured):
         times = f"{step.forward[chunk]:12.6g}  {step.backward[chunk]:12.6g}"
         totals = f"{step.sums[number]:14.4g}  {step.held[number] / 1e6:11.6g}"
         again = "yes" if stage.recompute else "no"
-        replicas = f"{stage.replicas:5d}  {again:9}"
+        replicas = f"{ways * stage.replicas:5d}  {again:9}"
         print(f"{number:5d}  {replicas}  {times}  {totals}  {sanitized(_some(ids))}")
     _show_borders(plan.borders, step.seconds)
 
@@ -426,6 +463,7 @@ def _module_as_json(plan):
         "chunks": choice.chunks,
         "zero": choice.zero,
         "offload": plan.offload,
+        "tensor": plan.costs.ways,
         "pieces": plan.pieces,
         "borders": [border._asdict() for border in plan.borders],
     }

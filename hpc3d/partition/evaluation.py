@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import cache
 from itertools import pairwise
 from math import inf
@@ -244,7 +245,9 @@ class ModelCosts:
         def graph_of(rows):
             return self.graph(rows).ordered(order)
 
-        return ModelCosts(graph_of, self.machine, self.batch, self.run, self.states)
+        found = copy(self)
+        ModelCosts.__init__(found, graph_of, self.machine, self.batch, self.run, self.states)
+        return found
 
     def rows(self, microbatches: int, replicas: int) -> int:
         """Return the largest number of samples per microbatch that any rank processes."""

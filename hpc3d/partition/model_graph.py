@@ -69,7 +69,7 @@ def graph_of(
     values += [*_saved_later(operations, found), *_before_loss(captured)]
     shared = _shared(captured, weights)
     shared += [Shared((*pieces,), 0.0, 0.0, nbytes) for pieces, nbytes in reads if len(pieces) > 1]
-    return contracted(atoms, values, shared=shared)
+    return contracted(atoms, values, operations.together, shared)
 
 
 def largest_atom(captured: Captured, graph: Graph) -> tuple[float, str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -86,7 +87,10 @@ class Operations:
 
     Work and memory are linear in the batch size, so they are counted for two batch sizes and
     interpolated. `savers` maps an operation to the first other operation that saves its result.
+    `together` contains groups of pieces that must be on the same stage.
     """
+
+    together: Sequence[Sequence[int]] = ()
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured

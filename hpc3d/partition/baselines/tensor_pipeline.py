@@ -21,36 +21,12 @@ from hpc3d.partition.baselines.contenders import (
     rank_of,
 )
 from hpc3d.partition.baselines.layer_cuts import even, layer_runs
-from hpc3d.partition.baselines.tensor_split import SplitOperations, split_roles
-from hpc3d.partition.evaluation import ModelCosts
-from hpc3d.partition.model_graph import graph_of
+from hpc3d.partition.baselines.tensor_split import MegatronOperations, split_roles
+from hpc3d.partition.model_graph import costs_of
+from hpc3d.partition.tensor_parallel.split_costs import TensorCosts
 from hpc3d.pipeline.schedule import DEFAULT
 
 _WAYS = (1, 2, 4, 8)
-
-
-class TensorCosts(ModelCosts):
-    """Costs of a model whose replicas are groups of `ways` adjacent tensor-parallel ranks."""
-
-    def __init__(self, operations: SplitOperations, costs: ModelCosts) -> None:
-        self.ways = operations.ways
-        super().__init__(partial(graph_of, operations, costs.machine), costs.machine, costs.batch)
-
-    def message(self, nbytes: float, senders: range, receivers: range) -> float:
-        """Return the time in seconds to send a microbatch's activations to the next stage.
-
-        `senders` and `receivers` are replica indices; the first rank of replica r is `ways` * r.
-        """
-        ways = self.ways
-        apart = [range(ways * each[0], ways * each[-1] + 1, ways) for each in (senders, receivers)]
-        return super().message(nbytes, apart[0], apart[1])
-
-    def summed(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
-        """Return the time in seconds of an all-reduce over the first rank of each replica.
-
-        The other ranks of the replicas all-reduce their shards at the same time.
-        """
-        return super().summed(nbytes, tuple(self.ways * rank for rank in ranks))
 
 
 def megatron(task: Task) -> Contender:
@@ -83,6 +59,6 @@ def _split(task, ways):
     """
     if ways == 1:
         return task if split_roles(task.operations.captured, 2).rows else None
-    operations = SplitOperations(task.operations, ways)
-    costs = TensorCosts(operations, task.costs)
+    operations = MegatronOperations(task.operations, ways)
+    costs = TensorCosts(costs_of(operations, task.costs.machine, task.costs.batch), ways)
     return task._replace(costs=costs, ranks=task.ranks // ways)

@@ -17,15 +17,14 @@ as if it were sharded, like the result of the layer.
 from __future__ import annotations
 
 import operator
-from types import SimpleNamespace
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
 
 from hpc3d.partition.capture import Captured
-from hpc3d.partition.operation_costs import OperationCost, Operations, Work
-from hpc3d.predict.machine.machine import Machine
+from hpc3d.partition.operation_costs import OperationCost, Operations
+from hpc3d.partition.tensor_parallel.split_costs import Collective, SplitOperations, SplitRoles
 
 _aten = torch.ops.aten
 # Minimum rows per rank for sharding an embedding table, or a weight that has to be padded because
@@ -53,17 +52,6 @@ _LOCAL = {
     _aten.add,
     _aten.scaled_dot_product_attention,
 }
-
-
-class SplitRoles(NamedTuple):
-    """Operations sharded over t ranks: column- and row-parallel linear layers, the operations
-    between them, embeddings, and losses."""
-
-    columns: frozenset[fx.Node]
-    rows: frozenset[fx.Node]
-    inner: frozenset[fx.Node]
-    tables: frozenset[fx.Node]
-    losses: frozenset[fx.Node]
 
 
 def split_roles(captured: Captured, ways: int) -> SplitRoles:
@@ -101,7 +89,15 @@ class _Flow:
     def roles(self):
         inner = frozenset(self.origins) - self.columns
         sets = self.columns, self.rows, inner, self.tables, self.losses
-        return SplitRoles(*map(frozenset, sets))
+        return SplitRoles(*map(frozenset, sets), self._split_weights())
+
+    def _split_weights(self):
+        """Return a dict from the name of each sharded weight to its sharded dimension."""
+        shares = [(node.args[0], 0) for node in self.tables]
+        shares += [(node.args[1], 0) for node in self.columns]
+        shares += [(node.args[2], 0) for node in self.columns if len(node.args) > 2]
+        shares += [(node.args[1], 1) for node in self.rows]
+        return {self.captured.weights[node]: dim for node, dim in shares if node}
 
     def _take(self, node):
         name = getattr(node.target, "overloadpacket", node.target)
@@ -153,86 +149,24 @@ class _Flow:
             self.wrong |= self.origins.get(each, set())
 
 
-class SplitOperations(Operations):
-    """Operations of a model on one of `ways` tensor-parallel ranks."""
+class MegatronOperations(SplitOperations):
+    """Operations of a model on one of `ways` tensor-parallel ranks of Megatron-LM."""
 
     def __init__(self, operations: Operations, ways: int) -> None:
-        self.ways, self.roles = ways, split_roles(operations.captured, ways)
-        self.captured = _part_of(operations.captured, self.roles, ways)
-        self.savers = operations.savers
-        self.kinds = {
-            node: (self._part(node, low), self._part(node, high), dtype)
-            for node, (low, high, dtype) in operations.kinds.items()
-        }
+        super().__init__(operations, ways, split_roles(operations.captured, ways))
 
-    def _part(self, node, operation):
-        """Return the work and memory of one rank's shard of an operation."""
-        roles, ways = self.roles, self.ways
-        if not any(node in group for group in roles):
-            return operation
-        # In the forward GEMM (batch, m, n, k), column parallelism divides n by `ways`, and row
-        # parallelism divides k. The backward GEMMs are (batch, m, k, n) for the input gradient,
-        # if the input requires a gradient, and (batch, k, n, m) for the weight gradient.
-        forward, backward = ((3,), (2, 1)) if node in roles.rows else ((2,), (3, 2))
-        own = {
-            "forward": _divided(operation.forward, forward, ways),
-            "backward": _divided(operation.backward, backward, ways),
-        }
-        # The all-reduced results of row-parallel layers and embeddings are not sharded.
-        if node not in roles.rows | roles.tables:
-            kept = ("saved", "later", "working") + ("nbytes",) * (node not in roles.losses)
-            own |= {name: getattr(operation, name) / ways for name in kept}
-        return operation._replace(**own)
-
-    def costs(self, machine: Machine, batch: int) -> dict[fx.Node, OperationCost]:
-        """Return the cost of each operation on one rank, including the times of all-reduces."""
-        found, ranks = super().costs(machine, batch), range(self.ways)
-
-        def summed(nbytes):
-            return machine.call("all_reduce", 2 * (1 - 1 / self.ways) * nbytes, ranks)
-
+    def collectives(
+        self, found: Mapping[fx.Node, OperationCost], batch: int
+    ) -> Iterator[Collective]:
+        """Yield the all-reduces of layers, embeddings and losses."""
         for node in self.roles.rows | self.roles.tables:
-            cost = found[node]
-            found[node] = cost._replace(forward=cost.forward + summed(cost.nbytes))
+            yield Collective(node, "forward", "all_reduce", found[node].nbytes)
         for node in self.roles.losses:
-            cost, logits = found[node], node.args[0].meta["val"]
-            tokens = found[node.args[0]].nbytes * self.ways / logits.shape[-1]
-            found[node] = cost._replace(forward=cost.forward + _LOSS_SUMS * summed(tokens))
+            logits = node.args[0]
+            tokens = found[logits].nbytes * self.ways / logits.meta["val"].shape[-1]
+            for _ in range(_LOSS_SUMS):
+                yield Collective(node, "forward", "all_reduce", tokens)
         # The gradient of a value is all-reduced once, even if several layers read the value.
         readers = {node.args[0]: node for node in self.roles.columns}
         for node in (node for value, node in readers.items() if value in self.kinds):
-            cost, read = found[node], found[node.args[0]]
-            found[node] = cost._replace(backward=cost.backward + summed(read.nbytes))
-        return found
-
-
-def _divided(work, indices, ways):
-    """Divide the work of an operation by `ways`.
-
-    `indices` contains, for each GEMM, the index of the dimension to divide. If the operation has
-    fewer GEMMs than `indices` has entries (for example, no GEMM for the input gradient), only the
-    last entries are used.
-    """
-    products = tuple(
-        tuple(size / ways if at == index else size for at, size in enumerate(sizes))
-        for sizes, index in zip(work.products, indices[len(indices) - len(work.products) :])
-    )
-    return Work(products, work.flop / ways, work.nbytes / ways)
-
-
-def _part_of(captured, roles, ways):
-    """Return a copy of the captured module in which sharded weights have their local shapes."""
-    program = captured.program
-    state = dict(program.state_dict)
-    shares = [(node.args[0], 0) for node in roles.tables]
-    shares += [(node.args[1], 0) for node in roles.columns]
-    shares += [(node.args[2], 0) for node in roles.columns if len(node.args) > 2]
-    shares += [(node.args[1], 1) for node in roles.rows]
-    for name, dim in {captured.weights[node]: dim for node, dim in shares if node}.items():
-        whole = program.state_dict[name]
-        shape = list(whole.shape)
-        shape[dim] = -(-shape[dim] // ways)
-        part = torch.empty(shape, dtype=whole.dtype, device="meta")
-        state[name] = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
-    like = SimpleNamespace(state_dict=state, constants=program.constants, graph=program.graph)
-    return captured._replace(program=like)
+            yield Collective(node, "backward", "all_reduce", found[node.args[0]].nbytes)

@@ -71,6 +71,7 @@ from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.predicted_traffic import (
     border_traffic,
     sum_traffic,
+    tensor_traffic,
     traffic_lines,
 )
 from hpc3d.partition.execution.sample_batches import flat_inputs, rows_of
@@ -383,13 +384,22 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
     yield from offload_lines(config)
     if config.parallel.keep_dtype:
         yield f"saved activations in {config.parallel.keep_dtype}"
+    if model.ways > 1:
+        state = model.captured.program.state_dict
+        split = sum(state[name].numel() for name in model.splits)
+        total = sum(state[name].numel() for name in stored_tensors(model.captured)["shapes"])
+        yield (
+            f"{model.ways} tensor-parallel ranks per replica: {split / total:.0%} of the elements "
+            f"of parameters and buffers are split, in {counted(len(model.splits), 'tensor')}"
+        )
     yield f"loss: {model.captured.loss.text}"
     if config.torch.validation and not config.train.eval_every:
         yield "torch.validation is not evaluated, because train.eval_every = 0"
     for name in updated_by_microbatches(model.captured):
         yield f"buffer {name}: updated by each microbatch, not once per step as in torch"
     batch, micros = config.train.batch, config.parallel.microbatches
-    yield from traffic_lines(border_traffic(model, batch, micros), sum_traffic(model))
+    borders, sums = border_traffic(model, batch, micros), sum_traffic(model)
+    yield from traffic_lines(borders, sums, tensor_traffic(model, batch, micros))
 
 
 class StepInputs:

@@ -5,17 +5,25 @@ boundaries    Values are sent forward and gradients backward. The volume is thei
               each pair of ranks of the two stages that have samples in common.
 all-reduces   Each of n replicas receives 2 (n - 1) / n times the size of its gradients. The
               gradient of a weight on several stages is reduced over all ranks of these stages.
+tensor axis   The tensor-parallel ranks of a replica call collectives in each pass of a microbatch.
+              The size of a call is that of the full value; recomputation repeats the calls of the
+              forward pass.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
+import torch
+
 from hpc3d.comm.stage_mesh import ranks_of, shares
+from hpc3d.console.sanitize import counted
 from hpc3d.partition.capture import gradient_bytes, is_trained, shape_of, state_of
 from hpc3d.partition.execution.staged_model import StagedModel
+from hpc3d.partition.tensor_parallel.local_graph import collectives_of
 
 
 class BorderTraffic(NamedTuple):
@@ -33,6 +41,18 @@ class SumTraffic(NamedTuple):
     nbytes: int
 
 
+class TensorTraffic(NamedTuple):
+    """Calls of the collective `op` per step on a stage, and their total size in bytes.
+
+    The calls of all replicas are counted, but only once for the ranks of a replica.
+    """
+
+    stage: int
+    op: str
+    calls: int
+    nbytes: int
+
+
 def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterator[BorderTraffic]:
     """Yield the traffic across each boundary between chunks on different stages."""
     width = len(model.replicas)
@@ -46,7 +66,7 @@ def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterato
         graded = [node in model.graded for node in program.sent]
         back = sum(size for size, has_gradient in zip(sizes, graded) if has_gradient)
         count = (len(sizes) + sum(graded)) * pairs * microbatches
-        yield BorderTraffic(sum(sizes), back, count)
+        yield BorderTraffic(*(model.ways * number for number in (sum(sizes), back, count)))
 
 
 def _pairs(one, other, rows):
@@ -66,16 +86,39 @@ def sum_traffic(model: StagedModel) -> Iterator[SumTraffic]:
     Gradients are reduced over the replicas of a stage or, for tied weights, over all ranks that
     hold the weight.
     """
-    like, ranks = state_of(model.captured), ranks_of(model.replicas)
-    found: dict[tuple[int, ...], int] = {}
+    like, ways = state_of(model.captured), model.ways
+    found: Counter[tuple[int, ...]] = Counter()
     for name, stages in model.owners.items():
-        if is_trained(like[name]):
+        nbytes = gradient_bytes(like[name])
+        for plane in range(ways) if is_trained(like[name]) else ():
+            ranks = ranks_of(model.replicas, ways, plane)
             group = tuple(rank for stage in stages for rank in ranks[stage])
-            found[group] = found.get(group, 0) + gradient_bytes(like[name])
+            found[group] += nbytes // ways if name in model.splits else nbytes
     return (SumTraffic(*each) for each in sorted(found.items()) if len(each[0]) > 1)
 
 
-def traffic_lines(borders: Iterable[BorderTraffic], sums: Iterable[SumTraffic]) -> Iterator[str]:
+def tensor_traffic(model: StagedModel, batch: int, microbatches: int) -> list[TensorTraffic]:
+    """Return the collectives of the tensor-parallel ranks in each step."""
+    width, found = len(model.replicas), Counter[tuple[int, str]]()
+    calls: Counter[tuple[int, str]] = Counter()
+    for number, program in enumerate(model.programs):
+        stage, times = number % width, {"forward": 1 + model.recompute[number], "backward": 1}
+        passes = microbatches * model.replicas[stage]
+        for node in program.module.graph.nodes:
+            for phase, op in collectives_of(node):
+                value = node.meta["val"]
+                split = any(isinstance(size, torch.SymInt) for size in value.shape)
+                nbytes = prod(shape_of(value, batch)) * value.element_size()
+                found[stage, op] += times[phase] * nbytes * (1 if split else passes)
+                calls[stage, op] += times[phase] * passes
+    return [TensorTraffic(*key, calls[key], found[key]) for key in sorted(calls)]
+
+
+def traffic_lines(
+    borders: Iterable[BorderTraffic],
+    sums: Iterable[SumTraffic],
+    tensor: Iterable[TensorTraffic] = (),
+) -> Iterator[str]:
     """Yield the log lines that report the predicted traffic."""
     for number, border in enumerate(borders, 1):
         yield (
@@ -84,6 +127,9 @@ def traffic_lines(borders: Iterable[BorderTraffic], sums: Iterable[SumTraffic]) 
         )
     for each in sums:
         yield f"ranks {_range(each.ranks)}: all-reduce of {each.nbytes / 1e6:.6g} MB of gradients"
+    for stage, op, calls, nbytes in tensor:
+        name = counted(calls, op.replace("_", "-"))
+        yield (f"stage {stage}: {nbytes / 1e6:.6g} MB in {name} of tensor-parallel ranks per step")
 
 
 def _range(ranks):

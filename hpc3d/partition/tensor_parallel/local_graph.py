@@ -8,7 +8,14 @@ import torch
 from torch import fx
 
 from hpc3d.partition.tensor_parallel.propagation import Sharding
-from hpc3d.partition.tensor_parallel.shards import Split, copied, gathered, narrowed, reduced
+from hpc3d.partition.tensor_parallel.shards import (
+    COLLECTIVES,
+    Split,
+    copied,
+    gathered,
+    narrowed,
+    reduced,
+)
 
 
 class LocalGraph:
@@ -27,7 +34,7 @@ class LocalGraph:
         ranks: fx.Node | None,
     ) -> None:
         self.graph, self.copies, self.ranks = graph, copies, ranks
-        self.sharding = sharding or Sharding(1, {}, {}, {})
+        self.sharding = sharding or Sharding(1, {}, {}, {}, ())
         self.converted: dict[Any, fx.Node] = {}
 
     def split_of(self, node: fx.Node) -> Split | None:
@@ -47,19 +54,18 @@ class LocalGraph:
         if local.target is None:
             return self.graph.node_copy(node, operand)
         args = fx.node.map_arg(local.args, operand)
-        args = (*args, self.ranks) if local.ranks else args
-        return self.graph.call_function(local.target, args)
+        return self._call(local.target, (*args, self.ranks) if local.ranks else args, node)
 
     def finish(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         """Return the value for the readers of an operation, given its `copy` in the graph."""
         local = self.sharding.operations.get(node)
         if local and local.partial:
-            copy = self.graph.call_function(reduced, (copy, self.ranks))
+            copy = self._call(reduced, (copy, self.ranks), node)
             if local.bias is not None:
                 bias = self._operand(local.bias, None, False)
-                copy = self.graph.call_function(torch.ops.aten.add.Tensor, (copy, bias))
+                copy = self._call(torch.ops.aten.add.Tensor, (copy, bias), node)
         elif local and local.result and node not in self.sharding.made:
-            copy = self.graph.call_function(gathered, (copy, local.result, self.ranks))
+            copy = self._call(gathered, (copy, local.result, self.ranks), node)
         return copy
 
     def _operand(self, node, wanted, partial):
@@ -70,21 +76,31 @@ class LocalGraph:
         made = self.sharding.made.get(node)
         value = self.copies[node]
         if made and wanted != made:
-            value, made = self._convert(gathered, value, made), None
+            value, made = self._convert(gathered, value, node, made), None
         if wanted and not made:
-            return self._convert(narrowed, value, wanted)
-        if partial and not wanted and _may_have_gradient(node):
-            return self._convert(copied, value)
+            return self._convert(narrowed, value, node, wanted)
+        if partial and not wanted and node in self.sharding.graded:
+            return self._convert(copied, value, node)
         return value
 
-    def _convert(self, conversion, value, *split):
+    def _convert(self, conversion, value, node, *split):
+        """Return a converted value, which several operations may read."""
         key = conversion, value, split
         if key not in self.converted:
-            args = value, *split, self.ranks
-            self.converted[key] = self.graph.call_function(conversion, args)
+            self.converted[key] = self._call(conversion, (value, *split, self.ranks), node)
         return self.converted[key]
 
+    def _call(self, target, args, node):
+        """Add a call whose full result has the shape of the result of `node`."""
+        call = self.graph.call_function(target, args)
+        call.meta["val"], call.meta["graded"] = node.meta["val"], node in self.sharding.graded
+        return call
 
-def _may_have_gradient(node):
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+def collectives_of(node: fx.Node) -> list[tuple[str, str]]:
+    """Return the (phase, collective) pairs of a call in a local graph.
+
+    The phase is "forward" or "backward". Values without a gradient have no backward pass.
+    """
+    calls = COLLECTIVES.get(node.target, {}) if node.op == "call_function" else {}
+    return [each for each in calls.items() if each[0] == "forward" or node.meta["graded"]]

@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from hpc3d.partition.capture import Captured, is_trained, memory_of, state_of, written_memory
+from hpc3d.partition.capture import (
+    Captured,
+    is_trained,
+    memory_of,
+    state_of,
+    tensors,
+    written_memory,
+)
 from hpc3d.partition.tensor_parallel.dimensions import WrongSections
 from hpc3d.partition.tensor_parallel.rules import LocalOperation, rule_of, transposed
 from hpc3d.partition.tensor_parallel.shards import Split
@@ -31,13 +38,15 @@ class Sharding(NamedTuple):
 
     `weights` maps names to placements. `operations` maps each operation that is applied to shards
     to its LocalOperation. `made` maps each node whose readers receive a shard to the placement.
-    All other weights, operations and values are replicated.
+    All other weights, operations and values are replicated. `graded` contains the nodes with a
+    gradient.
     """
 
     ways: int
     weights: Mapping[str, Split]
     operations: Mapping[fx.Node, LocalOperation]
     made: Mapping[fx.Node, Any]
+    graded: Collection[fx.Node]
 
 
 def sharding_of(captured: Captured, ways: int, full: Collection[fx.Node] = ()) -> Sharding:
@@ -50,7 +59,20 @@ def sharding_of(captured: Captured, ways: int, full: Collection[fx.Node] = ()) -
         flow, before = _ShardFlow(captured, full, choices), choices.count
         flow.run()
         if choices.count == before:
-            return Sharding(ways, flow.claims, flow.operations, flow.placements())
+            made = flow.placements()
+            return Sharding(ways, flow.claims, flow.operations, made, _graded(captured))
+
+
+def _graded(captured: Captured) -> set[fx.Node]:
+    """Return the trained weights and the floating-point values that depend on them."""
+    state = state_of(captured)
+    found = {node for node, name in captured.weights.items() if is_trained(state[name])}
+    for node in captured.program.graph.nodes:
+        detached = getattr(node.target, "overloadpacket", None) is torch.ops.aten.detach
+        floating = any(each.is_floating_point() for each in tensors(node.meta.get("val")))
+        if floating and not detached and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 class _Choices:

@@ -87,6 +87,16 @@ def looked_up(
     return reduced(found.masked_fill(~here.unsqueeze(-1), 0.0), ranks)
 
 
+# Collectives of the conversions in the forward and backward pass.
+COLLECTIVES: dict[Any, dict[str, str]] = {
+    copied: {"backward": "all_reduce"},
+    reduced: {"forward": "all_reduce"},
+    looked_up: {"forward": "all_reduce"},
+    gathered: {"forward": "all_gather"},
+    narrowed: {"backward": "all_gather"},
+}
+
+
 class _Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, ranks):

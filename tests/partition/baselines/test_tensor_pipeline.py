@@ -9,9 +9,11 @@ from dataclasses import replace
 from functools import cache
 
 from hpc3d.partition.baselines.contenders import Task, data_parallel
-from hpc3d.partition.baselines.tensor_pipeline import TensorCosts, megatron, megatron_pipeline
-from hpc3d.partition.baselines.tensor_split import SplitOperations
+from hpc3d.partition.baselines.tensor_pipeline import megatron, megatron_pipeline
+from hpc3d.partition.baselines.tensor_split import MegatronOperations
+from hpc3d.partition.model_graph import costs_of
 from hpc3d.partition.operation_costs import Operations
+from hpc3d.partition.tensor_parallel.split_costs import TensorCosts
 from hpc3d.predict.machine.machine import Link
 from tests.partition.sample_models import small
 from tests.partition.test_evaluation import MACHINE
@@ -70,7 +72,7 @@ def test_tensor_parallel_replicas_communicate_at_their_real_distance():
     """On nodes of two, of which every replica has one: what replicas of one rank sum inside of a
     node, they sum and send between nodes."""
     base = Task.of(operations(), MACHINE, BATCH, 4, 1e12).costs
-    costs = TensorCosts(SplitOperations(operations(), 2), base)
+    costs = TensorCosts(costs_of(MegatronOperations(operations(), 2), MACHINE, BATCH), 2)
     assert costs.summed(20, range(2)) == base.summed(20, (0, 2)) > base.summed(20, range(2))
     apart = costs.message(6, range(1), range(1, 2))
     assert apart == base.message(6, range(1), range(2, 3)) > base.message(6, range(1), range(1, 2))

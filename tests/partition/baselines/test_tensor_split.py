@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
-from hpc3d.partition.baselines.tensor_split import SplitOperations, split_roles
+from hpc3d.partition.baselines.tensor_split import MegatronOperations, split_roles
 from hpc3d.partition.model_graph import graph_of
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.predict.machine.machine import Link, Rates
@@ -67,7 +67,7 @@ def test_split_layer_has_two_all_reduces_forward_and_two_backward():
     """On a machine where only messages take time, one second each; one more of the loss's second
     output forward, three for the loss by words, and two for the inputs of both heads."""
     operations = Operations(small("bert"))
-    graph = graph_of(SplitOperations(operations, 2), FREE, 8)
+    graph = graph_of(MegatronOperations(operations, 2), FREE, 8)
     assert total(graph, "forward") == pytest.approx(4 * 2 + 1 + 3)
     assert total(graph, "backward") == pytest.approx(4 * 2 + 2)
 
@@ -77,7 +77,7 @@ def test_flops_of_split_products_are_shared():
     quiet = replace(FLOP, links=(Link(0, 0.0, 1e30),))
     operations = Operations(small("bert"))
     whole = graph_of(operations, quiet, 8)
-    part = graph_of(SplitOperations(operations, 2), quiet, 8)
+    part = graph_of(MegatronOperations(operations, 2), quiet, 8)
     dense = 2 * 8 * 16 * 32**2
     for name, times in (("forward", 1), ("backward", 2)):
         shared = (total(whole, name) - times * dense) / 2
@@ -86,7 +86,7 @@ def test_flops_of_split_products_are_shared():
 
 def test_column_splits_divide_n_and_row_splits_divide_k():
     """Products (batch, m, n, k) of [2, 64] and [64, 64], and backward for input and weight."""
-    found = SplitOperations(Operations(small("mlp")), 2)
+    found = MegatronOperations(Operations(small("mlp")), 2)
     works = {node.name: kind[0] for node, kind in found.kinds.items()}
     assert works["linear_2"].forward.products == ((1, 2, 32, 64),)
     assert works["linear_2"].backward.products == ((1, 2, 64, 32), (1, 64, 32, 2))
@@ -98,14 +98,14 @@ def test_column_splits_divide_n_and_row_splits_divide_k():
 def test_rank_stores_its_shard_of_the_weights():
     """Of a perceptron by columns and rows in turn, half but for the biases of rows."""
     operations = Operations(small("mlp"))
-    graph = graph_of(SplitOperations(operations, 2), FLOP, 8)
+    graph = graph_of(MegatronOperations(operations, 2), FLOP, 8)
     assert total(graph, "parameters") == 4 * (6 * 64 * 64 / 2 + 3 * 64 / 2 + 3 * 64)
 
 
 def test_activations_between_split_layers_are_saved_in_shards():
     """Of [16, 64]: six linear layers and as many functions save what they read, the model's input
     aside, of which two in the middle of each pair in half."""
-    graph = graph_of(SplitOperations(Operations(small("mlp")), 2), FLOP, 16)
+    graph = graph_of(MegatronOperations(Operations(small("mlp")), 2), FLOP, 16)
     assert total(graph, "saved") == 16 * 64 * 4 * (11 - 3 * 2 / 2)
 
 
