@@ -34,9 +34,9 @@ from hpc3d.partition.execution.staged_model import staged_model
 from hpc3d.partition.execution.torch_weights import values_in
 from hpc3d.partition.execution.verification import verified
 from hpc3d.partition.factory import made_with_data
-from hpc3d.partition.model_graph import costs_of
-from hpc3d.partition.module_plan import Wanted, best_plan
+from hpc3d.partition.module_plan import Wanted
 from hpc3d.partition.operation_costs import Operations
+from hpc3d.partition.tensor_parallel.plans import tensor_plan
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.machine import machine_file
@@ -48,6 +48,7 @@ from tests.partition.execution.modules import (
     config_of,
     part_of,
     state,
+    unsplit,
 )
 
 MICROBATCHES = 2
@@ -108,16 +109,15 @@ def verify(case: Case) -> None:
     verified(case.module, case.captured, flat, [*rows])
 
 
-def trained_on_ranks(case: Case, replicas: tuple[int, ...]) -> list[Trained]:
-    """Plan stages with these replicas, and train them on threads; one result per rank."""
+def trained_on_ranks(case: Case, replicas: tuple[int, ...], ways: int = 1) -> list[Trained]:
+    """Plan stages with these replicas of `ways` ranks, and train them on threads; one result per
+    rank."""
     captured = case.captured
-    wanted = Wanted(sum(replicas), replicas=replicas, microbatches=MICROBATCHES)
-    plan = best_plan(costs_of(case.operations, _machine()), wanted)
+    wanted = Wanted(ways * sum(replicas), replicas=replicas, microbatches=MICROBATCHES)
+    plan = tensor_plan(case.operations, _machine(), captured.batch, wanted, ways)
     plan = plan_file.saved(plan, captured, case.name, "")
-    split = find(plan.schedule).splits_backward
-    model = staged_model(
-        captured, plan.pieces(captured), plan.replicas, plan.recompute, split=split
-    )
+    how = {"split": find(plan.schedule).splits_backward, "ways": plan.tensor}
+    model = staged_model(captured, plan.pieces(captured), plan.replicas, plan.recompute, **how)
     config = config_of(
         captured, plan.replicas, plan.microbatches, plan.schedule, plan.chunks, plan.zero
     )
@@ -130,10 +130,9 @@ def trained_on_ranks(case: Case, replicas: tuple[int, ...]) -> list[Trained]:
         trainer = ModuleTrainer(mesh, config, model, line, batches, program, perf_counter)
         trainer.fill(values if first else {})
         losses = [trainer.step(number).loss for number in range(STEPS)]
-        tensors = trainer.torch_weights.tensors.items()
-        return Trained({name: value.detach().numpy().copy() for name, value in tensors}, losses)
+        return Trained(unsplit(trainer.torch_weights), losses)
 
-    return run_stages(plan.replicas, captured.batch // plan.microbatches, rank)
+    return run_stages(plan.replicas, captured.batch // plan.microbatches, rank, ways)
 
 
 def _machine():

@@ -24,7 +24,7 @@ from torch import fx
 
 from hpc3d.partition.capture import Captured
 from hpc3d.partition.operation_costs import OperationCost, Operations
-from hpc3d.partition.tensor_parallel.split_costs import Collective, SplitOperations, SplitRoles
+from hpc3d.partition.tensor_parallel.split_costs import SplitOperations, SplitRoles, TensorCall
 
 _aten = torch.ops.aten
 # Minimum rows per rank for sharding an embedding table, or a weight that has to be padded because
@@ -157,16 +157,16 @@ class MegatronOperations(SplitOperations):
 
     def collectives(
         self, found: Mapping[fx.Node, OperationCost], batch: int
-    ) -> Iterator[Collective]:
+    ) -> Iterator[TensorCall]:
         """Yield the all-reduces of layers, embeddings and losses."""
         for node in self.roles.rows | self.roles.tables:
-            yield Collective(node, "forward", "all_reduce", found[node].nbytes)
+            yield TensorCall(node, "forward", "all_reduce", found[node].nbytes)
         for node in self.roles.losses:
             logits = node.args[0]
             tokens = found[logits].nbytes * self.ways / logits.meta["val"].shape[-1]
             for _ in range(_LOSS_SUMS):
-                yield Collective(node, "forward", "all_reduce", tokens)
+                yield TensorCall(node, "forward", "all_reduce", tokens)
         # The gradient of a value is all-reduced once, even if several layers read the value.
         readers = {node.args[0]: node for node in self.roles.columns}
         for node in (node for value, node in readers.items() if value in self.kinds):
-            yield Collective(node, "backward", "all_reduce", found[node.args[0]].nbytes)
+            yield TensorCall(node, "backward", "all_reduce", found[node.args[0]].nbytes)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hpc3d.ops.random import keep_mask, normal, philox_draws, philox_key
-from hpc3d.partition.tensor_parallel.shards import Split, own_part
+from hpc3d.partition.tensor_parallel.shards import SplitDim, own_part
 
 if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
@@ -51,7 +51,7 @@ class RandomNumbers(NamedTuple):
     dim: int | None
     dtype: torch.dtype
     blocks: int = 1
-    split: Split | None = None
+    split: SplitDim | None = None
     ranks: Communicator | None = None
 
     def kept(self, rate: float, shape: Sequence[int]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.sample_layout import arguments_of
 from hpc3d.partition.capturing.user_code import tensors
 from hpc3d.partition.execution.random_numbers import RandomNumbers
-from hpc3d.partition.tensor_parallel.shards import Split
+from hpc3d.partition.tensor_parallel.shards import SplitDim
 
 _aten = torch.ops.aten
 _ALTERNATIVES = "rand, randn, randint, bernoulli, exponential_, multinomial or dropout"
@@ -57,7 +57,7 @@ def make_reproducible(
     original: fx.Node,
     draw: fx.Node,
     blocks: int = 1,
-    shard: tuple[Split | None, fx.Node | None] = (None, None),
+    shard: tuple[SplitDim | None, fx.Node | None] = (None, None),
 ) -> None:
     """Replace a random operation with a version that uses reproducible random numbers.
 

@@ -16,7 +16,7 @@ from hpc3d.partition.execution.stage_program import (
     graded,
     stage_programs,
 )
-from hpc3d.partition.tensor_parallel.shards import Split
+from hpc3d.partition.tensor_parallel.shards import SplitDim
 
 _HAS_GRADIENT_TYPE = hasattr(torch.Tensor, "grad_dtype")
 Owners = dict[str, tuple[int, ...]]  # maps a weight name to the stages that hold a copy
@@ -47,7 +47,7 @@ class StagedModel(NamedTuple):
         return sharding.ways if sharding else 1
 
     @property
-    def splits(self) -> Mapping[str, Split]:
+    def splits(self) -> Mapping[str, SplitDim]:
         """Placements of the weights that are split over tensor-parallel ranks."""
         sharding = self.programs[0].sharding
         return sharding.weights if sharding else {}
@@ -70,11 +70,10 @@ def staged_model(
 ) -> StagedModel:
     """Partition a captured module into model chunks, as specified by a plan.
 
-    Each replica of a stage consists of `ways` tensor-parallel ranks.
-
     If `redraw` is False, random operations use torch's generator. If `split` is True, backward
-    passes defer weight gradients. Raises ValueError if the model cannot be trained, because it has
-    no loss, parameters of several dtypes, or unsupported random operations.
+    passes defer weight gradients. Each replica of a stage consists of `ways` tensor-parallel
+    ranks. Raises ValueError if the model cannot be trained, because it has no loss, parameters of
+    several dtypes, or unsupported random operations.
     """
     check_types(captured)
     programs = stage_programs(captured, parts, redraw, split)
@@ -93,15 +92,8 @@ def staged_model(
     owners = owners_of(
         _weights(captured, programs[stage::width], parts[stage::width]) for stage in range(width)
     )
-    return StagedModel(
-        captured,
-        programs,
-        tuple(replicas),
-        tuple(recompute),
-        frozenset(with_gradient),
-        loss,
-        owners,
-    )
+    layout = tuple(replicas), tuple(recompute)
+    return StagedModel(captured, programs, *layout, frozenset(with_gradient), loss, owners)
 
 
 def _weights(captured, programs, parts):

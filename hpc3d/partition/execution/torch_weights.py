@@ -28,7 +28,7 @@ from hpc3d.partition.execution.shared_arrays import (
     device_of,
     tensor_of,
 )
-from hpc3d.partition.tensor_parallel.shards import Split, own_part
+from hpc3d.partition.tensor_parallel.shards import SplitDim, own_part
 from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class TorchWeights:
         parameters: Parameters,
         names: Iterable[str],
         shared: Mapping[str, bool],
-        splits: Mapping[str, Split] = MappingProxyType({}),
+        splits: Mapping[str, SplitDim] = MappingProxyType({}),
     ) -> None:
         self.ranks, self.splits = parameters.mesh.comm(TENSOR), splits
         self.like = state_of(captured)

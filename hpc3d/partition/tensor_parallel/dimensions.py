@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from hpc3d.partition.capture import shape_of, size_of, tensors
-from hpc3d.partition.tensor_parallel.shards import Split
+from hpc3d.partition.tensor_parallel.shards import SplitDim
 
 # Batch size for which shapes are compared. No other dimension is a multiple of this prime number.
 _BATCH = 1_000_003
@@ -64,7 +64,7 @@ def _list(results: Any) -> Any:
     return [*results] if isinstance(results, tuple | list) else [results]
 
 
-def within(split: Split, part: Range) -> Split:
+def within(split: SplitDim, part: Range) -> SplitDim:
     """Return the placement of the elements in `part` of a split dimension.
 
     Raises WrongSections unless the elements are complete sections.
@@ -76,10 +76,10 @@ def within(split: Split, part: Range) -> Split:
     if split.blocks > 1 or not {*edges} <= {*ends}:
         raise WrongSections([stop - start for start, stop in pairwise(sorted({*ends, *edges}))])
     first, last = map(ends.index, edges)
-    return Split(part.dim, split.sections[first:last])
+    return SplitDim(part.dim, split.sections[first:last])
 
 
-def reshaped(old: torch.Tensor, new: torch.Tensor, split: Split, ways: int) -> Split | None:
+def reshaped(old: torch.Tensor, new: torch.Tensor, split: SplitDim, ways: int) -> SplitDim | None:
     """Return the placement of a reshaped tensor, or `None` if ranks have no shard of it.
 
     Raises WrongSections if another order of the elements would make this possible.
@@ -103,7 +103,7 @@ def reshaped(old: torch.Tensor, new: torch.Tensor, split: Split, ways: int) -> S
             fits = blocks * sum(sizes) == size
             if fits and all(each * inner % (behind * ways) == 0 for each in sections):
                 found = sizes * (blocks if blocks % _BATCH else 1)
-                return Split(dim, tuple(found), 1 if blocks % _BATCH else blocks)
+                return SplitDim(dim, tuple(found), 1 if blocks % _BATCH else blocks)
             if outer == split.blocks == 1 and split.size % size == 0:
                 raise WrongSections([split.size // size] * size)
             return None

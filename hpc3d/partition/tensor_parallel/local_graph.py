@@ -10,7 +10,7 @@ from torch import fx
 from hpc3d.partition.tensor_parallel.propagation import Sharding
 from hpc3d.partition.tensor_parallel.shards import (
     COLLECTIVES,
-    Split,
+    SplitDim,
     copied,
     gathered,
     narrowed,
@@ -37,7 +37,7 @@ class LocalGraph:
         self.sharding = sharding or Sharding(1, {}, {}, {}, ())
         self.converted: dict[Any, fx.Node] = {}
 
-    def split_of(self, node: fx.Node) -> Split | None:
+    def split_of(self, node: fx.Node) -> SplitDim | None:
         """Return how the result of an operation is split; `None` if each rank has all of it."""
         local = self.sharding.operations.get(node)
         return local.result if local else None

@@ -2,9 +2,9 @@
 
 Shards are propagated through the operations in program order. A linear layer with a full input is
 column parallel: each rank computes some of the output columns. The following operations are
-applied to these shards (hpc3d.partition.tensor_parallel.rules). A linear layer whose input is
-split along the columns is row parallel; its result is all-reduced. A weight is split only if its
-shards reach a row-parallel layer, or if it contains a large fraction of all parameters. In the
+applied to these shards (hpc3d.partition.tensor_parallel.shard_rules). A linear layer whose input
+is split along the columns is row parallel; its result is all-reduced. A weight is split only if
+its shards reach a row-parallel layer, or if it contains a large fraction of all parameters. In the
 latter case, the result is gathered; an embedding table is split by rows. All other weights and
 operations are replicated.
 """
@@ -27,8 +27,8 @@ from hpc3d.partition.capture import (
     written_memory,
 )
 from hpc3d.partition.tensor_parallel.dimensions import WrongSections
-from hpc3d.partition.tensor_parallel.rules import LocalOperation, rule_of, transposed
-from hpc3d.partition.tensor_parallel.shards import Split
+from hpc3d.partition.tensor_parallel.shard_rules import LocalOperation, rule_of, transposed
+from hpc3d.partition.tensor_parallel.shards import SplitDim
 
 _LARGE = 1 / 16  # fraction of all parameters from which a weight is split without a partner
 
@@ -43,7 +43,7 @@ class Sharding(NamedTuple):
     """
 
     ways: int
-    weights: Mapping[str, Split]
+    weights: Mapping[str, SplitDim]
     operations: Mapping[fx.Node, LocalOperation]
     made: Mapping[fx.Node, Any]
     graded: Collection[fx.Node]
@@ -117,9 +117,9 @@ class _ShardFlow:
         self.operations: dict[fx.Node, LocalOperation] = {}
         self.made: dict[fx.Node, Any] = {}  # placements of split values
         self.origins: dict[fx.Node, set[str]] = {}  # column-parallel weights of split values
-        self.claims: dict[str, Split] = {}
+        self.claims: dict[str, SplitDim] = {}
         self.readers: defaultdict[str, set[fx.Node]] = defaultdict(set)
-        self.pending: dict[str, Split] = {}  # claims of the current operation
+        self.pending: dict[str, SplitDim] = {}  # claims of the current operation
         self.columns_of: set[str] = set()
         nodes = captured.program.graph.nodes
         self.written = {number for node in nodes for number in written_memory(node)}
@@ -176,7 +176,7 @@ class _ShardFlow:
 
     def _refuse(self, names, placement):
         """Replicate column-parallel weights whose result is gathered, unless they are large."""
-        splits = [placement] if isinstance(placement, Split) else placement
+        splits = [placement] if isinstance(placement, SplitDim) else placement
         can_gather = all(split.blocks == 1 for split in splits)
         self.choices.not_columns |= names - self.choices.large if can_gather else names
 
@@ -218,8 +218,8 @@ class _ShardFlow:
         fits = all(size % self.ways == 0 for size in sections)
         return sections if fits and name not in self.choices.not_columns else None
 
-    def claim(self, node: fx.Node, split: Split, columns: bool = False) -> bool:
-        """Split a weight, of which the operand `node` may be the transpose.
+    def claim(self, node: fx.Node, split: SplitDim, columns: bool = False) -> bool:
+        """SplitDim a weight, of which the operand `node` may be the transpose.
 
         Returns False if the weight must be replicated. If `columns` is True, the result of the
         current operation is split because of this weight.

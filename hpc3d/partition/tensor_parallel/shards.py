@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
 
 
-class Split(NamedTuple):
+class SplitDim(NamedTuple):
     """Dimension `dim` of a tensor that is split over the tensor-parallel ranks.
 
     The dimension consists of `blocks` blocks, each with sections of the given sizes. A rank has
@@ -41,7 +41,7 @@ class Split(NamedTuple):
         return self.blocks * sum(self.sections)
 
 
-def own_part(tensor: torch.Tensor, split: Split, ranks: Communicator) -> torch.Tensor:
+def own_part(tensor: torch.Tensor, split: SplitDim, ranks: Communicator) -> torch.Tensor:
     """Return this rank's shard of a full tensor."""
     assert split.blocks == 1, split
     parts = [
@@ -61,14 +61,22 @@ def reduced(tensor: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     return _Reduced.apply(tensor, ranks)
 
 
-def gathered(tensor: torch.Tensor, split: Split, ranks: Communicator) -> torch.Tensor:
+def gathered(tensor: torch.Tensor, split: SplitDim, ranks: Communicator) -> torch.Tensor:
     """Return the full tensor, given this rank's shard."""
     return _Gathered.apply(tensor, split, ranks)
 
 
-def narrowed(tensor: torch.Tensor, split: Split, ranks: Communicator) -> torch.Tensor:
+def narrowed(tensor: torch.Tensor, split: SplitDim, ranks: Communicator) -> torch.Tensor:
     """Return this rank's shard of a full tensor."""
     return _Narrowed.apply(tensor, split, ranks)
+
+
+def sliced(
+    tensor: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]], several: bool
+) -> torch.Tensor | list[torch.Tensor]:
+    """Return ranges (start, size) of a tensor's dimension, as a list if there are `several`."""
+    parts = [tensor.narrow(dim, start, size) for start, size in ranges]
+    return parts if several else parts[0]
 
 
 def looked_up(
@@ -144,7 +152,7 @@ def _sum(tensor: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     return _tensor(ranks.all_reduce(_array(tensor)).wait())
 
 
-def _joined(tensor: torch.Tensor, split: Split, ranks: Communicator) -> torch.Tensor:
+def _joined(tensor: torch.Tensor, split: SplitDim, ranks: Communicator) -> torch.Tensor:
     """Gather the shards of a tensor, and put the sections of the split dimension in order."""
     assert split.blocks == 1, split
     rows = _tensor(ranks.all_gather(_array(tensor.movedim(split.dim, 0))).wait())

@@ -20,7 +20,7 @@ from hpc3d.partition.evaluation import ModelCosts
 from hpc3d.partition.operation_costs import OperationCost, Operations, Work
 from hpc3d.partition.tensor_parallel.local_graph import LocalGraph, collectives_of
 from hpc3d.partition.tensor_parallel.propagation import Sharding, sharding_of
-from hpc3d.partition.tensor_parallel.rules import transposed
+from hpc3d.partition.tensor_parallel.shard_rules import transposed
 from hpc3d.partition.tensor_parallel.shards import looked_up
 from hpc3d.predict.machine.machine import Machine
 
@@ -38,8 +38,8 @@ class SplitRoles(NamedTuple):
     weights: Mapping[str, int]
 
 
-class Collective(NamedTuple):
-    """Collective call `op` of an operation in its `phase`, "forward" or "backward".
+class TensorCall(NamedTuple):
+    """TensorCall call `op` of an operation in its `phase`, "forward" or "backward".
 
     `nbytes` is the size of the full value, for a microbatch of one rank.
     """
@@ -67,7 +67,7 @@ class SplitOperations(Operations):
 
     def collectives(
         self, found: Mapping[fx.Node, OperationCost], batch: int
-    ) -> Iterator[Collective]:
+    ) -> Iterator[TensorCall]:
         """Yield the collectives of a microbatch of `batch` samples.
 
         `found` contains the costs of the operations without collectives.
@@ -151,12 +151,12 @@ class ShardedOperations(SplitOperations):
 
     def collectives(
         self, found: Mapping[fx.Node, OperationCost], batch: int
-    ) -> Iterator[Collective]:
+    ) -> Iterator[TensorCall]:
         """Yield the collectives of the local graph."""
         for node, phase, op, value in self.calls:
             if node in found:
                 nbytes = prod(shape_of(value, batch)) * value.element_size()
-                yield Collective(node, phase, op, nbytes)
+                yield TensorCall(node, phase, op, nbytes)
 
 
 def _roles(captured, sharding):

@@ -52,7 +52,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Language model; the head is `tied` to the token table or not."""
 
-    def __init__(self, layers, rate, tied, width=8, vocabulary=24):
+    def __init__(self, layers, rate, tied, width=8, *, vocabulary):
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width, 0), nn.Embedding(5, width)
         self.blocks = nn.ModuleList(Block(width, 4, rate) for _ in range(layers))
@@ -67,9 +67,9 @@ class Transformer(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def transformer(layers=2, rate=0.0, tied=False, batch=8):
+def transformer(layers=2, rate=0.0, tied=False, batch=8, vocabulary=24):
     ids = torch.arange(batch * 5).reshape(batch, 5) * 7 % 24
-    return Transformer(layers, rate, tied), (ids, (ids + 3) % 24)
+    return Transformer(layers, rate, tied, vocabulary=vocabulary), (ids, (ids + 3) % 24)
 
 
 def dropping_transformer():

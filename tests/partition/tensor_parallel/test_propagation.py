@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hpc3d.partition.capture import capture, outputs_of
 from hpc3d.partition.tensor_parallel.propagation import sharding_of
-from hpc3d.partition.tensor_parallel.shards import Split
+from hpc3d.partition.tensor_parallel.shards import SplitDim
 from tests.partition.execution.modules import prepared
 from tests.partition.tensor_parallel.modules import HERE
 
@@ -123,5 +123,5 @@ def test_large_tables_and_heads_are_split_by_rows():
         found = sharding_of(captured, 2, outputs_of(captured))
         tables = {name for name in found.weights if name in ("tokens.weight", "head.weight")}
         assert tables == {"tokens.weight"} if tied else {"tokens.weight", "head.weight"}
-        assert {found.weights[name] for name in tables} == {Split(0, (24,))}
+        assert {found.weights[name] for name in tables} == {SplitDim(0, (24,))}
         assert "places.weight" not in found.weights

@@ -7,7 +7,7 @@ operation. It returns a LocalOperation, or `None` if the operation needs its ful
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx
 
 from hpc3d.partition.capturing.sample_layout import arguments_of
 from hpc3d.partition.tensor_parallel.dimensions import numbers_of, ranges_of, reshaped, within
-from hpc3d.partition.tensor_parallel.shards import Split, looked_up
+from hpc3d.partition.tensor_parallel.shards import SplitDim, looked_up, sliced
 
 _aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ class LocalOperation(NamedTuple):
     True, the communicator is appended to the arguments.
     """
 
-    needs: dict[fx.Node, Split]
+    needs: dict[fx.Node, SplitDim]
     result: Any
     partial: bool = False
     bias: fx.Node | None = None
@@ -39,7 +39,7 @@ class LocalOperation(NamedTuple):
     ranks: bool = False
 
 
-Rule = Callable[[Any, fx.Node], LocalOperation | None]
+_Rule = Callable[[Any, fx.Node], LocalOperation | None]
 
 
 def transposed(node: fx.Node) -> tuple[fx.Node, list[int]]:
@@ -91,14 +91,14 @@ def _product(flow, node, x, weight, columns, bias):
     if split:
         return LocalOperation({x: split}, split)
     sections = flow.columns(weight, columns)
-    if not sections or not flow.claim(weight, Split(columns, sections), columns=True):
+    if not sections or not flow.claim(weight, SplitDim(columns, sections), columns=True):
         return None
-    needs = {weight: Split(columns, sections)}
+    needs = {weight: SplitDim(columns, sections)}
     if bias is not None:
-        needs[bias] = Split(0, sections)
+        needs[bias] = SplitDim(0, sections)
         if not flow.is_weight(bias) or not flow.claim(bias, needs[bias]):
             return None
-    return LocalOperation(needs, Split(last, sections))
+    return LocalOperation(needs, SplitDim(last, sections))
 
 
 def _embedding(flow, node):
@@ -107,7 +107,7 @@ def _embedding(flow, node):
     if given["scale_grad_by_freq"] or given["sparse"] or not flow.is_weight(table):
         return None
     count = table.meta["val"].shape[0]
-    split = Split(0, (count,))
+    split = SplitDim(0, (count,))
     if count % flow.ways or not flow.is_large(table) or not flow.claim(table, split):
         return None
     args = table, rows, given["padding_idx"], count
@@ -138,12 +138,12 @@ def _aligned(flow, node, operands, fixed=0, narrow=False):
         shape = numbers_of(each.meta["val"])
         if each not in flow.made and (len(shape) < -at or shape[at] == 1):
             continue
-        needs[each] = Split(len(shape) + at, sections, blocks)
+        needs[each] = SplitDim(len(shape) + at, sections, blocks)
         if each in flow.made or (flow.is_weight(each) and flow.claim(each, needs[each])):
             continue
         if blocks > 1 or not (narrow or flow.is_constant(each)):
             return None
-    return None if at >= -fixed else LocalOperation(needs, Split(dims + at, sections, blocks))
+    return None if at >= -fixed else LocalOperation(needs, SplitDim(dims + at, sections, blocks))
 
 
 def _attention(flow, node):
@@ -156,7 +156,7 @@ def _attention(flow, node):
     needs, query = {}, flow.made.get(operands[0])
     for each in [*operands, *mask]:
         value = each.meta["val"]
-        plain = Split(value.dim() - 3, (value.shape[-3],))
+        plain = SplitDim(value.dim() - 3, (value.shape[-3],))
         if value.shape[-3] == 1 and each not in flow.made:
             continue
         if flow.made.get(each, plain) != plain or value.shape[-3] % flow.ways:
@@ -239,14 +239,6 @@ def _first(node):
     return value[0] if isinstance(value, tuple | list) else value
 
 
-def sliced(
-    tensor: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]], several: bool
-) -> torch.Tensor | list[torch.Tensor]:
-    """Return ranges (start, size) of a tensor's dimension, as a list if there are `several`."""
-    parts = [tensor.narrow(dim, start, size) for start, size in ranges]
-    return parts if several else parts[0]
-
-
 def _reshaped(flow, node):
     x = node.args[0]
     split, value = flow.made.get(x), node.meta["val"]
@@ -289,7 +281,7 @@ def _repeated(flow, node):
     repeats = times if dim % x.meta["val"].dim() == split.dim else 1
     sections = tuple(size * repeats for size in split.sections)
     args = (x, times, dim)
-    return LocalOperation({x: split}, Split(split.dim, sections), target=node.target, args=args)
+    return LocalOperation({x: split}, SplitDim(split.dim, sections), target=node.target, args=args)
 
 
 def _item(flow, node):
@@ -317,7 +309,7 @@ _ELEMENTWISE = {
     *(_aten.hardswish, _aten.log_sigmoid, _aten.type_as, _aten.lift_fresh_copy),
 }
 _REDUCTIONS = _aten.mean, _aten.sum, _aten.amax, _aten.amin, _aten.logsumexp, _aten.var
-_RULES: dict[Any, Rule] = {
+_RULES: dict[Any, _Rule] = {
     _aten.linear: _linear,
     _aten.addmm: _addmm,
     **dict.fromkeys((_aten.matmul, _aten.mm, _aten.bmm), _matmul),
@@ -335,7 +327,7 @@ _RULES: dict[Any, Rule] = {
 }
 
 
-def rule_of(node: fx.Node) -> Rule | None:
+def rule_of(node: fx.Node) -> _Rule | None:
     """Return the rule of an operation, or `None` if there is none."""
     found = _RULES.get(getattr(node.target, "overloadpacket", node.target))
     if found is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
