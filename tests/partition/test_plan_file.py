@@ -59,6 +59,15 @@ def test_plan_without_a_data_type_is_read(tmp_path):
     assert plan_file.load(path) == saved()
 
 
+def test_plan_without_tensor_parallelism_is_read(tmp_path):
+    """Files that were written before plans had this field."""
+    path, fields = tmp_path / "plan.json", json.loads(saved().text())
+    del fields["tensor"]
+    path.write_text(json.dumps(fields))
+    assert plan_file.load(path) == saved()
+    assert saved()._replace(tensor=3).ranks == 6
+
+
 def test_digest_depends_on_the_computation_not_on_the_batch():
     """Not of the batch, nor of values; but of operations, constants and shapes."""
     import torch

@@ -163,7 +163,9 @@ class _ShardFlow:
         for name, split in self.pending.items():
             self.claims[name] = split
             self.readers[name].add(node)
-        self._gather([each for each in node.all_input_nodes if each not in local.needs])
+        self._gather(
+            each for each in node.all_input_nodes if self.made.get(each) != local.needs.get(each)
+        )
         if local.result and node in self.full:
             self._refuse(names, local.result)
         elif local.result:

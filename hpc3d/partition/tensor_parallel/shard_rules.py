@@ -124,26 +124,25 @@ def _aligned(flow, node, operands, fixed=0, narrow=False):
     The operation needs all elements of the last `fixed` dimensions. If `narrow` is True, full
     operands that depend on the batch may be narrowed to the shards of the other operands.
     """
-    dims = node.meta["val"].dim()
-    found = {
-        (flow.made[each].dim - each.meta["val"].dim(), *flow.made[each][1:])
+    placed = {
+        each: (flow.made[each].dim - each.meta["val"].dim(), *flow.made[each][1:])
         for each in operands
         if each in flow.made
     }
-    if len(found) != 1:
+    placed = {each: split for each, split in placed.items() if split[0] < -fixed}
+    if len({*placed.values()}) != 1:
         return None
-    ((at, sections, blocks),) = found
-    needs = {}
+    needs, (at, sections, blocks) = {}, next(iter(placed.values()))
     for each in operands:
         shape = numbers_of(each.meta["val"])
-        if each not in flow.made and (len(shape) < -at or shape[at] == 1):
+        if each not in placed and (len(shape) < -at or shape[at] == 1):
             continue
         needs[each] = SplitDim(len(shape) + at, sections, blocks)
-        if each in flow.made or (flow.is_weight(each) and flow.claim(each, needs[each])):
+        if each in placed or (flow.is_weight(each) and flow.claim(each, needs[each])):
             continue
         if blocks > 1 or not (narrow or flow.is_constant(each)):
             return None
-    return None if at >= -fixed else LocalOperation(needs, SplitDim(dims + at, sections, blocks))
+    return LocalOperation(needs, SplitDim(node.meta["val"].dim() + at, sections, blocks))
 
 
 def _attention(flow, node):
@@ -194,10 +193,10 @@ def _along(flow, node, dims, keeps=True):
 
 
 def _joined(flow, node):
-    """Return the rule of `cat` and `stack`; empty tensors may have any placement."""
+    """Return the rule of `cat` and `stack`; `cat` ignores empty vectors."""
     operands, dim, *_ = *node.args, 0
     dim %= node.meta["val"].dim()
-    operands = [each for each in operands if 0 not in each.meta["val"].shape]
+    operands = [each for each in operands if [*each.meta["val"].shape] != [0]]
     splits = {flow.made.get(each) for each in operands}
     if len(splits) > 1 or not all(splits):
         return None

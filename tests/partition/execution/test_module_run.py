@@ -298,6 +298,8 @@ def test_memory_options_are_accepted(tmp_path):
         ([], {"schedule": "pipedream"}, "schedule pipedream: .*--schedule 1f1b"),
         ([], {"replicas": (13, 1)}, "6 samples is too small for 13 replicas"),
         ([], {"replicas": (2, 1), "micros": 5}, "12 samples must be divisible by 5 microbatches"),
+        (["--parallel.zero", 1], {"tensor": 2}, "parallel.zero = 1: .* 2 tensor-parallel ranks"),
+        (["--train.optimizer", "muon"], {"tensor": 2}, "train.optimizer = muon: .* use adamw"),
     ],
 )
 def test_unsupported_options_are_rejected(words, how, line, tmp_path):

@@ -114,3 +114,8 @@ def llama(key_heads):
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": key_heads}
     return _language_model("llama", max_position_embeddings=8, **sizes, **heads)
+
+
+def in_double():
+    module, inputs = transformer(tied=True)
+    return module.double(), inputs
