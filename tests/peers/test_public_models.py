@@ -41,6 +41,7 @@ class Refusal(NamedTuple):
     reason: str
 
 
+NOT_SPLIT = ("resnet", "regnet", "poolformer")
 LAYER_DROP = "LayerDrop skips layers at random"
 REFUSED = {
     "electra": Refusal(r"modeling_electra\.py:\d+", "boolean indexing selects a number of rows"),
@@ -65,6 +66,23 @@ def test_public_model_trains_as_in_torch(name):
         for replicas in [(1, 1), (1, 1, 1, 1) if normalizes_batches(case) else (2, 2)]:
             loss, tensors = differences(case, trained_on_ranks(case, replicas), expected)
             assert loss < 1e-9 and tensors < 1e-9
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in (*REFUSED, *NOT_SPLIT)])
+def test_public_model_with_split_layers_trains_as_in_torch(name):
+    """Two stages of two tensor-parallel ranks."""
+    with in_double():
+        case = prepared(factory_of(name))
+        found = trained_on_ranks(case, (1, 1), ways=2)
+        loss, tensors = differences(case, found, trained_by_torch(case))
+    assert loss < 1e-9 and tensors < 1e-9
+
+
+@pytest.mark.parametrize("name", NOT_SPLIT)
+def test_model_without_pairs_of_linear_layers_is_not_split(name):
+    case = prepared(factory_of(name))
+    with pytest.raises(ValueError, match="no linear layers that can be split over 2 ranks"):
+        trained_on_ranks(case, (1, 1), ways=2)
 
 
 @pytest.mark.parametrize("name", REFUSED)

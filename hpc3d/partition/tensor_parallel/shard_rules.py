@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 
 
 class LocalOperation(NamedTuple):
-    """How each rank computes its shard of an operation.
+    """Operation that each rank applies to its shards.
 
     `needs` contains the placements of the operands that must be split; all other operands must be
     full. `result` is the placement of the result (a list if there are several results), or `None`
