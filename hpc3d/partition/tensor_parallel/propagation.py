@@ -145,7 +145,7 @@ class _ShardFlow:
         split = [each for each in node.all_input_nodes if each in self.made]
         names = {name for each in split for name in self.origins[each]}
         self.pending, self.columns_of = {}, set()
-        rule = None if memory_of(node) & self.written else rule_of(node)
+        rule = None if self.is_written(node) else rule_of(node)
         try:
             local = rule(self, node) if rule else None
         except WrongSections as wrong:
@@ -198,6 +198,10 @@ class _ShardFlow:
 
     # The following methods are called by rules.
 
+    def is_written(self, node: fx.Node) -> bool:
+        """Return True if an operation modifies the memory of a value in place."""
+        return not self.written.isdisjoint(memory_of(node))
+
     def is_constant(self, node: fx.Node) -> bool:
         """Return True if a value is a weight, or is computed without the model inputs."""
         return node not in self.captured.piece_of and node not in self.captured.inputs
@@ -229,7 +233,7 @@ class _ShardFlow:
         source, dims = transposed(node)
         name, placed = self.captured.weights[source], split._replace(dim=dims[split.dim])
         usable = source.meta["val"].dim() <= 2 and split.blocks == 1
-        if not usable or name in self.choices.replicated or memory_of(source) & self.written:
+        if not usable or name in self.choices.replicated or self.is_written(source):
             return False
         if self.claims.get(name, placed) != placed:
             self.choices.replicated.add(name)

@@ -140,7 +140,7 @@ def _aligned(flow, node, operands, fixed=0, narrow=False):
         needs[each] = SplitDim(len(shape) + at, sections, blocks)
         if each in placed or (flow.is_weight(each) and flow.claim(each, needs[each])):
             continue
-        if blocks > 1 or not (narrow or flow.is_constant(each)):
+        if blocks > 1 or flow.is_written(each) or not (narrow or flow.is_constant(each)):
             return None
     return LocalOperation(needs, SplitDim(node.meta["val"].dim() + at, sections, blocks))
 

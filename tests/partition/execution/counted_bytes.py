@@ -15,9 +15,9 @@ from hpc3d.partition.execution.staged_model import staged_model
 from hpc3d.partition.execution.torch_weights import values_in
 from hpc3d.partition.factory import made_with_data
 from hpc3d.partition.measured_profile import UNIT
-from hpc3d.partition.model_graph import costs_of
-from hpc3d.partition.module_plan import Wanted, best_plan
+from hpc3d.partition.module_plan import Wanted
 from hpc3d.partition.operation_costs import Operations
+from hpc3d.partition.tensor_parallel.plans import tensor_plan
 from hpc3d.pipeline.program import program_of
 from tests.partition.execution.modules import config_of
 
@@ -70,17 +70,18 @@ def _placeholders(program):
     return [named[node.name] for node in program.received]
 
 
-def peaks(name, replicas, micros, schedule, recompute):
+def peaks(name, replicas, micros, schedule, recompute, ways=1):
     """[(predicted, counted)] bytes of every rank in its second step, by a plan of MODULE:FACTORY
     in float32."""
     module, inputs = made_with_data(name, 0)
-    captured, ranks = capture(module, inputs), sum(replicas)
+    captured, ranks = capture(module, inputs), ways * sum(replicas)
     how = {"replicas": replicas, "microbatches": micros, "recompute": recompute}
     how["schedule"] = "1f1b" if schedule == "none" else schedule
-    plan = best_plan(costs_of(Operations(captured), UNIT), Wanted(ranks, 1e12, **how))
+    wanted = Wanted(ranks, 1e12, **how)
+    plan = tensor_plan(Operations(captured), UNIT, captured.batch, wanted, ways)
     assert plan.choice.replicas == replicas
     again = [stage.recompute for stage in plan.choice.stages]
-    model = staged_model(captured, plan.pieces, replicas, again)
+    model = staged_model(captured, plan.pieces, replicas, again, ways=ways)
     config = config_of(captured, replicas, micros, schedule, plan.choice.chunks)
     flat, values = flat_inputs(captured, inputs), dict(values_in(module, captured))
     program = program_of(config)
@@ -102,4 +103,4 @@ def peaks(name, replicas, micros, schedule, recompute):
         unsaved = waiting * _forwarded(model.programs[stage], captured.batch // micros)
         return plan.step.held[stage] - unsaved, counted.peak + moments
 
-    return run_stages(replicas, captured.batch // micros, rank)
+    return run_stages(replicas, captured.batch // micros, rank, ways)

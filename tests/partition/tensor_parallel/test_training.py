@@ -7,6 +7,7 @@ pytest.importorskip("torch")
 from hpc3d.checkpoints import sharded
 from hpc3d.checkpoints.block_slices import coverage_error, whole_of
 from hpc3d.checkpoints.sharded import Checkpoint, Snapshot
+from tests.partition.execution.counted_bytes import peaks
 from tests.partition.execution.modules import (
     STEPS,
     assert_trained_alike,
@@ -62,6 +63,16 @@ def test_ranks_store_their_part_of_the_weights_and_of_the_optimizer():
 
     for values, moments in on_ranks(stored, f"{HERE}:mlp(6)", (1,), 1, "none", ways=4):
         assert moments == 2 * values and values < 0.3 * total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "ways"), [((1,), 4), ((1, 1), 2)])
+def test_peak_memory_of_a_rank_matches_its_plan(replicas, ways):
+    """All tensors of a step, and the moments."""
+    name = "inputs.partition.bert:made(128, 4, 4, 16, 64, vocabulary=500)"
+    schedule = "1f1b" if replicas[1:] else "none"
+    for predicted, counted in peaks(name, replicas, 4, schedule, "none", ways):
+        assert predicted == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.slow
