@@ -57,6 +57,11 @@ _TORCHRUN = "hpc3d.partition.execution.torchrun_file"
 
 _OBJECTIVE = "objective to minimize (default: time)"
 _CONVERT = "convert the module and its floating-point inputs to this data type"
+_TENSOR = (
+    "modules only: number of tensor-parallel ranks per replica, over which pairs of linear layers "
+    "are split, or auto (default: 1)"
+)
+_DRAW = "modules only: draw the graph and the stage boundaries"
 JSON = """\
 print one JSON object on the last line, with the keys objective, schedule, microbatches, time (step
 time [s]), load (of the busiest stage [s]), memory (maximum per rank [B]), proven (true if the plan
@@ -138,19 +143,14 @@ def parser() -> Parser:
     add("--zero", type=int, choices=(0, 1), help=text)
     text = "modules only: offload the optimizer state to host memory or disk"
     add("--offload", choices=("optimizer",), help=text)
-    text = (
-        "modules only: number of tensor-parallel ranks per replica, over which pairs of linear "
-        "layers are split, or auto (default: 1)"
-    )
-    add("--tensor", type=_ways, metavar="T|auto", help=text)
+    add("--tensor", type=_ways, metavar="T|auto", help=_TENSOR)
     add("--objective", choices=("time", "load"), default="time", help=_OBJECTIVE)
     text = (
         "modules only: write the plan to a file: JSON, to be executed by `partition run`, or "
         "Python, to be launched with torchrun"
     )
     add("-o", "--output", type=Path, metavar="PLAN.json|PLAN.py", help=text)
-    text = "modules only: draw the graph and the stage boundaries"
-    add("--draw", type=Path, metavar="FILE.svg", help=text)
+    add("--draw", type=Path, metavar="FILE.svg", help=_DRAW)
     add("--json", action="store_true", help=JSON)
     return parser
 

@@ -60,10 +60,22 @@ def staged_evaluation(captured: Captured, model: StagedModel, parts: _Parts) -> 
     if loss_of(captured) is None:
         raise ValueError(captured.loss.text)
     captured = captured._replace(changing=_changing(model))
-    programs = stage_programs(captured, _evaluated_parts(captured, model, parts))
+    programs = stage_programs(captured, _evaluated_parts(captured, model, parts), ways=model.ways)
+    _refuse_other_splits(programs, model)
     loss, nothing = loss_of(captured), frozenset[fx.Node]()
     recompute = (False,) * len(parts)
     return StagedModel(captured, programs, model.replicas, recompute, nothing, loss, model.owners)
+
+
+def _refuse_other_splits(programs, model):
+    """Raise ValueError if a weight is split differently in evaluation and in training."""
+    for program in programs if model.ways > 1 else ():
+        for name in program.weights:
+            if program.sharding.weights.get(name) != model.splits.get(name):
+                raise ValueError(
+                    f"{name} is split differently over the {model.ways} tensor-parallel ranks "
+                    "than in training; make a plan with --tensor 1"
+                )
 
 
 def evaluation_lines(evaluated: StagedModel, model: StagedModel) -> Iterator[str]:

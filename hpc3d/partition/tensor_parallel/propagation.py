@@ -23,9 +23,9 @@ from hpc3d.partition.capture import (
     is_trained,
     memory_of,
     state_of,
-    tensors,
     written_memory,
 )
+from hpc3d.partition.capturing.user_code import tensors
 from hpc3d.partition.tensor_parallel.dimensions import WrongSections
 from hpc3d.partition.tensor_parallel.shard_rules import LocalOperation, rule_of, transposed
 from hpc3d.partition.tensor_parallel.shards import SplitDim

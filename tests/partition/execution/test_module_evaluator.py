@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from hpc3d.comm.threads import run_stages
-from hpc3d.partition.capture import captured_by_sample
+from hpc3d.partition.capture import capture, captured_by_sample
 from hpc3d.partition.capturing.user_module import in_evaluation
 from hpc3d.partition.execution.evaluation_model import staged_evaluation
 from hpc3d.partition.execution.module_evaluator import ModuleEvaluator
@@ -24,7 +24,7 @@ from hpc3d.partition.execution.staged_model import staged_model
 from hpc3d.partition.execution.torch_weights import values_in
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
-from tests.partition.execution.modules import config_of, even_parts, prepared
+from tests.partition.execution.modules import config_of, even_parts, prepared, unsplit
 
 HERE = "tests.partition.execution.test_module_evaluator"
 STEPS, BATCHES = 3, 2
@@ -63,6 +63,11 @@ def dropping():
         return functional.dropout(torch.tanh(y), 0.3, model.training) + x
 
     return of(body, lambda: nn.BatchNorm1d(4))
+
+
+def paired():
+    """Layers that tensor-parallel ranks split, with dropout in between."""
+    return of(lambda model, y, x: functional.dropout(functional.gelu(y), 0.3, model.training))
 
 
 def skipping():
@@ -143,13 +148,14 @@ def expected_loss(module):
         return np.mean([float(each(*inputs_of(n))["loss"]) for n, each in enumerate(copies)])
 
 
-def trained(name, replicas, micros, schedule, evaluate=True, recompute=False, **how):
+def trained(name, replicas, micros, schedule, evaluate=True, recompute=False, ways=1, **how):
     """Of each rank (evaluations, losses, tensors after each step)."""
     module, inputs, captured = prepared(name)
     config = config_of(captured, replicas, micros, schedule, **how)
     count = len(replicas) * config.parallel.chunks
     parts, split = even_parts(captured, count), find(schedule).splits_backward
-    model = staged_model(captured, parts, replicas, [recompute] * count, split=split)
+    model = staged_model(captured, parts, replicas, [recompute] * count, split=split, ways=ways)
+    assert ways == 1 or model.splits
     evaluated = staged_evaluation(in_evaluation_mode(name), model, parts)
     flat, program = flat_inputs(captured, inputs), program_of(config)
 
@@ -165,11 +171,11 @@ def trained(name, replicas, micros, schedule, evaluate=True, recompute=False, **
         for number in range(STEPS):
             loss = trainer.step(number).loss
             after = evaluator.evaluate(number) if evaluate else None
-            tensors = trainer.torch_weights.tensors.items()
-            found.append((loss, after, {key: each.detach().clone() for key, each in tensors}))
+            tensors = unsplit(trainer.torch_weights).items()
+            found.append((loss, after, {key: torch.as_tensor(each) for key, each in tensors}))
         return found
 
-    return run_stages(replicas, captured.batch // micros, rank)
+    return run_stages(replicas, captured.batch // micros, rank, ways)
 
 
 def assert_as_torch(name, *how, **options):
@@ -203,6 +209,8 @@ ON_TWO = ("skipping", "recurrent", "auxiliary", "counting", "counting_in_memory"
                 ("dropping", (1, 1), 3, "interleaved", {"chunks": 2, "recompute": True}),
                 ("dropping", (1, 2, 1), 2, "zb-h1", {}),
                 ("dropping", (2,), 3, "none", {}),
+                ("paired", (1, 1), 2, "1f1b", {"ways": 2}),
+                ("paired", (1, 2), 2, "1f1b", {"ways": 2, "recompute": True}),
                 ("dropping", (2, 2), 3, "gpipe", {"zero": 1, "recompute": True}),
                 *[(name, (1, 1), 2, "1f1b", {}) for name in ON_TWO],
                 ("skipping", (2, 1, 1), 2, "1f1b", {}),
@@ -214,6 +222,22 @@ def test_evaluation_matches_torch_and_does_not_affect_training(
     name, replicas, micros, schedule, how
 ):
     assert_as_torch(f"{HERE}:{name}", replicas, micros, schedule, **how)
+
+
+def test_weights_that_evaluation_splits_differently_are_refused():
+    """In evaluation, all columns of the first layer are needed at once."""
+
+    def body(model, y, x):
+        return functional.gelu(y) if model.training else y.softmax(-1)
+
+    module, inputs = of(body)
+    captured = capture(module.double(), inputs)
+    parts = even_parts(captured, 1)
+    model = staged_model(captured, parts, [1], [False], ways=2)
+    with in_evaluation(module):
+        evaluated = captured_by_sample(module, inputs, lambda: (module.eval(), inputs))
+    with pytest.raises(ValueError, match="split differently over the 2 tensor-parallel ranks"):
+        staged_evaluation(evaluated, model, parts)
 
 
 def double(name):
