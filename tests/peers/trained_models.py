@@ -118,9 +118,8 @@ def trained_on_ranks(case: Case, replicas: tuple[int, ...], ways: int = 1) -> li
     plan = plan_file.saved(plan, captured, case.name, "")
     how = {"split": find(plan.schedule).splits_backward, "ways": plan.tensor}
     model = staged_model(captured, plan.pieces(captured), plan.replicas, plan.recompute, **how)
-    config = config_of(
-        captured, plan.replicas, plan.microbatches, plan.schedule, plan.chunks, plan.zero
-    )
+    layout = plan.replicas, plan.microbatches, plan.schedule, plan.chunks
+    config = config_of(captured, *layout, zero=plan.zero)
     flat, values = flat_inputs(captured, case.inputs), dict(values_in(case.module, captured))
     program = program_of(config)
 

@@ -43,8 +43,10 @@ _Rule = Callable[[Any, fx.Node], LocalOperation | None]
 
 
 def transposed(node: fx.Node) -> tuple[fx.Node, list[int]]:
-    """Return the source of a chain of 2D transpositions, and the source's dimension for each
-    dimension of `node`."""
+    """Return the source of a chain of 2D transpositions, and the order of its dimensions.
+
+    Dimension i of `node` is dimension `order[i]` of the source.
+    """
     dims = [0, 1]
     while getattr(node.target, "overloadpacket", None) in _TRANSPOSITIONS:
         (source, *_) = node.all_input_nodes

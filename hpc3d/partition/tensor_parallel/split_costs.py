@@ -26,9 +26,11 @@ from hpc3d.predict.machine.machine import Machine
 
 
 class SplitRoles(NamedTuple):
-    """Operations split over t ranks: column- and row-parallel linear layers, the operations
-    between them, embeddings, and losses. `weights` maps the names of split weights to their split
-    dimension."""
+    """Operations split over several ranks.
+
+    The sets contain column- and row-parallel linear layers, the operations between them,
+    embeddings, and losses. `weights` maps the names of split weights to their split dimension.
+    """
 
     columns: frozenset[fx.Node]
     rows: frozenset[fx.Node]
