@@ -274,6 +274,8 @@ def _wrong_keys(config: Config) -> Iterator[str]:
         yield f"parallel.zero = {zero}: not supported for torch modules; use 0 or 1"
     if (ways := config.mesh.x) > 1:
         where = f"not supported with {ways} tensor-parallel ranks"
+        if config.train.backend == "cupy":
+            yield f"train.backend = cupy: {where}; use numpy, or make a plan with --tensor 1"
         if zero == 1:
             yield f"parallel.zero = 1: {where}; use 0, or make a plan with --tensor 1"
         if optimizer_of(config).WHOLE_MATRICES is not no_matrix:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpc3d.partition.capture import Captured, carries_batch, shape_of
 from hpc3d.partition.execution.loss_terms import LossTerms
-from hpc3d.partition.execution.shared_arrays import device_of
+from hpc3d.partition.shared_arrays import device_of
 
 if TYPE_CHECKING:
     from torch import fx

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from hpc3d.arrays.array import SavedActivation
 from hpc3d.model.kept import KeptForm
 from hpc3d.partition.capturing.user_code import tensors
-from hpc3d.partition.execution.shared_arrays import array_of, tensor_of
+from hpc3d.partition.shared_arrays import array_of, tensor_of
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike

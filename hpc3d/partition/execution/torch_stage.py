@@ -14,9 +14,9 @@ from hpc3d.arrays.pool import writeable
 from hpc3d.partition.capture import is_trained, shape_of
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.saved_tensors import SavedTensor, SavedTensors
-from hpc3d.partition.execution.shared_arrays import array_of, array_type, tensor_of
 from hpc3d.partition.execution.stage_program import StageProgram, on_device
 from hpc3d.partition.execution.torch_weights import TorchWeights
+from hpc3d.partition.shared_arrays import array_of, array_type, tensor_of
 
 if TYPE_CHECKING:
     from torch import fx

@@ -22,7 +22,7 @@ from hpc3d.comm.stage_mesh import TENSOR
 from hpc3d.model.layers import immediately
 from hpc3d.partition.capture import Captured, is_trained, state_of
 from hpc3d.partition.capturing.user_module import attribute_tensors
-from hpc3d.partition.execution.shared_arrays import (
+from hpc3d.partition.shared_arrays import (
     array_of,
     array_type,
     device_of,

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from hpc3d.partition.shared_arrays import array_of, tensor_of
+
 if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
 
@@ -149,13 +151,14 @@ class _Narrowed(torch.autograd.Function):
 
 
 def _sum(tensor: torch.Tensor, ranks: Communicator) -> torch.Tensor:
-    return _tensor(ranks.all_reduce(_array(tensor)).wait())
+    return _received(ranks.all_reduce(_block(tensor, ranks)).wait(), tensor.dtype)
 
 
 def _joined(tensor: torch.Tensor, split: SplitDim, ranks: Communicator) -> torch.Tensor:
     """Gather the shards of a tensor, and put the sections of the split dimension in order."""
     assert split.blocks == 1, split
-    rows = _tensor(ranks.all_gather(_array(tensor.movedim(split.dim, 0))).wait())
+    block = _block(tensor.movedim(split.dim, 0), ranks)
+    rows = _received(ranks.all_gather(block).wait(), tensor.dtype)
     sizes = [size // ranks.size for size in split.sections]
     parts: Sequence[Sequence[torch.Tensor]] = [
         shard.split(sizes) for shard in rows.chunk(ranks.size)
@@ -164,10 +167,10 @@ def _joined(tensor: torch.Tensor, split: SplitDim, ranks: Communicator) -> torch
     return torch.cat(ordered).movedim(0, split.dim)
 
 
-def _array(tensor: torch.Tensor) -> Any:
-    return tensor.detach().contiguous().numpy()
+def _block(tensor: torch.Tensor, ranks: Communicator) -> Any:
+    return array_of(tensor.detach().contiguous(), ranks.pool)
 
 
-def _tensor(array: Any) -> torch.Tensor:
+def _received(block: Any, dtype: torch.dtype) -> torch.Tensor:
     """Copy a received block, because its memory may be shared with other ranks."""
-    return torch.from_numpy(array.copy())
+    return tensor_of(block.copy(), dtype)

@@ -299,6 +299,7 @@ def test_memory_options_are_accepted(tmp_path):
         ([], {"replicas": (13, 1)}, "6 samples is too small for 13 replicas"),
         ([], {"replicas": (2, 1), "micros": 5}, "12 samples must be divisible by 5 microbatches"),
         (["--parallel.zero", 1], {"tensor": 2}, "parallel.zero = 1: .* 2 tensor-parallel ranks"),
+        (["--train.backend", "cupy"], {"tensor": 2}, "train.backend = cupy: .* --tensor 1"),
         (["--train.optimizer", "muon"], {"tensor": 2}, "train.optimizer = muon: .* use adamw"),
     ],
 )

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
 from hpc3d.partition.evaluation import ModelCosts
-from hpc3d.partition.model_graph import graph_of
+from hpc3d.partition.model_graph import costs_of, graph_of
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.partition.tensor_parallel.split_costs import ShardedOperations, TensorCosts
 from hpc3d.predict.machine.machine import Link, Rates
@@ -61,7 +61,7 @@ def test_pieces_between_two_layers_of_a_pair_stay_together():
 
 
 def test_costs_of_another_order_keep_the_number_of_ranks():
-    costs = TensorCosts(ShardedOperations(operations("mlp"), 2), FREE, 8)
+    costs = TensorCosts(costs_of(ShardedOperations(operations("mlp"), 2), FREE, 8), 2)
     again = costs.reordered([*range(costs.count)])
     assert again.ways == 2 and isinstance(again, TensorCosts)
     assert ModelCosts.ways == 1 and again.graph(4).atoms == costs.graph(4).atoms

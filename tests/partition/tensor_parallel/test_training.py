@@ -1,14 +1,18 @@
 """Modules whose layers are split over ranks, on threads, against torch."""
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
+
+import torch
 
 from hpc3d.checkpoints import sharded
 from hpc3d.checkpoints.block_slices import coverage_error, whole_of
 from hpc3d.checkpoints.sharded import Checkpoint, Snapshot
 from tests.partition.execution.counted_bytes import peaks
 from tests.partition.execution.modules import (
+    RATE,
     STEPS,
     assert_trained_alike,
     on_ranks,
@@ -51,6 +55,18 @@ def test_dropout_does_not_depend_on_the_split(name):
     (expected,) = trained(f"{HERE}:{name}", (1,), 2, "none")
     found = trained(f"{HERE}:{name}", (1, 2), 2, "1f1b", ways=2)
     assert_trained_alike(found, expected)
+
+
+@pytest.mark.slow
+def test_16_bits_are_split_as_well():
+    """Sums over ranks are rounded once more, and master weights are split as the weights are."""
+    how = f"{HERE}:transformer", (1, 1), 2, "1f1b"
+    (one, losses), *_ = trained(f"{HERE}:transformer", (1,), 2, "none", dtype=torch.bfloat16)
+    for tensors, seen in trained(*how, dtype=torch.bfloat16, ways=2):
+        np.testing.assert_allclose(seen, losses, rtol=1e-2)
+        for name, tensor in tensors.items():
+            assert np.abs(tensor - one[name]).max() < 2.5 * STEPS * RATE, name
+            assert np.linalg.norm(tensor - one[name]) < 0.1 * np.linalg.norm(one[name]), name
 
 
 def test_ranks_store_their_part_of_the_weights_and_of_the_optimizer():

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 import torch
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.partition.execution.shared_arrays import array_of, array_type, device_of, tensor_of
+from hpc3d.partition.shared_arrays import array_of, array_type, device_of, tensor_of
 from tests.fakes.fake_device import DevicePool
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.complex64)
