@@ -75,8 +75,16 @@ def point_of(config: Config) -> Point:
     scheme, ranks = config.parallel.scheme, mesh.grid().size
     if scheme == "3d" and grid != mesh_of("3d", ranks):
         scheme = CUBOID
-    sizes = model.hidden, config.train.batch, model.heads, model.vocabulary, model.layers
-    return Point(scheme, ranks, grid, *sizes)
+    return Point(
+        scheme,
+        ranks,
+        grid,
+        model.hidden,
+        config.train.batch,
+        model.heads,
+        model.vocabulary,
+        model.layers,
+    )
 
 
 def points(
@@ -102,12 +110,12 @@ def points(
                 if sizes is None:
                     missing.append(f"{scheme}: {count} ranks need sizes divisible by {multiple}")
                 else:
-                    found.append(Point(scheme, count, grid, *sizes))
+                    found.append(Point(scheme, count, grid, **sizes))
     return found, missing
 
 
 def _sizes(config, multiple, side):
-    """Return the hidden size, batch size, number of heads, vocabulary size and layers.
+    """Return the sizes of a point as a dict.
 
     `side` is the ratio of the hidden size and the batch size to those in `config`. The result is
     `None` if rounding to multiples would change them by more than a third.
@@ -117,7 +125,14 @@ def _sizes(config, multiple, side):
     hidden, batch = (_rounded(size, multiple) for size in wanted)
     if max(hidden / wanted[0], batch / wanted[1]) > _INEXACT:
         return None
-    return hidden, batch, multiple, _rounded(model.vocabulary, multiple), model.layers
+    vocabulary = _rounded(model.vocabulary, multiple)
+    return {
+        "hidden": hidden,
+        "batch": batch,
+        "heads": multiple,
+        "vocabulary": vocabulary,
+        "layers": model.layers,
+    }
 
 
 def _rounded(size: float, multiple: int) -> int:

@@ -80,8 +80,8 @@ class StageProgram(NamedTuple):
         """
         sizes = [size_of(size, draw.samples) for size in self.sizes]
         tensors = [inputs[node] for node in self.inputs] + [weights[name] for name in self.weights]
-        given = [later] * self.split + [ranks] * bool(self.sharding)
-        made = self.module(draw, *given, *sizes, *received, *tensors)
+        hooks = [later] * self.split + [ranks] * bool(self.sharding)
+        made = self.module(draw, *hooks, *sizes, *received, *tensors)
         return made[: len(self.sent)], made[len(self.sent) :]
 
 

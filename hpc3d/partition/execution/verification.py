@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isnan
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,15 +80,15 @@ def verified(
     the losses are compared, and no activations are stored. The module's buffers are restored.
     Raises BadData if results differ.
     """
-    given = module, captured, inputs, shares, gradients
+    comparison = partial(_Verification, module, captured, inputs, shares, gradients)
     with undisturbed():
         if training:
             with torch.set_grad_enabled(gradients):
-                found, *more = _Verification(*given).lines()
+                found, *more = comparison().lines()
             return [found if gradients else f"{found}, without gradients", *more]
         try:
             with in_evaluation(module), torch.no_grad():
-                return [f"evaluation {line}" for line in _Verification(*given).lines()]
+                return [f"evaluation {line}" for line in comparison().lines()]
         except BadData as error:
             raise BadData(f"train.eval_every: in evaluation mode, {error}") from error
 
