@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import isnan
 from functools import partial
+from math import isnan
 from typing import Any, NamedTuple
 
 import torch

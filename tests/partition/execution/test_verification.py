@@ -280,6 +280,7 @@ def test_comparison_without_gradients_saves_no_activations(name):
     def refuse(tensor):
         raise AssertionError("an activation is saved for the backward pass")
 
+    prepared(f"{HERE}:{name}")  # capturing saves activations of fake tensors
     with torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
         found, *_ = lines_of(f"{HERE}:{name}", gradients=False)
     assert found.endswith(", without gradients")
