@@ -64,15 +64,28 @@ def sharding_of(captured: Captured, ways: int, full: Collection[fx.Node] = ()) -
 
 
 def _graded(captured: Captured) -> set[fx.Node]:
-    """Return the trained weights and the floating-point values that depend on them."""
-    state = state_of(captured)
+    """Return the trained weights, and the floating-point and complex values that depend on them.
+
+    If an operation writes such a value into memory, all values in this memory depend on it.
+    """
+    state, memory = state_of(captured), set[int]()
     found = {node for node, name in captured.weights.items() if is_trained(state[name])}
-    for node in captured.program.graph.nodes:
-        detached = getattr(node.target, "overloadpacket", None) is torch.ops.aten.detach
-        floating = any(each.is_floating_point() for each in tensors(node.meta.get("val")))
-        if floating and not detached and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
+    before = -1
+    while len(found) > before:
+        before = len(found)
+        for node in captured.program.graph.nodes:
+            read = not found.isdisjoint(node.all_input_nodes)
+            if (read or not memory.isdisjoint(memory_of(node))) and _is_continuous(node):
+                found.add(node)
+                memory |= written_memory(node)
     return found
+
+
+def _is_continuous(node: fx.Node) -> bool:
+    """Return True if autograd may track the result of an operation."""
+    detached = getattr(node.target, "overloadpacket", None) is torch.ops.aten.detach
+    values = tensors(node.meta.get("val"))
+    return not detached and any(each.is_floating_point() or each.is_complex() for each in values)
 
 
 class _Choices:

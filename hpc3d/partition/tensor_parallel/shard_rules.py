@@ -74,6 +74,8 @@ def _matmul(flow, node):
     x, weight = node.args[:2]
     if flow.is_weight(weight) and weight.meta["val"].dim() == 2:
         return _product(flow, node, x, weight, 1, None)
+    if 1 in {x.meta["val"].dim(), weight.meta["val"].dim()}:
+        return None  # the result has fewer dimensions than the operands
     return _aligned(flow, node, [x, weight], fixed=2, narrow=True)
 
 
@@ -157,9 +159,9 @@ def _attention(flow, node):
     needs, query = {}, flow.made.get(operands[0])
     for each in [*operands, *mask]:
         value = each.meta["val"]
-        plain = SplitDim(value.dim() - 3, (value.shape[-3],))
-        if value.shape[-3] == 1 and each not in flow.made:
+        if each not in flow.made and (value.dim() < 3 or value.shape[-3] == 1):
             continue
+        plain = SplitDim(value.dim() - 3, (value.shape[-3],))
         if flow.made.get(each, plain) != plain or value.shape[-3] % flow.ways:
             return None
         needs[each] = plain
@@ -331,6 +333,7 @@ _RULES: dict[Any, _Rule] = {
 def rule_of(node: fx.Node) -> _Rule | None:
     """Return the rule of an operation, or `None` if there is none."""
     found = _RULES.get(getattr(node.target, "overloadpacket", node.target))
-    if found is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    if found is None and pointwise and isinstance(node.meta["val"], torch.Tensor):
         return _elementwise
     return found

@@ -96,6 +96,33 @@ def dropping_encoder():
     return encoder(0.25)
 
 
+class Special(nn.Module):
+    """Two linear layers with values that depend on weights through complex numbers or through
+    memory that is written in place, or with a matrix-vector product for each head."""
+
+    def __init__(self, kind, width=8):
+        super().__init__()
+        self.kind, self.first, self.norm = kind, nn.Linear(width, width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        if self.kind == "complex":
+            y = self.up(torch.fft.fft(x).real)
+        elif self.kind == "vector":
+            heads = self.up(x).unflatten(-1, (1, 4, 4)).transpose(1, 2)
+            y = (heads @ self.norm.weight[:4]).transpose(1, 2).repeat_interleave(4, -1)
+        else:
+            scale = torch.zeros(x.shape[0], 1, dtype=x.dtype)
+            scale[:, :] = x[:, :1]
+            y = self.up(x.detach()) * scale
+        return self.down(functional.gelu(y)).square().mean()
+
+
+def special(kind):
+    return Special(kind), (torch.sin(torch.arange(64, dtype=torch.float64)).reshape(8, 8),)
+
+
 def _language_model(kind, **sizes):
     """Model of transformers; see `tests/peers` for more of them."""
     transformers = pytest.importorskip("transformers")

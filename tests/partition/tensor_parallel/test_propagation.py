@@ -102,6 +102,23 @@ def test_transposed_weight_is_split_as_the_weight():
     assert found == {"a.weight": (0, (16,)), "a.bias": (0, (16,))}
 
 
+def test_mask_without_heads_is_used_for_grouped_queries():
+    def attention(n, x):
+        q, k, v = (n[name](x).unflatten(-1, (-1, 2)).transpose(1, 2) for name in "qkv")
+        mask = x.new_ones(3, 3).tril().bool()
+        y = functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        return n["out"](y.transpose(1, 2).flatten(2))
+
+    layers = linear(q=(8, 8), k=(8, 4), v=(8, 4), out=(8, 8))
+    found = splits(attention, torch.zeros(6, 3, 8), **layers)
+    assert found["q.weight"] == (0, (8,)) and found["k.weight"] == (0, (4,))
+
+
+def test_elementwise_operations_with_two_results_are_replicated():
+    layers = linear(a=(8, 16), b=(16, 8))
+    assert not splits(lambda n, x: n["b"](torch.frexp(n["a"](x)).mantissa), **layers)
+
+
 def test_odd_sizes_are_replicated():
     assert not splits(lambda n, x: n["b"](n["a"](x)), **linear(a=(8, 15), b=(15, 8)))
 
