@@ -145,7 +145,8 @@ class _SplitProduct(torch.autograd.Function):
         ctx.split = split
         ctx.with_bias = bias is not None and bias.requires_grad
         ctx.save_for_backward(x, weight)
-        return split.result(x, weight, bias)
+        # torch rejects in-place operations on a view that is created in an autograd function.
+        return split.result(x, weight, bias).detach()
 
     @staticmethod
     def backward(ctx, dy):

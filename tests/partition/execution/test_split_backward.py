@@ -100,6 +100,7 @@ def convolved(call, how):
     ("function", "shape", "rows"),
     [
         (functional.linear, (5, 4), (3, 4, 4)),
+        (lambda x, w: functional.linear(x, w, w.flatten()[:5]).relu_(), (5, 4), (3, 4, 4)),
         (torch.matmul, (4, 5), (3, 2, 4)),
         (transposed_view, (6, 4), (3, 4)),
         (both_ends, (4, 5), (3, 4)),
