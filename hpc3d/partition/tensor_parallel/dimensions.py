@@ -101,6 +101,8 @@ def reshaped(old: torch.Tensor, new: torch.Tensor, split: SplitDim, ways: int) -
             behind = prod(shapes[1][dim + 1 : after.stop])
             sizes = [section * inner // behind for section in sections]
             fits = blocks * sum(sizes) == size
+            if any(each % _BATCH == 0 for each in sizes):
+                return None  # the sizes of the sections depend on the batch
             if fits and all(each * inner % (behind * ways) == 0 for each in sections):
                 found = sizes * (blocks if blocks % _BATCH else 1)
                 return SplitDim(dim, tuple(found), 1 if blocks % _BATCH else blocks)

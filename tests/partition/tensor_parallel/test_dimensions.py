@@ -11,7 +11,8 @@ from hpc3d.partition.tensor_parallel.shards import SplitDim
 
 
 def after(old, new, split, ways=2):
-    return reshaped(torch.empty(old), torch.empty(new), split, ways)
+    values = (torch.empty(shape, device="meta") for shape in (old, new))
+    return reshaped(*values, split, ways)
 
 
 def test_outermost_part_of_a_divided_dimension_is_split():
@@ -20,6 +21,11 @@ def test_outermost_part_of_a_divided_dimension_is_split():
     assert after((5, 4, 3), (5, 12), SplitDim(1, (4,))) == SplitDim(1, (12,))
     assert after((5, 4, 6), (5, 24), SplitDim(2, (6,))) == SplitDim(1, (6,) * 4)
     assert after((2, 5, 12), (10, 12), SplitDim(2, (12,))) == SplitDim(1, (12,))
+
+
+def test_sections_do_not_depend_on_the_batch():
+    """Heads that are merged with the batch, as the outer dimension."""
+    assert after((4, 1_000_003, 3), (4 * 1_000_003, 3), SplitDim(0, (4,))) is None
 
 
 def test_odd_outermost_parts_are_sections():
