@@ -98,12 +98,14 @@ def dropping_encoder():
 
 class Special(nn.Module):
     """Two linear layers with values that depend on weights through complex numbers or through
-    memory that is written in place, or with a matrix-vector product for each head."""
+    memory that is written in place, or with a product for each head."""
 
     def __init__(self, kind, width=8):
         super().__init__()
         self.kind, self.first, self.norm = kind, nn.Linear(width, width), nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        if kind == "matrix":
+            self.inner = nn.Linear(width, width)
 
     def forward(self, x):
         x = self.norm(self.first(x))
@@ -112,6 +114,9 @@ class Special(nn.Module):
         elif self.kind == "vector":
             heads = self.up(x).unflatten(-1, (1, 4, 4)).transpose(1, 2)
             y = (heads @ self.norm.weight[:4]).transpose(1, 2).repeat_interleave(4, -1)
+        elif self.kind == "matrix":
+            heads = self.up(x).unflatten(-1, (2, 8)).tanh()
+            y = self.inner(self.inner(heads).tanh()).flatten(1)
         else:
             scale = torch.zeros(x.shape[0], 1, dtype=x.dtype)
             scale[:, :] = x[:, :1]

@@ -33,6 +33,7 @@ SLOW = pytest.mark.slow
         ("special('complex')", (1,), 1, "none", {}),
         ("special('written')", (1,), 1, "none", {}),
         ("special('vector')", (1,), 1, "none", {}),
+        ("special('matrix')", (1, 1), 2, "zb-h1", {}),
         pytest.param("transformer", (1, 2), 2, "1f1b", {}, marks=SLOW),
         pytest.param("mlp", (2, 2), 3, "gpipe", {"recompute": True}, marks=SLOW),
         pytest.param("transformer(tied=True)", (1, 1), 2, "zb-h1", {}, marks=SLOW),
