@@ -86,8 +86,11 @@ def looked_up(
 ) -> torch.Tensor:
     """Look up rows of an embedding table with `size` rows that is split by rows.
 
-    The gradient of row number `padding` is 0.
+    The gradient of row number `padding` is 0. Raises IndexError, as torch does, if the table does
+    not have one of the rows.
     """
+    if ((rows < 0) | (rows >= size)).any():
+        raise IndexError(f"index out of range in an embedding table with {size} rows")
     own, first = len(table), ranks.rank * len(table)
     local = rows - first
     here = (local >= 0) & (local < own)

@@ -15,7 +15,7 @@ from hpc3d.partition.capture import capture, loss_of
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.stage_program import stage_programs
 from hpc3d.partition.tensor_parallel import propagation
-from hpc3d.partition.tensor_parallel.shards import gathered, own_part
+from hpc3d.partition.tensor_parallel.shards import gathered, looked_up, own_part
 
 HEADS, ROWS = 4, 6
 
@@ -127,3 +127,9 @@ def test_random_modules_on_shards_match_full_tensors(seed, large, monkeypatch):
             assert (both[0] - both[1]).abs().max() <= 1e-10 * max(1, both[1].abs().max()), name
 
     threads.run({"x": ways}, rank)
+
+
+@pytest.mark.parametrize("row", [-1, 4])
+def test_split_table_has_no_row_out_of_range(row):
+    with pytest.raises(IndexError, match="table with 4 rows"):
+        looked_up(torch.zeros(2, 3), torch.tensor([0, row]), -1, 4, None)
