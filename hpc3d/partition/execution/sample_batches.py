@@ -56,7 +56,12 @@ def flat_inputs(captured: Captured, inputs: tuple | dict) -> list[Any]:
     Raises ValueError if the number or the names of the inputs do not match the model.
     """
     wanted = ", ".join(node.name for node in captured.inputs)
-    spec = captured.program.call_spec.in_spec.child(isinstance(inputs, dict))
+    args, kwargs = captured.program.call_spec.in_spec.children()
+    spec, others = (kwargs, args) if isinstance(inputs, dict) else (args, kwargs)
+    if others.num_children:
+        kind = "tuple" if isinstance(inputs, dict) else "dict"
+        given = type(inputs).__name__
+        raise ValueError(f"the inputs are a {given}; return a {kind}, as the factory does")
     flat = tree_leaves(_ordered(inputs, spec, wanted))
     if len(flat) != len(captured.inputs):
         raise ValueError(f"{len(flat)} inputs were given, but the model takes {wanted}")
@@ -65,6 +70,14 @@ def flat_inputs(captured: Captured, inputs: tuple | dict) -> list[Any]:
 
 def _ordered(inputs, spec, wanted):
     """Return nested inputs, in which the values of a dict are in the order of the captured one."""
+    nested = isinstance(inputs, dict | list | tuple) and spec.num_children
+    if nested and isinstance(inputs, dict) != isinstance(spec.context, list):
+        kind = "dict" if isinstance(spec.context, list) else "tuple or list"
+        given = type(inputs).__name__
+        raise ValueError(
+            f"the inputs contain a {given} instead of a {kind}; return the same containers as the "
+            f"factory, for the inputs {wanted}"
+        )
     if isinstance(inputs, dict) and isinstance(spec.context, list):
         if {*inputs} != {*spec.context}:
             raise ValueError(

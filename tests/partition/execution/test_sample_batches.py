@@ -57,6 +57,32 @@ def test_nested_dicts_may_have_any_order():
         flat_inputs(captured, ({"one": 1, "three": 3},))
 
 
+def test_inputs_have_the_containers_of_the_factory():
+    """Otherwise, values would be assigned to arguments in another order than by PyTorch."""
+    _, _, named = prepared(f"{SAMPLES}:by_name")
+    _, _, chain = prepared(f"{HERE}:chain")
+    for captured, inputs, line in (
+        (named, (torch.ones(4, 4), 2.0), "the inputs are a tuple; return a dict, as the factory"),
+        (chain, {"x": 1, "y": 2}, "the inputs are a dict; return a tuple, as the factory does"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            flat_inputs(captured, inputs)
+
+
+def test_nested_inputs_have_the_containers_of_the_factory():
+    class Difference(torch.nn.Module):
+        def forward(self, named, listed):
+            return named["one"] - 2 * named["two"] + listed[0] * listed[1]
+
+    x = torch.zeros(4, 2)
+    captured = capture(Difference(), ({"one": x, "two": x}, [x, x]))
+    assert flat_inputs(captured, ({"one": 1, "two": 2}, (3, 4))) == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="contain a list instead of a dict; return the same"):
+        flat_inputs(captured, ([1, 2], [3, 4]))
+    with pytest.raises(ValueError, match="contain a dict instead of a tuple or list; return the"):
+        flat_inputs(captured, ({"one": 1, "two": 2}, {"a": 3, "b": 4}))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.int64, torch.bfloat16])
 def test_all_ranks_receive_the_tensor_of_the_first(dtype):
     tensor = (torch.arange(6) % 2).reshape(2, 3).to(dtype)
