@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from hpc3d.arrays.array import SavedActivation
 from hpc3d.model.kept import KeptForm
 from hpc3d.partition.capturing.user_code import tensors
+from hpc3d.partition.execution.torch_errors import memory_errors
 from hpc3d.partition.shared_arrays import array_of, tensor_of
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class SavedTensors:
         """Record a compute event, which is split by the copies of saved tensors."""
         self._name = name
         self._begin()
-        yield
+        with memory_errors():
+            yield
         self._end()
         self._name = None
 

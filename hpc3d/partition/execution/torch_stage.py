@@ -15,6 +15,7 @@ from hpc3d.partition.capture import is_trained, shape_of
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.saved_tensors import SavedTensor, SavedTensors
 from hpc3d.partition.execution.stage_program import StageProgram, on_device
+from hpc3d.partition.execution.torch_errors import data_errors
 from hpc3d.partition.execution.torch_weights import TorchWeights
 from hpc3d.partition.shared_arrays import array_of, array_type, tensor_of
 
@@ -126,7 +127,9 @@ class TorchStage:
             self.weights.device,
         )
         given = micro.inputs, tensors, self._later, self.weights.ranks
-        sent, outputs = self.program.run(draw, received, *given)
+        kind = "step" if micro.training else "validation batch"
+        with data_errors(self.program.module, f"{kind} {micro.step}"):
+            sent, outputs = self.program.run(draw, received, *given)
         return sent if self.loss is None else [outputs[self.loss]]
 
     def _later(self, function, *args):
