@@ -427,7 +427,7 @@ class StepInputs:
         at = f"validation batch {step}" if self.count else f"step {step}"
         try:
             given = converted(self.given(step), self.dtype)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BadData(f"{at}: the inputs function raised {described(error)}") from error
         try:
             flat = flat_inputs(self.captured, given)
@@ -435,15 +435,12 @@ class StepInputs:
             raise BadData(f"{at}: {error}") from None
         for node, value in zip(self.captured.inputs, flat, strict=True):
             if isinstance(like := node.meta["val"], torch.Tensor):
-                wanted = _described(like.dtype, shape_of(like, self.samples))
-                is_tensor = isinstance(value, torch.Tensor)
-                found = _described(value.dtype, [*value.shape]) if is_tensor else f"{value!s:.80}"
-                if found != wanted:
-                    raise BadData(f"{at}: input {node.name} is {found}, not {wanted}")
-            elif isinstance(value, torch.Tensor) or value != like:
+                if problem := _problem(value, like.dtype, shape_of(like, self.samples)):
+                    raise BadData(f"{at}: input {node.name} is {problem}")
+            elif hasattr(value, "shape") or value != like:
                 raise BadData(
-                    f"{at}: input {node.name} is {value!s:.80}, but the plan is for "
-                    f"{like!s:.80}; pass values that change from step to step as tensors"
+                    f"{at}: input {node.name} is {_shown(value)}, but the plan is for "
+                    f"{_shown(like)}; pass values that change from step to step as tensors"
                 )
         return flat
 
@@ -454,7 +451,29 @@ class StepInputs:
         """Do nothing: inputs depend only on the step number, so there is no state to restore."""
 
 
-def _described(dtype: torch.dtype, shape: list[int]) -> str:
+def _problem(value: Any, dtype: torch.dtype, shape: list[int]) -> str:
+    """Describe an input that is not a dense CPU tensor with this type and shape, or return ""."""
+    if not isinstance(value, torch.Tensor):
+        return f"{_shown(value)}, not a tensor; convert it with torch.as_tensor"
+    found, wanted = _described(value.dtype, [*value.shape]), _described(dtype, shape)
+    if found != wanted:
+        return f"{found}, not {wanted}"
+    if value.layout is not torch.strided:
+        return f"{str(value.layout).removeprefix('torch.')}; convert it with to_dense()"
+    if value.device.type != "cpu":
+        return f"on the device {value.device}; return a tensor on the CPU"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    """Describe an input on one line."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        kind = "tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+        return f"{kind} {_described(value.dtype, [*value.shape])}"
+    return " ".join(f"{value!s:.80}".split())
+
+
+def _described(dtype: Any, shape: list[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {shape}"
 
 
