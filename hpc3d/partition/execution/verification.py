@@ -45,6 +45,7 @@ from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.sample_batches import rows_for
 from hpc3d.partition.execution.stage_program import StageProgram, stage_programs
+from hpc3d.partition.execution.torch_errors import memory_errors
 from hpc3d.partition.execution.torch_weights import values_in
 
 _CLOSE = {  # largest relative rounding error
@@ -81,7 +82,7 @@ def verified(
     Raises BadData if results differ.
     """
     comparison = partial(_Verification, module, captured, inputs, shares, gradients)
-    with undisturbed():
+    with undisturbed(), _memory_explained(gradients and training):
         if training:
             with torch.set_grad_enabled(gradients):
                 found, *more = comparison().lines()
@@ -91,6 +92,20 @@ def verified(
                 return [f"evaluation {line}" for line in comparison().lines()]
         except BadData as error:
             raise BadData(f"train.eval_every: in evaluation mode, {error}") from error
+
+
+@contextmanager
+def _memory_explained(gradients: bool) -> Iterator[None]:
+    """Raise BadData with a remedy if the unpartitioned module does not fit in memory."""
+    try:
+        with memory_errors():
+            yield
+    except MemoryError as error:
+        less = "compare only the losses with --verify forward, or " if gradients else ""
+        raise BadData(
+            f"out of memory ({error}) when running the unpartitioned module; {less}skip this "
+            "check with --verify off"
+        ) from error
 
 
 class _Verification:
@@ -186,7 +201,10 @@ class _Verification:
         args, kwargs = tree_unflatten(flat, self.captured.program.call_spec.in_spec)
         torch.manual_seed(0)
         try:
-            result = self.module(*args, **kwargs)
+            with memory_errors():
+                result = self.module(*args, **kwargs)
+        except MemoryError:
+            raise
         except Exception as error:
             raise BadData(f"the module raised {described(error)}") from error
         return dict(named_tensors(result))[self.captured.loss.name]
@@ -257,7 +275,7 @@ class _Verification:
     def _relation(self, program):
         """Name the first operation that relates the samples of different microbatches."""
         if not self.details:
-            return "return the loss as a mean over the samples"
+            return self._reduction()
         both, _ = self._recorded(program, self.both)
         norms = [node for node in both if is_batch_norm(node)]
         for rows in self.shares:
@@ -270,7 +288,20 @@ class _Verification:
                 orders = _rows_of_samples(both[node], here, len(self.both))
                 if not any(self._same(value, expected) for expected in orders):
                     return f"{node.name} relates samples{where(node)}; compute it for each sample"
-        return "return the loss as a mean over the samples"
+        return self._reduction()
+
+    def _reduction(self):
+        """Describe how the loss must depend on the samples."""
+        loss = self.captured.loss
+        if loss.reduction == "sum":
+            return (
+                f"return the sum over the samples{where(loss.node)}, or a factory result without "
+                '"sum" if the loss is a mean'
+            )
+        return (
+            f"return the loss as a mean over the samples{where(loss.node)}, or let the factory "
+            'return module, inputs, "sum" if the loss is a sum'
+        )
 
     def _culprit(self, program):
         """Name the first submodule with a result that the captured program does not compute."""

@@ -189,9 +189,9 @@ def lines_of(name, shares=(range(3), range(3, 8)), training=True, gradients=True
         ("detaching", ["differs from the module", "gradients of first.bias", "gradient hooks"]),
         ("branching", ["differs from the module", "the first difference is in inner;"]),
         ("rolling", ["is not the mean", "roll relates samples (", "test_verification.py:"]),
-        ("summing", ["is not the mean", "return the loss as a mean over the samples"]),
+        ("summing", ["is not the mean", "as a mean over the samples (", 'module, inputs, "sum"']),
         ("summing_as_mean", ["is not the mean", "return the loss as a mean over the samples"]),
-        ("averaging_as_sum", ["is not the mean", "return the loss as a mean over the samples"]),
+        ("averaging_as_sum", ["is not the mean", "return the sum over the samples (", ".py:"]),
         ("rooted", ["is not the mean", "return the loss as a mean over the samples"]),
         ("normalized_and_rolling", ["is not the mean", "roll relates samples ("]),
     ],
@@ -273,6 +273,17 @@ def test_losses_are_compared_without_gradients(name, line):
     pattern = line.replace("(", r"\(").replace(")", r"\)")
     with pytest.raises(BadData, match=pattern):
         lines_of(f"{HERE}:{name}", gradients=False)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "remedy"), [(True, "forward, or skip"), (False, "module; skip")]
+)
+def test_module_that_does_not_fit_in_memory_is_refused(gradients, remedy, monkeypatch):
+    module, inputs, captured = prepared(f"{HERE}:dropping")
+    monkeypatch.setattr(module, "forward", lambda *inputs: torch.empty(10**15))
+    with pytest.raises(BadData, match=r"out of memory \(unable to allocate 4.* bytes\)") as error:
+        verified(module, captured, flat_inputs(captured, inputs), [range(8)], True, gradients)
+    assert remedy in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["detaching", "dropping", "normalized"])
