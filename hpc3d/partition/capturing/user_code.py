@@ -108,7 +108,7 @@ def tensors(values: Any) -> list[torch.Tensor]:
 def described(error: Exception) -> str:
     """Return the type and first message line of an error, with the line of the user's code."""
     lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
     return f"{text:.300}{line_in_user_code(error)}"
 
 
