@@ -204,19 +204,27 @@ def checked(captured: Captured) -> Captured:
     return captured
 
 
-def updated_by_microbatches(captured: Captured) -> list[str]:
-    """Return the names of modified buffers on which the loss depends.
+def updated_by_microbatches(captured: Captured, read: Collection[str] = ()) -> list[str]:
+    """Return the names of modified buffers on which the loss depends, or that are in `read`.
 
-    The running statistics of norms are not included, because only evaluation reads them.
+    `read` contains the names of weights that evaluation reads. The running statistics of norms are
+    not included.
     """
     relevant = BatchValues(captured.program, captured.loss.node).relevant
-    memory = {
-        number
-        for node in relevant
-        if getattr(node.target, "overloadpacket", None) not in _NORMS
-        for number in written_memory(node)
-    }
-    return [name for node, name in captured.weights.items() if memory & memory_of(node)]
+    memory, others = (
+        {
+            number
+            for node in nodes
+            if getattr(node.target, "overloadpacket", None) not in _NORMS
+            for number in written_memory(node)
+        }
+        for nodes in (relevant, captured.program.graph.nodes)
+    )
+    return [
+        name
+        for node, name in captured.weights.items()
+        if (others if name in read else memory) & memory_of(node)
+    ]
 
 
 def _refuse_unsupported(program):

@@ -21,6 +21,7 @@ from hpc3d.partition.capture import (
     is_trained,
     loss_of,
     state_of,
+    updated_by_microbatches,
 )
 from hpc3d.partition.capturing.flat_export import module_of, where
 from hpc3d.partition.capturing.user_module import in_evaluation
@@ -79,13 +80,24 @@ def _refuse_other_splits(programs, model):
 
 
 def evaluation_lines(evaluated: StagedModel, model: StagedModel) -> Iterator[str]:
-    """Yield log lines that name the loss, and the trained parameters that it does not read."""
+    """Yield log lines that describe the loss, and its differences from training and from torch.
+
+    The lines name the loss, the trained parameters that it does not read, and the buffers that it
+    reads and that torch updates less often.
+    """
     yield f"evaluation loss: {evaluated.captured.loss.text}"
     read = {name for program in evaluated.programs for name in program.weights}
     trained = [name for name, each in state_of(model.captured).items() if is_trained(each)]
     if unread := [name for name in trained if name not in read]:
         more = f" and {counted(len(unread) - 1, 'more parameter')}" if unread[1:] else ""
         yield f"evaluation does not use {unread[0]}{more}"
+    known = updated_by_microbatches(model.captured)
+    for name in updated_by_microbatches(model.captured, read):
+        if name not in known:
+            yield (
+                f"buffer {name}: updated by each microbatch, not once per step as in torch, and "
+                "read by the evaluation"
+            )
 
 
 def trained_names(captured: Captured, model: StagedModel) -> dict[str, str]:

@@ -124,6 +124,29 @@ def test_parameters_that_only_training_reads_are_named():
     ]
 
 
+def averaging():
+    """A buffer that training modifies, and only evaluation reads."""
+
+    class Averaging(Blocks):
+        def forward(self, x, labels):
+            if self.training:
+                self.decayed.mul_(0.9).add_(0.1)
+                return super().forward(x, labels)
+            return super().forward(x + self.decayed, labels)
+
+    module = Averaging(body).double()
+    module.register_buffer("decayed", torch.zeros(4, dtype=torch.float64))
+    return module, inputs_of(0)
+
+
+def test_buffers_that_microbatches_update_and_evaluation_reads_are_named():
+    model, found = evaluated(f"{HERE}:averaging", 1)
+    assert [*evaluation_lines(found, model)][1:] == [
+        "buffer decayed: updated by each microbatch, not once per step as in torch, and read by "
+        "the evaluation"
+    ]
+
+
 @pytest.mark.slow
 def test_values_that_training_changes_are_not_computed_from_the_initial_weights():
     _, found = evaluated(f"{HERE}:masked_by_norm", 1)
