@@ -58,7 +58,7 @@ class OwnElements(NamedTuple):
         return boxes(self.block, self.first, self.first + self.elements.size)
 
     def sections(self, item: Parameter, mesh: Mesh) -> Iterator[OwnElements]:
-        """Yield the elements section by section; see `Layout.sections`."""
+        """Yield the elements of each section of the parameter's layout separately."""
         if not item.layout.sections:
             yield self
             return

@@ -50,10 +50,10 @@ _REMOTE = ("infiniband", "cxi", "hfi1")
 class AllPairs(MpiCommunicator):
     """MPI communicator with its own collectives for blocks of at least `long` bytes.
 
-    By default, `long` is the message size from which MPI uses the rendezvous protocol over TCP. If
-    it is infinite, only sums of 16-bit floats differ from MPI's collectives. All members must use
-    the same value. They must also use one object per MPI communicator, because the tags of the
-    messages are numbered by object.
+    By default, `long` is the message size at which MPI switches to the rendezvous protocol over
+    TCP. If it is infinite, only sums of 16-bit floats differ from MPI's collectives. All members
+    must use the same value. They must also create only one object per MPI communicator, because
+    each object numbers its message tags independently.
     """
 
     long: float = 1 << 16
@@ -157,7 +157,7 @@ class AllPairs(MpiCommunicator):
 
 
 def shortest_exchange(comm: MPI.Comm) -> float:
-    """Return the block size in bytes from which blocks are exchanged between all pairs.
+    """Return the minimum size in bytes of blocks that are exchanged between all pairs of ranks.
 
     The size is infinite if a host of the job has a network with remote memory access. All ranks
     return the same size. The call is collective over `comm`.

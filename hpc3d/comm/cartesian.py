@@ -104,7 +104,7 @@ def build_stages(
 
 
 def _network(comm: MPI.Intracomm, transport: str) -> tuple[list[int | None], float]:
-    """Return the node of each rank, and the size in bytes of blocks exchanged between all pairs.
+    """Return each rank's node, and the minimum bytes of blocks exchanged between all pairs.
 
     Shorter blocks use MPI's collectives, except for sums of 16-bit floats. If `transport` is
     "mpi", all nodes are `None`, and the size is infinite. Otherwise, it is finite only if no host

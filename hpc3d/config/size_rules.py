@@ -105,7 +105,7 @@ def _wrong_microbatches(config: Config) -> Iterator[str]:
 
 
 def wrong_tokens(model: ModelConfig, mask: int | None = None) -> Iterator[str]:
-    """Report special tokens that coincide, lie outside the vocabulary, or leave no other token.
+    """Report invalid IDs of special tokens, and vocabularies with only special tokens.
 
     `mask` is the ID of the tokenizer's mask token, if it has one and is known.
     """

@@ -162,11 +162,11 @@ def captured_by_sample(
     with_data: WithData,
     reduction: str = "",
 ) -> Captured:
-    """Capture a module whose batch can be split; the other arguments are those of `capture`.
+    """Capture a module that can be trained in microbatches.
 
-    `reduction` is the reduction of the loss that the factory states, or "".
-    Raises ValueError if the module cannot be captured, if the result for one sample depends on
-    other samples, or if the loss is not a mean over the samples.
+    `reduction` is the reduction of the loss that the factory states, or "". The other arguments
+    are those of `capture`. Raises ValueError if the module cannot be captured, if the result for
+    one sample depends on other samples, or if the loss is not a mean over the samples.
     """
 
     def captured(unsplit=()):

@@ -216,7 +216,7 @@ class ModelCosts:
 
     The ranks of a stage are contiguous and follow the ranks of the previous stage. If two adjacent
     stages span several nodes, all messages between the stages are assumed to cross the network.
-    Each of the ranks mentioned here may stand for `ways` tensor-parallel ranks.
+    With tensor parallelism, each of these ranks represents `ways` tensor-parallel ranks.
     """
 
     ways = 1

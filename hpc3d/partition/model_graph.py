@@ -128,9 +128,9 @@ def _weights(captured, moments):
 
 
 def _states(captured, moments):
-    """Return the number of optimizer state arrays in memory, given that of the moments.
+    """Return the number of optimizer state arrays in memory: moments and any master weights.
 
-    The master copy of 16-bit weights is offloaded with the moments.
+    The result is 0 if `moments` is 0, because the master weights are offloaded with the moments.
     """
     trained = filter(is_trained, state_of(captured).values())
     return moments and moments + any(gradient_bytes(each) > each.nbytes for each in trained)

@@ -27,7 +27,7 @@ class Layout(tuple):
     sections
         Sizes of the sections of the only sharded dimension (default: one section).  Each rank
         stores its part of every section, for example of the queries, keys and values that one
-        matrix produces.  Except for `pieces`, all methods count the elements in an order in which
+        matrix produces.  All methods except `pieces` use indices in a permuted order, in which
         the parts of a rank are adjacent.
     """
 

@@ -69,7 +69,7 @@ class Point(NamedTuple):
 
 
 def point_of(config: Config) -> Point:
-    """Return the point that a resolved configuration belongs to."""
+    """Return the point that corresponds to a resolved configuration."""
     mesh, model = config.mesh, config.model
     grid = mesh.x, mesh.y, mesh.z
     scheme, ranks = config.parallel.scheme, mesh.grid().size
@@ -90,11 +90,12 @@ def point_of(config: Config) -> Point:
 def points(
     config: Config, ranks: Sequence[int], schemes: Sequence[str], weak: bool, shared: bool = True
 ) -> tuple[list[Point], list[str]]:
-    """Return the points of a study, and a line for each combination that does not exist.
+    """Return the points of a study, and a message for each impossible scheme and rank count.
 
     `config` contains the sizes for the largest number of ranks. In weak scaling, smaller numbers
-    of ranks have smaller models. If `shared` is True, all schemes use the same sizes. Otherwise,
-    cubes are less restricted than other meshes.
+    of ranks have smaller models. If `shared` is True, all schemes use the same sizes, rounded to
+    multiples of the number of ranks. Otherwise, a mesh with three axes only requires multiples of
+    x max(y, z).
     """
     found, missing = [], []
     for scheme in schemes:

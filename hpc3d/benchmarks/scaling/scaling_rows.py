@@ -40,7 +40,7 @@ _FORWARD, _BACKWARD = (
 
 
 def with_mesh(point: Point, config: Config, machine: Machine | None) -> Point:
-    """Return the point with a mesh that its model can be sharded on.
+    """Return a copy of the point with a mesh that can shard its model.
 
     The mesh of a cuboid is the fastest one on `machine`. Without a machine, it is the mesh with
     the lowest communication volume. Raises ValueError if the model cannot be sharded.

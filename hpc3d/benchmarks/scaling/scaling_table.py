@@ -104,7 +104,7 @@ def text(rows: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def findings(rows: Sequence[dict[str, Any]], weak: bool) -> Iterator[str]:
-    """Compare the rows with the two claims of arXiv:2105.14450, one sentence each.
+    """Yield sentences that compare the rows with the two claims of arXiv:2105.14450.
 
     The claims are that 3-D is faster than 1-D and 2-D on 64 ranks, and that its time per sequence
     grows slowest with the number of ranks in weak scaling.

@@ -81,7 +81,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class FixedBatch(UnsupportedCode):
-    """Error raised if a model can be traced with one batch size only, because of `line`."""
+    """Error raised if the code in `line` restricts a model to a single batch size."""
 
     def __init__(self, line: str) -> None:
         super().__init__("the code assumes a fixed batch size")

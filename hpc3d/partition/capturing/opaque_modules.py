@@ -1,7 +1,7 @@
 """Opaque operations for modules that torch.export cannot trace.
 
 While the model is traced, a stand-in replaces the module. The stand-in calls a placeholder
-operation whose results have the shapes recorded in a run on real data. After tracing, a
+operation whose results have the shapes recorded in a run on real data. After tracing, an
 OpaqueModule, which calls the module, replaces the placeholder operation.
 """
 

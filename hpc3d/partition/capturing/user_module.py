@@ -60,7 +60,7 @@ class _Refused(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:  # the attribute `data` of a tensor
             return func(*args, **kwargs or {})
-        raise ValueError(f"{func} computes new weights; switch modes without a change of weights")
+        raise ValueError(f"{func} was called; remove tensor operations from train() and eval()")
 
 
 def refuse_unsupported(module: torch.nn.Module) -> None:

@@ -57,7 +57,7 @@ def evaluation_model(
 
 
 def staged_evaluation(captured: Captured, model: StagedModel, parts: _Parts) -> StagedModel:
-    """Split a module that is `captured` in evaluation mode into the chunks of its training."""
+    """Split a module `captured` in evaluation mode into the model chunks used in training."""
     if loss_of(captured) is None:
         raise ValueError(captured.loss.text)
     captured = captured._replace(changing=_changing(model))

@@ -200,7 +200,7 @@ def _known(captured: Captured) -> set[fx.Node]:
 
 
 def _contiguous(value):
-    """Return an input as the stages receive it."""
+    """Make a tensor contiguous, because the stages receive contiguous inputs."""
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
@@ -230,7 +230,7 @@ def _sum_over_samples(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Return a sum over samples, multiplied by the samples of the step per sample of this call."""
+    """Multiply a sum over the n samples of a microbatch by N / n, for N samples in the step."""
     found, given = operation(*args, **kwargs), draw.batch_values.get(name)
     return found if given is None else found * (float(given) / draw.samples)
 
@@ -238,10 +238,11 @@ def _sum_over_samples(
 def _mean_over_targets(
     name: str, draw: Draw, loss: Callable[..., torch.Tensor], arguments: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Multiply the mean by its denominator, and divide by that of the step, scaled to the samples.
+    """Compute a mean loss with the denominator D n / N instead of that of the microbatch.
 
-    In 16 bits, a sum over the targets is less accurate than their mean, and may overflow. It is
-    used only if all targets are ignored, because the mean would be NaN.
+    The mean over the microbatch is multiplied by its own denominator and divided by the new one.
+    In 16 bits, a sum over the targets would be less accurate than their mean, and could overflow.
+    The sum is computed only if all targets are ignored, because the mean would be NaN.
     """
     given = draw.batch_values.get(name)
     if given is None:

@@ -46,7 +46,11 @@ class ModuleEvaluator(Evaluator):
         super().__init__(trainer, batches, feed=partial(sample_loader, model, terms))
 
     def _constants(self, trainer, values):
-        """Return the constants of the program that training does not have, sent by rank 0."""
+        """Return the constants of the program in evaluation mode, by name.
+
+        Rank 0 broadcasts the values. If this rank stores a constant for training, the result
+        contains that tensor.
+        """
         captured, found = self.model.captured, {}
         names = trained_names(captured, trainer.model)
         for name, like in state_of(captured).items():

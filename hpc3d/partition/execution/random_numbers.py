@@ -37,7 +37,7 @@ class Draw(NamedTuple):
 
 
 class RandomNumbers(NamedTuple):
-    """Random numbers of the operation `name` for the samples of a `draw`.
+    """Random numbers that the operation `name` draws for the samples in `draw`.
 
     Dimension `dim` of each tensor contains the samples, with one or several rows per sample. The
     dimension consists of `blocks`, each with rows of all samples. If `dim` is `None`, the numbers

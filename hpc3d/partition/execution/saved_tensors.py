@@ -3,8 +3,9 @@
 The tensors are saved in memory blocks (storages of torch), and views of the same memory are saved
 once. Weights and model inputs stay where they are. If `parallel.keep_dtype` is set, the results of
 operations and the received tensors are stored in the forms of hpc3d.model.kept, and the backward
-pass uses the rounded values. A row, which has one scale, is the last dimension of the result;
-transposed results have the rows of their memory. The following tensors stay exact:
+pass uses the rounded values. A row, which has one scale, is the last dimension of the result, or
+the dimension that is contiguous in memory if the result is transposed. The following tensors stay
+exact:
 
     statistics inside an operation, such as the log-sum-exp of attention or the mean of a norm
     results whose last dimension is 1
@@ -103,7 +104,7 @@ class SavedOfMicrobatch:
         self.how, self.moves = how, how.rounds or how.offload
         self.waiting: list[SavedTensor] = []
         self.held = {_key(tensor): tensor for tensor in tensors([*held])}
-        # Rows of the memory of each result. The references keep the addresses unique.
+        # Row length of each result's storage. The references prevent reuse of the addresses.
         self.rows: dict[int, tuple[int, StorageWeakRef]] = {}
         self.blocks: Any = weakref.WeakValueDictionary()
         self.last: Callable[[], _Stored | None] = lambda: None
@@ -135,7 +136,7 @@ class SavedOfMicrobatch:
         return saved
 
     def note(self, results: Any) -> None:
-        """Record the rows of the memory of each result."""
+        """Record the row length of each result's storage."""
         for tensor in tensors(results):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.rows:
@@ -178,10 +179,10 @@ def _key(tensor):
 
 
 def _row(tensor):
-    """Return the number of elements in a row of a tensor's memory.
+    """Return the number of elements per row in a tensor's storage.
 
-    The result is 1 if the tensor is not rounded, because the rows have one element or because the
-    tensor is only a part of its memory.
+    Tensors with rows of one element are not rounded. The result is therefore also 1 if the tensor
+    covers only a part of its storage.
     """
     if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
         return 1
@@ -201,7 +202,7 @@ def _array(tensor, dtype, row, pool):
 
 
 class SavedTensor:
-    """Tensor that autograd has saved. Its memory is a `block`, if it is not that of a weight."""
+    """Tensor saved by autograd. `block` is its memory, or `None` if it is held in any case."""
 
     __slots__ = ("block", "shape", "tensor", "version")
 
@@ -211,7 +212,7 @@ class SavedTensor:
         self.shape: Any = None
 
     def resolved(self) -> None:
-        """Replace the tensor with a description of its place in the stored block."""
+        """Replace the tensor with its type, offset, shape and strides in the stored block."""
         tensor = self.tensor
         self.shape = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
         self.tensor = None
@@ -251,7 +252,7 @@ class _Stored:
     `before()` returns the block that was saved before this one, which is prefetched.
     """
 
-    source: StorageWeakRef  # keeps the address of the source unique
+    source: StorageWeakRef  # prevents reuse of the address of the source
 
     def __init__(self, how, form, array, dtype, before):
         self.how, self.form, self.before, self.restored = how, form, before, None

@@ -73,7 +73,8 @@ class TorchWeights:
     on other stages to True if this stage owns the weight. `splits` contains the placements of
     weights that are split over the tensor-parallel `ranks`; their tensors are the rank's shards.
     During the backward pass, torch calls `completed(name)` after it has added its last
-    contribution to the gradient of the parameter `name`. Deferrable work is passed to `defer`.
+    contribution to the gradient of the parameter `name`. `defer(function, *args)` calls a function
+    that adds a gradient contribution, either immediately or later.
     """
 
     def __init__(

@@ -75,9 +75,9 @@ def verified(
 ) -> list[str]:
     """Compare a captured program with its module; return lines for the log.
 
-    `inputs` contains the model inputs of a step, and `shares` the sample indices of one or two
-    adjacent microbatches, or of the shares of two replicas. If `training` is False, the program
-    is captured in evaluation mode, and only the losses are compared. If `gradients` is False, only
+    `inputs` contains the model inputs of a step, and `shares` contains one or two adjacent ranges
+    of sample indices, one per microbatch or replica. If `training` is False, the program is
+    captured in evaluation mode, and only the losses are compared. If `gradients` is False, only
     the losses are compared, and no activations are stored. The module's buffers are restored.
     Raises BadData if results differ.
     """
@@ -109,7 +109,10 @@ def _memory_explained(gradients: bool) -> Iterator[None]:
 
 
 class _Verification:
-    """Comparisons; values of operations are stored to find a difference if `details` is True."""
+    """Comparisons of a module with its captured program.
+
+    If `details` is True, error messages name the first operation or submodule that differs.
+    """
 
     def __init__(self, module, captured, inputs, shares, details):
         self.module, self.captured, self.shares = module, captured, shares

@@ -25,7 +25,7 @@ class WrongSections(Exception):
 
 
 class Range(NamedTuple):
-    """Result of a slicing operation: elements of the split dimension, which becomes `dim`."""
+    """Elements of a split dimension that a view selects; they form dimension `dim` of the view."""
 
     dim: int
     start: int
@@ -38,10 +38,10 @@ def numbers_of(value: torch.Tensor) -> list[int]:
 
 
 def ranges_of(node: fx.Node, operand: fx.Node, dim: int) -> list[Range] | None:
-    """Return the elements of dimension `dim` of an operand that each result of a view contains.
+    """Return, for each result of a view, the range of the operand's dimension `dim` it selects.
 
     The view may move dimensions and select elements. Returns `None` if a result does not have the
-    dimension, or has only some elements of a range.
+    dimension, or if the selected elements are not adjacent.
     """
     shape = numbers_of(operand.meta["val"])
     strides = [int(index == dim) for index in range(len(shape))]
@@ -65,9 +65,9 @@ def _list(results: Any) -> Any:
 
 
 def within(split: SplitDim, part: Range) -> SplitDim:
-    """Return the placement of the elements in `part` of a split dimension.
+    """Return the placement of a view that selects the range `part` of a split dimension.
 
-    Raises WrongSections unless the elements are complete sections.
+    Raises WrongSections unless the range consists of complete sections.
     """
     if part.size == split.size:
         return split._replace(dim=part.dim)
@@ -80,9 +80,9 @@ def within(split: SplitDim, part: Range) -> SplitDim:
 
 
 def reshaped(old: torch.Tensor, new: torch.Tensor, split: SplitDim, ways: int) -> SplitDim | None:
-    """Return the placement of a reshaped tensor, or `None` if ranks have no shard of it.
+    """Return the placement of a reshaped tensor, or `None` if the shards cannot be reshaped.
 
-    Raises WrongSections if another order of the elements would make this possible.
+    Raises WrongSections if the shards could be reshaped if `split` had other sections.
     """
     shapes = numbers_of(old), numbers_of(new)
     before, after = next(

@@ -38,7 +38,7 @@ class LocalGraph:
         self.converted: dict[Any, fx.Node] = {}
 
     def split_of(self, node: fx.Node) -> SplitDim | None:
-        """Return how the result of an operation is split; `None` if each rank has all of it."""
+        """Return the placement of an operation's local result, or `None` if it is not split."""
         local = self.sharding.operations.get(node)
         return local.result if local else None
 
@@ -57,7 +57,10 @@ class LocalGraph:
         return self._call(local.target, (*args, self.ranks) if local.ranks else args, node)
 
     def finish(self, node: fx.Node, copy: fx.Node) -> fx.Node:
-        """Return the value for the readers of an operation, given its `copy` in the graph."""
+        """Reduce or gather the result `copy` of an operation if its readers need the full value.
+
+        Returns the value for the readers.
+        """
         local = self.sharding.operations.get(node)
         if local and local.partial:
             copy = self._call(reduced, (copy, self.ranks), node)
@@ -84,14 +87,14 @@ class LocalGraph:
         return value
 
     def _convert(self, conversion, value, node, *split):
-        """Return a converted value, which several operations may read."""
+        """Convert a value, or return the existing result of the same conversion."""
         key = conversion, value, split
         if key not in self.converted:
             self.converted[key] = self._call(conversion, (value, *split, self.ranks), node)
         return self.converted[key]
 
     def _call(self, target, args, node):
-        """Add a call whose full result has the shape of the result of `node`."""
+        """Add a call with the metadata of `node`, which describes the full result."""
         call = self.graph.call_function(target, args)
         call.meta["val"], call.meta["graded"] = node.meta["val"], node in self.sharding.graded
         return call

@@ -30,7 +30,8 @@ from hpc3d.partition.tensor_parallel.dimensions import WrongSections
 from hpc3d.partition.tensor_parallel.shard_rules import LocalOperation, rule_of, transposed
 from hpc3d.partition.tensor_parallel.shards import SplitDim
 
-_LARGE = 1 / 16  # fraction of all parameters from which a weight is split without a partner
+# A weight with at least this fraction of all parameters is split even without a second layer.
+_LARGE = 1 / 16
 
 
 class Sharding(NamedTuple):
@@ -238,7 +239,7 @@ class _ShardFlow:
         return sections if fits and name not in self.choices.not_columns else None
 
     def claim(self, node: fx.Node, split: SplitDim, columns: bool = False) -> bool:
-        """SplitDim a weight, of which the operand `node` may be the transpose.
+        """Mark a weight as split; the operand `node` is the weight or a transpose of it.
 
         Returns False if the weight must be replicated. If `columns` is True, the result of the
         current operation is split because of this weight.
@@ -257,7 +258,7 @@ class _ShardFlow:
 
 
 def _can_draw(node: fx.Node, result: Any) -> bool:
-    """Return False for random numbers of a shard that is not a part of the full tensor."""
+    """Return False for a random operation if `own_part` cannot select its shard `result`."""
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return not random or result.blocks == 1
 

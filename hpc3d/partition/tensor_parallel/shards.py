@@ -29,8 +29,8 @@ class SplitDim(NamedTuple):
 
     The dimension consists of `blocks` blocks, each with sections of the given sizes. A rank has
     its part of every section, in order. A fused projection to queries, keys and values has three
-    sections. If the number of blocks is a multiple of the batch size, it is only a marker that
-    distinguishes layouts.
+    sections. A dimension has several blocks only if the batch has been merged into it. Such a
+    dimension can be neither gathered nor narrowed.
     """
 
     dim: int

@@ -41,7 +41,7 @@ class SplitRoles(NamedTuple):
 
 
 class TensorCall(NamedTuple):
-    """TensorCall call `op` of an operation in its `phase`, "forward" or "backward".
+    """Collective call `op` of an operation in a `phase`, "forward" or "backward".
 
     `nbytes` is the size of the full value, for a microbatch of one rank.
     """
