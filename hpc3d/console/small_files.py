@@ -71,9 +71,14 @@ def toml(text: str) -> dict[str, Any]:
 def replacing(path: Path, crowded: bool = False) -> Iterator[Path]:
     """Yield a temporary path; if the block succeeds, sync the file and rename it to `path`.
 
-    Set `crowded` if every rank writes to the folder.  The folder is then not searched for
-    temporary files of killed processes.
+    If `path` is a device or a pipe, such as /dev/null, yield `path` itself, because it must not be
+    replaced.  Set `crowded` if every rank writes to the folder.  The folder is then not searched
+    for temporary files of killed processes.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        with naming(path):
+            yield path
+        return
     temporary = _temporary_name(path) if crowded else temporary_of(path)
     try:
         with naming(path):

@@ -116,3 +116,15 @@ def test_temporary_files_of_others_stay(tmp_path):
     (dead / "below").mkdir(parents=True)
     assert small_files.temporary_of(path).name == f"file.{here}.{os.getpid()}.tmp"
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(names)
+
+
+def test_devices_and_pipes_are_not_replaced(tmp_path):
+    """Otherwise, `-o /dev/null` would replace the device if the user is root."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with small_files.replacing(pipe) as path:
+        path.write_text("plan")
+    assert os.read(reader, 10) == b"plan" and pipe.is_fifo()
+    assert [*tmp_path.iterdir()] == [pipe]
+    os.close(reader)
