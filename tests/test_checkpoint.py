@@ -182,8 +182,8 @@ def unknown(manifest):
     first_piece(manifest)[0] = "layers.0.gate"
 
 
-def integers(manifest):
-    first_piece(manifest)[2] = "<i8"
+def unknown_type(manifest):
+    first_piece(manifest)[2] = "<u4"
 
 
 def put(**values):
@@ -211,7 +211,7 @@ def settings(before, after):
         (twice, "rows ... two files"),
         (outside, ": ... outside"),
         (unknown, " layers.0.gate"),
-        (integers, "rank-00000.bin ... invalid piece"),
+        (unknown_type, "rank-00000.bin ... invalid piece"),
         (put(step=7), "manifest.json ... step 7"),
         (put(step="2"), "manifest.json: step must"),
         (put(format="other"), "step-00000002 ... checkpoint: ... manifest"),

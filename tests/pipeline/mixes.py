@@ -171,7 +171,7 @@ SMALL = {
     "clip": 0.5,  # less than the norm of any step
     "dtype": "float64",
 }
-KEYS = {key.rpartition(".")[2]: key for key in known_keys()}
+KEYS = {key.rpartition(".")[2]: key for key in known_keys() if not key.startswith("torch.")}
 # The usual matrices, of std 0.02, hardly disturb the identity: 0.2 lets every gradient matter.
 WIDER = 10
 
