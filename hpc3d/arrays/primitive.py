@@ -64,14 +64,6 @@ class Primitive:
         """Use the NumPy implementation as the CUDA rule: its operations accept GPU arrays."""
         self.cuda_rule = lambda gpu, *operands, **named: self.numpy(*operands, **named)
 
-    def cuda_as_numpy(self) -> None:
-        """Use the NumPy implementation as the CUDA rule: its operations accept GPU arrays."""
-        self.cuda_rule = lambda gpu, *arguments: self.numpy(*arguments)
-
-    def cuda_as_numpy(self) -> None:
-        """Use the NumPy implementation as the CUDA rule: its operations accept GPU arrays."""
-        self.cuda_rule = lambda gpu, *arguments: self.numpy(*arguments)
-
     def narrow(self, rule: _Rule) -> _Rule:
         self.narrow_rule = rule
         return rule
