@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -30,7 +29,7 @@ from hpc3d.analyze.report.table_format import (
 )
 from hpc3d.benchmarks import harness, peak_memory
 from hpc3d.config import package_data
-from hpc3d.config.argument_types import number_of_ranks, positive, several
+from hpc3d.config.argument_types import choice, number_of_ranks, positive, several
 from hpc3d.config.load import literal, load
 from hpc3d.config.load import options as overridden
 from hpc3d.config.resolve import resolve
@@ -168,7 +167,12 @@ def parser() -> Parser:
     parser = Parser("bench peers", _DESCRIPTION, usage=usage)
     add = parser.add_argument
     text = f"peers to compare with (default: all: {', '.join(_PEERS)})"
-    add("--peers", type=partial(several, _peer), default=",".join(_PEERS), help=text)
+    add(
+        "--peers",
+        type=partial(several, partial(choice, _PEERS)),
+        default=",".join(_PEERS),
+        help=text,
+    )
     text = "numbers of ranks of the parallel peers (default: 4,8)"
     add("--ranks", type=partial(several, number_of_ranks), default="4,8", help=text)
     text = f"number of pairs of runs (default: {_ROUNDS})"
@@ -177,12 +181,6 @@ def parser() -> Parser:
     add("--out", type=Path, default=Path("results"), metavar="DIR", help=text)
     add("--json", action="store_true", help="print one JSON object on the last line")
     return parser
-
-
-def _peer(text):
-    if text not in _PEERS:
-        raise argparse.ArgumentTypeError(f"{text:.40}: must be one of {', '.join(_PEERS)}")
-    return text
 
 
 def pairs(peers: Sequence[str], ranks: Sequence[int], cores: int) -> list[Pair]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,13 @@ def _bytes(text, bare):
 def several(kind: Callable[[str], Any], text: str) -> list[Any]:
     """Convert a comma-separated list; `kind` converts an element. Duplicates are removed."""
     return [*dict.fromkeys(kind(each) for each in text.split(","))]
+
+
+def choice(names: Sequence[str], text: str) -> str:
+    """Return `text` if it is one of `names`."""
+    if text not in names:
+        raise argparse.ArgumentTypeError(f"{text:.40}: must be one of {', '.join(names)}")
+    return text
 
 
 size = partial(_bytes, bare=1e9)  # converts 80GB or 40GiB to bytes; the default unit is GB

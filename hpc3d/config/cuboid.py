@@ -26,12 +26,10 @@ def with_cuboid(config: Config, ranks: int) -> Config:
     if len(unset) < 3 or others < 1 or ranks % others or ranks == others:
         return replace(config, mesh=replace(config.mesh, **dict.fromkeys(unset, 1)))
     size = ranks // others
-    cuboids = (
-        replace(config, mesh=replace(config.mesh, x=x, y=y, z=size // (x * y)))
-        for x, y in product(divisors(size), repeat=2)
-        if size % (x * y) == 0
+    found = (
+        replace(config, mesh=replace(config.mesh, x=x, y=y, z=z)) for x, y, z in cuboids(size)
     )
-    valid = (each for each in cuboids if not violations(each, ranks))
+    valid = (each for each in found if not violations(each, ranks))
     best = min(valid, key=received_elements, default=None)
     if best is None:
         experts = ", and mesh.e for its experts" if config.model.experts else ""
@@ -41,6 +39,12 @@ def with_cuboid(config: Config, ranks: int) -> Config:
             f"mesh.z{experts}, or change [model] or train.batch"
         )
     return best
+
+
+def cuboids(ranks: int) -> list[tuple[int, int, int]]:
+    """Return all meshes (x, y, z) with x y z = `ranks`."""
+    pairs = product(divisors(ranks), repeat=2)
+    return [(x, y, ranks // (x * y)) for x, y in pairs if ranks % (x * y) == 0]
 
 
 def received_elements(config: Config, parts: int = 1) -> float:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.config.cuboid import cuboids
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from hpc3d.config.package_data import shipped
 from hpc3d.config.resolve import resolve
@@ -149,7 +150,7 @@ def planned(machine: Machine, row: dict[str, Any]) -> dict[str, Any]:
     sequence in ms, and the speed-up over the cubic grid.
     """
     timed, config = {}, _model_of(row["batch"], row["hidden"], row["dtype"])
-    for grid in cuboids():
+    for grid in cuboids(RANKS):
         try:
             timed[grid] = _spent(machine, config, "3d", grid).seconds
         except ValueError:  # a model size is not divisible by the grid size
@@ -157,12 +158,6 @@ def planned(machine: Machine, row: dict[str, Any]) -> dict[str, Any]:
     grid = min(timed, key=timed.get)
     gain = timed[_GRIDS["3d"]] / timed[grid]
     return {"grid": grid, "ms": timed[grid] / row["batch"] * 1e3, "over_cube": gain}
-
-
-def cuboids() -> list[tuple[int, int, int]]:
-    """Return all grids (x, y, z) with x y z = RANKS."""
-    sizes = [n for n in range(1, RANKS + 1) if RANKS % n == 0]
-    return [(x, y, RANKS // (x * y)) for x, y in product(sizes, sizes) if RANKS % (x * y) == 0]
 
 
 def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpc3d.config.cuboid import cuboids
 from hpc3d.predict.machine.machine import Rates
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.studies.tensor_3d import (
     CLOSE,
     PAPER,
     V100,
-    cuboids,
     main,
     own_batches,
     planned,
@@ -74,7 +74,7 @@ def test_schemes_may_use_different_batches(machine):
 
 @pytest.mark.slow
 def test_planned_cuboid_is_the_cube_only_if_tokens_match_features(machine):
-    assert len(cuboids()) == len(set(cuboids())) == 28
+    assert len(cuboids(64)) == len(set(cuboids(64))) == 28
     square = planned(machine, point(machine, 64, 8192, "float32"))
     assert square["grid"] == (4, 4, 4) and square["over_cube"] == 1
     long = planned(machine, point(machine, 256, 4096, "float32"))

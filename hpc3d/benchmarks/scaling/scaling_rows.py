@@ -21,6 +21,7 @@ from hpc3d.analyze.metrics.compare import relative_error
 from hpc3d.analyze.metrics.steady import Steady
 from hpc3d.analyze.metrics.step import means_of
 from hpc3d.benchmarks.scaling.points import CUBOID, SCHEMES, Point, point_of
+from hpc3d.config.cuboid import cuboids
 from hpc3d.config.load import load
 from hpc3d.config.resolve import resolve
 from hpc3d.console.sanitize import Problems
@@ -49,18 +50,15 @@ def with_mesh(point: Point, config: Config, machine: Machine | None) -> Point:
         mesh = resolve(point.configured(config), point.ranks).mesh
         return point._replace(mesh=(mesh.x, mesh.y, mesh.z))
     found = {}
-    for mesh in _cuboids(point.ranks):
+    for mesh in cuboids(point.ranks):
         here = point._replace(mesh=mesh)
         try:
             found[here] = _seconds(_simulated(here, config, machine))
         except ValueError:  # a model size is not divisible by the mesh size
             continue
+    if not found:
+        raise ValueError("no mesh divides the sizes of the model and the batch")
     return min(found, key=found.get)
-
-
-def _cuboids(ranks: int) -> list[tuple[int, int, int]]:
-    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    return [(x, y, ranks // (x * y)) for x in sizes for y in sizes if ranks % (x * y) == 0]
 
 
 def _simulated(point: Point, config: Config, machine: Machine) -> StageRun:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpc3d.benchmarks import harness
 from hpc3d.benchmarks.scaling import growth, scaling_rows, scaling_table
 from hpc3d.benchmarks.scaling.points import SCHEMES, Point, points
-from hpc3d.config.argument_types import number_of_ranks, positive, several
+from hpc3d.config.argument_types import choice, number_of_ranks, positive, several
 from hpc3d.config.load import load
 from hpc3d.config.package_data import shipped
 from hpc3d.console.command_line import Parser
@@ -66,7 +65,12 @@ def parser() -> Parser:
     text = f"numbers of ranks (default: {_RANKS})"
     add("--ranks", type=partial(several, number_of_ranks), default=_RANKS, help=text)
     text = f"schemes (default: all: {', '.join(SCHEMES)})"
-    add("--schemes", type=partial(several, _scheme), default=",".join(SCHEMES), help=text)
+    add(
+        "--schemes",
+        type=partial(several, partial(choice, SCHEMES)),
+        default=",".join(SCHEMES),
+        help=text,
+    )
     text = "predict the rows on this machine (the name or path of a machine file)"
     add("--machine", metavar="NAME|FILE", help=text)
     text = "measure the rows on this machine"
@@ -81,20 +85,14 @@ def parser() -> Parser:
     return parser
 
 
-def _scheme(text):
-    if text not in SCHEMES:
-        known = ", ".join(SCHEMES)
-        raise argparse.ArgumentTypeError(f"{text:.40}: must be one of {known}")
-    return text
-
-
 def main(options: Namespace, overrides: Sequence[str]) -> None:
     """Print and write the table of a scaling study."""
     if not (options.machine or options.measure or options.runs):
         raise Problems(["scaling: use --machine NAME, --measure or --runs DIR"])
     config = load(options.input or shipped(_INPUT), overrides)
     machine = machine_file.load(options.machine) if options.machine else None
-    found, missing = _placed(options, config, machine)
+    wanted = machine or options.measure
+    found, missing = _placed(options, config, machine) if wanted else ([], [])
     table = [scaling_rows.predicted(point, config, machine) for point in found] if machine else []
     folder = options.out / "scaling"
     busy = {}
