@@ -14,10 +14,10 @@ once when they are stored in a `Narrow` array:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
 from hpc3d.arrays.primitive import add_backend
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
     from hpc3d.arrays.primitive import Primitive
-
-with suppress(ImportError):  # without ml_dtypes, inputs that use bfloat16 are rejected
-    import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 
 WIDE, _INTEGERS = np.dtype(np.float32), np.dtype(np.uint16)
 CACHE = 1 << 17  # maximum size in bytes of the float32 copy of a block

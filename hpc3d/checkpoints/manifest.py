@@ -58,15 +58,9 @@ def name_of(dtype: np.dtype) -> str:
 
 
 def type_of(name: str) -> np.dtype:
-    """Return the dtype for a type name in a manifest.
-
-    Raises ValueError for bfloat16 if ml_dtypes is not installed.
-    """
+    """Return the dtype for a type name in a manifest."""
     if name == _BFLOAT16:
-        try:
-            import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
-        except ImportError:
-            raise ValueError("bfloat16 requires ml_dtypes; run pip install ml_dtypes") from None
+        import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
     return np.dtype(name)
 
 

@@ -102,13 +102,11 @@ def release_of(whole: int) -> str:
 
 
 def nccl() -> Iterator[Finding]:
-    """Yield findings on NCCL and on ml_dtypes (bfloat16), which CuPy's wheels do not include."""
+    """Yield a finding on NCCL, which CuPy's wheels do not include."""
     if found := nccl_version():
         yield Finding(OK, "NCCL", release_of(found))
     else:
         yield Finding(WARN, "NCCL", "not installed, so ranks use MPI", EXTRAS)
-    if find_spec("ml_dtypes") is None:
-        yield Finding(WARN, "ml_dtypes", "not installed, so bfloat16 is not available", EXTRAS)
 
 
 def device_map(job: Job) -> Iterator[Finding]:
@@ -168,8 +166,6 @@ def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
         yield text, f"install a newer driver, or the wheel cupy-cuda{driver // 1000}x"
     if not cupy.cuda.is_available():
         yield "CuPy finds no device", "run nvidia-smi, set --gpus-per-node in the Slurm job"
-    if dtype == "bfloat16" and find_spec("ml_dtypes") is None:
-        yield "bfloat16 needs ml_dtypes", f"run {EXTRAS}"
     major = runtime.getDeviceProperties(0)["major"]
     if dtype == "bfloat16" and major < 8:
         text = f"devices with compute capability {major} do not support bfloat16"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import isqrt, prod
 from types import MappingProxyType
 
 AXES = ("p", "d", "c", "e", "x", "y", "z")  # axes of a mesh
@@ -167,3 +167,9 @@ class Grid:
             steps = range(0, self.sizes[axis] * stride, stride)
             ranks = [rank + step for rank in ranks for step in steps]
         return tuple(ranks)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number in ascending order."""
+    low = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*low, *(number // size for size in low)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hpc3d.config.wrong_values import reported
@@ -27,18 +26,12 @@ def _wrong_transport(config: Config) -> Iterator[str]:
 
 
 def _wrong_types(config: Config) -> Iterator[str]:
-    """Report data types that save no memory, round gradients to 0, or need a missing package."""
+    """Report data types that save no memory or round gradients to 0."""
     dtype, kept = config.train.dtype, config.parallel.keep_dtype
     reduced = config.parallel.reduce_dtype
-    types = {"train.dtype": dtype, "parallel.keep_dtype": kept, "parallel.reduce_dtype": reduced}
-    for key, value in types.items():
-        if value in ("bfloat16", "float8") and not known("ml_dtypes"):
-            yield f"{key} = {value} needs ml_dtypes; run python -m pip install ml_dtypes"
     if kept == "bfloat16" and dtype in ("float16", "bfloat16"):
-        yield (
-            f"parallel.keep_dtype = bfloat16 saves no memory with train.dtype = {dtype}; use "
-            "int8, or remove the key"
-        )
+        key = f"parallel.keep_dtype = bfloat16 saves no memory with train.dtype = {dtype}"
+        yield f"{key}; use int8, or remove the key"
     if reduced == "float16" and dtype != "float16":
         yield (
             "parallel.reduce_dtype = float16 rounds small gradients to 0, because train.dtype = "
@@ -65,15 +58,6 @@ def _wrong_graph(config: Config) -> Iterator[str]:
             f"{key}: model.sequence = {length} must be a multiple of 128; change the length, or "
             "set train.cuda_graph = false"
         )
-
-
-def known(package: str) -> bool:
-    """Import a package that registers its data types with NumPy; return True on success."""
-    try:
-        import_module(package)
-    except ImportError:
-        return False
-    return True
 
 
 def untrainable(config: Config) -> Iterator[str]:

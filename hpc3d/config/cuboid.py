@@ -7,7 +7,8 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
-from hpc3d.config.size_rules import divisors, violations
+from hpc3d.comm.grid import divisors
+from hpc3d.config.size_rules import violations
 from hpc3d.console.sanitize import counted
 from hpc3d.model.families import block_products
 

@@ -85,15 +85,11 @@ def wrong_compression(config: Config) -> Iterator[str]:
     if zero > 1:
         yield f"{key}: parallel.zero = {zero} shards the gradients; use parallel.zero = 0 or 1"
     if config.train.dtype == "float16":
-        yield (
-            f"{key}: error feedback does not support the varying loss scale of float16; use "
-            "train.dtype = bfloat16 or float32"
-        )
+        why = "error feedback does not support the varying loss scale of float16"
+        yield f"{key}: {why}; use train.dtype = bfloat16 or float32"
     if config.train.cuda_graph:
-        yield (
-            f"{key}: a CUDA graph cannot capture gradient compression; use "
-            "train.cuda_graph = false"
-        )
+        why = "a CUDA graph cannot capture gradient compression"
+        yield f"{key}: {why}; use train.cuda_graph = false"
 
 
 def wrong_offload(config: Config) -> Iterator[str]:
@@ -112,6 +108,5 @@ def wrong_offload(config: Config) -> Iterator[str]:
             'remove "parameters", or use a synchronous schedule'
         )
     if train.cuda_graph and {*listed} - {"optimizer"}:
-        yield (
-            f"{key}: a CUDA graph cannot capture copies to the host; use train.cuda_graph = false"
-        )
+        why = "a CUDA graph cannot capture copies to the host"
+        yield f"{key}: {why}; use train.cuda_graph = false"

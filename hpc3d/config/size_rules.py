@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from math import inf, isqrt, lcm, prod
+from math import inf, lcm, prod
 from typing import TYPE_CHECKING
 
 from hpc3d.comm.communicator import Self
+from hpc3d.comm.grid import divisors
 from hpc3d.comm.mesh import CONTEXT, Mesh
 from hpc3d.config.limits import MOST_RANKS
 from hpc3d.config.parallel_rules import unexchanged_heads
@@ -268,9 +269,3 @@ def _wrong_blocks(config: Config) -> Iterator[str]:
                 "or train.optimizer = adamw"
             )
             return
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of a number in ascending order."""
-    low = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return sorted({*low, *(number // size for size in low)})

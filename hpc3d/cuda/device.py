@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from math import prod
 from types import ModuleType
@@ -31,8 +30,7 @@ _FLOAT8 = 89  # minimum compute capability of float8 GEMMs
 
 def imported() -> ModuleType:
     """Import CuPy. ml_dtypes is imported first, because it adds bfloat16 to NumPy."""
-    with suppress(ImportError):
-        import ml_dtypes  # noqa: F401
+    import ml_dtypes  # noqa: F401, I001
     import cupy
 
     return cupy

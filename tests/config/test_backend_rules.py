@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 
-from hpc3d.config import backend_rules
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.load import load
 from hpc3d.config.resolve import resolve
@@ -84,13 +83,6 @@ def test_16_bit_types_reject_checksums(dtype, backend):
 def test_reduce_dtype_must_hold_the_gradients(words, line):
     (said,) = problems("--parallel.reduce_dtype", *words.split())
     assert re.match(elided(line), said)
-
-
-def test_bfloat16_requires_ml_dtypes(monkeypatch):
-    monkeypatch.setattr(backend_rules, "known", lambda package: False)
-    for key in ("train.dtype", "parallel.reduce_dtype"):
-        (said,) = problems(f"--{key}", "bfloat16")
-        assert re.match(f"{key} = bfloat16 .* python -m pip install ml_dtypes$", said)
 
 
 TWO = "--parallel.schedule pipedream-2bw --parallel.microbatches 2"

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.comm.grid import divisors
 from hpc3d.partition.baselines.layer_cuts import balanced, even, layer_runs
 from hpc3d.partition.baselines.pipedream import ChainCosts, WorkerLevel, asynchronous
 from hpc3d.partition.evaluation import (
@@ -138,11 +139,6 @@ def _levels(machine, ranks):
 
 def _bandwidth(machine, ends):
     return _LONG / machine.call("send", _LONG, ends)
-
-
-def divisors(count: int) -> list[int]:
-    """Return the divisors of a number in ascending order."""
-    return [each for each in range(1, count + 1) if count % each == 0]
 
 
 def _trained(chain):

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from hpc3d.comm.grid import divisors
 from hpc3d.partition.baselines.contenders import (
     Contender,
     Task,
-    divisors,
     fastest,
     layer_by_layer,
     pipelines,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpc3d.config.size_rules import divisors
+from hpc3d.comm.grid import divisors
 from hpc3d.model.families import family_of
 
 if TYPE_CHECKING:

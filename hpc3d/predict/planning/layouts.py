@@ -9,11 +9,12 @@ from itertools import product
 from math import factorial, gcd
 from typing import NamedTuple
 
+from hpc3d.comm.grid import divisors
 from hpc3d.config.input_file import Config, MeshConfig
 from hpc3d.config.limits import MOST_PASSES
 from hpc3d.config.parallel_rules import wrong_compression, wrong_context
 from hpc3d.config.pipeline_rules import wrong_pipeline
-from hpc3d.config.size_rules import divisors, sequence_divisor, violations, wrong_parts
+from hpc3d.config.size_rules import sequence_divisor, violations, wrong_parts
 from hpc3d.pipeline.schedule import SCHEDULES, usual
 from hpc3d.predict.planning.contexts import contexts, may_cut, with_context
 
