@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from hpc3d.comm.grid import divisors
 from hpc3d.config import limits
 from hpc3d.config.input_file import Config
 from hpc3d.config.pipeline_rules import wrong_pipeline
-from hpc3d.comm.grid import divisors
 from hpc3d.config.size_rules import too_large, wrong_parts
 from tests.elided import elided
 
