@@ -30,7 +30,8 @@ d=2
 p=2 microbatches=4
 x=4
 x=2 y=2
-x=2 y=2 scheme=2d-summa
+x=4 y=2 scheme=2d-summa
+x=8 scheme=2d-summa
 x=4 scheme=1d
 d=4 zero=1
 x=2 y=2 z=2
