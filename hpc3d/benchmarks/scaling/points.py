@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isqrt
+from math import ceil, isqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _sizes(config, multiple, side):
     hidden, batch = (_rounded(size, multiple) for size in wanted)
     if max(hidden / wanted[0], batch / wanted[1]) > _INEXACT:
         return None
-    vocabulary = _rounded(model.vocabulary, multiple)
+    vocabulary = multiple * ceil(model.vocabulary / multiple)  # at least one ID per token
     return {
         "hidden": hidden,
         "batch": batch,

@@ -126,6 +126,9 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
         runs.setdefault(point_of(resolve(config, None)), []).append(path.parent)
     if not runs:
         raise Problems([f"--runs {folder}: no subfolder contains a trace.h5"])
+    cube = next((point for point in runs if (point.scheme, point.ranks) == ("3d", 1)), None)
+    if cube and any(point.scheme == CUBOID for point in runs):  # one rank is the same mesh
+        runs[cube._replace(scheme=CUBOID)] = runs[cube]
     order = sorted(runs, key=lambda point: (SCHEMES.index(point.scheme), point.ranks))
     return [measured(point, runs[point]) for point in order]
 

@@ -32,6 +32,8 @@ def test_work_per_rank_is_constant_in_weak_scaling():
     work = [point.hidden**2 * point.batch / point.ranks for point in found]
     assert max(work) / min(work) < 1.1
     assert {(point.hidden, point.batch) for point in found if point.ranks == 64} == {(384, 192)}
+    # every token of the tokenizer has a row in the embedding
+    assert all(CONFIG.model.vocabulary <= point.vocabulary < 2 * 256 for point in found)
 
 
 def test_work_is_constant_in_strong_scaling():

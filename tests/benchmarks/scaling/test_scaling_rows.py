@@ -16,4 +16,5 @@ def test_measured_bytes_and_memory_equal_predicted_values(capsys, tmp_path):
         assert measured["received_bytes"] == predicted["received_bytes"] > 0
         assert measured["peak_bytes"] == predicted["peak_bytes"]
     _, again = scaled(capsys, "--runs", str(tmp_path / "scaling/runs"), "--out", str(tmp_path))
+    assert again["measured", CUBOID, 1]["peak_bytes"] == rows["measured", CUBOID, 1]["peak_bytes"]
     assert again["measured", "2d-summa", 4] == rows["measured", "2d-summa", 4]
