@@ -128,13 +128,18 @@ def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
             table = table.setdefault(section, {})
             if not isinstance(table, dict):
                 raise ValueError(f"{option}: {section} is a key, not a section; remove {option}")
-        try:
-            value = small_files.toml(f"value = {text}")["value"]
-        except ValueError:
-            value = text
+        value = option_value(text)
         is_path = name in _PATHS and isinstance(value, str)
         table[key] = _expanded(name, value) if is_path else value
     return notices + deprecated_keys.use_new_names(tree)
+
+
+def option_value(text: str) -> Any:
+    """Convert the value of a command-line option from TOML; other text is a string."""
+    try:
+        return small_files.toml(f"value = {text}")["value"]
+    except ValueError:
+        return text
 
 
 def options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -315,4 +320,4 @@ def literal(value: Any) -> str:
 
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {literal(v)}" for key, v in value.items()) + " }"
-    return sanitized(json.dumps(value, ensure_ascii=False))
+    return sanitized(json.dumps(value, ensure_ascii=False, default=str))

@@ -32,6 +32,7 @@ _PARSERS = {
     "plan": ("plan", "parser"),
     "simulate": ("simulate", "parser"),
     "simulate schedule": ("simulate", "schedule_parser"),
+    "sweep": ("sweep", "parser"),
     "partition": ("partition.__main__", "parser"),
     "partition run": ("partition.execution.module_run", ""),
     "partition compare": ("partition.baselines.__main__", "parser"),

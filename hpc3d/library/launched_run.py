@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from signal import SIGKILL
@@ -24,15 +25,17 @@ _LEAVE = 10  # grace period in s for the ranks to exit after a signal
 _SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
 
 
-def launched(ranks: int, words: list[str]) -> Path:
+def launched(ranks: int, words: list[str], launcher: Sequence[str] = ()) -> Path:
     """Run `train` with command-line arguments `words` on `ranks` processes; return the run folder.
 
+    The ranks are started by the command `launcher`; the default is mpirun, or none for one rank.
     A run that was asked to stop early is treated as successful. Raises ValueError, with the
     messages of the command, if the command rejects the input. Raises RuntimeError, with the output
     and the exit code of the command, if training fails, for example because a rank failed or a
     check found corrupt data.
     """
-    command = [*_launcher(ranks), sys.executable, "-m", "hpc3d.train", *words]
+    start = [*launcher, "-n", str(ranks)] if launcher else _launcher(ranks)
+    command = [*start, sys.executable, "-m", "hpc3d.train", *words]
     with TemporaryDirectory(prefix="hpc3d-") as scratch:
         file = Path(scratch, "run")
         code, err = _ended(command, {FOLDER_FILE: str(file)})

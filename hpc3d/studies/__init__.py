@@ -1,1 +1,1 @@
-"""Reproductions of published results."""
+"""Reproductions of published results, and parameter studies."""

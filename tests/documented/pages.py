@@ -29,7 +29,7 @@ PROGRAMS = (
 # hf, tensorboard and others that a text names are not of ours.
 COMMAND = re.compile(rf"(?:\w+=\S+ +)*(?:\S*/)?(?:{'|'.join(PROGRAMS)})(?= |$)|\w+=\$\(")
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-PYTHON = re.compile(r"`(\w+\.py)`:\n\n```python\n(.*?)```", re.DOTALL)
+SHOWN_FILE = re.compile(r"`(\w+\.(?:py|toml))`:\n\n```\w+\n(.*?)```", re.DOTALL)
 SHELLS = "sh", "bash", "console"
 SPAN = re.compile(r"`([^`\n]+)`")
 ALTERNATIVES = re.compile(r"(?<= )[a-z]+(?:\|[a-z]+)+(?= |$)")
@@ -46,9 +46,9 @@ class Documented(NamedTuple):
         return f"{self.page}:{self.line}: {self.text}"
 
 
-def python_files(page):
-    """{name: code} of the Python files that a page shows after their name."""
-    return dict(PYTHON.findall((ROOT / page).read_text(encoding="utf-8")))
+def files_on(page):
+    """{name: text} of the files that a page shows after their name."""
+    return dict(SHOWN_FILE.findall((ROOT / page).read_text(encoding="utf-8")))
 
 
 def commands(page, text=None):

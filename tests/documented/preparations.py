@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.data.prepared import TEXT, nano
 from tests.data.test_sources import megatron
-from tests.documented.pages import python_files
+from tests.documented.pages import files_on
 
 # Of 2 steps on 2 ranks; divides over 8 and 12.
 SMALL = "--model.hidden 144 --model.heads 24 --train.batch 24 --train.steps 2 --checkpoint.every 1"
@@ -106,6 +106,7 @@ FILES = {
     "docs/partition-graph.md": {"COSTS.json": _text(json.dumps(GRAPH))},
     "docs/partition.md": {
         "model.py": _text(MODULE),
-        "gpt2.py": _text(python_files("docs/public-models.md")["gpt2.py"]),
+        "gpt2.py": _text(files_on("docs/public-models.md")["gpt2.py"]),
     },
+    "docs/sweep.md": {"study.toml": _text(files_on("docs/sweep.md")["study.toml"])},
 }

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shlex
 
 import numpy as np
 import pytest
@@ -164,3 +165,17 @@ def test_array_of_layouts_produces_one_table(cluster):
     with (cluster.site / folder / "report" / "tables" / "scaling.csv").open() as file:
         rows = [(row["ranks"], row["layout"], row["scaling"]) for row in csv.DictReader(file)]
     assert rows == [("1", "", "strong"), ("8", "1d", "weak"), ("8", "3d", "weak")]
+
+
+def test_array_of_points_produces_one_table(cluster):
+    small = {key: SMALL[key] for key in ("model.heads", "model.hidden", "model.sequence")}
+    (cluster.site / "study.toml").write_text("[sweep]\nranks = [1, 2]\ntrain.batch = 144\n")
+    study = ["study.toml", *options(small | {"train.steps": 3})]
+    array = cluster.submit("-n", 2, "--array=0-1", "jobs/sweep.sbatch", *study)
+    words = shlex.join(["python", "-m", "hpc3d.sweep", *map(str, study), "--table"])
+    after = [f"--dependency=afterany:{array}", "-o", "results/table-%j.log"]
+    job = cluster.submit(*after, "--wrap", f". .venv/bin/activate && {words}")
+    cluster.wait(job, "COMPLETED")
+    with (cluster.site / "results/study/runs.csv").open() as file:
+        losses = {row["ranks"]: float(row["loss"]) for row in csv.DictReader(file)}
+    assert losses["1"] == pytest.approx(losses["2"], rel=1e-5)

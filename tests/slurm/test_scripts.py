@@ -198,3 +198,10 @@ def test_report_script_accepts_a_job_or_named_runs(site):
     runs = ["results/job-7/a", "results/job-7/b"]
     assert whole == ["-m", "hpc3d.report", *runs, "--out", "results/job-7/report", "--tables"]
     assert started(site, "report.sbatch", *runs) == ["-m", "hpc3d.report", *runs]
+
+
+def test_sweep_script_runs_the_point_of_its_task(site):
+    program(site / "bin/python", 'printf "%q " "$@"')
+    words = started(site, "sweep.sbatch", "study.toml", "--out", "a b", task=3, launch="srun -K")
+    own = ["study.toml", "--out", "a b", "--point", "3", "--launcher", "srun -K"]
+    assert words[:9] == ["-m", "hpc3d.sweep", *own]

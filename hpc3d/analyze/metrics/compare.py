@@ -74,7 +74,7 @@ def _by_step(trace, keys):
 
 def _difference(ours, theirs):
     difference = float(theirs.mean() - ours.mean())
-    margin = _margin(ours, theirs) if min(len(ours), len(theirs)) > 1 else None
+    margin = half_width(ours, theirs) if min(len(ours), len(theirs)) > 1 else None
     return {
         "seconds": float(ours.mean()),
         "other_seconds": float(theirs.mean()),
@@ -84,8 +84,11 @@ def _difference(ours, theirs):
     }
 
 
-def _margin(*samples):
-    """Return half the width of Welch's 95 % confidence interval for a difference of means."""
+def half_width(*samples: np.ndarray) -> float:
+    """Return half the width of the 95 % confidence interval of a mean or a difference of means.
+
+    The interval of a difference is Welch's. Each of the samples has at least two values.
+    """
     variances = np.array([sample.var(ddof=1) / len(sample) for sample in samples])
     if not variances.any():
         return 0.0
@@ -197,8 +200,8 @@ def relative_error(values: Sequence[float] | np.ndarray) -> float | None:
     return float(np.log(ordered[count - order] / ordered[order - 1]) / errors)
 
 
-def _interval(key, value, *errors):
-    """Return the limits of the log-normal 95 % confidence interval for a ratio of two medians."""
+def interval(key: str, value: float | None, *errors: float | None) -> dict[str, float | None]:
+    """Return the limits of the log-normal 95 % confidence interval of a median or a ratio."""
     if value is None or None in errors:
         return {f"{key}_low": None, f"{key}_high": None}
     factor = exp(_Z95 * hypot(*errors))
@@ -241,7 +244,7 @@ def _scaling(run, first):
     return {
         "scaling": kind,
         "speedup": speedup,
-        **_interval("speedup", spread, run["step_error"], first["step_error"]),
+        **interval("speedup", spread, run["step_error"], first["step_error"]),
         "efficiency": ratio(speedup, run["ranks"] / first["ranks"]),
     }
 
@@ -286,5 +289,5 @@ def _gains(run, runs):
             best = min(known, key=lambda each: each[key], default={key: None})
             gains[name] = ratio(best[key], run[key])
             error = key.removesuffix("_s") + "_error"
-            gains |= _interval(name, gains[name], run[error], best.get(error))
+            gains |= interval(name, gains[name], run[error], best.get(error))
     return gains

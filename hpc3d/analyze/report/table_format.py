@@ -195,7 +195,12 @@ def write(spec: TableSpec, rows: Sequence[dict[str, Any]], folder: Path) -> None
     name = folder / spec.name
     name.with_suffix(".md").write_text(markdown(fields, rows) + "\n", encoding="utf-8")
     name.with_suffix(".tex").write_text(latex(fields, rows), encoding="utf-8")
-    with name.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+    write_csv(name.with_suffix(".csv"), rows)
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write a CSV file with one column per key, in the order of the first occurrence."""
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
         writer.writeheader()
         writer.writerows({key: in_csv(value) for key, value in row.items()} for row in rows)

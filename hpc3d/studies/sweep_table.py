@@ -1,0 +1,193 @@
+"""Tables and figure of a sweep: one row per run, and one row per combination of the axes.
+
+Runs that differ only in the seed or the repetition are summarized by the mean and its 95 %
+confidence interval. The samples are the means over the repetitions of each seed. If there is only
+one seed, the samples are the repetitions, and losses have no interval, because repetitions do not
+change them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpc3d.analyze.metrics.compare import half_width
+from hpc3d.analyze.report.palette import RUNS, default_style
+from hpc3d.analyze.report.plot_matplotlib import WIDTH, empty, save
+from hpc3d.analyze.report.table_format import (
+    ColumnSpec,
+    digits,
+    integer,
+    latex,
+    markdown,
+    write_csv,
+)
+from hpc3d.console.small_files import replacing
+from hpc3d.trace.file import create
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SEED = "seed"
+_LOG = 8  # minimum ratio of the largest to the smallest x value of a logarithmic x axis
+_ROUNDING = 1e-9  # relative rounding error of a mean
+
+
+class _Quantity(NamedTuple):
+    """Measure of a run. `repeated` is True if repetitions with the same seed have other values."""
+
+    key: str
+    heading: str
+    scale: float = 1
+    write: Callable[[float], str] = digits
+    repeated: bool = True
+
+    @property
+    def half(self) -> str:
+        """Key of half the width of the confidence interval."""
+        return f"{self.key}_ci95"
+
+    def text(self, row: dict[str, Any]) -> str | None:
+        """Format the mean and half the width of its confidence interval, such as 5.32 ± 0.12."""
+        mean, half = row[self.key], row[self.half]
+        if mean is None:
+            return None
+        if not half or half < _ROUNDING * abs(mean):
+            return self.write(mean * self.scale)
+        decimals = max(0, 1 - math.floor(math.log10(half * self.scale)))
+        return f"{mean * self.scale:,.{decimals}f} ± {half * self.scale:,.{decimals}f}"
+
+
+_QUANTITIES = (
+    _Quantity("loss", "loss", write="{:.4f}".format, repeated=False),
+    _Quantity("validation_loss", "validation loss", write="{:.4f}".format, repeated=False),
+    _Quantity("step_s", "step time [ms]", 1e3),
+    _Quantity("tokens_per_s", "tokens/s"),
+    _Quantity("received_bytes", "received [MB]", 1e-6),
+    _Quantity("peak_bytes", "peak memory [MB]", 1e-6),
+)
+_DRAWN = _QUANTITIES[:3]
+
+
+def summarized(rows: Sequence[dict[str, Any]], axes: Sequence[str]) -> list[dict[str, Any]]:
+    """Return one row per combination of the axes, in the order of `rows`.
+
+    For each measure KEY, the row has its mean and half the width of its 95 % confidence interval
+    (KEY_ci95). Values are None if they are unknown.
+    """
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[axis] for axis in axes), []).append(row)
+    found = []
+    for values, group in groups.items():
+        row = dict(zip(axes, values)) | {"runs": len(group)}
+        for quantity in _QUANTITIES:
+            samples = _samples(quantity, group)
+            row[quantity.key] = float(samples.mean()) if len(samples) else None
+            row[quantity.half] = half_width(samples) if len(samples) > 1 else None
+        found.append(row)
+    return found
+
+
+def _samples(quantity: _Quantity, group: Sequence[dict[str, Any]]) -> np.ndarray:
+    """Return the values of a measure that are independent of each other."""
+    seeds: dict[int, list[float]] = {}
+    for row in group:
+        if (value := row.get(quantity.key)) is not None:
+            seeds.setdefault(row[_SEED], []).append(value)
+    if len(seeds) == 1 and quantity.repeated:
+        return np.array(*seeds.values())
+    return np.array([np.mean(values) for values in seeds.values()])
+
+
+def write(rows: Sequence[dict[str, Any]], axes: Sequence[str], folder: Path) -> str:
+    """Write the tables and the figure; return the summary over the seeds as a Markdown table.
+
+    The table of runs is written as CSV and HDF5; the summary, as CSV, Markdown and LaTeX; and the
+    figure, as PNG, SVG and PDF.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    axes = [axis for axis in axes if axis != _SEED]
+    write_csv(folder / "runs.csv", rows)
+    _write_hdf5(folder / "runs.h5", rows)
+    summary = summarized(rows, axes)
+    write_csv(folder / "summary.csv", summary)
+    fields = _fields(summary, axes)
+    shown = [row | {each.key: each.text(row) for each in _QUANTITIES} for row in summary]
+    text = markdown(fields, shown)
+    (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
+    (folder / "summary.tex").write_text(latex(fields, shown), encoding="utf-8")
+    with default_style():
+        if figure := _figure(summary, axes):
+            save(figure, folder / "summary", "pdf")
+    return text
+
+
+def _fields(summary, axes):
+    write = {axis: "{}".format if _is_numeric(summary, axis) else str for axis in axes}
+    fields = [ColumnSpec(axis, axis.rpartition(".")[2], write[axis]) for axis in axes]
+    fields.append(ColumnSpec("runs", "runs", integer))
+    known = [each for each in _QUANTITIES if any(row[each.key] is not None for row in summary)]
+    return [*fields, *(ColumnSpec(each.key, each.heading, "{}".format) for each in known)]
+
+
+def _is_numeric(rows, axis):
+    return all(isinstance(row[axis], int | float) and row[axis] is not True for row in rows)
+
+
+def _write_hdf5(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the table of runs with one dataset per column; unknown numbers are NaN."""
+    with replacing(path) as temporary, create(temporary) as (file, _):
+        file.attrs["description"] = "one row per run; times in s, sizes in B"
+        for key in dict.fromkeys(key for row in rows for key in row):
+            values = [row.get(key) for row in rows]
+            if any(isinstance(value, str | list | dict) for value in values):
+                data = ["" if value is None else str(value) for value in values]
+            else:
+                data = [math.nan if value is None else value for value in values]
+            file.create_dataset(key, data=data)
+
+
+def _figure(summary: Sequence[dict[str, Any]], axes: Sequence[str]) -> Figure | None:
+    """Plot losses and step time over the first numeric axis, with one line per other combination.
+
+    Returns None if no numeric axis has several values.
+    """
+    varied = [axis for axis in axes if len({row[axis] for row in summary}) > 1]
+    across = next((axis for axis in varied if _is_numeric(summary, axis)), None)
+    if across is None:
+        return None
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(summary, key=lambda row: row[across]):
+        label = ", ".join(str(row[axis]) for axis in varied if axis != across)
+        lines.setdefault(label.replace("$", r"\$"), []).append(row)
+    drawn = [each for each in _DRAWN if any(row[each.key] is not None for row in summary)]
+    figure, panels = empty(WIDTH, 1 + 2.4 * len(drawn), len(drawn))
+    for panel, quantity in zip(panels, drawn):
+        for number, (label, line) in enumerate(lines.items()):
+            known = [row for row in line if row[quantity.key] is not None]
+            panel.errorbar(
+                [row[across] for row in known],
+                [row[quantity.key] * quantity.scale for row in known],
+                [(row[quantity.half] or 0) * quantity.scale for row in known],
+                **{"color": RUNS[number % len(RUNS)], "marker": "o", "ms": 3, "capsize": 2},
+                label=label,
+            )
+        panel.set_ylabel(quantity.heading)
+        panel.grid(color="0.9", linewidth=0.6)
+    _label_x(panels[-1], across, sorted({row[across] for row in summary}))
+    if len(lines) > 1:
+        panels[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _label_x(panel, axis, values):
+    if values[0] > 0 and values[-1] / values[0] >= _LOG:
+        panel.set_xscale("log")
+    panel.set_xticks(values, values)
+    panel.minorticks_off()
+    panel.set_xlabel(axis)

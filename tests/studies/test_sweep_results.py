@@ -1,0 +1,30 @@
+"""Results of points: measured and simulated rows."""
+
+import pytest
+
+from hpc3d.library.launched_run import launched
+from hpc3d.studies.sweep_points import COLUMNS, points_of
+from hpc3d.studies.sweep_results import finished, row_of, simulate, write_input
+from tests.library.tiny import MODEL
+from tests.mpi import JOB_LOCK
+
+
+@pytest.mark.slow
+def test_measured_row_equals_the_simulated_row(tmp_path):
+    """Bytes and memory of a pipeline, whose stages receive unequal bytes."""
+    study = tmp_path / "study.toml"
+    study.write_text("[sweep]\nranks = 2\nmesh.p = 2\ntrain.steps = 8\ntrain.eval_every = 8\n")
+    sizes = MODEL | {"model.layers": 2, "train.batch": 8, "data.validation": 0.01}
+    words = [f"--{key}={value}" for key, value in sizes.items()]
+    (point,) = points_of(study, words)
+    with JOB_LOCK:
+        launched(point.ranks, [str(write_input(point, tmp_path))])
+    measured = row_of(point, finished(point, tmp_path))
+    (point,) = points_of(study, [*words, "--sweep.machine", "h100"])
+    simulate(point, tmp_path)
+    simulated = row_of(point, finished(point, tmp_path))
+    for key in ("received_bytes", "peak_bytes"):
+        assert measured[key] == simulated[key] > 0
+    assert measured["step_s_low"] <= measured["step_s"] <= measured["step_s_high"]
+    assert measured["loss"] > 0 < measured["validation_loss"]
+    assert {*measured} - {*point.settings, "seed"} <= COLUMNS

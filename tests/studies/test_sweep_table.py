@@ -1,0 +1,74 @@
+"""Tables of a sweep: means over seeds and repetitions with their intervals, and the files."""
+
+import csv
+
+import h5py
+import numpy as np
+import pytest
+
+from hpc3d.studies.sweep_table import summarized, write
+
+AXES = ["model.hidden", "layouts", "seed"]
+
+
+def row(hidden, seed, repetition, **measures):
+    head = {"model.hidden": hidden, "layouts": "50% $d$", "seed": seed, "repetition": repetition}
+    return head | {"validation_loss": None, "step_s": 0.01, "received_bytes": 8e6} | measures
+
+
+def test_samples_are_the_means_of_the_seeds():
+    """Repetitions of a seed do not narrow the interval."""
+    losses = [5.0, 5.3, 5.1]
+    rows = [
+        row(64, seed, repetition, loss=loss, step_s=0.01 * seed + 0.001 * repetition)
+        for seed, loss in enumerate(losses, 1)
+        for repetition in (-1, 1)
+    ]
+    (found,) = summarized(rows, AXES[:2])
+    assert found["runs"] == 6 and "seed" not in found
+    assert found["loss"] == pytest.approx(np.mean(losses))
+    # The 97.5 % quantile of Student's t distribution with 2 degrees of freedom is 4.303.
+    assert found["loss_ci95"] == pytest.approx(4.303 * np.std(losses, ddof=1) / 3**0.5)
+    assert found["step_s_ci95"] == pytest.approx(4.303 * 0.01 / 3**0.5)
+    assert (found["received_bytes"], found["received_bytes_ci95"]) == (8e6, 0)
+    assert (found["validation_loss"], found["validation_loss_ci95"]) == (None, None)
+
+
+def test_repetitions_of_one_seed_are_samples_of_times_but_not_of_losses():
+    rows = [row(64, 1, number, loss=5.0, step_s=time) for number, time in enumerate((0.1, 0.2))]
+    (found,) = summarized(rows, AXES[:2])
+    assert (found["loss"], found["loss_ci95"]) == (5.0, None)
+    assert found["step_s_ci95"] == pytest.approx(12.706 * 0.05)
+
+
+def test_files_have_the_values_and_the_summary_is_formatted(tmp_path):
+    rows = [
+        row(hidden, seed, 0, loss=loss)
+        for hidden in (64, 128)
+        for seed, loss in ((1, 5.0), (2, 5.2))
+    ]
+    text = write(rows, AXES, tmp_path)
+    line = "|     64 | 50% $d$ |    2 | 5.1 ± 1.3 |           10.0 |          8.00 |"
+    assert text.splitlines()[2] == line
+    assert r"64 & 50\% \$d\$ & 2 & 5.1 ± 1.3 & 10.0 & 8.00 \\" in (
+        (tmp_path / "summary.tex").read_text()
+    )
+    with (tmp_path / "summary.csv").open() as file:
+        summary = [*csv.DictReader(file)]
+    assert [each["model.hidden"] for each in summary] == ["64", "128"]
+    assert float(summary[0]["loss_ci95"]) == pytest.approx(12.706 * 0.1)
+    with (tmp_path / "runs.csv").open() as file, h5py.File(tmp_path / "runs.h5") as table:
+        runs = [*csv.DictReader(file)]
+        assert [*runs[0]] == [*row(1, 1, 0, loss=1)] and {*table} == {*runs[0]}
+        assert table["loss"][:].tolist() == [float(each["loss"]) for each in runs]
+        assert table["layouts"].asstr()[0] == "50% $d$"
+        assert np.isnan(table["validation_loss"][:]).all()
+    assert {path.suffix for path in tmp_path.glob("summary.*")} == {
+        *(".csv", ".md", ".tex", ".png", ".svg", ".pdf")
+    }
+
+
+def test_axes_without_numbers_have_no_figure(tmp_path):
+    rows = [row(64, seed, 0, loss=5.0) | {"layouts": name} for seed in (1, 2) for name in "ab"]
+    write(rows, AXES, tmp_path)
+    assert (tmp_path / "summary.csv").exists() and not (tmp_path / "summary.png").exists()
