@@ -282,7 +282,7 @@ def hint(key: str, table: bool = False) -> str:
         names = {key.split(".")[-1]: key for key in keys}
         if near := get_close_matches(name, names, 1):
             return f"did you mean {names[near[0]]}?"
-    return f"use one of {', '.join(tables or here)}"
+    return f"use one of {', '.join(tables or here or asdict(Config()))}"
 
 
 def known_keys() -> list[str]:

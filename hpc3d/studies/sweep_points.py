@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from hashlib import sha256
@@ -120,6 +120,29 @@ def points_of(study: Path | str, words: Sequence[str]) -> list[SweepPoint]:
     ValueError
         If an axis or a point is invalid, with one line for each of them.
     """
+    tree, table = _read(study, words)
+    repetitions = table.pop(_REPETITIONS, 1)
+    axes = _axes(table, repetitions)
+    found: list[SweepPoint] = []
+    problems: dict[str, dict[str, None]] = {}
+    for choices in product(*axes.values()):
+        values = dict(zip(axes, (choice.text for choice in choices)))
+        settings = {key: value for choice in choices for key, value in choice.settings.items()}
+        try:
+            for repetition in range(repetitions):
+                found.append(_point(len(found), values, settings, repetition, tree))
+        except ValueError as error:
+            where = _described({axis: values[axis] for axis in values if axis != "seed"}, 0)
+            for line in lines_of(error):
+                problems.setdefault(line, {})[where] = None
+    refuse([*_located(problems, bool(found))])
+    if len({point.key for point in found}) < len(found):
+        raise ValueError("sweep: name and run.* do not change a result; remove these axes")
+    return found
+
+
+def _read(study: Path | str, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keys of the input file and the keys of [sweep], both with the options applied."""
     tree, rest = read(find(study, INPUT)), []
     table = dict(_flat(_table(tree.pop("sweep", {}))))
     for option, text in options(words):
@@ -130,22 +153,17 @@ def points_of(study: Path | str, words: Sequence[str]) -> list[SweepPoint]:
     if not table:
         raise ValueError(f"{study}: no axes; add a table [sweep], or options --sweep.KEY A,B,C")
     deprecated_keys.warn(override(tree, rest))
-    repetitions = table.pop(_REPETITIONS, 1)
-    axes = _axes(table, repetitions)
-    found, problems = [], {}
-    for choices in product(*axes.values()):
-        values = dict(zip(axes, (choice.text for choice in choices)))
-        settings = {key: value for choice in choices for key, value in choice.settings.items()}
-        try:
-            for repetition in range(repetitions):
-                found.append(_point(len(found), values, settings, repetition, tree))
-        except ValueError as error:
-            where = _described({axis: values[axis] for axis in values if axis != "seed"}, 0)
-            problems |= dict.fromkeys(f"{where}: {line}" for line in lines_of(error))
-    refuse([*problems])
-    if len({point.key for point in found}) < len(found):
-        raise ValueError("sweep: name and run.* do not change a result; remove these axes")
-    return found
+    return tree, table
+
+
+def _located(problems: Mapping[str, Collection[str]], some_valid: bool) -> Iterator[str]:
+    """Yield each problem with the point in which it occurs, or once if it occurs in all points."""
+    count = len({where for places in problems.values() for where in places})
+    for line, places in problems.items():
+        if len(places) == count and not some_valid:
+            yield line
+        else:
+            yield from (f"{where}: {line}" for where in places)
 
 
 def _table(value: Any) -> dict[str, Any]:

@@ -73,7 +73,7 @@ REDUCED = {
     r"generate ": "--tokens 20",
     r"watching\.md .*hpc3d\.watch": "--once",
     r"questions\.md .*hpc3d\.train gpt-serial": "--train.steps 2",
-    r"sweep\.md .*hpc3d\.sweep ": "--sweep.train.learning_rate 1e-3 --sweep.seed 1",
+    r"sweep\.md .*hpc3d\.sweep ": "--sweep.train.optimizer muon --sweep.seed 1 --train.steps 9",
     r"--name killed": "--checkpoint.every 2",
     r"--name tour": "--train.steps 10",
     r"train --resume \$RUN --train.steps 60": "--train.steps 12",

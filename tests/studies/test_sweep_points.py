@@ -87,11 +87,12 @@ def test_key_depends_only_on_what_affects_the_result(of):
         ("repetitions = 0", "sweep.repetitions = 0: must be a positive integer"),
         (f"seed = 1\nrepetitions = {MOST_POINTS + 1}", f"sweep: {MOST_POINTS + 1} points, but"),
         ('name = ["a", "b"]\nranks = 1', "sweep: name and run.* do not change a result"),
-        ("ranks = 0", "ranks=0: ranks = 0: must be an integer from 1 to "),
-        ('ranks = 1\nmachine = "h10"', "ranks=1 machine=h10: machine = h10: no such machine"),
-        ("seed = 1", "no axes: the number of ranks is unknown; set sweep.ranks, or mesh.x"),
-        ("ranks = 1\ntrace.enabled = false", "ranks=1 trace.enabled=False: trace.enabled = false"),
-        ("seed = 1999-01-01\nranks = 1", "ranks=1: seed: input should be a valid integer"),
+        ("ranks = 0", "ranks = 0: must be an integer from 1 to "),
+        ('ranks = 1\nmachine = "h10"', "machine = h10: no such machine"),
+        ("seed = 1", "the number of ranks is unknown; set sweep.ranks, or mesh.x"),
+        ("ranks = 1\ntrace.enabled = false", "trace.enabled = false"),
+        ("seed = 1999-01-01\nranks = 1", "seed: input should be a valid integer"),
+        ("a = [{ b.zzzz = 1 }]", "sweep.a: b.zzzz: unknown key; use one of name, seed, mesh,"),
         ("", "study.toml: no axes; add a table [sweep], or options --sweep.KEY A,B,C"),
     ],
 )
@@ -114,11 +115,17 @@ def test_every_invalid_point_is_refused_and_seeds_are_not_repeated(of):
     with pytest.raises(ValueError) as refused:
         of("[sweep]\nranks = 4\nseed = [1, 2]\nmodel.hidden = [32, 33, 34]")
     lines = lines_of(refused.value)
-    assert {line.split(": ")[0] for line in lines} == {
-        "ranks=4 model.hidden=33",
-        "ranks=4 model.hidden=34",
-    }
-    assert len(lines) == len({*lines})
+    wrong = ["ranks=4 model.hidden=33", "ranks=4 model.hidden=34"]
+    assert [line.split(": ")[0] for line in lines] == wrong
+
+
+def test_error_in_all_points_is_reported_once(of):
+    with pytest.raises(ValueError) as refused:
+        of("[sweep]\nranks = [1, 2]", "--train.stepz", "3", "--model.heads", "5")
+    assert [line.split(":")[0] for line in lines_of(refused.value)] == [
+        "train.stepz",
+        "model.hidden = 32 must be divisible by model.heads = 5; change one of them",
+    ]
 
 
 def test_examples_on_the_page_are_valid(tmp_path):
