@@ -1,7 +1,7 @@
 # make setup       install hpc3d in .venv, and an MPI if no mpirun is on PATH
 # make train       train the model of INPUT on NP=64 ranks
 # make test        run the quick tests: 3 to 5 minutes on 2 cores
-# make test-slow   run all other tests, including test-peers and test-mpi
+# make test-slow   run the other tests of DAY (0 to 6, all; default: today), and test-mpi
 # make test-profile  measure the cost of the tests; EVERY=4 runs one case in 4
 # make fuzz        run the property-based tests with new cases for MINUTES
 # make test-mpi    compare NP=8 ranks, started by LAUNCH (mpirun), with one rank: tests launcher and MPI
@@ -92,9 +92,11 @@ test-slow: .venv/test-peers.stamp .venv/cupy.stamp
 	$(PYTEST) -m slow
 	$(MAKE) test-mpi
 
+test-profile: export DAY := all
 test-profile: .venv/test-peers.stamp .venv/cupy.stamp
 	$(PYTEST) -p tests.profile --every $(EVERY) --costs tests/costs.json
 
+fuzz: export DAY := all
 fuzz: .venv/test.stamp
 	python -m pytest -q -p tests.fuzz --timeout 0 --minutes $(MINUTES)
 
@@ -102,6 +104,7 @@ test-mpi: NP := 8
 test-mpi: .venv/test-mpi.stamp
 	$(LAUNCH) -n $(NP) python -m pytest --with-mpi --ranks $(NP) -q -p no:cacheprovider tests/with_mpi
 
+test-peers: export DAY ?= all
 test-peers: .venv/test-peers.stamp
 	python -m pytest -q tests/peers
 

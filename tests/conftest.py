@@ -38,7 +38,7 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
     """Spread slow tests over days, and refuse one that would run on none (tests/strided.py)."""
     for item in items:
-        strided.mark_costly(item)
+        strided.mark_slow(item)
     never = [item.nodeid for item in items if not strided.days_of(item)]
     if never:
         raise pytest.UsageError("runs on no day, give one table days=1: " + ", ".join(never[:9]))

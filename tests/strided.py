@@ -10,15 +10,20 @@ from zlib import crc32
 
 import pytest
 
+from tests.jobs import Case
+
 REASON = re.compile(r"runs on one of (\d+) days: DAY=(\d+)")
-TODAY = int(os.environ.get("DAY", time.time() // 86400))
-COSTLY = 3  # CPU seconds: the cases of a slow test function that takes more rotate
+TODAY = os.environ.get("DAY", int(time.time() // 86400))
 
 
 def rotating(turn, days=7):
-    """The mark of a test that runs on one of `days` days; DAY=0, 1, ... selects the day."""
+    """The mark of a test that runs on one of `days` days; DAY=0, 1, ... selects the day.
+
+    DAY=all selects all of them.
+    """
     reason = f"runs on one of {days} days: DAY={turn % days}"
-    return pytest.mark.skipif(turn % days != TODAY % days, reason=reason)
+    other = TODAY != "all" and int(TODAY) % days != turn % days
+    return pytest.mark.skipif(other, reason=reason)
 
 
 daily = rotating(0, days=1)
@@ -30,11 +35,28 @@ def costs():
     return json.loads((Path(__file__).parent / "costs.json").read_text(encoding="utf-8"))
 
 
-def mark_costly(item):
-    """Let a slow test that takes long run on one of seven days, if no mark names its days."""
-    cost = costs().get(item.nodeid.partition("[")[0], 0)
-    if cost >= COSTLY and item.get_closest_marker("slow") and not _rotations(item):
-        item.add_marker(rotating(crc32(item.nodeid.encode())))
+def mark_slow(item):
+    """Let a slow test run on one of seven days, if no mark names its days."""
+    if item.get_closest_marker("slow") and not _rotations(item):
+        item.add_marker(rotating(_turn(item)))
+
+
+def _turn(item):
+    """The day of a test.  Functions are dealt to the days by cost, and their cases by name; cases
+    that share an MPI job share a day."""
+    function, _, case = item.nodeid.partition("[")
+    job = getattr(item, "callspec", None) and item.callspec.params.get("case")
+    if isinstance(job, Case):
+        case = str(job[:2])
+    place = _places().get(function, crc32(function.encode()))
+    return place + crc32(case.encode())
+
+
+@cache
+def _places():
+    """The place of each test function among the measured ones, the most expensive one first."""
+    names = sorted(costs(), key=costs().get, reverse=True)
+    return {name: place for place, name in enumerate(names)}
 
 
 def days_of(item):

@@ -67,25 +67,30 @@ def test_longest_units_come_first_and_long_files_are_split(monkeypatch):
     assert sent == [[3], [2], [1]]
 
 
-def test_each_case_of_a_costly_slow_test_runs_on_one_day_of_seven(request, monkeypatch):
+def test_cases_of_a_slow_test_are_spread_over_seven_days(request, monkeypatch):
     file = request.node.parent.nodeid
-    costs = {f"{file}::costly": strided.COSTLY, f"{file}::cheap": 1}
-    monkeypatch.setattr(strided, "costs", lambda: costs)
+    monkeypatch.setattr(strided, "_places", lambda: {f"{file}::first": 7, f"{file}::next": 8})
 
-    def days(name, *marks):
+    def days(name, *marks, **params):
         item = pytest.Function.from_parent(request.node.parent, name=name, callobj=lambda: None)
+        item.callspec = SimpleNamespace(params=params)
         for mark in marks:
             item.add_marker(mark)
-        strided.mark_costly(item)
+        strided.mark_slow(item)
         return {*strided.days_of(item)}
 
     slow = pytest.mark.slow
-    cases = [days(f"costly[{case}]", slow) for case in range(60)]
+    assert (days("first", slow), days("next", slow)) == ({0}, {1})
+    cases = [days(f"first[{case}]", slow) for case in range(60)]
     assert set.union(*cases) == {*range(7)} and {len(each) for each in cases} == {1}
-    for always in (
-        days("cheap[1]", slow),
-        days("costly[1]"),
-        days("costly[1]", slow, strided.daily),
-    ):
+    shared = {*map(frozenset, (days(f"first[{case}]", slow, case=case) for case in CASES))}
+    assert len(shared) == 1  # one MPI job
+    for always in (days("first"), days("first", slow, strided.daily)):
         assert always == {*range(7)}
-    assert days("costly[1]", slow, strided.rotating(2)) == {2}
+    assert days("first", slow, strided.rotating(2)) == {2}
+
+
+@pytest.mark.parametrize(("today", "skipped"), [("2", False), ("3", True), ("all", False)])
+def test_day_selects_the_rotating_tests(today, skipped, monkeypatch):
+    monkeypatch.setattr(strided, "TODAY", today)
+    assert strided.rotating(9).args == (skipped,)

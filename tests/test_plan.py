@@ -17,7 +17,6 @@ from hpc3d.predict.machine.machine_file import load as load_machine
 from hpc3d.predict.simulation.simulator import simulate, step_length
 from tests.predict.planning.test_adaptation import SLOW, TABLE
 from tests.predict.planning.test_search import CLUSTER
-from tests.strided import rotating
 
 INPUTS = Path(__file__).parent.parent / "inputs"
 SMALL = [str(INPUTS / "gpt-3d-8.toml"), "--ranks", "8"]
@@ -174,7 +173,6 @@ def test_zero_is_only_considered_if_it_divides_the_model(capsys):
 
 
 @pytest.mark.slow
-@rotating(4)
 def test_16384_ranks_can_be_planned(capsys, tmp_path):
     path = tmp_path / "gpt-175b.toml"
     path.write_text(HUGE)
@@ -264,7 +262,6 @@ def test_planning_64_ranks_takes_few_function_calls():
 
 
 @pytest.mark.slow
-@rotating(3)
 def test_planning_1024_ranks_takes_few_function_calls(tmp_path):
     path = tmp_path / "gpt-175b.toml"
     path.write_text(HUGE)

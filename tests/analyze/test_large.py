@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.analyze.synthetic import large
-from tests.strided import rotating
 
 
 @pytest.mark.slow
-@rotating(1)
 def test_trace_of_five_million_events_is_analyzed_within_time_and_memory_limits(tmp_path):
     path = tmp_path / "trace.h5"
     large(path, side=32, steps=10, slots=244).close()

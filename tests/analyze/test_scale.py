@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from hpc3d.trace.merge import merge
-from tests.strided import rotating
 from tests.trace.large import generate
 
 MEASURE = """\
@@ -21,7 +20,6 @@ sys.exit(code)
 
 
 @pytest.mark.slow
-@rotating(2)
 def test_report_of_64_ranks_and_100_steps_takes_less_than_a_gigabyte(tmp_path):
     generate(tmp_path, (4, 2, 4, 2), steps=100, events=600)
     merge(tmp_path)

@@ -18,7 +18,6 @@ from tests.gpu.fake import Fake
 from tests.gpu.guards import Overrun, guarded
 from tests.gpu.notes import compared
 from tests.gpu.parts import PARTS, Part
-from tests.strided import rotating
 
 PLANTED = (sys.executable, "-m", "tests.gpu.planted")
 HIDDEN = 'raise ModuleNotFoundError("hidden for a test", name=__name__)\n'
@@ -175,7 +174,6 @@ def run_on_a_fake(folder, *parts):
 
 
 @pytest.mark.slow
-@rotating(3)
 @pytest.mark.timeout(900)
 def test_all_parts_run_on_a_fake_device(tmp_path):
     """All but those that tests/simulated_cuda/test_cupy.py runs on CuPy itself."""

@@ -10,9 +10,8 @@ pytest.importorskip("transformers", reason="make test-peers installs it")
 from tests.documented.pages import PYTHON, commands
 from tests.documented.scripts import output_of, script
 from tests.mpi import ROOT
-from tests.strided import daily
 
-pytestmark = [daily, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 PAGE = "docs/public-models.md"
 SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)

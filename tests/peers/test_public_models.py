@@ -19,9 +19,8 @@ from tests.peers.trained_models import (
     trained_on_ranks,
     verify,
 )
-from tests.strided import daily
 
-pytestmark = [daily, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,24 +57,20 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
 def test_public_model_trains_as_in_torch(name):
-    """A model with BatchNorm has one replica per stage: statistics are those of a replica."""
+    """On two stages, with replicas, and on two stages of two tensor-parallel ranks.
+
+    A model with BatchNorm has one replica per stage: statistics are those of a replica.
+    """
     with in_double():
         case = prepared(factory_of(name))
         verify(case)
         expected = trained_by_torch(case)
-        for replicas in [(1, 1), (1, 1, 1, 1) if normalizes_batches(case) else (2, 2)]:
-            loss, tensors = differences(case, trained_on_ranks(case, replicas), expected)
-            assert loss < 1e-9 and tensors < 1e-9
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in (*REFUSED, *NOT_SPLIT)])
-def test_public_model_with_split_layers_trains_as_in_torch(name):
-    """Two stages of two tensor-parallel ranks."""
-    with in_double():
-        case = prepared(factory_of(name))
-        found = trained_on_ranks(case, (1, 1), ways=2)
-        loss, tensors = differences(case, found, trained_by_torch(case))
-    assert loss < 1e-9 and tensors < 1e-9
+        plans = [((1, 1), 1), ((1, 1, 1, 1) if normalizes_batches(case) else (2, 2), 1)]
+        plans += [((1, 1), 2)] if name not in NOT_SPLIT else []
+        for replicas, ways in plans:
+            found = trained_on_ranks(case, replicas, ways)
+            loss, tensors = differences(case, found, expected)
+            assert loss < 1e-9 and tensors < 1e-9, (replicas, ways)
 
 
 @pytest.mark.parametrize("name", NOT_SPLIT)

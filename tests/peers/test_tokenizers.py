@@ -14,11 +14,10 @@ from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer, train_bpe
 from hpc3d.data.tokenizer_files import tokenizer_from
 from tests.mpi import checked
 from tests.runs import losses, newest
-from tests.strided import daily
 
 transformers = pytest.importorskip("transformers", reason="make test-peers installs it")
 
-pytestmark = [daily, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 TEXT = "The cat sat on the mat; it's 12,345 größer\n\n  the dog's log.  <|end|> 東京 ❤️\t\n" * 9
 GPT2 = {"n_layer": 2, "n_embd": 48, "n_head": 8, "n_positions": 16, "vocab_size": 304}

@@ -18,11 +18,10 @@ from hpc3d.model.microbatch import Microbatch
 from tests.checkpoints import drawn_models
 from tests.mpi import ROOT, checked
 from tests.runs import losses
-from tests.strided import daily
 
 transformers = pytest.importorskip("transformers", reason="make test-peers installs it")
 
-pytestmark = [daily, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 MIXTRAL = "kind=llama ffn=48 experts=4 top_k=2 capacity=0 z_loss=0"
 OURS = f"""

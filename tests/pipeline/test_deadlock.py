@@ -5,7 +5,6 @@ import pytest
 from tests.jobs import Case
 from tests.pipeline.mixes import config_of, ranks
 from tests.pipeline.on_mpi import BLOCK, BUFFERED, NOT_BUFFERED
-from tests.strided import daily
 
 # Messages of all sizes wait for their receives; Open MPI 4 and 5 name it each in its way.  A limit
 # of 0 or 64 makes Open MPI give up; every block between stages is larger than BLOCK, and that such
@@ -37,7 +36,6 @@ p=4 schedule=pipedream-2bw microbatches=4 steps=3
 ON_MPI = "tests.pipeline.on_mpi"
 
 
-@daily
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # tests.jobs limits each case
 @pytest.mark.parametrize(

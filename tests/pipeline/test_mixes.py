@@ -87,7 +87,6 @@ def cases(lines):
     return [Case(ranks(line), next(transports), line) for line in lines]
 
 
-@daily
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # tests.jobs limits each case
 @pytest.mark.parametrize("case", cases(MIXES), ids=str)
@@ -95,7 +94,6 @@ def test_hybrid_parallel_training_on_mpi_ranks_matches_serial(run_in_job, case):
     run_in_job(ON_MPI, case)
 
 
-@daily
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("case", [Case(64, "auto", f"{line} steps=2") for line in LARGE], ids=str)

@@ -9,7 +9,6 @@ from hpc3d.studies.pp_vs_dp.comparison import slowed
 from hpc3d.studies.pp_vs_dp.message_sizes import microbatches
 from hpc3d.studies.pp_vs_dp.wait_times import waiting
 from tests.predict.fixed import MACHINE
-from tests.strided import rotating
 from tests.studies.small import APART, parted, small, summed
 
 
@@ -57,7 +56,6 @@ def test_findings_are_printed_and_drawn(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@rotating(6)
 def test_findings_on_h100():
     found = findings.main(SimpleNamespace(machine=None))
     near, far = found["races"][:20], found["races"][20:]

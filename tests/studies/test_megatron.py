@@ -20,7 +20,6 @@ from hpc3d.studies.megatron import (
     states,
     weak,
 )
-from tests.strided import rotating
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +101,6 @@ def test_slower_machine_exceeds_the_error_bound(machine):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@rotating(0)
 def test_all_steps_of_sc21_are_within_10_percent(machine):
     found = [predicted(weak(values), machine) for values in WEAK_SCALING]
     assert errors(found)["mean"] <= 0.10

@@ -20,7 +20,6 @@ from hpc3d.studies.tensor_3d import (
     rows,
     variants,
 )
-from tests.strided import rotating
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +105,6 @@ def test_second_port_per_node_favors_1d(machine):
 
 
 @pytest.mark.slow
-@rotating(1)
 def test_command_prints_and_returns_plain_values(capsys):
     import json
 

@@ -14,7 +14,7 @@ from hpc3d.tensor.matmul import sharded_matmul
 from tests.ops.test_float8 import by_tile
 from tests.pipeline.mixes import alone, config_of, same, train, trainer_of
 from tests.predict.simulation.test_count import counted, every_rank
-from tests.strided import rotating, strided
+from tests.strided import strided
 from tests.tensor.cases import SPLITS, distinct, sizes, splits
 from tests.tensor.test_matmul import stored
 
@@ -153,7 +153,6 @@ def test_float8_losses_are_close_to_exact_ones(dtype):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@rotating(5)
 def test_hundred_float8_steps_end_within_two_percent_of_float32(tmp_path):
     """The default input with a 24th of its batch, and a warm-up without which float32 itself is
     not stable: the mean loss of the last ten steps."""

@@ -17,7 +17,6 @@ from hpc3d.predict.planning.ranking import Ranking
 from hpc3d.predict.planning.search import Search
 from hpc3d.predict.simulation import summary
 from hpc3d.predict.simulation.simulator import simulate
-from tests.strided import rotating
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = Machine(
@@ -149,7 +148,6 @@ def test_no_pruned_layout_has_a_faster_estimate(memory, ways, small):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@rotating(2)
 def test_no_pruned_layout_is_faster_in_simulation():
     searched, found = search()
     best = Ranking(searched, found, CLUSTER, most=1e9).best(10)[0]

@@ -9,7 +9,6 @@ from hpc3d.predict.simulation.simulator import simulate
 from tests.jobs import Case
 from tests.pipeline.mixes import config_of, ranks
 from tests.predict.fixed import MACHINE
-from tests.strided import daily
 
 LINES = """
 dtype=bfloat16 d=2 x=2 zero=1 microbatches=2 recompute=[0,2] keep_dtype=int8 optimizer=lion
@@ -48,7 +47,6 @@ c=2 e=2 x=2 kind=llama kv_heads=12 sequence=8 experts=4 top_k=2
 """.strip().splitlines()
 
 
-@daily
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # tests.jobs limits each case
 @pytest.mark.parametrize("case", [Case(ranks(line), "auto", line) for line in LINES], ids=str)
@@ -59,7 +57,6 @@ def test_predicted_peaks_of_hybrid_layouts_match_mpi_ranks(run_in_job, case):
 GEMM = MACHINE.gemm | dict.fromkeys(("bfloat16", "float16", "float64"), MACHINE.gemm["float32"])
 
 
-@daily
 @pytest.mark.slow
 @pytest.mark.parametrize("line", LINES)
 def test_simulated_peaks_match_predicted_ones(line):

@@ -17,7 +17,7 @@ from hpc3d.training import footprint
 from hpc3d.training.optimizers.adamw_8bit import AdamW8bit
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import alone, config_of, cover, same, train, trained_of, trainer_of
-from tests.strided import rotating, strided
+from tests.strided import strided
 from tests.training.optimizers.test_optimizer import checkpoint
 
 slow, STATES = pytest.mark.slow, AdamW8bit.STATES
@@ -120,7 +120,6 @@ class Text:
 
 
 @slow
-@rotating(4)
 def test_8_bit_adamw_learns_as_adamw():
     """The mean loss of the last ten of 100 steps, within 1 %."""
 
