@@ -120,7 +120,6 @@ def test_resumed_run_finds_its_text_and_rejects_a_changed_one(tmp_path):
     assert "resume: step 2 follows" in out and "data.path was" not in out
 
 
-@daily
 @pytest.mark.slow
 def test_resume_on_other_layouts_and_rank_counts_keeps_the_losses(whole, tmp_path):
     run = part(tmp_path, steps=2, ranks=8)
