@@ -10,8 +10,7 @@ pytest.importorskip("transformers", reason="make test-peers installs it")
 from tests.documented.pages import PYTHON, commands
 from tests.documented.scripts import output_of, script
 from tests.mpi import ROOT
-
-pytestmark = pytest.mark.slow
+from tests.strided import strided
 
 PAGE = "docs/public-models.md"
 SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -81,7 +80,7 @@ def missing(shown, printed):
     return [line for line, pattern in patterns.items() if not re.search(pattern, printed)]
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", strided(SECTIONS, 99, 99))
 def test_documented_model_trains_as_printed(name, tmp_path):
     ((file, code),) = PYTHON.findall(SECTIONS[name])
     assert len([line for line in code.splitlines() if line]) <= MOST_LINES
