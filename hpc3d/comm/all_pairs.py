@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import inf
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from mpi4py import MPI
 from hpc3d.arrays.narrow import integers, is_narrow
 from hpc3d.comm.communicator import REDUCTIONS, SMALL_SUM, Pending, fold
 from hpc3d.comm.mpi import MESSAGE, MpiCommunicator, arriving
+from hpc3d.runtime.host_map import has_remote_memory_access
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -41,10 +41,6 @@ _CALLS = 1 << 13  # number of calls before a tag is reused; MPI guarantees tags 
 # is equally fast, and MPI's ring all-gather sends each block to each host only once, even if the
 # host has several members.
 _MOST = {"all_gather": 8, "all_reduce": 3}
-_DEVICES = Path("/sys/class")
-# Device classes of networks with remote memory access: InfiniBand, RoCE and EFA; Slingshot;
-# Omni-Path.
-_REMOTE = ("infiniband", "cxi", "hfi1")
 
 
 class AllPairs(MpiCommunicator):
@@ -162,8 +158,7 @@ def shortest_exchange(comm: MPI.Comm) -> float:
     The size is infinite if a host of the job has a network with remote memory access. All ranks
     return the same size. The call is collective over `comm`.
     """
-    found = any(any((_DEVICES / name).glob("*")) for name in _REMOTE)
-    return inf if comm.allreduce(found, MPI.LOR) else AllPairs.long
+    return inf if comm.allreduce(has_remote_memory_access(), MPI.LOR) else AllPairs.long
 
 
 def slices_of(count: int, size: int) -> list[slice]:

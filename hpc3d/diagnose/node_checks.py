@@ -19,6 +19,7 @@ from pathlib import Path
 from hpc3d.console.sanitize import counted, reason_of
 from hpc3d.runtime import environment
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
+from hpc3d.runtime.host_map import has_remote_memory_access
 from hpc3d.runtime.probe import installed, outcome, release
 
 _OLDEST = (3, 11)
@@ -30,7 +31,7 @@ _LOAD = "import numpy, pydantic, h5py; print(h5py.version.hdf5_version)"
 # MPI 5 crashes or hangs if the limit is 128 open files, and works if the limit is 192.
 _FILES, _FILES_OF_RANK = 64, 6
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
-FABRICS = ("/sys/class/infiniband", "/proc/driver/nvidia/gpus")
+_GPUS = "/proc/driver/nvidia/gpus"
 
 
 def python() -> Iterator[Finding]:
@@ -174,7 +175,7 @@ def limits(ranks: int) -> Iterator[Finding]:
         text = f"at most {size(largest)}; larger traces and checkpoints cannot be written"
         yield Finding(WARN, "file size", text, "ulimit -f unlimited")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if any(os.path.isdir(path) for path in FABRICS) and locked != unlimited:
+    if (has_remote_memory_access() or os.path.isdir(_GPUS)) and locked != unlimited:
         text = f"at most {size(locked)}, but network interfaces and GPUs need locked memory"
         yield Finding(WARN, "locked memory", text, "ulimit -l unlimited (limits.conf, slurmd)")
 

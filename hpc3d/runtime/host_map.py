@@ -14,6 +14,15 @@ from typing import NamedTuple
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 CLOCKS = "/proc/self/ns/time"
+_DEVICES = Path("/sys/class")
+# Device classes of networks with remote memory access: InfiniBand, RoCE and EFA; Slingshot;
+# Omni-Path.
+_REMOTE = ("infiniband", "cxi", "hfi1")
+
+
+def has_remote_memory_access() -> bool:
+    """Return True if this host has a network interface with remote memory access."""
+    return any(any((_DEVICES / name).glob("*")) for name in _REMOTE)
 
 
 def kernel() -> tuple[str, str]:

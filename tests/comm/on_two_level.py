@@ -39,6 +39,7 @@ def body(job):
     from mpi4py import MPI
 
     from hpc3d.comm import all_pairs, cartesian
+    from hpc3d.runtime import host_map
     from tests.comm.cases import every
     from tests.comm.on_mpi import kind_of
 
@@ -47,7 +48,7 @@ def body(job):
     for long, size in product(longs, range(2, job.size + 1)):
         if long.isdigit():
             all_pairs.AllPairs.long = int(long)
-        all_pairs._DEVICES = Path(long if job.rank == 0 else "/none")
+        host_map._DEVICES = Path(long if job.rank == 0 else "/none")
         group = MPI.COMM_WORLD.Split(job.rank < size)
         if job.rank < size:
             comm = cartesian.build({"x": size}, group).comm("x")

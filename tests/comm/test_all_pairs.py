@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc3d.comm import all_pairs
 from hpc3d.comm.all_pairs import AllPairs, shortest_exchange, slices_of
+from hpc3d.runtime import host_map
 from tests.mpi import checked
 from tests.strided import daily
 
@@ -30,7 +30,7 @@ def test_slices_cover_all_elements_once(count, size):
 def test_mpi_collectives_are_used_on_networks_with_remote_memory_access(
     devices, size, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(all_pairs, "_DEVICES", tmp_path)
+    monkeypatch.setattr(host_map, "_DEVICES", tmp_path)
     for name in devices:
         (tmp_path / name).mkdir(parents=True)
     one_host = SimpleNamespace(allreduce=lambda found, operation: found)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc3d.diagnose import node_checks
-from hpc3d.runtime import environment
+from hpc3d.runtime import environment, host_map
 from hpc3d.runtime.finding import FAIL, OK, WARN
 from tests.diagnose.planted import only, started_by_nobody, verdicts
 
@@ -117,10 +117,11 @@ def test_shared_memory_check(node, tmp_path, monkeypatch):
         (resource.RLIMIT_MEMLOCK, "locked memory", "ulimit -l unlimited"),
     ],
 )
-def test_low_resource_limit_is_reported(limit, subject, remedy, monkeypatch):
+def test_low_resource_limit_is_reported(limit, subject, remedy, monkeypatch, tmp_path):
     limits = {}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, (-1, -1)))
-    monkeypatch.setattr(node_checks, "FABRICS", ["/proc"])
+    monkeypatch.setattr(host_map, "_DEVICES", tmp_path)
+    (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
     assert verdicts(node_checks.limits(64)) == [(OK, "open files")]
     limits[limit] = (100, 4096)
     (wrong,) = [finding for finding in node_checks.limits(64) if finding.verdict != OK]
