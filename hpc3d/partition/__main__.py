@@ -232,8 +232,7 @@ def _plan_module(options):
     captured = captured_of(options.model, options.dtype)
     if options.output and captured.loss.node is None:
         raise ValueError(f"{options.model}: {captured.loss.text}; without a loss, omit -o")
-    if options.output:
-        check_types(captured)
+    check_types(captured, trained=bool(options.output))
     for_torchrun = bool(options.output) and options.output.suffix == ".py"
     check_random_operations(captured, redraw=not for_torchrun)
     given = {name: getattr(options, name, None) for name in Wanted._fields}

@@ -18,7 +18,7 @@ Therefore:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
@@ -211,20 +211,22 @@ def updated_by_microbatches(captured: Captured, read: Collection[str] = ()) -> l
     not included.
     """
     relevant = BatchValues(captured.program, captured.loss.node).relevant
-    memory, others = (
-        {
-            number
-            for node in nodes
-            if getattr(node.target, "overloadpacket", None) not in _NORMS
-            for number in written_memory(node)
-        }
-        for nodes in (relevant, captured.program.graph.nodes)
-    )
+    memory, others = map(modified_memory, (relevant, captured.program.graph.nodes))
     return [
         name
         for node, name in captured.weights.items()
         if (others if name in read else memory) & memory_of(node)
     ]
+
+
+def modified_memory(nodes: Iterable[fx.Node]) -> set[int]:
+    """Return the identifiers of the storages that operations other than norms modify."""
+    return {
+        number
+        for node in nodes
+        if getattr(node.target, "overloadpacket", None) not in _NORMS
+        for number in written_memory(node)
+    }
 
 
 def _refuse_unsupported(program):
@@ -446,7 +448,8 @@ def _sharing(nodes, weights, members):
 
     A group contains all operations whose results share the written memory, and all readers of
     these results. If the written memory is a buffer, the group contains all operations that read
-    the buffer and all operations of the module that owns the buffer.
+    the buffer. If no other operation passes values to the group or reads its results, as for a
+    counter, the group also contains an operation of the module that owns the buffer.
     """
     memory, written, modified = defaultdict(list), set(), _modified(nodes, weights)
     for node in nodes:
@@ -457,11 +460,19 @@ def _sharing(nodes, weights, members):
         group = [node for node in memory[number] if node in members]
         group += [reader for node in group for reader in node.users if reader in members]
         for buffer in (each for each in weights if {number} & modified & memory_of(each)):
-            owner = weights[buffer].rpartition(".")[0]
             group += [node for node in buffer.users if node in members]
-            group += [node for node in members if module_of(node) == owner]
+            if _is_isolated({*group}, members):
+                owner = weights[buffer].rpartition(".")[0]
+                others = [node for node in members if module_of(node) == owner]
+                group += [node for node in others if node not in group][:1]
         if group:
             yield group
+
+
+def _is_isolated(group, members):
+    """Return True if no member outside of a group passes a value to the group or reads from it."""
+    linked = {each for node in group for each in (*node.all_input_nodes, *node.users)}
+    return not any(each in members for each in linked - group)
 
 
 def written_by(node: fx.Node) -> Iterator[fx.Node]:

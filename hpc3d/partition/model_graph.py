@@ -19,8 +19,10 @@ from hpc3d.partition.capture import (
     gradient_bytes,
     is_trained,
     loss_of,
+    memory_of,
     shape_of,
     state_of,
+    written_memory,
 )
 from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.opaque_modules import OpaqueModule
@@ -83,11 +85,35 @@ def largest_atom(captured: Captured, graph: Graph) -> tuple[float, str]:
         why = "torch.export cannot trace it"
     elif len(nodes) == 1:
         why = "it is a single operation"
+    elif buffer := _modified_buffer(captured, nodes):
+        why = buffer
     elif without:
         why = f"{without[0].name} has no batch in dimension 0{where(without[0])}"
     else:
         why = "its operations use the same memory"
     return seconds[most] / sum(seconds), f"{atom.ids[0]} cannot be split, because {why}"
+
+
+def _modified_buffer(captured, nodes):
+    """Describe a modified buffer that at least two of some operations use, or return "".
+
+    A buffer is ignored if all of these operations modify it.
+    """
+    written = {number: node for node in nodes for number in written_memory(node)}
+    for buffer, name in captured.weights.items():
+        for number in written.keys() & memory_of(buffer):
+            users = [
+                node
+                for node in nodes
+                if any(number in memory_of(each) for each in node.all_input_nodes)
+            ]
+            if users[1:] and not all(number in memory_of(node) for node in users):
+                writer = written[number]
+                return (
+                    f"{len(users)} of its operations use the buffer {name}, which {writer.name} "
+                    f"modifies{where(writer)}"
+                )
+    return ""
 
 
 def _saved_later(operations, found):

@@ -9,7 +9,7 @@ counted for GEMMs, convolutions and attention, and bytes for all other operation
                 reads the output gradient and saved tensors, and writes the input gradients.
 
 A tensor saved for backward is counted once per storage, for the operation that produces the
-tensor. Saved parameters and model inputs are not counted.
+tensor. Saved parameters and model inputs are not counted, except buffers that the model modifies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpc3d.partition.capture import Captured, state_of, without_values
+from hpc3d.partition.capture import (
+    Captured,
+    memory_of,
+    modified_memory,
+    state_of,
+    without_values,
+)
 from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.opaque_modules import OpaqueModule
 from hpc3d.partition.capturing.user_code import tensors
@@ -169,11 +175,13 @@ class _Meter(fx.Interpreter):
 
     def _given(self):
         weights, state = self.captured.weights, state_of(self.captured)
+        modified = modified_memory(self.captured.program.graph.nodes)
         for node in self.captured.program.graph.find_nodes(op="placeholder"):
             value = state[weights[node]] if node in weights else node.meta["val"]
             value = without_values(value, self.batch)
             for tensor in tensors(value):
-                self.known.add(tensor.untyped_storage()._cdata)
+                if not modified & memory_of(node):  # a microbatch saves a copy
+                    self.known.add(tensor.untyped_storage()._cdata)
                 self.kept.append(tensor)
                 if node in weights:
                     self.weights.add(tensor.untyped_storage()._cdata)

@@ -258,3 +258,40 @@ class Counts(nn.Module):
 
 def counts():
     return Counts(), torch.zeros(6, 4)
+
+
+class Averages(nn.Module):
+    """A moving average that the model itself updates, and that its layers read or not."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("ema", torch.zeros(4))
+        self.read = read
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.ema.mul_(0.9).add_(x.mean(0))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            x = x + self.ema if self.read else x
+        return x
+
+
+def averages(read=False):
+    return Averages(read), torch.zeros(6, 4)
+
+
+class Mixed(nn.Linear):
+    """Parameters of two types."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.second = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+
+    def forward(self, x):
+        return (super().forward(x).double() @ self.second).mean()
+
+
+def mixed_types():
+    return Mixed(), torch.zeros(6, 4)

@@ -119,6 +119,12 @@ def test_buffer_is_read_where_it_is_written():
     assert piece_of(found, "add") == piece_of(found, "copy_")
 
 
+def test_operations_that_do_not_use_a_modified_buffer_are_separate():
+    found = captured(f"{HERE}:averages")
+    assert piece_of(found, "mul_") == piece_of(found, "add_")
+    assert len({piece_of(found, name) for name in ("add_", "tanh", "tanh_1", "tanh_2")}) == 4
+
+
 def test_operations_on_a_modified_buffer_stay_together():
     """Spectral normalization reads its vectors before and after it writes them."""
     found = captured(f"{USERS}:spectral")

@@ -173,6 +173,10 @@ def test_command_accepts_replicas_per_stage_and_full_recomputation(capsys):
     [
         ("time_first", "100% of the compute time: .*, because transpose has no batch in dimens"),
         ("sized(64, 2)", "100% of the compute time: .*, because it is a single operation"),
+        (
+            "averages(read=True)",
+            ".*, because 5 of its operations use the buffer ema, which add_ modifies .*models.py:",
+        ),
     ],
 )
 def test_piece_that_leaves_ranks_idle_is_explained(model, line, capsys):
@@ -214,6 +218,7 @@ def test_invalid_module_options_are_rejected(words, capsys):
         (("no.such.module:b",), "no module named no"),
         (("tests.partition.sample_models:decides",), "sample_models.py:"),
         (("tests.partition.sample_models:branches",), "relates different samples"),
+        (("tests.partition.sample_models:mixed_types",), "float32 (bias), float64 (second); make"),
     ],
 )
 def test_impossible_plan_is_rejected_in_one_line(words, line, capsys):

@@ -103,20 +103,22 @@ def _weights(captured, programs, parts):
     return [*read, *held]
 
 
-def check_types(captured: Captured) -> None:
+def check_types(captured: Captured, trained: bool = True) -> None:
     """Raise ValueError unless all trained parameters have the same type, one of TRAINED_TYPES.
 
-    Parameters of 16 bits also require a version of torch that accumulates gradients in float32.
+    If the model is to be `trained`, it must have such parameters. Parameters of 16 bits then
+    require a version of torch that accumulates gradients in float32.
     """
     types = _types(captured)
-    if len(types) != 1 or not {*types} <= {*TRAINED_TYPES}:
+    if (types or trained) and (len(types) != 1 or not {*types} <= {*TRAINED_TYPES}):
         found = ", ".join(f"{dtype} ({name})" for dtype, name in sorted(types.items())) or "none"
         raise ValueError(
             "all trained parameters must have the same data type, "
             f"{', '.join(TRAINED_TYPES[:-1])} or {TRAINED_TYPES[-1]}; found: {found}; make the "
             f"plan with --dtype {TRAINED_TYPES[1]} or another type"
         )
-    _refuse_16_bits(*types)
+    if trained:
+        _refuse_16_bits(*types)
 
 
 def _refuse_16_bits(dtype: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from hpc3d.partition.atom_graph import Atom, Value, contracted
-from hpc3d.partition.capture import capture
+from hpc3d.partition.capture import capture, outputs_of
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.sample_batches import flat_inputs
 from hpc3d.partition.execution.stage_program import graded, on_device, size_of, stage_programs
@@ -56,7 +56,7 @@ def outputs_of_parts(module, inputs, captured, count):
         crossing, outputs = program.run(draw, received, given, weights)
         found.update(zip(program.outputs, outputs, strict=True))
     assert crossing == ()
-    return programs, [*found.values()], weights
+    return programs, [found[node] for node in outputs_of(captured)], weights
 
 
 @pytest.mark.parametrize(
