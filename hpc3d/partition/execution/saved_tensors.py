@@ -1,7 +1,8 @@
 """Tensors that torch.autograd saves for the backward pass: counted, rounded and offloaded.
 
 The tensors are saved in memory blocks (storages of torch), and views of the same memory are saved
-once. Weights and model inputs stay where they are. If `parallel.keep_dtype` is set, the results of
+once. Weights and model inputs stay where they are. A saved buffer is copied if the pass modifies
+it, because the next microbatch modifies it again. If `parallel.keep_dtype` is set, the results of
 operations and the received tensors are stored in the forms of hpc3d.model.kept, and the backward
 pass uses the rounded values. A row, which has one scale, is the last dimension of the result, or
 the dimension that is contiguous in memory if the result is transposed. The following tensors stay
@@ -13,12 +14,16 @@ exact:
 
 If activations are offloaded, all saved memory moves to the host store, and returns when the
 backward pass needs it. The block that was saved before is then prefetched.
+
+If all saved tensors stay in place, hooks are needed only to count them. The sizes are then
+recorded in the first pass of a model chunk. Later passes with as many samples repeat the counts
+without hooks.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,14 +85,18 @@ class SavedTensors:
         self._event.__exit__(None, None, None)
 
     def microbatch(
-        self, held: Iterable[Any], received: Iterable[torch.Tensor] = ()
+        self,
+        held: Iterable[Any],
+        received: Iterable[torch.Tensor] = (),
+        written: Iterable[torch.Tensor] = (),
     ) -> SavedOfMicrobatch:
         """Return the storage for a forward pass of a microbatch.
 
         Tensors in `held` stay in memory until the end of the step. `received` contains the tensors
-        from the previous model chunk, which the pool of the mesh has already counted.
+        from the previous model chunk, which the pool of the mesh has already counted. `written`
+        contains the tensors in `held` that the pass may modify.
         """
-        return SavedOfMicrobatch(self, held, received)
+        return SavedOfMicrobatch(self, held, received, written)
 
     def recomputed(self, held: Iterable[Any]) -> AbstractContextManager[Any]:
         """Return a context manager that counts the tensors that a recomputed pass saves."""
@@ -95,15 +104,61 @@ class SavedTensors:
         return counting.microbatch(held).saving()
 
 
+class SavedBytes:
+    """Bytes that one forward pass saves, counted in a pool until they are freed.
+
+    In a pass with hooks, each saved block calls `count`, and `mark` records the live bytes. In a
+    later pass, which is given the object `recorded` and has no hooks, `mark` restores the live
+    bytes. Both passes must call `mark` after the forward pass, whenever a gradient is complete,
+    and after the backward pass. `copies` is True if the pass copies saved buffers. The tensors
+    `received` stay in memory as long as with hooks.
+    """
+
+    def __init__(
+        self, pool: Any, recorded: SavedBytes | None = None, received: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self.pool, self.live, self.most, self.copies = pool, 0, 0, False
+        self.received = received
+        self.marks: list[int] = []
+        self.left = iter(recorded.marks) if recorded else None
+        if recorded:
+            self.count(recorded.most)
+
+    def count(self, nbytes: int) -> None:
+        """Count saved bytes, or freed bytes if `nbytes` is negative."""
+        self.live += nbytes
+        self.most = max(self.most, self.live)
+        self.pool.count("activation", nbytes)
+
+    def mark(self) -> None:
+        """Record the live bytes, or restore the recorded ones."""
+        if self.left is None:
+            self.marks.append(self.live)
+        else:
+            self.count(next(self.left, self.live) - self.live)
+            self.received = self.received if self.live else ()
+
+    def __del__(self) -> None:
+        if self.left is not None:
+            self.count(-self.live)
+
+
 class SavedOfMicrobatch:
     """Memory that autograd saves in one forward pass, as described by `SavedTensors`."""
 
     def __init__(
-        self, how: SavedTensors, held: Iterable[Any], received: Iterable[torch.Tensor]
+        self,
+        how: SavedTensors,
+        held: Iterable[Any],
+        received: Iterable[torch.Tensor],
+        written: Iterable[torch.Tensor],
     ) -> None:
         self.how, self.moves = how, how.rounds or how.offload
+        self.counter = SavedBytes(how.mesh.pool)
         self.waiting: list[SavedTensor] = []
         self.held = {_key(tensor): tensor for tensor in tensors([*held])}
+        self.written = {_key(tensor): (tensor, tensor._version) for tensor in written}
+        self.of_written: list[SavedTensor] = []
         # Row length of each result's storage. The references prevent reuse of the addresses.
         self.rows: dict[int, tuple[int, StorageWeakRef]] = {}
         self.blocks: Any = weakref.WeakValueDictionary()
@@ -116,6 +171,7 @@ class SavedOfMicrobatch:
     def saving(self) -> AbstractContextManager[Any]:
         """Return a context manager for the forward pass, which saves all tensors of autograd."""
         contexts = ExitStack()
+        contexts.callback(self._copy_modified)
         contexts.callback(self.store)
         contexts.enter_context(saved_tensors_hooks(self.save, SavedTensor.value))
         contexts.enter_context(_Results(self) if self.moves else nullcontext())
@@ -148,8 +204,10 @@ class SavedOfMicrobatch:
         for saved in self.waiting:
             if self.moves:
                 saved.tensor = saved.tensor.resolve_conj().resolve_neg()
-            tensor = saved.tensor
-            if tensor.untyped_storage().nbytes() and _key(tensor) not in self.held:
+            tensor, key = saved.tensor, _key(saved.tensor)
+            if key in self.written:
+                self.of_written.append(saved)
+            if tensor.untyped_storage().nbytes() and key not in self.held:
                 self._store(saved, tensor)
         self.waiting.clear()
 
@@ -168,10 +226,25 @@ class SavedOfMicrobatch:
             block.source = StorageWeakRef(storage)
             self.last = weakref.ref(block)
         elif block is None:
-            block = _Counted(how.mesh.pool, storage.nbytes())
+            block = _Counted(self.counter, storage.nbytes())
         self.blocks[key] = saved.block = block
         if moves:
             saved.resolved()
+
+    def _copy_modified(self):
+        """Copy the saved tensors that the pass modified before they were saved."""
+        copies: dict[int, Any] = {}
+        for saved in self.of_written:
+            key, tensor = _key(saved.tensor), saved.tensor
+            buffer, version = self.written[key]
+            if version != buffer._version == saved.version:
+                if key not in copies:
+                    storage = tensor.untyped_storage().clone()
+                    copies[key] = storage, _Counted(self.counter, storage.nbytes())
+                storage, block = copies[key]
+                where = tensor.storage_offset(), tensor.shape, tensor.stride()
+                saved.replace(tensor.new_empty(0).set_(storage, *where), block)
+        self.counter.copies = bool(copies)
 
 
 def _key(tensor):
@@ -217,6 +290,10 @@ class SavedTensor:
         self.shape = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
         self.tensor = None
 
+    def replace(self, tensor: torch.Tensor, block: Any) -> None:
+        """Replace the tensor with a copy, whose memory is `block`."""
+        self.tensor, self.version, self.block = tensor, tensor._version, block
+
     def value(self) -> torch.Tensor:
         """Return the tensor with the values that the backward pass uses."""
         if self.tensor is None:
@@ -232,14 +309,14 @@ class SavedTensor:
 
 
 class _Counted:
-    """Memory that stays in place; the pool counts it until the last saved tensor is freed."""
+    """Memory that stays in place; it is counted until the last saved tensor is freed."""
 
-    def __init__(self, pool, nbytes):
-        self.pool, self.nbytes = pool, nbytes
-        pool.count("activation", nbytes)
+    def __init__(self, counter, nbytes):
+        self.counter, self.nbytes = counter, nbytes
+        counter.count(nbytes)
 
     def __del__(self):
-        self.pool.count("activation", -self.nbytes)
+        self.counter.count(-self.nbytes)
 
 
 class _Block(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpc3d.arrays.pool import writeable
 from hpc3d.partition.capture import is_trained, shape_of
+from hpc3d.partition.capturing.opaque_modules import OpaqueModule
 from hpc3d.partition.execution.random_numbers import Draw
-from hpc3d.partition.execution.saved_tensors import SavedTensor, SavedTensors
+from hpc3d.partition.execution.saved_tensors import SavedBytes, SavedTensor, SavedTensors
 from hpc3d.partition.execution.stage_program import StageProgram, on_device
 from hpc3d.partition.execution.torch_errors import data_errors
 from hpc3d.partition.execution.torch_weights import TorchWeights
@@ -31,13 +33,15 @@ class _Kept(NamedTuple):
     `leaves` accumulate the gradients of the received tensors. `edges` contains the autograd edges
     of the results, so that the results themselves can be freed. `edges` is `None` if the backward
     pass recomputes the chunk. In this case, `received` contains the received tensors, and
-    `buffers` contains copies of the buffers that the chunk modifies.
+    `buffers` contains copies of the buffers that the chunk modifies. Otherwise, `counter` counts
+    the saved bytes.
     """
 
     leaves: Sequence[torch.Tensor | None]
     edges: Sequence[GradientEdge] | None
     received: Sequence[SavedTensor]
     buffers: dict[str, torch.Tensor]
+    counter: SavedBytes | None
 
 
 class TorchStage:
@@ -66,6 +70,7 @@ class TorchStage:
         self.returned = [node for node in program.sent if node in graded]
         self.loss = None if loss is None else program.outputs.index(loss)
         self.loss_type = None if loss is None else loss.meta["val"].dtype
+        self.recorded: dict[int, SavedBytes] = {}  # by the number of samples
 
     @property
     def auxiliary_loss(self) -> float:
@@ -94,20 +99,40 @@ class TorchStage:
             _leaf(tensor) if has_gradient else None
             for tensor, has_gradient in zip(received, self.graded_in, strict=True)
         ]
-        saved = self.saving.microbatch(self._held(micro), received)
+        context, counter = self._saving(received, micro) if keeps else (nullcontext(), None)
         with (
             self.saving.computing("operations"),
             torch.set_grad_enabled(keeps),
-            saved.saving() if keeps else nullcontext(),
+            context,
         ):
             made = self._run(_entered(leaves, received), micro, tensors)
-        again = saved.all(received) if self.recompute and micro.training else ()
-        kept = _Kept(leaves, _edges(made) if keeps else None, again, buffers)
+        if counter:
+            counter.mark()
+        again: Sequence[SavedTensor] = ()
+        if self.recompute and micro.training:
+            again = self.saving.microbatch(self._held(micro), received).all(received)
+        kept = _Kept(leaves, _edges(made) if keeps else None, again, buffers, counter)
         if self.loss is not None:
             self.weights.pool.synchronize()
             counted = micro.samples * (self.weights.ranks.rank == 0)
             return counted * float(made[-1].detach()), kept
         return self._arrays_of(tensor.detach() for tensor in made), kept
+
+    def _saving(self, received, micro):
+        """Return a context manager that saves tensors in a forward pass, and their SavedBytes."""
+        if known := self.recorded.get(micro.samples):
+            return nullcontext(), SavedBytes(self.saving.mesh.pool, known, received)
+        written = [self.weights.tensors[name] for name in self.program.written]
+        saved = self.saving.microbatch(self._held(micro), received, written)
+        return saved.saving(), saved.counter
+
+    def _repeats(self, counter):
+        """Return True if later passes free the same bytes at the same time, without hooks."""
+        program, nodes = self.program, self.program.module.graph.nodes
+        moves = self.saving.rounds or self.saving.offload
+        if moves or counter.copies or program.split or program.sharding:
+            return False
+        return not any(isinstance(node.target, OpaqueModule) for node in nodes)
 
     def _arrays_of(self, tensors):
         return tuple(array_of(tensor.contiguous(), self.weights.pool) for tensor in tensors)
@@ -159,15 +184,24 @@ class TorchStage:
             share = micro.samples * micro.scale
             gradients = [torch.tensor(share, dtype=self.loss_type, device=self.weights.device)]
         self.weights.defer = defer
-        self.weights.completed = lambda name: defer(finished, name)
+        self.weights.completed = partial(self._completed, saved.counter, defer, finished)
         if edges:
             with self.saving.computing("gradients"):
                 torch.autograd.backward(edges, gradients)
+        if saved.counter:
+            saved.counter.mark()
+            if micro.samples not in self.recorded and self._repeats(saved.counter):
+                self.recorded[micro.samples] = saved.counter
         for unit in self.units:
             defer(finished, unit)
         if not self.program.received:
             return None
         return self._arrays_of(_gradient(leaf) for leaf in saved.leaves if leaf is not None)
+
+    def _completed(self, counter, defer, finished, name):
+        if counter:
+            counter.mark()
+        defer(finished, name)
 
 
 def _edges(made):

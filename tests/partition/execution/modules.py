@@ -68,6 +68,25 @@ def chain(layers=4, batch=12, dropout=0.0):
     return Chain(layers, dropout), (torch.sin(numbers), torch.cos(numbers))
 
 
+class Growing(nn.Linear):
+    """A layer that is scaled by a buffer that each call changes."""
+
+    def __init__(self, width):
+        super().__init__(width, width)
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, x):
+        x = torch.tanh(super().forward(x))
+        self.scale.mul_(1.1)
+        return x * self.scale
+
+
+def growing():
+    module, inputs = chain()
+    module.layers = nn.ModuleList(Growing(4) for _ in range(4))
+    return module, inputs
+
+
 class TimeMajor(nn.Module):
     """Layers on [T, B] rows: the rows of a sample are not contiguous."""
 

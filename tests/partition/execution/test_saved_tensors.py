@@ -14,11 +14,13 @@ from torch.nn import functional
 
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh, NullRecorder
-from hpc3d.partition.execution.saved_tensors import SavedTensors
+from hpc3d.partition.execution.saved_tensors import SavedOfMicrobatch, SavedTensors
+from hpc3d.partition.execution.torch_stage import TorchStage
 from tests.model.test_kept import ROUNDED
 from tests.partition.execution.modules import (
     HERE,
     assert_trained_alike,
+    on_ranks,
     prepared,
     trained,
     trained_by_torch,
@@ -227,3 +229,45 @@ def test_saved_tensor_that_is_modified_in_place_is_refused():
 
     with pytest.raises(RuntimeError, match=r"shape \[4\] .* was modified by an in-place"):
         gradients(run, [torch.ones(4, dtype=torch.float64)])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        pytest.param({"offload": BOTH, "keep_dtype": None}, marks=pytest.mark.slow),
+        pytest.param({"recompute": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_buffer_that_each_microbatch_modifies_is_saved(how):
+    """The first stage has two microbatches in flight."""
+    name = f"{HERE}:growing"
+    found = trained(name, (1, 1), 3, "1f1b", **how)
+    assert_trained_alike(found, trained_by_torch(name, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "passes"),
+    [
+        ("everything", "1f1b", 2 * 2 + 1),
+        pytest.param("growing", "1f1b", None, marks=pytest.mark.slow),
+        pytest.param("chain", "gpipe", 3 * 3, marks=pytest.mark.slow),
+    ],
+)
+def test_saved_bytes_are_counted_by_hooks_in_the_first_passes_only(
+    name, schedule, passes, monkeypatch
+):
+    """Later, the pool has the same peaks as with hooks in all passes."""
+    counted, saving = [], SavedOfMicrobatch.saving
+    monkeypatch.setattr(
+        SavedOfMicrobatch, "saving", lambda self: counted.append(None) or saving(self)
+    )
+
+    def peaks(trainer):
+        return [(trainer.step(number).loss, dict(trainer.mesh.pool.peak)) for number in range(3)]
+
+    found = on_ranks(peaks, f"{HERE}:{name}", (2, 1), 3, schedule)
+    assert len(counted) == (passes or 3 * 3 * 3)
+    monkeypatch.setattr(TorchStage, "_repeats", lambda *_: False)
+    assert on_ranks(peaks, f"{HERE}:{name}", (2, 1), 3, schedule) == found
+    assert all(peak["activation"] for steps in found for _, peak in steps)
