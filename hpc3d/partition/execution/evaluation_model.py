@@ -113,6 +113,15 @@ def trained_names(captured: Captured, model: StagedModel) -> dict[str, str]:
     }
 
 
+def read_in_training(model: StagedModel) -> set[str]:
+    """Return the names of the weights that the training step reads.
+
+    All other parameters and buffers are constants of the run. In an evaluation, any stage may
+    read them.
+    """
+    return {name for program in model.programs for name in program.weights}
+
+
 def _changing(model):
     """Return the names of the weights that a training step changes."""
     written = {name for program in model.programs for name in program.written}
@@ -140,7 +149,7 @@ def _evaluated_parts(captured, model, parts):
         bound = min((latest[each] for each in groups.successors(group)), default=len(parts) - 1)
         allowed = [chunk for chunk in holding[group] if chunk <= bound]
         if not allowed:
-            _refuse(captured.pieces[members[group][0]])
+            _refuse(captured, model, members[group])
         latest[group] = max(allowed)
     for group in order:
         first = max((found[each] for each in groups.predecessors(group)), default=0)
@@ -177,22 +186,30 @@ def _operations(captured):
 def _holding(captured, model, pieces):
     """Return the chunks on stages that hold the weights of some pieces.
 
-    Every stage can hold constants, unless a training step changes them.
+    Every stage can hold constants.
     """
     count, width = len(model.programs), len(model.replicas)
-    stages, known = {*range(width)}, trained_names(captured, model)
-    for piece in map(captured.pieces.__getitem__, pieces):
-        for node in (*piece.nodes, *piece.copies):
-            for name in (captured.weights.get(each) for each in node.all_input_nodes):
-                if name in captured.program.state_dict or known.get(name) in captured.changing:
-                    stages &= {*model.owners[known[name]]}
+    stages = {*range(width)}
+    for _, name in _placed(captured, model, pieces):
+        stages &= {*model.owners[name]}
     last = captured.piece_of[loss_of(captured)] in pieces
     return [chunk for chunk in range((count - 1) * last, count) if chunk % width in stages]
 
 
-def _refuse(piece):
+def _placed(captured, model, pieces):
+    """Yield (operation, name in training) for each weight of some pieces that is not constant."""
+    known, read = trained_names(captured, model), read_in_training(model)
+    for piece in map(captured.pieces.__getitem__, pieces):
+        for node in (*piece.nodes, *piece.copies):
+            for name in (captured.weights.get(each) for each in node.all_input_nodes):
+                stored = name in captured.program.state_dict and name in read
+                if stored or known.get(name) in captured.changing:
+                    yield node, known[name]
+
+
+def _refuse(captured, model, pieces):
+    node, name = next(_placed(captured, model, pieces))
     raise ValueError(
-        f"{piece.nodes[0].name}{where(piece.nodes[0])} reads weights of another pipeline stage "
-        "than in training; make a plan with one stage, or read these weights in the same order "
-        "as in training"
+        f"{node.name}{where(node)} reads {name} on another pipeline stage than in training; make "
+        "a plan with one stage, or read the weights in the same order as in training"
     )

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from hpc3d.comm.stage_mesh import ranks_of
 from hpc3d.partition.capture import state_of
-from hpc3d.partition.execution.evaluation_model import trained_names
+from hpc3d.partition.execution.evaluation_model import read_in_training, trained_names
 from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.module_trainer import ModuleTrainer, sample_loader
 from hpc3d.partition.execution.sample_batches import shared_by_root
@@ -27,8 +28,8 @@ class ModuleEvaluator(Evaluator):
     """Evaluator of a module whose chunks in evaluation mode are in `model`.
 
     `batches(number)` returns the inputs of a batch as a flat list, and `batches.count` is the
-    number of batches. `values` maps the names of the weights to tensors. On all ranks except rank
-    0, `batches` is `None`, and `values` is empty. The loss is the mean over the batches.
+    number of batches; `batches` is `None` on all ranks except rank 0. The loss is the mean over
+    the batches. The constants of the model are missing until `fill` is called.
     """
 
     def __init__(
@@ -36,30 +37,36 @@ class ModuleEvaluator(Evaluator):
         trainer: ModuleTrainer,
         model: StagedModel,
         batches: Any,
-        values: Mapping[str, torch.Tensor],
     ) -> None:
-        self.model, terms = model, LossTerms(model.captured)
-        terms.weights = {name: values[name] for name in terms.reads & {*values}}
-        with trainer.mesh.trace.scope(phase="evaluation"):
-            constants = self._constants(trainer, values)
-        self.weights = trainer.torch_weights.in_evaluation(model.captured, constants)
-        super().__init__(trainer, batches, feed=partial(sample_loader, model, terms))
+        self.model, self.loss_terms = model, LossTerms(model.captured)
+        self.constants: dict[str, torch.Tensor] = {}
+        self.weights = trainer.torch_weights.in_evaluation(model.captured, self.constants)
+        super().__init__(trainer, batches, feed=partial(sample_loader, model, self.loss_terms))
 
-    def _constants(self, trainer, values):
-        """Return the constants of the program in evaluation mode, by name.
+    def fill(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Broadcast the tensors that no training step reads, one tensor at a time.
 
-        Rank 0 broadcasts the values. If this rank stores a constant for training, the result
-        contains that tensor.
+        Constants are broadcast from rank 0; `values` is empty on all other ranks. Parameters and
+        buffers are broadcast from a rank that stores them for checkpoints.
         """
-        captured, found = self.model.captured, {}
-        names = trained_names(captured, trainer.model)
+        captured, model = self.model.captured, self.trainer.model
+        names, read = trained_names(captured, model), read_in_training(model)
+        here = {name for stage in self.engine.stages for name in stage.program.weights}
+        ranks, device = ranks_of(model.replicas, model.ways), self.weights.device
         for name, like in state_of(captured).items():
-            if name in captured.program.state_dict:
+            stored = name in captured.program.state_dict
+            if stored and name in read:
                 continue
-            value = shared_by_root(trainer.mesh.world, values.get(name), like.shape, like.dtype)
-            known = trainer.torch_weights.tensors.get(names.get(name, ""))
-            found[name] = value.clone() if known is None else known
-        return found
+            known = self.trainer.torch_weights.tensors.get(names.get(name, ""))
+            root = ranks[model.owners[name][0]][0] if stored else 0
+            value = known.detach().cpu() if stored and known is not None else values.get(name)
+            value = value if self.mesh.rank == root else None
+            with self.mesh.trace.scope(phase="evaluation"):
+                value = shared_by_root(self.mesh.world, value, like.shape, like.dtype, root)
+            if name in here:
+                self.constants[name] = value.to(device, copy=True) if known is None else known
+        reads = self.loss_terms.reads & {*values}
+        self.loss_terms.weights = {name: values[name] for name in reads}
 
     def stages(self) -> list[TorchStage]:
         """Return this rank's chunks in evaluation mode."""

@@ -30,6 +30,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import torch
@@ -46,7 +47,6 @@ from hpc3d.checkpoints.resume import (
 from hpc3d.checkpoints.saver import saver_of
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.comm.cartesian import build_stages
-from hpc3d.comm.device_setup import Hardware
 from hpc3d.config import load
 from hpc3d.config.backend_rules import wrong_backend
 from hpc3d.config.input_file import Config, MeshConfig
@@ -165,16 +165,15 @@ def run(job: Job, words: list[str]) -> None:
     if job.size != asked.plan.ranks:
         meant = counted(asked.plan.ranks, "rank")
         job.refuse(f"the plan is for {meant}, but {job.size} were started; start {meant}")
+    job.on_root(lambda: _check(asked))
     torch.set_num_threads(1)
     model = job.on_all_ranks(lambda: _model(asked.plan))
     opened = job.on_root(lambda: _prepare(asked, model))
     plan = job.from_root(lambda: opened.plan)
     evaluated = job.on_all_ranks(lambda: _evaluated(asked.plan, plan.config, model))
     stop = Stop(job, plan.folder, plan.config.run.signal, plan.config.train.max_minutes)
-    source = job.on_root(lambda: _source(asked.plan, plan.config, model, evaluated))
-    ours = torch_hardware(job, plan.config)._replace(homes=job.homes())
     with opened.lock if opened else nullcontext():
-        trained(job, plan, _begin(job, plan, (model, evaluated), source, ours), stop)
+        trained(job, plan, _begin(job, plan, asked.plan, (model, evaluated)), stop)
 
 
 def asked_for(words: list[str]) -> RunRequest:
@@ -200,6 +199,21 @@ def asked_for(words: list[str]) -> RunRequest:
     return RunRequest(plan_file.load(path), words, resumed)
 
 
+def _check(asked):
+    """Raise ValueError on rank 0 if the configuration is invalid.
+
+    Errors are reported before the module is captured, which may take minutes. If the plan does
+    not convert the module, its data type is not known yet.
+    """
+    config = configuration(asked, asked.plan.dtype or Config().train.dtype)
+    sinks_of(config.run.metrics_hook, config.run.tensorboard)
+    program_of(config)
+    evaluates = config.train.eval_every
+    for name in (config.torch.inputs, evaluates and config.torch.validation):
+        if name:
+            function_at(name)
+
+
 def _model(plan):
     captured = captured_of(plan.model, plan.dtype)
     split = find(plan.schedule).splits_backward
@@ -217,9 +231,7 @@ def _evaluated(plan, config, model):
 
 def _prepare(asked, model):
     """Resolve the configuration on rank 0, and create the run folder or reopen an existing one."""
-    config, resumed, changed = configuration(asked, model), asked.resumed, []
-    sinks_of(config.run.metrics_hook, config.run.tensorboard)
-    program_of(config)
+    config, resumed, changed = configuration(asked, model.dtype), asked.resumed, []
     with ExitStack() as refused:
         if resumed:
             lock = refused.enter_context(run_folder.claim(resumed))
@@ -235,8 +247,11 @@ def _prepare(asked, model):
     return _Opened(plan, lock)
 
 
-def configuration(asked: RunRequest, model: StagedModel) -> Config:
-    """On rank 0, build the run configuration from the plan and the given options."""
+def configuration(asked: RunRequest, dtype: str) -> Config:
+    """On rank 0, build the run configuration from the plan and the given options.
+
+    `dtype` is the data type of the parameters.
+    """
     plan, resumed = asked.plan, asked.resumed
     config = config_of_run(resumed, asked.words) if resumed else load.load(None, asked.words)
     mesh = MeshConfig(len(plan.replicas), max(plan.replicas), x=plan.tensor, y=1, z=1)
@@ -254,7 +269,7 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
         mesh=replace(mesh, transport=config.mesh.transport),
         parallel=parallel,
         torch=replace(config.torch, factory=plan.model),
-        train=replace(config.train, batch=plan.batch, dtype=model.dtype),
+        train=replace(config.train, batch=plan.batch, dtype=dtype),
     )
     refuse([*_wrong(plan), *_wrong_keys(config)])
     return config
@@ -331,24 +346,27 @@ def _source(
     if evaluated:
         captured, given = evaluated.captured, function_at(config.torch.validation)
         validation = StepInputs(captured, given, plan.batch, config.train.eval_batches, plan.dtype)
+        unchecked = validation.check()
         of_evaluation = dict(values_in(module, captured))
         lines += evaluation_lines(evaluated, model)
         if verify != "off":
             lines += verified(module, captured, validation(0), shares, False, gradients)
         else:
             lines.append("evaluation not verified: torch.verify is off")
+        lines += unchecked
     return _Source(values, batches, lines, of_evaluation, validation)
 
 
 def _begin(
     job: Job,
     plan: RunPlan,
+    saved: SavedPlan,
     models: tuple[StagedModel, StagedModel | None],
-    source: _Source | None,
-    hardware: Hardware,
 ) -> RunningJob:
     """Build the mesh and the trainer; `models` are the module in training and in evaluation."""
     config, (model, evaluated) = plan.config, models
+    source = job.on_root(lambda: _source(saved, config, model, evaluated))
+    hardware = torch_hardware(job, config)._replace(homes=job.homes())
     rows = config.train.batch // config.parallel.microbatches
     mesh, line = build_stages(
         model.replicas, rows, hardware.transport, hardware.device, model.ways
@@ -366,11 +384,12 @@ def _begin(
     trainer.fill(source.values if source else {})
     start, evaluator = 0, None
     if evaluated:
-        validation, values = (source.validation, source.evaluated) if source else (None, {})
-        evaluator = ModuleEvaluator(trainer, evaluated, validation, values)
+        evaluator = ModuleEvaluator(trainer, evaluated, source and source.validation)
     if plan.resumed:
         differs = partial(mismatch, model)
         start = resume(job, plan.folder, trainer, log.say, differs, evaluator)
+    if evaluator:
+        evaluator.fill(source.evaluated if source else {})
     saver = saver_of(job, plan, trainer, batches, log, evaluator)
     return RunningJob(trainer, saver, watchdog, log, batches, start, evaluator)
 
@@ -443,6 +462,21 @@ class StepInputs:
                     f"{_shown(like)}; pass values that change from step to step as tensors"
                 )
         return flat
+
+    def check(self, seconds: float = 10.0) -> list[str]:
+        """Check the inputs of an evaluation; return a line if some batches are not checked.
+
+        The first and the last batch are always checked. The others are checked if this takes at
+        most about `seconds`. Raises BadData if a batch is invalid.
+        """
+        start = monotonic()
+        for done, number in enumerate(dict.fromkeys((0, self.count - 1, *range(self.count)))):
+            if done > 1 and monotonic() - start > seconds:
+                return [
+                    f"validation batches: {done} of {self.count} checked before the first step"
+                ]
+            self(number)
+        return []
 
     def position(self, done: int) -> dict[str, int]:
         return {"sequences": done * self.samples}

@@ -160,9 +160,13 @@ class SampleLoader:
 
 
 def shared_by_root(
-    world: Communicator, value: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
+    world: Communicator,
+    value: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    root: int = 0,
 ) -> torch.Tensor:
-    """Broadcast a tensor from rank 0, the only rank that passes a `value`.
+    """Broadcast a tensor from rank `root`, the only rank that passes a `value`.
 
     The result may share memory with `value`, so callers must not write to it.
     """
@@ -171,7 +175,7 @@ def shared_by_root(
     block = np.empty(0, np.uint8)
     if value is not None:
         block = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-    shared = world.broadcast(block, 0).wait()
+    shared = world.broadcast(block, root).wait()
     shared = shared if shared.flags.writeable else shared.copy()
     return torch.from_numpy(shared).view(dtype).view(shape)
 

@@ -13,6 +13,7 @@ from hpc3d.partition.capture import capture, is_trained, state_of
 from hpc3d.partition.execution.evaluation_model import evaluation_lines, evaluation_model
 from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.staged_model import staged_model
+from hpc3d.partition.execution.torch_weights import stored_tensors
 from hpc3d.partition.factory import made_with_data
 from tests.partition.execution.modules import even_parts
 from tests.partition.execution.test_module_evaluator import HERE as EVALUATED
@@ -106,7 +107,7 @@ def test_chunks_read_the_weights_that_they_read_in_training(name):
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("turned", "linear.* reads weights of another pipeline stage than in training"),
+        ("turned", r"linear.* reads layers\.\d\.\w+ on another pipeline stage than in training"),
         pytest.param("without_loss", "the model must return its loss", marks=pytest.mark.slow),
         pytest.param("merging", "eval of the module raised ValueError", marks=pytest.mark.slow),
     ],
@@ -114,6 +115,13 @@ def test_chunks_read_the_weights_that_they_read_in_training(name):
 def test_module_with_other_stages_in_evaluation_is_refused(name, line):
     with pytest.raises(ValueError, match=f"^train.eval_every: in evaluation mode, .*{line}"):
         evaluated(f"{HERE}:{name}")
+
+
+def test_parameters_that_only_evaluation_reads_are_constants_on_all_stages():
+    model, found = evaluated(f"{EVALUATED}:double('calibrated')")
+    assert all("scales" in program.weights for program in found.programs)
+    assert model.owners["scales"] == (0,)
+    assert stored_tensors(model.captured)["frozen"] == ["scales"]
 
 
 @pytest.mark.slow

@@ -133,6 +133,17 @@ def auxiliary():
     return Auxiliary(), inputs_of(0)
 
 
+def calibrated():
+    """Scales that only evaluation reads, in all layers."""
+
+    def body(model, y, x):
+        return torch.tanh(y) + x if model.training else torch.tanh(y) * model.scales + x
+
+    module, inputs = of(body)
+    module.scales = nn.Parameter(torch.tensor([1.0, 2.0, 0.5, 1.5]))
+    return module, inputs
+
+
 def in_evaluation_mode(name):
     module, inputs, _ = prepared(name)
     module = copy.deepcopy(module)
@@ -166,8 +177,8 @@ def trained(name, replicas, micros, schedule, evaluate=True, recompute=False, wa
         trainer.fill(dict(values_in(module, captured)) if first else {})
         validation = StepInputs(evaluated.captured, inputs_of, captured.batch, BATCHES)
         values = dict(values_in(module, evaluated.captured))
-        given = (validation, values) if first else (None, {})
-        evaluator = ModuleEvaluator(trainer, evaluated, *given)
+        evaluator = ModuleEvaluator(trainer, evaluated, validation if first else None)
+        evaluator.fill(values if first else {})
         for number in range(STEPS):
             loss = trainer.step(number).loss
             after = evaluator.evaluate(number) if evaluate else None
@@ -196,7 +207,7 @@ def assert_as_torch(name, *how, **options):
             assert evaluation.step == number
 
 
-ON_TWO = ("skipping", "recurrent", "auxiliary", "counting", "counting_in_memory")
+ON_TWO = ("skipping", "recurrent", "auxiliary", "calibrated", "counting", "counting_in_memory")
 
 
 @pytest.mark.parametrize(

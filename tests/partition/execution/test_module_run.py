@@ -25,9 +25,9 @@ from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.comm import threads
 from hpc3d.console.exit_codes import BadData
 from hpc3d.partition.capture import capture
+from hpc3d.partition.execution import module_run
 from hpc3d.partition.execution.module_run import StepInputs, asked_for, configuration
 from hpc3d.partition.execution.sample_batches import shared_by_root
-from hpc3d.partition.execution.staged_model import staged_model
 from tests.mpi import checked, mpirun
 from tests.partition.execution.modules import (
     CLIP,
@@ -237,16 +237,11 @@ def test_16_bit_run_resumes_with_its_master_weights(tmp_path):
     }
 
 
-def model_of(plan):
-    _, _, captured = prepared(plan.model)
-    return staged_model(captured, plan.pieces(captured), plan.replicas, plan.recompute)
-
-
 def settled(tmp_path, *words, replicas=(1, 1), **how):
     """The configuration of a command line."""
     plan = written(tmp_path / "plan.json", DROPPING[0], replicas, **how)
     asked = asked_for([str(plan), *map(str, words)])
-    return configuration(asked, model_of(asked.plan))
+    return configuration(asked, "float64")
 
 
 def test_plan_overrides_layout_options(tmp_path):
@@ -309,6 +304,29 @@ def test_unsupported_options_are_rejected(words, how, line, tmp_path):
         settled(tmp_path, *words, **how)
 
 
+class Alone:
+    """A job of one rank, without MPI."""
+
+    rank, size = 0, 1
+    from_root = on_root = on_all_ranks = staticmethod(lambda function: function())
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--verify", "forwards"], "torch.verify: input should be"),
+        (["--train.eval_every", "2"], "train.eval_every = 2 requires torch.validation"),
+        (["--torch.inputs", f"{HERE}:nowhere"], "has no function nowhere"),
+        (["--run.metrics_hook", "nowhere:hook"], "run.metrics_hook"),
+    ],
+)
+def test_invalid_options_are_rejected_before_the_capture(words, line, tmp_path, monkeypatch):
+    plan = written(tmp_path / "plan.json", DROPPING[0], (1,))
+    monkeypatch.setattr(module_run, "captured_of", None)
+    with pytest.raises(ValueError, match=line):
+        module_run.run(Alone(), [str(plan), *words])
+
+
 @pytest.mark.parametrize(("words", "line"), [([], "the plan file is missing"), (["x"], "x")])
 def test_plan_file_must_exist(words, line):
     with pytest.raises(ValueError, match=line):
@@ -352,6 +370,22 @@ def test_inputs_must_match_the_captured_model():
     ):
         with pytest.raises(BadData, match=line):
             StepInputs(captured, given, 12)(3)
+
+
+def test_validation_batches_are_checked_before_the_first_step():
+    _, _, captured = prepared(DROPPING[0])
+    made = []
+
+    def given(number):
+        made.append(number)
+        return too_few(number) if number == 2 else points_of(number)
+
+    batches = StepInputs(captured, given, 12, 4)
+    with pytest.raises(BadData, match=r"validation batch 2: input x is float32 \[3, 4\]"):
+        batches.check()
+    assert made == [0, 3, 1, 2]
+    line = "validation batches: 2 of 4 checked before the first step"
+    assert batches.check(seconds=0) == [line]
 
 
 def scaled():
