@@ -6,12 +6,14 @@ The call prints nothing and does not change the state of torch's default random 
 from __future__ import annotations
 
 import ast
+import fcntl
 import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from tempfile import gettempdir
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +21,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from hpc3d.partition.capturing.tracing import MEMORY_FRACTION
+from hpc3d.partition.capturing.gradient_hooks import refuse_gradient_hooks
+from hpc3d.partition.capturing.tracing import MEMORY_FRACTION, emptied_copies
 from hpc3d.partition.capturing.user_code import described, undisturbed, without_data
-from hpc3d.partition.capturing.user_module import unwrapped
-from hpc3d.runtime import host_memory
+from hpc3d.partition.capturing.user_module import refuse_unsupported, unwrapped
+from hpc3d.runtime import environment, host_memory
 
 
 class FactoryResult(NamedTuple):
@@ -48,9 +51,10 @@ def made_model(name: str, dtype: str | None = None) -> FactoryResult:
     The inputs are a tuple of positional arguments or a dict of keyword arguments. The name may
     include literal arguments for the factory, as in `MODULE:FACTORY(1024, layers=24)`. The factory
     first creates fake tensors, which need no memory. If this fails, for example because it reads
-    the values of tensors, it is called again to create real tensors. Wrappers such as
-    torch.compile are removed from the module. If a `dtype` is given, the module and the inputs are
-    converted to it. Raises ValueError with a one-line message if the factory fails.
+    the values of tensors, it is called again to create real tensors, which are then replaced by
+    fake tensors. Wrappers such as torch.compile are removed from the module. If a `dtype` is
+    given, the module and the inputs are converted to it. Raises ValueError with a one-line message
+    if the factory fails.
     """
     make = function_at(name)
     return _as_model(name, _called(name, lambda: _converted(make(), dtype)), dtype)
@@ -158,7 +162,7 @@ def _called(name, make):
         except Exception as error:
             without = error
         with undisturbed(), _limited_parameters():
-            return make()
+            return _emptied(make())
     except _TooLarge as error:
         message = described(without)
         raise ValueError(f"{name} raised {message} without data, and {error}") from without
@@ -170,13 +174,34 @@ class _TooLarge(Exception):
     """Error raised if parameters do not fit in memory."""
 
 
+def _emptied(result):
+    """Replace the tensors in the result of a factory by fake tensors.
+
+    A module that cannot be captured is returned unchanged, because fake tensors may hide the
+    reason, such as a gradient hook.
+    """
+    match result:
+        case torch.nn.Module() as module, inputs, *stated:
+            with suppress(Exception):
+                module = unwrapped(module)
+                refuse_unsupported(module)
+                refuse_gradient_hooks(module)
+                return *emptied_copies(module, inputs), *stated
+    return result
+
+
 @contextmanager
 def _limited_parameters() -> Iterator[None]:
-    """Raise _TooLarge as soon as modules have more parameters than fit in this host's memory."""
-    limit, found = MEMORY_FRACTION * host_memory.total(), 0
+    """Limit the memory of the modules that the ranks on this host create.
+
+    Raises _TooLarge as soon as the modules of this rank have more parameters than fit in memory.
+    If they fit, but not together with those of the other ranks, one rank continues at a time.
+    """
+    limit, found, turn = MEMORY_FRACTION * host_memory.total(), 0, ExitStack()
+    share = limit / environment.number_in(environment.LOCAL_RANKS, default=1)
 
     def added(module, name, parameter):
-        nonlocal found
+        nonlocal found, share
         if parameter is not None and not is_lazy(parameter):
             found += parameter.numel() * parameter.element_size()
         if found > limit:
@@ -185,9 +210,21 @@ def _limited_parameters() -> Iterator[None]:
                 f"{MEMORY_FRACTION:.0%} of the host memory; do not read tensor values in the "
                 "factory, or use a machine with more memory"
             )
+        if found > share:
+            turn.enter_context(_alone_on_host())
+            share = limit
 
-    handle = register_module_parameter_registration_hook(added)
+    with turn:
+        turn.callback(register_module_parameter_registration_hook(added).remove)
+        yield
+
+
+@contextmanager
+def _alone_on_host() -> Iterator[None]:
+    """Wait until no other process on this host is in this context."""
+    folder = os.open(gettempdir(), os.O_RDONLY)
     try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
-        handle.remove()
+        os.close(folder)

@@ -1,5 +1,7 @@
 """Functions of users: how they are named, called and refused."""
 
+from threading import Thread
+
 import pytest
 
 pytest.importorskip("torch")
@@ -90,9 +92,21 @@ def test_factory_that_fails_with_data_is_rejected():
 @pytest.mark.parametrize("name", ["initialized", "read_rates"])
 def test_factory_that_reads_tensor_values_is_called_with_data(name):
     module, _ = made(f"{USERS}:{name}")
-    assert not any(isinstance(each, FakeTensor) for each in module.parameters())
+    assert all(isinstance(each, FakeTensor) for each in module.parameters()), "data is freed"
     rates = module.rates if name == "initialized" else [module.rate]
     assert all(type(rate) is float for rate in rates)
+
+
+def test_ranks_create_large_modules_one_after_another(monkeypatch):
+    """Of four ranks, whose parameters of 336 bytes do not fit in 500 bytes together."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    monkeypatch.setattr(factory.host_memory, "total", lambda: 1000)
+    rank = Thread(target=made, args=(f"{USERS}:initialized",))
+    with factory._alone_on_host():
+        rank.start()
+        rank.join(0.2)
+        assert rank.is_alive()
+    rank.join()
 
 
 def test_other_factories_are_called_without_data():

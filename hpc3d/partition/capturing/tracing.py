@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -73,7 +73,7 @@ def traced(
         model = module
         try:
             with undisturbed():
-                model, like = _emptied(module, inputs)
+                model, like = emptied_copies(module, inputs)
                 opaque.stand_in(model)
                 outputs = _named_outputs(model, like)
                 watch, generators = StateWatch(model), random_states()
@@ -101,7 +101,7 @@ def independent_inputs(module: torch.nn.Module, inputs: tuple | dict) -> list[in
         return []
     try:
         with undisturbed():
-            model, like = _emptied(module, inputs)
+            model, like = emptied_copies(module, inputs)
             _named_outputs(model, like)
             sizes = {first: {0: Dim("batch", min=2)}, **{each: {0: Dim.AUTO} for each in others}}
             program = flat_export(model, like, _dynamic_shapes(model, like, sizes))
@@ -135,7 +135,7 @@ def inputs_with_later_batch(module: torch.nn.Module, inputs: tuple | dict) -> li
             sizes[index] = {int(later): rows}
     try:
         with undisturbed():
-            model, like = _emptied(module, inputs)
+            model, like = emptied_copies(module, inputs)
             _named_outputs(model, like)
             program = flat_export(model, like, _dynamic_shapes(model, like, sizes))
         refuse_related_samples(BatchValues(program, None), SampleLayouts(program.graph))
@@ -240,7 +240,7 @@ def _refuse_changing_state(module, inputs, opaque, carrying):
     """Trace two successive calls; raise ValueError if both change the module's attributes."""
     try:
         with undisturbed():
-            model, like = _emptied(module, inputs)
+            model, like = emptied_copies(module, inputs)
             opaque.stand_in(model, repeats=2)
             _named_outputs(model, like)
             StateWatch(model, twice=True)
@@ -263,7 +263,7 @@ def _carrying(inputs, batch):
     ]
 
 
-def _emptied(module, inputs):
+def emptied_copies(module: torch.nn.Module, inputs: Any) -> tuple[torch.nn.Module, Any]:
     """Return copies of a module and its inputs in which all tensors are fake tensors."""
     with without_data():
         held = [each for submodule in module.modules() for each in tensors(vars(submodule))]
