@@ -25,7 +25,7 @@
     findings   the four findings of arXiv:2407.02081 on pipeline and data parallelism, reproduced
                as tables and figures in DIR/findings
     published  predicted and published step times of Megatron-LM on A100 (arXiv:2205.05198,
-               arXiv:2104.04473)
+               arXiv:2104.04473), and of 66 training steps on H100 (docs/h100-steps.md)
     speedups   predicted and published speedups of 3-D over 1-D and 2-D on 64 V100
                (arXiv:2105.14450)
     vtrain     predicted and published step times of vTrain (arXiv:2312.12391); a tenth of the

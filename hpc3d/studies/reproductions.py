@@ -1,7 +1,7 @@
 """Entry points of the commands that reproduce published results.
 
 The published results are the findings on pipeline and data parallelism, Megatron-LM step times,
-speed-ups of 3-D tensor parallelism, vTrain step times, and RaNNC plans.
+step times on H100 GPUs, speed-ups of 3-D tensor parallelism, vTrain step times, and RaNNC plans.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def findings(options: Namespace) -> dict[str, Any]:
 
 
 def published(options: Namespace) -> dict[str, Any]:
-    from hpc3d.studies import megatron_report
+    from hpc3d.studies import hopper_report, megatron_report
 
-    return megatron_report.main(options)
+    return megatron_report.main(options) | {"h100": hopper_report.main(options)}
 
 
 def speedups(options: Namespace) -> dict[str, Any]:

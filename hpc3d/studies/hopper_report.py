@@ -1,0 +1,92 @@
+"""Text report that compares predicted with published step times on H100 GPUs.
+
+`python -m hpc3d.studies.hopper_report > docs/h100-steps.md` writes the page of the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpc3d.config.package_data import default_machine
+from hpc3d.predict.machine.machine_file import load
+from hpc3d.studies.hopper_steps import by_kind, predicted, published
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from hpc3d.predict.machine.machine import Machine
+
+_HEAD = """\
+# Published steps on H100
+
+This page compares the step times that `simulate` predicts with published step times on H100 GPUs.
+`python -m hpc3d.studies.hopper_report > docs/h100-steps.md` writes the page, and
+`python -m hpc3d.bench published` prints the same tables.
+
+The step times, their sources and the layouts are in `inputs/published/h100-steps.json`, with the
+assumptions where a source does not describe the layout. `machines/h100.toml` names the source of
+each number of the machine model; none is fitted to a step time. A hash of the name divides the
+rows: errors of the *used* rows were examined to find missing properties of the model, and the
+other rows are *held out*. Errors are relative to the published time, and negative if the
+prediction is too fast. The predictions describe hpc3d, which differs from the published programs:
+
+- Ring attention (rows with context parallelism) computes tiles of 1,024 tokens with separate
+  matrix products and softmax kernels ([gpu.md](gpu.md)); the published programs use a fused kernel
+  for each hop.
+- Collectives of tensor parallelism and ZeRO 3 do not overlap with computation as in programs that
+  prefetch the weights or split the products.
+- torchtitan's rows were measured with 500 W and a memory bandwidth of 2.4 TB/s, those of MaxText
+  on A3 and of fms-fsdp with slower networks; the network of nanotron's rows is not described.
+"""
+
+
+def main(options: Namespace) -> dict[str, Any]:
+    """Print and return the predictions for a machine (default: h100)."""
+    machine = load(options.machine or default_machine())
+    found = []
+    for line in _report(published(), machine, found):
+        print(line, flush=True)
+    return {"rows": found, "errors": by_kind(found)}
+
+
+def _report(
+    rows: Iterable[Mapping[str, Any]], machine: Machine, found: list[dict[str, Any]]
+) -> Iterator[str]:
+    """Predict the rows, append the predictions to `found`, and yield the lines of the report."""
+    yield "\n## Rows\n"
+    yield "| row | | GPUs | published [s] | predicted [s] | error | MFU | memory [GB] |"
+    yield "|---|---|---:|---:|---:|---:|---:|---:|"
+    for row in rows:
+        found.append(predicted(row, machine))
+        yield _line(found[-1])
+    yield "\n## Errors\n"
+    yield "| rows | number | mean absolute | median absolute | mean signed | worst |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    yield from (_statistics(kind, each) for kind, each in by_kind(found).items())
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    use = "held out" if row["held_out"] else "used"
+    if "refused" in row:
+        return f"| {row['id']} | {use} | | {row['seconds']:.3g} | not supported | | | |"
+    memory = f"{row['memory_GB']:.0f}" + ("" if row["fits"] else " (does not fit)")
+    return (
+        f"| {row['id']} | {use} | {row['ranks']} | {row['seconds']:.3g} | "
+        f"{row['predicted_s']:.3g} | {row['error']:+.1%} | {row['mfu']:.2f} | {memory} |"
+    )
+
+
+def _statistics(kind: str, each: Mapping[str, Any]) -> str:
+    sizes = " | ".join(f"{each[name]:.1%}" for name in ("mean", "median"))
+    return f"| {kind} | {each['rows']} | {sizes} | {each['signed']:+.1%} | {each['worst']:+.1%} |"
+
+
+def _page(rows: Sequence[Mapping[str, Any]], machine: Machine) -> Iterator[str]:
+    yield _HEAD.rstrip()
+    yield from _report(rows, machine, [])
+
+
+if __name__ == "__main__":
+    for text in _page(published(), load(default_machine())):
+        print(text, flush=True)

@@ -1,0 +1,97 @@
+"""Predict published training steps on H100 GPUs.
+
+inputs/published/h100-steps.json contains the published step times, their sources, and the layouts
+in the keys of an input file. A hash of the identifier of a row decides whether the row may be used
+to look for causes of errors ("used") or only to check predictions ("held out").
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+from hpc3d.config.load import literal
+from hpc3d.config.package_data import shipped
+from hpc3d.predict.simulation.simulator import load_resolved, simulate
+from hpc3d.predict.simulation.summary import summary
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.machine.machine import Machine
+
+_COMMON = {"train.dtype": "bfloat16", "train.backend": "cupy"}
+
+
+def published() -> list[dict[str, Any]]:
+    """Return the rows of h100-steps.json."""
+    return json.loads(shipped("published/h100-steps.json").read_text())
+
+
+def held_out(name: str) -> bool:
+    """Return whether the row `name` is held out, by the parity of a hash of its name."""
+    return sha256(name.encode()).digest()[0] % 2 == 1
+
+
+def config_of(row: dict[str, Any]) -> Config:
+    """Return the resolved configuration of a published row.
+
+    Raises ValueError if hpc3d does not support the layout.
+    """
+    keys = row["layout"] | _COMMON
+    return load_resolved(None, [f"--{key}={literal(value)}" for key, value in keys.items()])
+
+
+def predicted(row: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    """Predict a published row.
+
+    Returns
+    -------
+    dict
+        The name, kind, and published step time of the row, and whether it is `held_out`; with the
+        predicted step time, the relative error, the model FLOP utilization, the fraction of
+        communication and the peak memory in GB, or else `refused`, the reason.
+    """
+    found = {name: row[name] for name in ("id", "kind", "seconds")}
+    found["held_out"] = held_out(row["id"])
+    try:
+        config = config_of(row)
+    except ValueError as error:
+        return found | {"refused": str(error).splitlines()[0]}
+    step = summary(simulate(config, config.model.vocabulary, machine), config, machine)
+    return found | {
+        "ranks": step["ranks"],
+        "predicted_s": step["step_time_s"],
+        "error": step["step_time_s"] / row["seconds"] - 1,
+        "mfu": step["mfu"],
+        "communication": step["communication"],
+        "memory_GB": step["memory"]["worst"]["all"] / 1e9,
+        "fits": step["memory"]["fits"],
+    }
+
+
+def errors(found: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the number of predicted rows, and statistics of their relative errors."""
+    listed = [row["error"] for row in found if "error" in row]
+    sizes = [*map(abs, listed)]
+    return {
+        "rows": len(listed),
+        "mean": mean(sizes),
+        "median": median(sizes),
+        "signed": mean(listed),
+        "worst": max(listed, key=abs),
+    }
+
+
+def by_kind(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the `errors` of each kind of rows, of used, held-out and all rows."""
+    groups: dict[str, list] = {}
+    for row in found:
+        for name in (row["kind"], "held out" if row["held_out"] else "used", "all"):
+            groups.setdefault(name, []).append(row)
+    kinds = dict.fromkeys(row["kind"] for row in found)
+    names = [*kinds, "used", "held out", "all"]
+    known = {name: groups[name] for name in names if name in groups}
+    return {name: errors(rows) for name, rows in known.items() if any("error" in r for r in rows)}

@@ -1,0 +1,60 @@
+"""Published training steps on H100 GPUs: their layouts, predictions and errors."""
+
+import pytest
+
+from hpc3d.predict.machine.machine_file import load
+from hpc3d.studies.hopper_steps import by_kind, config_of, errors, held_out, predicted, published
+
+ROWS = {row["id"]: row for row in published()}
+SMALL = "llm-foundry-mpt-1b-s2048-8"
+
+
+def test_rows_have_a_source_a_layout_and_a_time():
+    assert len(ROWS) == 66
+    for row in ROWS.values():
+        assert row["source"] and row["derived"] and row["seconds"] > 0
+        assert {"mesh.d", "model.layers", "train.batch"} <= row["layout"].keys()
+
+
+def test_rows_are_held_out_by_name_not_by_error():
+    held = [name for name in ROWS if held_out(name)]
+    assert 0.4 < len(held) / len(ROWS) < 0.65
+    assert held_out(SMALL) is False
+
+
+def test_predicted_row_has_the_error_of_its_step_time():
+    found = predicted(ROWS[SMALL], load("h100"))
+    assert found["ranks"] == 8
+    assert found["error"] == found["predicted_s"] / ROWS[SMALL]["seconds"] - 1
+    assert found["fits"] is True
+
+
+def test_row_of_an_unsupported_layout_is_reported_not_predicted():
+    layout = ROWS[SMALL]["layout"] | {"mesh.d": 7}
+    found = predicted(ROWS[SMALL] | {"layout": layout}, load("h100"))
+    assert "error" not in found and "7" in found["refused"]
+
+
+@pytest.mark.slow
+def test_layouts_of_the_rows_are_valid():
+    refused = []
+    for name, row in ROWS.items():
+        try:
+            config_of(row)
+        except ValueError:
+            refused.append(name)
+    assert refused == ["fms-fsdp-llama2-7b-96"]  # 4,096 rows do not divide over 96 ranks
+
+
+def test_errors_are_summarized_by_kind_and_by_use():
+    rows = [
+        {"kind": "a", "held_out": False, "error": 0.1},
+        {"kind": "a", "held_out": True, "error": -0.3},
+        {"kind": "b", "held_out": True, "refused": "no"},
+    ]
+    found = by_kind(rows)
+    assert found.keys() == {"a", "used", "held out", "all"}
+    assert found["held out"]["worst"] == -0.3
+    assert found["a"] == errors(rows[:2])
+    assert found["a"]["mean"] == found["a"]["median"] == pytest.approx(0.2)
+    assert found["a"]["signed"] == pytest.approx(-0.1)
