@@ -46,8 +46,11 @@ class CostMeter:
     def kernel(self, name: str, nbytes: int) -> None:
         """Record a kernel other than a matrix product; `nbytes` is its total memory traffic."""
 
-    def fused(self, flop: float, nbytes: int, dtype: DTypeLike) -> None:
-        """Record a fused kernel with `flop` FLOPs, such as attention, and `nbytes` of traffic."""
+    def attention(self, flop: float, nbytes: int, case: Any, backward: bool) -> None:
+        """Record a fused attention kernel with `flop` FLOPs and `nbytes` of traffic.
+
+        `case` has the attributes `width` (head dimension), `sequence`, `dtype` and `causal`.
+        """
 
     def copied(self, nbytes: int) -> int:
         """Record an offload copy of `nbytes` bytes; return its completion time in ns."""

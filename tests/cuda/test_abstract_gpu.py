@@ -127,3 +127,26 @@ def test_attention_by_products_copies_q_k_v_and_the_output():
     qkv = pool.empty((2 * 8, 4 * 3 * 8), np.float32)
     out, _ = attend(qkv, 8, HeadForm(8), pool.empty)
     assert pool.meter.bytes["copy"] == 2 * (qkv.nbytes + out.nbytes)
+
+
+class AttentionCalls(CostMeter):
+    """Records (FLOPs, backward) of each fused attention kernel."""
+
+    def __init__(self):
+        self.calls = []
+
+    def attention(self, flop, nbytes, case, backward):
+        self.calls.append((flop, backward))
+        assert (case.width, case.sequence, case.dtype) == (16, 128, "bfloat16")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_attention_is_recorded_with_its_pass_and_flops(causal):
+    """2 products forward and 5 backward, half of each under a causal mask."""
+    pool = abstract_gpu.DeviceShapes(AttentionCalls())
+    qkv = pool.empty((2 * 128, 4 * 3 * 16), "bfloat16")
+    flash, form = pool.gpu.flash, HeadForm(16)
+    out, stats = flash.forward(qkv, 128, form, causal)
+    flash.backward(out, qkv, out, stats, 128, form, causal)
+    product = 2 * (2 * 4) * 128**2 * 16 // (2 if causal else 1)
+    assert pool.meter.calls == [(2 * product, False), (5 * product, True)]

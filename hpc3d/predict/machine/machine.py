@@ -62,6 +62,40 @@ class Rates:
         return Curve(self.flop, self.rate)
 
 
+class AttentionPass(NamedTuple):
+    """Forward or backward pass of fused attention over `sequence` tokens, for one head size."""
+
+    head_dim: int
+    sequence: int
+    causal: bool
+    backward: bool
+
+
+@dataclass(frozen=True)
+class AttentionRates:
+    """Measured rates of fused attention, in the forward or the backward pass.
+
+    Heads of `head_dim` elements run at `rate` FLOP/s over `sequence` tokens; the two tuples list
+    the measured points. Under a causal mask, the FLOPs of the masked half are not counted.
+    """
+
+    __pydantic_config__ = STRICT
+    head_dim: int
+    causal: bool
+    backward: bool
+    sequence: tuple[float, ...]
+    rate: tuple[float, ...]
+
+    @cached_property
+    def curve(self) -> Curve:
+        return Curve(self.sequence, self.rate)
+
+    def distance(self, case: AttentionPass) -> tuple[bool, bool, float]:
+        """Return a sort key: the nearest table has the same pass, mask, and similar heads."""
+        unlike = self.backward != case.backward, self.causal != case.causal
+        return *unlike, abs(log(self.head_dim / case.head_dim))
+
+
 @dataclass(frozen=True)
 class Link:
     """Network link that connects groups of `ranks` consecutive ranks (0: all ranks).
@@ -181,7 +215,8 @@ class Machine:
     A node has `ranks_per_node` ranks and `cores` CPU cores. If there are fewer cores than ranks,
     ranks share cores; if `cores` is 0, each rank has a GPU. `memory_gb` is the memory per rank. A
     kernel takes `launch_s` seconds plus the time to move its bytes at `memory_bandwidth` or at its
-    own bandwidth in `kernels`, in bytes/s. `links` are ordered from the innermost to the
+    own bandwidth in `kernels`, in bytes/s. Without tables in `attention`, fused attention runs at
+    the rate of a matrix product with as many FLOPs. `links` are ordered from the innermost to the
     outermost. Without GPUs, communication uses the cores, and a waiting rank resumes with a delay
     of `wakeup_s` seconds. Fused attention on GPUs supports heads of up to `max_fused_head_dim`
     elements (0: no fused attention). Copies between a GPU and its host run at `host_bandwidth`
@@ -200,6 +235,7 @@ class Machine:
     links: tuple[Link, ...]
     kernels: dict[str, float] = field(default_factory=dict)
     measured: tuple[CallTable, ...] = ()
+    attention: tuple[AttentionRates, ...] = ()
     wakeup_s: float = 0.0
     max_fused_head_dim: int = 128
     host_bandwidth: float = 25e9
@@ -212,17 +248,31 @@ class Machine:
         are assumed to be in cache. Raises ValueError if the machine has no rates for the dtype.
         """
         moved = 0 if self.cores else batch * (m * k + k * n + m * n) * itemsize(dtype)
-        return self.fused(2.0 * m * n * k * batch, moved, dtype)
+        flop = 2.0 * m * n * k * batch
+        return self._roofline(flop, self._product_rate(flop, dtype), moved)
 
-    def fused(self, flop: float, nbytes: float, dtype: str) -> float:
-        """Return the time in seconds of a kernel that computes `flop` FLOPs and moves `nbytes`."""
+    def fused_attention(
+        self, flop: float, nbytes: float, dtype: str, case: AttentionPass
+    ) -> float:
+        """Return the time in seconds of a fused attention kernel.
+
+        The kernel computes `flop` FLOPs, and moves `nbytes` through memory.
+        """
+        if self.attention:
+            table = min(self.attention, key=lambda rates: rates.distance(case))
+            return self._roofline(flop, table.curve(case.sequence), nbytes)
+        return self._roofline(flop, self._product_rate(flop, dtype), nbytes)
+
+    def _roofline(self, flop: float, rate: float, nbytes: float) -> float:
+        return max(self.launch_s, flop / rate, nbytes / self.memory_bandwidth)
+
+    def _product_rate(self, flop: float, dtype: str) -> float:
         if dtype not in self.gemm:
             raise ValueError(
                 f"machine {self.name}: no GEMM rates for {dtype}, only {', '.join(self.gemm)}; "
                 f"add [gemm.{dtype}] to the machine file, or train in another data type"
             )
-        computed = flop / self.gemm[dtype].curve(flop)
-        return max(self.launch_s, computed, nbytes / self.memory_bandwidth)
+        return self.gemm[dtype].curve(flop)
 
     def kernel(self, name: str, nbytes: float) -> float:
         """Return the time in seconds of an elementwise kernel that moves `nbytes` in total."""

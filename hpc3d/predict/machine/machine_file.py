@@ -17,11 +17,18 @@ from hpc3d.config.load import literal, read
 from hpc3d.config.package_data import MACHINE, find
 from hpc3d.console.sanitize import Problems
 from hpc3d.predict.machine.collective_costs import ALGORITHMS
-from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
+from hpc3d.predict.machine.machine import (
+    TYPES,
+    AttentionRates,
+    CallTable,
+    Link,
+    Machine,
+    Rates,
+)
 
 _RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # maps old keys to new keys
 _LONGEST, _SLOWEST = 10.0, 1.0  # maximum time in s, and minimum rate in 1/s
-_PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
+_PARTS = {"gemm": Rates, "links": Link, "measured": CallTable, "attention": AttentionRates}
 
 
 def load(path: Path | str) -> Machine:
@@ -41,12 +48,14 @@ def load(path: Path | str) -> Machine:
 def dumps(machine: Machine) -> str:
     """Serialize `machine` to TOML text, which `load` can read."""
     tree = asdict(machine)
-    gemm, links, kernels, measured = map(tree.pop, ("gemm", "links", "kernels", "measured"))
+    gemm, links, kernels = map(tree.pop, ("gemm", "links", "kernels"))
+    measured, attention = map(tree.pop, ("measured", "attention"))
     parts = [_table("", tree)]
     parts += [_table(f"[gemm.{_key(dtype)}]", rates) for dtype, rates in gemm.items()]
     parts += [_table("[[links]]", link) for link in links]
     parts += [_table("[kernels]", kernels)] if kernels else []
     parts += [_table("[[measured]]", call) for call in measured]
+    parts += [_table("[[attention]]", rates) for rates in attention]
     return "\n".join(parts)
 
 
@@ -77,7 +86,7 @@ def _validate(tree: dict[str, Any]) -> Machine:
     except ValidationError as errors:
         raise Problems(map(_explain, errors.errors())) from None
     found = *_wrong_numbers(machine), *_wrong_rates(machine), *_wrong_links(machine)
-    if found := [*found, *_wrong_tables(machine)]:
+    if found := [*found, *_wrong_tables(machine), *_wrong_attention(machine)]:
         raise Problems(found)
     return machine
 
@@ -139,6 +148,14 @@ def _wrong_rates(machine: Machine) -> Iterator[str]:
                 f"gemm.{dtype}.peak = {rates.peak:g}: must be at least the largest rate, "
                 f"{max(rates.rate):g}; use the peak rate of the device"
             )
+
+
+def _wrong_attention(machine: Machine) -> Iterator[str]:
+    for index, table in enumerate(machine.attention):
+        key = f"attention.{index}"
+        if table.head_dim < 1:
+            yield f"{key}.head_dim = {table.head_dim}: must be at least 1"
+        yield from _wrong_knots(key, sequence=table.sequence, rate=table.rate)
 
 
 def _wrong_links(machine: Machine) -> Iterator[str]:

@@ -129,7 +129,7 @@ class _AbstractAttention:
         self.have(4 * qkv.shape[0] * heads * (case.width + 1))
         out = self.pool.empty((qkv.shape[0], heads * case.width), qkv.dtype)
         stats = self.pool.empty((case.batch, heads, sequence, 1), np.float32)
-        self.tell(case, 2, (qkv, out, stats))
+        self.tell(case, (qkv, out, stats))
         return out, stats
 
     def backward(
@@ -143,7 +143,8 @@ class _AbstractAttention:
         causal: bool,
     ) -> AbstractArray:
         dqkv = self.pool.empty(qkv.shape, qkv.dtype)
-        self.tell(Case.of(qkv, sequence, form, causal), 5, (dout, qkv, out, stats, dqkv))
+        case = Case.of(qkv, sequence, form, causal)
+        self.tell(case, (dout, qkv, out, stats, dqkv), backward=True)
         return dqkv
 
     def have(self, size: int) -> None:
@@ -154,10 +155,13 @@ class _AbstractAttention:
         if size > self.workspaces[-1].nbytes:
             self.workspaces.append(self.pool.empty((size,), np.uint8, "workspace"))
 
-    def tell(self, case: Any, products: int, arrays: Sequence[AbstractArray]) -> None:
+    def tell(
+        self, case: Case, arrays: Sequence[AbstractArray], backward: bool = False
+    ) -> None:
+        products = 5 if backward else 2
         heads = case.batch * case.heads * case.queries
         flop = products * (1 if case.causal else 2) * heads * case.sequence**2 * case.width
-        self.pool.meter.fused(flop, sum(array.nbytes for array in arrays), arrays[1].dtype)
+        self.pool.meter.attention(flop, sum(array.nbytes for array in arrays), case, backward)
 
 
 def _on_pool(primitive: Primitive) -> Callable[..., Any]:

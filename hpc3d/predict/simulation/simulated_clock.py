@@ -23,6 +23,7 @@ from hpc3d.comm.communicator import Pending, received_bytes
 from hpc3d.comm.mesh import CONTEXT, WORLD, Mesh, groups_of, queue_of
 from hpc3d.ops.float8 import E4M3
 from hpc3d.predict.machine.between_hosts import legs
+from hpc3d.predict.machine.machine import AttentionPass
 
 if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
@@ -86,8 +87,9 @@ class Clock(CostMeter):
     def kernel(self, name: str, nbytes: float) -> None:
         self.work(self.machine.kernel(name, nbytes))
 
-    def fused(self, flop: float, nbytes: float, dtype: np.dtype) -> None:
-        self.work(self.machine.fused(flop, nbytes, dtype.name))
+    def attention(self, flop: float, nbytes: float, case: Any, backward: bool) -> None:
+        form = AttentionPass(case.width, case.sequence, case.causal, backward)
+        self.work(self.machine.fused_attention(flop, nbytes, case.dtype, form))
 
     def copied(self, nbytes: float) -> int:
         """Start a copy between device and host; return its end time in ns.

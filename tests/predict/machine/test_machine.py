@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from hpc3d.config.input_file import TrainConfig
 from hpc3d.predict.machine.collective_costs import ALGORITHMS, doubling, ring
-from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
+from hpc3d.predict.machine.machine import (
+    TYPES,
+    AttentionPass,
+    AttentionRates,
+    CallTable,
+    Link,
+    Machine,
+    Rates,
+)
 from hpc3d.predict.machine.machine_file import load
 
 SHIPPED = sorted((Path(__file__).parents[3] / "inputs" / "machines").glob("*.toml"))
@@ -52,6 +60,38 @@ def test_product_time_follows_the_rate_of_its_size(n, rate):
 def test_rate_curve_passes_through_its_knots():
     rates = Rates(1.0, (3.0, 7.0, 11.0), (1.3, 2.7, 1.9))
     assert [rates.curve(flop) for flop in rates.flop] == [*rates.rate]
+
+
+ATTENTION = (
+    AttentionRates(64, True, False, (1024, 4096), (100e12, 400e12)),
+    AttentionRates(128, True, False, (1024, 4096), (200e12, 500e12)),
+    AttentionRates(128, False, False, (1024,), (600e12,)),
+    AttentionRates(128, True, True, (1024,), (50e12,)),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "rate"),
+    [
+        (AttentionPass(64, 2048, True, False), 200e12),  # half way, in logarithms
+        (AttentionPass(80, 1024, True, False), 100e12),  # 64 is nearer than 128
+        (AttentionPass(96, 1024, True, False), 200e12),  # 128 is nearer, in logarithms
+        (AttentionPass(64, 9999, False, False), 600e12),  # the only table without a mask
+        (AttentionPass(64, 1024, False, True), 50e12),  # the only one of the backward pass
+    ],
+)
+def test_attention_runs_at_the_rate_of_the_most_similar_pass(case, rate):
+    machine = replace(CLUSTER, attention=ATTENTION)
+    assert machine.fused_attention(1e12, 0, "float32", case) == pytest.approx(1e12 / rate)
+    assert machine.fused_attention(1.0, 0, "float32", case) == machine.launch_s
+    assert machine.fused_attention(1.0, 1e12, "float32", case) == pytest.approx(1.0)
+
+
+def test_attention_without_rates_runs_at_the_rate_of_a_product():
+    case = AttentionPass(64, 2048, True, False)
+    assert CLUSTER.fused_attention(2e9, 0, "float32", case) == pytest.approx(
+        CLUSTER.product(1000, 1000, 1000, "float32"), rel=1e-12
+    )
 
 
 def test_machine_can_have_rates_of_every_training_type():

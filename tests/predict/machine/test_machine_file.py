@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc3d.predict.machine.collective_costs import ALGORITHMS
-from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
+from hpc3d.predict.machine.machine import TYPES, AttentionRates, CallTable, Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import dumps, load
 from tests.elided import elided
 from tests.predict.machine.test_machine import CLUSTER, FAR, NEAR, SHIPPED, TABLE
@@ -124,6 +124,14 @@ def test_measured_table_requires_two_points(tmp_path):
     assert re.match(elided("measured.0: bytes ... 1 ... seconds ... 1;"), line)
 
 
+def test_attention_rates_require_a_head_dimension_and_a_curve(tmp_path):
+    table = dumps(replace(CLUSTER, attention=(AttentionRates(0, True, False, (2.0, 1.0), (1, 1)),)))
+    assert said(table, tmp_path) == [
+        "attention.0.head_dim = 0: must be at least 1",
+        "attention.0.sequence: must be in ascending order; sort the values and remove duplicates",
+    ]
+
+
 def test_machine_requires_product_rates(tmp_path):
     (line,) = said("gemm = {}\n" + dumps(replace(CLUSTER, gemm={})), tmp_path)
     assert re.match(elided("gemm: ... [gemm.float32]"), line)
@@ -172,6 +180,7 @@ def machines(draw):
         st.integers(1, 99),
         st.sampled_from(["alone", "at once"]),
     )
+    masks = [st.booleans()] * 2
     return Machine(
         name=draw(names),
         source=draw(st.text()),
@@ -185,6 +194,10 @@ def machines(draw):
         kernels=draw(st.dictionaries(st.text(min_size=1), RATE, max_size=3)),
         measured=tuple(
             CallTable(*kind, *draw(curves())) for kind in draw(st.sets(kinds, max_size=3))
+        ),
+        attention=tuple(
+            AttentionRates(draw(st.integers(1, 256)), *draw(st.tuples(*masks)), *draw(curves()))
+            for _ in range(draw(st.integers(0, 2)))
         ),
     )
 
