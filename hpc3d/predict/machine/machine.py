@@ -49,17 +49,20 @@ class Rates:
     """Measured rates of matrix products in one dtype.
 
     A matrix product of `flop` floating-point operations runs at `rate` FLOP/s; the two tuples list
-    the measured points. `peak`, in FLOP/s, is the reference for MFU.
+    the measured points. `peak`, in FLOP/s, is the reference for MFU. `sustained` limits the rate
+    of training steps, in which a GPU reaches its power limit (0: no limit).
     """
 
     __pydantic_config__ = STRICT
     peak: float
     flop: tuple[float, ...]
     rate: tuple[float, ...]
+    sustained: float = 0.0
 
     @cached_property
     def curve(self) -> Curve:
-        return Curve(self.flop, self.rate)
+        limit = self.sustained or inf
+        return Curve(self.flop, [min(rate, limit) for rate in self.rate])
 
 
 class AttentionPass(NamedTuple):

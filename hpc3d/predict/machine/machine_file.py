@@ -143,6 +143,8 @@ def _wrong_rates(machine: Machine) -> Iterator[str]:
         if dtype not in TYPES:
             yield f"gemm.{dtype}: unknown data type; use one of {', '.join(TYPES)}"
         yield from _wrong_knots(f"gemm.{dtype}", flop=rates.flop, rate=rates.rate)
+        if rates.sustained and not _SLOWEST <= rates.sustained < inf:
+            yield f"gemm.{dtype}.sustained = {rates.sustained}: must be 0 (no limit) or a rate"
         if _SLOWEST <= rates.peak < max(rates.rate, default=0):
             yield (
                 f"gemm.{dtype}.peak = {rates.peak:g}: must be at least the largest rate, "

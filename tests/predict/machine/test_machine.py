@@ -62,6 +62,11 @@ def test_rate_curve_passes_through_its_knots():
     assert [rates.curve(flop) for flop in rates.flop] == [*rates.rate]
 
 
+def test_power_limit_reduces_the_rates_above_it_only():
+    rates = Rates(9.0, (3.0, 7.0, 11.0), (1.3, 2.7, 1.9), sustained=1.5)
+    assert [rates.curve(flop) for flop in rates.flop] == [1.3, 1.5, 1.5]
+
+
 ATTENTION = (
     AttentionRates(64, True, False, (1024, 4096), (100e12, 400e12)),
     AttentionRates(128, True, False, (1024, 4096), (200e12, 500e12)),
