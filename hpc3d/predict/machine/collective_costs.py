@@ -8,14 +8,17 @@ reduction arithmetic is not modeled separately, because a measured beta includes
 
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH"
 (IJHPCA 19(1), 2005) describes all algorithms except the chain; MPICH implements them in
-src/mpi/coll.
+src/mpi/coll. Between GPUs, `fastest` follows NCCL instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import ceil, floor, log2, sqrt
 from typing import NamedTuple
 
+from hpc3d.config.input_file import STRICT
 from hpc3d.trace.schema import MESSAGES
 
 _SHORT = 512 * 1024  # maximum size in bytes for recursive doubling and halving in MPICH
@@ -150,6 +153,70 @@ def best(
         for cost, fits in ALGORITHMS[op]
         if fits(g, nbytes)
     )
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Protocol of NCCL: latencies in seconds, and the fraction of the bandwidth that it reaches.
+
+    A ring needs `base_s` seconds, `near_s` for each step within a node, and `far_s` for each step
+    between nodes. `lone_fraction` is the fraction of the bandwidth if a group has one member per
+    node, and `most` limits the bytes/s of a member between nodes (0: no limit). The `tree_` fields
+    describe all-reduces by trees; a tree with `tree_fraction` 0 is not used.
+    """
+
+    __pydantic_config__ = STRICT
+    name: str
+    base_s: float
+    near_s: float
+    far_s: float
+    fraction: float = 1.0
+    lone_fraction: float = 1.0
+    most: float = 0.0
+    tree_base_s: float = 0.0
+    tree_near_s: float = 0.0
+    tree_far_s: float = 0.0
+    tree_fraction: float = 0.0
+
+    def ring(self, op: str, nbytes: float, members: int, nodes: int, beta: float) -> float:
+        """Return the time of an all-gather, reduce-scatter or all-reduce by a ring in seconds."""
+        rounds = 2 if op == "all_reduce" else 1
+        far = nodes - 1
+        lone = members == nodes
+        rate = (self.lone_fraction if lone else self.fraction) / beta
+        if nodes > 1 and self.most:
+            rate = min(rate, self.most)
+        steps = (members - 1 - far) * self.near_s + far * self.far_s
+        return self.base_s + rounds * steps + nbytes / rate
+
+    def tree(self, nbytes: float, members: int, nodes: int, beta: float) -> float:
+        """Return the time of an all-reduce by a double binary tree in seconds.
+
+        Each member sends and receives the full array twice, up and down the tree.
+        """
+        chain, depth = members // nodes - 1, floor(log2(nodes))
+        rate = self.tree_fraction / beta
+        if nodes > 1 and self.most:
+            rate = min(rate, self.most)
+        steps = chain * self.tree_near_s + depth * self.tree_far_s
+        return self.tree_base_s + 2 * steps + 2 * _summed(members, nbytes) / rate
+
+
+RING_OPS = "all_gather", "reduce_scatter", "all_reduce"
+
+
+def fastest(
+    protocols: Iterable[Protocol], op: str, nbytes: float, shape: tuple[int, int], beta: float
+) -> float:
+    """Return the time in seconds of NCCL's fastest algorithm and protocol.
+
+    NCCL predicts all of them by these formulas, and runs the fastest (src/graph/tuning.cc).
+    `shape` is the number of members of the group, and the number of their nodes.
+    """
+    times = [each.ring(op, nbytes, *shape, beta) for each in protocols]
+    if op == "all_reduce":
+        times += [each.tree(nbytes, *shape, beta) for each in protocols if each.tree_fraction]
+    return min(times)
 
 
 class Level(NamedTuple):

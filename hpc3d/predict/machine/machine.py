@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from hpc3d.arrays.narrow import itemsize
 from hpc3d.config.input_file import STRICT
 from hpc3d.predict.machine import between_hosts
-from hpc3d.predict.machine.collective_costs import Level, best, hierarchical_all_reduce
+from hpc3d.predict.machine.collective_costs import (
+    RING_OPS,
+    Level,
+    Protocol,
+    best,
+    fastest,
+    hierarchical_all_reduce,
+)
 
 if TYPE_CHECKING:
     from hpc3d.predict.machine.between_hosts import Crossing
@@ -168,11 +175,12 @@ class Route(NamedTuple):
 
     Measured `tables` take precedence. Otherwise, the latency of a message is `alpha` seconds, or
     `hop` seconds between neighbors in a ring. Each byte takes `beta` seconds, or `spread` seconds
-    in an all-to-all. If the group has several members on each of several nodes, `levels` contains
+    in an all-to-all. The members are on `nodes` nodes. If the group has several members on each of several nodes, `levels` contains
     the `Level` within the nodes and the `Level` across the nodes.
     """
 
     members: int
+    nodes: int
     alpha: float
     hop: float
     beta: float
@@ -202,6 +210,7 @@ def _over_nodes(
     elsewhere = (size - inside.members) / (size - 1)
     return Route(
         members=size,
+        nodes=across.members,
         alpha=alpha,
         hop=hop,
         beta=max(inside.beta, leaving),
@@ -239,6 +248,7 @@ class Machine:
     kernels: dict[str, float] = field(default_factory=dict)
     measured: tuple[CallTable, ...] = ()
     attention: tuple[AttentionRates, ...] = ()
+    protocols: tuple[Protocol, ...] = ()
     wakeup_s: float = 0.0
     max_fused_head_dim: int = 128
     host_bandwidth: float = 25e9
@@ -287,7 +297,8 @@ class Machine:
         All groups along the axis are assumed to make the call concurrently. `members` are the
         ranks of one group (a tuple or a range), and `nbytes` is the size of the call as counted in
         the column `bytes` of a trace. A measured time is returned if the machine has one, and
-        otherwise the launch time plus the transfer time (collective_costs.best). For calls between
+        otherwise the launch time plus the transfer time (collective_costs.best), or the time of
+        NCCL's fastest protocol if the machine has `protocols` (collective_costs.fastest). For calls between
         hosts without GPUs, the time is the sum of CPU and network time
         (hpc3d.predict.machine.between_hosts).
         """
@@ -298,6 +309,8 @@ class Machine:
         route = self._route(members)
         if op in route.tables:
             return route.tables[op](nbytes)
+        if self.protocols and op in RING_OPS:
+            return fastest(self.protocols, op, nbytes, route[:2], route.beta)
         beta = route.spread if op == "all_to_all" else route.beta
         seconds = best(op, route.members, nbytes, route.alpha, beta, route.hop)
         if op == "all_reduce" and route.levels:
@@ -344,7 +357,7 @@ class Machine:
         tables = self.tables(members, alone_serves=inside.members == ranks or not hindered)
         if 1 in (inside.members, across.members):
             _, alpha, beta = inside if across.members == 1 else across
-            return Route(len(members), alpha, alpha, beta, beta, None, tables)
+            return Route(len(members), across.members, alpha, alpha, beta, beta, None, tables)
         return _over_nodes(len(members), inside, across, far.beta(len(here), ranks), tables)
 
     def by_node(self, members: Sequence[int]) -> Collection[list[int]]:

@@ -16,7 +16,7 @@ from hpc3d.config import deprecated_keys
 from hpc3d.config.load import literal, read
 from hpc3d.config.package_data import MACHINE, find
 from hpc3d.console.sanitize import Problems
-from hpc3d.predict.machine.collective_costs import ALGORITHMS
+from hpc3d.predict.machine.collective_costs import ALGORITHMS, Protocol
 from hpc3d.predict.machine.machine import (
     TYPES,
     AttentionRates,
@@ -28,7 +28,13 @@ from hpc3d.predict.machine.machine import (
 
 _RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # maps old keys to new keys
 _LONGEST, _SLOWEST = 10.0, 1.0  # maximum time in s, and minimum rate in 1/s
-_PARTS = {"gemm": Rates, "links": Link, "measured": CallTable, "attention": AttentionRates}
+_PARTS = {
+    "gemm": Rates,
+    "links": Link,
+    "measured": CallTable,
+    "attention": AttentionRates,
+    "protocols": Protocol,
+}
 
 
 def load(path: Path | str) -> Machine:
@@ -49,13 +55,14 @@ def dumps(machine: Machine) -> str:
     """Serialize `machine` to TOML text, which `load` can read."""
     tree = asdict(machine)
     gemm, links, kernels = map(tree.pop, ("gemm", "links", "kernels"))
-    measured, attention = map(tree.pop, ("measured", "attention"))
+    measured, attention, protocols = map(tree.pop, ("measured", "attention", "protocols"))
     parts = [_table("", tree)]
     parts += [_table(f"[gemm.{_key(dtype)}]", rates) for dtype, rates in gemm.items()]
     parts += [_table("[[links]]", link) for link in links]
     parts += [_table("[kernels]", kernels)] if kernels else []
     parts += [_table("[[measured]]", call) for call in measured]
     parts += [_table("[[attention]]", rates) for rates in attention]
+    parts += [_table("[[protocols]]", each) for each in protocols]
     return "\n".join(parts)
 
 
@@ -86,7 +93,8 @@ def _validate(tree: dict[str, Any]) -> Machine:
     except ValidationError as errors:
         raise Problems(map(_explain, errors.errors())) from None
     found = *_wrong_numbers(machine), *_wrong_rates(machine), *_wrong_links(machine)
-    if found := [*found, *_wrong_tables(machine), *_wrong_attention(machine)]:
+    found += *_wrong_tables(machine), *_wrong_attention(machine), *_wrong_protocols(machine)
+    if found:
         raise Problems(found)
     return machine
 
@@ -158,6 +166,15 @@ def _wrong_attention(machine: Machine) -> Iterator[str]:
         if table.head_dim < 1:
             yield f"{key}.head_dim = {table.head_dim}: must be at least 1"
         yield from _wrong_knots(key, sequence=table.sequence, rate=table.rate)
+
+
+def _wrong_protocols(machine: Machine) -> Iterator[str]:
+    for index, protocol in enumerate(machine.protocols):
+        for name, value in asdict(protocol).items():
+            if name in ("fraction", "lone_fraction") and value == 0:
+                yield f"protocols.{index}.{name} = 0: must be positive"
+            elif name != "name" and not 0 <= value < inf:
+                yield f"protocols.{index}.{name} = {value}: must be at least 0"
 
 
 def _wrong_links(machine: Machine) -> Iterator[str]:

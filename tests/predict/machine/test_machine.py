@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc3d.config.input_file import TrainConfig
-from hpc3d.predict.machine.collective_costs import ALGORITHMS, doubling, ring
+from hpc3d.predict.machine.collective_costs import ALGORITHMS, Protocol, doubling, ring
 from hpc3d.predict.machine.machine import (
     TYPES,
     AttentionPass,
@@ -97,6 +97,37 @@ def test_attention_without_rates_runs_at_the_rate_of_a_product():
     assert CLUSTER.fused_attention(2e9, 0, "float32", case) == pytest.approx(
         CLUSTER.product(1000, 1000, 1000, "float32"), rel=1e-12
     )
+
+
+LATENCY = Protocol("latency", 1e-6, 2e-6, 3e-6, fraction=0.25, lone_fraction=0.1, most=4e9)
+BANDWIDTH = Protocol(
+    "bandwidth", 5e-6, 20e-6, 30e-6, tree_near_s=7e-6, tree_far_s=8e-6, tree_fraction=0.5
+)
+NCCL = replace(CLUSTER, protocols=(LATENCY, BANDWIDTH))
+
+
+@pytest.mark.parametrize(
+    ("op", "nbytes", "members", "seconds"),
+    [
+        # 3 steps on a node, at a quarter of 100 GB/s
+        ("all_gather", 1e3, range(4), 1e-6 + 3 * 2e-6 + 1e3 / 25e9),
+        ("reduce_scatter", 1e9, range(4), 5e-6 + 3 * 20e-6 + 1e9 / 100e9),
+        # 15 steps, 3 of them between nodes; 2.5 of 10 GB/s
+        ("all_gather", 1e3, range(16), 1e-6 + 12 * 2e-6 + 3 * 3e-6 + 1e3 / 2.5e9),
+        # a member per node, each with a quarter of 10 GB/s: a tenth of them
+        ("all_gather", 1e2, range(0, 16, 4), 1e-6 + 3 * 3e-6 + 1e2 / 0.25e9),
+        ("all_reduce", 1e3, range(4), 1e-6 + 6 * 2e-6 + 1e3 / 25e9),
+        # a tree over 64 nodes: depth 6, twice the array at half of 10 GB/s
+        ("all_reduce", 1e6, range(256), 2 * (3 * 7e-6 + 6 * 8e-6) + 2 * 1e6 * 256 / 510 / 5e9),
+    ],
+)
+def test_collectives_take_the_time_of_the_fastest_protocol(op, nbytes, members, seconds):
+    assert NCCL.call(op, nbytes, members) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_messages_and_other_collectives_do_not_depend_on_protocols():
+    for op in ALGORITHMS.keys() - {"all_gather", "reduce_scatter", "all_reduce"}:
+        assert NCCL.call(op, 1e6, range(8)) == CLUSTER.call(op, 1e6, range(8))
 
 
 def test_machine_can_have_rates_of_every_training_type():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc3d.predict.machine.collective_costs import ALGORITHMS
+from hpc3d.predict.machine.collective_costs import ALGORITHMS, Protocol
 from hpc3d.predict.machine.machine import TYPES, AttentionRates, CallTable, Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import dumps, load
 from tests.elided import elided
@@ -132,6 +132,14 @@ def test_attention_rates_require_a_head_dimension_and_a_curve(tmp_path):
     ]
 
 
+def test_protocols_require_a_fraction_of_the_bandwidth(tmp_path):
+    wrong = Protocol("LL", 1e-6, -1e-6, 1e-6, fraction=0)
+    assert said(dumps(replace(CLUSTER, protocols=(wrong,))), tmp_path) == [
+        "protocols.0.near_s = -1e-06: must be at least 0",
+        "protocols.0.fraction = 0: must be positive",
+    ]
+
+
 def test_machine_requires_product_rates(tmp_path):
     (line,) = said("gemm = {}\n" + dumps(replace(CLUSTER, gemm={})), tmp_path)
     assert re.match(elided("gemm: ... [gemm.float32]"), line)
@@ -197,6 +205,10 @@ def machines(draw):
         ),
         attention=tuple(
             AttentionRates(draw(st.integers(1, 256)), *draw(st.tuples(*masks)), *draw(curves()))
+            for _ in range(draw(st.integers(0, 2)))
+        ),
+        protocols=tuple(
+            Protocol(draw(names), *draw(st.tuples(*[TIME] * 3)), draw(POSITIVE))
             for _ in range(draw(st.integers(0, 2)))
         ),
     )
