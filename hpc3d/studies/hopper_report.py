@@ -36,6 +36,9 @@ prediction is too fast. The predictions describe hpc3d, which differs from the p
   for each hop.
 - Collectives of tensor parallelism and ZeRO 3 do not overlap with computation as in programs that
   prefetch the weights or split the products.
+- Rows of Megatron-Core and NeMo set `parallel.bucket_mb` by the default of Megatron-Core: 40
+  million parameters, or 1 million per replica if this is more
+  (megatron/core/distributed/distributed_data_parallel.py), in float32.
 - torchtitan's rows were measured with 500 W and a memory bandwidth of 2.4 TB/s, those of MaxText
   on A3 and of fms-fsdp with slower networks; the network of nanotron's rows is not described.
 """
