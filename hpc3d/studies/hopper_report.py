@@ -33,14 +33,18 @@ prediction is too fast. The predictions describe hpc3d, which differs from the p
 
 - Ring attention (rows with context parallelism) computes tiles of 1,024 tokens with separate
   matrix products and softmax kernels ([gpu.md](gpu.md)); the published programs use a fused kernel
-  for each hop.
+  for each hop. The column *without ring* is the error with `parallel.context = "all-to-all"`, which
+  uses fused kernels in hpc3d, too, if the KV heads of a rank divide over the context axis.
 - Collectives of tensor parallelism and ZeRO 3 do not overlap with computation as in programs that
   prefetch the weights or split the products.
 - Rows of Megatron-Core and NeMo set `parallel.bucket_mb` by the default of Megatron-Core: 40
   million parameters, or 1 million per replica if this is more
   (megatron/core/distributed/distributed_data_parallel.py), in float32.
-- torchtitan's rows were measured with 500 W and a memory bandwidth of 2.4 TB/s, those of MaxText
-  on A3 and of fms-fsdp with slower networks; the network of nanotron's rows is not described.
+- The memory of torchtitan's GPUs has 2.4 TB/s, and the networks of MaxText on A3 and of fms-fsdp
+  have a half and a quarter of the bandwidth of a DGX H100; the predictions take this into account.
+  Not modeled are the power limit of torchtitan's GPUs, 500 W instead of 700 W, the host, which
+  delays eager programs such as llm-foundry's, and the network of nanotron's rows, which is not
+  described.
 """
 
 
@@ -58,8 +62,10 @@ def _report(
 ) -> Iterator[str]:
     """Predict the rows, append the predictions to `found`, and yield the lines of the report."""
     yield "\n## Rows\n"
-    yield "| row | | GPUs | published [s] | predicted [s] | error | MFU | memory [GB] |"
-    yield "|---|---|---:|---:|---:|---:|---:|---:|"
+    yield (
+        "| row | | GPUs | published [s] | predicted [s] | error | without ring | MFU | memory [GB] |"
+    )
+    yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
     for row in rows:
         found.append(predicted(row, machine))
         yield _line(found[-1])
@@ -72,11 +78,12 @@ def _report(
 def _line(row: Mapping[str, Any]) -> str:
     use = "held out" if row["held_out"] else "used"
     if "refused" in row:
-        return f"| {row['id']} | {use} | | {row['seconds']:.3g} | not supported | | | |"
+        return f"| {row['id']} | {use} | | {row['seconds']:.3g} | not supported | | | | |"
+    other = "" if (error := row.get("without_ring")) is None else f"{error:+.1%}"
     memory = f"{row['memory_GB']:.0f}" + ("" if row["fits"] else " (does not fit)")
     return (
         f"| {row['id']} | {use} | {row['ranks']} | {row['seconds']:.3g} | "
-        f"{row['predicted_s']:.3g} | {row['error']:+.1%} | {row['mfu']:.2f} | {memory} |"
+        f"{row['predicted_s']:.3g} | {row['error']:+.1%} | {other} | {row['mfu']:.2f} | {memory} |"
     )
 
 

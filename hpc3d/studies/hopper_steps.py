@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.load import literal
 from hpc3d.config.package_data import shipped
-from hpc3d.predict.simulation.simulator import load_resolved, simulate
+from hpc3d.predict.simulation.simulator import load_resolved, simulate, step_length
 from hpc3d.predict.simulation.summary import summary
 
 if TYPE_CHECKING:
@@ -44,6 +45,21 @@ def config_of(row: dict[str, Any]) -> Config:
     return load_resolved(None, [f"--{key}={literal(value)}" for key, value in keys.items()])
 
 
+def machine_of(row: dict[str, Any], machine: Machine) -> Machine:
+    """Return the machine of a row, whose memory or network may be slower than that of `machine`.
+
+    The key `machine` of the row contains the factors of the bandwidths.
+    """
+    factors = {"memory": 1.0, "network": 1.0} | row.get("machine", {})
+    *inner, last = machine.links
+    slower = factors["network"]
+    last = replace(
+        last, bandwidth=slower * last.bandwidth, node_bandwidth=slower * last.node_bandwidth
+    )
+    memory = factors["memory"] * machine.memory_bandwidth
+    return replace(machine, links=(*inner, last), memory_bandwidth=memory)
+
+
 def predicted(row: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """Predict a published row.
 
@@ -52,8 +68,10 @@ def predicted(row: dict[str, Any], machine: Machine) -> dict[str, Any]:
     dict
         The name, kind, and published step time of the row, and whether it is `held_out`; with the
         predicted step time, the relative error, the model FLOP utilization, the fraction of
-        communication and the peak memory in GB, or else `refused`, the reason.
+        communication and the peak memory in GB, or else `refused`, the reason. Rows with context
+        parallelism have an error `without_ring`, too (`_without_ring`).
     """
+    machine = machine_of(row, machine)
     found = {name: row[name] for name in ("id", "kind", "seconds")}
     found["held_out"] = held_out(row["id"])
     try:
@@ -61,6 +79,8 @@ def predicted(row: dict[str, Any], machine: Machine) -> dict[str, Any]:
     except ValueError as error:
         return found | {"refused": str(error).splitlines()[0]}
     step = summary(simulate(config, config.model.vocabulary, machine), config, machine)
+    if config.mesh.c > 1:
+        found["without_ring"] = _without_ring(row, machine)
     return found | {
         "ranks": step["ranks"],
         "predicted_s": step["step_time_s"],
@@ -70,6 +90,21 @@ def predicted(row: dict[str, Any], machine: Machine) -> dict[str, Any]:
         "memory_GB": step["memory"]["worst"]["all"] / 1e9,
         "fits": step["memory"]["fits"],
     }
+
+
+def _without_ring(row: dict[str, Any], machine: Machine) -> float | None:
+    """Return the error of a row if all-to-alls replace the ring.
+
+    Attention is then a fused kernel on full sequences, as in the published programs, which fuse
+    each hop of the ring. The result is `None` if the KV heads cannot be sharded.
+    """
+    layout = row["layout"] | {"parallel.context": "all-to-all"}
+    try:
+        config = config_of(row | {"layout": layout})
+    except ValueError:
+        return None
+    seconds = step_length(simulate(config, config.model.vocabulary, machine)) / 1e9
+    return seconds / row["seconds"] - 1
 
 
 def errors(found: Iterable[dict[str, Any]]) -> dict[str, Any]:

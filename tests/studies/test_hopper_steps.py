@@ -3,7 +3,15 @@
 import pytest
 
 from hpc3d.predict.machine.machine_file import load
-from hpc3d.studies.hopper_steps import by_kind, config_of, errors, held_out, predicted, published
+from hpc3d.studies.hopper_steps import (
+    by_kind,
+    config_of,
+    errors,
+    held_out,
+    machine_of,
+    predicted,
+    published,
+)
 
 ROWS = {row["id"]: row for row in published()}
 SMALL = "llm-foundry-mpt-1b-s2048-8"
@@ -27,6 +35,24 @@ def test_predicted_row_has_the_error_of_its_step_time():
     assert found["ranks"] == 8
     assert found["error"] == found["predicted_s"] / ROWS[SMALL]["seconds"] - 1
     assert found["fits"] is True
+
+
+def test_machine_of_a_row_has_its_memory_and_network():
+    known = load("h100")
+    slower = machine_of({"machine": {"memory": 0.5, "network": 0.25}}, known)
+    assert slower.memory_bandwidth == known.memory_bandwidth / 2
+    assert slower.links[0] == known.links[0]
+    assert slower.links[1].bandwidth == known.links[1].bandwidth / 4
+    assert slower.links[1].node_bandwidth == known.links[1].node_bandwidth / 4
+    assert machine_of({}, known) == known
+
+
+@pytest.mark.slow
+def test_row_with_a_ring_is_also_predicted_with_all_to_alls():
+    found = predicted(ROWS["dgxc-24.11.1-llama3.1-8b-8"], load("h100"))
+    assert found["without_ring"] < found["error"]
+    few = predicted(ROWS["dgxc-25.04-llama3.1-405b-32"], load("h100"))
+    assert few["without_ring"] is None  # one KV head per rank
 
 
 def test_row_of_an_unsupported_layout_is_reported_not_predicted():
