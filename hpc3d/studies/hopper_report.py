@@ -42,6 +42,8 @@ prediction is too fast. The predictions describe hpc3d, which differs from the p
   (megatron/core/distributed/distributed_data_parallel.py), in float32.
 - The memory of torchtitan's GPUs has 2.4 TB/s, and the networks of MaxText on A3 and of fms-fsdp
   have a half and a quarter of the bandwidth of a DGX H100; the predictions take this into account.
+  The predictions of torchtitan's, llm-foundry's, fms-fsdp's and nanotron's rows use the rates of
+  FlashAttention-2, which these programs run (assumed for llm-foundry, which also had version 1).
   Not modeled are the power limit of torchtitan's GPUs, 500 W instead of 700 W, the host, which
   delays eager programs such as llm-foundry's, and the network of nanotron's rows, which is not
   described.

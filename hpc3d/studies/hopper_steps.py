@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.load import literal
 from hpc3d.config.package_data import shipped
+from hpc3d.predict.machine.machine import AttentionRates
 from hpc3d.predict.simulation.simulator import load_resolved, simulate, step_length
 from hpc3d.predict.simulation.summary import summary
 
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.predict.machine.machine import Machine
 
+# FlashAttention-2 on an H100 (arXiv:2407.08608, figures 5 and 6), with a causal mask, which all
+# rows have: 512, 1,024, 2,048, ... tokens. Only the forward pass with heads of 128 is published;
+# the other rates are assumed as in machines/h100.toml.
+_FLASH_2 = {
+    (64, False): (174, 227, 262, 278, 290, 293),
+    (128, False): (191, 260, 298, 319, 333, 335),
+    (64, True): (122, 177, 217),
+    (128, True): (132, 193, 240, 269, 286, 292),
+}
 _COMMON = {"train.dtype": "bfloat16", "train.backend": "cupy"}
 
 
@@ -46,18 +56,34 @@ def config_of(row: dict[str, Any]) -> Config:
 
 
 def machine_of(row: dict[str, Any], machine: Machine) -> Machine:
-    """Return the machine of a row, whose memory or network may be slower than that of `machine`.
+    """Return the machine of a row, which may differ from `machine`.
 
-    The key `machine` of the row contains the factors of the bandwidths.
+    The key `machine` of the row contains the factors of the bandwidths of memory and network, and
+    whether the published program computes attention by FlashAttention-2 instead of cuDNN.
     """
     factors = {"memory": 1.0, "network": 1.0} | row.get("machine", {})
+    attention = _flash_2() if factors.get("flash_2") else machine.attention
     *inner, last = machine.links
     slower = factors["network"]
     last = replace(
         last, bandwidth=slower * last.bandwidth, node_bandwidth=slower * last.node_bandwidth
     )
     memory = factors["memory"] * machine.memory_bandwidth
-    return replace(machine, links=(*inner, last), memory_bandwidth=memory)
+    links = *inner, last
+    return replace(machine, links=links, memory_bandwidth=memory, attention=attention)
+
+
+def _flash_2() -> tuple[AttentionRates, ...]:
+    return tuple(
+        AttentionRates(
+            width,
+            causal=True,
+            backward=backward,
+            sequence=tuple(512.0 * 2**power for power in range(len(rates))),
+            rate=tuple(1e12 * rate for rate in rates),
+        )
+        for (width, backward), rates in _FLASH_2.items()
+    )
 
 
 def predicted(row: dict[str, Any], machine: Machine) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hpc3d.predict.machine.machine import AttentionPass
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.studies.hopper_steps import (
     by_kind,
@@ -45,6 +46,9 @@ def test_machine_of_a_row_has_its_memory_and_network():
     assert slower.links[1].bandwidth == known.links[1].bandwidth / 4
     assert slower.links[1].node_bandwidth == known.links[1].node_bandwidth / 4
     assert machine_of({}, known) == known
+    flash = machine_of({"machine": {"flash_2": True}}, known)
+    case = AttentionPass(128, 8192, causal=True, backward=False)
+    assert flash.fused_attention(333e12, 0, "bfloat16", case) == pytest.approx(1.0)
 
 
 @pytest.mark.slow
