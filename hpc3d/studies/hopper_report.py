@@ -33,8 +33,8 @@ prediction is too fast. The predictions describe hpc3d, which differs from the p
 
 - Ring attention (rows with context parallelism) computes tiles of 1,024 tokens with separate
   matrix products and softmax kernels ([gpu.md](gpu.md)); the published programs use a fused kernel
-  for each hop. The column *without ring* is the error with `parallel.context = "all-to-all"`, which
-  uses fused kernels in hpc3d, too, if the KV heads of a rank divide over the context axis.
+  for each hop. The column *no ring* is the error with `parallel.context = "all-to-all"`. This
+  algorithm uses fused kernels in hpc3d, too, but the KV heads of a rank must divide over the axis.
 - Collectives of tensor parallelism and ZeRO 3 do not overlap with computation as in programs that
   prefetch the weights or split the products.
 - Rows of Megatron-Core and NeMo set `parallel.bucket_mb` by the default of Megatron-Core: 40
@@ -64,9 +64,7 @@ def _report(
 ) -> Iterator[str]:
     """Predict the rows, append the predictions to `found`, and yield the lines of the report."""
     yield "\n## Rows\n"
-    yield (
-        "| row | | GPUs | published [s] | predicted [s] | error | without ring | MFU | memory [GB] |"
-    )
+    yield "| row | | GPUs | published [s] | predicted [s] | error | no ring | MFU | memory [GB] |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
     for row in rows:
         found.append(predicted(row, machine))

@@ -175,8 +175,8 @@ class Route(NamedTuple):
 
     Measured `tables` take precedence. Otherwise, the latency of a message is `alpha` seconds, or
     `hop` seconds between neighbors in a ring. Each byte takes `beta` seconds, or `spread` seconds
-    in an all-to-all. The members are on `nodes` nodes. If the group has several members on each of several nodes, `levels` contains
-    the `Level` within the nodes and the `Level` across the nodes.
+    in an all-to-all. The members are on `nodes` nodes. If the group has several members on each of
+    several nodes, `levels` contains the `Level` within the nodes and the `Level` across the nodes.
     """
 
     members: int
@@ -296,11 +296,11 @@ class Machine:
 
         All groups along the axis are assumed to make the call concurrently. `members` are the
         ranks of one group (a tuple or a range), and `nbytes` is the size of the call as counted in
-        the column `bytes` of a trace. A measured time is returned if the machine has one, and
-        otherwise the launch time plus the transfer time (collective_costs.best), or the time of
-        NCCL's fastest protocol if the machine has `protocols` (collective_costs.fastest). For calls between
-        hosts without GPUs, the time is the sum of CPU and network time
-        (hpc3d.predict.machine.between_hosts).
+        the column `bytes` of a trace. A measured time is returned if the machine has one.
+        Otherwise, the result is the time of NCCL's fastest protocol if the machine has `protocols`
+        (collective_costs.fastest), and the launch time plus the transfer time if it has none
+        (collective_costs.best). For calls between hosts without GPUs, the time is the sum of CPU
+        and network time (hpc3d.predict.machine.between_hosts).
         """
         if len(members) == 1:
             return 0.0

@@ -155,9 +155,7 @@ class _AbstractAttention:
         if size > self.workspaces[-1].nbytes:
             self.workspaces.append(self.pool.empty((size,), np.uint8, "workspace"))
 
-    def tell(
-        self, case: Case, arrays: Sequence[AbstractArray], backward: bool = False
-    ) -> None:
+    def tell(self, case: Case, arrays: Sequence[AbstractArray], backward: bool = False) -> None:
         products = 5 if backward else 2
         heads = case.batch * case.heads * case.queries
         flop = products * (1 if case.causal else 2) * heads * case.sequence**2 * case.width

@@ -125,7 +125,9 @@ def test_measured_table_requires_two_points(tmp_path):
 
 
 def test_attention_rates_require_a_head_dimension_and_a_curve(tmp_path):
-    table = dumps(replace(CLUSTER, attention=(AttentionRates(0, True, False, (2.0, 1.0), (1, 1)),)))
+    table = dumps(
+        replace(CLUSTER, attention=(AttentionRates(0, True, False, (2.0, 1.0), (1, 1)),))
+    )
     assert said(table, tmp_path) == [
         "attention.0.head_dim = 0: must be at least 1",
         "attention.0.sequence: must be in ascending order; sort the values and remove duplicates",
