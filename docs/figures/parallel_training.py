@@ -216,8 +216,8 @@ def planning_funnel():
     figure, axes = canvas(7.5, 3.6, 100, 44)
     levels = [
         ("1,307,520 layouts", "256 mesh sizes and schemes, all allowed by the rules", 96),
-        ("lower bounds", "107 sizes pruned: even their lower bound is too slow", 78),
-        ("estimates", "35 sizes timed with 448 layouts, 114 sizes not visited", 62),
+        ("lower bounds", "81 sizes pruned: even their lower bound is too slow", 78),
+        ("estimates", "34 sizes timed with 433 layouts, 141 sizes not visited", 62),
         ("simulation", "26 layouts simulated in full", 46),
         ("result", "10 layouts listed", 32),
     ]

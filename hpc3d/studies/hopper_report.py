@@ -24,29 +24,44 @@ This page compares the step times that `simulate` predicts with published step t
 `python -m hpc3d.studies.hopper_report > docs/h100-steps.md` writes the page, and
 `python -m hpc3d.bench published` prints the same tables.
 
-The step times, their sources and the layouts are in `inputs/published/h100-steps.json`, with the
-assumptions where a source does not describe the layout. `machines/h100.toml` names the source of
-each number of the machine model; none is fitted to a step time. A hash of the name divides the
-rows: errors of the *used* rows were examined to find missing properties of the model, and the
-other rows are *held out*. Errors are relative to the published time, and negative if the
-prediction is too fast. The predictions describe hpc3d, which differs from the published programs:
+`inputs/published/h100-steps.json` contains the step times, their sources and the layouts, and the
+assumptions where a source does not describe the layout. `inputs/machines/h100.toml` names the
+source of each number of the machine model; no number is fitted to a step time. A hash of its name
+assigns each row to one of two groups. The errors of *used* rows were examined to find missing
+properties of the model, such as the protocols of NCCL. The other rows are *held out*. Errors are
+relative to the published time, and negative if the prediction is too fast.
 
-- Ring attention (rows with context parallelism) computes tiles of 1,024 tokens with separate
-  matrix products and softmax kernels ([gpu.md](gpu.md)); the published programs use a fused kernel
-  for each hop. The column *no ring* is the error with `parallel.context = "all-to-all"`. This
-  algorithm uses fused kernels in hpc3d, too, but the KV heads of a rank must divide over the axis.
-- Collectives of tensor parallelism and ZeRO 3 do not overlap with computation as in programs that
-  prefetch the weights or split the products.
-- Rows of Megatron-Core and NeMo set `parallel.bucket_mb` by the default of Megatron-Core: 40
+## Differences from the published programs
+
+The predictions describe hpc3d. It differs from the published programs in these points:
+
+- **Ring attention** computes tiles of 1,024 tokens with separate matrix products and softmax
+  kernels ([gpu.md](gpu.md)). The published programs use a fused kernel for each hop of the ring,
+  or gather the keys and values, so all errors of rows with context parallelism (c > 1) are large.
+  The column *no ring* is the error with `parallel.context = "all-to-all"`. This algorithm uses
+  fused kernels in hpc3d, too, but it requires that the KV heads of a rank divide over the axis.
+- **Experts with context parallelism** (Grok-1 on 128 and 2,048 GPUs): each rank computes the slots
+  of full sequences, c times the slots of its own tokens.
+- **Hybrid sharding**: ZeRO 3 shards over all replicas. The program of the MaxText rows shards over
+  128 GPUs and replicates the shards, which needs less communication on 512 and 2,048 GPUs.
+- **Overlap**: tensor collectives and the gathers of ZeRO 3 are exposed. The published programs
+  prefetch weights, or split a product and its collective.
+- **Memory**: with ZeRO, hpc3d copies gradients into buckets, which doubles their memory until they
+  are reduced. Some rows therefore do not fit although the published program ran.
+
+The predictions take three properties of the published runs into account:
+
+- Rows of Megatron-Core and NeMo set `parallel.bucket_mb` to the default of Megatron-Core: 40
   million parameters, or 1 million per replica if this is more
   (megatron/core/distributed/distributed_data_parallel.py), in float32.
-- The memory of torchtitan's GPUs has 2.4 TB/s, and the networks of MaxText on A3 and of fms-fsdp
-  have a half and a quarter of the bandwidth of a DGX H100; the predictions take this into account.
-  The predictions of torchtitan's, llm-foundry's, fms-fsdp's and nanotron's rows use the rates of
-  FlashAttention-2, which these programs run (assumed for llm-foundry, which also had version 1).
-  Not modeled are the power limit of torchtitan's GPUs, 500 W instead of 700 W, the host, which
-  delays eager programs such as llm-foundry's, and the network of nanotron's rows, which is not
-  described.
+- The memory of torchtitan's GPUs has 2.4 TB/s. The networks of MaxText on A3 and of fms-fsdp have
+  a half and a quarter of the bandwidth of a DGX H100.
+- torchtitan, llm-foundry, fms-fsdp and nanotron compute attention by FlashAttention-2, which is
+  slower than cuDNN's attention. For llm-foundry, this is assumed; it also supported version 1.
+
+Three properties are not modeled: the power limit of torchtitan's GPUs (500 W instead of 700 W),
+the host, which delays the kernels of eager programs such as llm-foundry's, and the network of
+nanotron's rows, which is not described.
 """
 
 

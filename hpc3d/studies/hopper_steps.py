@@ -8,7 +8,8 @@ to look for causes of errors ("used") or only to check predictions ("held out").
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from statistics import mean, median
@@ -33,6 +34,8 @@ _FLASH_2 = {
     (64, True): (122, 177, 217),
     (128, True): (132, 193, 240, 269, 286, 292),
 }
+_USES = "used", "held out", "all"
+_TOTALS = *_USES, *(f"no ring, {use}" for use in (*_USES, "all but nanotron"))
 _COMMON = {"train.dtype": "bfloat16", "train.backend": "cupy"}
 
 
@@ -133,26 +136,46 @@ def _without_ring(row: dict[str, Any], machine: Machine) -> float | None:
     return seconds / row["seconds"] - 1
 
 
-def errors(found: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the number of predicted rows, and statistics of their relative errors."""
-    listed = [row["error"] for row in found if "error" in row]
-    sizes = [*map(abs, listed)]
+def by_kind(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Summarize the relative errors of predicted rows.
+
+    Returns
+    -------
+    dict
+        A dict from each kind of rows, and from used, held-out and all rows, to the number of
+        predicted rows and the mean absolute, median absolute, mean signed and largest error. In
+        the groups "no ring", all-to-alls replace rings; rows that require a ring are excluded.
+    """
+    groups = defaultdict(list)
+    for row in found:
+        if "error" in row:
+            groups[row["kind"]].append(row["error"])
+    kinds = [*groups]
+    for row in found:
+        if "error" in row:
+            for name, error in _totals(row):
+                groups[name].append(error)
+    order = [*kinds, *(name for name in _TOTALS if name in groups)]
+    return {name: _statistics(groups[name]) for name in order}
+
+
+def _totals(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    use = "held out" if row["held_out"] else "used"
+    other = row.get("without_ring", row["error"])
+    for name in (use, "all"):
+        yield name, row["error"]
+        if other is not None:
+            yield f"no ring, {name}", other
+    if other is not None and not row["kind"].startswith("nanotron"):
+        yield "no ring, all but nanotron", other
+
+
+def _statistics(errors: Sequence[float]) -> dict[str, Any]:
+    sizes = [*map(abs, errors)]
     return {
-        "rows": len(listed),
+        "rows": len(errors),
         "mean": mean(sizes),
         "median": median(sizes),
-        "signed": mean(listed),
-        "worst": max(listed, key=abs),
+        "signed": mean(errors),
+        "worst": max(errors, key=abs),
     }
-
-
-def by_kind(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the `errors` of each kind of rows, of used, held-out and all rows."""
-    groups: dict[str, list] = {}
-    for row in found:
-        for name in (row["kind"], "held out" if row["held_out"] else "used", "all"):
-            groups.setdefault(name, []).append(row)
-    kinds = dict.fromkeys(row["kind"] for row in found)
-    names = [*kinds, "used", "held out", "all"]
-    known = {name: groups[name] for name in names if name in groups}
-    return {name: errors(rows) for name, rows in known.items() if any("error" in r for r in rows)}

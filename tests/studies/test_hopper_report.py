@@ -18,4 +18,4 @@ def test_report_lists_rows_and_errors(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert f"| {SMALL} | used | 8 | 0.631 |" in "\n".join(lines)
     assert "| fms-fsdp-llama2-7b-96 | held out | | 0.853 | not supported | | | | |" in lines
-    assert lines[-1].startswith("| all | 1 |")
+    assert lines[-1].startswith("| no ring, all but nanotron | 1 |")

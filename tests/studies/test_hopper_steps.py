@@ -7,7 +7,6 @@ from hpc3d.predict.machine.machine_file import load
 from hpc3d.studies.hopper_steps import (
     by_kind,
     config_of,
-    errors,
     held_out,
     machine_of,
     predicted,
@@ -79,12 +78,15 @@ def test_layouts_of_the_rows_are_valid():
 def test_errors_are_summarized_by_kind_and_by_use():
     rows = [
         {"kind": "a", "held_out": False, "error": 0.1},
-        {"kind": "a", "held_out": True, "error": -0.3},
+        {"kind": "a", "held_out": True, "error": -0.3, "without_ring": -0.2},
         {"kind": "b", "held_out": True, "refused": "no"},
+        {"kind": "nanotron", "held_out": True, "error": 0.5, "without_ring": None},
     ]
     found = by_kind(rows)
-    assert found.keys() == {"a", "used", "held out", "all"}
-    assert found["held out"]["worst"] == -0.3
-    assert found["a"] == errors(rows[:2])
+    assert [*found][:2] == ["a", "nanotron"]
+    assert found["held out"]["worst"] == 0.5
     assert found["a"]["mean"] == found["a"]["median"] == pytest.approx(0.2)
     assert found["a"]["signed"] == pytest.approx(-0.1)
+    assert (found["all"]["rows"], found["no ring, all"]["rows"]) == (3, 2)
+    assert found["no ring, held out"]["worst"] == -0.2
+    assert found["no ring, all but nanotron"] == found["no ring, all"]
