@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="make test-peers installs it")
 
-from tests.documented.pages import PYTHON, commands
+from tests.documented.pages import SHOWN_FILE, commands
 from tests.documented.scripts import output_of, script
 from tests.mpi import ROOT
 from tests.strided import strided
@@ -18,7 +18,7 @@ OUTPUT = re.compile(r"```text\n(.*?)```", re.DOTALL)
 SECTIONS = {
     name: text
     for name, text in SECTION.findall((ROOT / PAGE).read_text(encoding="utf-8"))
-    if PYTHON.search(text)
+    if SHOWN_FILE.search(text)
 }
 MOST_LINES, SECONDS = 10, 250
 
@@ -82,7 +82,7 @@ def missing(shown, printed):
 
 @pytest.mark.parametrize("name", strided(SECTIONS, 99, 99))
 def test_documented_model_trains_as_printed(name, tmp_path):
-    ((file, code),) = PYTHON.findall(SECTIONS[name])
+    ((file, code),) = SHOWN_FILE.findall(SECTIONS[name])
     assert len([line for line in code.splitlines() if line]) <= MOST_LINES
     (tmp_path / file).write_text(code, encoding="utf-8")
     if name == "nanoGPT":
