@@ -8,9 +8,9 @@ from scipy import stats
 
 from hpc3d.analyze.metrics.compare import (
     T95,
-    _interval,
     difference_rows,
     gain_rows,
+    interval,
     received_rows,
     relative_error,
     run_row,
@@ -351,7 +351,7 @@ def test_interval_of_a_median_ratio_covers_95_percent(count):
     for _ in range(2000):
         one, other = np.exp(random.normal(0, 0.3, (2, count)))
         ratio = 2 * np.median(one) / np.median(other)
-        found = _interval("r", ratio, relative_error(2 * one), relative_error(other))
+        found = interval("r", ratio, relative_error(2 * one), relative_error(other))
         times.append(found["r_low"] <= 2 <= found["r_high"])
     assert 0.93 < np.mean(times) < 0.99
 
