@@ -92,9 +92,9 @@ class Matmul:
             each.w_transposed if transposed else each.w for each in splits
         )
         self.axes = {
-            "m": _in_order(split.m, self.dw_layout),
-            "n": _in_order(split.n, split.x),
-            "k": _in_order(split.k, split.y),
+            "m": _in_order(mesh, split.m, self.dw_layout),
+            "n": _in_order(mesh, split.n, split.x),
+            "k": _in_order(mesh, split.k, split.y),
         }
         self.deferred = set(split.defer.split())
         self.rounded = rounded
@@ -218,7 +218,7 @@ class Matmul:
 
     def multiply(self, a: Array, b: Array, foreign: Sequence[str], **epilogue: Any) -> Array:
         """Compute a b, and write it to the send buffer of the first reduction over `foreign`."""
-        axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), _NONE)
+        axis = next(iter(foreign), _NONE)
         out = self.mesh.comm(axis).buffer((*a.shape[:-1], b.shape[-1]), a.dtype)
         with self._span(a, b):
             product(a, b, out, **epilogue)
@@ -268,15 +268,16 @@ class Matmul:
         return self.mesh.trace.span(name, "gemm", 2 * a.size * n)
 
 
-def _in_order(axes: str, layout: Layout) -> list[str]:
-    """Return the foreign axes `axes` in the order in which a block is reduced over them.
+def _in_order(mesh: Mesh, axes: str, layout: Layout) -> list[str]:
+    """Return the foreign axes with several ranks, in the order in which a block is reduced.
 
     Axes that shard the block come first, in the order of the layout. Axes along which one rank
     owns the block follow, because the owner is computed from the row index of the resulting shard.
     Axes that replicate the block come last, so that their all-reduces process the smallest block.
     """
     last = [axis for axis in axes.split() if axis not in layout.axes]
-    return sorted(axes.split(), key=[*layout.axes, *last].index)
+    foreign = [axis for axis in axes.split() if mesh.size(axis) > 1]
+    return sorted(foreign, key=[*layout.axes, *last].index)
 
 
 class Summa(Matmul):
@@ -292,7 +293,7 @@ class Summa(Matmul):
 
     def __init__(self, mesh: Mesh, split: Split, rounded: Operands) -> None:
         super().__init__(mesh, split, keep="", transposed=False, rounded=rounded, fused=False)
-        self.along_x, self.along_w = self.axes["n"][0], next(iter(self.w_layout[0]), _NONE)
+        self.along_x, self.along_w = split.panels, next(iter(self.w_layout[0]), _NONE)
         self.others = [axis for axis in self.axes["m"] if axis != self.along_w]
         self.panels = lcm(mesh.size(self.along_x), mesh.size(self.along_w))
 

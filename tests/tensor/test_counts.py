@@ -214,3 +214,12 @@ def still_multiply(self, a, b, foreign):
 def test_deferred_axis_moves_nothing():
     split = replace(Split(m="x", replicate="x"), defer="x")
     assert linear(split, {"x": 4}, SHAPE) == (0, {})
+
+
+def test_gather_is_posted_without_waiting_for_axes_of_one_rank():
+    """Another gather can be in flight at the same time."""
+    mesh, recorder = still_mesh({"d": 2, "x": 1, "y": 1, "z": 1})
+    matmul = sharded_matmul(mesh, SCHEMES["3d"].over("d", 3))
+    pending = matmul.gather(np.zeros((4, 4)), matmul.w_layout, matmul.axes["m"])
+    assert recorder.count == 0
+    assert pending.wait().shape == (8, 4) and recorder.count > 0
