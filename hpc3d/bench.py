@@ -5,7 +5,7 @@
     overhead   step time on 64 ranks, compared with one rank on all cores
     step       step time on one rank with one thread, compared with the same model in eager PyTorch
     trace      step time with and without tracing
-    overlap    step time with the gradient reduction along d during and after the backward pass
+    overlap    step time with and without overlap of gradient reduction, weights and activations
     schemes    loss and communication volume of four tensor-parallel schemes on 64 ranks
     guards     overhead of checking matrix products, messages and replicas on 1, 8 and 64 ranks
 

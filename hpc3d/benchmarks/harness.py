@@ -192,6 +192,19 @@ def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[
     return {**result, "bytes": received}
 
 
+def switched(
+    path: str, options: Sequence[str], ranks: int, rounds: int, switch: Sequence[str]
+) -> dict[str, Any]:
+    """Compare step times with and without the options in `switch`; the runs alternate."""
+    found: tuple[list[float], list[float]] = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds):
+            log.info("round %d of %d", number + 1, rounds)
+            for more, seconds in zip((switch, ()), found):
+                seconds.append(run(ranks, [path, *options, *more], folder, steps=6)["step_s"])
+    return ratios(*found)
+
+
 def run(
     ranks: int,
     arguments: Sequence[str],

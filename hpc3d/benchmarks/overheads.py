@@ -26,9 +26,23 @@ _OVERHEAD = {
     "gpt-3d-64.toml, 4 x 4 x 4": [],
 }
 _REPLICAS = ["--mesh.d", "2", "--parallel.bucket_mb", "1", "--train.batch", "32"]
+_MPI = ["--mesh.transport", "mpi"]
 _OVERLAP = {
-    "2 replicas, MPI": [*_REPLICAS, "--mesh.transport", "mpi"],
+    "2 replicas, MPI": [*_REPLICAS, *_MPI],
     "2 replicas, shared memory": _REPLICAS,
+}
+_TENSOR = ["--mesh.d", "1", "--mesh.x", "2", "--train.batch", "32", *_MPI, "--parallel.scheme"]
+_IN_CHUNKS = ["--parallel.chunked_products", "2"]
+_SWITCHES = {  # label -> options of both runs, and the options of one of them
+    "ZeRO 3, prefetch of weights": (
+        [*_REPLICAS, *_MPI, "--parallel.zero", "3"],
+        ["--parallel.prefetch", "true"],
+    ),
+    "1-D, products in 2 chunks": ([*_TENSOR, "1d"], _IN_CHUNKS),
+    "1-D with sequence parallelism, products in 2 chunks": (
+        [*_TENSOR, "1d-sequence"],
+        _IN_CHUNKS,
+    ),
 }
 _SCHEMES = ("gpt-1d-64", "gpt-2d-64", "gpt-2.5d-64", "gpt-3d-64")
 
@@ -71,9 +85,8 @@ def trace(options: Namespace) -> dict[str, Any]:
 
 
 def overlap(options: Namespace) -> dict[str, Any]:
-    results = {}
+    results, path = {}, str(shipped("gpt-dp-vs-pp.toml"))
     for label, sizes in _OVERLAP.items():
-        path = str(shipped("gpt-dp-vs-pp.toml"))
         found = results[label] = harness.overlap(path, sizes, 2, options.rounds or 7)
         times = (
             f"{found['ours_s'] * 1e3:.1f} ms per step with overlap, {found['theirs_s'] * 1e3:.1f}"
@@ -82,6 +95,9 @@ def overlap(options: Namespace) -> dict[str, Any]:
             f"{label}: exposed gradient reduction {times} ms without, {_ratio(found)}; "
             f"received bytes {found['bytes']}"
         )
+    for label, (sizes, switch) in _SWITCHES.items():
+        found = results[label] = harness.switched(path, sizes, 2, options.rounds or 7, switch)
+        print(f"{label}: {found['ours_s']:.3f} s per step, without {_pair(found)}")
     return results
 
 

@@ -124,6 +124,15 @@ class ParallelConfig:
     Default: the data type of the gradients."""
     overlap: bool = True
     """Overlap the gradient all-reduce along d with the backward pass."""
+    prefetch: bool = False
+    """Overlap the communication of weights with the matrix products of the same block: gather the
+    weights of the next product, and reduce the weight gradient of the previous one, during the
+    current product."""
+    chunked_products: Annotated[
+        int, AtLeast(1), AtMost(64), ValidFor("train.product_dtype", None)
+    ] = 1
+    """Number of chunks of each matrix product in a block. The activations of one chunk are
+    gathered or reduced while another chunk is computed."""
     compression: Literal["none", "powersgd", "top-k"] = "none"
     """Gradient compression for matrices along d, c and e: powersgd sends low-rank factors, top-k
     the largest elements. The compression error is added to the next gradient (error feedback)."""

@@ -19,9 +19,10 @@ _PASSES_OF_RUN = 50_000
 
 
 def wrong_pipeline(config: Config) -> Iterator[str]:
-    """Report invalid combinations of schedule, model chunks, recomputation and ZeRO stage."""
+    """Report invalid combinations of schedule, scheme, model chunks, recomputation and ZeRO."""
     layers = _wrong_chunks(config), _wrong_layers(config.parallel.recompute, config.model.layers)
-    yield from reported(*layers, _wrong_schedule(config), _wrong_zero(config))
+    others = _wrong_schedule(config), _wrong_zero(config), _wrong_products(config)
+    yield from reported(*layers, *others)
 
 
 def _wrong_chunks(config: Config) -> Iterator[str]:
@@ -75,6 +76,18 @@ def _wrong_zero(config: Config) -> Iterator[str]:
     if config.parallel.zero == 2 and config.mesh.d * config.mesh.c > 1 and diagonal:
         why = f"with {config.parallel.way} only ranks on the diagonal have a weight"
         yield f"parallel.zero = 2: {why}; use parallel.zero = 1 or 3, or parallel.scheme = 3d"
+
+
+def _wrong_products(config: Config) -> Iterator[str]:
+    """Report an error if matrix products are chunked in a scheme that does not support this."""
+    split, way = config.splits["dense"], config.parallel.way
+    key = f"parallel.chunked_products = {config.parallel.chunked_products}"
+    if config.parallel.chunked_products == 1 or not (split.panels or split.own):
+        return
+    if split.panels:
+        yield f"{key}: {way} already computes products in panels; use 1, or another scheme"
+    else:
+        yield f"{key}: with {way}, a rank may store no rows to split; use 1, or scheme 3d"
 
 
 def _wrong_layers(listed: str | Sequence[int], layers: int) -> Iterator[str]:

@@ -21,13 +21,16 @@ from hpc3d.model.layers import Dropout, LayerNorm, Linear, NormSaved
 from hpc3d.model.mlp import Mlp
 from hpc3d.model.spec import recompute_of
 from hpc3d.ops.rows import add_bias
-from hpc3d.tensor.matmul import Saved, sharded_matmul
+from hpc3d.tensor.chunked import chunked_matmul
+from hpc3d.tensor.matmul import Saved
+from hpc3d.tensor.prefetch import Prefetch
 
 if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameters
     from hpc3d.model.spec import ModelSpec
+    from hpc3d.tensor.prefetch import Weight
 
 
 class BlockSaved(NamedTuple):
@@ -125,7 +128,9 @@ class Block:
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, number: int) -> None:
         model, split, family = spec.sizes, spec.splits["dense"], spec.family
         hidden, std = model.hidden, model.std
-        product = partial(sharded_matmul, mesh, keep=spec.keep, scales=spec.scales)
+        product = partial(
+            chunked_matmul, mesh, chunks=spec.chunks, keep=spec.keep, scales=spec.scales
+        )
         self.mesh, self.number = mesh, number
         self.parameters, self.recompute = parameters, recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"
@@ -160,6 +165,17 @@ class Block:
             if self.mixes
             else Mlp(mesh, parameters, spec, name, model.ffn, last)
         )
+        self.prefetch = Prefetch(self.weights()) if spec.prefetch else None
+
+    def weights(self, saved: BlockSaved | None = None) -> list[Weight]:
+        """Return the linear layers and their saved data, in the order in which they gather W.
+
+        The order is that of the backward pass if `saved` is given.
+        """
+        if saved is None:
+            return [(self.qkv, None), (self.proj, None), *self.mlp.weights()]
+        attention = (self.proj, saved.proj_linear), (self.qkv, saved.qkv_linear)
+        return [*self.mlp.weights(saved.mlp), *attention]
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved | BlockInput]:
         """Return this rank's shard of the output Y, and the data saved for the backward pass.
@@ -180,6 +196,8 @@ class Block:
 
     def forward_saving(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved]:
         """Return this rank's shard of the output Y, and all data needed by the backward pass."""
+        if self.prefetch:
+            self.prefetch.begin(self.weights())
         residual1, residual2 = self.residual1, self.residual2
         n1, saved_norm1 = residual1.branch_input(x)
         qkv, saved_qkv = self.qkv.forward(n1)
@@ -202,6 +220,8 @@ class Block:
     ) -> Array:
         if isinstance(saved, BlockInput):
             saved = self._recomputed(saved, micro)
+        if self.prefetch:
+            self.prefetch.begin(self.weights(saved))
         dy = self.residual2.total_grad(dy, saved.norm2)
         dx = self.residual2.branch_grad(dy, micro)
         dx = self.mlp.backward(dx, saved.mlp, micro, defer)
@@ -211,4 +231,6 @@ class Block:
         da = self.proj.backward(da, saved.proj_linear, defer)
         dqkv = self.attention.backward(da, saved.attention, micro)
         dx = self.qkv.backward(dqkv, saved.qkv_linear, defer)
+        if self.prefetch:
+            defer(self.prefetch.later, None)
         return self.residual1.input_grad(dx, saved.norm1, dy)

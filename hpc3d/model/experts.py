@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameters
     from hpc3d.model.spec import ModelSpec
+    from hpc3d.tensor.prefetch import Weight
     from hpc3d.tensor.split import Split
 
 
@@ -146,6 +147,15 @@ class ExpertMixture:
             partial=row_axes(matmul.split.y),
             sign_rate=self.form.balance_bias,
         )
+
+    def weights(self, saved: MixtureSaved | None = None) -> list[Weight]:
+        """Return the linear layers and their saved data, in the order in which they gather W.
+
+        The order is that of the backward pass if `saved` is given.
+        """
+        shared = self.shared.weights(saved and saved.shared) if self.shared else []
+        experts = self.experts.weights(saved and saved.experts)
+        return [(self.router, saved and saved.router), *shared, *experts]
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, MixtureSaved]:
         """Return the output Y and the data saved for the backward pass."""

@@ -122,7 +122,7 @@ class GroupedQkv(Linear):
         self, x: Array
     ) -> tuple[Array, GroupedSaved]:
         """Return [q | k | v] and the data saved for the backward pass."""
-        weights = [part.weight.value for part in self.parts]
+        weights = self._weights()
         biases = [part.bias.value for part in self.parts if part.bias]
         b = self._joined(biases) if biases else None
         y, saved = self.affine(x, self._joined(weights), b)
@@ -138,6 +138,12 @@ class GroupedQkv(Linear):
         with self.mesh.trace.span("join"):
             return join_columns(out, *needed)
 
+    def _weights(self) -> list[Array]:
+        return [part.weight.value for part in self.parts]
+
+    def stored_w(self, saved: Any = None) -> Array:
+        return self._joined(self._weights() if saved is None else saved.weights)
+
     def backward(  # type: ignore[override]
         self, dy: Array, saved: GroupedSaved, defer: Callable[..., None] = immediately
     ) -> Array:
@@ -146,8 +152,10 @@ class GroupedQkv(Linear):
         return super().backward(dy, Saved(x, w, kept), defer)
 
     def weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
+        self.reduce_weight_grad(dy, rest)
+
+    def add_grads(self, dy: Array, dw: Array) -> None:
         """Accumulate the gradients of all weights and biases."""
-        dw = self.matmul.backward_weight(rest).wait()
         with self.mesh.trace.span("gradient"):
             sums: Any = sum_rows(dy) if self.parts[0].bias else None
             for weight, bias, needed, joined in self.parts:

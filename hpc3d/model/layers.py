@@ -9,6 +9,7 @@ computation of weight gradients is passed to `defer`, which runs it immediately 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -133,6 +134,10 @@ class Linear:
         )
         return y, saved, h
 
+    def stored_w(self, saved: Any = None) -> Array:
+        """Return the stored block of W, or the block that the forward pass saved in `saved`."""
+        return self.weight.value if saved is None else saved.w
+
     def backward(
         self, dy: Array, saved: Saved, defer: Callable[..., None] = immediately, **epilogue: Any
     ) -> Array:
@@ -145,8 +150,19 @@ class Linear:
         if self.matmul.y_is_complete and self.matmul.dw_is_complete:
             sums = self.bias.grad if self.bias else None
             self.matmul.add_w(rest, self.weight.grad, sums)
-            return
-        dw = self.matmul.backward_weight(rest).wait()
+        else:
+            self.reduce_weight_grad(dy, rest)
+
+    def reduce_weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
+        """Compute and reduce dW, and accumulate the gradients now or after the next product."""
+        if self.matmul.prefetch:
+            pending = self.matmul.backward_weight(rest)
+            self.matmul.prefetch.later(pending.then(partial(self.add_grads, dy)))
+        else:
+            self.add_grads(dy, self.matmul.backward_weight(rest).wait())
+
+    def add_grads(self, dy: Array, dw: Array) -> None:
+        """Accumulate dW and the bias gradient."""
         with self.mesh.trace.span("gradient"):
             accumulate(self.weight.grad, dw)
             if self.bias:

@@ -10,13 +10,15 @@ from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.model.layers import Linear
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.swiglu import swiglu, swiglu_grad
-from hpc3d.tensor.matmul import Saved, sharded_matmul
+from hpc3d.tensor.chunked import chunked_matmul
+from hpc3d.tensor.matmul import Saved
 
 if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameters
     from hpc3d.model.spec import ModelSpec
+    from hpc3d.tensor.prefetch import Weight
 
 
 class Activation:
@@ -75,7 +77,9 @@ class Mlp:
         experts: int | None = None,
     ) -> None:
         split, hidden = spec.splits["experts" if experts else "dense"], spec.sizes.hidden
-        product = partial(sharded_matmul, mesh, keep=spec.keep, scales=spec.scales)
+        product = partial(
+            chunked_matmul, mesh, chunks=spec.chunks, keep=spec.keep, scales=spec.scales
+        )
 
         def linear(part, inputs, outputs, split, std, interleaved=(1, 1)):
             matmul = product(split, stacked=experts is not None)
@@ -89,6 +93,15 @@ class Mlp:
         self.activation = Activation(mesh, spec)
         alone = self.up.matmul.is_local and self.down.matmul.is_local
         self.fused_gelu = spec.sizes.fused_gelu and alone
+
+    def weights(self, saved: MlpSaved | None = None) -> list[Weight]:
+        """Return the linear layers and their saved data, in the order in which they gather W.
+
+        The order is that of the backward pass if `saved` is given.
+        """
+        if saved is None:
+            return [(self.up, None), (self.down, None)]
+        return [(self.down, saved.down), (self.up, saved.up)]
 
     @property
     def adds_residual(self) -> bool:

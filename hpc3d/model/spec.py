@@ -302,6 +302,8 @@ class ModelSpec:
     `recompute` selects activation checkpointing, and `context` is the sharding of sequences (none
     by default).  `chunked` selects chunked attention.  If matrix products use float8, `scales` is
     the region that shares a scale: "block" or "tensor".
+    `chunks` is the number of chunks of the products in blocks.  `prefetch` overlaps the
+    communication of weights with the products of the same block.
     """
 
     family: Family
@@ -314,6 +316,8 @@ class ModelSpec:
     context: Context = WHOLE
     chunked: bool = False
     scales: str | None = None
+    chunks: int = 1
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         if self.context is WHOLE:

@@ -36,6 +36,8 @@ from hpc3d.tensor.split import Split
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from numpy.typing import DTypeLike
+
     from hpc3d.comm.communicator import Pending
     from hpc3d.comm.mesh import Mesh
     from hpc3d.tensor.layout import Layout
@@ -99,9 +101,10 @@ class Matmul:
         self.deferred = set(split.defer.split())
         self.rounded = rounded
         # An epilogue can be fused into a product only if the product is not a partial sum.
-        self.y_is_complete = fused and self._complete("k")
-        self.dw_is_complete = fused and self._complete("m")
-        self.is_local = self.y_is_complete and self.dw_is_complete and self._complete("n")
+        self.y_is_complete = fused and self.complete("k")
+        self.dw_is_complete = fused and self.complete("m")
+        self.is_local = self.y_is_complete and self.dw_is_complete and self.complete("n")
+        self.prefetch: Any = None  # hpc3d.tensor.prefetch.Prefetch
 
     def forward_saving(self, x: Array, w: Array, **epilogue: Any) -> tuple[Array, Saved]:
         """Return Y = X W, and the data saved for `backward_input`.
@@ -216,14 +219,22 @@ class Matmul:
         with self._span(a, b):
             accumulate_product(grad, a, b, bias_grad)
 
-    def multiply(self, a: Array, b: Array, foreign: Sequence[str], **epilogue: Any) -> Array:
-        """Compute a b, and write it to the send buffer of the first reduction over `foreign`."""
-        axis = next(iter(foreign), _NONE)
-        out = self.mesh.comm(axis).buffer((*a.shape[:-1], b.shape[-1]), a.dtype)
+    def multiply(
+        self, a: Array, b: Array, foreign: Sequence[str], out: Any = None, **epilogue: Any
+    ) -> Array:
+        """Compute a b, and write it to `out`, by default the send buffer of its reduction."""
+        if out is None:
+            out = self.send_buffer((*a.shape[:-1], b.shape[-1]), a.dtype, foreign)
         with self._span(a, b):
             product(a, b, out, **epilogue)
         self.mesh.guard.product(a, b, out)
         return out
+
+    def send_buffer(
+        self, shape: tuple[int, ...], dtype: DTypeLike, foreign: Sequence[str]
+    ) -> Array:
+        """Return an array that the first reduction over the `foreign` axes need not copy."""
+        return self.mesh.comm(next(iter(foreign), _NONE)).buffer(shape, dtype)
 
     @property
     def moves_w(self) -> bool:
@@ -234,8 +245,12 @@ class Matmul:
     def _gather_x(self, x: Array) -> Pending:
         return self.gather(x, self.split.x, self.axes["n"])
 
-    def _gather_w(self, w: Array) -> Pending:
+    def start_gather_w(self, w: Array) -> Pending:
+        """Start to gather W; return a `Pending` whose `wait` returns the working block."""
         return self.gather(w, self.w_layout, self.axes["m"])
+
+    def _gather_w(self, w: Array) -> Pending:
+        return self.prefetch.gathered(self, w) if self.prefetch else self.start_gather_w(w)
 
     def _rounded_w(self, block: Array) -> Array:
         """Round a working block of W, and return it as [k, n] even if it is stored transposed."""
@@ -248,7 +263,7 @@ class Matmul:
         left, right = (rest.dy, x) if self.transposed else (x, rest.dy)
         return left.T, right
 
-    def _complete(self, letter: str) -> bool:
+    def complete(self, letter: str) -> bool:
         """Return True if partial sums over dimension `letter` (m, n or k) need no reduction now.
 
         This is the case if every mesh axis that shards the dimension has size 1 or defers its
@@ -300,7 +315,7 @@ class Summa(Matmul):
     def forward_saving(self, x: Array, w: Array, **epilogue: Any) -> tuple[Array, Saved]:
         assert not epilogue
         y = self.mesh.zeros((*x.shape[:-1], w.shape[-1]), x.dtype)
-        whole = self.rounded.w(self.gather(w, self.w_layout, self.others).wait())
+        whole = self.rounded.w(self._gather_w(w).wait())
         rounded = self.rounded.x(x)
         for panel in range(self.panels):
             a, b = self._panel_of_x(rounded, panel), self._panel_of_w(whole, panel)
@@ -312,7 +327,7 @@ class Summa(Matmul):
     ) -> tuple[Pending, SavedForWeight]:
         assert not epilogue
         dx = self.mesh.empty(saved.x.shape, saved.x.dtype)
-        w = self.rounded.w(self.gather(saved.w, self.w_layout, self.others).wait())
+        w = self.rounded.w(self._gather_w(saved.w).wait())
         dy = self.rounded.dy(dy)
         for panel in range(self.panels):
             b = self._panel_of_w(w, panel).wait()
@@ -329,6 +344,9 @@ class Summa(Matmul):
             a = self._panel_of_x(x, panel).wait()
             self._reduce_to_owner(self.multiply(a.T, dy, [self.along_w]), dw, self.along_w, panel)
         return self.reduce(dw, self.dw_layout, self.others, self.deferred)
+
+    def start_gather_w(self, w: Array) -> Pending:
+        return self.gather(w, self.w_layout, self.others)
 
     def _panel_of_x(self, x: Array, panel: int) -> Pending:
         owner, part = self._panel_slice(self.along_x, x.shape[-1], panel)

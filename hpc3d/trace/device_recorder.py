@@ -304,6 +304,7 @@ class DeviceTraced(Traced):
         free = recorder.clock()
         left = stamps.record() if free - called > AT_ONCE else None
         count, name, number = stamps.count, recorder.name(op), OP_NUMBER[op]
+        data = block.nbytes, block.size, block.dtype
 
         def finish():
             begin = posted
@@ -318,7 +319,7 @@ class DeviceTraced(Traced):
             end = stamps.record()
             recorder.outstanding.remove(posted)
             recorder.stalls.append((begin, end))
-            about = self.about(op, seq, peer, block, result)
+            about = self.about(op, seq, peer, data, result)
             about |= {"posted": posted, "stream": _COMPUTATION}
             recorder.put(begin, end, name, COMM, number, context, **about)
             return result

@@ -80,6 +80,7 @@ class Traced:
         posted = recorder.clock()
         pending = post()
         free = recorder.latest = recorder.clock()
+        data = block.nbytes, block.size, block.dtype  # so that `finish` does not keep the block
 
         def finish():
             begin = recorder.clock()
@@ -93,22 +94,28 @@ class Traced:
             else:
                 begin = posted
             recorder.blocked += end - begin
-            about = self.about(op, seq, peer, block, result) | {"posted": posted}
+            about = self.about(op, seq, peer, data, result) | {"posted": posted}
             recorder.put(begin, end - begin, name, COMM, number, context, **about)
             return result
 
         return Pending(finish)
 
-    def about(self, op: str, seq: int, peer: int, block: Array, result: Any) -> dict[str, int]:
-        """Return the columns of a call's row that describe its group, peer and data."""
-        nbytes = (result if op in ("broadcast", "recv") else block).nbytes
+    def about(
+        self, op: str, seq: int, peer: int, data: tuple[int, int, Any], result: Any
+    ) -> dict[str, int]:
+        """Return the columns of a call's row that describe its group, peer and data.
+
+        `data` contains the bytes, the elements and the dtype of the input block.
+        """
+        nbytes, count, dtype = data
+        nbytes = result.nbytes if op in ("broadcast", "recv") else nbytes
         return {
             "group": self.group,
             "seq": seq,
             "peer": -1 if peer < 0 else self.members[peer],
             "received": received_bytes(op, nbytes, self.size, self.rank, peer),
-            "count": block.size,
-            "dtype": _dtype_number(block.dtype),
+            "count": count,
+            "dtype": _dtype_number(dtype),
         }
 
 

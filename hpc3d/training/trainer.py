@@ -231,4 +231,6 @@ def spec_of(config: Config, vocabulary: int) -> ModelSpec:
         config.context(),
         config.chunked(),
         config.train.product_scale if config.train.product_dtype else None,
+        config.parallel.chunked_products,
+        config.parallel.prefetch,
     )

@@ -73,6 +73,18 @@ PIPELINES = [
         "parallel.zero = 2: ... parallel.split ...; ... parallel.zero = 1 or 3",
     ),
     (
+        {"parallel.chunked_products": 2, "parallel.scheme": "2d-summa"},
+        "parallel.chunked_products = 2: scheme 2d-summa ... panels; use 1, ...",
+    ),
+    (
+        {"parallel.chunked_products": 2, "parallel.split": '{ m = "x", own = "x" }'},
+        "parallel.chunked_products = 2: with parallel.split, ...; use 1, or scheme 3d",
+    ),
+    (
+        {"parallel.chunked_products": 2, "train.product_dtype": "float8"},
+        "parallel.chunked_products = 2: only valid for train.product_dtype = absent; ...",
+    ),
+    (
         {"mesh.d": 32, "parallel.zero": 3, "train.batch": 160},
         "model.hidden = 144 ... mesh.d = 32; use ... 32",
     ),

@@ -34,9 +34,9 @@ LINES = [
     f"{ONE} optimizer=adafactor experts=4 shared_experts=1",
 ]
 SEVERAL = [
-    "x=2 y=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 scheme=3d",
+    "x=2 y=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 chunked_products=2",
     "p=2 d=2 x=2 schedule=1f1b microbatches=2 batch=8 layers=2 steps=2 zero=1 scheme=1d",
-    "d=2 x=2 schedule=none microbatches=2 batch=8 layers=1 steps=2 zero=3 dropout=0.25",
+    "d=2 x=2 schedule=none microbatches=2 batch=8 layers=1 zero=3 prefetch=true dropout=0.25",
     "x=2 y=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 scheme=2d-summa",
     "x=2 y=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=1 scheme=3d-broadcast",
     "x=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 kind=llama kv_heads=4 ffn=24",
@@ -46,7 +46,8 @@ SEVERAL = [
 CONTEXT = [
     "c=2 sequence=8 dropout=0.25",
     "c=2 d=2 sequence=4 zero=1 context=all-to-all kind=llama kv_heads=4 ffn=24",
-    "c=2 x=2 sequence=8 kind=llama kv_heads=4 ffn=24 scheme=1d-sequence recompute=selective",
+    "c=2 x=2 sequence=8 kind=llama kv_heads=4 ffn=24 scheme=1d-sequence recompute=selective "
+    "chunked_products=2",
     "c=4 sequence=8 context=both ulysses=2 dropout=0.25 recompute=full",
     "c=2 p=2 schedule=1f1b microbatches=2 layers=2 sequence=8 kind=bert padding=4 dropout=0.25",
     "attention=chunked recompute=selective kind=llama kv_heads=4 ffn=24",

@@ -46,6 +46,15 @@ EXPERTS = (
 )
 
 
+OVERLAPS = (
+    {},
+    {"prefetch": "true"},
+    {"chunked_products": 2},
+    {"prefetch": "true", "chunked_products": 3},
+)
+WHOLE = "panels", "own", "summa", "broadcast"  # storage and schemes without chunked products
+
+
 def rendered(words):
     return " ".join(f"{key}={shlex.quote(str(value))}" for key, value in words.items())
 
@@ -241,6 +250,9 @@ def layouts(draw, model):
         words["order"] = " ".join(draw(st.permutations("pdcexyz")))
     if draw(st.booleans()):
         words |= draw(offloads(model, schedule["schedule"]))
+    words |= draw(st.sampled_from(OVERLAPS))
+    if "product_dtype" in model or any(word in str(way) for word in WHOLE):
+        words.pop("chunked_products", None)
     return words
 
 

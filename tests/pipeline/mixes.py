@@ -39,15 +39,15 @@ d=2 schedule=none microbatches=1 zero=0 bucket_mb=0
 d=2 schedule=none microbatches=6 zero=1 overlap=false
 d=4 schedule=none microbatches=3 zero=2 bucket_mb=0.01
 d=4 schedule=none microbatches=2 zero=1 layers=8 bucket_mb=0
-d=2 x=2 y=2 schedule=none microbatches=2 zero=3 scheme=2d
+d=2 x=2 y=2 schedule=none microbatches=2 zero=3 scheme=2d prefetch=true chunked_products=2
 p=2 d=2 schedule=gpipe microbatches=4 zero=0 bucket_mb=0
 p=2 d=4 schedule=gpipe microbatches=3 zero=1 bucket_mb=0.02
 p=2 d=2 schedule=gpipe microbatches=4 zero=2 tied=false gelu=exact
-p=2 d=2 x=2 schedule=gpipe microbatches=4 zero=3 scheme=1d-sequence
+p=2 d=2 x=2 schedule=gpipe microbatches=4 zero=3 scheme=1d-sequence prefetch=true
 p=2 d=2 schedule=1f1b microbatches=8 zero=0 overlap=false
 p=4 d=2 schedule=1f1b microbatches=4 zero=1 layers_per_stage=[2,0,1,1]
 p=2 d=3 x=2 schedule=1f1b microbatches=4 zero=2 dropout=0.25
-p=2 d=2 x=2 z=2 schedule=1f1b microbatches=3 zero=3 keep_gathered=false
+p=2 d=2 x=2 z=2 schedule=1f1b microbatches=3 zero=3 keep_gathered=false prefetch=true
 p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=3 zero=0 scheme=1d
 p=3 d=2 schedule=interleaved chunks=2 microbatches=4 zero=1 layers=8 overlap=false
 p=2 d=2 schedule=interleaved chunks=2 microbatches=4 zero=2 bucket_mb=0
@@ -59,10 +59,10 @@ p=2 d=2 schedule=zb-h1 microbatches=4 zero=3 overlap=false
 p=4 d=2 schedule=zb-h2 microbatches=8 zero=0 bucket_mb=0.01
 p=2 d=2 x=2 z=2 schedule=zb-h2 microbatches=3 zero=1 scheme=2.5d
 p=2 d=2 y=2 z=2 schedule=zb-h2 microbatches=3 zero=2 keep_gathered=false
-p=4 d=2 schedule=zb-h2 microbatches=4 zero=3 dropout=0.25
+p=4 d=2 schedule=zb-h2 microbatches=4 zero=3 dropout=0.25 prefetch=true
 p=2 d=2 schedule=zb-v chunks=2 microbatches=4 zero=0 clip=0
 p=4 d=2 schedule=zb-v chunks=2 microbatches=8 zero=1 layers=8
-p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=3 zero=2 overlap=false
+p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=3 zero=2 overlap=false prefetch=true
 p=2 d=3 x=2 schedule=zb-v chunks=2 microbatches=4 zero=3 layers_per_stage=[0,1,2,1]
 p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 zero=0
 p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 zero=1 bucket_mb=0
@@ -73,25 +73,25 @@ p=2 d=2 x=2 y=2 schedule=zb-h1 microbatches=2 zero=1 scheme=3d-broadcast
 p=2 x=2 y=2 z=2 schedule=zb-v chunks=2 microbatches=3 scheme=3d
 p=2 x=2 y=3 schedule=1f1b microbatches=4 scheme=2d
 p=3 d=2 z=2 schedule=gpipe microbatches=4 zero=3
-p=2 d=2 x=4 schedule=interleaved chunks=2 microbatches=3 zero=2 scheme=1d
+p=2 d=2 x=4 schedule=interleaved chunks=2 microbatches=3 zero=2 scheme=1d chunked_products=3
 p=2 d=2 x=2 z=2 schedule=interleaved chunks=2 microbatches=3 zero=3 scheme=2.5d
-p=2 d=2 x=2 y=2 schedule=zb-v chunks=2 microbatches=3 zero=3 scheme=2d-summa
+p=2 d=2 x=2 y=2 schedule=zb-v chunks=2 microbatches=3 zero=3 scheme=2d-summa prefetch=true
 p=2 d=2 x=2 schedule=1f1b microbatches=4 zero=1 order="x d p y z c e"
 d=2 x=4 schedule=none batch=4 sequence=8 microbatches=2 scheme=1d-sequence zero=1
 p=2 x=4 batch=6 sequence=4 schedule=zb-h1 microbatches=2 scheme=1d-sequence dropout=0.25
-x=2 y=2 z=2 schedule=none batch=4 microbatches=1 scheme=3d
+x=2 y=2 z=2 schedule=none batch=4 microbatches=1 scheme=3d chunked_products=2
 p=2 x=2 z=2 schedule=1f1b microbatches=3 kind=llama kv_heads=4 ffn=48 tied=false
-p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=3 zero=3 kind=llama kv_heads=6 ffn=36
+p=2 d=2 y=2 schedule=interleaved microbatches=3 zero=3 kind=llama kv_heads=6 ffn=36 prefetch=true
 d=2 x=2 y=2 schedule=none microbatches=2 zero=1 scheme=2d-summa kind=llama ffn=60 dropout=0.25
 x=4 schedule=none batch=4 sequence=8 microbatches=2 scheme=1d-sequence kind=llama kv_heads=4
-d=2 x=2 z=2 schedule=none microbatches=2 zero=2 kind=qwen2 kv_heads=4 ffn=48
+d=2 x=2 z=2 schedule=none microbatches=2 zero=2 kind=qwen2 kv_heads=4 ffn=48 prefetch=true
 schedule=none microbatches=4 attention=chunked dropout=0.25
 d=2 schedule=none microbatches=2 zero=1 attention=chunked kind=llama kv_heads=4 ffn=48
 c=2 schedule=none microbatches=2 sequence=4 recompute=selective
 p=2 c=2 x=2 z=2 schedule=1f1b microbatches=3 sequence=8 kind=llama kv_heads=4 ffn=48 tied=false
 p=2 d=2 c=2 schedule=zb-h1 microbatches=4 zero=1 sequence=4 bucket_mb=0.01
 d=2 c=2 y=2 schedule=none microbatches=2 zero=3 sequence=4 context=all-to-all kind=llama ffn=48
-d=2 c=2 schedule=zb-v chunks=2 microbatches=2 zero=2 sequence=4 recompute=full
+d=2 c=2 schedule=zb-v chunks=2 microbatches=2 zero=2 sequence=4 recompute=full prefetch=true
 c=3 x=2 schedule=none batch=12 microbatches=2 sequence=6 scheme=1d-sequence dropout=0.25
 c=4 x=2 schedule=none microbatches=2 sequence=8 context=both ulysses=2 dropout=0.25
 c=2 x=2 y=2 schedule=none microbatches=2 sequence=4 scheme=2d-summa context=all-to-all dropout=0.25
@@ -103,7 +103,7 @@ d=2 x=2 y=2 schedule=none microbatches=2 zero=3 kind=qwen2 kv_heads=1 keep_gathe
 p=2 d=2 x=2 y=2 schedule=1f1b microbatches=3 zero=1 kind=qwen2 kv_heads=1 scheme=2d-summa
 d=2 y=4 z=2 schedule=none microbatches=2 zero=2 kind=llama kv_heads=2 ffn=48 dropout=0.25
 x=2 y=2 z=2 schedule=none microbatches=2 kind=qwen2 kv_heads=1 scheme=3d-broadcast
-p=2 x=2 z=2 schedule=1f1b microbatches=3 kind=bert padding=4
+p=2 x=2 z=2 schedule=1f1b microbatches=3 kind=bert padding=4 chunked_products=2
 p=2 d=2 y=2 z=2 schedule=zb-h1 microbatches=3 zero=3 kind=bert tied=false gelu=exact
 d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d-summa kind=bert dropout=0.25
 x=4 batch=4 sequence=8 schedule=none microbatches=2 scheme=1d-sequence kind=bert padding=4
@@ -126,9 +126,9 @@ e=2 x=2 y=2 z=2 schedule=none microbatches=3 experts=4 top_k=2 capacity=1
 p=2 e=2 x=2 z=2 schedule=1f1b microbatches=3 experts=4 kind=llama ffn=48 top_k=2 moe_every=2
 p=2 d=2 e=2 schedule=zb-h1 microbatches=4 zero=1 experts=4 bucket_mb=0.01 balance_bias=0.01
 d=2 e=2 x=2 schedule=none microbatches=2 zero=2 experts=4 capacity=0
-d=2 e=2 y=2 schedule=none microbatches=2 zero=3 experts=4 shared_experts=1
+d=2 e=2 y=2 schedule=none microbatches=2 zero=3 experts=4 shared_experts=1 prefetch=true
 e=3 x=4 schedule=none batch=12 microbatches=1 scheme=1d experts=6 kind=llama kv_heads=2 ffn=48
-e=2 x=4 schedule=none batch=48 microbatches=2 scheme=1d-sequence experts=4 dropout=0.25
+e=2 x=4 schedule=none batch=48 microbatches=2 scheme=1d-sequence experts=4 chunked_products=2
 e=2 x=2 y=2 schedule=none microbatches=2 scheme=2d experts=4 recompute=full
 e=2 x=2 y=2 schedule=none microbatches=2 scheme=2d-summa experts=4 top_k=2 shared_experts=1
 p=2 e=2 x=2 z=2 schedule=zb-v chunks=2 microbatches=3 scheme=2.5d experts=4 recompute=selective
@@ -149,8 +149,8 @@ e=4 x=2 z=2 schedule=none microbatches=3 zero=3 experts=4 hidden=48
 LARGE = """
 p=4 d=2 x=2 y=2 z=2 schedule=gpipe microbatches=3 zero=1
 p=4 d=2 x=2 y=2 z=2 schedule=1f1b microbatches=6 zero=0 kind=llama kv_heads=4 ffn=48
-p=4 d=2 x=2 y=2 z=2 schedule=interleaved chunks=2 microbatches=6 zero=3 layers=8
-p=4 d=2 x=2 y=2 z=2 schedule=zb-h1 microbatches=6 zero=2
+p=4 d=2 x=2 y=2 z=2 schedule=interleaved chunks=2 microbatches=6 zero=3 layers=8 prefetch=true
+p=4 d=2 x=2 y=2 z=2 schedule=zb-h1 microbatches=6 zero=2 chunked_products=3
 p=2 d=2 c=2 x=2 y=2 z=2 schedule=1f1b microbatches=3 zero=1 sequence=4 kind=llama kv_heads=4 ffn=48
 c=4 x=2 y=2 z=4 schedule=none microbatches=2 sequence=8 context=both ulysses=2 dropout=0.25
 p=4 d=2 x=2 y=2 z=2 schedule=1f1b microbatches=6 zero=1 kind=bert padding=4

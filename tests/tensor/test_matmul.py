@@ -9,6 +9,7 @@ import pytest
 
 import hpc3d
 from hpc3d.comm.threads import run
+from hpc3d.tensor.chunked import chunked_matmul
 from hpc3d.tensor.matmul import Split, sharded_matmul
 from tests.mpi import checked
 from tests.strided import daily, strided
@@ -36,12 +37,12 @@ def stored(matrix, layout, mesh):
     return np.ascontiguousarray(matrix[layout.slices(matrix.shape, mesh)])
 
 
-def products(mesh, split, keep, transposed, integers=False):
+def products(mesh, split, keep, transposed, integers=False, chunks=1):
     """[(what, ours, expected)] of one rank: its blocks of Y, dX and dW."""
     x, w, dy, y, dx, dw = operands(integers)
     if transposed:
         w, dw = w.T, dw.T
-    matmul = sharded_matmul(mesh, split, keep, transposed)
+    matmul = chunked_matmul(mesh, split, chunks, keep, transposed=transposed)
     ours, saved = matmul.forward_saving(stored(x, split.x, mesh), stored(w, matmul.w_layout, mesh))
     our_dx, our_dw = matmul.backward_saved(saved, stored(dy, split.y, mesh))
     return [
@@ -51,12 +52,14 @@ def products(mesh, split, keep, transposed, integers=False):
     ]
 
 
-def compare(mesh, integers=False, keeps=("xw", "x", "w", "")):
+def compare(mesh, integers=False, keeps=("xw", "x", "w", ""), chunks=1):
     """Every way to run both layers of a pair; raises where a block differs."""
     for split in mesh.splits:
+        count = 1 if split.panels or split.own else chunks
         for keep in keeps:
-            for transposed in (False, True) if not split.panels else (False,):
-                for what, ours, expected in products(mesh, split, keep, transposed, integers):
+            for transposed in (False, True) if not split.panels and count == 1 else (False,):
+                found = products(mesh, split, keep, transposed, integers, count)
+                for what, ours, expected in found:
                     bound = 0 if integers else 1e-12 * max(1, np.abs(expected).max(initial=0))
                     np.testing.assert_allclose(ours, expected, rtol=0, atol=bound, err_msg=what)
 

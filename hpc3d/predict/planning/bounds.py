@@ -144,7 +144,10 @@ class Bounds:
             busy = self.ideal + micros * self.launches * self.layers / stages
             found.append(busy * (1 + (stages - 1) / (micros * chunks)))
             micros *= 2
-        words = sum(candidate.moves.values()) - candidate.hidden
+        parallel = candidate.config.parallel
+        hides = "xyz" if parallel.prefetch or parallel.chunked_products > 1 else ""
+        moves = (each for axis, each in candidate.moves.items() if axis not in hides)
+        words = sum(moves) - candidate.hidden
         alone = min(found) + _BOUND_MARGIN * words
         busy = self.ideal + self.launches * self.layers / stages + _BOUND_MARGIN * candidate.work
         return self.fixed + max(

@@ -49,6 +49,8 @@ def _key_of(cost: str, config: Config, **values: Any) -> tuple:
         parallel.compression,
         parallel.compression_rank,
         parallel.compression_share,
+        parallel.prefetch,
+        parallel.chunked_products,
         *values.items(),
     )
 

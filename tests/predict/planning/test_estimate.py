@@ -8,16 +8,16 @@ from tests.strided import strided
 
 LAYOUTS = """
 x=8 scheme=1d
-x=8 scheme=1d-sequence recompute=selective
+x=8 scheme=1d-sequence recompute=selective chunked_products=2
 x=4 y=2 scheme=2d
-x=2 y=2 z=2
+x=2 y=2 z=2 chunked_products=2
 x=2 y=2 z=2 keep_gathered=false recompute=full
 x=2 y=2 z=2 scheme=2.5d
 x=2 y=4 scheme=2d-summa
 d=8
 d=4 x=2 scheme=1d zero=1
 d=4 x=2 zero=2
-d=4 x=2 zero=3 microbatches=2
+d=4 x=2 zero=3 microbatches=2 prefetch=true
 p=4 x=2 schedule=1f1b microbatches=8
 p=4 d=2 schedule=gpipe microbatches=4
 p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=4
@@ -27,7 +27,7 @@ p=4 d=2 schedule=zb-h1 zero=2
 p=4 d=2 schedule=zb-h2 microbatches=2
 p=2 d=2 x=2 scheme=1d-sequence schedule=zb-v microbatches=4 zero=1
 d=8 train.backend=cupy
-x=4 y=2 scheme=2d microbatches=2 recompute=selective train.backend=cupy train.dtype=bfloat16
+x=4 y=2 scheme=2d microbatches=2 chunked_products=2 prefetch=true train.backend=cupy
 p=4 d=2 schedule=gpipe microbatches=4 train.backend=cupy
 p=4 d=2 schedule=1f1b microbatches=8 layers_per_stage=[0,2,1,1]
 p=4 d=2 schedule=zb-h1 zero=1 layers_per_stage=[2,0,2,0] microbatches=4

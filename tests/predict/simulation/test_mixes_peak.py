@@ -17,7 +17,7 @@ dtype=float32 d=2 x=2 zero=1 microbatches=2 'offload=["optimizer","activations"]
 dtype=float16 p=2 x=2 schedule=1f1b microbatches=4 recompute=full optimizer=adafactor
 dtype=float32 x=2 y=2 microbatches=2 keep_dtype=bfloat16 optimizer=adafactor keep_gathered=false
 dtype=float32 d=2 p=2 schedule=zb-h1 microbatches=4 zero=1 compression=powersgd
-dtype=bfloat16 d=4 zero=3 microbatches=2 recompute=selective optimizer=muon
+dtype=bfloat16 d=4 zero=3 microbatches=2 recompute=selective optimizer=muon prefetch=true
 dtype=float32 d=2 x=2 zero=1 microbatches=2 keep_dtype=int8 recompute=[1] reduce_dtype=bfloat16
 dtype=bfloat16 d=2 y=2 microbatches=2 compression=top-k optimizer=sgd attention=chunked
 dtype=bfloat16 p=2 d=2 schedule=zb-v chunks=2 microbatches=4 keep_dtype=int8 optimizer=adafactor
@@ -27,12 +27,12 @@ dtype=float32 d=2 e=2 experts=4 microbatches=2 zero=1 keep_dtype=int8 optimizer=
 dtype=bfloat16 p=2 d=2 schedule=1f1b microbatches=4 'offload=["activations","parameters"]'
 dtype=float32 p=2 d=2 schedule=1f1b microbatches=4 zero=1 compression=powersgd bucket_mb=0.01
 dtype=float32 p=2 d=2 schedule=1f1b microbatches=4 zero=1 compression=top-k compression_share=0.1
-x=2 y=2 z=2
+x=2 y=2 z=2 chunked_products=2
 x=2 y=2 z=2 dtype=bfloat16
-x=4 d=2 scheme=1d recompute=full
-p=2 d=2 x=2 schedule=1f1b microbatches=4 zero=1
+x=4 d=2 scheme=1d recompute=full chunked_products=3
+p=2 d=2 x=2 schedule=1f1b microbatches=4 zero=1 scheme=1d-sequence chunked_products=2
 p=4 z=2 schedule=zb-h1 microbatches=4 recompute=selective keep_dtype=int8
-d=2 x=2 y=2 zero=3
+d=2 x=2 y=2 zero=3 prefetch=true chunked_products=3
 d=4 x=2 scheme=1d zero=1 dtype=float32 reduce_dtype=bfloat16
 c=4 x=2 microbatches=2 sequence=8
 d=2 c=4 zero=2 context=both ulysses=2 sequence=8
@@ -41,7 +41,7 @@ p=2 c=4 schedule=1f1b kind=llama kv_heads=12 sequence=8 microbatches=4
 p=2 e=2 x=2 schedule=1f1b experts=4 top_k=2 moe_every=2 microbatches=2
 d=2 e=4 experts=8 shared_experts=1 capacity=0 zero=1
 e=2 x=2 y=2 experts=4 top_k=2 scheme=2d recompute=full
-d=2 e=2 z=2 experts=4 balance_bias=0.001 zero=3
+d=2 e=2 z=2 experts=4 balance_bias=0.001 zero=3 prefetch=true chunked_products=2
 p=2 d=2 e=2 experts=4 moe_every=2 schedule=zb-h1 microbatches=4 zero=2
 c=2 e=2 x=2 kind=llama kv_heads=12 sequence=8 experts=4 top_k=2
 """.strip().splitlines()

@@ -8,7 +8,7 @@ import pytest
 
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
-from hpc3d.predict.simulation.summary import summary
+from hpc3d.predict.simulation.summary import exposed, summary
 from hpc3d.studies import megatron
 from tests.pipeline.mixes import config_of
 from tests.predict.fixed import MACHINE
@@ -63,3 +63,25 @@ def test_overlap_shortens_a_published_step():
     config = megatron.config_of(megatron.weak(row))
     beside, after = (seconds(config, SELENE, overlap) for overlap in (True, False))
     assert 0.9 * after < beside < after
+
+
+# Layout, and the option that hides a part of its communication.
+HIDDEN = {
+    "d=8 zero=3 layers=2 batch=64 sequence=1024 dtype=bfloat16": "prefetch=true",
+    "x=2 y=2 z=2 layers=2 batch=64 sequence=1024 dtype=bfloat16": "prefetch=true",
+    "x=8 scheme=1d-sequence layers=2 batch=64 sequence=1024 dtype=bfloat16": "chunked_products=2",
+}
+
+
+@pytest.mark.parametrize("line", HIDDEN)
+def test_overlap_with_products_shortens_a_step_but_moves_the_same_bytes(line):
+    before, after = (layout(f"{line} backend=cupy {option}") for option in ("", HIDDEN[line]))
+    found = [simulate(each, each.model.vocabulary, H100) for each in (before, after)]
+    steps = [summary(runs, before, H100) for runs in found]
+    assert steps[1]["step_time_s"] < 0.99 * steps[0]["step_time_s"]
+    assert exposed(found[1][0]) < exposed(found[0][0])
+    received = [
+        {axis: sum(op["bytes"] for op in ops.values()) for axis, ops in each["bytes"].items()}
+        for each in steps
+    ]
+    assert received[0] == received[1]
