@@ -33,10 +33,9 @@ def _wrong_types(config: Config) -> Iterator[str]:
         key = f"parallel.keep_dtype = bfloat16 saves no memory with train.dtype = {dtype}"
         yield f"{key}; use int8, or remove the key"
     if reduced == "float16" and dtype != "float16":
-        yield (
-            "parallel.reduce_dtype = float16 rounds small gradients to 0, because train.dtype = "
-            f"{dtype} has no loss scaling; use bfloat16, or train.dtype = float16"
-        )
+        why = f"because train.dtype = {dtype} has no loss scaling"
+        key = f"parallel.reduce_dtype = float16 rounds small gradients to 0, {why}"
+        yield f"{key}; use bfloat16, or train.dtype = float16"
 
 
 def _wrong_graph(config: Config) -> Iterator[str]:
@@ -54,10 +53,8 @@ def _wrong_graph(config: Config) -> Iterator[str]:
         )
     length = config.model.sequence
     if config.train.dtype != "float32" and not config.chunked() and not Flash.replays(length):
-        yield (
-            f"{key}: model.sequence = {length} must be a multiple of 128; change the length, or "
-            "set train.cuda_graph = false"
-        )
+        key += f": model.sequence = {length} must be a multiple of 128"
+        yield f"{key}; change the length, or set train.cuda_graph = false"
 
 
 def untrainable(config: Config) -> Iterator[str]:

@@ -70,11 +70,9 @@ def wrong_experts(config: Config) -> Iterator[str]:
         why = f"with {config.parallel.way} only ranks on the diagonal of {owned} have tokens"
         yield f"{key}: {why}; use parallel.scheme = 3d"
     if model.balance_bias and dtype in ("float16", "bfloat16"):
-        yield (
-            f"model.balance_bias = {model.balance_bias}: {dtype} is not precise enough for the "
-            "small bias updates; use model.balance_loss instead of model.balance_bias, or "
-            "train.dtype = float32"
-        )
+        why = f"{dtype} is not precise enough for the small bias updates"
+        remedy = "use model.balance_loss instead of model.balance_bias, or train.dtype = float32"
+        yield f"model.balance_bias = {model.balance_bias}: {why}; {remedy}"
 
 
 def wrong_compression(config: Config) -> Iterator[str]:
@@ -103,10 +101,8 @@ def wrong_offload(config: Config) -> Iterator[str]:
         yield f'{key}: {small}; remove "optimizer", or use another optimizer'
     schedule = find(config.parallel.schedule)
     if "parameters" in listed and schedule.asynchronous:
-        yield (
-            f"{key}: schedule {schedule.name} keeps several versions of the weights; "
-            'remove "parameters", or use a synchronous schedule'
-        )
+        why = f"schedule {schedule.name} keeps several versions of the weights"
+        yield f'{key}: {why}; remove "parameters", or use a synchronous schedule'
     if train.cuda_graph and {*listed} - {"optimizer"}:
         why = "a CUDA graph cannot capture copies to the host"
         yield f"{key}: {why}; use train.cuda_graph = false"

@@ -80,14 +80,14 @@ def _wrong_zero(config: Config) -> Iterator[str]:
 
 def _wrong_products(config: Config) -> Iterator[str]:
     """Report an error if matrix products are chunked in a scheme that does not support this."""
-    split, way = config.splits["dense"], config.parallel.way
-    key = f"parallel.chunked_products = {config.parallel.chunked_products}"
-    if config.parallel.chunked_products == 1 or not (split.panels or split.own):
-        return
-    if split.panels:
-        yield f"{key}: {way} already computes products in panels; use 1, or another scheme"
-    else:
-        yield f"{key}: with {way}, a rank may store no rows to split; use 1, or scheme 3d"
+    split, chunks, way = (
+        config.splits["dense"],
+        config.parallel.chunked_products,
+        config.parallel.way,
+    )
+    if chunks > 1 and (split.panels or split.own):
+        why = "products have panels" if split.panels else "a rank may store no rows to split"
+        yield f"parallel.chunked_products = {chunks}: with {way}, {why}; use 1, or scheme 3d"
 
 
 def _wrong_layers(listed: str | Sequence[int], layers: int) -> Iterator[str]:
@@ -123,7 +123,5 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
         why = f"the steps of schedule {schedule.name} overlap"
         yield f"train.cuda_graph = true: {why}; set it to false, or use a synchronous schedule"
     if config.train.dtype == "float16":
-        yield (
-            f"train.dtype = float16: schedule {schedule.name} cannot skip a step whose gradient "
-            "overflows; use bfloat16, or a synchronous schedule"
-        )
+        why = f"schedule {schedule.name} cannot skip a step whose gradient overflows"
+        yield f"train.dtype = float16: {why}; use bfloat16, or a synchronous schedule"

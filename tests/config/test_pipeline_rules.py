@@ -74,7 +74,7 @@ PIPELINES = [
     ),
     (
         {"parallel.chunked_products": 2, "parallel.scheme": "2d-summa"},
-        "parallel.chunked_products = 2: scheme 2d-summa ... panels; use 1, ...",
+        "parallel.chunked_products = 2: with scheme 2d-summa, products have panels; use 1, ...",
     ),
     (
         {"parallel.chunked_products": 2, "parallel.split": '{ m = "x", own = "x" }'},
