@@ -261,8 +261,7 @@ class Machine:
         are assumed to be in cache. Raises ValueError if the machine has no rates for the dtype.
         """
         moved = 0 if self.cores else batch * (m * k + k * n + m * n) * itemsize(dtype)
-        flop = 2.0 * m * n * k * batch
-        return self._roofline(flop, self._product_rate(flop, dtype), moved)
+        return self.fused(2.0 * m * n * k * batch, moved, dtype)
 
     def fused_attention(
         self, flop: float, nbytes: float, dtype: str, case: AttentionPass
@@ -274,18 +273,22 @@ class Machine:
         if self.attention:
             table = min(self.attention, key=lambda rates: rates.distance(case))
             return self._roofline(flop, table.curve(case.sequence), nbytes)
-        return self._roofline(flop, self._product_rate(flop, dtype), nbytes)
+        return self.fused(flop, nbytes, dtype)
 
     def _roofline(self, flop: float, rate: float, nbytes: float) -> float:
         return max(self.launch_s, flop / rate, nbytes / self.memory_bandwidth)
 
-    def _product_rate(self, flop: float, dtype: str) -> float:
+    def fused(self, flop: float, nbytes: float, dtype: str) -> float:
+        """Return the time in seconds of a kernel that computes at the rate of a matrix product.
+
+        The kernel computes `flop` FLOPs, and moves `nbytes` through memory.
+        """
         if dtype not in self.gemm:
             raise ValueError(
                 f"machine {self.name}: no GEMM rates for {dtype}, only {', '.join(self.gemm)}; "
                 f"add [gemm.{dtype}] to the machine file, or train in another data type"
             )
-        return self.gemm[dtype].curve(flop)
+        return self._roofline(flop, self.gemm[dtype].curve(flop), nbytes)
 
     def kernel(self, name: str, nbytes: float) -> float:
         """Return the time in seconds of an elementwise kernel that moves `nbytes` in total."""
