@@ -21,6 +21,8 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
+import numpy as np
+
 # A rule takes the same arguments as its primitive; a CUDA rule takes a `Gpu` as an additional
 # first argument.
 _Rule = Callable[..., Any]
@@ -58,6 +60,14 @@ class Primitive:
 
     def cuda(self, rule: _Rule) -> _Rule:
         self.cuda_rule = rule
+        return rule
+
+    def threads(self, rule: _Rule) -> _Rule:
+        """Use `rule` for NumPy arrays, but not for 16-bit floats or abstract arrays.
+
+        A composite primitive needs such a rule to compute blocks on all threads.
+        """
+        self.register(np.ndarray, rule)
         return rule
 
     def cuda_as_numpy(self) -> None:

@@ -13,7 +13,9 @@ backward pass recomputes the probabilities from L.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from itertools import groupby
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +23,7 @@ import numpy as np
 
 from hpc3d.arrays.narrow import wide
 from hpc3d.arrays.primitive import composite, primitive
+from hpc3d.arrays.worker_threads import parallel_for
 from hpc3d.ops.attention import (
     HeadForm,
     attend,
@@ -108,7 +111,9 @@ def merge_chunks(qkv: Array, kv: Array, merged: Merged, chunks: Chunks) -> None:
     sequence, form = kv.shape[3], chunks.form
     q, _, _ = heads_of(qkv, sequence, form)
     out = queries_of(merged.out, sequence, form)
-    for at, tile in chunks.tiles(kv, _TILE, _SCORES):
+
+    def block(each):
+        at, tile = each
         s, _ = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks.padding)
         old = merged.sums[at][:, :, tile.queries]
         top = finite(s.max(0))
@@ -128,6 +133,17 @@ def merge_chunks(qkv: Array, kv: Array, merged: Merged, chunks: Chunks) -> None:
         rows *= np.exp(old - base)[..., None]
         rows += added.reshape(rows.shape)
         old[...] = total
+
+    _for_tiles(block, chunks, kv)
+
+
+def _for_tiles(
+    function: Callable[[tuple[tuple[int, slice], ChunkPair]], object], chunks: Chunks, kv: Array
+) -> None:
+    """Call `function` for each tile; the heads and samples of a tile are computed in parallel."""
+    tiles = chunks.tiles(kv, _TILE, _SCORES)
+    for _, each in groupby(tiles, key=lambda tile: tile[1]):
+        parallel_for(function, [*each])
 
 
 @merge_chunks.abstract
@@ -183,12 +199,7 @@ def _(gpu, dout, out, sequence, form, empty):
 
 @primitive
 def chunks_grad(
-    qkv: Array,
-    kv: Array,
-    grad: ChunkGrad,
-    dq: Array,
-    chunks: Chunks,
-    empty: Empty,
+    qkv: Array, kv: Array, grad: ChunkGrad, dq: Array, chunks: Chunks, empty: Empty
 ) -> Array:
     """Return the contribution of a query block to the gradients of k and v, [2, B, heads, t, D].
 
@@ -200,7 +211,9 @@ def chunks_grad(
     dout, dq = queries_of(grad.dout, sequence, form), queries_of(dq, sequence, form)
     dkv = empty(kv.shape, wide(kv.dtype))
     dkv[...], scale = 0, 1 / sqrt(form.width)
-    for at, tile in chunks.tiles(kv, _TILE, _SCORES):
+
+    def block(each):
+        at, tile = each
         k, v = (each[at][:, tile.keys] for each in kv)
         dk, dv = (each[at][:, tile.keys] for each in dkv)
         p, scaled = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks.padding)
@@ -219,6 +232,8 @@ def chunks_grad(
         dk += dp.swapaxes(0, 1) @ scaled
         rows = dq[at][:, :, tile.queries]
         rows += (dp.transpose(1, 2, 0) @ (k * k.dtype.type(scale))).reshape(rows.shape)
+
+    _for_tiles(block, chunks, kv)
     return dkv
 
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from hpc3d.arrays.narrow import WIDE, wide
 from hpc3d.arrays.primitive import composite, primitive
+from hpc3d.arrays.worker_threads import parallel_for
 from hpc3d.data.batches import IGNORE
-from hpc3d.ops.rows import rounded, row_blocks
+from hpc3d.ops.rows import in_float32, row_blocks
 from hpc3d.ops.update import sum_parts
 
 if TYPE_CHECKING:
@@ -53,16 +54,16 @@ def _(gpu, logits, targets, vocabulary, scale):
 @primitive
 def row_max(logits: Array, columns: int) -> Array:
     """Set padding columns (index >= `columns`) to -inf; return the maximum of each row."""
-    logits[:, columns:] = -np.inf
-    return logits.max(1, initial=-np.inf)
+    logits[:, columns:], top = -np.inf, np.empty(len(logits), wide(logits.dtype))
 
-
-@row_max.narrow
-def _(logits, columns):
-    logits[:, columns:], top = -np.inf, np.empty(len(logits), WIDE)
-    for rows in row_blocks(logits):
+    def block(rows):
         top[rows] = logits[rows].max(1, initial=-np.inf)
+
+    parallel_for(block, row_blocks(logits))
     return top
+
+
+row_max.narrow(row_max.numpy)
 
 
 @row_max.abstract
@@ -85,13 +86,18 @@ def local_sums(logits: Array, top: Array, index: Array) -> tuple[Array, Any]:
     `top` is subtracted from the logits, which are then overwritten with their exponentials. The
     second result is `LossRows.at`.
     """
-    rows, columns = _targets(logits, index)
-    logits -= top[:, None]
-    sums = np.zeros((2, logits.shape[0]), logits.dtype)
-    sums[1, rows] = logits[rows, columns]
-    np.exp(logits, out=logits)
-    sums[0] = logits @ np.ones(logits.shape[1], logits.dtype)
-    return sums, (rows, columns)
+    sums, ones = np.zeros((2, len(logits)), logits.dtype), np.ones(logits.shape[1], logits.dtype)
+
+    def block(rows):
+        part, of_part = logits[rows], sums[:, rows]
+        part -= top[rows, None]
+        at = _targets(part, index[rows])
+        of_part[1, at[0]] = part[at]
+        np.exp(part, out=part)
+        np.matmul(part, ones, out=of_part[0])
+
+    parallel_for(block, row_blocks(logits))
+    return sums, _targets(logits, index)
 
 
 def _targets(logits: Array, index: Array) -> tuple[Array, Array]:
@@ -103,8 +109,11 @@ def _targets(logits: Array, index: Array) -> tuple[Array, Array]:
 @local_sums.narrow
 def _(logits, top, index):
     sums = np.empty((2, len(logits)), WIDE)
-    for rows, (block,) in rounded(logits):
-        sums[:, rows], _ = local_sums(block, top[rows], index[rows])
+
+    def block(rows, part):
+        sums[:, rows], _ = local_sums(part, top[rows], index[rows])
+
+    in_float32(block, logits)
     return sums, _targets(logits, index)
 
 
@@ -166,7 +175,13 @@ def softmax_grad(exponentials: Array, rest: LossRows | None, scale: float) -> Ar
     """
     total, valid, at = rest
     real = wide(exponentials.dtype)
-    exponentials *= np.where(valid, scale / total, 0).astype(real)[:, None]
+    factors = np.where(valid, scale / total, 0).astype(real)
+
+    def block(rows):
+        part = exponentials[rows]
+        part *= factors[rows, None]
+
+    parallel_for(block, row_blocks(exponentials))
     exponentials[at] -= np.asarray(scale, real)
     return exponentials
 

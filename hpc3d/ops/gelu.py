@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.arrays.primitive import composite, primitive
-from hpc3d.ops.rows import rounded, row_blocks
+from hpc3d.arrays.worker_threads import parallel_for, shares
+from hpc3d.ops.rows import in_float32, row_blocks
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -29,7 +30,8 @@ def gelu_tanh(h: Array, out: Array) -> Array:
     h u' = 3 u - 2 c h. The forward pass already computes all terms of the derivative, so the
     backward pass is a single multiplication.
     """
-    for rows in row_blocks(h):
+
+    def block(rows):
         x, s = h[rows], out[rows]
         u = x * x
         u *= _GELU_C * _GELU_A
@@ -45,13 +47,14 @@ def gelu_tanh(h: Array, out: Array) -> Array:
         u *= s
         s *= x
         x[...] = u
+
+    parallel_for(block, row_blocks(h))
     return out
 
 
 @gelu_tanh.narrow
 def _(h, out):
-    for _, blocks in rounded(h, out):
-        gelu_tanh(*blocks)
+    in_float32(lambda rows, *blocks: gelu_tanh(*blocks), h, out)
     return out
 
 
@@ -73,7 +76,7 @@ def gelu_exact(h: Array, out: Array) -> Array:
     """
     from scipy.special import erf
 
-    for rows in row_blocks(h):
+    def block(rows):
         x, s = h[rows], out[rows]
         np.multiply(x, sqrt(0.5), out=s)
         erf(s, out=s)
@@ -87,13 +90,14 @@ def gelu_exact(h: Array, out: Array) -> Array:
         slope += s
         s *= x
         x[...] = slope
+
+    parallel_for(block, row_blocks(h))
     return out
 
 
 @gelu_exact.narrow
 def _(h, out):
-    for _, blocks in rounded(h, out):
-        gelu_exact(*blocks)
+    in_float32(lambda rows, *blocks: gelu_exact(*blocks), h, out)
     return out
 
 
@@ -113,6 +117,15 @@ GELU = {"tanh": gelu_tanh, "exact": gelu_exact}
 def gelu_grad(slope: Array, dg: Array) -> Array:
     """Compute dh = slope * dg in place. The result overwrites `slope`."""
     return np.multiply(slope, dg, out=slope)
+
+
+@gelu_grad.threads
+def _(slope, dg):
+    def block(rows):
+        np.multiply(slope[rows], dg[rows], out=slope[rows])
+
+    parallel_for(block, shares(len(slope)))
+    return slope
 
 
 @gelu_grad.cuda

@@ -13,7 +13,8 @@ import numpy as np
 
 from hpc3d.arrays.narrow import wide, widened
 from hpc3d.arrays.primitive import composite, primitive
-from hpc3d.ops.rows import add_strips, rounded, row_blocks
+from hpc3d.arrays.worker_threads import parallel_for
+from hpc3d.ops.rows import add_strips, in_float32, row_blocks
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
@@ -32,6 +33,27 @@ def norm(
     rstd = 1 / np.sqrt(squares / x.shape[1] + epsilon)
     n, y = empty(x.shape, x.dtype), empty(x.shape, x.dtype)
     normalise(x, mean, rstd, gamma, beta, n, y)
+    return y, (n, rstd, gamma)
+
+
+@norm.threads
+def _(x, gamma, beta, epsilon, empty):
+    """Read x once: compute the moments of a block of rows, and normalize it in the cache."""
+    n, y = empty(x.shape, x.dtype), empty(x.shape, x.dtype)
+    rstd, average = np.empty(len(x), x.dtype), np.full(x.shape[1], 1 / x.shape[1], x.dtype)
+
+    def block(rows):
+        centred, normal, scaled = x[rows], n[rows], y[rows]
+        if beta is not None:
+            centred = np.subtract(centred, (centred @ average)[:, None], out=normal)
+        squares = np.einsum("ij,ij->i", centred, centred)
+        rstd[rows] = 1 / np.sqrt(squares / x.shape[1] + epsilon)
+        np.multiply(centred, rstd[rows, None], out=normal)
+        np.multiply(normal, gamma, out=scaled)
+        if beta is not None:
+            scaled += beta
+
+    parallel_for(block, row_blocks(x))
     return y, (n, rstd, gamma)
 
 
@@ -69,6 +91,36 @@ def norm_grad(
     return normalise_grad(n, rstd, dy, gamma, means, residual, empty(n.shape, n.dtype))
 
 
+@norm_grad.threads
+def _(dy, saved, residual, dgamma, dbeta, empty):
+    """Read n and dy once: compute the sums of a block of rows, and its gradient in the cache."""
+    n, rstd, gamma = saved
+    dx, blocks = empty(n.shape, n.dtype), row_blocks(n)
+    ones, averages = np.ones(len(n), n.dtype), gamma / n.shape[1]
+    totals = [each for each in (dgamma, dbeta) if each is not None]
+    vectors = np.empty((len(totals), len(blocks), n.shape[1]), n.dtype)
+
+    def block(each):
+        number, rows = each
+        d, normal, grad = dy[rows], n[rows], dx[rows]
+        product = np.multiply(d, normal, out=grad)
+        np.matmul(ones[rows], product, out=vectors[0, number])
+        means = product @ averages
+        np.multiply(d, gamma, out=grad)
+        if dbeta is not None:
+            np.matmul(ones[rows], d, out=vectors[1, number])
+            grad -= (d @ averages)[:, None]
+        grad -= normal * means[:, None]
+        grad *= rstd[rows, None]
+        if residual is not None:
+            grad += residual[rows]
+
+    parallel_for(block, [*enumerate(blocks)])
+    for total, parts in zip(totals, vectors, strict=True):
+        total += parts.sum(0)
+    return dx
+
+
 @norm_grad.cuda
 def _(gpu, dy, saved, residual, dgamma, dbeta, empty):
     x, (mean, rstd), gamma = saved
@@ -88,10 +140,13 @@ def moments(x: Array) -> Array:
     """
     result = np.empty((2, x.shape[0]), wide(x.dtype))
     average = np.full(x.shape[1], 1 / x.shape[1], result.dtype)
-    for rows in row_blocks(x):
+
+    def block(rows):
         mean = np.matmul(x[rows], average, out=result[0, rows])
         centred = x[rows] - mean[:, None]
         np.einsum("ij,ij->i", centred, centred, out=result[1, rows])
+
+    parallel_for(block, row_blocks(x))
     return result
 
 
@@ -114,8 +169,11 @@ def _(gpu, x):
 def row_squares(x: Array) -> Array:
     """Return the sum of squares of every row, [rows]."""
     result = np.empty(x.shape[0], wide(x.dtype))
-    for rows in row_blocks(x):
+
+    def block(rows):
         np.einsum("ij,ij->i", x[rows], x[rows], out=result[rows])
+
+    parallel_for(block, row_blocks(x))
     return result
 
 
@@ -169,21 +227,27 @@ def normalise(
     y: Array,
 ) -> tuple[Array, Array]:
     """Compute n = (x - mean) rstd and y = n gamma + beta."""
-    for rows in row_blocks(x):
+
+    def block(rows):
         centred = x[rows] if mean is None else np.subtract(x[rows], mean[rows, None], out=n[rows])
         np.multiply(centred, rstd[rows, None], out=n[rows])
         np.multiply(n[rows], gamma, out=y[rows])
         if beta is not None:
             y[rows] += beta
+
+    parallel_for(block, row_blocks(x))
     return n, y
 
 
 @normalise.narrow
 def _(x, mean, rstd, gamma, beta, n, y):
     gamma, beta = widened((gamma, beta))
-    for rows, blocks in rounded(n, y):
+
+    def block(rows, *blocks):
         centre = None if mean is None else mean[rows]
         normalise(widened(x[rows]), centre, rstd[rows], gamma, beta, *blocks)
+
+    in_float32(block, n, y)
     return n, y
 
 
@@ -206,18 +270,22 @@ def normalise_sums(
     With dn = dy gamma, the row sums are the sums of dn (if `centred`) and of dn n over features.
     dgamma and dbeta are the sums of dy n and of dy over rows.
     """
-    real = wide(n.dtype)
+    real, blocks = wide(n.dtype), row_blocks(n)
     sums, ones = np.empty((1 + centred, n.shape[0]), real), np.ones(n.shape[0], real)
-    dgamma = np.zeros(gamma.shape, real)
-    dbeta = np.zeros(gamma.shape, real) if centred else None
-    for rows in row_blocks(n):
+    vectors = np.empty((1 + centred, len(blocks), n.shape[1]), real)
+
+    def block(each):
+        number, rows = each
         d, one = dy[rows], ones[rows]
         product = d * n[rows]
         np.matmul(product, gamma, out=sums[-1, rows])
-        dgamma += one @ product
-        if dbeta is not None:
+        np.matmul(one, product, out=vectors[0, number])
+        if centred:
             np.matmul(d, gamma, out=sums[0, rows])
-            dbeta += one @ d
+            np.matmul(one, d, out=vectors[1, number])
+
+    parallel_for(block, [*enumerate(blocks)])
+    dgamma, dbeta = vectors[0].sum(0), vectors[1].sum(0) if centred else None
     return sums, dgamma, dbeta
 
 
@@ -265,7 +333,8 @@ def normalise_grad(
 
     `means` [1 or 2, rows] are the row sums of `normalise_sums`, divided by the number of features.
     """
-    for rows in row_blocks(n):
+
+    def block(rows):
         d = np.multiply(dy[rows], gamma, out=dx[rows])
         if len(means) == 2:
             d -= means[0, rows, None]
@@ -273,16 +342,21 @@ def normalise_grad(
         d *= rstd[rows, None]
         if residual is not None:
             d += residual[rows]
+
+    parallel_for(block, row_blocks(n))
     return dx
 
 
 @normalise_grad.narrow
 def _(n, rstd, dy, gamma, means, residual, dx):
     gamma = widened(gamma)
-    for rows, (block,) in rounded(dx):
+
+    def block(rows, part):
         added = None if residual is None else widened(residual[rows])
         normal, d = widened(n[rows]), widened(dy[rows])
-        normalise_grad(normal, rstd[rows], d, gamma, means[:, rows], added, block)
+        normalise_grad(normal, rstd[rows], d, gamma, means[:, rows], added, part)
+
+    in_float32(block, dx)
     return dx
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpc3d.arrays.narrow import widened
 from hpc3d.arrays.primitive import composite, primitive
-from hpc3d.ops.rows import add_bias, add_rows
+from hpc3d.arrays.worker_threads import parallel_for, shares, thread_count
+from hpc3d.ops.rows import EDGE, add_bias, add_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 # Approximate sizes in bytes of a float32 panel of b and of a float32 block of a.
 _PANEL, _BLOCK = 1 << 23, 1 << 21
+_TILE = 1 << 22  # minimum number of multiplications per tile of a product
 
 
 @composite
@@ -29,6 +32,26 @@ def product(a: Array, b: Array, out: Array) -> Array:
     a, b, total = _matrices(a, b, out)
     np.matmul(a, b, out=total)
     return out
+
+
+@product.threads
+def _(a, b, out):
+    a, b, total = _matrices(a, b, out)
+
+    def tile(each):
+        rows, columns = each
+        np.matmul(a[..., rows, :], b[..., columns], out=total[..., rows, columns])
+
+    parallel_for(tile, _tiles(a.shape[-2], b.shape[-1], a.shape[-1]))
+    return out
+
+
+def _tiles(m: int, n: int, k: int) -> list[tuple[slice, slice]]:
+    """Split the longer of the dimensions m and n into one slice per thread."""
+    threads, full = max(1, min(thread_count(), m * n * k // _TILE)), slice(None)
+    if m >= n:
+        return [(rows, full) for rows in shares(m, threads, EDGE)]
+    return [(full, columns) for columns in shares(n, threads, EDGE)]
 
 
 @product.cuda
@@ -51,10 +74,13 @@ def _(a, b, out):
     a, b, total = _matrices(a, b, out)
     inner = a[..., :1, :].size
     for columns in _pieces(b.shape[-1], inner, _PANEL):
-        panel = widened(b[..., columns])
-        for rows in _pieces(a.shape[-2], inner, _BLOCK):
-            total[..., rows, columns] = widened(a[..., rows, :]) @ panel
+        block = partial(_multiply_rows, a, widened(b[..., columns]), total[..., columns])
+        parallel_for(block, [*_pieces(a.shape[-2], inner, _BLOCK)])
     return out
+
+
+def _multiply_rows(a: Array, panel: Array, out: Array, rows: slice) -> None:
+    out[..., rows, :] = widened(a[..., rows, :]) @ panel
 
 
 def _pieces(count: int, size: int, nbytes: int) -> Iterator[slice]:
@@ -71,7 +97,12 @@ def _matrices(*blocks: Array) -> list[Array]:
 @primitive
 def accumulate(grad: Array, dw: Array) -> None:
     """Add dW to the weight gradient, which is accumulated over microbatches."""
-    grad += dw
+
+    def block(rows):
+        part = grad[rows]
+        part += dw[rows]
+
+    parallel_for(block, shares(len(grad)))
 
 
 accumulate.abstract(lambda grad, dw: None)

@@ -10,6 +10,7 @@ import numpy as np
 
 from hpc3d.arrays.narrow import widened
 from hpc3d.arrays.primitive import primitive
+from hpc3d.arrays.worker_threads import parallel_for
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -63,13 +64,16 @@ def rotate(x: Array, table: Array, form: HeadForm, sign: int = 1) -> Array:
     parts, turned = form.turned(x.shape[1])
     pairs = x.reshape(-1, sequence, x.shape[1] // (parts * form.width), parts, 2, half)
     cosine, sine = table[:, :, None, None]
-    for sample in pairs:
+
+    def block(sample):
         a, b = sample[:, :, :turned, 0], sample[:, :, :turned, 1]
         first = a * cosine
         first -= b * sine if sign > 0 else b * -sine
         b *= cosine
         b += a * sine if sign > 0 else a * -sine
         a[...] = first
+
+    parallel_for(block, pairs)
     return x
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from hpc3d.arrays.array import Array
 from hpc3d.arrays.narrow import wide
 from hpc3d.arrays.primitive import primitive
-from hpc3d.ops.rows import rounded, row_blocks
+from hpc3d.ops.rows import in_float32, row_blocks
 from hpc3d.ops.update import sum_parts
 
 if TYPE_CHECKING:
@@ -345,8 +345,7 @@ def dispatch_grad(dslots: Array, slots: Array, out: Array) -> Array:
 
 @dispatch_grad.narrow
 def _(dslots, slots, out):
-    for rows, (block,) in rounded(out):
-        dispatch_grad.numpy(dslots, slots[rows], block)
+    in_float32(lambda rows, block: dispatch_grad.numpy(dslots, slots[rows], block), out)
     return out
 
 
@@ -370,8 +369,7 @@ def combine(y: Array, slots: Array, weights: Array, out: Array) -> Array:
 
 @combine.narrow
 def _(y, slots, weights, out):
-    for rows, (block,) in rounded(out):
-        combine.numpy(y, slots[rows], weights[rows], block)
+    in_float32(lambda rows, block: combine.numpy(y, slots[rows], weights[rows], block), out)
     return out
 
 

@@ -12,16 +12,18 @@ import numpy as np
 
 from hpc3d.arrays.narrow import WIDE, wide, widened
 from hpc3d.arrays.primitive import composite, primitive
+from hpc3d.arrays.worker_threads import parallel_for, shares
 from hpc3d.ops.random import cuda_mask
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from hpc3d.arrays.array import Array
     from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
 CACHE = 1 << 17  # maximum bytes of each operand of a row block; the block fits in the cache
+EDGE = 64  # bounds of tiles are multiples of this, so that BLAS computes all elements identically
 
 
 def row_blocks(x: Array) -> list[slice]:
@@ -30,22 +32,36 @@ def row_blocks(x: Array) -> list[slice]:
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 
-def rounded(*arrays: Array) -> Iterator[tuple[slice, list[Array]]]:
-    """Yield cache-sized row slices of 16-bit arrays, with float32 copies of these rows.
+def in_float32(function: Callable[..., object], *arrays: Array) -> None:
+    """Call `function(rows, *copies)` for cache-sized slices of the rows of 16-bit arrays.
 
-    Before the next slice is yielded, the copies are rounded and written back to the arrays.
+    The float32 copies of these rows are rounded and written back to the arrays afterwards.
     """
-    for rows in row_blocks(arrays[0]):
+
+    def block(rows):
         copies = [widened(each[rows]) for each in arrays]
-        yield rows, copies
+        function(rows, *copies)
         for each, copy in zip(arrays, copies, strict=True):
             each[rows] = copy
+
+    parallel_for(block, row_blocks(arrays[0]))
 
 
 @composite
 def add_bias(y: Array, bias: Array, out: Array) -> Array:
     """Compute y + b, where b is a bias vector or an array with the shape of y."""
     return np.add(y, bias, out=out)
+
+
+@add_bias.threads
+def _(y, bias, out):
+    whole = bias.shape == y.shape
+
+    def block(rows):
+        np.add(y[rows], bias[rows] if whole else bias, out=out[rows])
+
+    parallel_for(block, shares(len(y)))
+    return out
 
 
 @add_bias.cuda
@@ -61,6 +77,17 @@ def _(gpu, y, bias, out):
 def sum_rows(y: Array) -> Array:
     """Sum the rows of y, as for a bias gradient, by multiplying a vector of ones by y."""
     return np.ones(y.shape[0], wide(y.dtype)) @ y
+
+
+@sum_rows.threads
+def _(y):
+    ones, total = np.ones(y.shape[0], y.dtype), np.empty(y.shape[1], y.dtype)
+
+    def block(columns):
+        np.matmul(ones, y[:, columns], out=total[columns])
+
+    parallel_for(block, shares(y.shape[1], edge=EDGE))
+    return total
 
 
 @sum_rows.narrow
@@ -102,8 +129,11 @@ def add_strips(
 @primitive
 def dropped(x: Array, mask: Mask, out: Array) -> Array:
     """Multiply x, or a gradient, by the factors of a dropout mask."""
-    for rows in row_blocks(x):
+
+    def block(rows):
         np.multiply(x[rows], mask.factors(rows, slice(None), wide(x.dtype)), out=out[rows])
+
+    parallel_for(block, row_blocks(x))
     return out
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.arrays.primitive import primitive
-from hpc3d.ops.rows import rounded, row_blocks
+from hpc3d.arrays.worker_threads import parallel_for
+from hpc3d.ops.rows import in_float32, row_blocks
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -24,7 +25,8 @@ def swiglu(h: Array, out: Array) -> Array:
     `h` is overwritten with d out / da = b s (1 + a (1 - s)) and d out / db = silu(a).
     """
     pairs = h.reshape(*out.shape, 2)
-    for rows in row_blocks(out):
+
+    def block(rows):
         a, b, y = pairs[rows, :, 0], pairs[rows, :, 1], out[rows]
         s = np.tanh(a * 0.5)
         s += 1
@@ -34,13 +36,14 @@ def swiglu(h: Array, out: Array) -> Array:
         b *= s * (1 + (a - silu))
         a[...] = b
         b[...] = silu
+
+    parallel_for(block, row_blocks(out))
     return out
 
 
 @swiglu.narrow
 def _(h, out):
-    for _, blocks in rounded(h, out):
-        swiglu(*blocks)
+    in_float32(lambda rows, *blocks: swiglu(*blocks), h, out)
     return out
 
 
@@ -57,8 +60,11 @@ def _(gpu, h, out):
 def swiglu_grad(slopes: Array, dg: Array) -> Array:
     """Compute dh = slopes * dg in place. The result overwrites `slopes`."""
     pairs = slopes.reshape(*dg.shape, 2)
-    for rows in row_blocks(dg):
+
+    def block(rows):
         pairs[rows] *= dg[rows, :, None]
+
+    parallel_for(block, row_blocks(dg))
     return slopes
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.arrays.primitive import composite, primitive
+from hpc3d.arrays.worker_threads import parallel_for
 from hpc3d.ops.product import product
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
 
 _CHUNK = 1 << 14  # elements per chunk; a chunk stays in the cache during its update
+_SQUARES = 1 << 20  # elements per chunk of `sum_of_squares`
 # Coefficients of x -> a x + b x^3 + c x^5 (https://kellerjordan.github.io/posts/muon).
 # Five iterations map singular values in (0, 1] to values between about 0.7 and 1.2.
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
@@ -32,6 +34,19 @@ def sum_of_squares(flat: Array, parts: Iterable[slice]) -> Any:
     """Return the sum of squares over slices of a flat array."""
     shares = [flat[part] for part in parts]
     return sum((float(np.dot(share, share)) for share in shares), 0.0)
+
+
+@sum_of_squares.threads
+def _(flat, parts):
+    slices = [flat[part] for part in parts]
+    chunks = [each[at] for each in slices for at in _stretches(each.size, _SQUARES)]
+    sums = np.empty(len(chunks))
+
+    def block(number):
+        sums[number] = np.dot(chunks[number], chunks[number])
+
+    parallel_for(block, range(len(chunks)))
+    return float(sums.sum())
 
 
 @sum_of_squares.cuda
@@ -74,8 +89,8 @@ def sum_parts(gpu: Gpu, partial: Array, total: Array | None = None) -> Array:
     return total
 
 
-def _stretches(size: int) -> list[slice]:
-    return [slice(start, start + _CHUNK) for start in range(0, size, _CHUNK)]
+def _stretches(size: int, chunk: int = _CHUNK) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, size, chunk)]
 
 
 @primitive
@@ -92,7 +107,8 @@ def adamw(
     scale, rate, root, keep = factors
     beta1, beta2, epsilon = (constants[key] for key in ("beta1", "beta2", "epsilon"))
     exact = value if master is None else master
-    for part in _stretches(value.size):
+
+    def block(part):
         w, g, m, v = exact[part], grad[part] * scale, first[part], second[part]
         m *= beta1
         m += g * (1 - beta1)
@@ -109,6 +125,8 @@ def adamw(
         w -= g
         if master is not None:
             value[part] = w
+
+    parallel_for(block, _stretches(value.size))
 
 
 adamw.narrow(adamw.numpy)
@@ -135,7 +153,8 @@ def lion(
     scale, rate, keep = factors
     beta1, beta2 = constants["beta1"], constants["beta2"]
     exact = value if master is None else master
-    for part in _stretches(value.size):
+
+    def block(part):
         w, g, m = exact[part], grad[part] * scale, momentum[part]
         step = m * beta1
         step += g * (1 - beta1)
@@ -148,6 +167,8 @@ def lion(
         m += g
         if master is not None:
             value[part] = w
+
+    parallel_for(block, _stretches(value.size))
 
 
 lion.narrow(lion.numpy)
@@ -166,12 +187,15 @@ def descend(value: Array, master: Array | None, grad: Array, factors: Sequence[f
     """Update w = keep * w - rate * grad in cache-sized chunks."""
     rate, keep = factors
     exact = value if master is None else master
-    for part in _stretches(value.size):
+
+    def block(part):
         w = exact[part]
         w *= keep
         w -= grad[part] * rate
         if master is not None:
             value[part] = w
+
+    parallel_for(block, _stretches(value.size))
 
 
 descend.narrow(descend.numpy)
