@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,8 +61,9 @@ def scatter_rows(dy: Array, index: Array, order: Array, shape: Sequence[int]) ->
     total = np.zeros(shape, wide(dy.dtype))
     order = order[(index[order] >= 0) & (index[order] < shape[0])]
     rows, starts = np.unique(index[order], return_index=True)
-    if rows.size:
-        total[rows] = np.add.reduceat(dy[order], starts, axis=0, dtype=total.dtype)
+    ordered = dy[order]
+    for row, (start, stop) in zip(rows, pairwise([*starts, len(order)]), strict=True):
+        np.add.reduce(ordered[start:stop], out=total[row])
     return total
 
 
