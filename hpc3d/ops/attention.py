@@ -8,15 +8,17 @@ then all of q, all of k and all of v, and query heads 0 to g - 1 use KV head 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
-from math import sqrt
+from math import prod, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.narrow import wide, widened
 from hpc3d.arrays.primitive import primitive
+from hpc3d.arrays.worker_threads import parallel_for, thread_count
 from hpc3d.ops.random import cuda_mask
 from hpc3d.ops.rows import dropped
 
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
-SCORES = 1 << 18  # maximum bytes of attention probabilities per chunk of heads
+SCORES = 1 << 18  # maximum bytes of a block of attention probabilities
+# With a causal mask: the minimum number of queries in a block, and the maximum number of blocks.
+_QUERIES, _BLOCKS = 64, 8
 
 
 class HeadForm(NamedTuple):
@@ -106,20 +110,48 @@ def stack_queries(q: Array) -> Array:
     return q.reshape(heads, g * sequence, width)
 
 
-def _empty_probabilities(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
+def _block_width(sequence: int, causal: bool) -> int:
+    """Return the number of queries in a block of scores."""
+    return min(sequence, max(_QUERIES, -(-sequence // _BLOCKS))) if causal else sequence
+
+
+def _empty_probabilities(
+    qkv: Array, sequence: int, form: HeadForm, empty: Empty, mask: AttentionMask
+) -> Array:
     """Allocate the attention probabilities [chunks, T, heads, g*T].
 
-    The number of heads per chunk is the largest divisor of the number of heads for which a chunk,
-    in float32 or wider, fits in the cache, or 1 if none fits.
+    The number of heads per chunk is the largest divisor of the number of heads for which a block
+    (see `_blocks`), in float32 or wider, fits in the cache, or 1 if none fits.
     """
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
-    fit = max(1, SCORES // (form.queries * sequence**2 * wide(qkv.dtype).itemsize))
+    block = form.queries * sequence * _block_width(sequence, mask.causal)
+    fit = max(1, SCORES // (block * wide(qkv.dtype).itemsize))
     chunk = next(count for count in range(min(fit, heads), 0, -1) if heads % count == 0)
     return empty((batch * heads // chunk, sequence, chunk, form.queries * sequence), qkv.dtype)
 
 
-def _chunk_indices(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]]:
-    return [(b, slice(h, h + chunk)) for b in range(batch) for h in range(0, heads, chunk)]
+def _chunks(k: Array, probabilities: Array) -> list[tuple[tuple[int, slice], Array]]:
+    """Return the index (sample, heads) and the probabilities of each chunk of heads."""
+    (batch, heads), chunk = k.shape[:2], probabilities.shape[2]
+    indices = ((b, slice(h, h + chunk)) for b in range(batch) for h in range(0, heads, chunk))
+    return [*zip(indices, probabilities, strict=True)]
+
+
+def _blocks(p: Array, mask: AttentionMask) -> list[tuple[slice, Array]]:
+    """Split the probabilities [T, heads, g*T] of a chunk into blocks of queries.
+
+    Returns the queries of each block and its probabilities [key, heads, g*query], which are
+    contiguous. With a causal mask, the keys of a block end at its last query. The blocks are
+    adjacent in memory, and the remaining elements of `p` are 0.
+    """
+    sequence, heads, queries = p.shape
+    flat, width, start, blocks = p.reshape(-1), _block_width(sequence, mask.causal), 0, []
+    for first in range(0, sequence, width):
+        last = min(first + width, sequence)
+        shape = last, heads, queries // sequence * (last - first)
+        blocks.append((slice(first, last), flat[start : start + prod(shape)].reshape(shape)))
+        start += prod(shape)
+    return blocks
 
 
 def _apart(p: Array, g: int) -> Array:
@@ -129,33 +161,39 @@ def _apart(p: Array, g: int) -> Array:
 
 
 def _softmaxes(
-    q: Array, k: Array, probabilities: Array, mask: AttentionMask
-) -> Iterator[tuple[tuple[int, slice], Array]]:
-    """Compute the probabilities softmax(q k^T / sqrt(D) + mask) chunk by chunk.
+    q: Array, k: Array, p: Array, mask: AttentionMask, sample: int
+) -> Iterator[tuple[slice, Array]]:
+    """Compute the probabilities softmax(q k^T / sqrt(D) + mask) of a chunk of heads.
 
-    Yields the index of each chunk and its probabilities P[head, key, g*query]. The memory layout
+    Yields the queries of each block and its probabilities P[head, key, g*query]. The memory layout
     is [key, head, g*query]: the softmax reduces over the first dimension, so that every operation
     processes long contiguous rows.
     """
-    _, sequence, chunk, queries = probabilities.shape
-    dtype = probabilities.dtype
-    future = None
-    if mask.causal:
-        square = np.tril(np.full((sequence, sequence), -np.inf, dtype), -1)
-        future = np.tile(square, chunk * queries // sequence)
-    ones, scale = np.ones(sequence, dtype), dtype.type(1 / sqrt(q.shape[-1]))
-    for index, p in zip(_chunk_indices(*k.shape[:2], chunk), probabilities, strict=True):
-        by_head, columns = p.swapaxes(0, 1), p.reshape(sequence, -1)
-        np.matmul(k[index], stack_queries(q[index] * scale).swapaxes(-1, -2), out=by_head)
-        if future is not None:
-            columns += future
+    scale = p.dtype.type(1 / sqrt(q.shape[-1]))
+    blocks = _blocks(p, mask)
+    p.reshape(-1)[sum(block.size for _, block in blocks) :] = 0
+    for queries, block in blocks:
+        keys = len(block)
+        by_head, columns = block.swapaxes(0, 1), block.reshape(keys, -1)
+        stacked = stack_queries(q[:, :, queries])
+        np.matmul(k[:, :keys], stacked.swapaxes(-1, -2), out=by_head)
+        columns *= scale
+        if mask.causal:
+            last = block[queries].reshape(keys - queries.start, -1, keys - queries.start)
+            last += _future(len(last), p.dtype)[:, None]
         if mask.padding is not None:
-            columns[mask.padding[index[0]]] = -np.inf
+            columns[mask.padding[sample, :keys]] = -np.inf
         columns -= finite(columns.max(0))
         np.exp(columns, out=columns)
-        sums = ones @ columns
+        sums = np.ones(keys, p.dtype) @ columns
         columns *= 1 / np.where(sums == 0, 1, sums)  # 0: all keys of the query are masked
-        yield index, by_head
+        yield queries, by_head
+
+
+@lru_cache(8)
+def _future(count: int, dtype: np.dtype) -> np.ndarray:
+    """Return the causal mask [key, query]: -inf if a key is later than the query, else 0."""
+    return np.tril(np.full((count, count), -np.inf, dtype), -1)
 
 
 def finite(scores: Array) -> Array:
@@ -166,17 +204,22 @@ def finite(scores: Array) -> Array:
     return np.where(np.isneginf(scores), 0, scores)
 
 
-def _factors_of(drop: Mask, index: tuple[int, slice], like: Array) -> np.ndarray:
-    """Return the dropout factors of a chunk of probabilities [heads, key, g*query].
+def _factors_of(drop: Mask, index: tuple[int, slice], p: Array) -> np.ndarray:
+    """Return the dropout factors [head, key, g, query] of a chunk of probabilities.
 
     `drop` has one row per sample, whose columns are ordered as [head, g, key, query].
     """
-    sample, heads = index
-    count, keys, queries = like.shape
-    of_head = keys * queries
+    (sample, heads), (sequence, _, queries) = index, p.shape
+    of_head = sequence * queries
     columns = slice(heads.start * of_head, heads.stop * of_head)
-    factors = drop.factors(slice(sample, sample + 1), columns, like.dtype)
-    return factors.reshape(count, -1, keys, keys).swapaxes(1, 2).reshape(like.shape)
+    factors = drop.factors(slice(sample, sample + 1), columns, p.dtype)
+    return factors.reshape(-1, queries // sequence, sequence, sequence).swapaxes(1, 2)
+
+
+def _times(p: Array, factors: np.ndarray, queries: slice) -> Array:
+    """Return a block P[head, key, g*query] multiplied by its dropout factors."""
+    part = factors[:, : p.shape[1], :, queries]
+    return (p.reshape(part.shape) * part).reshape(p.shape)
 
 
 @primitive
@@ -197,20 +240,27 @@ def attend(
     """
     q, k, v = heads_of(qkv, sequence, form)
     batch, heads, g, _, width = q.shape
-    probabilities = _empty_probabilities(qkv, sequence, form, empty)
+    probabilities = _empty_probabilities(qkv, sequence, form, empty, mask)
     out = empty((batch * sequence, heads * g * width), qkv.dtype)
     by_query = queries_of(out, sequence, form)
-    for index, p in _softmaxes(q, k, probabilities, mask):
-        weights = p if drop is None else p * _factors_of(drop, index, p)
-        np.matmul(_apart(weights, g), v[index][:, None], out=by_query[index])
+
+    def chunk(each):
+        at, p = each
+        factors = None if drop is None else _factors_of(drop, at, p)
+        for queries, block in _softmaxes(q[at], k[at], p, mask, at[0]):
+            weights = block if factors is None else _times(block, factors, queries)
+            values = v[at][:, None, : block.shape[1]]
+            np.matmul(_apart(weights, g), values, out=by_query[at][:, :, queries])
+
+    parallel_for(chunk, _chunks(k, probabilities))
     return out, probabilities
 
 
 @attend.narrow
-def _(qkv, sequence, form, empty, **how):
-    probabilities = _empty_probabilities(qkv, sequence, form, empty)
+def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
+    probabilities = _empty_probabilities(qkv, sequence, form, empty, mask)
     out = empty((qkv.shape[0], _out_columns(qkv, form)), qkv.dtype)
-    for rows, chunks, of_sample in _samples(qkv, probabilities, sequence, **how):
+    for rows, chunks, of_sample in _samples(qkv, probabilities, sequence, drop, mask):
         block = widened(qkv[rows])
         out[rows], probabilities[chunks] = attend(block, sequence, form, np.empty, **of_sample)
     return out, probabilities
@@ -218,7 +268,7 @@ def _(qkv, sequence, form, empty, **how):
 
 @attend.abstract
 def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
-    heads, probabilities = _scored(qkv, sequence, form, empty)
+    heads, probabilities = _scored(qkv, sequence, form, empty, mask)
     out = empty((qkv.shape[0], _out_columns(qkv, form)), qkv.dtype)
     _meter_dropout(drop, probabilities)
     qkv.meter.product(sequence, form.width, sequence, qkv.dtype, heads)
@@ -251,16 +301,21 @@ def attend_again(
 ) -> Array:
     """Recompute the probabilities, without dropout; with cuDNN, recompute (out, stats)."""
     q, k, _ = heads_of(qkv, sequence, form)
-    probabilities = _empty_probabilities(qkv, sequence, form, empty)
-    for _ in _softmaxes(q, k, probabilities, mask):
-        pass
+    probabilities = _empty_probabilities(qkv, sequence, form, empty, mask)
+
+    def chunk(each):
+        at, p = each
+        for _ in _softmaxes(q[at], k[at], p, mask, at[0]):
+            pass
+
+    parallel_for(chunk, _chunks(k, probabilities))
     return probabilities
 
 
 @attend_again.narrow
-def _(qkv, sequence, form, empty, **how):
-    probabilities = _empty_probabilities(qkv, sequence, form, empty)
-    for rows, chunks, of_sample in _samples(qkv, probabilities, sequence, **how):
+def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
+    probabilities = _empty_probabilities(qkv, sequence, form, empty, mask)
+    for rows, chunks, of_sample in _samples(qkv, probabilities, sequence, drop, mask):
         block = widened(qkv[rows])
         probabilities[chunks] = attend_again(block, sequence, form, np.empty, **of_sample)
     return probabilities
@@ -268,7 +323,7 @@ def _(qkv, sequence, form, empty, **how):
 
 @attend_again.abstract
 def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
-    return _scored(qkv, sequence, form, empty)[-1]
+    return _scored(qkv, sequence, form, empty, mask)[-1]
 
 
 @attend_again.cuda
@@ -295,33 +350,87 @@ def attend_grad(
     With the probabilities p, ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds^T q / sqrt(D).
     The gradients of k and v are summed over the query heads that share a KV head.
     """
-    chunk, queries = probabilities.shape[2:]
-    q, k, v = heads_of(qkv, sequence, form)
+    heads = heads_of(qkv, sequence, form)
     dqkv = empty(qkv.shape, qkv.dtype)
-    dq, dk, dv = heads_of(dqkv, sequence, form)
+    grads = heads_of(dqkv, sequence, form)
     dout = queries_of(dout, sequence, form)
-    ones, scale = np.ones(sequence, qkv.dtype), qkv.dtype.type(1 / sqrt(form.width))
-    ds = np.empty((sequence, chunk, queries), qkv.dtype)
-    by_head, columns = ds.swapaxes(0, 1), ds.reshape(sequence, -1)
-    for index, p in zip(_chunk_indices(*k.shape[:2], chunk), probabilities, strict=True):
-        d = stack_queries(dout[index])
-        factors = None if drop is None else _factors_of(drop, index, by_head)
-        weights = p.swapaxes(0, 1) if drop is None else p.swapaxes(0, 1) * factors
-        np.matmul(weights, d, out=dv[index])
-        np.matmul(v[index], d.swapaxes(-1, -2), out=by_head)
-        if drop is not None:
-            by_head *= factors
-        columns *= p.reshape(sequence, -1)
-        columns -= p.reshape(sequence, -1) * (ones @ columns)
-        np.matmul(_apart(by_head, form.queries), (k[index] * scale)[:, None], out=dq[index])
-        np.matmul(by_head, stack_queries(q[index] * scale), out=dk[index])
+
+    # Each thread reuses its memory, because a new allocation causes page faults.
+    spare = [_Spare.of(probabilities, form, mask) for _ in range(thread_count())]
+
+    def chunk(each):
+        at, p = each
+        factors = None if drop is None else _factors_of(drop, at, p)
+        here = [[array[at] for array in arrays] for arrays in (heads, grads, [dout])]
+        mine = spare.pop()
+        _chunk_grad(*here, _blocks(p, mask), factors, mine)
+        spare.append(mine)
+
+    parallel_for(chunk, _chunks(heads[1], probabilities))
     return dqkv
 
 
+class _Spare(NamedTuple):
+    """Memory of a thread for two blocks and for the gradients of k and v."""
+
+    blocks: Array
+    sums: Array
+
+    @classmethod
+    def of(cls, probabilities: Array, form: HeadForm, mask: AttentionMask) -> _Spare:
+        _, keys, heads, queries = probabilities.shape
+        columns = max(form.width, queries // keys * _block_width(keys, mask.causal))
+        dtype = probabilities.dtype
+        sums = np.empty((2, heads, keys, form.width), dtype)
+        return cls(np.empty((2, keys * heads * columns), dtype), sums)
+
+
+def _chunk_grad(
+    qkv: Sequence[Array],
+    dqkv: Sequence[Array],
+    dout: Sequence[Array],
+    blocks: Sequence[tuple[slice, Array]],
+    factors: np.ndarray | None,
+    spare: _Spare,
+) -> None:
+    """Compute the gradients of q, k and v of a chunk of heads.
+
+    The last block of queries has all keys. Its gradients of k and v are stored, and those of the
+    other blocks are added.
+    """
+    (q, k, v), (dq, dk, dv), [dout] = qkv, dqkv, dout
+    g, scale = q.shape[1], q.dtype.type(1 / sqrt(q.shape[-1]))
+    sums = (dk, dv) if len(blocks) == 1 else spare.sums
+    for queries, p in reversed(blocks):
+        keys = len(p)
+        ds, temporary = spare.blocks[:, : p.size].reshape(2, *p.shape)
+        by_head, of_p, of_ds = ds.swapaxes(0, 1), p.reshape(keys, -1), ds.reshape(keys, -1)
+        d = stack_queries(dout[:, :, queries])
+        weights = p.swapaxes(0, 1)
+        np.matmul(v[:, :keys], d.swapaxes(-1, -2), out=by_head)
+        if factors is not None:
+            weights = _times(weights, factors, queries)
+            by_head[...] = _times(by_head, factors, queries)
+        of_ds *= of_p
+        dots = np.ones(keys, p.dtype) @ of_ds
+        of_ds -= np.multiply(of_p, dots, out=temporary.reshape(of_p.shape))
+        of_ds *= scale
+        np.matmul(_apart(by_head, g), k[:, None, :keys], out=dq[:, :, queries])
+        factors_of_sums = (by_head, stack_queries(q[:, :, queries])), (weights, d)
+        for total, (a, b) in zip(sums, factors_of_sums, strict=True):
+            if keys == k.shape[1]:
+                np.matmul(a, b, out=total)
+            else:
+                added = spare.blocks[1, : total[:, :keys].size].reshape(total[:, :keys].shape)
+                total[:, :keys] += np.matmul(a, b, out=added)
+    if len(blocks) > 1:
+        dk[...], dv[...] = sums
+
+
 @attend_grad.narrow
-def _(dout, qkv, probabilities, sequence, form, empty, **how):
+def _(dout, qkv, probabilities, sequence, form, empty, drop=None, mask=CAUSAL):
     dqkv = empty(qkv.shape, qkv.dtype)
-    for rows, chunks, of_sample in _samples(qkv, probabilities, sequence, **how):
+    for rows, chunks, of_sample in _samples(qkv, probabilities, sequence, drop, mask):
         d, block, p = widened((dout[rows], qkv[rows], probabilities[chunks]))
         dqkv[rows] = attend_grad(d, block, p, sequence, form, np.empty, **of_sample)
     return dqkv
@@ -359,8 +468,8 @@ def _samples(
     qkv: Array,
     probabilities: Array,
     sequence: int,
-    drop: Mask | None = None,
-    mask: AttentionMask = CAUSAL,
+    drop: Mask | None,
+    mask: AttentionMask,
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
     """For each sample, yield the slice of its rows, the slice of its chunks, and its masks.
 
@@ -378,12 +487,12 @@ def _samples(
 
 
 def _scored(
-    qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty
+    qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty, mask: AttentionMask
 ) -> tuple[int, AbstractArray]:
     """Record the cost of q k^T; return the number of score matrices and their array."""
     count = qkv.shape[0] // sequence * (qkv.shape[1] // form.columns) * form.queries
     qkv.meter.product(sequence, sequence, form.width, qkv.dtype, count)
-    return count, _empty_probabilities(qkv, sequence, form, empty)
+    return count, _empty_probabilities(qkv, sequence, form, empty, mask)
 
 
 def _out_columns(qkv: Array, form: HeadForm) -> int:
