@@ -42,17 +42,19 @@ PADDED = {
     "ends": np.array([[0, 0, 0, 1, 1], [1, 0, 0, 0, 0]], bool),
     "a whole sample": np.array([[1, 1, 1, 1, 1], [0, 0, 1, 0, 0]], bool),
 }
-SCORES = {"a sample a chunk": 1 << 20, "a head a chunk": 1}
+# Bytes of a block of scores, and the fewest queries of a block.
+SIZES = {"a sample a chunk": (1 << 20, 64), "a head a chunk": (1, 64), "2 queries": (1 << 20, 2)}
 
 
-@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize(("scores", "queries"), SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 @pytest.mark.parametrize("g", strided([1, 2], 2, 1, days=1))
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("padding", strided(PADDED, 3, 2))
-def test_attention_and_its_gradient(scores, rate, g, causal, padding, monkeypatch):
+def test_attention_and_its_gradient(scores, queries, rate, g, causal, padding, monkeypatch):
     """Of heads of keys with g queries each."""
     monkeypatch.setattr("hpc3d.ops.attention.SCORES", scores)
+    monkeypatch.setattr("hpc3d.ops.attention._QUERIES", queries)
     empty = Pool().empty
     batch, heads, sequence, width = 2, 3, 5, 2
     form, mask = HeadForm(width, g), AttentionMask(causal, PADDED[padding])
