@@ -23,7 +23,8 @@ def test_process():
 
 
 @pytest.mark.slow
-def test_sampled_costs_are_extrapolated_and_include_child_processes(tmp_path):
+def test_sampled_costs_are_extrapolated_and_include_child_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("DAY", "all")
     words = "-p", "tests.profile", "--every", "3", "--costs", "costs.json", "-k", "work or process"
     done = pytest_on(tmp_path, TESTS, *words)
     assert done.returncode == 0, done.stdout + done.stderr
