@@ -38,12 +38,12 @@ additional table [sweep], which lists the values of some keys:
 
 Each combination of the values is a point: 12 points in this example. A list of tables is an axis
 that sets several keys together. `repetitions` is the number of runs of each combination. `ranks`
-is the number of ranks. If `machine` is set, points are simulated on this machine instead of
-trained. --sweep.KEY A,B,C sets an axis on the command line.
+is the number of ranks. If `machine` is set, the points are simulated on this machine
+instead of trained. --sweep.KEY A,B,C sets an axis on the command line.
 
 If an axis or a point is invalid, nothing is run. Finished points are not run again, so repeat the
-command to continue after an interruption; a run with a checkpoint is resumed. Failed points are
-reported, and the others are run.
+command to continue after an interruption; a run with a checkpoint is resumed. A failed point
+is reported, and the remaining points are run.
 
 The output folder contains runs.csv and runs.h5, with one row per run; summary.csv, summary.md and
 summary.tex, with means and 95 % confidence intervals over seeds and repetitions; the figure

@@ -17,9 +17,9 @@ TODAY = os.environ.get("DAY", int(time.time() // 86400))
 
 
 def rotating(turn, days=7):
-    """The mark of a test that runs on one of `days` days; DAY=0, 1, ... selects the day.
+    """Return the mark of a test that runs on one of `days` days.
 
-    DAY=all selects all of them.
+    DAY=0, 1, ... selects the day, and DAY=all selects all days.
     """
     reason = f"runs on one of {days} days: DAY={turn % days}"
     other = TODAY != "all" and int(TODAY) % days != turn % days
@@ -36,14 +36,17 @@ def costs():
 
 
 def mark_slow(item):
-    """Let a slow test run on one of seven days, if no mark names its days."""
+    """Mark a slow test to run on one of seven days, unless a mark already selects its days."""
     if item.get_closest_marker("slow") and not _rotations(item):
         item.add_marker(rotating(_turn(item)))
 
 
 def _turn(item):
-    """The day of a test.  Functions are dealt to the days by cost, and their cases by name; cases
-    that share an MPI job share a day."""
+    """Return a number whose remainder modulo the number of days selects the day of a test.
+
+    Functions are assigned to days by cost, and their cases by name. Cases that share an MPI job
+    run on the same day.
+    """
     function, _, case = item.nodeid.partition("[")
     job = getattr(item, "callspec", None) and item.callspec.params.get("case")
     if isinstance(job, Case):
@@ -54,7 +57,7 @@ def _turn(item):
 
 @cache
 def _places():
-    """The place of each test function among the measured ones, the most expensive one first."""
+    """Return the rank of each measured test function by cost, starting with the highest cost."""
     names = sorted(costs(), key=costs().get, reverse=True)
     return {name: place for place, name in enumerate(names)}
 

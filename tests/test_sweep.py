@@ -1,4 +1,4 @@
-"""The command `sweep`: runs and simulates points, continues, and writes the tables."""
+"""The command `sweep`: run and simulate points, resume, and write the tables."""
 
 import csv
 import os
@@ -40,7 +40,7 @@ def study(tmp_path):
 
 
 def started(capsys):
-    """The points that the command has started since the last call."""
+    """Return the points that the command has started since the last call."""
     return [int(number) for number in re.findall(r"^point (\d+):", capsys.readouterr().out, re.M)]
 
 

@@ -1,8 +1,9 @@
 """Worker threads of a process, which compute the blocks of array operations.
 
-NumPy releases the global interpreter lock in ufuncs and matrix products, so threads compute blocks
-at the same time. The blocks do not depend on the number of threads, and a single thread computes
-each block. Therefore, results are bitwise identical for any number of threads.
+NumPy releases the global interpreter lock in ufuncs and matrix products, so several threads
+can compute blocks at the same time. A single thread computes each block. If partial sums of blocks
+are added, the blocks must not depend on the number of threads. Results are then bitwise identical
+for any number of threads.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any, TypeVar
 import numpy._core._multiarray_umath as numpy_core
 
 _Block = TypeVar("_Block")
-# Functions of OpenBLAS in NumPy's wheels, and in other builds with 64-bit and 32-bit integers.
+# OpenBLAS functions in NumPy's wheels, and in other builds with 64-bit and 32-bit integers.
 _NAMES = "scipy_openblas_{}64_", "openblas_{}64_", "openblas_{}"
 _PTHREADS = 1  # result of OpenBLAS's `get_parallel` if it does not use OpenMP
 
 
 def parallel_for(function: Callable[[_Block], object], blocks: Sequence[_Block]) -> None:
-    """Call `function(block)` for each block, on all threads of this process.
+    """Call `function(block)` for each block, using all threads of this process.
 
     Matrix products inside `function` use one BLAS thread each. If the worker threads are busy, as
     in a nested call, the calling thread computes all blocks. An exception in `function` is raised
@@ -57,9 +58,8 @@ def shares(count: int, threads: int | None = None, edge: int = 1) -> list[slice]
 def _team() -> _Team | None:
     """Start the worker threads, or return `None` if this process has a single thread.
 
-    The number of threads is the number of threads of NumPy's OpenBLAS. The result is also `None`
-    for other BLAS libraries, because the number of their threads could not be limited to one
-    within a block.
+    The process has as many threads as NumPy's OpenBLAS. The result is also `None` if NumPy uses
+    another BLAS library, because hpc3d cannot limit the BLAS calls within a block to one thread.
     """
     library = ctypes.PyDLL(numpy_core.__file__)
     for name in _NAMES:

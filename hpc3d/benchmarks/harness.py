@@ -195,7 +195,7 @@ def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[
 def switched(
     path: str, options: Sequence[str], ranks: int, rounds: int, switch: Sequence[str]
 ) -> dict[str, Any]:
-    """Compare step times with and without the options in `switch`; the runs alternate."""
+    """Compare step times with and without the options in `switch`, in alternating runs."""
     found: tuple[list[float], list[float]] = [], []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):

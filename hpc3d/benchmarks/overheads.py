@@ -33,7 +33,7 @@ _OVERLAP = {
 }
 _TENSOR = ["--mesh.d", "1", "--mesh.x", "2", "--train.batch", "32", *_MPI, "--parallel.scheme"]
 _IN_CHUNKS = ["--parallel.chunked_products", "2"]
-_SWITCHES = {  # label -> options of both runs, and the options of one of them
+_SWITCHES = {  # label -> (options of both runs, options of the run with overlap)
     "ZeRO 3, prefetch of weights": (
         [*_REPLICAS, *_MPI, "--parallel.zero", "3"],
         ["--parallel.prefetch", "true"],

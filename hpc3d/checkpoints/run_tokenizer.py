@@ -48,7 +48,7 @@ def kept_tokenizer(path: Path) -> BpeTokenizer | None:
 
 
 def keep(folder: Path, tokens: Tokens) -> None:
-    """Write the tokenizer of the data `tokens` to a run folder that does not have one yet."""
+    """Write the tokenizer of the training data to a run folder, unless it already has one."""
     if tokens.tokenizer != ByteTokenizer.name and not (folder / RULES).exists():
         _write(folder, tokens.json, tokens.end_name)
 

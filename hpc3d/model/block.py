@@ -170,7 +170,7 @@ class Block:
     def weights(self, saved: BlockSaved | None = None) -> list[Weight]:
         """Return the linear layers and their saved data, in the order in which they gather W.
 
-        The order is that of the backward pass if `saved` is given.
+        If `saved` is given, the layers are in the order of the backward pass.
         """
         if saved is None:
             return [(self.qkv, None), (self.proj, None), *self.mlp.weights()]

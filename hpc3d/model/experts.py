@@ -151,7 +151,7 @@ class ExpertMixture:
     def weights(self, saved: MixtureSaved | None = None) -> list[Weight]:
         """Return the linear layers and their saved data, in the order in which they gather W.
 
-        The order is that of the backward pass if `saved` is given.
+        If `saved` is given, the layers are in the order of the backward pass.
         """
         shared = self.shared.weights(saved and saved.shared) if self.shared else []
         experts = self.experts.weights(saved and saved.experts)

@@ -154,7 +154,7 @@ class Linear:
             self.reduce_weight_grad(dy, rest)
 
     def reduce_weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
-        """Compute and reduce dW, and accumulate the gradients now or after the next product."""
+        """Compute and reduce dW; with prefetch, accumulate it after the next product."""
         if self.matmul.prefetch:
             pending = self.matmul.backward_weight(rest)
             self.matmul.prefetch.later(pending.then(partial(self.add_grads, dy)))

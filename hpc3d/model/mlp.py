@@ -97,7 +97,7 @@ class Mlp:
     def weights(self, saved: MlpSaved | None = None) -> list[Weight]:
         """Return the linear layers and their saved data, in the order in which they gather W.
 
-        The order is that of the backward pass if `saved` is given.
+        If `saved` is given, the layers are in the order of the backward pass.
         """
         if saved is None:
             return [(self.up, None), (self.down, None)]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
-SCORES = 1 << 18  # maximum bytes of a block of attention probabilities
+SCORES = 1 << 18  # maximum size in bytes of a block of attention probabilities
 # With a causal mask: the minimum number of queries in a block, and the maximum number of blocks.
 _QUERIES, _BLOCKS = 64, 8
 
@@ -217,7 +217,7 @@ def _factors_of(drop: Mask, index: tuple[int, slice], p: Array) -> np.ndarray:
 
 
 def _times(p: Array, factors: np.ndarray, queries: slice) -> Array:
-    """Return a block P[head, key, g*query] multiplied by its dropout factors."""
+    """Return the product of a block P[head, key, g*query] and its dropout factors."""
     part = factors[:, : p.shape[1], :, queries]
     return (p.reshape(part.shape) * part).reshape(p.shape)
 
@@ -355,7 +355,7 @@ def attend_grad(
     grads = heads_of(dqkv, sequence, form)
     dout = queries_of(dout, sequence, form)
 
-    # Each thread reuses its memory, because a new allocation causes page faults.
+    # Each thread reuses its workspace, because new allocations cause page faults.
     spare = [_Spare.of(probabilities, form, mask) for _ in range(thread_count())]
 
     def chunk(each):
@@ -371,7 +371,7 @@ def attend_grad(
 
 
 class _Spare(NamedTuple):
-    """Memory of a thread for two blocks and for the gradients of k and v."""
+    """Workspace of a thread: two blocks of scores, and the gradients of k and v."""
 
     blocks: Array
     sums: Array
@@ -395,8 +395,8 @@ def _chunk_grad(
 ) -> None:
     """Compute the gradients of q, k and v of a chunk of heads.
 
-    The last block of queries has all keys. Its gradients of k and v are stored, and those of the
-    other blocks are added.
+    The last block of queries attends to all keys. It is processed first, so that its gradients of
+    k and v initialize the sums to which the other blocks add.
     """
     (q, k, v), (dq, dk, dv), [dout] = qkv, dqkv, dout
     g, scale = q.shape[1], q.dtype.type(1 / sqrt(q.shape[-1]))
@@ -471,9 +471,9 @@ def _samples(
     drop: Mask | None,
     mask: AttentionMask,
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """For each sample, yield the slice of its rows, the slice of its chunks, and its masks.
+    """Yield the slice of rows, the slice of chunks, and the masks of each sample.
 
-    The dropout and attention masks are in a dict of keyword arguments for `attend`.
+    The dropout and attention masks are a dict of keyword arguments for `attend`.
     """
     batch = qkv.shape[0] // sequence
     each = len(probabilities) // max(1, batch)

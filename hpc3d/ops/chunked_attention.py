@@ -140,7 +140,7 @@ def merge_chunks(qkv: Array, kv: Array, merged: Merged, chunks: Chunks) -> None:
 def _for_tiles(
     function: Callable[[tuple[tuple[int, slice], ChunkPair]], object], chunks: Chunks, kv: Array
 ) -> None:
-    """Call `function` for each tile; the heads and samples of a tile are computed in parallel."""
+    """Call `function` for each tile, in parallel for the heads and samples of the same tile."""
     tiles = chunks.tiles(kv, _TILE, _SCORES)
     for _, each in groupby(tiles, key=lambda tile: tile[1]):
         parallel_for(function, [*each])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpc3d.ops.random import Mask
 
 CACHE = 1 << 17  # maximum bytes of each operand of a row block; the block fits in the cache
-EDGE = 64  # bounds of tiles are multiples of this, so that BLAS computes all elements identically
+EDGE = 64  # tiles start at multiples of this, so that BLAS computes all elements identically
 
 
 def row_blocks(x: Array) -> list[slice]:
@@ -35,7 +35,7 @@ def row_blocks(x: Array) -> list[slice]:
 def in_float32(function: Callable[..., object], *arrays: Array) -> None:
     """Call `function(rows, *copies)` for cache-sized slices of the rows of 16-bit arrays.
 
-    The float32 copies of these rows are rounded and written back to the arrays afterwards.
+    `copies` are float32 copies of these rows. Afterwards, they are rounded and written back.
     """
 
     def block(rows):

@@ -470,7 +470,7 @@ def _sharing(nodes, weights, members):
 
 
 def _is_isolated(group, members):
-    """Return True if no member outside of a group passes a value to the group or reads from it."""
+    """Return True if no other member passes a value to a group or reads its results."""
     linked = {each for node in group for each in (*node.all_input_nodes, *node.users)}
     return not any(each in members for each in linked - group)
 

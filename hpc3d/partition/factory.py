@@ -177,8 +177,8 @@ class _TooLarge(Exception):
 def _emptied(result):
     """Replace the tensors in the result of a factory by fake tensors.
 
-    A module that cannot be captured is returned unchanged, because fake tensors may hide the
-    reason, such as a gradient hook.
+    If the module cannot be captured, the result is returned unchanged, because fake tensors could
+    hide the reason, such as a gradient hook.
     """
     match result:
         case torch.nn.Module() as module, inputs, *stated:
@@ -195,7 +195,7 @@ def _limited_parameters() -> Iterator[None]:
     """Limit the memory of the modules that the ranks on this host create.
 
     Raises _TooLarge as soon as the modules of this rank have more parameters than fit in memory.
-    If they fit, but not together with those of the other ranks, one rank continues at a time.
+    If the modules of all ranks do not fit together, the ranks continue one after another.
     """
     limit, found, turn = MEMORY_FRACTION * host_memory.total(), 0, ExitStack()
     share = limit / environment.number_in(environment.LOCAL_RANKS, default=1)

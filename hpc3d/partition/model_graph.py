@@ -95,9 +95,9 @@ def largest_atom(captured: Captured, graph: Graph) -> tuple[float, str]:
 
 
 def _modified_buffer(captured, nodes):
-    """Describe a modified buffer that at least two of some operations use, or return "".
+    """Describe a modified buffer that at least two of the operations `nodes` use, or return "".
 
-    A buffer is ignored if all of these operations modify it.
+    A buffer is ignored if all operations that use it modify it.
     """
     written = {number: node for node in nodes for number in written_memory(node)}
     for buffer, name in captured.weights.items():

@@ -26,42 +26,48 @@ This page compares the step times that `simulate` predicts with published step t
 
 `inputs/published/h100-steps.json` contains the step times, their sources and the layouts, and the
 assumptions where a source does not describe the layout. `inputs/machines/h100.toml` names the
-source of each number of the machine model; no number is fitted to a step time. A hash of its name
-assigns each row to one of two groups. The errors of *used* rows were examined to find missing
-properties of the model, such as the protocols of NCCL. The other rows are *held out*. Errors are
-relative to the published time, and negative if the prediction is too fast.
+source of each number of the machine model; no number is fitted to a step time. A hash of
+the row's name assigns each row to one of two groups. The errors of *used* rows were examined to
+find properties that the model lacked, such as the protocols of NCCL. The other rows are *held
+out*. Errors are relative to the published time. A negative error means that the prediction is too
+fast.
 
 ## Differences from the published programs
 
-The predictions describe hpc3d. It differs from the published programs in these points:
+The predictions are for hpc3d, which differs from the published programs in the following ways:
 
 - **Ring attention** computes tiles of 1,024 tokens with separate matrix products and softmax
   kernels ([gpu.md](gpu.md)). The published programs use a fused kernel for each hop of the ring,
-  or gather the keys and values, so all errors of rows with context parallelism (c > 1) are large.
-  The column *no ring* is the error with `parallel.context = "all-to-all"`. This algorithm uses
-  fused kernels in hpc3d, too, but it requires that the KV heads of a rank divide over the axis.
-- **Experts with context parallelism** (Grok-1 on 128 and 2,048 GPUs): each rank computes the slots
-  of full sequences, c times the slots of its own tokens.
-- **Hybrid sharding**: ZeRO 3 shards over all replicas. The program of the MaxText rows shards over
-  128 GPUs and replicates the shards, which needs less communication on 512 and 2,048 GPUs.
-- **Overlap**: tensor collectives and the gathers of ZeRO 3 are exposed. The published programs
-  prefetch weights, or split a product and its collective.
-- **Memory**: with ZeRO, hpc3d copies gradients into buckets, which doubles their memory until they
-  are reduced. Some rows therefore do not fit although the published program ran.
+  or gather the keys and values, so the errors of all rows with context parallelism (c > 1) are
+  large. The column *no ring* is the error with `parallel.context = "all-to-all"`. For this
+  algorithm, hpc3d also uses fused kernels, but c must divide the number of KV heads per rank.
+- **Experts with context parallelism** (Grok-1 on 128 and 2,048 GPUs): each rank computes the
+  expert slots of full sequences, which are c times as many as the slots of its own tokens.
+- **Hybrid sharding**: ZeRO 3 shards over all replicas. MaxText shards over 128 GPUs and replicates
+  the shards, which reduces the communication on 512 and 2,048 GPUs.
+- **Overlap**: tensor collectives and the gathers of ZeRO 3 are exposed, because the rows use the
+  defaults of `parallel.prefetch` and `parallel.chunked_products`. The published programs prefetch
+  weights, or split a product and its collective into chunks.
+- **Memory**: with ZeRO, hpc3d copies gradients into buckets, which doubles the gradient memory
+  until the gradients are reduced. Some rows therefore do not fit in memory, although the published
+  runs did.
 
-The predictions take three properties of the published runs into account:
+The predictions account for three properties of the published runs:
 
 - Rows of Megatron-Core and NeMo set `parallel.bucket_mb` to the default of Megatron-Core: 40
   million parameters, or 1 million per replica if this is more
   (megatron/core/distributed/distributed_data_parallel.py), in float32.
-- The memory of torchtitan's GPUs has 2.4 TB/s. The networks of MaxText on A3 and of fms-fsdp have
-  a half and a quarter of the bandwidth of a DGX H100.
-- torchtitan, llm-foundry, fms-fsdp and nanotron compute attention by FlashAttention-2, which is
-  slower than cuDNN's attention. For llm-foundry, this is assumed; it also supported version 1.
+- The memory bandwidth of torchtitan's GPUs is 2.4 TB/s. The network bandwidth is one half of that
+  of a DGX H100 for MaxText on A3, and one quarter for fms-fsdp.
+- torchtitan, llm-foundry, fms-fsdp and nanotron compute attention with FlashAttention-2, which
+  is slower than cuDNN's attention. This is an assumption for llm-foundry, which also supported
+  FlashAttention-1.
 
-Three properties are not modeled: the power limit of torchtitan's GPUs (500 W instead of 700 W),
-the host, which delays the kernels of eager programs such as llm-foundry's, and the network of
-nanotron's rows, which is not described.
+Three properties are not modeled:
+
+- the power limit of torchtitan's GPUs (500 W instead of 700 W);
+- kernel launches by the host, which delay eager programs such as llm-foundry;
+- the network of nanotron's runs, which the source does not describe.
 """
 
 

@@ -1,8 +1,8 @@
 """Predict published training steps on H100 GPUs.
 
 inputs/published/h100-steps.json contains the published step times, their sources, and the layouts
-in the keys of an input file. A hash of the identifier of a row decides whether the row may be used
-to look for causes of errors ("used") or only to check predictions ("held out").
+in the keys of an input file. A hash of a row's name determines whether its error may be examined
+to improve the model ("used"), or only serves to check predictions ("held out").
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.predict.machine.machine import Machine
 
-# FlashAttention-2 on an H100 (arXiv:2407.08608, figures 5 and 6), with a causal mask, which all
-# rows have: 512, 1,024, 2,048, ... tokens. Only the forward pass with heads of 128 is published;
-# the other rates are assumed as in machines/h100.toml.
+# FlashAttention-2 on an H100 (arXiv:2407.08608, figures 5 and 6), in 1e12 FLOP/s, for 512, 1,024,
+# 2,048, ... tokens with a causal mask, as in all rows. Only the forward pass with heads of 128 is
+# published; the other rates are assumed as in machines/h100.toml.
 _FLASH_2 = {
     (64, False): (174, 227, 262, 278, 290, 293),
     (128, False): (191, 260, 298, 319, 333, 335),
@@ -59,10 +59,10 @@ def config_of(row: dict[str, Any]) -> Config:
 
 
 def machine_of(row: dict[str, Any], machine: Machine) -> Machine:
-    """Return the machine of a row, which may differ from `machine`.
+    """Return `machine`, modified as the row specifies.
 
-    The key `machine` of the row contains the factors of the bandwidths of memory and network, and
-    whether the published program computes attention by FlashAttention-2 instead of cuDNN.
+    The key `machine` of the row contains factors of the memory and network bandwidth, and whether
+    the published program computes attention with FlashAttention-2 instead of cuDNN.
     """
     factors = {"memory": 1.0, "network": 1.0} | row.get("machine", {})
     attention = _flash_2() if factors.get("flash_2") else machine.attention
@@ -95,10 +95,11 @@ def predicted(row: dict[str, Any], machine: Machine) -> dict[str, Any]:
     Returns
     -------
     dict
-        The name, kind, and published step time of the row, and whether it is `held_out`; with the
-        predicted step time, the relative error, the model FLOP utilization, the fraction of
-        communication and the peak memory in GB, or else `refused`, the reason. Rows with context
-        parallelism have an error `without_ring`, too (`_without_ring`).
+        The name, kind and published step time of the row, and `held_out`. If hpc3d supports the
+        layout, also the number of ranks, the predicted step time, the relative error, the MFU, the
+        fraction of communication, the peak memory in GB, and whether the layout fits in memory.
+        Rows with context parallelism also have the error `without_ring` (`_without_ring`). If
+        hpc3d does not support the layout, `refused` is the reason.
     """
     machine = machine_of(row, machine)
     found = {name: row[name] for name in ("id", "kind", "seconds")}
@@ -122,7 +123,7 @@ def predicted(row: dict[str, Any], machine: Machine) -> dict[str, Any]:
 
 
 def _without_ring(row: dict[str, Any], machine: Machine) -> float | None:
-    """Return the error of a row if all-to-alls replace the ring.
+    """Return the relative error of a row if an all-to-all replaces the ring.
 
     Attention is then a fused kernel on full sequences, as in the published programs, which fuse
     each hop of the ring. The result is `None` if the KV heads cannot be sharded.
@@ -142,9 +143,10 @@ def by_kind(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     Returns
     -------
     dict
-        A dict from each kind of rows, and from used, held-out and all rows, to the number of
-        predicted rows and the mean absolute, median absolute, mean signed and largest error. In
-        the groups "no ring", all-to-alls replace rings; rows that require a ring are excluded.
+        A dict from each group of rows to the number of predicted rows and the mean absolute,
+        median absolute, mean signed and largest error. The groups are the kinds of rows, and
+        the used, held-out and all rows. In the groups "no ring", all-to-alls replace rings, and
+        rows that require a ring are excluded.
     """
     groups = defaultdict(list)
     for row in found:

@@ -13,7 +13,7 @@ A study file is an input file with an additional table:
     repetitions = 5
 
 In addition to the keys of an input file, `ranks` is the number of ranks, and `machine` is the
-machine for which the point is simulated.
+machine on which the point is simulated.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from hpc3d.console.sanitize import Problems, lines_of
 from hpc3d.predict.machine import machine_file
 
 MOST_POINTS = 10_000
-# Columns of the tables, which are therefore no names of axes.
+# Columns of the tables; axes must not have these names.
 COLUMNS = {"point", "repetition", "runs", "loss", "validation_loss", "tokens_per_s"}
 COLUMNS |= {"step_s", "step_s_low", "step_s_high", "received_bytes", "peak_bytes"}
 _OPTION = "--sweep."
@@ -60,7 +60,7 @@ _DIGITS = 10  # number of hexadecimal digits of a key
 
 
 class _Choice(NamedTuple):
-    """Value of an axis: its text in tables, and the settings that it stands for."""
+    """Value of an axis: its text in the tables, and the settings that it applies."""
 
     text: Any
     settings: dict[str, Any]
@@ -69,9 +69,9 @@ class _Choice(NamedTuple):
 class SweepPoint(NamedTuple):
     """One run of a sweep.
 
-    `key` is a hash of everything that affects the result, so it identifies the run of the point.
-    `values` maps each axis to the value in this point, and `settings` maps keys to values. The
-    point is simulated if `machine` is not `None`.
+    `key` is a hash of everything that affects the result, and identifies the run folder of the
+    point. `values` maps each axis to its value, and `settings` maps the keys that the axes set to
+    their values. The point is simulated if `machine` is not `None`.
     """
 
     number: int
@@ -91,7 +91,7 @@ class SweepPoint(NamedTuple):
 
     @property
     def name(self) -> str:
-        """File name: the values of the axes, followed by the key."""
+        """File name without suffix: the values of the axes, followed by the key."""
         words = (f"{axis.rpartition('.')[2]}{value}" for axis, value in self.values.items())
         readable = re.sub(r"[^\w.+-]+", "_", "-".join(words), flags=re.ASCII)
         return f"{readable[:_LONGEST]}-{self.key}"
@@ -118,7 +118,7 @@ def points_of(study: Path | str, words: Sequence[str]) -> list[SweepPoint]:
     Raises
     ------
     ValueError
-        If an axis or a point is invalid, with one line for each of them.
+        If an axis or a point is invalid; the message has one line per error.
     """
     tree, table = _read(study, words)
     repetitions = table.pop(_REPETITIONS, 1)
@@ -157,7 +157,7 @@ def _read(study: Path | str, words: Sequence[str]) -> tuple[dict[str, Any], dict
 
 
 def _located(problems: Mapping[str, Collection[str]], some_valid: bool) -> Iterator[str]:
-    """Yield each problem with the point in which it occurs, or once if it occurs in all points."""
+    """Yield each problem once per point in which it occurs, or only once if it occurs in all."""
     count = len({where for places in problems.values() for where in places})
     for line, places in problems.items():
         if len(places) == count and not some_valid:
@@ -224,7 +224,7 @@ def _choices(name: str, values: Sequence[Any]) -> list[_Choice]:
         raise ValueError(f"{where}: unknown key; {hint(name)}")
     for number, choice in enumerate(found):
         if choice.settings in [other.settings for other in found[:number]]:
-            raise ValueError(f"{where}: {choice.text} occurs twice; remove it")
+            raise ValueError(f"{where}: {choice.text} occurs twice; remove one of them")
         if choice.text in [other.text for other in found[:number]]:
             raise ValueError(f"{where}: two tables have the label {choice.text}; rename one")
     return found

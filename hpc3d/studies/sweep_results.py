@@ -1,4 +1,4 @@
-"""Results of the points of a sweep: run or simulate a point, and read its measures.
+"""Results of the points of a sweep: simulate a point, find its run, and read its metrics.
 
 The folder of a sweep contains the input file of each point (points/NAME.toml), the prediction of
 each simulated point (points/NAME.json), and the run folders (runs/NAME-STAMP).
@@ -50,7 +50,7 @@ def _file(point: SweepPoint, folder: Path, kind: str) -> Path:
 
 
 def simulate(point: SweepPoint, folder: Path) -> None:
-    """Simulate a step of a point, and write the measures to a JSON file."""
+    """Simulate a step of a point, and write its metrics to a JSON file."""
     step = predicted_step(write_input(point, folder), [], point.machine, point.ranks)
     received = [_received(run) for run in step.runs]
     measures = {
@@ -64,13 +64,13 @@ def simulate(point: SweepPoint, folder: Path) -> None:
 
 
 def _received(run: StageRun) -> int:
-    """Return the bytes that a rank receives per step."""
+    """Return the number of bytes that a rank receives per step."""
     calls = [item for ops in moved(run).values() for item in ops.items()]
     return sum(call["bytes"] for op, call in calls if op != "send")
 
 
 def finished(point: SweepPoint, folder: Path) -> Path | None:
-    """Return the prediction of a point or the trace of a run with all steps, or None."""
+    """Return the prediction of a point, or the trace of a complete run; None if neither exists."""
     if point.machine is not None:
         return next(folder.glob(f"points/*-{point.key}.json"), None)
     for path in sorted(folder.glob(f"runs/*-{point.key}-*/trace.h5")):
@@ -81,7 +81,7 @@ def finished(point: SweepPoint, folder: Path) -> Path | None:
 
 
 def interrupted(point: SweepPoint, folder: Path) -> Path | None:
-    """Return the folder of the unfinished run whose checkpoint has the most steps, or None."""
+    """Return the folder of the unfinished run with the latest checkpoint, or None."""
     newest: dict[Path, int] = {}
     for path in sorted(folder.glob(f"runs/*-{point.key}-*/checkpoints/step-????????")):
         newest[path.parents[1]] = int(path.name[-8:])
@@ -93,8 +93,8 @@ def row_of(point: SweepPoint, path: Path) -> dict[str, Any]:
     """Return the row of a finished point in the table of runs.
 
     Times are in s and sizes in bytes. `step_s` is the median step time on the slowest rank, with a
-    95 % confidence interval over the steps. `received_bytes` is the mean over the ranks per step.
-    `peak_bytes` is the peak memory of the rank that needs the most. Unknown values are `None`.
+    95 % confidence interval over the steps. `received_bytes` is the mean over the ranks, per step.
+    `peak_bytes` is the maximum peak memory over the ranks. Unknown values are `None`.
     """
     known = {"ranks": point.ranks, "seed": point.config.seed, "repetition": point.repetition}
     head = {"point": point.number, **point.settings, **point.values, **known}

@@ -1,9 +1,9 @@
 """Tables and figure of a sweep: one row per run, and one row per combination of the axes.
 
-Runs that differ only in the seed or the repetition are summarized by the mean and its 95 %
-confidence interval. The samples are the means over the repetitions of each seed. If there is only
-one seed, the samples are the repetitions, and losses have no interval, because repetitions do not
-change them.
+Runs that differ only in the seed or the repetition are summarized by their mean and its 95 %
+confidence interval. Each seed contributes one sample, the mean over its repetitions. With a single
+seed, each repetition is a sample, but losses have no interval, because repetitions do not change
+them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROUNDING = 1e-9  # relative rounding error of a mean
 
 
 class _Quantity(NamedTuple):
-    """Measure of a run. `repeated` is True if repetitions with the same seed have other values."""
+    """Metric of a run. `repeated` is True if it varies between repetitions with the same seed."""
 
     key: str
     heading: str
@@ -48,11 +48,11 @@ class _Quantity(NamedTuple):
 
     @property
     def half(self) -> str:
-        """Key of half the width of the confidence interval."""
+        """Key of the half-width of the confidence interval."""
         return f"{self.key}_ci95"
 
     def text(self, row: dict[str, Any]) -> str | None:
-        """Format the mean and half the width of its confidence interval, such as 5.32 ± 0.12."""
+        """Format the mean and the half-width of its confidence interval, such as 5.32 ± 0.12."""
         mean, half = row[self.key], row[self.half]
         if mean is None:
             return None
@@ -76,8 +76,8 @@ _DRAWN = _QUANTITIES[:3]
 def summarized(rows: Sequence[dict[str, Any]], axes: Sequence[str]) -> list[dict[str, Any]]:
     """Return one row per combination of the axes, in the order of `rows`.
 
-    For each measure KEY, the row has its mean and half the width of its 95 % confidence interval
-    (KEY_ci95). Values are None if they are unknown.
+    For each metric KEY, the row contains the mean (KEY) and the half-width of its 95 % confidence
+    interval (KEY_ci95). Unknown values are None.
     """
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows:
@@ -94,7 +94,7 @@ def summarized(rows: Sequence[dict[str, Any]], axes: Sequence[str]) -> list[dict
 
 
 def _samples(quantity: _Quantity, group: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Return the values of a measure that are independent of each other."""
+    """Return the independent samples of a metric."""
     seeds: dict[int, list[float]] = {}
     for row in group:
         if (value := row.get(quantity.key)) is not None:
@@ -105,10 +105,10 @@ def _samples(quantity: _Quantity, group: Sequence[dict[str, Any]]) -> np.ndarray
 
 
 def write(rows: Sequence[dict[str, Any]], axes: Sequence[str], folder: Path) -> str:
-    """Write the tables and the figure; return the summary over the seeds as a Markdown table.
+    """Write the tables and the figure; return the summary as a Markdown table.
 
-    The table of runs is written as CSV and HDF5; the summary, as CSV, Markdown and LaTeX; and the
-    figure, as PNG, SVG and PDF.
+    The formats are CSV and HDF5 for the table of runs; CSV, Markdown and LaTeX for the summary;
+    and PNG, SVG and PDF for the figure.
     """
     folder.mkdir(parents=True, exist_ok=True)
     axes = [axis for axis in axes if axis != _SEED]
@@ -153,9 +153,10 @@ def _write_hdf5(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _figure(summary: Sequence[dict[str, Any]], axes: Sequence[str]) -> Figure | None:
-    """Plot losses and step time over the first numeric axis, with one line per other combination.
+    """Plot losses and step time against the first numeric axis with several values.
 
-    Returns None if no numeric axis has several values.
+    The figure has one line per combination of the other axes. Returns None if no numeric axis has
+    several values.
     """
     varied = [axis for axis in axes if len({row[axis] for row in summary}) > 1]
     across = next((axis for axis in varied if _is_numeric(summary, axis)), None)

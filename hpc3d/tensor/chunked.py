@@ -1,17 +1,17 @@
 """Sharded matrix product in chunks, whose communication overlaps with computation.
 
-If X is gathered, dimension k is split into chunks: the next columns of X are gathered while the
-current ones are multiplied.  If Y is reduced, dimension n is split into chunks: columns of Y are
-reduced while the next ones are computed (Wang et al., ASPLOS 2023; Jangda et al. 2022,
+If X is gathered, dimension k is split into chunks: the next chunk of X is gathered while the
+current chunk is multiplied.  If Y is reduced, dimension n is split into chunks: a chunk of Y is
+reduced while the next chunk is computed (Wang et al., ASPLOS 2023; Jangda et al. 2022,
 arXiv:2105.05720).  With two chunks of each dimension:
 
     gather     X_0   X_1
     multiply         Y_0 = X_0 W_00   Y_1 = X_0 W_01   Y_0 += X_1 W_10   Y_1 += X_1 W_11
     reduce                                                               Y_0               Y_1
 
-In the backward pass, dY is gathered in chunks.  dX is computed at once, because it is reduced
-while dW is computed.  A chunk has all rows of a block, so chunks are gathered and reduced like
-complete blocks, and the number of received bytes is the same.
+In the backward pass, dY is gathered in chunks.  dX is not split, because its reduction already
+overlaps with the computation of dW.  A chunk has all rows of a block, so chunks are gathered and
+reduced like complete blocks, and the number of received bytes is the same.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from hpc3d.tensor.layout import Layout
     from hpc3d.tensor.split import Split
 
-_ALIGNED = 64  # number of columns, of which the chunks of wide blocks are multiples
+_ALIGNED = 64  # the chunks of wide blocks start at multiples of this number of columns
 
 
 class _Side(NamedTuple):
-    """Layout and foreign axes of X or Y, and the numbers of chunks in which it is communicated."""
+    """Layout and foreign axes of X or Y, and the numbers of chunks of its gather and reduction."""
 
     layout: Layout
     foreign: Sequence[str]
@@ -98,11 +98,11 @@ class Chunked(Matmul):
     def _in_chunks(
         self, x: Array, w: Pending, source: _Side, target: _Side, **epilogue: Any
     ) -> tuple[list[Array], Array, list[Pending]]:
-        """Compute the product of X, gathered on the `source` side, and W.
+        """Compute Y = X W: gather chunks of X as `source` describes, and reduce chunks of Y.
 
         Returns the gathered chunks of X, the gathered W, and a `Pending` for each chunk of Y,
-        reduced on the `target` side.  The `epilogue` is a bias and a residual; Y must then have a
-        single chunk.
+        which is reduced as `target` describes.  The `epilogue` may contain a bias and a residual
+        if Y has a single chunk.
         """
         inner = _parts(x.shape[-1], source.gathered)
         pending, b = self._gather_columns(x, inner[0], source), w.wait()
@@ -163,10 +163,10 @@ def _ends(chunks: Sequence[Array]) -> list[slice]:
 
 
 def chunked_matmul(mesh: Mesh, split: Split, chunks: int, keep: str = "xw", **how: Any) -> Matmul:
-    """Create a sharded matrix product that is computed in up to `chunks` chunks.
+    """Create a sharded matrix product that is split into up to `chunks` chunks.
 
-    The product is computed at once if neither X is gathered nor Y is reduced.  The other arguments
-    are those of `hpc3d.tensor.matmul.sharded_matmul`; panels, owners, a transposed W and rounding
+    The product is not split if X is not gathered and Y is not reduced.  The other arguments are
+    passed to `hpc3d.tensor.matmul.sharded_matmul`; panels, owners, a transposed W and rounding
     are not supported if `chunks` is greater than 1.
     """
     moved = [axis for axis in split.n.split() if axis in split.x.axes] + split.k.split()

@@ -222,7 +222,7 @@ class Matmul:
     def multiply(
         self, a: Array, b: Array, foreign: Sequence[str], out: Any = None, **epilogue: Any
     ) -> Array:
-        """Compute a b, and write it to `out`, by default the send buffer of its reduction."""
+        """Write the product of a and b to `out` (default: the send buffer of its reduction)."""
         if out is None:
             out = self.send_buffer((*a.shape[:-1], b.shape[-1]), a.dtype, foreign)
         with self._span(a, b):

@@ -3,7 +3,7 @@
 If W is sharded along mesh axes that shard dimension m, such as the data axis with ZeRO-3, each
 product gathers W, and the backward pass reduces dW.  The weights are known before the pass begins,
 so W of the next product is gathered during the current one, as in FSDP (arXiv:2304.11277).  The
-reduction of dW ends before the gradients of the next product are added:
+reduction of dW overlaps with the next product of the backward pass:
 
     gather W      1  2  3                  3  2  1
     product          1  2  3            3     2     1
@@ -28,7 +28,7 @@ Weight = tuple[Any, Any]  # Linear layer (hpc3d.model.layers), and its saved dat
 class Prefetch:
     """Gathers and reductions of `weights`, overlapped with the products of their layers.
 
-    At most one gather and one reduction are in flight.  Both end within the pass that starts them.
+    At most one gather and one reduction are in flight.  Both complete within the pass of a block.
     """
 
     def __init__(self, weights: Iterable[Weight]) -> None:
@@ -40,13 +40,13 @@ class Prefetch:
                 layer.matmul.prefetch = self
 
     def begin(self, weights: Iterable[Weight]) -> None:
-        """Start a pass that uses `weights` in this order, and gather the first one."""
+        """Start a pass that uses `weights` in this order, and start to gather the first one."""
         assert self.started is None
         self.rest = deque(filter(_is_gathered, weights))
         self._start_next()
 
     def gathered(self, matmul: Matmul, w: Array) -> Pending:
-        """Return W of a product as a `Pending`, whose `wait` starts to gather the next W."""
+        """Return a `Pending` whose `wait` returns W of a product and starts the next gather."""
         if self.started and self.started[0] is matmul:
             pending, self.started = self.started[1], None
         else:
@@ -60,7 +60,7 @@ class Prefetch:
         return Pending(finish)
 
     def later(self, reduction: Pending | None) -> None:
-        """Wait for the reduction given to the preceding call instead of this `reduction`."""
+        """Wait for the reduction of the previous call, and store this `reduction`."""
         previous, self.unfinished = self.unfinished, reduction
         if previous:
             previous.wait()

@@ -1,4 +1,4 @@
-"""Threads that share the blocks of an operation."""
+"""Worker threads, which compute the blocks of an operation."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ from hpc3d.config.resolve import resolve
 
 @pytest.fixture
 def blas(monkeypatch):
-    """Three threads, and the numbers of BLAS threads that they set."""
+    """Create a team of three threads; return the list of BLAS thread counts that it sets."""
     found = []
     team = worker_threads._Team(3, found.append)
     monkeypatch.setattr(worker_threads, "_team", lambda: team)
@@ -88,7 +88,7 @@ if child:
 
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_process_has_as_many_threads_as_blas(threads):
-    """Also after a fork. A process with a single thread starts and imports nothing."""
+    """Check this also after a fork. A single-threaded process starts and imports nothing."""
     threads = min(threads, len(os.sched_getaffinity(0)))  # as OpenBLAS does
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": ""}
     how = {"capture_output": True, "text": True, "timeout": 30}
@@ -97,7 +97,7 @@ def test_process_has_as_many_threads_as_blas(threads):
 
 
 def trained(*words):
-    """The losses and norms of two training steps, and the parameters after them."""
+    """Train for two steps; return the losses, the gradient norms and the parameters."""
     sizes = {"hidden": 128, "layers": 1, "heads": 2, "sequence": 128}
     words = [*(f"--model.{key}={size}" for key, size in sizes.items()), "--train.batch=4", *words]
     config = resolve(load(package_data.shipped("gpt-serial.toml"), words), 1)

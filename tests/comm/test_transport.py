@@ -123,7 +123,7 @@ def test_mpi_probe_removes_job_variables_from_its_environment(tmp_path, monkeypa
 
 
 def missing(monkeypatch, cupy, asked="auto", dtype="float32", nccl=23203):
-    """What a process lacks that has a fake CuPy (None: none)."""
+    """Return the missing parts that the probe reports for a fake CuPy (None: no CuPy)."""
     absent = set() if cupy else {"cupy"}
     monkeypatch.setattr(
         cuda_aware_probe, "find_spec", lambda name: None if name in absent else True

@@ -130,7 +130,7 @@ def test_attention_by_products_copies_q_k_v_and_the_output():
 
 
 class AttentionCalls(CostMeter):
-    """Records (FLOPs, backward) of each fused attention kernel."""
+    """Meter that records (FLOPs, backward) of each fused attention kernel."""
 
     def __init__(self):
         self.calls = []
@@ -142,7 +142,7 @@ class AttentionCalls(CostMeter):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_fused_attention_is_recorded_with_its_pass_and_flops(causal):
-    """2 products forward and 5 backward, half of each under a causal mask."""
+    """There are 2 products forward and 5 backward; a causal mask halves the FLOPs."""
     pool = abstract_gpu.DeviceShapes(AttentionCalls())
     qkv = pool.empty((2 * 128, 4 * 3 * 16), "bfloat16")
     flash, form = pool.gpu.flash, HeadForm(16)

@@ -47,7 +47,7 @@ class Documented(NamedTuple):
 
 
 def files_on(page):
-    """{name: text} of the files that a page shows after their name."""
+    """Return {name: text} of the files that a page shows after their names."""
     return dict(SHOWN_FILE.findall((ROOT / page).read_text(encoding="utf-8")))
 
 

@@ -199,7 +199,7 @@ def _called(verb, words, rest):
     _main(module, words, rest)
     if "--machine" in words:
         machine_file.load(words[words.index("--machine") + 1])
-    keys = [] if verb == "sweep" else keys  # and axes, of a file that is not there
+    keys = [] if verb == "sweep" else keys  # the study file, with its axes, does not exist
     of_input = verb in ("plan", "simulate") and words[0] != "schedule"
     source = words[0] if of_input and not words[0].startswith(RUN) else None
     load(source, keys)

@@ -42,7 +42,7 @@ PADDED = {
     "ends": np.array([[0, 0, 0, 1, 1], [1, 0, 0, 0, 0]], bool),
     "a whole sample": np.array([[1, 1, 1, 1, 1], [0, 0, 1, 0, 0]], bool),
 }
-# Bytes of a block of scores, and the fewest queries of a block.
+# Maximum size in bytes of a block of scores, and the minimum number of queries in a block.
 SIZES = {"a sample a chunk": (1 << 20, 64), "a head a chunk": (1, 64), "2 queries": (1 << 20, 2)}
 
 

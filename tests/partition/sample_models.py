@@ -261,7 +261,7 @@ def counts():
 
 
 class Averages(nn.Module):
-    """A moving average that the model itself updates, and that its layers read or not."""
+    """Moving average that the model itself updates; its layers may read the average."""
 
     def __init__(self, read):
         super().__init__()
@@ -283,7 +283,7 @@ def averages(read=False):
 
 
 class Mixed(nn.Linear):
-    """Parameters of two types."""
+    """Layer with parameters of two data types."""
 
     def __init__(self):
         super().__init__(4, 4)

@@ -98,7 +98,7 @@ def test_factory_that_reads_tensor_values_is_called_with_data(name):
 
 
 def test_ranks_create_large_modules_one_after_another(monkeypatch):
-    """Of four ranks, whose parameters of 336 bytes do not fit in 500 bytes together."""
+    """The parameters of four ranks, 336 bytes each, do not fit in 500 bytes together."""
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
     monkeypatch.setattr(factory.host_memory, "total", lambda: 1000)
     rank = Thread(target=made, args=(f"{USERS}:initialized",))

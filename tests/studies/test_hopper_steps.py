@@ -72,7 +72,7 @@ def test_layouts_of_the_rows_are_valid():
             config_of(row)
         except ValueError:
             refused.append(name)
-    assert refused == ["fms-fsdp-llama2-7b-96"]  # 4,096 rows do not divide over 96 ranks
+    assert refused == ["fms-fsdp-llama2-7b-96"]  # 96 ranks do not divide 4,096 rows
 
 
 def test_errors_are_summarized_by_kind_and_by_use():

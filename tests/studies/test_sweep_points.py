@@ -1,4 +1,4 @@
-"""Points of a study: all combinations of its axes, their names, and what is refused."""
+"""Points of a study: combinations of the axes, names, and rejected input."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ layouts = [
 
 @pytest.fixture
 def of(tmp_path):
-    """Points of a study file with the table of this text, and of options."""
+    """Return a function that creates the points of a study file with given text and options."""
 
     def points(sweep, *words, more=""):
         path = tmp_path / "study.toml"
@@ -79,7 +79,7 @@ def test_key_depends_only_on_what_affects_the_result(of):
     [
         ("model.hiden = [1]", "sweep.model.hiden: unknown key; did you mean model.hidden?"),
         ("seed = []", "sweep.seed: the list is empty; add a value, or remove the axis"),
-        ("seed = [1, 1]", "sweep.seed: 1 occurs twice; remove it"),
+        ("seed = [1, 1]", "sweep.seed: 1 occurs twice; remove one of them"),
         ("a = [{ mesh.w = 2 }]", "sweep.a: mesh.w: unknown key; use one of mesh.p"),
         ("loss = [{ mesh.d = 2 }]", "sweep.loss: this name is reserved or invalid"),
         ('a = [{label = "b", seed = 1}, {label = "b", seed = 2}]', "sweep.a: two tables have the"),

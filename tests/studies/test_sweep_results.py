@@ -11,7 +11,7 @@ from tests.mpi import JOB_LOCK
 
 @pytest.mark.slow
 def test_measured_row_equals_the_simulated_row(tmp_path):
-    """Bytes and memory of a pipeline, whose stages receive unequal bytes."""
+    """Compare bytes and memory for a pipeline whose stages receive different numbers of bytes."""
     study = tmp_path / "study.toml"
     study.write_text("[sweep]\nranks = 2\nmesh.p = 2\ntrain.steps = 8\ntrain.eval_every = 8\n")
     sizes = MODEL | {"model.layers": 2, "train.batch": 8, "data.validation": 0.01}

@@ -1,4 +1,4 @@
-"""Tables of a sweep: means over seeds and repetitions with their intervals, and the files."""
+"""Tables of a sweep: means and confidence intervals over seeds and repetitions, and files."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""test_matmul on the ranks of an MPI job, and again in chunks, so that memory is used again."""
+"""Run test_matmul on the ranks of an MPI job without and with chunks; buffers are reused."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Products in chunks of rows against products at once; on real ranks in tests.tensor.on_mpi."""
+"""Chunked products against unchunked products; tests.tensor.on_mpi uses real ranks."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tests.tensor.test_matmul import compare
 
 @pytest.mark.parametrize(("name", "cuboid"), strided(distinct(), 6, days=1))
 def test_chunked_product_matches_numpy(name, cuboid):
-    """Bitwise with integers, whether chunks divide the columns or not."""
+    """With integers, the results are bitwise identical, even if chunks have unequal sizes."""
 
     def rank(mesh):
         mesh.splits = splits(name)
@@ -56,7 +56,7 @@ PAIRS = {scheme: (SCHEMES[scheme], SCHEMES[scheme].next()) for scheme in GRIDS}
 
 
 def passes_of_pair(scheme, chunks):
-    """Words and calls of both passes of two consecutive layers."""
+    """Count the elements and calls in both passes of two consecutive layers."""
     mesh, recorder = still_mesh(GRIDS[scheme])
     m, k, n = SHAPE
     for split in PAIRS[scheme]:
@@ -71,7 +71,7 @@ def passes_of_pair(scheme, chunks):
 
 @pytest.mark.parametrize("scheme", GRIDS)
 def test_chunks_multiply_the_calls_for_activations_but_not_the_bytes(scheme):
-    """c calls for X, Y and dY, but 1 for dX, W and dW."""
+    """X, Y and dY need c calls; dX, W and dW need one."""
     (words, calls), chunked = (passes_of_pair(scheme, chunks) for chunks in (1, 4))
     x, y = (sum(bool(getattr(split, letter)) for split in PAIRS[scheme]) for letter in "nk")
     if scheme == "1d":

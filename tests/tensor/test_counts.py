@@ -217,7 +217,7 @@ def test_deferred_axis_moves_nothing():
 
 
 def test_gather_is_posted_without_waiting_for_axes_of_one_rank():
-    """Another gather can be in flight at the same time."""
+    """This allows another gather to be in flight at the same time."""
     mesh, recorder = still_mesh({"d": 2, "x": 1, "y": 1, "z": 1})
     matmul = sharded_matmul(mesh, SCHEMES["3d"].over("d", 3))
     pending = matmul.gather(np.zeros((4, 4)), matmul.w_layout, matmul.axes["m"])

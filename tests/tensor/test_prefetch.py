@@ -1,4 +1,4 @@
-"""Order in which weights are gathered and reduced beside products."""
+"""Order in which weights are gathered and reduced during products."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from hpc3d.tensor.prefetch import Prefetch
 
 
 def layer(name, order, moves=True):
-    """A layer whose weight is its name; `order` lists what starts."""
+    """Return a layer whose weight is its name; `order` records the calls that start."""
 
     def start_gather_w(w):
         order.append(f"gather {w}")
@@ -24,7 +24,7 @@ def layer(name, order, moves=True):
 
 
 def multiply(layer, order, saved=None):
-    """The product of a layer, which asks for its weight."""
+    """Compute the product of a layer, which requests its weight."""
     w, matmul = layer.stored_w(saved), layer.matmul
     pending = matmul.prefetch.gathered(matmul, w) if matmul.prefetch else matmul.start_gather_w(w)
     order.append(f"multiply {pending.wait()}")
@@ -40,7 +40,7 @@ def test_next_weight_is_gathered_before_the_current_product():
     expected = "gather a, gather b, multiply a, gather c, multiply b, multiply c"
     assert ", ".join(order) == expected
     order.clear()
-    prefetch.begin([])  # nothing is left of the last pass
+    prefetch.begin([])  # the last pass is complete
     multiply(layers[0], order)
     assert order == ["gather a", "multiply a"]
 

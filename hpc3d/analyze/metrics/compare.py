@@ -85,9 +85,9 @@ def _difference(ours, theirs):
 
 
 def half_width(*samples: np.ndarray) -> float:
-    """Return half the width of the 95 % confidence interval of a mean or a difference of means.
+    """Return the half-width of the 95 % confidence interval of a mean or a difference of means.
 
-    The interval of a difference is Welch's. Each of the samples has at least two values.
+    For a difference, this is Welch's interval. Each sample must have at least two values.
     """
     variances = np.array([sample.var(ddof=1) / len(sample) for sample in samples])
     if not variances.any():

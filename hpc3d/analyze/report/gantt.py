@@ -144,7 +144,7 @@ def _split_kind(kind: str) -> tuple[int, str]:
 def color_of(kind: str) -> tuple[float, ...]:
     """Return the color of a kind of span as RGB components from 0 to 1.
 
-    The color of each model chunk is twice as close to white as the color of the previous chunk.
+    The color of each model chunk is halfway between the color of the previous chunk and white.
     """
     chunk, name = _split_kind(kind)
     text = _KINDS[name][1]

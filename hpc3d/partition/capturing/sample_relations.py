@@ -81,14 +81,14 @@ class BatchValues:
             self.real.add(node)
 
     def is_statistic(self, node: fx.Node) -> bool:
-        """Return True for a value without a batch dimension that depends on the batch."""
+        """Return True if a value depends on the batch but has no batch dimension."""
         value = node.meta.get("val")
         return (
             node in self.follows and isinstance(value, torch.Tensor) and batch_dim(value) is None
         )
 
     def has_rows(self, node: fx.Node) -> bool:
-        """Return True for a value with a batch dimension that depends on the batch."""
+        """Return True if a value depends on the batch and has a batch dimension."""
         return node in self.follows and batch_dim(node.meta.get("val")) is not None
 
 

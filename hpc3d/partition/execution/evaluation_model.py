@@ -116,8 +116,8 @@ def trained_names(captured: Captured, model: StagedModel) -> dict[str, str]:
 def read_in_training(model: StagedModel) -> set[str]:
     """Return the names of the weights that the training step reads.
 
-    All other parameters and buffers are constants of the run. In an evaluation, any stage may
-    read them.
+    All other parameters and buffers are constant during the run, so any stage may read them in an
+    evaluation.
     """
     return {name for program in model.programs for name in program.weights}
 
@@ -186,7 +186,7 @@ def _operations(captured):
 def _holding(captured, model, pieces):
     """Return the chunks on stages that hold the weights of some pieces.
 
-    Every stage can hold constants.
+    Constants do not matter, because every stage can hold them.
     """
     count, width = len(model.programs), len(model.replicas)
     stages = {*range(width)}
@@ -197,7 +197,7 @@ def _holding(captured, model, pieces):
 
 
 def _placed(captured, model, pieces):
-    """Yield (operation, name in training) for each weight of some pieces that is not constant."""
+    """Yield (operation, name in training) for each non-constant weight that the pieces read."""
     known, read = trained_names(captured, model), read_in_training(model)
     for piece in map(captured.pieces.__getitem__, pieces):
         for node in (*piece.nodes, *piece.copies):

@@ -29,7 +29,7 @@ class ModuleEvaluator(Evaluator):
 
     `batches(number)` returns the inputs of a batch as a flat list, and `batches.count` is the
     number of batches; `batches` is `None` on all ranks except rank 0. The loss is the mean over
-    the batches. The constants of the model are missing until `fill` is called.
+    the batches. Call `fill` before the first evaluation to set the constants of the model.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ModuleEvaluator(Evaluator):
         super().__init__(trainer, batches, feed=partial(sample_loader, model, self.loss_terms))
 
     def fill(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Broadcast the tensors that no training step reads, one tensor at a time.
+        """Broadcast the tensors that the training step does not read, one at a time.
 
         Constants are broadcast from rank 0; `values` is empty on all other ranks. Parameters and
         buffers are broadcast from a rank that stores them for checkpoints.

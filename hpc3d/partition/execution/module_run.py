@@ -146,7 +146,8 @@ class _Source(NamedTuple):
     """Initial weights, and the inputs of each step. Only rank 0 creates this object.
 
     `lines` describes the verification of the captured module. If the run has evaluations,
-    `evaluated` contains the weights in evaluation mode, and `validation` the inputs.
+    `evaluated` contains the weights in evaluation mode, and `validation` contains the inputs of
+    the evaluations.
     """
 
     values: dict[str, torch.Tensor]
@@ -202,8 +203,8 @@ def asked_for(words: list[str]) -> RunRequest:
 def _check(asked):
     """Raise ValueError on rank 0 if the configuration is invalid.
 
-    Errors are reported before the module is captured, which may take minutes. If the plan does
-    not convert the module, its data type is not known yet.
+    Capturing the module may take minutes, so errors are reported before it. If the plan does not
+    convert the module, its data type is not known yet, and the default is assumed.
     """
     config = configuration(asked, asked.plan.dtype or Config().train.dtype)
     sinks_of(config.run.metrics_hook, config.run.tensorboard)
@@ -466,8 +467,8 @@ class StepInputs:
     def check(self, seconds: float = 10.0) -> list[str]:
         """Check the inputs of an evaluation; return a line if some batches are not checked.
 
-        The first and the last batch are always checked. The others are checked if this takes at
-        most about `seconds`. Raises BadData if a batch is invalid.
+        The first and the last batch are always checked. The other batches are checked until about
+        `seconds` have passed. Raises BadData if a batch is invalid.
         """
         start = monotonic()
         for done, number in enumerate(dict.fromkeys((0, self.count - 1, *range(self.count)))):

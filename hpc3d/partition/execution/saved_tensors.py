@@ -1,7 +1,7 @@
 """Tensors that torch.autograd saves for the backward pass: counted, rounded and offloaded.
 
 The tensors are saved in memory blocks (storages of torch), and views of the same memory are saved
-once. Weights and model inputs stay where they are. A saved buffer is copied if the pass modifies
+once. Weights and model inputs are not copied. A saved buffer is copied if the pass modifies
 it, because the next microbatch modifies it again. If `parallel.keep_dtype` is set, the results of
 operations and the received tensors are stored in the forms of hpc3d.model.kept, and the backward
 pass uses the rounded values. A row, which has one scale, is the last dimension of the result, or
@@ -16,8 +16,8 @@ If activations are offloaded, all saved memory moves to the host store, and retu
 backward pass needs it. The block that was saved before is then prefetched.
 
 If all saved tensors stay in place, hooks are needed only to count them. The sizes are then
-recorded in the first pass of a model chunk. Later passes with as many samples repeat the counts
-without hooks.
+recorded in the first pass of a model chunk. Later passes with the same number of samples repeat
+the counts without hooks.
 """
 
 from __future__ import annotations
@@ -107,11 +107,12 @@ class SavedTensors:
 class SavedBytes:
     """Bytes that one forward pass saves, counted in a pool until they are freed.
 
-    In a pass with hooks, each saved block calls `count`, and `mark` records the live bytes. In a
-    later pass, which is given the object `recorded` and has no hooks, `mark` restores the live
-    bytes. Both passes must call `mark` after the forward pass, whenever a gradient is complete,
-    and after the backward pass. `copies` is True if the pass copies saved buffers. The tensors
-    `received` stay in memory as long as with hooks.
+    In a pass with hooks, each saved block calls `count`, and `mark` records the live bytes. A
+    later pass without hooks has a separate object, which is given the first one as `recorded`;
+    its `mark` restores the live bytes. Both passes must call `mark` after the forward pass,
+    whenever a gradient is complete, and after the backward pass. `copies` is True if the pass
+    copies saved buffers. The object references the tensors `received` until no saved bytes are
+    live, so that they are freed at the same time as with hooks.
     """
 
     def __init__(
@@ -232,7 +233,7 @@ class SavedOfMicrobatch:
             saved.resolved()
 
     def _copy_modified(self):
-        """Copy the saved tensors that the pass modified before they were saved."""
+        """Copy the saved buffers that the pass had modified before they were saved."""
         copies: dict[int, Any] = {}
         for saved in self.of_written:
             key, tensor = _key(saved.tensor), saved.tensor

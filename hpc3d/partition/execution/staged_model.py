@@ -106,8 +106,8 @@ def _weights(captured, programs, parts):
 def check_types(captured: Captured, trained: bool = True) -> None:
     """Raise ValueError unless all trained parameters have the same type, one of TRAINED_TYPES.
 
-    If the model is to be `trained`, it must have such parameters. Parameters of 16 bits then
-    require a version of torch that accumulates gradients in float32.
+    If `trained` is true, there must be such parameters, and 16-bit parameters require a version of
+    torch that accumulates gradients in float32.
     """
     types = _types(captured)
     if (types or trained) and (len(types) != 1 or not {*types} <= {*TRAINED_TYPES}):

@@ -119,7 +119,7 @@ class TorchStage:
         return self._arrays_of(tensor.detach() for tensor in made), kept
 
     def _saving(self, received, micro):
-        """Return a context manager that saves tensors in a forward pass, and their SavedBytes."""
+        """Return a context manager that saves a forward pass's tensors, and its SavedBytes."""
         if known := self.recorded.get(micro.samples):
             return nullcontext(), SavedBytes(self.saving.mesh.pool, known, received)
         written = [self.weights.tensors[name] for name in self.program.written]
@@ -127,7 +127,7 @@ class TorchStage:
         return saved.saving(), saved.counter
 
     def _repeats(self, counter):
-        """Return True if later passes free the same bytes at the same time, without hooks."""
+        """Return True if later passes can count the same bytes at the same times without hooks."""
         program, nodes = self.program, self.program.module.graph.nodes
         moves = self.saving.rounds or self.saving.offload
         if moves or counter.copies or program.split or program.sharding:

@@ -70,6 +70,6 @@ def settings(line: str, **more: str) -> tuple[int, list[str]]:
 
 
 def config_of(line: str, **more: str) -> Config:
-    """Return the resolved Config of a line of CALIBRATE or CHECK; `more` overrides settings."""
+    """Return the resolved Config for a line of CALIBRATE or CHECK; `more` overrides settings."""
     ranks, words = settings(line, **more)
     return load_resolved(None, words, ranks)

@@ -159,10 +159,10 @@ def best(
 class Protocol:
     """Protocol of NCCL: latencies in seconds, and the fraction of the bandwidth that it reaches.
 
-    A ring needs `base_s` seconds, `near_s` for each step within a node, and `far_s` for each step
-    between nodes. `lone_fraction` is the fraction of the bandwidth if a group has one member per
-    node, and `most` limits the bytes/s of a member between nodes (0: no limit). The `tree_` fields
-    describe all-reduces by trees; a tree with `tree_fraction` 0 is not used.
+    The latency of a ring is `base_s`, plus `near_s` for each step within a node and `far_s` for
+    each step between nodes. If a group has one member per node, `lone_fraction` replaces
+    `fraction`. `most` limits the bandwidth between nodes, in bytes/s per member (0: no limit). The
+    `tree_` fields describe all-reduces by trees; if `tree_fraction` is 0, trees are not used.
     """
 
     __pydantic_config__ = STRICT
@@ -179,7 +179,7 @@ class Protocol:
     tree_fraction: float = 0.0
 
     def ring(self, op: str, nbytes: float, members: int, nodes: int, beta: float) -> float:
-        """Return the time of an all-gather, reduce-scatter or all-reduce by a ring in seconds."""
+        """Return the time in seconds of a ring all-gather, reduce-scatter or all-reduce."""
         rounds = 2 if op == "all_reduce" else 1
         far = nodes - 1
         lone = members == nodes
@@ -190,9 +190,9 @@ class Protocol:
         return self.base_s + rounds * steps + nbytes / rate
 
     def tree(self, nbytes: float, members: int, nodes: int, beta: float) -> float:
-        """Return the time of an all-reduce by a double binary tree in seconds.
+        """Return the time in seconds of an all-reduce by a double binary tree.
 
-        Each member sends and receives the full array twice, up and down the tree.
+        The full array moves up the tree, and down again.
         """
         chain, depth = members // nodes - 1, floor(log2(nodes))
         rate = self.tree_fraction / beta
@@ -210,8 +210,8 @@ def fastest(
 ) -> float:
     """Return the time in seconds of NCCL's fastest algorithm and protocol.
 
-    NCCL predicts all of them by these formulas, and runs the fastest (src/graph/tuning.cc).
-    `shape` is the number of members of the group, and the number of their nodes.
+    NCCL predicts the time of each combination with these formulas, and runs the fastest one
+    (src/graph/tuning.cc). `shape` is the number of members of the group and the number of nodes.
     """
     times = [each.ring(op, nbytes, *shape, beta) for each in protocols]
     if op == "all_reduce":

@@ -57,7 +57,7 @@ class Rates:
 
     A matrix product of `flop` floating-point operations runs at `rate` FLOP/s; the two tuples list
     the measured points. `peak`, in FLOP/s, is the reference for MFU. `sustained` limits the rate
-    of training steps, in which a GPU reaches its power limit (0: no limit).
+    in training steps, because a GPU reaches its power limit (0: no limit).
     """
 
     __pydantic_config__ = STRICT
@@ -73,7 +73,7 @@ class Rates:
 
 
 class AttentionPass(NamedTuple):
-    """Forward or backward pass of fused attention over `sequence` tokens, for one head size."""
+    """Forward or backward pass of fused attention over sequences of `sequence` tokens."""
 
     head_dim: int
     sequence: int
@@ -85,8 +85,9 @@ class AttentionPass(NamedTuple):
 class AttentionRates:
     """Measured rates of fused attention, in the forward or the backward pass.
 
-    Heads of `head_dim` elements run at `rate` FLOP/s over `sequence` tokens; the two tuples list
-    the measured points. Under a causal mask, the FLOPs of the masked half are not counted.
+    For heads of `head_dim` elements and sequences of `sequence` tokens, the kernel runs at `rate`
+    FLOP/s; the two tuples list the measured points. With a causal mask, the FLOPs of the masked
+    half of the scores are not counted.
     """
 
     __pydantic_config__ = STRICT
@@ -101,7 +102,7 @@ class AttentionRates:
         return Curve(self.sequence, self.rate)
 
     def distance(self, case: AttentionPass) -> tuple[bool, bool, float]:
-        """Return a sort key: the nearest table has the same pass, mask, and similar heads."""
+        """Return a sort key: first compare the pass, then the mask, then the head dimension."""
         unlike = self.backward != case.backward, self.causal != case.causal
         return *unlike, abs(log(self.head_dim / case.head_dim))
 

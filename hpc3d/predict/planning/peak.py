@@ -143,8 +143,8 @@ def stage_bytes(
 ) -> Counter:
     """Return the peak memory of a rank on stage `number`, as a dict from memory kind to bytes.
 
-    `chunks` lists the contents of the stage's model chunks. `sums` is the peak memory, in bytes,
-    of a layer's gradient reductions, and `rest` that of its optimizer update.
+    `chunks` lists the contents of the stage's model chunks. `sums` and `rest` are the peak memory,
+    in bytes, of a layer's gradient reductions and of its optimizer update.
     """
     parallel, model, content = config.parallel, model_of(config), stage_content(chunks)
     held, layer = sample.held_by(content), sample.layer_gradient

@@ -89,7 +89,7 @@ class Adafactor(Optimizer):
         """Update the parameters, using `scale` times the gradients."""
         self.steps += 1
         decay = learning_rate * self.weight_decay
-        # Apply all updates within the iteration: offloaded values are written back at its end.
+        # Update within the loop body: `batches` writes offloaded values back when it advances.
         for found in self.batches([self.parameters.matrices], decay):
             matrices = self._matrix_steps(found, scale)
             self._descend([*matrices, *self._vector_steps(decay, scale)], learning_rate)

@@ -69,7 +69,7 @@ def chain(layers=4, batch=12, dropout=0.0):
 
 
 class Growing(nn.Linear):
-    """A layer that is scaled by a buffer that each call changes."""
+    """Layer scaled by a buffer that each call changes."""
 
     def __init__(self, width):
         super().__init__(width, width)

@@ -134,7 +134,7 @@ def auxiliary():
 
 
 def calibrated():
-    """Scales that only evaluation reads, in all layers."""
+    """Return layers with scales that only the evaluation reads."""
 
     def body(model, y, x):
         return torch.tanh(y) + x if model.training else torch.tanh(y) * model.scales + x

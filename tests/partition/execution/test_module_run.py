@@ -305,7 +305,7 @@ def test_unsupported_options_are_rejected(words, how, line, tmp_path):
 
 
 class Alone:
-    """A job of one rank, without MPI."""
+    """Job of one rank, without MPI."""
 
     rank, size = 0, 1
     from_root = on_root = on_all_ranks = staticmethod(lambda function: function())

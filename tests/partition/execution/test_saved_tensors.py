@@ -240,7 +240,7 @@ def test_saved_tensor_that_is_modified_in_place_is_refused():
     ],
 )
 def test_buffer_that_each_microbatch_modifies_is_saved(how):
-    """The first stage has two microbatches in flight."""
+    """The first stage has two microbatches in flight, each with its own values."""
     name = f"{HERE}:growing"
     found = trained(name, (1, 1), 3, "1f1b", **how)
     assert_trained_alike(found, trained_by_torch(name, 3))
@@ -257,7 +257,7 @@ def test_buffer_that_each_microbatch_modifies_is_saved(how):
 def test_saved_bytes_are_counted_by_hooks_in_the_first_passes_only(
     name, schedule, passes, monkeypatch
 ):
-    """Later, the pool has the same peaks as with hooks in all passes."""
+    """In later passes without hooks, the pool has the same peaks as with hooks."""
     counted, saving = [], SavedOfMicrobatch.saving
     monkeypatch.setattr(
         SavedOfMicrobatch, "saving", lambda self: counted.append(None) or saving(self)

@@ -80,11 +80,11 @@ ATTENTION = (
 @pytest.mark.parametrize(
     ("case", "rate"),
     [
-        (AttentionPass(64, 2048, True, False), 200e12),  # half way, in logarithms
+        (AttentionPass(64, 2048, True, False), 200e12),  # halfway on a log scale
         (AttentionPass(80, 1024, True, False), 100e12),  # 64 is nearer than 128
-        (AttentionPass(96, 1024, True, False), 200e12),  # 128 is nearer, in logarithms
+        (AttentionPass(96, 1024, True, False), 200e12),  # 128 is nearer on a log scale
         (AttentionPass(64, 9999, False, False), 600e12),  # the only table without a mask
-        (AttentionPass(64, 1024, False, True), 50e12),  # the only one of the backward pass
+        (AttentionPass(64, 1024, False, True), 50e12),  # the only table of the backward pass
     ],
 )
 def test_attention_runs_at_the_rate_of_the_most_similar_pass(case, rate):
@@ -116,7 +116,7 @@ NCCL = replace(CLUSTER, protocols=(LATENCY, BANDWIDTH))
         ("reduce_scatter", 1e9, range(4), 5e-6 + 3 * 20e-6 + 1e9 / 100e9),
         # 15 steps, 3 of them between nodes; 2.5 of 10 GB/s
         ("all_gather", 1e3, range(16), 1e-6 + 12 * 2e-6 + 3 * 3e-6 + 1e3 / 2.5e9),
-        # a member per node, each with a quarter of 10 GB/s: a tenth of them
+        # one member per node, each with a quarter of 10 GB/s: a tenth of the bandwidth
         ("all_gather", 1e2, range(0, 16, 4), 1e-6 + 3 * 3e-6 + 1e2 / 0.25e9),
         ("all_reduce", 1e3, range(4), 1e-6 + 6 * 2e-6 + 1e3 / 25e9),
         # a tree over 64 nodes: depth 6, twice the array at half of 10 GB/s
@@ -290,7 +290,7 @@ TABLE = CallTable("all_gather", 4, 1, "alone", (1e3, 1e5), (1e-5, 1e-4))
     [
         (1e3, 1e-5),
         (1e5, 1e-4),
-        (1e4, 10**-4.5),  # half way, in logarithms
+        (1e4, 10**-4.5),  # halfway on a log scale
         # Beyond the knots on the line through them: 90 us for 99,000 bytes.
         (2e5, 1e-4 + 1e5 * 9e-5 / 9.9e4),
         (0, 1e-5 - 1e3 * 9e-5 / 9.9e4),

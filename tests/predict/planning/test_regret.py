@@ -1,4 +1,4 @@
-"""Plans against all layouts that the rules allow, each simulated."""
+"""Compare plans with simulations of all layouts that the rules allow."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -114,7 +114,10 @@ def test_known_fast_layouts_are_found(space, line):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", strided(SPACES, 99, 99))
 def test_no_layout_is_faster(name):
-    """Within 2 % of the fastest that fits, for every memory; never faster with less of it."""
+    """For any memory size, plans are within 2 % of the fastest layout that fits.
+
+    Plans are never faster with less memory.
+    """
     space, found = SPACES[name], []
     config = space.config()
     layouts = every_layout(config, space.ranks, space.orders, space.cut)

@@ -65,7 +65,7 @@ def test_overlap_shortens_a_published_step():
     assert 0.9 * after < beside < after
 
 
-# Layout, and the option that hides a part of its communication.
+# Layout, and the option that overlaps part of its communication.
 HIDDEN = {
     "d=8 zero=3 layers=2 batch=64 sequence=1024 dtype=bfloat16": "prefetch=true",
     "x=2 y=2 z=2 layers=2 batch=64 sequence=1024 dtype=bfloat16": "prefetch=true",
