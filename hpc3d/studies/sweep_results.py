@@ -74,9 +74,12 @@ def finished(point: SweepPoint, folder: Path) -> Path | None:
     if point.machine is not None:
         return next(folder.glob(f"points/*-{point.key}.json"), None)
     for path in sorted(folder.glob(f"runs/*-{point.key}-*/trace.h5")):
-        with trace.open(path) as recorded:
-            if recorded.steps["step"].max(initial=-1) + 1 == point.config.train.steps:
-                return path
+        try:
+            with trace.open(path) as recorded:
+                if recorded.steps["step"].max(initial=-1) + 1 == point.config.train.steps:
+                    return path
+        except ValueError:  # a damaged trace
+            continue
     return None
 
 

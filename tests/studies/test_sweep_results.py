@@ -19,7 +19,8 @@ def test_measured_row_equals_the_simulated_row(tmp_path):
     (point,) = points_of(study, words)
     with JOB_LOCK:
         launched(point.ranks, [str(write_input(point, tmp_path))])
-    measured = row_of(point, finished(point, tmp_path))
+    trained, path = point, finished(point, tmp_path)
+    measured = row_of(trained, path)
     (point,) = points_of(study, [*words, "--sweep.machine", "h100"])
     simulate(point, tmp_path)
     simulated = row_of(point, finished(point, tmp_path))
@@ -28,3 +29,6 @@ def test_measured_row_equals_the_simulated_row(tmp_path):
     assert measured["step_s_low"] <= measured["step_s"] <= measured["step_s_high"]
     assert measured["loss"] > 0 < measured["validation_loss"]
     assert {*measured} - {*point.settings, "seed"} <= COLUMNS
+
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert finished(trained, tmp_path) is None  # a damaged trace is written again
