@@ -50,7 +50,11 @@ def thread_count() -> int:
 
 def shares(count: int, threads: int | None = None, edge: int = 1) -> list[slice]:
     """Split `count` elements into one slice per thread; the bounds are multiples of `edge`."""
-    step = edge * max(1, -(-count // (edge * (threads or thread_count()))))
+    return slices(count, edge * max(1, -(-count // (edge * (threads or thread_count())))))
+
+
+def slices(count: int, step: int) -> list[slice]:
+    """Split `count` elements into slices of `step` elements; the last slice may be shorter."""
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 

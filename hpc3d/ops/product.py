@@ -9,12 +9,10 @@ import numpy as np
 
 from hpc3d.arrays.narrow import widened
 from hpc3d.arrays.primitive import composite, primitive
-from hpc3d.arrays.worker_threads import parallel_for, shares, thread_count
+from hpc3d.arrays.worker_threads import parallel_for, shares, slices, thread_count
 from hpc3d.ops.rows import EDGE, add_bias, add_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from hpc3d.arrays.array import Array
 
 # Approximate sizes in bytes of a float32 panel of b and of a float32 block of a.
@@ -75,7 +73,7 @@ def _(a, b, out):
     inner = a[..., :1, :].size
     for columns in _pieces(b.shape[-1], inner, _PANEL):
         block = partial(_multiply_rows, a, widened(b[..., columns]), total[..., columns])
-        parallel_for(block, [*_pieces(a.shape[-2], inner, _BLOCK)])
+        parallel_for(block, _pieces(a.shape[-2], inner, _BLOCK))
     return out
 
 
@@ -83,10 +81,9 @@ def _multiply_rows(a: Array, panel: Array, out: Array, rows: slice) -> None:
     out[..., rows, :] = widened(a[..., rows, :]) @ panel
 
 
-def _pieces(count: int, size: int, nbytes: int) -> Iterator[slice]:
+def _pieces(count: int, size: int, nbytes: int) -> list[slice]:
     """Split `count` vectors of `size` elements into slices of about `nbytes` in float32."""
-    step = max(16, nbytes // (4 * max(1, size)))
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+    return slices(count, max(16, nbytes // (4 * max(1, size))))
 
 
 def _matrices(*blocks: Array) -> list[Array]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpc3d.arrays.narrow import WIDE, wide, widened
 from hpc3d.arrays.primitive import composite, primitive
-from hpc3d.arrays.worker_threads import parallel_for, shares
+from hpc3d.arrays.worker_threads import parallel_for, shares, slices
 from hpc3d.ops.random import cuda_mask
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ EDGE = 64  # tiles start at multiples of this, so that BLAS computes all element
 
 def row_blocks(x: Array) -> list[slice]:
     """Split the rows of `x` into slices that fit in the cache."""
-    count, rows = len(x), max(1, CACHE // max(1, x[:1].nbytes))
-    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+    return slices(len(x), max(1, CACHE // max(1, x[:1].nbytes)))
 
 
 def in_float32(function: Callable[..., object], *arrays: Array) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.arrays.primitive import composite, primitive
-from hpc3d.arrays.worker_threads import parallel_for
+from hpc3d.arrays.worker_threads import parallel_for, slices
 from hpc3d.ops.product import product
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def sum_of_squares(flat: Array, parts: Iterable[slice]) -> Any:
 
 @sum_of_squares.threads
 def _(flat, parts):
-    slices = [flat[part] for part in parts]
-    chunks = [each[at] for each in slices for at in _stretches(each.size, _SQUARES)]
+    ranges = [flat[part] for part in parts]
+    chunks = [each[at] for each in ranges for at in slices(each.size, _SQUARES)]
     sums = np.empty(len(chunks))
 
     def block(number):
@@ -89,10 +89,6 @@ def sum_parts(gpu: Gpu, partial: Array, total: Array | None = None) -> Array:
     return total
 
 
-def _stretches(size: int, chunk: int = _CHUNK) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, size, chunk)]
-
-
 @primitive
 def adamw(
     value: Array,
@@ -126,7 +122,7 @@ def adamw(
         if master is not None:
             value[part] = w
 
-    parallel_for(block, _stretches(value.size))
+    parallel_for(block, slices(value.size, _CHUNK))
 
 
 adamw.narrow(adamw.numpy)
@@ -168,7 +164,7 @@ def lion(
         if master is not None:
             value[part] = w
 
-    parallel_for(block, _stretches(value.size))
+    parallel_for(block, slices(value.size, _CHUNK))
 
 
 lion.narrow(lion.numpy)
@@ -195,7 +191,7 @@ def descend(value: Array, master: Array | None, grad: Array, factors: Sequence[f
         if master is not None:
             value[part] = w
 
-    parallel_for(block, _stretches(value.size))
+    parallel_for(block, slices(value.size, _CHUNK))
 
 
 descend.narrow(descend.numpy)

@@ -19,8 +19,9 @@ from tests.peers.trained_models import (
     trained_on_ranks,
     verify,
 )
+from tests.strided import daily
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, daily]
 
 
 @pytest.fixture(scope="module", autouse=True)
