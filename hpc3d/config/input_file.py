@@ -297,7 +297,9 @@ class TorchConfig:
     verify: Literal["on", "forward", "off"] = "on"
     """Verify before the first step, on the samples of two microbatches, that the captured module
     computes the same loss and gradients as the module, and that the loss is a mean over samples.
-    Set `forward` to compare only losses if the gradients do not fit in the memory of one rank."""
+    Set `forward` to compare only losses if the gradients do not fit in the memory of one rank.
+    With `off`, the run starts even if results differ, and only the largest prefix of the module
+    that fits in memory is compared."""
 
 
 @dataclass(frozen=True)

@@ -228,8 +228,10 @@ def where(node: fx.Node) -> str:
 
 def module_of(node: fx.Node) -> str:
     """Return the path of the submodule that contains an operation, or "" for the model itself."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path, _ = [*stack.values()][-1]
-    return path.removeprefix("L['self'].").removeprefix("L['self']")
+    return [*modules_of(node), ""][0]
+
+
+def modules_of(node: fx.Node) -> list[str]:
+    """Return the paths of all submodules that contain an operation, the innermost first."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return [path.removeprefix("L['self']").removeprefix(".") for path, _ in reversed(stack)]

@@ -13,7 +13,8 @@ other keys.
 Before the first step, rank 0 runs the unpartitioned module on the samples of two microbatches and
 compares the loss and the gradients with those of the captured program. If they differ, the run
 stops. Use --verify forward to compare only the losses if the gradients of the module do not fit in
-the memory of one rank, or --verify off to skip the comparison.
+the memory of one rank. With --verify off, the run starts even if results differ, and rank 0
+compares only the largest prefix of the module that fits in its memory.
 
 With --train.eval_every N and --torch.validation MODULE:FUNCTION, the module is evaluated every N
 steps in evaluation mode. The function returns the inputs of a batch, given the batch number.
@@ -64,6 +65,7 @@ from hpc3d.partition.capture import (
     shape_of,
     updated_by_microbatches,
 )
+from hpc3d.partition.capturing.tracing import MEMORY_FRACTION
 from hpc3d.partition.capturing.user_code import described
 from hpc3d.partition.execution.evaluation_model import evaluation_lines, evaluation_model
 from hpc3d.partition.execution.module_evaluator import ModuleEvaluator
@@ -78,11 +80,12 @@ from hpc3d.partition.execution.sample_batches import flat_inputs, rows_of
 from hpc3d.partition.execution.staged_model import StagedModel, staged_model
 from hpc3d.partition.execution.torch_device import torch_hardware
 from hpc3d.partition.execution.torch_weights import stored_tensors, values_in
-from hpc3d.partition.execution.verification import verified
+from hpc3d.partition.execution.verification import verified, verified_prefix
 from hpc3d.partition.factory import converted, function_at, made_with_data
 from hpc3d.partition.plan_file import SavedPlan
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
+from hpc3d.runtime import host_memory
 from hpc3d.runtime.metrics_file import sinks_of
 from hpc3d.runtime.stop_request import Stop
 from hpc3d.training import run_folder
@@ -334,28 +337,30 @@ def _source(
 ) -> _Source:
     """On rank 0, create and verify the module; return its weights and the inputs of each step."""
     module, inputs = made_with_data(plan.model, config.seed, plan.dtype)
-    values, verify = dict(values_in(module, model.captured)), config.torch.verify
+    values, verify = dict(values_in(module, model.captured)), _comparison(config.torch.verify)
     given = function_at(config.torch.inputs) if config.torch.inputs else lambda step: inputs
     batches = StepInputs(model.captured, given, plan.batch, dtype=plan.dtype)
-    lines, of_evaluation, validation = ["not verified: torch.verify is off"], {}, None
+    of_evaluation, validation = {}, None
     replicas = range(max(plan.replicas))
     split = [rows_of(plan.batch, plan.microbatches, len(replicas), each) for each in replicas]
     shares = [rows for micro in zip(*split, strict=True) for rows in micro][:2]
-    gradients = verify == "on"
-    if verify != "off":
-        lines = verified(module, model.captured, batches(0), shares, gradients=gradients)
+    lines = verify(module, model.captured, batches(0), shares)
     if evaluated:
         captured, given = evaluated.captured, function_at(config.torch.validation)
         validation = StepInputs(captured, given, plan.batch, config.train.eval_batches, plan.dtype)
         unchecked = validation.check()
         of_evaluation = dict(values_in(module, captured))
         lines += evaluation_lines(evaluated, model)
-        if verify != "off":
-            lines += verified(module, captured, validation(0), shares, False, gradients)
-        else:
-            lines.append("evaluation not verified: torch.verify is off")
+        lines += verify(module, captured, validation(0), shares, training=False)
         lines += unchecked
     return _Source(values, batches, lines, of_evaluation, validation)
+
+
+def _comparison(verify):
+    """Return the function that verifies a captured module, for a value of torch.verify."""
+    if verify == "off":
+        return partial(verified_prefix, MEMORY_FRACTION * host_memory.total())
+    return partial(verified, gradients=verify == "on")
 
 
 def _begin(

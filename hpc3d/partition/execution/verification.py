@@ -11,7 +11,8 @@ to rounding:
    relates samples to each other, or its loss is not a mean over samples.
 
 If the gradients of the module do not fit in the memory of one rank, only the losses are compared.
-These comparisons save no activations.
+These comparisons save no activations. Alternatively, only the largest prefix of the module that
+fits is verified. The loss of a prefix is a weighted mean of the squares of its result.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from hpc3d.partition.capturing.named_outputs import named_tensors
 from hpc3d.partition.capturing.sample_relations import BatchValues, results_of
 from hpc3d.partition.capturing.user_code import described, tensors, undisturbed
 from hpc3d.partition.capturing.user_module import in_evaluation
+from hpc3d.partition.execution.largest_prefix import Prefix, largest_prefix, mean_of_squares
 from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.sample_batches import rows_for
@@ -55,7 +57,7 @@ _CLOSE = {  # largest relative rounding error
     torch.bfloat16: 1e-1,
 }
 _SMALL = 1e-3  # default weight of the total gradient norm in the tolerance of one gradient
-_SKIP = "or skip this check with --verify off"
+_ANYWAY = "or start the run anyway with --verify off"
 
 
 class Result(NamedTuple):
@@ -72,16 +74,18 @@ def verified(
     shares: Sequence[range],
     training: bool = True,
     gradients: bool = True,
+    prefix: Prefix | None = None,
 ) -> list[str]:
     """Compare a captured program with its module; return lines for the log.
 
     `inputs` contains the model inputs of a step, and `shares` contains one or two adjacent ranges
     of sample indices, one per microbatch or replica. If `training` is False, the program is
     captured in evaluation mode, and only the losses are compared. If `gradients` is False, only
-    the losses are compared, and no activations are stored. The module's buffers are restored.
-    Raises BadData if results differ.
+    the losses are compared, and no activations are stored. If a `prefix` is given, only this part
+    of the program is compared. The module's buffers are restored. Raises BadData if results
+    differ.
     """
-    comparison = partial(_Verification, module, captured, inputs, shares, gradients)
+    comparison = partial(_Verification, module, captured, inputs, shares, gradients, prefix)
     with undisturbed(), _memory_explained(gradients and training):
         if training:
             with torch.set_grad_enabled(gradients):
@@ -94,6 +98,28 @@ def verified(
             raise BadData(f"train.eval_every: in evaluation mode, {error}") from error
 
 
+def verified_prefix(
+    memory: float,
+    module: torch.nn.Module,
+    captured: Captured,
+    inputs: Sequence[Any],
+    shares: Sequence[range],
+    training: bool = True,
+) -> list[str]:
+    """Compare the largest prefix that fits in `memory` bytes; return lines for the log.
+
+    The other arguments are those of `verified`. Differences are reported in the returned lines.
+    """
+    samples = shares[-1].stop - shares[0].start
+    prefix = largest_prefix(captured, module, samples, memory)
+    if prefix and not prefix.pieces:
+        return ["not verified: torch.verify is off, and no submodule can be compared in memory"]
+    try:
+        return verified(module, captured, inputs, shares, training, prefix=prefix)
+    except BadData as error:
+        return [f"warning: {str(error).removesuffix(f', {_ANYWAY}')}; torch.verify is off"]
+
+
 @contextmanager
 def _memory_explained(gradients: bool) -> Iterator[None]:
     """Raise BadData with a remedy if the unpartitioned module does not fit in memory."""
@@ -103,24 +129,27 @@ def _memory_explained(gradients: bool) -> Iterator[None]:
     except MemoryError as error:
         less = "compare only the losses with --verify forward, or " if gradients else ""
         raise BadData(
-            f"out of memory ({error}) when running the unpartitioned module; {less}skip this "
-            "check with --verify off"
+            f"out of memory ({error}) when running the unpartitioned module; {less}compare only a "
+            "part of the module with --verify off"
         ) from error
 
 
 class _Verification:
     """Comparisons of a module with its captured program.
 
-    If `details` is True, error messages name the first operation or submodule that differs.
+    If `details` is True, error messages name the first operation or submodule that differs. If a
+    `prefix` is given, its loss takes the place of the loss of the module.
     """
 
-    def __init__(self, module, captured, inputs, shares, details):
+    def __init__(self, module, captured, inputs, shares, details, prefix):
         self.module, self.captured, self.shares = module, captured, shares
-        self.details = details
+        self.details, self.prefix = details, prefix
         self.both = range(shares[0].start, shares[-1].stop)
         self.inputs = dict(zip(captured.inputs, inputs, strict=True))
         state = state_of(captured)
         trained = [name for name, like in state.items() if is_trained(like)]
+        if prefix:
+            trained = [name for name in trained if name in prefix.weights]
         self.trained = trained if torch.is_grad_enabled() else []
         self.values = dict(values_in(module, captured))
         self.close = _CLOSE[_narrowest_type(captured)]
@@ -138,17 +167,23 @@ class _Verification:
         if problem := self._difference(first, again):
             raise BadData(
                 f"a second call of the module returns a different result ({problem}); store "
-                f"changing state only in buffers, {_SKIP}"
+                f"changing state only in buffers, {_ANYWAY}"
             )
-        chunks = [range(len(self.captured.pieces))]
-        (program,) = stage_programs(self.captured, chunks, redraw=False)
+        program = self._program(redraw=False)
         if problem := self._difference(again, self._of_program(program, self.both)):
             raise BadData(
                 f"the captured program differs from the module ({problem}); "
-                f"{self._culprit(program)}, {_SKIP}"
+                f"{self._culprit(program)}, {_ANYWAY}"
             )
-        found = f"verified on {counted(len(self.both), 'sample')}: loss {first.loss:.6g}"
-        return [found, *self._microbatches(*stage_programs(self.captured, chunks))]
+        part = f" {self.prefix}," if self.prefix else ""
+        found = f"verified{part} on {counted(len(self.both), 'sample')}: loss {first.loss:.6g}"
+        return [found, *self._microbatches(self._program(redraw=True))]
+
+    def _program(self, redraw):
+        count = len(self.captured.pieces)
+        end = self.prefix.pieces if self.prefix else count
+        chunks = [range(end), range(end, count)]
+        return stage_programs(self.captured, chunks, redraw=redraw)[0]
 
     def _microbatches(self, program):
         """Compare the loss of both microbatches with the mean of their losses."""
@@ -168,7 +203,7 @@ class _Verification:
         if problem := self._difference(together, separate, 1.0 if self.narrow else _SMALL):
             raise BadData(
                 f"the loss of two microbatches is not the mean of their losses ({problem}); "
-                f"{self._relation(program)}, {_SKIP}"
+                f"{self._relation(program)}, {_ANYWAY}"
             )
         return [
             f"{node.name}: computes its statistics over each microbatch, instead of the batch"
@@ -205,6 +240,8 @@ class _Verification:
         torch.manual_seed(0)
         try:
             with memory_errors():
+                if self.prefix:
+                    return self.prefix.loss_of_module(self.module, args, kwargs)
                 result = self.module(*args, **kwargs)
         except MemoryError:
             raise
@@ -230,11 +267,15 @@ class _Verification:
     def _of_program(self, program: StageProgram, rows: range) -> Result:
         draw, received, given, weights = self._arguments(rows)
         torch.manual_seed(0)
-        _, outputs = program.run(draw, received, given, weights)
-        loss = outputs[program.outputs.index(loss_of(self.captured))]
+        loss = self._loss(program, *program.run(draw, received, given, weights))
         leaves = {name: weights[name] for name in self.trained}
         found = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True) if leaves else ()
         return _result(loss, dict(zip(leaves, found, strict=True)), leaves)
+
+    def _loss(self, program, sent, outputs):
+        if self.prefix:
+            return mean_of_squares(sent[program.sent.index(self.prefix.result)])
+        return outputs[program.outputs.index(loss_of(self.captured))]
 
     def _difference(self, one: Result, other: Result, small: float = _SMALL) -> str:
         """Describe the first difference that is larger than rounding errors, or return "".
@@ -261,7 +302,6 @@ class _Verification:
         Operations in `norms` are replaced by their values in `recording`, which is the result of
         this method for both microbatches.
         """
-        loss = program.outputs.index(loss_of(self.captured))
         draw, received, given, weights = self._arguments(rows)
         first = rows.start - self.both.start
         fixed = {
@@ -272,8 +312,8 @@ class _Verification:
         recorder = _Recorder(program.module, fixed, kept)
         torch.manual_seed(0)
         with torch.no_grad():
-            _, outputs = program._replace(module=recorder.run).run(draw, received, given, weights)
-        return recorder.values, outputs[loss]
+            found = program._replace(module=recorder.run).run(draw, received, given, weights)
+        return recorder.values, self._loss(program, *found)
 
     def _relation(self, program):
         """Name the first operation that relates the samples of different microbatches."""
@@ -295,6 +335,8 @@ class _Verification:
 
     def _reduction(self):
         """Describe how the loss must depend on the samples."""
+        if self.prefix:
+            return f"compute {self.prefix.path} for each sample"
         loss = self.captured.loss
         if loss.reduction == "sum":
             return (

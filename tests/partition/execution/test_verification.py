@@ -1,5 +1,8 @@
 """What the comparison before the first step finds, and what it accepts."""
 
+import re
+from bisect import bisect_left
+
 import pytest
 
 pytest.importorskip("torch")
@@ -12,8 +15,9 @@ from torch.nn import functional
 from hpc3d.console.exit_codes import BadData
 from hpc3d.partition.capture import capture
 from hpc3d.partition.capturing.user_module import in_evaluation
+from hpc3d.partition.execution.largest_prefix import largest_prefix
 from hpc3d.partition.execution.sample_batches import flat_inputs
-from hpc3d.partition.execution.verification import verified
+from hpc3d.partition.execution.verification import verified, verified_prefix
 from tests.partition.execution.modules import HERE as MODULES
 from tests.partition.execution.modules import prepared
 
@@ -112,6 +116,35 @@ def related(x):
     return x + 0.3 * x.roll(1, 0)
 
 
+def rolling_inside():
+    return applying(lambda layer, x: related(layer(x)))
+
+
+def counting_inside():
+    calls = []
+
+    def count(layer, x):
+        calls.append(1)
+        return layer(x) * len(calls)
+
+    return applying(count)
+
+
+def deciding_inside():
+    def decide(layer, x):
+        return layer(x) if torch.compiler.is_compiling() else layer(x).sin()
+
+    return applying(decide)
+
+
+def detaching_inside():
+    return applying(lambda layer, x: layer(x if torch.compiler.is_compiling() else x.detach()))
+
+
+def applied():
+    return applying(lambda layer, x: layer(x).tanh())
+
+
 def rolling():
     return of(lambda model, x: related(x))
 
@@ -201,7 +234,7 @@ def test_difference_from_torch_is_refused(name, lines):
         lines_of(f"{HERE}:{name}")
     found = str(caught.value)
     assert all(line in found for line in lines) and "\n" not in found, found
-    assert found.endswith(", or skip this check with --verify off")
+    assert found.endswith(", or start the run anyway with --verify off")
 
 
 @pytest.mark.parametrize(
@@ -276,7 +309,8 @@ def test_losses_are_compared_without_gradients(name, line):
 
 
 @pytest.mark.parametrize(
-    ("gradients", "remedy"), [(True, "forward, or skip"), (False, "module; skip")]
+    ("gradients", "remedy"),
+    [(True, "forward, or compare only a part"), (False, "module; compare only a part")],
 )
 def test_module_that_does_not_fit_in_memory_is_refused(gradients, remedy, monkeypatch):
     module, inputs, captured = prepared(f"{HERE}:dropping")
@@ -295,3 +329,62 @@ def test_comparison_without_gradients_saves_no_activations(name):
     with torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
         found, *_ = lines_of(f"{HERE}:{name}", gradients=False)
     assert found.endswith(", without gradients")
+
+
+def prefix_lines(name, memory=None, training=True):
+    """Lines for the largest prefix that fits; by default, all but the submodule `last` fits."""
+    module, inputs, captured = prepared(f"{HERE}:{name}")
+    if not training:
+        with in_evaluation(module):
+            captured = capture(module, inputs)
+    flat, shares = flat_inputs(captured, inputs), [range(3), range(3, 8)]
+    memory = memory or memory_before("last", module, captured)
+    return verified_prefix(memory, module, captured, flat, shares, training)
+
+
+def memory_before(path, module, captured):
+    """Return the largest memory size in bytes in which the submodule `path` does not fit."""
+
+    def ends(memory):
+        found = largest_prefix(captured, module, 8, memory)
+        return found is None or found.path == path
+
+    return bisect_left(range(10**6), True, key=ends) - 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["dropping", "normalized", "applied"])
+def test_largest_prefix_is_verified(name, training):
+    line, *more = prefix_lines(name, training=training)
+    assert len(more) == (name == "normalized" and training)
+    path = {"dropping": "first", "normalized": "norm", "applied": "inner"}[name]
+    assert f"verified up to the result of {path}, the largest prefix that fits in memory" in line
+    assert " on 8 samples: loss " in line and line.startswith("evaluation ") != training
+
+
+def test_whole_module_is_verified_if_it_fits():
+    (line,) = prefix_lines("dropping", 1e9)
+    assert line.startswith("verified on 8 samples: loss ")
+
+
+def test_nothing_is_verified_without_memory():
+    (line,) = prefix_lines("dropping", 100)
+    assert line.startswith("not verified: torch.verify is off, and no submodule")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (
+            "deciding_inside",
+            "the captured program differs from the module (.* difference is in inner; simplify",
+        ),
+        ("rolling_inside", "the loss of two microbatches is not .* roll relates samples ("),
+        ("counting_inside", "a second call of the module returns a different result (loss"),
+        ("detaching_inside", "differs from the module (.* different gradients of first.bias)"),
+    ],
+)
+def test_difference_in_the_prefix_is_reported(name, line):
+    (found,) = prefix_lines(name)
+    pattern = line.replace("(", r"\(").replace(")", r"\)")
+    assert re.fullmatch(f"warning: .*{pattern}.*; torch.verify is off", found), found
