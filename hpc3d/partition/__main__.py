@@ -278,41 +278,23 @@ def _write(path, plan, captured):
 
 def _best_plan(captured, options, wanted):
     """Return the best plan for the number of tensor-parallel ranks in the options."""
+    from hpc3d.partition import measured_profile
     from hpc3d.partition.evaluation import MOMENTS
-    from hpc3d.partition.module_plan import best_plan
-    from hpc3d.partition.operation_costs import Operations
     from hpc3d.partition.tensor_parallel.plans import tensor_plan
     from hpc3d.predict.machine import machine_file
 
-    if options.tensor in (None, 1):
-        return best_plan(_costs(captured, options), wanted)
-    if options.profile:
-        raise ValueError(
-            f"--tensor {options.tensor}: not supported with --profile; use --machine instead"
-        )
-    machine = machine_file.load(options.machine or default_machine())
-    batch = options.batch or captured.batch
-    ways = None if options.tensor == "auto" else options.tensor
-    moments = 0 if options.offload else MOMENTS
-    return tensor_plan(Operations(captured), machine, batch, wanted, ways, moments)
-
-
-def _costs(captured, options):
-    from hpc3d.partition.evaluation import MOMENTS
-    from hpc3d.partition.model_graph import costs_of
-    from hpc3d.partition.operation_costs import Operations
-    from hpc3d.predict.machine import machine_file
-
-    moments = 0 if options.offload else MOMENTS
-    if not options.profile:
-        machine = machine_file.load(options.machine or default_machine())
-        return costs_of(Operations(captured), machine, options.batch, moments=moments)
-    from hpc3d.partition import measured_profile
-
-    profile = measured_profile.load(options.profile)
-    named = options.machine
-    machine = machine_file.load(named) if named else profile.machine(options.ranks)
-    return profile.costs(captured, machine, options.batch, moments)
+    tensor, path, named = options.tensor or 1, options.profile, options.machine
+    if path and tensor != 1:
+        raise ValueError(f"--tensor {tensor}: not supported with --profile; use --machine instead")
+    profile = measured_profile.load(path) if path else None
+    if profile and not named:
+        machine = profile.machine(options.ranks)
+    else:
+        machine = machine_file.load(named or default_machine())
+    operations = measured_profile.operations_of(captured, profile)
+    batch, moments = options.batch or captured.batch, 0 if options.offload else MOMENTS
+    ways = None if tensor == "auto" else tensor
+    return tensor_plan(operations, machine, batch, wanted, ways, moments)
 
 
 def _show_opaque(modules):

@@ -17,8 +17,7 @@ import numpy as np
 
 from hpc3d.config.limits import INT32, MOST_RANKS
 from hpc3d.partition.capture import Captured
-from hpc3d.partition.evaluation import MOMENTS, ModelCosts, RunCosts
-from hpc3d.partition.model_graph import costs_of
+from hpc3d.partition.evaluation import RunCosts
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.partition.plan_file import (
     digest_of,
@@ -107,16 +106,9 @@ class ModuleProfile(NamedTuple):
             measured=tuple(tables),
         )
 
-    def costs(
-        self,
-        captured: Captured,
-        machine: Machine,
-        batch: int | None = None,
-        moments: int = MOMENTS,
-    ) -> ModelCosts:
-        """Return the model's costs: measured compute times, and message times of `machine`.
+    def operations(self, captured: Captured) -> MeasuredOperations:
+        """Return the operations of a captured module with their measured times.
 
-        `moments` is as in ModelCosts.
         Raises ValueError if the profile was measured for another model.
         """
         if digest_of(captured) != self.graph:
@@ -129,8 +121,7 @@ class ModuleProfile(NamedTuple):
                 "the profile does not contain the same pieces as the model; run partition profile "
                 "again"
             )
-        operations = MeasuredOperations(captured, self)
-        return costs_of(operations, machine, batch, RunCosts(**self.run), moments)
+        return MeasuredOperations(captured, self)
 
 
 def _link_of(tables):
@@ -147,7 +138,7 @@ class MeasuredOperations(Operations):
 
     def __init__(self, captured: Captured, profile: ModuleProfile) -> None:
         super().__init__(captured)
-        self.rows = np.array(profile.rows)
+        self.run, self.rows = profile.run, np.array(profile.rows)
         seconds = [profile.pieces[name] for name in names_of(captured)]
         self.seconds = np.array(seconds)  # [piece, pass, rows]
 
@@ -186,6 +177,11 @@ class MeasuredOperations(Operations):
 def _weight(costs):
     backward, weight = map(sum, zip(*((each.backward, each.weight) for each in costs)))
     return weight / backward if backward else 0.0
+
+
+def operations_of(captured: Captured, profile: ModuleProfile | None) -> Operations:
+    """Return the operations of a captured module, with measured times if there is a profile."""
+    return profile.operations(captured) if profile else Operations(captured)
 
 
 def load(path: Path | str) -> ModuleProfile:

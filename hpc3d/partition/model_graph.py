@@ -35,15 +35,14 @@ def costs_of(
     operations: Operations,
     machine: Machine,
     batch: int | None = None,
-    run: RunCosts | None = None,
     moments: int = MOMENTS,
 ) -> ModelCosts:
     """Return the costs of running a captured module on a machine.
 
-    `batch` is the number of samples per step (None: the batch of the example inputs), `run` is the
-    overhead of each rank (None: no overhead), and `moments` is as in ModelCosts.
+    `batch` is the number of samples per step (None: the batch of the example inputs), and
+    `moments` is as in ModelCosts.
     """
-    captured = operations.captured
+    captured, run = operations.captured, RunCosts(**operations.run)
     graphs = partial(graph_of, operations, machine, moments=moments)
     return ModelCosts(graphs, machine, batch or captured.batch, run, _states(captured, moments))
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -35,14 +36,11 @@ from hpc3d.partition.capture import (
 )
 from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.opaque_modules import OpaqueModule
+from hpc3d.partition.capturing.sample_relations import CONVOLUTIONS
 from hpc3d.partition.capturing.user_code import tensors
 from hpc3d.predict.machine.machine import Machine
 
 _aten = torch.ops.aten
-CONVOLUTIONS = (
-    *(_aten.conv1d, _aten.conv2d, _aten.conv3d),
-    *(_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d),
-)
 
 
 class OperationCost(NamedTuple):
@@ -93,10 +91,12 @@ class Operations:
 
     Work and memory are linear in the batch size, so they are counted for two batch sizes and
     interpolated. `savers` maps an operation to the first other operation that saves its result.
-    `together` contains groups of pieces that must be on the same stage.
+    `together` contains groups of pieces that must be on the same stage. `run` is the overhead of
+    each rank in seconds, by the field names of RunCosts.
     """
 
     together: Sequence[Sequence[int]] = ()
+    run: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured

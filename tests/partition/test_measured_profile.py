@@ -10,7 +10,7 @@ pytest.importorskip("networkx")
 from hpc3d.partition import measured_profile
 from hpc3d.partition.evaluation import PipelineChoice, StageChoice, evaluated
 from hpc3d.partition.measured_profile import ModuleProfile
-from hpc3d.partition.model_graph import graph_of
+from hpc3d.partition.model_graph import costs_of, graph_of
 from hpc3d.partition.module_plan import Wanted, best_plan
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.partition.plan_file import digest_of, names_of
@@ -38,7 +38,7 @@ def profile(name="mlp", **how):
 
 def costs(batch=4, **how):
     made = profile(**how)
-    return made.costs(small("mlp"), made.machine(2), batch)
+    return costs_of(made.operations(small("mlp")), made.machine(2), batch)
 
 
 @pytest.mark.parametrize(("rows", "line"), [(1, 1), (2, 2), (3, 3), (4, 4)])

@@ -28,10 +28,10 @@ _ORDERED = {
 }
 _SORTS = _aten.sort, _aten.argsort, _aten.msort
 _RECURRENT = _aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu
-_CONVOLUTIONS = {
-    *(_aten.conv1d, _aten.conv2d, _aten.conv3d, _aten.convolution),
+CONVOLUTIONS = (
+    *(_aten.conv1d, _aten.conv2d, _aten.conv3d),
     *(_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d),
-}
+)
 _SELECTIONS = _aten.index, _aten.index_select, _aten.gather, _aten.take_along_dim
 _POSITIONS = {  # operations whose results may be valid row indices in every microbatch
     *(_aten.arange, _aten.sort, _aten.argsort, _aten.topk, _aten.nonzero, _aten.cumsum),
@@ -136,7 +136,7 @@ def _is_along_batch(node, rows):
         return given["query"] in rows and dim == rows[0].meta["val"].dim() - 2
     if packet in _RECURRENT and given.get("input") in rows and "batch_first" in given:
         return dim != (0 if given["batch_first"] else 1) or rows[0].meta["val"].dim() < 3
-    if packet in _CONVOLUTIONS:
+    if packet in (*CONVOLUTIONS, _aten.convolution):
         return given.get("input") in rows and dim > 0
     return packet is _aten.einsum and _mixes_subscripts(given, rows)
 

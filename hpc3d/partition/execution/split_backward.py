@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from hpc3d.partition.capturing.sample_layout import arguments_of
-from hpc3d.partition.operation_costs import CONVOLUTIONS
+from hpc3d.partition.capturing.sample_relations import CONVOLUTIONS
 
 _aten = torch.ops.aten
 
