@@ -228,7 +228,8 @@ def run(
     for line in printed(ranks, words, threads):
         if first is None and re.match(r" +0 ", line):
             first = time.perf_counter() - start
-        if number := re.match(r" *(\d+) +\S+ +\S+ +\S+ ", line):
+        number = re.match(r" *(\d+) +\S+ +\S+ +\S+ ", line)
+        if number and int(number[1]) < steps:
             log.info("training on %d ranks: step %d of %d", ranks, int(number[1]) + 1, steps)
     where = Path(line.removeprefix(KEPT).strip())
     with trace.open(where / "trace.h5") as recorded:
