@@ -164,6 +164,7 @@ def _report(
 ) -> None:
     """Print the best layouts, and write the best one to the input file given by --apply."""
     from hpc3d.predict.assumptions import lines, of_mixture
+    from hpc3d.predict.intervals import described, interval
     from hpc3d.predict.planning.planned_layouts import TOP, gigabytes
     from hpc3d.predict.planning.ranked_layouts import searched
 
@@ -182,12 +183,17 @@ def _report(
     if resorted:
         print(*map(sanitized, _resort_lines(resorted)), "", sep="\n")
     show(best, named, losers, memory, _mark(resorted.fit) if resorted else " ")
+    around = interval(best[0].config, ranking.machine, best[0].seconds)
+    if around:
+        print(f"\ninterval of the best layout: {described(around)}")
     _show_search(found, ranking, options.apply)
     about = {"machine": machine, "ranks": options.ranks, "memory_bytes": memory}
     if mixture := of_mixture(settled):
         about["mixture"] = mixture
     if resorted:
         about["resort"] = resorted.plain()
+    if around:
+        about["interval"] = around
     rest = {"searched": searched(found, ranking), "applied": options.apply}
     if options.json:
         print(json.dumps(about | _told(best, named, losers) | rest))

@@ -56,7 +56,9 @@ print one JSON object on the last line, with the keys machine, ranks, step_time_
 bubble, communication (fraction of the step time), flop, mfu, hfu, memory (stages, worst, total,
 fits) [B] and bytes (calls and received bytes of a rank in stage 0, by axis and operation). If
 train.eval_every is set, evaluation_batch_s is the time in seconds per evaluation batch. For a
-mixture of experts, mixture contains parameters, active, blocks, slots and capacity"""
+mixture of experts, mixture contains parameters, active, blocks, slots and capacity. If the machine
+file lists the errors of published steps with a similar layout, interval contains layout, steps,
+low_s and high_s"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,6 +137,7 @@ def _keep_beside(folder, runs, found):
 
 def _print_step(config, found):
     from hpc3d.predict.assumptions import lines
+    from hpc3d.predict.intervals import described
 
     sizes = " ".join(f"{axis}={size}" for axis, size in config.mesh.sizes().items() if size > 1)
     ranks = counted(found["ranks"], "rank")
@@ -145,6 +148,8 @@ def _print_step(config, found):
         print(line)
     step = readable_time(found["step_time_s"])
     print(f"step            {step}, {found['tokens_per_s']:.4g} tokens/s")
+    if around := found.get("interval"):
+        print(f"interval        {described(around)}")
     print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
     print(f"bubble          {found['bubble']:.4f}")
     waits = "of the step time (busiest stage, without messages between stages)"

@@ -27,7 +27,9 @@ class StepPrediction(dict[str, Any]):
     (arXiv:2205.05198), as fractions of the machine's peak; `memory` [B], a dict with the peaks of
     all `stages`, the peak of the `worst` stage, the `total`, and `fits`, which is true if the
     model fits in memory; and `bytes`, the calls and received bytes of a rank in stage 0 by axis
-    and operation. The attribute `config` is the resolved configuration.
+    and operation. If the machine file lists the errors of published steps with a similar layout,
+    `interval` contains the kind of `layout`, the number of `steps`, and `low_s` and `high_s` [s].
+    The attribute `config` is the resolved configuration.
     """
 
     def __init__(self, step: PredictedStep) -> None:

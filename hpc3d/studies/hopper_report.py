@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hpc3d.config.load import literal
 from hpc3d.config.package_data import default_machine
 from hpc3d.predict.machine.machine_file import load
-from hpc3d.studies.hopper_steps import by_kind, predicted, published
+from hpc3d.studies.hopper_steps import by_kind, by_layout, predicted, published
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.machine.machine import Errors, Machine
 
 _HEAD = """\
 # Published steps on H100
@@ -94,6 +96,16 @@ def _report(
     yield "| rows | number | mean absolute | median absolute | mean signed | worst |"
     yield "|---|---:|---:|---:|---:|---:|"
     yield from (_statistics(kind, each) for kind, each in by_kind(found).items())
+    yield "\n## Intervals\n"
+    yield "For each kind of layout, the machine file contains the 10th and the 90th percentile of"
+    yield "the ratio of published to predicted step time. The rows of nanotron are excluded."
+    yield "`simulate` and `plan` multiply a predicted step time by these ratios:"
+    for each in by_layout(found):
+        yield from ("", "    [[errors]]", *(f"    {line}" for line in _toml(each)))
+
+
+def _toml(errors: Errors) -> Iterator[str]:
+    yield from (f"{key} = {literal(value)}" for key, value in asdict(errors).items())
 
 
 def _line(row: Mapping[str, Any]) -> str:

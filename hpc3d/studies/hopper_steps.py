@@ -15,9 +15,12 @@ from hashlib import sha256
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hpc3d.config.load import literal
 from hpc3d.config.package_data import shipped
-from hpc3d.predict.machine.machine import AttentionRates
+from hpc3d.predict.intervals import kind_of_layout
+from hpc3d.predict.machine.machine import AttentionRates, Errors
 from hpc3d.predict.simulation.simulator import load_resolved, simulate, step_length
 from hpc3d.predict.simulation.summary import summary
 
@@ -96,8 +99,9 @@ def predicted(row: dict[str, Any], machine: Machine) -> dict[str, Any]:
     -------
     dict
         The name, kind and published step time of the row, and `held_out`. If hpc3d supports the
-        layout, also the number of ranks, the predicted step time, the relative error, the MFU, the
-        fraction of communication, the peak memory in GB, and whether the layout fits in memory.
+        layout, also the kind of layout, the number of ranks, the predicted step time, the relative
+        error, the MFU, the fraction of communication, the peak memory in GB, and whether the
+        layout fits in memory.
         Rows with context parallelism also have the error `without_ring` (`_without_ring`). If
         hpc3d does not support the layout, `refused` is the reason.
     """
@@ -112,6 +116,7 @@ def predicted(row: dict[str, Any], machine: Machine) -> dict[str, Any]:
     if config.mesh.c > 1:
         found["without_ring"] = _without_ring(row, machine)
     return found | {
+        "layout": kind_of_layout(config),
         "ranks": step["ranks"],
         "predicted_s": step["step_time_s"],
         "error": step["step_time_s"] / row["seconds"] - 1,
@@ -159,6 +164,21 @@ def by_kind(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 groups[name].append(error)
     order = [*kinds, *(name for name in _TOTALS if name in groups)]
     return {name: _statistics(groups[name]) for name in order}
+
+
+def by_layout(found: Sequence[dict[str, Any]]) -> list[Errors]:
+    """Return the ratios of published to predicted step times for each kind of layout.
+
+    The rows of nanotron are excluded, because their network is not described.
+    """
+    ratios = defaultdict(list)
+    for row in found:
+        if "error" in row and not row["kind"].startswith("nanotron"):
+            ratios[row["layout"]].append(1 / (1 + row["error"]))
+    return [
+        Errors(kind, len(each), *(round(float(low), 3) for low in np.quantile(each, (0.1, 0.9))))
+        for kind, each in sorted(ratios.items())
+    ]
 
 
 def _totals(row: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -2,10 +2,11 @@
 
 import pytest
 
-from hpc3d.predict.machine.machine import AttentionPass
+from hpc3d.predict.machine.machine import AttentionPass, Errors
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.studies.hopper_steps import (
     by_kind,
+    by_layout,
     config_of,
     held_out,
     machine_of,
@@ -90,3 +91,10 @@ def test_errors_are_summarized_by_kind_and_by_use():
     assert (found["all"]["rows"], found["no ring, all"]["rows"]) == (3, 2)
     assert found["no ring, held out"]["worst"] == -0.2
     assert found["no ring, all but nanotron"] == found["no ring, all"]
+
+
+def test_intervals_are_percentiles_of_the_published_over_the_predicted_time():
+    rows = [{"kind": "a", "layout": "sharded", "error": 1 / (1 + n / 10) - 1} for n in range(11)]
+    rows += [{"kind": "nanotron", "layout": "sharded", "error": 9.0}]
+    rows += [{"kind": "a", "layout": "experts", "error": 1.0}, {"kind": "a", "refused": "no"}]
+    assert by_layout(rows) == [Errors("experts", 1, 0.5, 0.5), Errors("sharded", 11, 1.1, 1.9)]

@@ -159,23 +159,24 @@ def best(
 class Protocol:
     """Protocol of NCCL: latencies in seconds, and the fraction of the bandwidth that it reaches.
 
-    The latency of a ring is `base_s`, plus `near_s` for each step within a node and `far_s` for
-    each step between nodes. If a group has one member per node, `lone_fraction` replaces
-    `fraction`. `most` limits the bandwidth between nodes, in bytes/s per member (0: no limit). The
-    `tree_` fields describe all-reduces by trees; if `tree_fraction` is 0, trees are not used.
+    The latency of a ring is `base_s`, plus `intra_node_s` for each step within a node and
+    `inter_node_s` for each step between nodes. If a group has one member per node,
+    `single_member_fraction` replaces `fraction`. `max_bandwidth` limits the bandwidth between
+    nodes, in bytes/s per member (0: no limit). The `tree_` fields describe all-reduces by trees;
+    if `tree_fraction` is 0, trees are not used.
     """
 
     __pydantic_config__ = STRICT
     name: str
     base_s: float
-    near_s: float
-    far_s: float
+    intra_node_s: float
+    inter_node_s: float
     fraction: float = 1.0
-    lone_fraction: float = 1.0
-    most: float = 0.0
+    single_member_fraction: float = 1.0
+    max_bandwidth: float = 0.0
     tree_base_s: float = 0.0
-    tree_near_s: float = 0.0
-    tree_far_s: float = 0.0
+    tree_intra_node_s: float = 0.0
+    tree_inter_node_s: float = 0.0
     tree_fraction: float = 0.0
 
     def ring(self, op: str, nbytes: float, members: int, nodes: int, beta: float) -> float:
@@ -183,10 +184,10 @@ class Protocol:
         rounds = 2 if op == "all_reduce" else 1
         far = nodes - 1
         lone = members == nodes
-        rate = (self.lone_fraction if lone else self.fraction) / beta
-        if nodes > 1 and self.most:
-            rate = min(rate, self.most)
-        steps = (members - 1 - far) * self.near_s + far * self.far_s
+        rate = (self.single_member_fraction if lone else self.fraction) / beta
+        if nodes > 1 and self.max_bandwidth:
+            rate = min(rate, self.max_bandwidth)
+        steps = (members - 1 - far) * self.intra_node_s + far * self.inter_node_s
         return self.base_s + rounds * steps + nbytes / rate
 
     def tree(self, nbytes: float, members: int, nodes: int, beta: float) -> float:
@@ -196,9 +197,9 @@ class Protocol:
         """
         chain, depth = members // nodes - 1, floor(log2(nodes))
         rate = self.tree_fraction / beta
-        if nodes > 1 and self.most:
-            rate = min(rate, self.most)
-        steps = chain * self.tree_near_s + depth * self.tree_far_s
+        if nodes > 1 and self.max_bandwidth:
+            rate = min(rate, self.max_bandwidth)
+        steps = chain * self.tree_intra_node_s + depth * self.tree_inter_node_s
         return self.tree_base_s + 2 * steps + 2 * _summed(members, nbytes) / rate
 
 

@@ -108,6 +108,21 @@ class AttentionRates:
 
 
 @dataclass(frozen=True)
+class Errors:
+    """Ratios of published to predicted step times for one kind of layout.
+
+    `low` and `high` are the 10th and the 90th percentile over `steps` published steps. `layout` is
+    context, experts, sharded or replicated.
+    """
+
+    __pydantic_config__ = STRICT
+    layout: str
+    steps: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Link:
     """Network link that connects groups of `ranks` consecutive ranks (0: all ranks).
 
@@ -250,6 +265,7 @@ class Machine:
     measured: tuple[CallTable, ...] = ()
     attention: tuple[AttentionRates, ...] = ()
     protocols: tuple[Protocol, ...] = ()
+    errors: tuple[Errors, ...] = ()
     wakeup_s: float = 0.0
     max_fused_head_dim: int = 128
     host_bandwidth: float = 25e9

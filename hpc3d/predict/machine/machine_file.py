@@ -21,6 +21,7 @@ from hpc3d.predict.machine.machine import (
     TYPES,
     AttentionRates,
     CallTable,
+    Errors,
     Link,
     Machine,
     Rates,
@@ -34,6 +35,7 @@ _PARTS = {
     "measured": CallTable,
     "attention": AttentionRates,
     "protocols": Protocol,
+    "errors": Errors,
 }
 
 
@@ -55,14 +57,12 @@ def dumps(machine: Machine) -> str:
     """Serialize `machine` to TOML text, which `load` can read."""
     tree = asdict(machine)
     gemm, links, kernels = map(tree.pop, ("gemm", "links", "kernels"))
-    measured, attention, protocols = map(tree.pop, ("measured", "attention", "protocols"))
+    lists = {name: tree.pop(name) for name in ("measured", "attention", "protocols", "errors")}
     parts = [_table("", tree)]
     parts += [_table(f"[gemm.{_key(dtype)}]", rates) for dtype, rates in gemm.items()]
     parts += [_table("[[links]]", link) for link in links]
     parts += [_table("[kernels]", kernels)] if kernels else []
-    parts += [_table("[[measured]]", call) for call in measured]
-    parts += [_table("[[attention]]", rates) for rates in attention]
-    parts += [_table("[[protocols]]", each) for each in protocols]
+    parts += [_table(f"[[{name}]]", each) for name, tables in lists.items() for each in tables]
     return "\n".join(parts)
 
 
@@ -94,6 +94,7 @@ def _validate(tree: dict[str, Any]) -> Machine:
         raise Problems(map(_explain, errors.errors())) from None
     found = *_wrong_numbers(machine), *_wrong_rates(machine), *_wrong_links(machine)
     found += *_wrong_tables(machine), *_wrong_attention(machine), *_wrong_protocols(machine)
+    found += (*_wrong_errors(machine),)
     if found:
         raise Problems(found)
     return machine
@@ -168,10 +169,19 @@ def _wrong_attention(machine: Machine) -> Iterator[str]:
         yield from _wrong_knots(key, sequence=table.sequence, rate=table.rate)
 
 
+def _wrong_errors(machine: Machine) -> Iterator[str]:
+    for index, errors in enumerate(machine.errors):
+        if not 0 < errors.low <= errors.high < inf:
+            yield (
+                f"errors.{index}: low = {errors.low} and high = {errors.high}: low must be "
+                "positive and at most high"
+            )
+
+
 def _wrong_protocols(machine: Machine) -> Iterator[str]:
     for index, protocol in enumerate(machine.protocols):
         for name, value in asdict(protocol).items():
-            if name in ("fraction", "lone_fraction") and value == 0:
+            if name in ("fraction", "single_member_fraction") and value == 0:
                 yield f"protocols.{index}.{name} = 0: must be positive"
             elif name != "name" and not 0 <= value < inf:
                 yield f"protocols.{index}.{name} = {value}: must be at least 0"

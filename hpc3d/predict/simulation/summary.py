@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.analyze.metrics.mfu import model_flops
+from hpc3d.predict.intervals import interval
 from hpc3d.predict.simulation.count import COMM, moved_by
 from hpc3d.predict.simulation.simulator import step_length, vocabulary_of
 from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, MESSAGE_CODES
@@ -31,7 +32,8 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     contains the bytes that a rank of stage 0 receives, by axis and operation. `mfu` is the ratio
     of the model FLOPs, including the masked half of attention, to the peak of the machine. `hfu`
     is the same ratio for the executed FLOPs; chunked attention skips most of the masked half.
-    `communication` is a fraction of the step.
+    `communication` is a fraction of the step. If the machine file lists errors for this kind of
+    layout, `interval` is the interval of the step time (`predict.intervals`).
     """
     ranks = config.mesh.grid().size
     here = ranks // len(runs)  # ranks per stage
@@ -41,6 +43,7 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     needed = model_flops(model, config.train.batch, vocabulary_of(model))
     peak = ranks * machine.gemm[config.train.dtype].peak * seconds
     tokens = config.train.batch * model.sequence
+    around = interval(config, machine, seconds)
     return {
         "machine": machine.name,
         "ranks": ranks,
@@ -53,7 +56,7 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
         "hfu": float(flops / peak),
         "memory": memory(runs, here, machine),
         "bytes": moved(runs[0]),
-    }
+    } | ({"interval": around} if around else {})
 
 
 def bubble(runs: Sequence[StageRun]) -> float:

@@ -101,9 +101,17 @@ def test_attention_without_rates_runs_at_the_rate_of_a_product():
     )
 
 
-LATENCY = Protocol("latency", 1e-6, 2e-6, 3e-6, fraction=0.25, lone_fraction=0.1, most=4e9)
+LATENCY = Protocol(
+    *("latency", 1e-6, 2e-6, 3e-6),
+    fraction=0.25,
+    single_member_fraction=0.1,
+    max_bandwidth=4e9,
+)
 BANDWIDTH = Protocol(
-    "bandwidth", 5e-6, 20e-6, 30e-6, tree_near_s=7e-6, tree_far_s=8e-6, tree_fraction=0.5
+    *("bandwidth", 5e-6, 20e-6, 30e-6),
+    tree_intra_node_s=7e-6,
+    tree_inter_node_s=8e-6,
+    tree_fraction=0.5,
 )
 NCCL = replace(CLUSTER, protocols=(LATENCY, BANDWIDTH))
 

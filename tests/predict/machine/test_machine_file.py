@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc3d.predict.machine.collective_costs import ALGORITHMS, Protocol
-from hpc3d.predict.machine.machine import TYPES, AttentionRates, CallTable, Link, Machine, Rates
+from hpc3d.predict.machine.machine import (
+    TYPES,
+    AttentionRates,
+    CallTable,
+    Errors,
+    Link,
+    Machine,
+    Rates,
+)
 from hpc3d.predict.machine.machine_file import dumps, load
 from tests.elided import elided
 from tests.predict.machine.test_machine import CLUSTER, FAR, NEAR, SHIPPED, TABLE
@@ -137,9 +145,15 @@ def test_attention_rates_require_a_head_dimension_and_a_curve(tmp_path):
 def test_protocols_require_a_fraction_of_the_bandwidth(tmp_path):
     wrong = Protocol("LL", 1e-6, -1e-6, 1e-6, fraction=0)
     assert said(dumps(replace(CLUSTER, protocols=(wrong,))), tmp_path) == [
-        "protocols.0.near_s = -1e-06: must be at least 0",
+        "protocols.0.intra_node_s = -1e-06: must be at least 0",
         "protocols.0.fraction = 0: must be positive",
     ]
+
+
+def test_errors_require_an_interval(tmp_path):
+    wrong = Errors("sharded", 20, 1.2, 0.9), Errors("context", 20, 0.0, 0.9)
+    lines = said(dumps(replace(CLUSTER, errors=wrong)), tmp_path)
+    assert [line.partition(":")[0] for line in lines] == ["errors.0", "errors.1"]
 
 
 def test_machine_requires_product_rates(tmp_path):

@@ -1,0 +1,53 @@
+"""Intervals around predicted step times, from the errors of predictions of published steps.
+
+A machine file lists, for each kind of layout, the range of the ratio of published to predicted
+step time. `python -m hpc3d.bench published` computes these ranges.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpc3d.console.command_line import readable_time
+from hpc3d.model.families import family_of
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.machine.machine import Machine
+
+
+def kind_of_layout(config: Config) -> str:
+    """Return the kind of a layout: context, experts, sharded (ZeRO 2 or 3) or replicated."""
+    model = config.model
+    if config.mesh.c > 1:
+        return "context"
+    if family_of(model).sizes(model, model.vocabulary).experts:
+        return "experts"
+    return "sharded" if config.parallel.zero > 1 else "replicated"
+
+
+def interval(config: Config, machine: Machine, seconds: float) -> dict[str, Any] | None:
+    """Return the interval of a predicted step time in seconds.
+
+    Returns
+    -------
+    dict or None
+        The kind of `layout`, the number of published `steps` with such a layout, and `low_s` and
+        `high_s`, which contain 80 % of these steps if they are scaled to the prediction. `None` if
+        the machine file has no errors for this kind of layout.
+    """
+    kind = kind_of_layout(config)
+    for errors in machine.errors:
+        if errors.layout == kind:
+            low, high = errors.low * seconds, errors.high * seconds
+            return {"layout": kind, "steps": errors.steps, "low_s": low, "high_s": high}
+    return None
+
+
+def described(found: dict[str, Any]) -> str:
+    """Return the result of `interval` as text."""
+    low, high = readable_time(found["low_s"]), readable_time(found["high_s"])
+    return (
+        f"{low} to {high}: 80 % of {found['steps']} published steps with a similar layout "
+        f"({found['layout']}) are in this range relative to their prediction"
+    )
