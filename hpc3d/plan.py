@@ -174,7 +174,7 @@ def _report(
     named = {any_mesh: ranking.named(), _here(config.mesh): ranking.named(config.mesh)}
     losers = ranking.losers(best[0])
     vocabulary = ranking.search.estimator.vocabulary
-    settled = replace(config, model=replace(config.model, vocabulary=vocabulary))
+    settled = replace(best[0].config, model=replace(config.model, vocabulary=vocabulary))
     if options.apply:
         _apply(options.apply, config, best[0].config, options.ranks)
     machine = ranking.machine.name

@@ -56,9 +56,9 @@ print one JSON object on the last line, with the keys machine, ranks, step_time_
 bubble, communication (fraction of the step time), flop, mfu, hfu, memory (stages, worst, total,
 fits) [B] and bytes (calls and received bytes of a rank in stage 0, by axis and operation). If
 train.eval_every is set, evaluation_batch_s is the time in seconds per evaluation batch. For a
-mixture of experts, mixture contains parameters, active, blocks, slots and capacity. If the machine
-file lists the errors of published steps with a similar layout, interval contains layout, steps,
-low_s and high_s"""
+mixture of experts, mixture contains parameters, active, blocks, group, slots and capacity. If the
+machine file lists the errors of published steps with a similar layout, interval contains layout,
+steps, low_s and high_s"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from tests.pipeline.mixes import MIXES, alone, config_of, same, serial, train, t
 from tests.strided import strided
 from tests.training.test_evaluator import Held
 
-EXPERTS = "c=2 e=2 schedule=none microbatches=2 sequence=8 experts=4 top_k=2 capacity=1"
+EXPERTS = "c=2 e=2 schedule=none microbatches=2 sequence=8 experts=4 top_k=2 capacity=2"
 # Most schedules, schemes and stages of ZeRO.
 QUICK = [("nccl", line) for line in MIXES[7:48:40]]
 OTHERS = [("nccl", line) for line in (EXPERTS, *MIXES[3::17])] + [

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
-from math import inf
+from math import gcd, inf, prod
 from typing import Annotated, Literal
 
 from hpc3d.comm.grid import AXES, Grid
@@ -243,8 +243,9 @@ class ModelConfig:
     """Number of experts that the router selects for each token: 1 in Switch, 2 in GShard and
     Mixtral."""
     capacity: Annotated[float, AtLeast(0), LessThan(inf), *_OF_MIXTURES] = 1.25
-    """Capacity factor: number of token slots per expert and sequence, relative to top_k x sequence
-    / experts. Tokens beyond the capacity are dropped. With 0, no token is dropped."""
+    """Capacity factor: number of token slots per expert, relative to top_k x tokens / experts. The
+    tokens are those of a sequence or, if sequences are sharded over ranks, those of a rank in a
+    sequence. Tokens beyond the capacity are dropped. With 0, no token is dropped."""
     moe_every: Annotated[int, AtLeast(1), AtMost(MOST_LAYERS), *_OF_MIXTURES] = 1
     """Interval, in blocks, between mixture-of-experts layers. In every group of moe_every blocks,
     the last block has a mixture-of-experts layer, and the others have an MLP."""
@@ -553,6 +554,16 @@ class Config:
         parallel, c = self.parallel, self.mesh.c
         heads = {"ring": 1, "all-to-all": c, "both": parallel.ulysses}[parallel.context]
         return Context(self.model.sequence, c // heads, heads)
+
+    def routing_group(self) -> int:
+        """Return the number of tokens among which the capacity of the experts is shared.
+
+        A routing group is a sequence or, if a rank stores only parts of sequences, such a part.
+        """
+        sizes = self.mesh.sizes()
+        ranks = prod(sizes[axis] for axis in self.splits["dense"].x[0])
+        rows = self.train.batch * self.model.sequence // (self.parallel.microbatches * ranks)
+        return gcd(rows, self.context().tokens)
 
     def chunked(self) -> bool:
         """Return True if attention is computed in chunks along the sequence."""

@@ -185,7 +185,6 @@ def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
     hidden |= {split.of_gradient.w[0], turned.of_gradient.w[0]}
     if model.experts:
         router = split.by_rows()
-        whole.add(split.x[0])  # the capacity slots of experts are assigned per sequence
         rows.add(router.y[0])
         hidden |= {router.w[0], router.of_gradient.w[0]}
     if _alike(config):

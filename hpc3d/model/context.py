@@ -47,15 +47,6 @@ class Context(NamedTuple):
         """Number of tokens per chunk. Each ring position has two chunks."""
         return self.length // (2 * self.rings)
 
-    @property
-    def pieces(self) -> int:
-        """Number of contiguous segments of each sequence that a rank stores."""
-        return 2 if self.rings > 1 else 1
-
-    def starts(self) -> np.ndarray:
-        """Return the sequence positions at which each rank's segments start, int64[c, pieces]."""
-        return _order(self).reshape(self.parts, self.pieces, -1)[:, :, 0]
-
     def chunks(self, ring_rank: int) -> tuple[int, ...]:
         """Return the sequence positions at which the two chunks of a ring position start."""
         return ring_rank * self.chunk, (2 * self.rings - 1 - ring_rank) * self.chunk

@@ -3,10 +3,11 @@
 Each token is routed to `top_k` experts, and all-to-alls along axis e send tokens to their experts.
 The layer corresponds to Switch (Fedus et al. 2021, arXiv:2101.03961) with one expert per token, to
 GShard (Lepikhin et al. 2020, arXiv:2006.16668) with two, and to Mixtral (Jiang et al. 2024,
-arXiv:2401.04088) without token dropping. The routing group is one sequence: each expert has C
-slots per sequence (its capacity), assigned in order of token position, first choices before second
-choices. Tokens beyond the capacity are dropped. The set of dropped tokens therefore depends
-neither on the mesh nor on the microbatch.
+arXiv:2401.04088) without token dropping. A routing group is a sequence or, if a sequence is
+sharded over several ranks, the part of it that a rank stores. Each expert has C slots per routing
+group (its capacity), assigned in order of token position, first choices before second choices.
+Tokens beyond the capacity are dropped. Unless sequences are sharded, the set of dropped tokens
+depends neither on the mesh nor on the microbatch.
 
     X[rows, h] --route--> choices, weights
       |  dispatch        [e R, E/e, h]      R slot rows per rank of e
@@ -24,8 +25,6 @@ from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.comm.mesh import CONTEXT, EXPERTS
 from hpc3d.model.layers import Linear, immediately, row_axes
@@ -35,7 +34,6 @@ from hpc3d.ops.routing import (
     Routes,
     SlotForm,
     add_excess,
-    before_of,
     combine,
     combine_grad,
     counts_of,
@@ -53,6 +51,8 @@ from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Saved, sharded_matmul
 
 if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
     from hpc3d.comm.communicator import Pending
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.microbatch import Microbatch
@@ -111,24 +111,9 @@ class ExpertMixture:
         self.shared = mlp(f"{name}.shared", shared * sizes.ffn) if shared else None
         self.parts, self.multiple = mesh.size(EXPERTS), _least_rows(mesh, spec.splits["experts"])
         self.notes = matmul.split.y.rows.is_first_copy(mesh)
-        self.precedes = self._precedes() if self.context.parts > 1 else None
+        sharding = [axis for axis in split.x[0] if axis not in split.m.split()]
+        self.sharding = [axis for axis in sharding if mesh.size(axis) > 1]
         self.auxiliary_loss: Any = 0.0
-
-    def _precedes(self) -> Array:
-        """Return the 0/1 array `precedes`, int64 [top_k, pieces, c, top_k, pieces].
-
-        `before_of` uses this array to count the tokens that receive slots before this rank's
-        tokens. Slots are assigned in order of choice index (0 to top_k - 1), then of position in
-        the sequence. Entry [i, s, r, j, t] is 1 if choice j of segment t on another rank r of axis
-        c precedes choice i of segment s on this rank.
-        """
-        starts = self.context.starts()
-        here, choice = self.mesh.coord(CONTEXT), np.arange(self.form.top_k)
-        mine = (choice[:, None] * self.context.length + starts[here])[..., None, None, None]
-        theirs = choice[:, None] * self.context.length + starts[:, None, :]  # [c, k, pieces]
-        found = (theirs < mine).astype(np.int64)
-        found[:, :, here] = 0
-        return self.mesh.pool.bring(found)
 
     def _balancing_bias(self, parameters, name, matmul):
         """Register the balancing bias b_i (arXiv:2408.15664), used only to select experts.
@@ -186,22 +171,38 @@ class ExpertMixture:
 
         Returns the slot of each routed token, and the data from which the losses are computed.
         """
-        form, tokens, own = self.form, micro.tokens.shape[1], len(routes.lse)
+        form, own = self.form, len(routes.lse)
+        start = own * self.mesh.index(self.router.matmul.split.k.split())
+        shares, first = self._shares(choices, micro, routes.probs.dtype)
+        balance = form.balance_loss * form.count
+        loss = RouterLoss(shares, first + start, micro.tokens.shape[1], balance, form.z_loss)
         with self.mesh.trace.span("routing"):
-            counts = counts_of(choices, tokens, self.context.pieces, form.count)[None]
-        if self.precedes is not None:
-            counts = self.mesh.comm(CONTEXT).all_gather(counts).wait()
-        with self.mesh.trace.span("routing"):
-            before = None if self.precedes is None else before_of(counts, self.precedes)
-            slots = slots_of(choices, self._slots(choices.shape[0], micro), before)
-            shares = shares_of(counts, tokens * self.context.parts, routes.probs.dtype)
-            axes = self.router.matmul.axes["k"]
-            first = own * self.mesh.index(self.router.matmul.split.k.split()) if axes else 0
-            loss = RouterLoss(shares, first, tokens, form.balance_loss * form.count, form.z_loss)
+            slots = slots_of(choices, self._slots(len(choices), micro))
         self.auxiliary_loss = 0.0
         if self.notes and micro.training:
-            self._note(routes, slots[first : first + own], loss)
+            self._note(routes, slots[start : start + own], loss)
         return slots, loss
+
+    def _shares(self, choices: Array, micro: Microbatch, dtype: DTypeLike) -> tuple[Array, int]:
+        """Return each expert's fraction of each sequence's routed tokens, and the first row.
+
+        The sequences are the ones of this rank's rows or, if tensor axes shard a sequence, of all
+        rows along these axes. The first row is the index, in these sequences, of this rank's first
+        row of X.
+        """
+        (rows, top_k), tokens, first = choices.shape, micro.tokens.shape[1], 0
+        group = gcd(rows, tokens)
+        with self.mesh.trace.span("routing"):
+            counts = counts_of(choices, group, self.form.count)
+        if group < tokens:
+            first = rows * self.mesh.index(self.sharding)
+            for axis in reversed(self.sharding):
+                counts = self.mesh.comm(axis).all_gather(counts).wait()
+        counts = counts.reshape(1, -1, tokens // group, self.form.count)
+        if self.context.parts > 1:
+            counts = self.mesh.comm(CONTEXT).all_gather(counts).wait()
+        with self.mesh.trace.span("routing"):
+            return shares_of(counts, tokens * self.context.parts * top_k, dtype), first
 
     def _note(self, routes: Routes, slots: Array, loss: RouterLoss) -> None:
         """Compute this rank's router losses; record them and each expert's load in the trace."""
@@ -213,10 +214,10 @@ class ExpertMixture:
 
     def _slots(self, rows: int, micro: Microbatch) -> SlotForm:
         """Return the slot layout (`SlotForm`) for a rank with `rows` rows of X."""
-        tokens, count = micro.tokens.shape[1], self.form.count
-        capacity = self.form.slots(tokens * self.context.parts)
-        held = -(-(rows // tokens * min(tokens, capacity)) // self.multiple) * self.multiple
-        return SlotForm(tokens, count, capacity, self.parts, held)
+        group, count = gcd(rows, micro.tokens.shape[1]), self.form.count
+        capacity = self.form.slots(group)
+        held = -(-(rows // group * capacity) // self.multiple) * self.multiple
+        return SlotForm(group, count, capacity, self.parts, held)
 
     def _dispatched(self, x: Array, slots: Array, micro: Microbatch) -> Array:
         """Copy the rows of X to their expert slots; return all slots as an array [e R, E/e, h]."""

@@ -35,7 +35,7 @@ class Experts:
     balance_bias: float = 0.0
 
     def slots(self, tokens: int) -> int:
-        """Return the number of slots per expert for a sequence of T = `tokens` tokens.
+        """Return the number of slots per expert for a routing group of T = `tokens` tokens.
 
         The number is min(T, ceil(top_k * T * capacity / count)), or T if `capacity` is 0.
         """
@@ -47,7 +47,7 @@ class Experts:
     def slots_of_token(self, tokens: int) -> float:
         """Return the number of slots per token, summed over all experts.
 
-        `tokens` is the length of a sequence.
+        `tokens` is the number of tokens per routing group.
         """
         return self.count * self.slots(tokens) / tokens
 

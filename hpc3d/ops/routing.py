@@ -1,6 +1,7 @@
 """Routing of tokens in a mixture of experts: selection, dispatch, combination, and gradients.
 
-A *choice* is one of the top_k experts to which a token is routed. A *slot* is a row of the
+A *choice* is one of the top_k experts to which a token is routed. A *routing group* is a range of
+consecutive rows among which the capacity of the experts is shared. A *slot* is a row of the
 capacity buffer that the experts process. The buffer has shape [e R, E/e, h] for E experts sharded
 over e ranks, where R is the number of slots per expert for the tokens of one rank. The slot of a
 dropped choice is -1.
@@ -9,7 +10,6 @@ dropped choice is -1.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -43,8 +43,8 @@ class Routes(NamedTuple):
 class SlotForm(NamedTuple):
     """Layout of the slot buffer [e R, E/e, h].
 
-    A rank stores `tokens` tokens of each sequence. E = `count` experts are sharded over
-    e = `parts` ranks. Each expert has `capacity` slots per sequence. The buffer has R = `rows`
+    A routing group has `tokens` tokens. E = `count` experts are sharded over e = `parts` ranks.
+    Each expert has `capacity` slots per routing group, at most `tokens`. The buffer has R = `rows`
     rows per rank.
     """
 
@@ -115,146 +115,93 @@ def _(gpu, logits, top_k, bias=None):
 
 
 @primitive
-def counts_of(choices: Array, tokens: int, pieces: int, count: int) -> Array:
-    """Count the tokens routed to each expert; return int64[S, k, pieces, E].
+def counts_of(choices: Array, tokens: int, count: int) -> Array:
+    """Count the tokens that are routed to each of `count` experts; return int64[groups, E].
 
-    The counts are separate for each sequence, choice index (first choice, second choice, ...) and
-    segment of the sequence; a sequence has `pieces` segments.
+    The counts are separate for each routing group, which has `tokens` tokens.
     """
     rows, top_k = choices.shape
-    sequence, token = np.divmod(np.arange(rows), tokens)
-    piece = token // (tokens // pieces)
-    group = (sequence[:, None] * top_k + np.arange(top_k)) * pieces + piece[:, None]
-    shape = rows // tokens, top_k, pieces, count
-    found = np.bincount((group * count + choices).ravel(), minlength=prod(shape))
-    return found.reshape(shape)
+    groups = rows // tokens
+    queues = choices.reshape(groups, tokens * top_k) + count * np.arange(groups)[:, None]
+    return np.bincount(queues.ravel(), minlength=groups * count).reshape(groups, count)
 
 
 @counts_of.abstract
-def _(choices, tokens, pieces, count):
-    return choices.like((len(choices) // tokens, choices.shape[1], pieces, count), np.int64)
+def _(choices, tokens, count):
+    return choices.like((len(choices) // tokens, count), np.int64)
 
 
 @counts_of.cuda
-def _(gpu, choices, tokens, pieces, count):
+def _(gpu, choices, tokens, count):
     rows, top_k = choices.shape
-    counts, length = gpu.empty((rows // tokens, top_k, pieces, count), np.int64), tokens // pieces
-    sizes = {"length": length, "pieces": pieces, "count": count, "top_k": top_k}
-    gpu.launch("counts_of", counts.size, length, choices=choices, counts=counts, **sizes)
+    counts, size = gpu.empty((rows // tokens, count), np.int64), tokens * top_k
+    given = {"choices": choices, "counts": counts}
+    gpu.launch("counts_of", counts.size, size, **given, size=size, count=count)
     return counts
 
 
 @primitive
-def before_of(counts: Array, precedes: Array) -> Array:
-    """For each expert, count the tokens on other ranks that come before this rank's tokens.
-
-    Returns int64[S, k, pieces, E] for S sequences, k choices per token, and E experts. `counts`
-    [c, S, k, pieces, E] contains the counts of all c ranks. `precedes`[i, p, r, j, q] is 1 if the
-    tokens of rank r with choice j in piece q come before this rank's tokens with choice i in
-    piece p.
-    """
-    found = np.tensordot(precedes, counts, ([2, 3, 4], [0, 2, 3]))  # [k, pieces, S, E]
-    return np.ascontiguousarray(found.transpose(2, 0, 1, 3))
-
-
-@before_of.abstract
-def _(counts, precedes):
-    return counts.like(counts.shape[1:])
-
-
-@before_of.cuda
-def _(gpu, counts, precedes):
-    before = gpu.empty(counts.shape[1:], np.int64)
-    given = {"counts": counts, "precedes": precedes, "before": before}
-    gpu.launch("before_of", before.size, 1, **given, **_sizes(counts))
-    return before
-
-
-def _sizes(counts: Array) -> dict[str, int]:
-    """Return the sizes of `counts` [c, S, k, pieces, E] as kernel arguments.
-
-    `groups` is k * pieces, the number of pairs of choice index and segment.
-    """
-    ranks, sequences, top_k, pieces, count = counts.shape
-    return {
-        "ranks": ranks,
-        "sequences": sequences,
-        "groups": top_k * pieces,
-        "count": count,
-    }
-
-
-@primitive
-def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Array:
+def slots_of(choices: Array, form: SlotForm) -> Array:
     """Assign an expert slot to each choice of each token; return the slot indices, int64[n, k].
 
-    Within a sequence, an expert's slots are assigned to all first choices before any second
-    choice, and so on, each in order of token position. `before` counts the tokens of other ranks
-    that take earlier slots (see `before_of`).
+    Within a routing group, an expert's slots are assigned to all first choices before any second
+    choice, and so on, each in order of token position.
     """
     (rows, top_k), (tokens, count, capacity, parts, held) = choices.shape, form
-    sequences, here = rows // tokens, count // parts
-    queues = choices.reshape(sequences, tokens, top_k).swapaxes(1, 2)
-    queues = queues.reshape(sequences, top_k * tokens)
+    groups, here = rows // tokens, count // parts
+    queues = choices.reshape(groups, tokens, top_k).swapaxes(1, 2)
+    queues = queues.reshape(groups, top_k * tokens)
     order = np.argsort(queues, axis=1, kind="stable")  # sorted by expert, then by position
-    heads = np.take_along_axis(_lower(queues, count), queues, 1)
+    counts = counts_of(choices, tokens, count)
+    lower = counts.cumsum(1) - counts  # tokens routed to experts of lower index
     positions = np.empty_like(queues)
     np.put_along_axis(positions, order, np.arange(top_k * tokens)[None], 1)
-    positions -= heads
+    positions -= np.take_along_axis(lower, queues, 1)
     part, local = np.divmod(queues, here)
-    row = part * held + np.arange(sequences)[:, None] * min(capacity, tokens) + positions
-    if before is not None:
-        pieces = queues.reshape(*before.shape[:3], tokens // before.shape[2])
-        positions += np.take_along_axis(before, pieces, 3).reshape(positions.shape)
+    row = part * held + np.arange(groups)[:, None] * capacity + positions
     slots = np.where(positions < capacity, row * here + local, -1)
-    by_token = slots.reshape(sequences, top_k, tokens).swapaxes(1, 2)
+    by_token = slots.reshape(groups, top_k, tokens).swapaxes(1, 2)
     return np.ascontiguousarray(by_token).reshape(rows, top_k)
 
 
-def _lower(queues: Array, count: int) -> Array:
-    """For each sequence and expert, count tokens routed to experts of lower index, int64[S, E]."""
-    sequences = len(queues)
-    numbers = queues + 1 + (count + 1) * np.arange(sequences)[:, None]
-    found = np.bincount(numbers.ravel(), minlength=sequences * (count + 1))
-    return found.reshape(sequences, count + 1).cumsum(1)[:, :-1]
-
-
 @slots_of.abstract
-def _(choices, form, before=None):
+def _(choices, form):
     return choices.like(choices.shape)
 
 
 @slots_of.cuda
-def _(gpu, choices, form, before=None):
+def _(gpu, choices, form):
     (rows, top_k), (tokens, count, capacity, parts, held) = choices.shape, form
     slots = gpu.empty(choices.shape, np.int64)
-    pieces = 1 if before is None else before.shape[2]
-    sizes = {"tokens": tokens, "top_k": top_k, "pieces": pieces, "count": count}
+    sizes = {"tokens": tokens, "top_k": top_k, "count": count}
     sizes |= {"local": count // parts, "capacity": capacity, "held": held}
-    given = {"choices": choices, "before": before, "slots": slots}
+    given = {"choices": choices, "slots": slots}
     gpu.launch("slots_of", rows // tokens * count, tokens * top_k, **given, **sizes)
     return slots
 
 
 @primitive
-def shares_of(counts: Array, tokens: int, dtype: DTypeLike) -> Array:
+def shares_of(counts: Array, choices: int, dtype: DTypeLike) -> Array:
     """Return the fraction of each sequence's routed tokens that each expert receives, [S, E].
 
-    `tokens` is the length of a sequence. `counts` [c, S, k, pieces, E] covers all c ranks.
+    `choices` is the number of routed tokens per sequence. `counts` [c, S, groups, E] covers the
+    routing groups of each sequence on all c context-parallel ranks.
     """
-    return (counts.sum((0, 2, 3)) / (tokens * counts.shape[2])).astype(dtype)
+    return (counts.sum((0, 2)) / choices).astype(dtype)
 
 
 @shares_of.abstract
-def _(counts, tokens, dtype):
-    return counts.like((counts.shape[1], counts.shape[4]), dtype)
+def _(counts, choices, dtype):
+    return counts.like((counts.shape[1], counts.shape[3]), dtype)
 
 
 @shares_of.cuda
-def _(gpu, counts, tokens, dtype):
-    shares = gpu.empty((counts.shape[1], counts.shape[4]), dtype)
-    given = {"counts": counts, "shares": shares, "choices": tokens * counts.shape[2]}
-    gpu.launch("shares_of", shares.size, 1, **given, **_sizes(counts))
+def _(gpu, counts, choices, dtype):
+    ranks, sequences, groups, count = counts.shape
+    shares = gpu.empty((sequences, count), dtype)
+    given = {"counts": counts, "shares": shares, "choices": choices}
+    sizes = {"ranks": ranks, "sequences": sequences, "groups": groups, "count": count}
+    gpu.launch("shares_of", shares.size, 1, **given, **sizes)
     return shares
 
 

@@ -17,19 +17,22 @@ def of_mixture(config: Config) -> dict[str, Any]:
     The vocabulary size in `config` must be resolved. `parameters` is the total number of
     parameters, and `active` is the number of parameters used per token. `blocks` is the number of
     blocks with experts. `slots` is the capacity of an expert, the maximum number of tokens that it
-    processes per sequence: `capacity` (the capacity factor) times top_k s / E, rounded up, but at
-    most s, for s tokens per sequence and E experts. If `capacity` is 0, `slots` is s.
+    processes per routing group: `capacity` (the capacity factor) times top_k g / E, rounded up,
+    but at most g, for g = `group` tokens per routing group and E experts. If `capacity` is 0,
+    `slots` is g.
     """
     model = config.model
     experts = family_of(model).sizes(model, model.vocabulary).experts
     if not experts:
         return {}
+    group = config.routing_group()
     total, active = parameters(model)
     return {
         "parameters": int(total),
         "active": int(active),
         "blocks": model.layers // experts.every,
-        "slots": experts.slots(model.sequence),
+        "group": group,
+        "slots": experts.slots(group),
         "capacity": experts.capacity,
     }
 
@@ -46,12 +49,13 @@ def lines(config: Config) -> list[str]:
     total, active = _short(found["parameters"]), _short(found["active"])
     room = f"capacity {model.capacity:g}" if model.capacity else "no capacity limit"
     blocks = f"{found['blocks']} of {counted(model.layers, 'block')}"
-    slots = counted(found["slots"], "slot")
+    slots, tokens = counted(found["slots"], "slot"), counted(found["group"], "token")
+    group = "sequence" if found["group"] == model.sequence else "part of a sequence"
     return [
         f"parameters      {total}, of which {active} are active per token (used to compute FLOPs "
         "and MFU)",
         f"experts         {model.experts} in {blocks}, top_k {model.top_k}",
-        f"assumed         {room}: {slots} per expert for a sequence of {model.sequence} tokens",
+        f"assumed         {room}: {slots} per expert for a {group} of {tokens}",
         "                the step time does not depend on the load balance, because empty slots",
         "                are also sent and processed",
     ]

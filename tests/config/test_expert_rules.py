@@ -83,6 +83,7 @@ ALLOWED = [
     f"{FOUR} --model.kind llama --model.kv_heads 4",
     f"{FOUR} --mesh.e 2 --guard.abft_every 1",
     f"{FOUR} --mesh.x 2 --mesh.y 4 --mesh.z 2 --train.batch 8 --model.sequence 4",
+    f"{FOUR} --mesh.x 4 --parallel.scheme 1d-sequence --parallel.microbatches 192",
 ]
 
 

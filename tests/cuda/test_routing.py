@@ -93,21 +93,17 @@ def test_slot_assignment_kernel(tokens, count, top_k, capacity, by_cuda):
     room = min(capacity, tokens)
     for parts in {1, count // 2, count}:
         if count % parts == 0:
-            form = SlotForm(tokens, count, capacity, parts, SEQUENCES * room + 1)
+            form = SlotForm(tokens, count, room, parts, SEQUENCES * room + 1)
             expected = routing.slots_of(choices, form)
             assert by_cuda(routing.slots_of, choices, form).tolist() == expected.tolist()
-    before = np.random.default_rng(3).integers(0, capacity + 1, (SEQUENCES, top_k, 2, count))
-    expected = routing.slots_of(choices, form, before)
-    assert by_cuda(routing.slots_of, choices, form, before).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("rows", [12, 300, 0])
-def test_expert_count_kernels(pieces, rows, by_cuda):
+def test_expert_count_kernels(rows, by_cuda):
     top_k, count, tokens = 3, 5, max(rows // 3, 4)
     choices = chosen(rows, count, top_k).experts
-    expected = routing.counts_of(choices, tokens, pieces, count)
-    counts = by_cuda(routing.counts_of, choices, tokens, pieces, count)
+    expected = routing.counts_of(choices, tokens, count)
+    counts = by_cuda(routing.counts_of, choices, tokens, count)
     assert (counts.tolist(), counts.dtype) == (expected.tolist(), np.int64)
     slots = np.where(choices % 2, -1, choices)
     for mine, wanted in zip(
@@ -123,13 +119,8 @@ def test_expert_count_kernels(pieces, rows, by_cuda):
 
 
 @pytest.mark.parametrize("sequences", [0, 1, 40])
-def test_counts_before_each_rank_kernel(sequences, by_cuda):
-    random = np.random.default_rng(3)
-    ranks, top_k, pieces, count = 3, 2, 2, 9
-    counts = random.integers(0, 99, (ranks, sequences, top_k, pieces, count))
-    precedes = random.integers(0, 2, (top_k, pieces, ranks, top_k, pieces))
-    before = by_cuda(routing.before_of, counts, precedes)
-    assert before.tolist() == routing.before_of(counts, precedes).tolist()
+def test_expert_share_kernel(sequences, by_cuda):
+    counts = np.random.default_rng(3).integers(0, 99, (3, sequences, 4, 9))
     shares = by_cuda(routing.shares_of, counts, 50, np.float32)
     FLOAT.same(shares, routing.shares_of(counts, 50, np.float32))
 
@@ -139,7 +130,7 @@ def test_counts_before_each_rank_kernel(sequences, by_cuda):
 @pytest.mark.parametrize("tokens", [0, 11])
 @pytest.mark.parametrize("offset", strided([0, 1], 2, 1))
 def test_dispatch_and_combine_kernels(columns, top_k, tokens, offset, real, draw, by_cuda):
-    form = SlotForm(max(tokens, 1), 4, 3, 2, SEQUENCES * 3 + 1)
+    form = SlotForm(max(tokens, 3), 4, 3, 2, SEQUENCES * 3 + 1)
     routes = chosen(SEQUENCES * tokens, 4, top_k)
     slots, weights = routing.slots_of(routes.experts, form), routes.weights
     rows, held = len(slots), 4 * form.rows

@@ -55,7 +55,7 @@ CONTEXT = [
 EXPERTS = [
     f"e=2 x=2 {SWITCH} batch=8 microbatches=2",
     f"e=2 d=2 zero=1 {MIXTRAL} dropout=0.25",
-    f"e=2 c=2 sequence=8 {LLAMA} experts=4 top_k=2 capacity=1 recompute=full",
+    f"e=2 c=2 sequence=8 {LLAMA} experts=4 top_k=2 capacity=2 recompute=full",
 ]
 CONTEXT += EXPERTS
 SEVERAL += [f"schedule=none batch=4 microbatches=1 layers=1 steps=2 {line}" for line in CONTEXT]

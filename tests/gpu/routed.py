@@ -1,5 +1,5 @@
 """The kernels of mixtures of experts, by the rules that launch them, against NumPy in float64:
-up to 300 experts and 8 choices, sequences in pieces, choices that are dropped."""
+up to 300 experts and 8 choices, sequences of several routing groups, choices that are dropped."""
 
 import numpy as np
 
@@ -47,9 +47,9 @@ def route(bench, notes):
 
 
 def slots(bench, notes):
-    """Slots, all of them and with some that ranks before take; and all that is counted."""
+    """Slots, and all that is counted."""
     rule, tokens = ruled(bench), bench.sizes.sequence
-    pieces = next(number for number in (2, 7, 1) if tokens % number == 0)
+    groups = next(number for number in (2, 7, 1) if tokens % number == 0)
     for count, top_k, parts in FORMS:
         choices = choices_of(bench, count, top_k)
         what = f"{top_k} of {count}"
@@ -59,17 +59,14 @@ def slots(bench, notes):
             notes.same(f"{name}, {what}", got, expected, 1e-6 if got.dtype == np.float32 else 0)
             return expected
 
-        counts = same("counts_of", routing.counts_of, choices, tokens, pieces, count)
+        counts = same("counts_of", routing.counts_of, choices, tokens // groups, count)
+        counts = counts.reshape(SEQUENCES, groups, count)
         all_ranks = np.stack([counts, counts[::-1]])
-        precedes = np.tri(2 * top_k * pieces, dtype=np.int64)[: top_k * pieces]
-        precedes = precedes.reshape(top_k, pieces, 2, top_k, pieces)
-        before = same("before_of", routing.before_of, all_ranks, precedes)
-        same("shares_of", routing.shares_of, all_ranks, tokens, np.float32)
+        same("shares_of", routing.shares_of, all_ranks, 2 * tokens * top_k, np.float32)
         for capacity in (1, tokens, -(-tokens * top_k // count)):
-            held = SEQUENCES * min(tokens, capacity) + 1
-            form = SlotForm(tokens, count, capacity, parts, held)
+            room = min(tokens, capacity)
+            form = SlotForm(tokens, count, room, parts, SEQUENCES * room + 1)
             found = same(f"slots_of {capacity}", routing.slots_of, choices, form)
-        same("slots_of after others", routing.slots_of, choices, form, before)
         got = rule(routing.load_of, choices, found, count)
         notes.same(f"load_of, {what}", got, routing.load_of(choices, found, count), 0)
         grad, expected = np.ones((2, count), np.float32)
@@ -83,7 +80,7 @@ def rows_of_slots(bench, notes):
     rule, tokens, columns = ruled(bench), bench.sizes.sequence, bench.sizes.hidden
     for count, top_k, parts in FORMS[:3]:
         choices, what = choices_of(bench, count, top_k), f", {top_k} of {count}"
-        capacity = max(1, 2 * tokens * top_k // (3 * count))
+        capacity = min(tokens, max(1, 2 * tokens * top_k // (3 * count)))
         form = SlotForm(tokens, count, capacity, parts, SEQUENCES * capacity + 1)
         found = routing.slots_of(choices, form)
         weights = bench.random.random(choices.shape, np.float32)

@@ -67,8 +67,9 @@ def drawn(top_k, form=FORMS[0], rows=ROWS, dtype=np.float64):
 
 
 def loss_of(routes, first=0):
-    counts = routing.counts_of(routes.experts, TOKENS, 1, COUNT)
-    shares = routing.shares_of(counts[None], TOKENS, routes.probs.dtype)
+    counts = routing.counts_of(routes.experts, TOKENS, COUNT).reshape(1, -1, 1, COUNT)
+    choices = TOKENS * routes.experts.shape[1]
+    shares = routing.shares_of(counts, choices, routes.probs.dtype)
     return RouterLoss(shares, first, TOKENS, 0.3, 0.2)
 
 
@@ -125,7 +126,7 @@ def test_second_choices_are_placed_after_all_first_choices():
     assert slots.tolist() == [[1, -1], [0, 3], [2, -1]]
 
 
-def test_dropped_tokens_do_not_depend_on_other_sequences():
+def test_dropped_tokens_do_not_depend_on_other_groups():
     choices = routing.route(logits_of(), 2).experts
     form, alone = FORMS[0], FORMS[0]._replace(rows=2)
     together = routing.slots_of(choices, form)
@@ -136,42 +137,20 @@ def test_dropped_tokens_do_not_depend_on_other_sequences():
         assert together[rows].tolist() == np.where(mine < 0, -1, moved).tolist()
 
 
-# Of sequences that three ranks have, each two pieces of two tokens: where each token stands.
-PIECES = np.array([[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]])
+def test_choices_are_counted_by_routing_group():
+    choices = np.array([[1, 0], [1, 2], [2, 1], [0, 1]])
+    assert routing.counts_of(choices, 2, 3).tolist() == [[1, 2, 1], [1, 2, 1]]
+    assert routing.counts_of(choices, 4, 3).tolist() == [[2, 4, 2]]
 
 
 @pytest.mark.parametrize("top_k", CHOICES)
-@pytest.mark.parametrize("capacity", [1, 2, 5, 12])
-def test_split_sequences_drop_the_same_tokens_as_full_ones(top_k, capacity):
-    """A rank's slots are its own: what it keeps and drops is what matters."""
-    tokens = PIECES.shape[1]
-    whole = routing.route(logits_of(2 * PIECES.size), top_k).experts
-    whole = whole.reshape(2, PIECES.size, top_k)
-    mine = [whole[:, places].reshape(-1, top_k) for places in PIECES]
-    counts = np.stack([routing.counts_of(each, tokens, 2, COUNT) for each in mine])
-    form = SlotForm(PIECES.size, COUNT, capacity, 1, 2 * capacity)
-    kept = routing.slots_of(whole.reshape(-1, top_k), form).reshape(whole.shape) >= 0
-    starts = np.arange(top_k)[:, None] * PIECES.size + PIECES[:, None, ::2]  # [c, k, pieces]
-    room = SlotForm(tokens, COUNT, capacity, 2, 2 * min(capacity, tokens))
-    for rank, choices in enumerate(mine):
-        precedes = (starts < starts[rank][..., None, None, None]).astype(np.int64)
-        precedes[:, :, rank] = 0
-        before = routing.before_of(counts, precedes)
-        slots = routing.slots_of(choices, room, before)
-        expected = kept[:, PIECES[rank]].reshape(choices.shape)
-        assert (slots >= 0).tolist() == expected.tolist()
-        found = slots[slots >= 0]
-        assert len({*found}) == len(found)
-        assert found.max(initial=0) < room.rows * COUNT
-    shares = routing.shares_of(counts, PIECES.size, np.float64)
-    alone = routing.counts_of(whole.reshape(-1, top_k), PIECES.size, 1, COUNT)
-    close(shares, routing.shares_of(alone[None], PIECES.size, np.float64))
-
-
-def test_choices_are_counted_by_rank_and_piece():
-    choices = np.array([[1, 0], [1, 2], [2, 1], [0, 1]])
-    counts = routing.counts_of(choices, 4, 2, 3)
-    assert counts.tolist() == [[[[0, 2, 0], [1, 0, 1]], [[1, 0, 1], [0, 2, 0]]]]
+def test_shares_of_split_sequences_equal_those_of_full_ones(top_k):
+    """Three ranks have four tokens of each of two sequences, in two routing groups."""
+    whole = routing.route(logits_of(24), top_k).experts.reshape(2, 3, 4, top_k)
+    groups = [routing.counts_of(whole[:, rank].reshape(8, top_k), 2, COUNT) for rank in range(3)]
+    counts = np.stack(groups).reshape(3, 2, 2, COUNT)
+    full = routing.counts_of(whole.reshape(24, top_k), 12, COUNT)
+    close(routing.shares_of(counts, 12 * top_k, np.float64), full / (12 * top_k))
 
 
 @pytest.mark.parametrize("top_k", CHOICES)
@@ -297,10 +276,6 @@ def test_abstract_routing_has_the_same_shapes_and_types(dtype, rows):
     for mine, shape in zip(found, expected, strict=True):
         assert (mine.shape, mine.dtype) == (shape.shape, shape.dtype)
     assert routing.router_loss(shapes.probs, shapes.lse, loss) == (0, 0)
-    counts, precedes = pool.empty((3, 4, 2, 5, COUNT), np.int64), pool.empty((2, 5, 3, 2, 5), int)
-    before = routing.before_of(counts, precedes)
-    assert (before.shape, before.dtype) == (counts.shape[1:], counts.dtype)
-    assert routing.slots_of(shapes.experts, FORMS[1], before).shape == slots.shape
     assert routing.add_excess(pool.empty((COUNT,), dtype), shapes.experts) is None
 
 

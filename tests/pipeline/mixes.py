@@ -135,14 +135,16 @@ p=2 e=2 x=2 z=2 schedule=zb-v chunks=2 microbatches=3 scheme=2.5d experts=4 reco
 p=2 e=4 y=2 schedule=interleaved chunks=2 microbatches=3 experts=4 top_k=2 keep_gathered=false
 e=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d-summa experts=4
 p=2 x=2 z=2 d=2 schedule=gpipe microbatches=3 experts=3 top_k=2
-c=2 schedule=none microbatches=2 sequence=4 experts=4
-c=2 e=2 schedule=none microbatches=2 sequence=8 experts=4 top_k=2 capacity=1
-c=3 e=2 schedule=none batch=12 microbatches=2 sequence=6 experts=4 capacity=1 context=all-to-all
-c=2 e=2 x=2 y=2 schedule=none microbatches=2 sequence=4 experts=4 zero=1 balance_bias=0.01
-c=4 e=2 schedule=none microbatches=2 sequence=16 context=both ulysses=2 experts=4 capacity=0.5
-p=2 c=2 e=2 schedule=zb-h1 microbatches=4 sequence=8 experts=4 kind=llama ffn=48 recompute=full
-c=2 e=2 d=2 x=2 schedule=none microbatches=2 zero=2 sequence=4 experts=4 hidden=48
+c=2 schedule=none microbatches=2 sequence=4 experts=4 capacity=4
+c=2 e=2 schedule=none microbatches=2 sequence=8 experts=4 top_k=2 capacity=2
+c=3 e=2 schedule=none batch=12 microbatches=2 sequence=6 experts=4 capacity=0 context=all-to-all
+c=2 e=2 y=2 schedule=none microbatches=2 sequence=4 experts=4 capacity=0 zero=1 balance_bias=0.1
+c=4 e=2 schedule=none microbatches=2 sequence=16 context=both ulysses=2 experts=4 capacity=0
+p=2 c=2 e=2 schedule=zb-h1 microbatches=4 sequence=8 experts=4 capacity=0 kind=llama recompute=full
+c=2 e=2 d=2 x=2 schedule=none microbatches=2 zero=2 sequence=4 experts=4 hidden=48 capacity=0
 e=4 x=2 z=2 schedule=none microbatches=3 zero=3 experts=4 hidden=48
+e=2 x=4 schedule=none batch=8 sequence=8 microbatches=2 scheme=1d-sequence experts=4 capacity=4
+c=2 y=4 z=2 schedule=none batch=4 sequence=8 microbatches=2 experts=4 top_k=2 capacity=0
 """.strip().splitlines()
 
 # Four axes at once, for real ranks only.
@@ -157,7 +159,7 @@ p=4 d=2 x=2 y=2 z=2 schedule=1f1b microbatches=6 zero=1 kind=bert padding=4
 p=4 d=2 x=2 y=2 z=2 schedule=zb-v chunks=2 microbatches=6 zero=1 layers=8 dropout=0.25
 p=4 d=2 x=2 y=2 z=2 schedule=zb-h2 microbatches=6 zero=3 tied=false gelu=exact
 p=2 e=4 x=2 y=2 z=2 schedule=1f1b microbatches=3 sequence=4 experts=4 top_k=2 moe_every=2
-p=2 c=2 e=2 x=2 y=2 z=2 schedule=zb-h1 microbatches=3 sequence=4 experts=4 kind=llama ffn=48
+p=2 c=2 e=2 x=2 y=2 z=2 schedule=zb-h1 microbatches=3 sequence=4 experts=4 capacity=0 kind=llama
 """.strip().splitlines()
 
 SMALL = {

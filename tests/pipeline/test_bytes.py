@@ -320,7 +320,7 @@ EXPERT_MESHES = {  # and the ranks that sequences and X's columns are cut over
     "e=2 x=2 y=2 z=2": (8, 2),
     "e=2 x=4 scheme=1d-sequence": (8, 1),
     "e=2 x=2 y=2 scheme=2d-summa": (4, 2),
-    "c=2 d=2 e=2": (4, 1),  # a rank has C slots of each sequence of which it has tokens
+    "c=2 d=2 e=2": (8, 1),
     "p=2 d=2 e=2 schedule=zb-h1": (4, 1),
 }
 
@@ -329,7 +329,7 @@ EXPERT_MESHES = {  # and the ranks that sequences and X's columns are cut over
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_dispatch_and_combine_bytes_match_the_formula(line, ranks, top_k):
     """4 (1 - 1/e) E C S h' e in a mixture, forward and backward, of S sequences of its own."""
-    experts, micros, tokens, layers = 4, 2, 4, 4
+    experts, micros, tokens, layers = 4, 2, 8, 4
     model = f"sequence={tokens} experts={experts} top_k={top_k} capacity=1 layers={layers}"
     schedule = "" if "schedule" in line else "schedule=none"
     rows, columns = ranks
@@ -358,8 +358,8 @@ def test_expert_axis_reduces_only_dense_weights(line, zero):
     }
     here = experts // e
     own = {"matrices": layers * here * 8 * HIDDEN**2, "vectors": layers * here * 5 * HIDDEN}
-    # int64 numbers of choices, of each expert in both pieces of the sequences of all ranks of c
-    choices = (c - 1) * layers * batch // (d * e) * 2 * experts * 8
+    # int64 numbers of choices, of each expert in the sequences of all ranks of c
+    choices = (c - 1) * layers * batch // (d * e) * experts * 8
     for rank in counted(f"{line} schedule=none microbatches={MICROS} zero={zero} {model}"):
         totals = Counter()
         for (axes, op), moved in rank.calls.items():

@@ -1,8 +1,10 @@
-"""Who goes to which expert, and who is dropped, depends on no mesh and on no microbatch."""
+"""Who goes to which expert, and who is dropped, depends on no mesh and on no microbatch, unless
+ranks share the tokens of a sequence: then each has slots for its own ones."""
 
 from collections import defaultdict
 from functools import cache
 from itertools import product
+from math import ceil
 from time import monotonic_ns
 
 import numpy as np
@@ -28,10 +30,15 @@ e=2 x=4 scheme=1d-sequence
 e=2 x=2 y=2 scheme=2d-summa
 e=2 d=2 x=2 z=2 zero=3 scheme=2.5d
 p=2 e=2 y=2 schedule=zb-h1
-c=2 e=2 d=2
-c=4 e=2 context=both ulysses=2
 """.strip().splitlines()
 MICROBATCHES = 1, 2, 4
+# Ranks that share sequences, and how many tokens of one each has.
+SHARED = {
+    "c=2 e=2 d=2 microbatches=2": 4,
+    "c=4 e=2 context=both ulysses=2": 2,
+    "d=4 e=2 x=2 scheme=1d-sequence microbatches=8": 4,
+    "c=2 y=4 scheme=3d microbatches=32": 2,
+}
 
 
 def note(mixture, layer, rows, found):
@@ -45,7 +52,8 @@ def note(mixture, layer, rows, found):
             sequences = micro.sequences // mixture.context.parts
             numbers = (micro.first + np.arange(sequences))[:, None] * TOKENS + np.arange(TOKENS)
             numbers = mixture.context.cut(numbers).reshape(-1, 1)
-            mine = slice(loss.first, loss.first + len(routes.lse))
+            start = loss.first % len(choices)
+            mine = slice(start, start + len(routes.lse))
             own = numbers[rows.slices(numbers.shape, mixture.mesh)[0], 0][mine]
             kept = slots[mine] >= 0
             found[micro.step, layer].append((own, routes, kept, mixture.bias.value.copy()))
@@ -102,6 +110,22 @@ def test_routing_does_not_depend_on_mesh_or_microbatches(line, micros):
     assert found.keys() == expected.keys()
     for key, decision in expected.items():
         np.testing.assert_array_equal(found[key], decision, err_msg=str(key))
+
+
+@pytest.mark.parametrize("line", strided(SHARED, 4))
+def test_ranks_that_share_a_sequence_have_slots_for_their_own_tokens(line):
+    tokens, context = SHARED[line], config_of(f"{line} {MODEL}").context()
+    parts = [context.positions(part) for part in range(context.parts)]
+    own, slots = np.reshape(parts, (-1, tokens)), ceil(SLOTS * tokens / TOKENS)
+    found = decided(f"schedule=none {line}")
+    for choices, kept in found.values():
+        choices, kept = (
+            each.reshape(BATCH, TOKENS, 2)[:, own].reshape(-1, tokens, 2)
+            for each in (choices, kept)
+        )
+        assert kept.tolist() == with_a_slot(choices.tolist(), EXPERTS, slots)
+    first = 0, "layers.0"
+    np.testing.assert_array_equal(found[first][0], decided("schedule=none")[first][0])
 
 
 def test_balance_bias_moves_towards_underloaded_experts():

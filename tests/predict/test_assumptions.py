@@ -40,6 +40,9 @@ def test_assumptions_are_listed():
     for part in ("2 of 4 blocks, top_k 2", "capacity 1.25: 10 slots", "FLOPs and MFU", "balance"):
         assert part in said
     assert "no capacity limit: 16 slots" in " ".join(lines(model_of(f"{MIXTURE} capacity=0")))
+    config = model_of(MIXTURE)
+    split = replace(config, mesh=replace(config.mesh, c=2))
+    assert "5 slots per expert for a part of a sequence of 8 tokens" in " ".join(lines(split))
 
 
 # Layouts on 512 H100 with experts in 64 parts, as `plan` finds them: (words; over how many ranks a

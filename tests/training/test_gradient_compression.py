@@ -202,7 +202,7 @@ d=2 x=2 z=2 schedule=none kind=bert scheme=2.5d compression=top-k compression_sh
 p=2 d=2 c=2 schedule=zb-h1 microbatches=4 sequence=4 compression=powersgd compression_rank=400
 p=2 d=2 schedule=zb-v chunks=2 kind=llama ffn=48 compression=powersgd compression_rank=400
 d=2 e=2 x=2 experts=4 top_k=2 zero=1 compression=powersgd compression_rank=400 bucket_mb=0.01
-c=2 e=2 y=2 sequence=4 experts=4 moe_every=2 compression=top-k compression_share=1
+c=2 e=2 y=2 sequence=4 experts=4 capacity=0 moe_every=2 compression=top-k compression_share=1
 """.strip().splitlines()
 
 

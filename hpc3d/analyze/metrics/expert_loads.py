@@ -1,6 +1,6 @@
 """Expert load in mixture-of-experts models, and the cost of load imbalance.
 
-Every expert has the same capacity (number of slots) for each sequence and computes all of its
+Every expert has the same capacity (number of slots) for each routing group and computes all of its
 slots, used or not. Load imbalance therefore does not slow down any matrix product. Its costs are
 dropped tokens, which exceed the capacity of their expert, and unused capacity.
 """
@@ -95,16 +95,13 @@ def _losses(trace, steps, layers):
 
 
 def _slots(config: Config) -> int | None:
-    """Return the number of slots of an expert per step, summed over all sequences.
-
-    The capacity limit applies separately to the tokens of each context-parallel rank.
-    """
-    model, context = config.model, config.context()
+    """Return the number of slots of an expert per step, summed over all routing groups."""
+    model = config.model
     form = family_of(model).sizes(model, model.vocabulary).experts
     if form is None:
         return None
-    per_rank = min(context.tokens, form.slots(model.sequence))
-    return config.train.batch * context.parts * per_rank
+    group = config.routing_group()
+    return config.train.batch * model.sequence // group * form.slots(group)
 
 
 def _over(value, total):

@@ -2,8 +2,8 @@
 //
 // `choices` [n, top_k] are the experts of each token, `slots` [n, top_k] the rows of the experts'
 // buffer that they have, or -1; a row of that belongs to one choice at most.  So rows are only ever
-// gathered, and all sums have a fixed order.  A queue of a sequence has its first choices in the
-// order of the tokens, then all second ones.
+// gathered, and all sums have a fixed order.  A queue of a routing group has its first choices in
+// the order of the tokens, then all second ones.
 #include "common.cuh"
 
 struct Largest {
@@ -89,40 +89,17 @@ __device__ int number_of(int size, Suits suits)
     return block_sum(found);
 }
 
-// counts [S, top_k, pieces, E]: how many of the first, second, ... choices of `length` tokens, a
-// piece of a sequence, are an expert.  A block has one of these numbers.
+// counts [groups, E]: how many of the `size` choices of a routing group are an expert.  A block has
+// one of these numbers.
 // Launch: block_per_row
 __global__ void __launch_bounds__(256)
-counts_of(const long long* choices, long long* counts, int length, int pieces, int count,
-          int top_k)
+counts_of(const long long* choices, long long* counts, int size, int count)
 {
     const long long group = blockIdx.x / count, expert = blockIdx.x % count;
-    const long long piece = group % pieces, choice = group / pieces % top_k;
-    const long long sequence = group / pieces / top_k;
-    choices += (sequence * pieces + piece) * length * top_k + choice;
-    const int found = number_of(length, [&](int i) { return choices[1LL * i * top_k] == expert; });
+    choices += group * size;
+    const int found = number_of(size, [&](int i) { return choices[i] == expert; });
     if (threadIdx.x == 0)
         counts[blockIdx.x] = found;
-}
-
-// before [S, groups, E] = the sum over ranks r and groups g of precedes[group, r, g] times
-// counts[r, S, g, E]: a group is a choice and a piece.  A thread has one of these numbers.
-// Launch: thread_per_row
-__global__ void __launch_bounds__(256)
-before_of(const long long* counts, const long long* precedes, long long* before, int ranks,
-          int sequences, int groups, int count)
-{
-    const long long at = blockIdx.x * 256LL + threadIdx.x, each = 1LL * groups * count;
-    if (at >= sequences * each)
-        return;
-    const long long sequence = at / each, group = at / count % groups, expert = at % count;
-    precedes += group * ranks * groups;
-    long long sum = 0;
-    for (int rank = 0; rank < ranks; rank++)
-        for (int g = 0; g < groups; g++)
-            sum += precedes[rank * groups + g] *
-                   counts[((1LL * rank * sequences + sequence) * groups + g) * count + expert];
-    before[at] = sum;
 }
 
 // shares [S, E] = the sums of counts [ranks, S, groups, E] over ranks and groups, over `choices`,
@@ -175,31 +152,26 @@ __device__ inline int block_sum_before(int value, int& total)
     return before;
 }
 
-// The slots of all choices: who comes first in the queue has the first place.  There are `capacity`
-// places, from which those `before` [S, top_k, pieces, E] are taken by other ranks, unless it is
-// null; `held` rows of each of `local` experts are for a rank.  A block has a sequence and an expert.
+// The slots of all choices: who comes first in the queue of a routing group has the first place.
+// There are `capacity` places; `held` rows of each of `local` experts are for a rank.  A block has a
+// group and an expert.
 // Launch: block_per_row
 __global__ void __launch_bounds__(256)
-slots_of(const long long* choices, const long long* before, long long* slots, int tokens,
-         int top_k, int pieces, int count, int local, int capacity, int held)
+slots_of(const long long* choices, long long* slots, int tokens, int top_k, int count, int local,
+         int capacity, int held)
 {
-    const long long sequence = blockIdx.x / count, expert = blockIdx.x % count;
-    const long long row = expert / local * held + sequence * min(capacity, tokens);
-    const int length = tokens / pieces;
+    const long long group = blockIdx.x / count, expert = blockIdx.x % count;
+    const long long row = expert / local * held + group * capacity;
     int place = 0;
     for (int start = 0; start < tokens * top_k; start += blockDim.x) {
         const int at = start + threadIdx.x, choice = at / tokens, token = at % tokens;
-        const long long where = (sequence * tokens + token) * top_k + choice;
+        const long long where = (group * tokens + token) * top_k + choice;
         const bool mine = choice < top_k && choices[where] == expert;
         int found;
         const long long my_place = place + block_sum_before(mine, found);
         place += found;
-        if (!mine)
-            continue;
-        const long long group = (sequence * top_k + choice) * pieces + token / length;
-        const long long ahead = before ? before[group * count + expert] : 0;
-        const bool kept = my_place + ahead < capacity;
-        slots[where] = kept ? (row + my_place) * local + expert % local : -1;
+        if (mine)
+            slots[where] = my_place < capacity ? (row + my_place) * local + expert % local : -1;
     }
 }
 

@@ -270,13 +270,13 @@ def _slot_words(config: Config) -> float:
     """Return the number of elements that a rank receives per step along axis e.
 
     A mixture-of-experts layer communicates 4 (1 - 1/e) E C S h elements, divided by the sizes of
-    the other axes, for E experts with capacity C per sequence, S sequences and hidden size h. With
-    context parallelism, C is at most the number of tokens per rank.
+    the other axes, for E experts, S sequences and hidden size h. C is the capacity for the tokens
+    of a sequence that a rank of axis c stores.
     """
     model, mesh = config.model, config.mesh
     experts = family_of(model).sizes(model, model.vocabulary).experts
     assert experts
-    slots = experts.count * min(experts.slots(model.sequence), model.sequence // mesh.c)
+    slots = experts.count * experts.slots(model.sequence // mesh.c)
     sequences = config.train.batch / (mesh.d * mesh.e)
     words = slots * sequences * model.hidden / (mesh.p * mesh.tensor_ranks())
     return 4 * (1 - 1 / mesh.e) * words * (model.layers // experts.every)

@@ -54,3 +54,10 @@ def test_volumes_are_the_bytes_of_the_matrices(line):
     for axis, elements in volumes(config).items():
         moved_bytes = sum(each["bytes"] for each in moved[axis].values())
         assert moved_bytes / 1.15 < 4 * elements <= moved_bytes
+
+
+@pytest.mark.parametrize("line", ["c=2 e=2", "e=2 x=2 scheme=1d-sequence"])
+def test_volume_along_the_expert_axis_is_the_bytes_of_the_slots(line):
+    config = settled(f"{SMALL} train.dtype=float32 model.experts=4 {line}", 4)
+    moved = summary.moved(simulate(config, 256, CLUSTER)[0])
+    assert 4 * volumes(config)["e"] == moved["e"]["all_to_all"]["bytes"]

@@ -69,6 +69,7 @@ p=2 e=2 y=2 schedule=1f1b microbatches=4 zero=1 model.moe_every=2
 p=2 d=2 e=2 schedule=zb-h1 microbatches=4 model.capacity=0 model.top_k=2
 d=2 e=4 zero=3 model.kind=llama model.kv_heads=4 model.ffn=640
 c=2 e=2 x=2 zero=2
+e=2 x=4 scheme=1d-sequence microbatches=8
 e=8 model.moe_every=2 train.backend=cupy train.dtype=bfloat16
 p=4 e=2 schedule=1f1b microbatches=8 model.moe_every=2 model.capacity=0 model.top_k=2
 p=4 d=2 schedule=1f1b microbatches=8 layers_per_stage=[0,2,1,1] model.moe_every=2 zero=1
