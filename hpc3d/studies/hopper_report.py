@@ -43,8 +43,6 @@ The predictions are for hpc3d, which differs from the published programs in the 
   or gather the keys and values, so the errors of all rows with context parallelism (c > 1) are
   large. The column *no ring* is the error with `parallel.context = "all-to-all"`. For this
   algorithm, hpc3d also uses fused kernels, but c must divide the number of KV heads per rank.
-- **Experts with context parallelism** (Grok-1 on 128 and 2,048 GPUs): each rank computes the
-  expert slots of full sequences, which are c times as many as the slots of its own tokens.
 - **Hybrid sharding**: ZeRO 3 shards over all replicas. MaxText shards over 128 GPUs and replicates
   the shards, which reduces the communication on 512 and 2,048 GPUs.
 - **Overlap**: tensor collectives and the gathers of ZeRO 3 are exposed, because the rows use the
