@@ -286,9 +286,14 @@ has_values.register(AbstractArray, lambda array: False)
 
 
 class AbstractPool(Pool):
-    """Pool of abstract arrays, which counts bytes like `Pool`; `meter` records operations."""
+    """Pool of abstract arrays, which counts bytes like `Pool`; `meter` records operations.
+
+    `shared_workspace` is the size in bytes of workspaces that are allocated when an operation
+    needs them for the first time, and then remain allocated.
+    """
 
     kind = AbstractArray
+    shared_workspace = 0
 
     def __init__(self, meter: CostMeter | None = None) -> None:
         super().__init__()

@@ -12,6 +12,6 @@ MACHINE = Machine(
     memory_gb=1.0,
     memory_bandwidth=BYTES,
     launch_s=LAUNCH,
-    gemm={dtype: Rates(FLOPS, (1.0,), (FLOPS,)) for dtype in ("float32", "float64")},
+    gemm={dtype: Rates(FLOPS, (1.0,), (FLOPS,)) for dtype in ("bfloat16", "float32", "float64")},
     links=(Link(8, ALPHA, LINE), Link(0, 4 * ALPHA, LINE / 4)),
 )

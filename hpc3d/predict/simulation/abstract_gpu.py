@@ -154,6 +154,7 @@ class _AbstractAttention:
         """
         if size > self.workspaces[-1].nbytes:
             self.workspaces.append(self.pool.empty((size,), np.uint8, "workspace"))
+            self.pool.shared_workspace += size
 
     def tell(self, case: Case, arrays: Sequence[AbstractArray], backward: bool = False) -> None:
         products = 5 if backward else 2

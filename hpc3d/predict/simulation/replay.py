@@ -70,10 +70,13 @@ class PassRecorder:
         pool, count = self.mesh.pool, self.ledger.count
         now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
         before, held, peak = Counter(pool.live), pool.held, pool.peak
+        shared = pool.shared_workspace
         first = self._sequence_numbers()
         pool.reset_peak()
         known = {*micro.cache.arrays}
         yield
+        added = pool.shared_workspace - shared  # later passes find this workspace
+        before["workspace"], held = before["workspace"] + added, held + added
         live, high = _differences(pool.live, before), _differences(pool.peak, before)
         high["all"] = pool.peak["all"] - held
         pool.peak = peak | pool.peak

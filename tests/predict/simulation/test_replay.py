@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc3d.arrays.pool import Pool
+from hpc3d.arrays.abstract import AbstractPool
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.predict.simulation.replay import PassRecorder
 from hpc3d.predict.simulation.simulated_clock import Clock
@@ -12,7 +12,7 @@ from hpc3d.predict.simulation.simulated_clock import Clock
 
 def pass_recorder():
     """One of a rank without peers, whose clock stands still."""
-    pool, ledger = Pool(), MemoryRecorder(0, lambda: 0)
+    pool, ledger = AbstractPool(), MemoryRecorder(0, lambda: 0)
     pool.meter = Clock(machine=None)
     return PassRecorder(SimpleNamespace(pool=pool, comms={}, trace=ledger))
 

@@ -24,7 +24,7 @@ p=4 schedule=pipedream-2bw microbatches=8 tied=false steps=4
 p=2 d=2 x=2 schedule=pipedream-2bw microbatches=4 steps=3
 """.strip().splitlines()
 REPLAYED = """
-p=1 schedule=none microbatches=4 backend=cupy dtype=float32
+p=1 schedule=none microbatches=4 hidden=32 heads=4 backend=cupy dtype=bfloat16
 x=2 y=2 z=2 schedule=none microbatches=3 batch=24 sequence=8
 p=2 d=2 schedule=zb-v chunks=2 microbatches=4 dropout=0.1 backend=cupy dtype=float32
 c=4 x=2 schedule=none microbatches=3 sequence=8 context=both ulysses=2
