@@ -51,8 +51,9 @@ def _wrong_graph(config: Config) -> Iterator[str]:
             f"parallel.context = {parallel.context}); use parallel.context = all-to-all, or set "
             "train.cuda_graph = false"
         )
+        return
     length = config.model.sequence
-    if config.train.dtype != "float32" and not config.chunked() and not Flash.replays(length):
+    if config.train.dtype != "float32" and not Flash.replays(length):
         key += f": model.sequence = {length} must be a multiple of 128"
         yield f"{key}; change the length, or set train.cuda_graph = false"
 

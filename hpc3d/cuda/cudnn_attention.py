@@ -27,6 +27,7 @@ TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # dict from supported dtype
 _Q, _K, _V, _OUT, _STATS, _DOUT, _DQ, _DK, _DV = range(1, 10)  # tensor identifiers in the graphs
 _LINE = 400  # maximum length of a cuDNN error message, in characters
 RUNTIMES = ("libcudart.so.12", "libcudart.so.13")  # file names of CUDA runtimes
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a tensor
 
 
 class Case(NamedTuple):
@@ -75,14 +76,34 @@ class Case(NamedTuple):
         keys = (1, 2) if queries == 1 else (queries * heads, (queries + 1) * heads)
         return [array.data.ptr + head * width * array.dtype.itemsize for head in (0, *keys)]
 
-    @property
-    def operation(self) -> dict[str, float]:
-        """Keyword arguments common to the forward and backward operations.
 
-        Under the causal mask, query i attends to keys 0 to i.
-        """
-        bound = {"diagonal_band_right_bound": 0} if self.causal else {}
-        return {"attn_scale": 1 / sqrt(self.width), **bound}
+class _HopCase(NamedTuple):
+    """Cache key of the attention graph of a ring hop: layouts of its tensors, dtype and mask.
+
+    `layouts` contains, for each tensor identifier, the shape [B, heads, T, D] and the strides in
+    elements. The number of keys may differ from the number of queries.
+    """
+
+    layouts: tuple[tuple[int, _Layout], ...]
+    width: int
+    dtype: str
+    causal: bool
+
+    @classmethod
+    def of(cls, tensors: Mapping[int, Any], causal: bool) -> _HopCase:
+        """Create a cache key for views of arrays on the device, by tensor identifier."""
+        layouts = tuple((tensor, _layout(view)) for tensor, view in tensors.items())
+        q = tensors[_Q]
+        return cls(layouts, q.shape[-1], np.dtype(q.dtype).name, causal)
+
+    def __str__(self) -> str:
+        layouts, mask = dict(self.layouts), "a causal mask" if self.causal else "no mask"
+        return f"{self.dtype} q {layouts[_Q][0]} and k {layouts[_K][0]} with {mask}"
+
+    def layout(self, tensor: int) -> tuple[list[int], list[int]]:
+        """Return the shape [B, heads, T, D] of a tensor, and its strides in elements."""
+        shape, strides = dict(self.layouts)[tensor]
+        return [*shape], [*strides]
 
 
 class AttentionGraph(NamedTuple):
@@ -190,25 +211,62 @@ class Flash:
         self.run(plan, {_Q: q, _K: k, _V: v, **given, _DQ: dq, _DK: dk, _DV: dv})
         return dqkv
 
-    def attention(self, graph: Any, case: Case) -> None:
+    def hop(self, q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
+        """Compute attention to one block of keys, and the statistics for merging the blocks.
+
+        For views q [B, heads, g, t, D] and k, v [B, heads, s, D], returns workspaces: the output
+        [B, t, heads, g, D] and the log-sum-exps [B, heads, g, t] in float32. Under the causal
+        mask, query i attends to keys 0 to i.
+        """
+        out = self.scratch(result_shape(q), q.dtype)
+        sums = self.scratch(q.shape[:-1], np.dtype(np.float32))
+        tensors = {_Q: q, _K: k, _V: v, _OUT: _by_head(out), _STATS: _column(sums)}
+        self.run_hop(self.attention, tensors, causal)
+        return out, sums
+
+    def hop_grad(
+        self, dout: Any, qkv: tuple[Any, Any, Any], out: Any, sums: Any, causal: bool
+    ) -> tuple[Any, Any]:
+        """Compute the contributions of one block of keys to the gradients of q, k and v.
+
+        `out` is the output for the keys of all blocks, and `dout` its gradient, both views [B,
+        heads, g, t, D]; `sums` are the log-sum-exps [B, heads, g, t] for the keys of all blocks.
+        Returns workspaces: dq [B, t, heads, g, D], and dk and dv in one array [2, B, heads, s, D].
+        """
+        q, k, v = qkv
+        assert dout.dtype == out.dtype == q.dtype
+        dq = self.scratch(result_shape(q), q.dtype)
+        dkv = self.scratch((2, *k.shape), k.dtype)
+        tensors = {_Q: q, _K: k, _V: v, _OUT: out, _STATS: _column(sums), _DOUT: dout}
+        tensors |= {_DQ: _by_head(dq), _DK: dkv[0], _DV: dkv[1]}
+        self.run_hop(self.attention_grad, tensors, causal)
+        return dq, dkv
+
+    def run_hop(
+        self, describe: Callable[[Any, Any], None], tensors: Mapping[int, Any], causal: bool
+    ) -> None:
+        plan = self.plan(describe, _HopCase.of(tensors, causal))
+        self.run(plan, {tensor: view.data.ptr for tensor, view in tensors.items()})
+
+    def attention(self, graph: Any, case: Case | _HopCase) -> None:
         """Add the inputs, the operation and the outputs of the forward pass to a graph."""
         q, k, v = (self.input(graph, case, tensor) for tensor in (_Q, _K, _V))
-        made = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **case.operation)
+        made = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **_operation(case))
         self.outputs(case, (_OUT, _STATS), made)
 
-    def attention_grad(self, graph: Any, case: Case) -> None:
+    def attention_grad(self, graph: Any, case: Case | _HopCase) -> None:
         """Add the inputs, the operation and the outputs of the backward pass to a graph."""
         names = {"q": _Q, "k": _K, "v": _V, "o": _OUT, "dO": _DOUT, "stats": _STATS}
         given = {name: self.input(graph, case, tensor) for name, tensor in names.items()}
-        how = {**case.operation, "use_deterministic_algorithm": False}
+        how = {**_operation(case), "use_deterministic_algorithm": False}
         self.outputs(case, (_DQ, _DK, _DV), graph.sdpa_backward(**given, **how))
 
-    def input(self, graph: Any, case: Case, tensor: int) -> Any:
+    def input(self, graph: Any, case: Case | _HopCase, tensor: int) -> Any:
         shape, strides = case.layout(tensor)
         kind = self.type_of(case, tensor)
         return graph.tensor(dim=shape, stride=strides, data_type=kind, uid=tensor)
 
-    def outputs(self, case: Case, tensors: Sequence[int], made: Sequence[Any]) -> None:
+    def outputs(self, case: Case | _HopCase, tensors: Sequence[int], made: Sequence[Any]) -> None:
         """Mark the results of an operation as graph outputs and set their layouts.
 
         By default, cuDNN treats results as internal to the graph.
@@ -218,10 +276,10 @@ class Flash:
             result.set_output(True).set_uid(tensor).set_dim(shape).set_stride(strides)
             result.set_data_type(self.type_of(case, tensor))
 
-    def type_of(self, case: Case, tensor: int) -> Any:
+    def type_of(self, case: Case | _HopCase, tensor: int) -> Any:
         return getattr(self.cudnn.data_type, "FLOAT" if tensor == _STATS else TYPES[case.dtype])
 
-    def plan(self, describe: Callable[[Any, Case], None], case: Case) -> AttentionGraph:
+    def plan(self, describe: Callable[[Any, Any], None], case: Case | _HopCase) -> AttentionGraph:
         """Return the graph of the forward or backward pass, building it on first use."""
         key = describe.__name__, case
         if key not in self.plans:
@@ -230,7 +288,7 @@ class Flash:
             self.plans[key] = AttentionGraph(graph, self.memory(graph.get_workspace_size()))
         return self.plans[key]
 
-    def build(self, describe: Callable[[Any, Case], None], case: Case) -> Any:
+    def build(self, describe: Callable[[Any, Any], None], case: Case | _HopCase) -> Any:
         wide = self.cudnn.data_type.FLOAT
         graph = self.cudnn.pygraph(
             io_data_type=getattr(self.cudnn.data_type, TYPES[case.dtype]),
@@ -326,3 +384,42 @@ def _widest(capability: int) -> int:
     if capability < 80:
         return 0
     return 256 if capability == 90 else 128
+
+
+def _operation(case: Case | _HopCase) -> dict[str, float]:
+    """Return the keyword arguments common to the forward and backward operations.
+
+    Under the causal mask, query i attends to keys 0 to i.
+    """
+    bound = {"diagonal_band_right_bound": 0} if case.causal else {}
+    return {"attn_scale": 1 / sqrt(case.width), **bound}
+
+
+def _layout(view: Any) -> _Layout:
+    """Return the shape [B, heads, T, D] and the strides, in elements, of a view.
+
+    A view of queries has the shape [B, heads, g, T, D], and its query heads are equally spaced.
+    """
+    steps = tuple(step // view.dtype.itemsize for step in view.strides)
+    if len(view.shape) == 4:
+        return tuple(view.shape), steps
+    batch, heads, queries, *rest = view.shape
+    assert 1 in (heads, queries) or steps[1] == queries * steps[2]
+    head = steps[1] if queries == 1 else steps[2]
+    return (batch, heads * queries, *rest), (steps[0], head, *steps[3:])
+
+
+def result_shape(q: Any) -> tuple[int, ...]:
+    """Return the shape [B, t, heads, g, D] of a result with the sizes of q [B, heads, g, t, D]."""
+    batch, heads, queries, tokens, width = q.shape
+    return batch, tokens, heads, queries, width
+
+
+def _by_head(result: Any) -> Any:
+    """Return a result [B, t, heads, g, D] as a view [B, heads, g, t, D]."""
+    return result.transpose(0, 2, 3, 1, 4)
+
+
+def _column(sums: Any) -> Any:
+    """Return log-sum-exps [B, heads, g, t] as a view [B, heads, g, t, 1]."""
+    return sums.reshape(*sums.shape, 1)

@@ -63,7 +63,8 @@ class RingAttention(HeadBlock):
     receives 2 (c - 1) K elements in the forward pass. In the backward pass, the rank receives
     these elements again, as well as the gradients of keys and values in float32 or wider, which
     are accumulated around the ring until they reach their owner. The rank saves the output and one
-    log-sum-exp per row, and needs memory for the scores of one tile.
+    log-sum-exp per row, and needs memory for the scores of one tile. On a GPU, cuDNN computes each
+    hop of the ring without storing scores (hpc3d.ops.chunk_tiles.Hop).
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
@@ -88,7 +89,7 @@ class RingAttention(HeadBlock):
         qkv, out, sums = saved
         chunks, empty = self._chunks_seen(micro), self.mesh.empty
         with self.mesh.trace.span("keys and values"):
-            dots = row_dots(dout, out, self.tokens, self.form, empty)
+            dots = row_dots(dout, out, self.tokens, chunks(self.ring_rank), empty)
             grad = ChunkGrad(dout, sums, dots)
             kv = keys_and_values(qkv, self.tokens, self.form, empty)
             dq = empty(dout.shape, wide(dout.dtype))

@@ -277,7 +277,7 @@ def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
 
 @attend.cuda
 def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
-    if _by_cudnn(gpu, qkv, form, drop, mask):
+    if by_cudnn(gpu, qkv, form, drop, mask.padding):
         out, stats = gpu.flash.forward(qkv, sequence, form, mask.causal)
         return out, (out, stats)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
@@ -328,7 +328,7 @@ def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
 
 @attend_again.cuda
 def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
-    if _by_cudnn(gpu, qkv, form, drop, mask):
+    if by_cudnn(gpu, qkv, form, drop, mask.padding):
         return gpu.flash.forward(qkv, sequence, form, mask.causal)
     q, k, _ = _contiguous(gpu, qkv, sequence, form)
     return _softmax(gpu, q, k, empty, None, mask)[0]
@@ -447,7 +447,7 @@ def _(dout, qkv, probabilities, sequence, form, empty, drop=None, mask=CAUSAL):
 
 @attend_grad.cuda
 def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
-    if _by_cudnn(gpu, qkv, form, drop, mask):
+    if by_cudnn(gpu, qkv, form, drop, mask.padding):
         return gpu.flash.backward(dout, qkv, *kept, sequence, form, mask.causal)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
     d = gpu.contiguous(queries_of(dout, sequence, form)).reshape(q.shape)
@@ -504,12 +504,13 @@ def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
         probabilities.meter.kernel(dropped.__name__, 2 * probabilities.nbytes)
 
 
-def _by_cudnn(
-    gpu: Gpu, qkv: Array, form: HeadForm, drop: Mask | None, mask: AttentionMask
-) -> bool:
-    """Return True if cuDNN can compute this attention. Padding masks are not supported."""
-    flash = gpu.flash and mask.padding is None
-    return flash and qkv.size and gpu.flash.suits(qkv.dtype, form.width, drop)
+def by_cudnn(gpu: Gpu, x: Array, form: HeadForm, drop: Mask | None, padding: Array | None) -> bool:
+    """Return True if cuDNN can compute attention for operands like `x`.
+
+    Padding masks are not supported.
+    """
+    flash = gpu.flash and padding is None
+    return flash and x.size and gpu.flash.suits(x.dtype, form.width, drop)
 
 
 def _contiguous(gpu: Gpu, qkv: Array, sequence: int, form: HeadForm) -> Array:

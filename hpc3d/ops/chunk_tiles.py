@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.ops.attention import HeadForm, stack_queries
+from hpc3d.ops.attention import HeadForm, by_cudnn, stack_queries
 from hpc3d.ops.random import cuda_mask
 
 if TYPE_CHECKING:
@@ -31,6 +31,34 @@ class ChunkPair(NamedTuple):
     masked: bool
     query_position: int
     key_position: int
+
+
+class Hop(NamedTuple):
+    """Rectangle of the score matrix that a fused kernel computes for one block of keys.
+
+    `queries` and `keys` are slices of the rows of their blocks. With `causal`, query i of the
+    rectangle attends to its keys 0 to i.
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+    @classmethod
+    def of(cls, pairs: Sequence[ChunkPair]) -> Hop:
+        """Return the rectangle that the chunk pairs of a block of keys form.
+
+        In zig-zag order, the two query chunks of a rank form a triangle with the rank's own keys.
+        Both of them attend to the first key chunk of an earlier ring position, and the second one
+        attends to both key chunks of a later ring position.
+        """
+        queries, keys = (_hull(each) for each in zip(*(pair[:2] for pair in pairs), strict=True))
+        areas = [(_count(pair.queries) * _count(pair.keys), pair.masked) for pair in pairs]
+        causal = any(masked for _, masked in areas)
+        # In a triangle of n x n chunk pairs, only the n pairs on the diagonal are masked.
+        area = sum((1 + causal - masked) * area for area, masked in areas)
+        assert area == _count(queries) * _count(keys)
+        return cls(queries, keys, causal)
 
 
 class Chunks(NamedTuple):
@@ -79,9 +107,18 @@ class Chunks(NamedTuple):
             for name in kernels:
                 kv.meter.kernel(name, count * m * n * kv.itemsize)
 
+    def by_cudnn(self, gpu: Gpu, x: Array) -> bool:
+        """Return True if cuDNN can compute this attention for operands like `x`."""
+        return by_cudnn(gpu, x, self.form, self.drop, self.padding)
+
 
 def _count(rows: slice) -> int:
     return rows.stop - rows.start
+
+
+def _hull(slices: Sequence[slice]) -> slice:
+    """Return the smallest slice that contains all slices."""
+    return slice(min(each.start for each in slices), max(each.stop for each in slices))
 
 
 def _cut(pair: ChunkPair, g: int, tokens: int) -> Iterator[ChunkPair]:

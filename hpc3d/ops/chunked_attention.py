@@ -9,6 +9,9 @@ softmax of the new scores, and L' is the log-sum-exp of the earlier and new scor
 Keys may therefore be processed in any order and may come from other ranks (Milakov and Gimelshein
 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023, arXiv:2310.01889). The
 backward pass recomputes the probabilities from L.
+
+On a GPU, one call of cuDNN processes a block of keys if cuDNN supports the attention. The call
+returns p v and l, and the backward pass of the block takes the merged output and log-sum-exps.
 """
 
 from __future__ import annotations
@@ -34,11 +37,12 @@ from hpc3d.ops.attention import (
     queries_of,
     stack_queries,
 )
-from hpc3d.ops.chunk_tiles import ChunkPair, Chunks, gpu_tiles
+from hpc3d.ops.chunk_tiles import ChunkPair, Chunks, Hop, gpu_tiles
 from hpc3d.ops.random import keep_mask
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
+    from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
 _TILE = 256  # maximum number of queries, and of keys, per score tile (256 KiB in float32)
@@ -60,7 +64,7 @@ class ChunkGrad(NamedTuple):
     """Inputs of the attention backward pass in addition to q, k and v.
 
     `dout` is the gradient of the output [B*t, heads*g*D]. `sums` is the log-sum-exp of the scores
-    of each query, and `dots` is sum(dout out) over the features of a head, both [B, heads, g, t].
+    of each query [B, heads, g, t], and `dots` is the result of `row_dots`.
     """
 
     dout: Array
@@ -155,6 +159,12 @@ def _(qkv, kv, merged, chunks):
 def _(gpu, qkv, kv, merged, chunks):
     sequence = kv.shape[3]
     q, _, _ = heads_of(qkv, sequence, chunks.form)
+    if chunks.by_cudnn(gpu, kv):
+        hop = Hop.of(chunks.pairs)
+        k, v = kv[:, :, :, hop.keys]
+        added, sums = gpu.flash.hop(q[:, :, :, hop.queries], k, v, hop.causal)
+        _add_hop(gpu, merged.out, added, hop, (merged.sums, sums))
+        return
     for tile in gpu_tiles(gpu, chunks, kv):
         (k, v), queries = tile.keys(kv), tile.queries(q)
         p, kept = tile.scores(k, queries), gpu.empty(tile.work, np.float32)
@@ -176,21 +186,27 @@ def end_merging(merged: Merged, dtype: np.dtype, empty: Empty) -> Array:
 
 
 @primitive
-def row_dots(dout: Array, out: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
-    """Return the dot products of dout and out over the features of a head, [B, heads, g, t]."""
-    a, b = queries_of(dout, sequence, form), queries_of(out, sequence, form)
+def row_dots(dout: Array, out: Array, sequence: int, chunks: Chunks, empty: Empty) -> Array:
+    """Return the dot products of dout and out over the features of a head, [B, heads, g, t].
+
+    If cuDNN is used, return `out`, from which its backward pass computes the dot products.
+    """
+    a, b = (queries_of(each, sequence, chunks.form) for each in (dout, out))
     dots = empty(a.shape[:-1], wide(dout.dtype))
     np.einsum("bhgtd,bhgtd->bhgt", a, b, out=dots, dtype=dots.dtype)
     return dots
 
 
 @row_dots.abstract
-def _(dout, out, sequence, form, empty):
-    return empty(queries_of(dout, sequence, form).shape[:-1], wide(dout.dtype))
+def _(dout, out, sequence, chunks, empty):
+    return empty(queries_of(dout, sequence, chunks.form).shape[:-1], wide(dout.dtype))
 
 
 @row_dots.cuda
-def _(gpu, dout, out, sequence, form, empty):
+def _(gpu, dout, out, sequence, chunks, empty):
+    if chunks.by_cudnn(gpu, dout):
+        return out
+    form = chunks.form
     dots = empty(queries_of(dout, sequence, form).shape[:-1], np.float32)
     sizes = {"heads": dout.shape[1] // form.width, "width": form.width, "sequence": sequence}
     gpu.launch("row_dots", *dout.shape, x=dout, y=out, dots=dots, **sizes)
@@ -247,6 +263,8 @@ def _(qkv, kv, grad, dq, chunks, empty):
 @chunks_grad.cuda
 def _(gpu, qkv, kv, grad, dq, chunks, empty):
     sequence, form = kv.shape[3], chunks.form
+    if chunks.by_cudnn(gpu, kv):
+        return _hop_grad(gpu, qkv, kv, grad, dq, chunks, empty)
     q, dout = heads_of(qkv, sequence, form)[0], queries_of(grad.dout, sequence, form)
     dkv = empty(kv.shape, np.float32)
     dkv.fill(0)
@@ -263,6 +281,49 @@ def _(gpu, qkv, kv, grad, dq, chunks, empty):
         gpu.multiply(ds.swapaxes(1, 2), k, added)
         tile.add(added, dq, sequence)
     return dkv
+
+
+def _hop_grad(
+    gpu: Gpu, qkv: Array, kv: Array, grad: ChunkGrad, dq: Array, chunks: Chunks, empty: Empty
+) -> Array:
+    """Compute the result of `chunks_grad` with cuDNN."""
+    sequence, form, hop = kv.shape[3], chunks.form, Hop.of(chunks.pairs)
+    q, _, _ = heads_of(qkv, sequence, form)
+    dout, out = (queries_of(each, sequence, form) for each in (grad.dout, grad.dots))
+    q, dout, out = (each[:, :, :, hop.queries] for each in (q, dout, out))
+    k, v = kv[:, :, :, hop.keys]
+    sums, every = grad.sums, slice(0, sequence)
+    if hop.queries != every:  # cuDNN requires an aligned address
+        sums = gpu.empty(q.shape[:-1], np.float32)
+        sums[...] = grad.sums[:, :, :, hop.queries]
+    assert gpu.flash
+    added, added_kv = gpu.flash.hop_grad(dout, (q, k, v), out, sums, hop.causal)
+    _add_hop(gpu, dq, added, hop)
+    dkv = empty(kv.shape, np.float32)
+    if hop.keys != every:
+        dkv.fill(0)
+    dkv[:, :, :, hop.keys] = added_kv
+    return dkv
+
+
+def _add_hop(
+    gpu: Gpu, out: Array, added: Array, hop: Hop, sums: tuple[Array, Array] | None = None
+) -> None:
+    """Add `added` [B, queries, heads, g, D] to the rows of a hop in out [B*t, heads*g*D].
+
+    `sums` are the log-sum-exps of `out` [B, heads, g, t] and of `added` [B, heads, g, queries].
+    If they are given, the two outputs are merged, and the first array is updated.
+    """
+    batch, queries, heads, g, width = added.shape
+    rows = out.reshape(batch, -1, out.shape[1])
+    sizes = {"queries": queries, "heads": heads * g, "width": width, "first": hop.queries.start}
+    step = batch if queries == rows.shape[1] else 1  # rows of one launch are contiguous
+    for start in gpu.pieces(range(0, batch, step), lambda start: 0):
+        samples = slice(start, start + step)
+        old, new = (each[samples] for each in sums) if sums else (None, None)
+        given = {"out": rows[samples, hop.queries], "added": added[samples], "sums": old}
+        given |= {"added_sums": new, "sequence": rows.shape[1], **sizes}
+        gpu.launch("merge_hop", step * queries, heads * g * width, **given)
 
 
 @primitive

@@ -38,11 +38,6 @@ fast.
 
 The predictions are for hpc3d, which differs from the published programs in the following ways:
 
-- **Ring attention** computes tiles of 1,024 tokens with separate matrix products and softmax
-  kernels ([gpu.md](gpu.md)). The published programs use a fused kernel for each hop of the ring,
-  or gather the keys and values, so the errors of all rows with context parallelism (c > 1) are
-  large. The column *no ring* is the error with `parallel.context = "all-to-all"`. For this
-  algorithm, hpc3d also uses fused kernels, but c must divide the number of KV heads per rank.
 - **Hybrid sharding**: ZeRO 3 shards over all replicas. MaxText shards over 128 GPUs and replicates
   the shards, which reduces the communication on 512 and 2,048 GPUs.
 - **Overlap**: tensor collectives and the gathers of ZeRO 3 are exposed, because the rows use the
@@ -52,8 +47,12 @@ The predictions are for hpc3d, which differs from the published programs in the 
   until the gradients are reduced. Some rows therefore do not fit in memory, although the published
   runs did.
 
-The predictions account for three properties of the published runs:
+The predictions account for four properties of the published runs:
 
+- Rows with context parallelism (c > 1) use ring attention with a fused kernel for each hop
+  ([context-parallelism.md](context-parallelism.md#ring-attention)). The published programs also
+  use fused kernels, or gather the keys and values. The column *no ring* is the error with
+  `parallel.context = "all-to-all"`, for which c must divide the number of KV heads per rank.
 - Rows of Megatron-Core and NeMo set `parallel.bucket_mb` to the default of Megatron-Core: 40
   million parameters, or 1 million per replica if this is more
   (megatron/core/distributed/distributed_data_parallel.py), in float32.

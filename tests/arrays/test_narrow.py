@@ -191,7 +191,7 @@ def chunked(b, empty):
     kv, merged = (op(qkv, SEQUENCE, FORM, empty) for op in (keys_and_values, begin_merging))
     merge_chunks(qkv, kv, merged, chunks)
     out = end_merging(merged, qkv.dtype, empty)
-    dots, dq = row_dots(dout, out, SEQUENCE, FORM, empty), np.zeros((ROWS, WIDE), np.float32)
+    dots, dq = row_dots(dout, out, SEQUENCE, chunks, empty), np.zeros((ROWS, WIDE), np.float32)
     dkv = chunks_grad(qkv, kv, ChunkGrad(dout, merged.sums, dots), dq, chunks, empty)
     return out, merged.sums, dots, dq, dkv, join_grads(qkv, dq, dkv, FORM, empty)
 

@@ -98,6 +98,10 @@ TWO = "--parallel.schedule pipedream-2bw --parallel.microbatches 2"
             "train.cuda_graph = true: ... 64 ... 128",
         ),
         (
+            "--train.cuda_graph true --train.dtype bfloat16 --parallel.attention chunked",
+            "train.cuda_graph = true: ... 64 ... 128",
+        ),
+        (
             "--train.cuda_graph true --mesh.c 2 --train.dtype float32",
             "train.cuda_graph = true: ...mesh.c = 2, ... all-to-all",
         ),

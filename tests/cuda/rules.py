@@ -13,9 +13,11 @@ from torch.nn.functional import gelu
 from hpc3d.arrays.pool import contiguous, from_host, on_host, to_host, value_of, writeable
 from hpc3d.comm import threads
 from hpc3d.cuda import launch_table
+from hpc3d.cuda.cudnn_attention import result_shape
 from hpc3d.cuda.gpu import Gpu, add_gpu
 from hpc3d.ops.attention import AttentionMask, attend, attend_grad
 from hpc3d.ops.float8 import E4M3
+from tests.fakes import fake_cudnn
 from tests.fakes.fake_device import DeviceArray, DevicePool, on_device, plain
 from tests.pipeline.mixes import config_of
 
@@ -206,6 +208,31 @@ class Flash:
         mask = AttentionMask(causal)
         dqkv = attend_grad(*given, sequence, form, np.empty, mask=mask)
         return kept(dqkv, qkv.dtype)
+
+    def hop(self, q, k, v, causal):
+        out, sums = empty(result_shape(q), q.dtype), empty((*q.shape[:-1], 1), np.float32)
+        *given, into, stats = map(by_head, (q, k, v, out.transpose(0, 2, 3, 1, 4), sums))
+        fake_cudnn.forward(given, (into, stats), *scaled(q, causal))
+        return out, sums.reshape(q.shape[:-1])
+
+    def hop_grad(self, dout, qkv, out, sums, causal):
+        q, k, _ = qkv
+        dq, dkv = empty(result_shape(q), q.dtype), empty((2, *k.shape), k.dtype)
+        given = map(by_head, (*qkv, out, dout, sums.reshape(*sums.shape, 1)))
+        made = map(by_head, (dq.transpose(0, 2, 3, 1, 4), *dkv))
+        fake_cudnn.backward([*given], [*made], *scaled(q, causal))
+        return dq, dkv
+
+
+def by_head(view):
+    """One of queries [B, heads, g, T, D] as [B, heads g, T, D], on the host."""
+    view = plain(view)
+    return view if view.ndim == 4 else view.reshape(len(view), -1, *view.shape[3:])
+
+
+def scaled(q, causal):
+    """The factor of the scores, and how far to the right of the diagonal keys are seen."""
+    return q.shape[-1] ** -0.5, 0 if causal else None
 
 
 def wide(array):

@@ -40,7 +40,8 @@ LINES = [
     f"x=2 z=2 {ONE[4:]} batch=8 kind=bert gelu=exact dropout=0.25 padding=4",
     f"c=2 x=2 sequence=8 {ONE[4:]} kind=llama kv_heads=4 ffn=24 dropout=0.25",
     f"c=4 sequence=8 context=both ulysses=2 {ONE[4:]} layers=1 kind=bert padding=4",
-    f"c=2 x=2 sequence=8 {ONE[4:]} layers=1 dtype=bfloat16 recompute=full",
+    f"c=2 x=2 sequence=8 {ONE[4:]} layers=1 dtype=bfloat16 recompute=full hidden=32 heads=4",
+    f"c=4 sequence=16 {ONE[4:]} kind=llama kv_heads=2 ffn=40 dtype=bfloat16 hidden=32 heads=4",
     f"{ONE} attention=chunked sequence=8 dropout=0.25",
     f"d=2 e=2 x=2 zero=1 {ONE[4:]} layers=1 batch=16 optimizer=adafactor experts=4",
     f"d=2 x=2 zero=1 {ONE[4:]} batch=8 optimizer=lion",
@@ -150,3 +151,14 @@ def test_fused_attention_is_recorded_with_its_pass_and_flops(causal):
     flash.backward(out, qkv, out, stats, 128, form, causal)
     product = 2 * (2 * 4) * 128**2 * 16 // (2 if causal else 1)
     assert pool.meter.calls == [(2 * product, False), (5 * product, True)]
+
+
+def test_hop_is_recorded_as_a_square_with_as_many_scores():
+    pool = abstract_gpu.DeviceShapes(AttentionCalls())
+    q = pool.empty((2, 2, 2, 256, 16), "bfloat16")
+    k, v = pool.empty((2, 2, 2, 64, 16), "bfloat16")
+    out, sums = pool.gpu.flash.hop(q, k, v, causal=False)
+    pool.gpu.flash.hop_grad(q, (q, k, v), q, sums, causal=False)
+    product = 2 * (2 * 4) * 256 * 64 * 16
+    assert pool.meter.calls == [(2 * product, False), (5 * product, True)]
+    assert out.size == q.size and sums.size == q.size // 16

@@ -1,9 +1,12 @@
 """The rules of attention chunk by chunk, tile by tile, against those of NumPy in float64."""
 
+import sys
+
 import numpy as np
 import pytest
 
 from hpc3d.arrays.pool import Pool
+from hpc3d.cuda.cudnn_attention import Flash
 from hpc3d.ops import chunk_tiles
 from hpc3d.ops.attention import HeadForm
 from hpc3d.ops.chunk_tiles import ChunkPair, Chunks
@@ -19,6 +22,7 @@ from hpc3d.ops.chunked_attention import (
 )
 from hpc3d.ops.random import Mask, philox_key
 from tests.cuda import rules
+from tests.fakes.fake_cudnn import FakeCudnn
 from tests.fakes.fake_device import plain
 from tests.strided import strided
 
@@ -26,9 +30,11 @@ from tests.strided import strided
 LENGTH, CHUNK, BATCH = 24, 6, 2
 
 
-def pairs_of(causal, keys):
-    mine = (slice(0, CHUNK), 0), (slice(CHUNK, 2 * CHUNK), 3 * CHUNK)
-    theirs = [(slice(n * CHUNK, (n + 1) * CHUNK), at * CHUNK) for n, at in enumerate(keys)]
+def pairs_of(causal, keys, queries=(0, 3)):
+    mine, theirs = (
+        [(slice(n * CHUNK, (n + 1) * CHUNK), at * CHUNK) for n, at in enumerate(each)]
+        for each in (queries, keys)
+    )
     return tuple(
         ChunkPair(q, k, causal and at == other, at, other)
         for q, at in mine
@@ -45,7 +51,7 @@ def attention(qkv, dout, others, form, chunks, empty):
     for kv, these in zip(blocks, chunks):
         merge_chunks(qkv, kv, merged, these)
     out = end_merging(merged, qkv.dtype, empty)
-    grad = ChunkGrad(dout, merged.sums, row_dots(dout, out, *how))
+    grad = ChunkGrad(dout, merged.sums, row_dots(dout, out, 2 * CHUNK, chunks[0], empty))
     dq = empty(dout.shape, np.promote_types(dout.dtype, np.float32))
     dq.fill(0)
     mine, theirs = (
@@ -91,3 +97,29 @@ def test_tiled_attention_matches_float64(
     atol = 2e-5 if dtype == np.float32 else 2e-2
     for got, right in zip(found, expected, strict=True):
         np.testing.assert_allclose(plain(got), right, rtol=atol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("queries", "causal", "first"), strided([(3, True, 0), (1, True, 1), (2, False, 0)], 3)
+)
+def test_fused_hops_match_float64(queries, causal, first, launcher, monkeypatch):
+    """At the first place of the ring, half of the queries see all of the other place's keys; at
+    the second place, all queries see half of them."""
+    monkeypatch.setitem(sys.modules, "cudnn", FakeCudnn(lambda pointer, size: True))
+    rules.register(launcher, Flash(rules.empty, stream=1, capability="90"))
+    form, heads, random = HeadForm(8, queries), 3, np.random.default_rng(4)
+    shape = 2, BATCH * 2 * CHUNK, heads * form.columns
+    qkv, others = random.normal(size=shape).astype(np.float16)
+    dout = random.normal(size=(len(qkv), heads * queries * form.width)).astype(np.float16)
+    places = (0, 3), (1, 2)
+    mine, theirs = places[first], places[1 - first]
+    chunks = [Chunks(pairs_of(causal, keys, mine), form) for keys in (mine, theirs)]
+    wide = [each.astype(np.float64) for each in (qkv, dout, others)]
+    expected = attention(*wide, form, chunks, Pool().empty)
+    launcher.count.clear()
+    given = [each.view(rules.CudaArray) for each in (qkv, dout, others)]
+    found = attention(*given, form, chunks, rules.empty)
+    rules.register(launcher)
+    assert launcher.count == {"merge_hop": 2 * (1 + (BATCH if causal and first == 0 else 1))}
+    for got, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(plain(got), right, rtol=2e-2, atol=1e-2)

@@ -10,7 +10,14 @@ import torch
 
 from hpc3d.cuda import cudnn_attention
 from hpc3d.cuda.cudnn_attention import Flash
-from hpc3d.ops.attention import AttentionMask, HeadForm, attend, attend_grad
+from hpc3d.ops.attention import (
+    AttentionMask,
+    HeadForm,
+    attend,
+    attend_grad,
+    heads_of,
+    queries_of,
+)
 from tests.fakes.fake_cudnn import RUBBISH, FakeCudnn, NotSupportedError
 from tests.fakes.fake_device import DeviceArray, plain
 
@@ -150,6 +157,27 @@ def test_cudnn_attention_matches_torch(attention, memory, queries):
     close(dqkv, leaf.grad.numpy(), "bfloat16")
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_hop_of_some_queries_and_keys_matches_torch(attention, memory, queries):
+    """Of the last 4 of 6 queries and the last 3 of 4 keys."""
+    batch, sequence, heads, form = 2, 6, 3, HeadForm(32, queries)
+    qkv, dout = given(memory, (batch, sequence, heads, form), "bfloat16")
+    k, v = memory.bring(normal(2, batch, heads, 4, 32, seed=5), "bfloat16")[:, :, :, 1:]
+    views = heads_of(qkv, sequence, form)[0], queries_of(dout, sequence, form)
+    q, d = (view[:, :, :, 2:] for view in views)
+    out, sums = attention.hop(q, k, v, causal=False)
+    out = out.transpose(0, 2, 3, 1, 4)
+    dq, (dk, dv) = attention.hop_grad(d, (q, k, v), out, sums, causal=False)
+    leaves = [torch.from_numpy(wide(each).copy()).requires_grad_() for each in (q, k, v)]
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        leaves[0].flatten(1, 2), *leaves[1:], enable_gqa=True
+    ).unflatten(1, (heads, queries))
+    theirs.backward(torch.from_numpy(wide(d).copy()))
+    close(out, theirs.detach().numpy(), "bfloat16")
+    for found, leaf in zip((dq.transpose(0, 2, 3, 1, 4), dk, dv), leaves, strict=True):
+        close(found, leaf.grad.numpy(), "bfloat16")
+
+
 def test_graphs_are_cached_by_shape_and_dtype(attention, cudnn, memory):
     def call(shape, dtype):
         qkv, dout = given(memory, shape, dtype)
@@ -229,6 +257,15 @@ def test_cudnn_error_is_reported_in_one_line(attention, cudnn, memory, failure):
     cudnn.failure = failure
     with pytest.raises(RuntimeError, match=r"^cuDNN 9.19.0 cannot run attention: no engine$"):
         attention.forward(qkv, 4, ONE)
+
+
+def test_error_of_a_hop_states_its_sizes(attention, cudnn, memory):
+    q = memory.bring(normal(1, 2, 1, 4, 8), "float16")
+    k, v = memory.bring(normal(2, 1, 2, 3, 8), "float16")
+    cudnn.failure = RuntimeError("no engine")
+    sizes = r"float16 q \(1, 2, 4, 8\) and k \(1, 2, 3, 8\) with no mask"
+    with pytest.raises(RuntimeError, match=f"build attention of {sizes}: no engine$"):
+        attention.hop(q, k, v, causal=False)
 
 
 def test_gradient_of_a_single_token_is_not_supported_by_cudnn(attention, memory):

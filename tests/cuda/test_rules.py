@@ -231,6 +231,24 @@ def test_fused_attention_is_used_only_without_dropout(recompute, dropout, launch
     rules.register(launcher)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        "c=4 sequence=16 kind=llama kv_heads=4 ffn=24",
+        "c=4 sequence=16 context=both ulysses=2 recompute=full",
+        "c=2 x=2 sequence=8 kind=bert",
+        "attention=chunked",
+    ],
+)
+def test_ring_uses_fused_kernels(line, launcher):
+    rules.register(launcher, rules.Flash())
+    line = f"schedule=none batch=4 microbatches=1 layers=1 steps=2 {line}"
+    test_16_bit_training_matches_float32("bfloat16", line, launcher)
+    rules.register(launcher)
+    assert launcher.count["merge_hop"] > 0 == launcher.count["chunk_softmax"]
+
+
 # Of a layer, forward and backward.
 LAUNCHES = {"product": 12, "add_norm": 2, "norm_grad": 2, "norm_columns": 2, "sum_strips": 2}
 LAUNCHES |= {"accumulate": 4, "gelu_tanh": 1, "gelu_grad": 1}

@@ -152,18 +152,19 @@ class Graph:
         assert len(set(numbers)) == len(numbers)
         if self.cudnn.failure:
             raise self.cudnn.failure
-        if len(self.tensors) == 9 and self.tensors[0].dim[2] == 1:
+        if len(self.tensors) == 9 and self.tensors[0].dim[2] == self.tensors[1].dim[2] == 1:
             raise NotSupportedError("s_q = s_kv = 1\n is not supported.")
 
     def check_shapes(self):
-        """q and what is like it has [B, heads, T, D], k and v a divisor of the heads."""
-        (batch, heads, *rest), results = self.tensors[0].dim, self.tensors[-3:]
-        keys = self.tensors[1].dim[1]
+        """q and what is like it has [B, heads, T, D], k and v a divisor of the heads, and a length
+        of their own."""
+        (batch, heads, tokens, width), results = self.tensors[0].dim, self.tensors[-3:]
+        keys, length = self.tensors[1].dim[1:3]
         assert heads % keys == 0
         like_k = [*self.tensors[1:3], *(results[1:] if len(self.tensors) == 9 else [])]
-        assert all(tensor.dim == [batch, keys, *rest] for tensor in like_k)
+        assert all(tensor.dim == [batch, keys, length, width] for tensor in like_k)
         like_q = [tensor for tensor in self.tensors if tensor not in like_k]
-        assert all(tensor.dim[:3] == [batch, heads, rest[0]] for tensor in like_q)
+        assert all(tensor.dim[:3] == [batch, heads, tokens] for tensor in like_q)
 
     def build_operation_graph(self):
         self.step("build_operation_graph")

@@ -110,7 +110,7 @@ def ours(device, real, shape, rate, notes):
 
 
 def by_chunks(device, real, shape, rate, notes):
-    """The same of two chunks."""
+    """The same of two chunks, each pair by itself as in a ring."""
     problem, pool = Problem(device, real, shape, rate), device.pool()
     sequence, form = problem.sizes
     heads = shape[1] * form.queries
@@ -119,15 +119,18 @@ def by_chunks(device, real, shape, rate, notes):
     if drop is not None:
         rows = range(0, shape[0] * heads * sequence, heads * sequence)
         drop = drop._replace(rows=rows, columns=range(sequence), width=sequence)
-    chunks = Chunks(two_chunks(sequence), form, drop)
+    chunks = [Chunks((pair,), form, drop) for pair in two_chunks(sequence)]
     merged, kv = begin_merging(problem.qkv, *how), keys_and_values(problem.qkv, *how)
-    merge_chunks(problem.qkv, kv, merged, chunks)
+    for each in chunks:
+        merge_chunks(problem.qkv, kv, merged, each)
     out = end_merging(merged, problem.qkv.dtype, pool.empty)
     notes.near("out", device.download(out), problem.out, BOUND[real])
-    dots = row_dots(problem.dout, out, *how)
+    dots = row_dots(problem.dout, out, sequence, chunks[0], pool.empty)
     dq = pool.zeros(out.shape, np.float32)
     grad = ChunkGrad(problem.dout, merged.sums, dots)
-    dkv = chunks_grad(problem.qkv, kv, grad, dq, chunks, pool.empty)
+    dkv = pool.zeros(kv.shape, np.float32)
+    for each in chunks:
+        dkv += chunks_grad(problem.qkv, kv, grad, dq, each, pool.empty)
     dqkv = join_grads(problem.qkv, dq, dkv, form, pool.empty)
     gradients(device, notes, dqkv, problem, real)
 

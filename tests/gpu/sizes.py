@@ -254,6 +254,21 @@ def chunked_attention(bench, notes):
     bench.same(notes, "row_dots", dots, by_head.transpose(1, 2, 0), 1e-4)
 
 
+def merged_hop(bench, notes):
+    heads, size, width = bench.sizes.heads, bench.sizes.sequence, 64
+    added, wide = bench.draw(size, heads, width)
+    out = bench.random.standard_normal((size, heads, width), np.float32)
+    sums, new = bench.random.standard_normal((2, heads, size), np.float32)
+    total = np.logaddexp(sums, new, dtype=np.float64)
+    kept, share = (np.exp(each - total).T[..., None] for each in (sums, new))
+    expected = kept * out + share * wide
+    given = {"queries": size, "heads": heads, "width": width, "first": 0, "sequence": size}
+    given |= {"out": out, "added": added, "sums": sums, "added_sums": new}
+    bench.launch("merge_hop", size, heads * width, **given)
+    bench.same(notes, "merge_hop", out, expected)
+    bench.same(notes, "merged sums", sums, total)
+
+
 def rotary(bench, notes):
     sequence, width, heads = bench.sizes.sequence, 64, bench.sizes.heads
     columns = heads * 3 * width
@@ -299,6 +314,7 @@ KERNELS = (
     embedding,
     causal_softmax,
     chunked_attention,
+    merged_hop,
     rotary,
     update,
     *routed.KERNELS,

@@ -12,6 +12,7 @@ from hpc3d.model.context_attention import attention_of
 from hpc3d.model.families import BERT, GPT2, LLAMA
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.model.spec import ModelSizes, ModelSpec
+from hpc3d.ops.chunk_tiles import Hop
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.tensor.split import Split
 from hpc3d.trace.schema import OP, PHASE
@@ -87,6 +88,19 @@ def test_context_attention_matches_a_single_rank(kind, context):
     ):
         np.testing.assert_allclose(found, out[rows], rtol=0, atol=1e-12)
         np.testing.assert_allclose(gradient, dqkv[rows], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
+def test_hops_of_a_ring_are_rectangles(kind):
+    """Each rank of a ring of 3 has 2 chunks of 4 tokens."""
+    first, second, both = slice(0, 4), slice(4, 8), slice(0, 8)
+    shapes = {0: (both, both, True), -1: (both, first, False), 1: (second, both, False)}
+    for here in range(3):
+        mesh = abstract_mesh({"c": 3}, {"c": here})
+        layer = attention_of(mesh, "p", spec_of(kind, Context(T, 3), True))
+        for there, pairs in enumerate(layer.pairs):
+            causal = shapes[(there > here) - (there < here)]
+            assert Hop.of(pairs) == (causal if kind == "causal" else (both, both, False))
 
 
 def test_unchunked_attention_exchanges_full_sequences():

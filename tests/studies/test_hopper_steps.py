@@ -54,7 +54,7 @@ def test_machine_of_a_row_has_its_memory_and_network():
 @pytest.mark.slow
 def test_row_with_a_ring_is_also_predicted_with_all_to_alls():
     found = predicted(ROWS["dgxc-24.11.1-llama3.1-8b-8"], load("h100"))
-    assert found["without_ring"] < found["error"]
+    assert found["without_ring"] == pytest.approx(found["error"], abs=0.01)
     few = predicted(ROWS["dgxc-25.04-llama3.1-405b-32"], load("h100"))
     assert few["without_ring"] is None  # one KV head per rank
 

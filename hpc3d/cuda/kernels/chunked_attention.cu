@@ -197,3 +197,37 @@ row_dots(const T* x, const T* y, float* dots, int heads, int width, int sequence
             dots[(sample * heads + head) * sequence + token] = sum;
     }
 }
+
+// Merge the output `added` of a fused kernel for one block of keys, [sample, query, head, feature],
+// into `out`: out = exp(L - L') out + exp(l - L') added, with the log-sum-exps L of the earlier keys
+// (`sums`), l of these keys (`added_sums`), and L' = log(exp L + exp l), which replaces L.  If `sums`
+// is null, out += added.  The first query is number `first` of the `sequence` queries in each row of
+// sums [sample, head, sequence]; `added_sums` is [sample, head, query].  A block has a query, and
+// each warp some of its heads.
+// Launch: block_per_row; reads and writes out, sums
+template <typename T>
+__global__ void __launch_bounds__(256)
+merge_hop(float* out, const T* added, float* sums, const float* added_sums, int queries, int heads,
+          int width, int first, int sequence)
+{
+    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const long long row = blockIdx.x, sample = row / queries, query = row % queries;
+    for (int head = threadIdx.x / 32; head < heads; head += warps) {
+        float kept = 1, share = 1;
+        if (sums) {
+            float* place = sums + (sample * heads + head) * sequence + first + query;
+            // Lane 0 reads and writes; the sum over the lanes is a broadcast.
+            const float before = warp_all<Sum>(lane ? 0.0f : *place);
+            const float mine = added_sums[(sample * heads + head) * queries + query];
+            const float larger = Max::of(before, mine);
+            const float total = larger + logf(expf(before - larger) + expf(mine - larger));
+            kept = expf(before - total);
+            share = expf(mine - total);
+            if (lane == 0)
+                *place = total;
+        }
+        const long long start = (row * heads + head) * width;
+        for (int c = lane; c < width; c += 32)
+            out[start + c] = kept * out[start + c] + share * to_float(added[start + c]);
+    }
+}

@@ -36,7 +36,7 @@ def _options(*ways: tuple[str, ...]) -> tuple[MemoryOption, ...]:
 
 # Options in order of increasing step time. Chunked attention recomputes the probabilities, as
 # "selective" does. On CPUs, chunked attention is not slower than "selective" and needs less
-# memory. On GPUs, chunked attention launches far more kernels.
+# memory. On GPUs without fused attention, chunked attention launches far more kernels.
 MEMORY_OPTIONS = _options(("none",), ("selective",), ("full",))
 WITH_CHUNKS = {
     "numpy": _options(("none",), ("none", "chunked"), ("full", "chunked")),

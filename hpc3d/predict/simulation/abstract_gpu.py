@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
+from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from hpc3d.arrays.abstract import AbstractArray, AbstractPool, counted, of_shape
 from hpc3d.arrays.pool import contiguous, has_values, value_of
 from hpc3d.arrays.primitive import add_backend
 from hpc3d.cuda import launch_table
-from hpc3d.cuda.cudnn_attention import Case, takes
+from hpc3d.cuda.cudnn_attention import Case, result_shape, takes
 from hpc3d.cuda.gpu import WORKSPACE, Gpu
 from hpc3d.ops.float8 import E4M3
 
@@ -112,7 +112,8 @@ class _AbstractAttention:
     The score matrix is not stored in memory. With a causal mask, half of every GEMM is computed.
     The backward pass has five GEMMs, one of which recomputes the scores. All layers share a
     workspace of the size that cuDNN 9.19 requests on an H100: the gradient of q in float32, and
-    for each row the dot product of out and its gradient in float32.
+    for each row the dot product of out and its gradient in float32. A ring hop is recorded as a
+    square with the same number of scores, which determines its rate.
     """
 
     def __init__(self, pool: AbstractPool) -> None:
@@ -129,7 +130,7 @@ class _AbstractAttention:
         self.have(4 * qkv.shape[0] * heads * (case.width + 1))
         out = self.pool.empty((qkv.shape[0], heads * case.width), qkv.dtype)
         stats = self.pool.empty((case.batch, heads, sequence, 1), np.float32)
-        self.tell(case, (qkv, out, stats))
+        self.tell(case, sequence**2, (qkv, out, stats))
         return out, stats
 
     def backward(
@@ -144,8 +145,31 @@ class _AbstractAttention:
     ) -> AbstractArray:
         dqkv = self.pool.empty(qkv.shape, qkv.dtype)
         case = Case.of(qkv, sequence, form, causal)
-        self.tell(case, (dout, qkv, out, stats, dqkv), backward=True)
+        self.tell(case, sequence**2, (dout, qkv, out, stats, dqkv), backward=True)
         return dqkv
+
+    def hop(
+        self, q: AbstractArray, k: AbstractArray, v: AbstractArray, causal: bool
+    ) -> tuple[AbstractArray, AbstractArray]:
+        empty = partial(self.pool.empty, kind="workspace")
+        self.have(4 * q.size // q.shape[-1] * (q.shape[-1] + 1))
+        out, sums = empty(result_shape(q), q.dtype), empty(q.shape[:-1], np.float32)
+        self.tell(_square(q, k, causal), q.shape[3] * k.shape[2], (q, k, v, out, sums))
+        return out, sums
+
+    def hop_grad(
+        self,
+        dout: AbstractArray,
+        qkv: tuple[AbstractArray, AbstractArray, AbstractArray],
+        out: AbstractArray,
+        sums: AbstractArray,
+        causal: bool,
+    ) -> tuple[AbstractArray, AbstractArray]:
+        empty, (q, k, _) = partial(self.pool.empty, kind="workspace"), qkv
+        dq, dkv = empty(result_shape(q), q.dtype), empty((2, *k.shape), k.dtype)
+        moved = dout, *qkv, out, sums, dq, dkv
+        self.tell(_square(q, k, causal), q.shape[3] * k.shape[2], moved, backward=True)
+        return dq, dkv
 
     def have(self, size: int) -> None:
         """Allocate a workspace of `size` bytes, unless the newest workspace is large enough.
@@ -156,11 +180,21 @@ class _AbstractAttention:
             self.workspaces.append(self.pool.empty((size,), np.uint8, "workspace"))
             self.pool.shared_workspace += size
 
-    def tell(self, case: Case, arrays: Sequence[AbstractArray], backward: bool = False) -> None:
+    def tell(
+        self, case: Case, scores: int, arrays: Sequence[AbstractArray], backward: bool = False
+    ) -> None:
+        """Report a kernel that computes `scores` scores per query head, half of them if causal."""
         products = 5 if backward else 2
         heads = case.batch * case.heads * case.queries
-        flop = products * (1 if case.causal else 2) * heads * case.sequence**2 * case.width
+        flop = products * (1 if case.causal else 2) * heads * scores * case.width
         self.pool.meter.attention(flop, sum(array.nbytes for array in arrays), case, backward)
+
+
+def _square(q: AbstractArray, k: AbstractArray, causal: bool) -> Case:
+    """Return the Case with as many queries as keys that has as many scores as q k^T."""
+    batch, heads, queries, rows, width = q.shape
+    sequence = round(sqrt(rows * k.shape[2]))
+    return Case(batch, heads, queries, sequence, width, q.dtype.name, causal)
 
 
 def _on_pool(primitive: Primitive) -> Callable[..., Any]:

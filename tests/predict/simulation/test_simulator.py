@@ -28,7 +28,7 @@ p=1 schedule=none microbatches=4 hidden=32 heads=4 backend=cupy dtype=bfloat16
 x=2 y=2 z=2 schedule=none microbatches=3 batch=24 sequence=8
 p=2 d=2 schedule=zb-v chunks=2 microbatches=4 dropout=0.1 backend=cupy dtype=float32
 c=4 x=2 schedule=none microbatches=3 sequence=8 context=both ulysses=2
-d=2 c=2 schedule=none microbatches=4 zero=3 sequence=4 backend=cupy dtype=float32
+c=2 schedule=none microbatches=4 zero=3 sequence=8 hidden=32 heads=4 backend=cupy dtype=bfloat16
 """.strip().splitlines()
 PIPELINES = ASYNCHRONOUS + [
     line for line in MIXES if "p=" in line and "3d-broadcast" not in line and "p=1" not in line
@@ -104,6 +104,22 @@ def test_gpu_attention_saves_no_scores():
     assert backward["dur"] == pytest.approx(2.5 * forward["dur"], abs=2)
     scores = 2 * heads * 1024**2
     assert run.peak["activation"] + run.peak["workspace"] - WORKSPACE < scores
+
+
+def test_ring_hop_on_a_gpu_is_a_fused_kernel_and_a_merge():
+    """All keys of the other rank are seen by half of the queries, of each of 2 sequences."""
+    machine = replace(MACHINE, gemm={**MACHINE.gemm, "bfloat16": MACHINE.gemm["float32"]})
+    line = f"{GPU} dtype=bfloat16 sequence=1024 batch=4 layers=1 c=2"
+    (run,) = simulate(config_of(line), 29, machine)
+    own, other = run.rows[run.rows["op"] == OP.index("attention")][:2]
+    heads, keys = 2 * 4, 512
+    for hop, queries, scores, launches in (own, 512, 512**2 / 2, 1), (other, 256, 256 * 512, 2):
+        flop = 2 * 2 * heads * scores * 8
+        nbytes = 2 * heads * 8 * (2 * queries + 2 * keys) + 4 * heads * queries
+        merged = heads // 2 * (queries * (8 * (4 + 4 + 2) + 4) + 2 * 4 * keys)
+        fused = max(LAUNCH, flop / FLOPS, nbytes / BYTES)
+        seconds = fused + launches * LAUNCH + 2 * merged / BYTES
+        assert hop["dur"] == pytest.approx(1e9 * seconds, abs=4)
 
 
 def test_kernel_time_is_launch_plus_moved_bytes():
