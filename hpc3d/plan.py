@@ -164,7 +164,7 @@ def _report(
 ) -> None:
     """Print the best layouts, and write the best one to the input file given by --apply."""
     from hpc3d.predict.assumptions import lines, of_mixture
-    from hpc3d.predict.intervals import described, interval
+    from hpc3d.predict.error_intervals import described, interval
     from hpc3d.predict.planning.planned_layouts import TOP, gigabytes
     from hpc3d.predict.planning.ranked_layouts import searched
 

@@ -137,7 +137,7 @@ def _keep_beside(folder, runs, found):
 
 def _print_step(config, found):
     from hpc3d.predict.assumptions import lines
-    from hpc3d.predict.intervals import described
+    from hpc3d.predict.error_intervals import described
 
     sizes = " ".join(f"{axis}={size}" for axis, size in config.mesh.sizes().items() if size > 1)
     ranks = counted(found["ranks"], "rank")

@@ -19,7 +19,7 @@ import numpy as np
 
 from hpc3d.config.load import literal
 from hpc3d.config.package_data import shipped
-from hpc3d.predict.intervals import kind_of_layout
+from hpc3d.predict.error_intervals import kind_of_layout
 from hpc3d.predict.machine.machine import AttentionRates, Errors
 from hpc3d.predict.simulation.simulator import load_resolved, simulate, step_length
 from hpc3d.predict.simulation.summary import summary

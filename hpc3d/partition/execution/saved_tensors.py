@@ -35,8 +35,8 @@ from torch.overrides import TorchFunctionMode
 
 from hpc3d.arrays.array import SavedActivation
 from hpc3d.model.kept import KeptForm
+from hpc3d.partition.capturing.torch_errors import memory_errors
 from hpc3d.partition.capturing.user_code import tensors
-from hpc3d.partition.execution.torch_errors import memory_errors
 from hpc3d.partition.shared_arrays import array_of, tensor_of
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from hpc3d.arrays.pool import writeable
 from hpc3d.partition.capture import is_trained, shape_of
 from hpc3d.partition.capturing.opaque_modules import OpaqueModule
+from hpc3d.partition.capturing.torch_errors import data_errors
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.saved_tensors import SavedBytes, SavedTensor, SavedTensors
 from hpc3d.partition.execution.stage_program import StageProgram, on_device
-from hpc3d.partition.execution.torch_errors import data_errors
 from hpc3d.partition.execution.torch_weights import TorchWeights
 from hpc3d.partition.shared_arrays import array_of, array_type, tensor_of
 

@@ -40,6 +40,7 @@ from hpc3d.partition.capture import (
 from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.named_outputs import named_tensors
 from hpc3d.partition.capturing.sample_relations import BatchValues, results_of
+from hpc3d.partition.capturing.torch_errors import memory_errors
 from hpc3d.partition.capturing.user_code import described, tensors, undisturbed
 from hpc3d.partition.capturing.user_module import in_evaluation
 from hpc3d.partition.execution.largest_prefix import Prefix, largest_prefix, mean_of_squares
@@ -47,7 +48,6 @@ from hpc3d.partition.execution.loss_terms import LossTerms
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.sample_batches import rows_for
 from hpc3d.partition.execution.stage_program import StageProgram, stage_programs
-from hpc3d.partition.execution.torch_errors import memory_errors
 from hpc3d.partition.execution.torch_weights import values_in
 
 _CLOSE = {  # largest relative rounding error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.analyze.metrics.mfu import model_flops
-from hpc3d.predict.intervals import interval
+from hpc3d.predict.error_intervals import interval
 from hpc3d.predict.simulation.count import COMM, moved_by
 from hpc3d.predict.simulation.simulator import step_length, vocabulary_of
 from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, MESSAGE_CODES
@@ -33,7 +33,7 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     of the model FLOPs, including the masked half of attention, to the peak of the machine. `hfu`
     is the same ratio for the executed FLOPs; chunked attention skips most of the masked half.
     `communication` is a fraction of the step. If the machine file lists errors for this kind of
-    layout, `interval` is the interval of the step time (`predict.intervals`).
+    layout, `interval` is the interval of the step time (`predict.error_intervals`).
     """
     ranks = config.mesh.grid().size
     here = ranks // len(runs)  # ranks per stage

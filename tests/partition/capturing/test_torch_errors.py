@@ -8,9 +8,9 @@ import torch
 
 from hpc3d.console.exit_codes import BadData
 from hpc3d.partition.capture import capture
+from hpc3d.partition.capturing.torch_errors import data_errors, memory_errors
 from hpc3d.partition.execution.random_numbers import Draw
 from hpc3d.partition.execution.stage_program import stage_programs
-from hpc3d.partition.execution.torch_errors import data_errors, memory_errors
 
 
 class Classifier(torch.nn.Linear):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc3d.predict.intervals import described, interval, kind_of_layout
+from hpc3d.predict.error_intervals import described, interval, kind_of_layout
 from hpc3d.predict.machine.machine import Errors
 from hpc3d.predict.simulation.simulator import load_resolved, simulate
 from hpc3d.predict.simulation.summary import summary
