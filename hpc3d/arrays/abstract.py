@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -205,6 +206,7 @@ class AbstractArray(NDArrayOperatorsMixin):
         return _FUNCTIONS[function](*arguments, **options)
 
 
+@cache
 def _compares(ufunc: np.ufunc) -> bool:
     """Return True if the ufunc returns booleans."""
     return all(kinds.endswith("?") for kinds in ufunc.types if "O" not in kinds)

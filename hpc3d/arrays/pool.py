@@ -97,6 +97,8 @@ class Pool:
     If `on_device` is true, the arrays are in GPU memory. Callers may then use GEMMs that also add
     a bias, a residual or a gradient. If `float8` is true, the GPU has float8 GEMMs with one scale
     per matrix.
+
+    `held` is the number of live bytes of all arrays except offloaded ones.
     """
 
     on_device = float8 = False
@@ -107,6 +109,7 @@ class Pool:
         self.free = defaultdict(list)
         self.live = Counter()
         self.peak = Counter()
+        self.held = 0
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation") -> Array:
         """Return an uninitialized array; its memory is reused when its last view is deleted."""
@@ -145,15 +148,13 @@ class Pool:
 
     def count(self, kind: str, size: int) -> None:
         """Add `size` to the live bytes of `kind`; `size` is negative for freed memory."""
-        self.live[kind] += size
+        live = self.live[kind] = self.live[kind] + size
+        if kind != OFFLOADED:
+            self.held += size
         if size > 0:
-            self.peak[kind] = max(self.peak[kind], self.live[kind])
-            self.peak["all"] = max(self.peak["all"], self.held)
-
-    @property
-    def held(self) -> int:
-        """Live bytes of all arrays except offloaded ones."""
-        return self.live.total() - self.live[OFFLOADED]
+            peak = self.peak
+            peak[kind] = max(peak[kind], live)
+            peak["all"] = max(peak["all"], self.held)
 
     def reset_peak(self) -> None:
         """Reset the peaks to the current live bytes."""

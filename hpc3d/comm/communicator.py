@@ -124,7 +124,7 @@ class Communicator:
         self, rank: int, size: int, members: Sequence[int] | None = None, pool: Pool | None = None
     ) -> None:
         self.rank, self.size = rank, size
-        self.members = tuple(members if members is not None else range(size))
+        self.members: Sequence[int] = tuple(members if members is not None else range(size))
         self.pool: Any = pool or Pool()  # the pool determines the array type
 
     @property

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
-from hpc3d.comm.communicator import Self
 from hpc3d.comm.grid import Grid
 from hpc3d.model.families import GPT2
 from hpc3d.model.microbatch import microbatches
@@ -81,7 +80,7 @@ def work_of(
     `sequences` sequences. The backward pass includes recomputation.
     """
     tally = Tally()
-    mesh = representative(Grid(sizes), AbstractPool(tally), Self())
+    mesh = representative(Grid(sizes), AbstractPool(tally))
     parameters = Parameters(mesh, dtype)
     spec = ModelSpec(GPT2, model, {"dense": split}, recompute=recompute)
     (stage,) = build(mesh, parameters, spec, [part])

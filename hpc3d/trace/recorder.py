@@ -192,7 +192,7 @@ class Recorder:
 
     def wrap(self, comm: Communicator, axis: str) -> Traced:
         """Return a communicator that records the calls of `comm` as communication along `axis`."""
-        self.header["groups"].append({"axis": axis, "members": list(comm.members)})
+        self.header["groups"].append({"axis": axis, "members": comm.members})
         return Traced(comm, self, len(self.header["groups"]) - 1)
 
     def synchronize(self) -> None:

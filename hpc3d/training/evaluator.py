@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import on_host
-from hpc3d.ops.cross_entropy import IGNORE
+from hpc3d.model.microbatch import count_targets
 from hpc3d.pipeline.engine import EVALUATION, Engine
 from hpc3d.pipeline.program import forward_program_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader
@@ -96,7 +96,7 @@ class Evaluator:
 
     def count_tokens(self, micros: Mapping[int, Any]) -> int:
         """Return the number of tokens with a target in the microbatches of a batch."""
-        return sum(int((micro.targets != IGNORE).sum()) for micro in micros.values())
+        return sum(count_targets(micro.targets) for micro in micros.values())
 
     def after(self, number: int) -> Evaluation | None:
         """Evaluate after step `number` if an evaluation is due; otherwise, return `None`."""

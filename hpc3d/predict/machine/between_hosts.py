@@ -53,14 +53,14 @@ def crossing(machine: Any, members: Sequence[int]) -> Crossing | None:
 
     The result is `None` if all members are on one host.
     """
-    hosts = machine.by_node(members)
-    if len(hosts) == 1:
+    hosts, local = machine.nodes(members)
+    if hosts == 1:
         return None
-    local, link = tuple(max(hosts, key=len)), machine.link(members)
+    link = machine.link(members)
     # If adjacent pipeline stages are on one host, only the first and the last of them use the NIC.
     apart = max(members) - min(members) if len(members) == 2 else machine.ranks_per_node
     beta = link.beta(len(local), min(apart, machine.ranks_per_node))
-    return Crossing(len(members), len(hosts), local, link.alpha_s, beta)
+    return Crossing(len(members), hosts, tuple(local), link.alpha_s, beta)
 
 
 def carried(op: str, nbytes: float, there: Crossing) -> float:

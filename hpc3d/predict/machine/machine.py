@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import compress, pairwise
@@ -368,11 +368,10 @@ class Machine:
     def route(self, members: tuple[int, ...]) -> Route:
         """Return the Route of a group of two or more ranks that are evenly distributed over the
         nodes."""
-        on_node, ranks = self.by_node(members), self.ranks_per_node
-        here = max(on_node, key=len)
+        (nodes, here), ranks = self.nodes(members), self.ranks_per_node
         near, far = self.link(here), self.link(members)
         inside = Level(len(here), near.alpha_s, near.beta(1, ranks, max(1, len(here) - 1)))
-        across = Level(len(on_node), far.alpha_s, far.beta(1, ranks))
+        across = Level(nodes, far.alpha_s, far.beta(1, ranks))
         hindered = near.node_bandwidth or far.node_bandwidth
         tables = self.tables(members, alone_serves=inside.members == ranks or not hindered)
         if 1 in (inside.members, across.members):
@@ -380,16 +379,28 @@ class Machine:
             return Route(len(members), across.members, alpha, alpha, beta, beta, None, tables)
         return _over_nodes(len(members), inside, across, far.beta(len(here), ranks), tables)
 
-    def by_node(self, members: Sequence[int]) -> Collection[list[int]]:
-        """Group the members by node, and return one list of ranks per node."""
+    def nodes(self, members: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """Return the number of nodes of a group, and the members on the node with the most.
+
+        Members with a constant stride are distributed periodically over the nodes, so only the
+        first ones are visited.
+        """
+        ranks, count = self.ranks_per_node, 0
+        if isinstance(members, range) and len(members) > 3 * ranks:
+            if members.step >= ranks:
+                return len(members), members[:1]
+            count = members[-1] // ranks - members[0] // ranks + 1
+            # A node repeats the pattern of the node that is `step` nodes before it.
+            members = members[: (members.step + 2) * ranks // members.step + 1]
         nodes = defaultdict(list)
         for rank in members:
-            nodes[rank // self.ranks_per_node].append(rank)
-        return nodes.values()
+            nodes[rank // ranks].append(rank)
+        return count or len(nodes), max(nodes.values(), key=len)
 
     def link(self, members: Sequence[int]) -> Link:
         """Return the innermost link that connects the members."""
-        low, high = min(members), max(members)
+        ends = members[:: max(1, len(members) - 1)] if isinstance(members, range) else members
+        low, high = min(ends), max(ends)
         joins = (not link.ranks or low // link.ranks == high // link.ranks for link in self.links)
         return next(compress(self.links, joins))
 
@@ -403,12 +414,16 @@ class Machine:
         (because the group shares no link with other groups). Tables with stride 0 are used only
         for groups on one node.
         """
-        ranks, across = sorted(members), len(self.by_node(members)) > 1
-        strides = {there - here for here, there in pairwise(ranks)}
+        across = self.nodes(members)[0] > 1
+        strides = {members.step} if isinstance(members, range) else _strides(members)
         found = {}
         for groups in ("alone", "at once") if alone_serves else ("at once",):
             for table in self.measured:
                 fits = {table.stride} == strides if table.stride else not across
-                if fits and (table.members, table.groups) == (len(ranks), groups):
+                if fits and (table.members, table.groups) == (len(members), groups):
                     found[table.op] = table.time
         return found
+
+
+def _strides(members: Sequence[int]) -> set[int]:
+    return {there - here for here, there in pairwise(sorted(members))}

@@ -185,7 +185,8 @@ def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
     """Return the communication along an axis: operation, calls per step, and ranks of one
     group."""
     grid, layers = config.mesh.grid(), config.model.layers / config.mesh.p
-    members = grid.ranks_over(axis.split(), {})
+    single = axis in grid.sizes
+    members = grid.ranks_along(axis, {}) if single else grid.ranks_over(axis.split(), {})
     if axis == "p":
         return "send", 1, members[:2]
     if axis == CONTEXT:

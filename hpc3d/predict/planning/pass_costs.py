@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import OFFLOADED
-from hpc3d.comm.communicator import Pending, Self
+from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import data_axes, expert_data_axes, plane, queue_of
 from hpc3d.model.layers import immediately
 from hpc3d.model.microbatch import DeviceCache, Microbatch
@@ -249,7 +249,7 @@ class LayerSample:
         self.spec = spec_of(config, vocabulary)
         self.clock = (_HostDrivenWaitClock if machine.cores else _WaitClock)(machine)
         self.context, pool = config.context(), pool_of(config, self.clock)
-        self.mesh = representative(grid, pool, Self(), self.context)
+        self.mesh = representative(grid, pool, context=self.context)
         self.pool = self.mesh.pool
         self.stages, self.held = {}, {(): Counter(self.pool.live)}
         self.held_by = cache(self._held_by)

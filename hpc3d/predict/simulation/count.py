@@ -17,6 +17,7 @@ import numpy as np
 from hpc3d.arrays.abstract import AbstractArray
 from hpc3d.comm import threads
 from hpc3d.comm.abstract_communicator import abstract_mesh
+from hpc3d.model.context import Context
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
@@ -32,8 +33,25 @@ if TYPE_CHECKING:
 COMM = CATEGORY.index("comm")
 
 
+class _ZeroContext(Context):
+    """Context that shards batches of zeros, which are a single element in memory."""
+
+    def cut(self, batch: np.ndarray) -> np.ndarray:
+        if self.parts == 1:
+            return batch
+        return np.broadcast_to(np.int32(0), (self.parts * len(batch), self.tokens))
+
+
 class ZeroBatches(MicrobatchLoader):
-    """Loader of batches of zeros, because token values do not affect a prediction."""
+    """Loader of batches of zeros, because token values do not affect a prediction.
+
+    All tokens are a single element in memory, so neither time nor memory depends on the batch
+    size.
+    """
+
+    def __init__(self, mesh: Mesh, config: Config, batches: None, program: Program) -> None:
+        super().__init__(mesh, config, batches, program)
+        self.context = _ZeroContext(*self.context)
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         pair = AbstractArray((2, *self.shape), np.int32, self.mesh.pool)
@@ -76,11 +94,14 @@ def moved_by(rows: np.ndarray, axes: Sequence[str]) -> dict[tuple[str, str], tup
 
     `rows` are rows of the trace table /events, and `axes` lists the mesh axis of each group.
     """
-    calls, received = Counter(), Counter()
-    for row in rows[rows["category"] == COMM]:
-        key = axes[row["group"]], OP[row["op"]]
-        calls[key] += 1
-        received[key] += int(row["bytes"])
+    rows, calls, received = rows[rows["category"] == COMM], Counter(), Counter()
+    numbers = len(OP) * rows["group"] + rows["op"]
+    kinds, first, kind_of = np.unique(numbers, return_index=True, return_inverse=True)
+    for kind in np.argsort(first):
+        group, op = divmod(int(kinds[kind]), len(OP))
+        found = rows["bytes"][kind_of == kind]
+        calls[axes[group], OP[op]] += len(found)
+        received[axes[group], OP[op]] += int(found.sum())
     return {key: (calls[key], received[key]) for key in calls}
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpc3d.comm import threads
 from hpc3d.pipeline.program import forward_program_of, program_of
 from hpc3d.predict.simulation.abstract_gpu import unrecorded
 from hpc3d.predict.simulation.count import ZeroBatches
 from hpc3d.predict.simulation.simulated_clock import clock_of
-from hpc3d.predict.simulation.simulator import core_sharing, replay_passes, simulated_trainer
+from hpc3d.predict.simulation.simulator import (
+    core_sharing,
+    replay_passes,
+    simulated_trainer,
+    with_ranks,
+)
+from hpc3d.predict.simulation.stage_turns import StageTurns
 from hpc3d.training.evaluator import Evaluator
 
 if TYPE_CHECKING:
@@ -25,17 +30,16 @@ def seconds_of_batch(config: Config, vocabulary: int, machine: Machine) -> float
     multiplied by the number of these ranks.
     """
     config = unrecorded(replace(config, train=replace(config.train, steps=1)))
-    ranks = config.mesh.grid().size
-    machine = replace(machine, ranks_per_node=min(ranks, machine.ranks_per_node))
+    machine = with_ranks(machine, config.mesh.grid().size)
     training, program = program_of(config), forward_program_of(config)
     slowdown = core_sharing(config, machine).stage
 
     def stage(peers):
         clock = clock_of(machine, slowdown)
-        trainer = simulated_trainer(peers.comm("p"), config, vocabulary, training, clock)
+        trainer = simulated_trainer(peers, config, vocabulary, training, clock)
         evaluator = Evaluator(trainer, None, program, ZeroBatches)
         evaluator.count = 1
         replay_passes(evaluator.engine, config, program)
         return evaluator.evaluate(0).seconds
 
-    return max(threads.run({"p": config.mesh.p}, stage))
+    return max(StageTurns(config.mesh.p).run(stage))

@@ -2,7 +2,8 @@
 
 On abstract arrays, passes of the same kind are identical for all microbatches: they take the same
 time, make the same calls and leave the same memory allocated. A simulation therefore runs only the
-first pass of each kind and the passes that overlap with gradient reductions.
+first pass of each kind and the passes that overlap with gradient reductions. In these passes, most
+blocks replay the pass of an identical block.
 """
 
 from __future__ import annotations
@@ -24,20 +25,24 @@ if TYPE_CHECKING:
     from hpc3d.arrays.abstract import AbstractLease
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.block import Block
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.pipeline.passes import Group
     from hpc3d.pipeline.stage_protocol import PipelineStage
+
+_Kind = tuple[Any, ...]  # kind of a pass, which is the same for identical passes
 
 
 class RecordedPass(NamedTuple):
     """Recorded effects of a pass.
 
     `start`, `length` (duration), `busy` (CPU time) and `wired` (wait for the network) are in ns.
-    `rows` contains the trace rows of the pass. For each call sequence, `first` is the sequence
-    number of the first call in the pass, and `calls` is the number of calls. For each kind of
-    memory, `live` is the memory use in bytes at the end of the pass, and `peak` its maximum; both
-    are relative to the start of the pass. `brought` maps names to placeholders for the arrays that
-    the pass copied to the device.
+    `rows` contains the trace rows of the pass. For each call sequence with calls in the pass,
+    `calls` contains the group, the key, the sequence number of the first call and the number of
+    calls; `sequences` contains the index of the call sequence of each row, or -1. For each kind of
+    memory, `live` is the memory use in bytes at the end of the pass, and `peak` its maximum, also
+    of all kinds (`all`); these are relative to the start of the pass. `brought` maps names to
+    placeholders for the arrays that the pass copied to the device.
     """
 
     start: int
@@ -45,10 +50,10 @@ class RecordedPass(NamedTuple):
     busy: int
     wired: int
     rows: np.ndarray
-    first: dict
-    calls: dict
+    calls: list[tuple[int, Any, int, int]]
+    sequences: np.ndarray
     live: dict
-    peak: dict
+    peak: list[tuple[str, int]]
     brought: dict
 
 
@@ -56,81 +61,92 @@ class PassRecorder:
     """Record and replay the passes of a rank on a simulated mesh.
 
     A replay advances the clock (the pool's cost meter), updates the memory use, and adds the trace
-    rows to the mesh's MemoryRecorder.
+    rows to the mesh's MemoryRecorder. `passes` and `results` map the kind of a pass to its
+    recorded effects, and to descriptions of its result and of the arrays that it saves.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.ledger, self.clock = mesh, mesh.trace, mesh.pool.meter
         self.comms = {comm.group: comm for comm in mesh.comms.values()}
-        self.passes = {}
+        self.passes, self.results = {}, {}
 
     @contextmanager
-    def record(self, kind: tuple[str, int, int], micro: Microbatch) -> Iterator[None]:
+    def record(self, kind: _Kind, micro: Microbatch) -> Iterator[None]:
         """Context manager that records the pass in its body, if it is the first of this `kind`."""
-        pool, count = self.mesh.pool, self.ledger.count
-        now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
+        if kind in self.passes:
+            yield
+            return
+        pool, mark, clock = self.mesh.pool, self.ledger.mark, self.clock
+        now, busy, wired = clock.now, clock.busy, clock.wired
         before, held, peak = Counter(pool.live), pool.held, pool.peak
         shared = pool.shared_workspace
-        first = self._sequence_numbers()
+        first, known = self._sequence_numbers(), {*micro.cache.arrays}
         pool.reset_peak()
-        known = {*micro.cache.arrays}
         yield
         added = pool.shared_workspace - shared  # later passes find this workspace
         before["workspace"], held = before["workspace"] + added, held + added
         live, high = _differences(pool.live, before), _differences(pool.peak, before)
         high["all"] = pool.peak["all"] - held
         pool.peak = peak | pool.peak
-        if kind not in self.passes:
-            new = [key for key in micro.cache.arrays if key not in known]
-            self.passes[kind] = RecordedPass(
-                start=now,
-                length=self.clock.now - now,
-                busy=self.clock.busy - busy,
-                wired=self.clock.wired - wired,
-                rows=self.ledger.rows(count),
-                first=first,
-                calls=_differences(self._sequence_numbers(), first),
-                live=live,
-                peak=high,
-                brought={key[-1]: _placeholder(micro.cache.arrays[key]) for key in new},
-            )
+        new = [key for key in micro.cache.arrays if key not in known]
+        rows, counts = self.ledger.all_rows(mark), _differences(self._sequence_numbers(), first)
+        calls = [(*which, first.get(which, 0), count) for which, count in counts.items()]
+        self.passes[kind] = RecordedPass(
+            start=now,
+            length=clock.now - now,
+            busy=clock.busy - busy,
+            wired=clock.wired - wired,
+            rows=rows,
+            calls=calls,
+            sequences=self._sequences(rows, calls),
+            live=live,
+            peak=[*high.items()],
+            brought={key[-1]: _placeholder(micro.cache.arrays[key]) for key in new},
+        )
 
     @contextmanager
-    def replay(
-        self, kind: tuple[str, int, int], micro: Microbatch, microbatch: int
-    ) -> Iterator[None]:
-        """Context manager that replays the recorded pass of `kind`.
+    def replay(self, kind: _Kind, micro: Microbatch, layer: int | None = None) -> Iterator[None]:
+        """Context manager that replays the recorded pass of `kind` for the current microbatch.
 
-        In this context, the caller must allocate and free the arrays that outlive the pass.
+        In this context, the caller must allocate and free the arrays that outlive the pass. If the
+        pass is that of a block, `layer` is the number of the block.
         """
-        recorded, pool, before = self.passes[kind], self.mesh.pool, Counter(self.mesh.pool.live)
-        rows = self._shifted_rows(recorded, microbatch)
-        self.clock.advance(recorded.length, recorded.busy, recorded.wired)
-        self.ledger.add(rows, self.clock.now)
-        for (group, key), count in recorded.calls.items():
-            self.comms[group].sequence[key] += count
-        held = pool.held
+        recorded, pool, peaks = self.passes[kind], self.mesh.pool, self.mesh.pool.peak
+        self._replay_rows(recorded, layer)
+        before, held = dict(pool.live), pool.held
         for name, array in recorded.brought.items():
             micro.cached(name, lambda _, array=array: array)
         yield
-        changes = {
-            name: before[name] + recorded.live.get(name, 0) - pool.live[name] for name in pool.live
-        }
-        for name in sorted(changes, key=changes.get):  # frees memory before allocations
-            pool.count(name, changes[name])
-        high = {name: change + before[name] for name, change in recorded.peak.items()}
-        pool.peak |= Counter(high | {"all": held + recorded.peak["all"]})
+        changes = [
+            (before.get(name, 0) + recorded.live.get(name, 0) - live, name)
+            for name, live in pool.live.items()
+        ]
+        for change, name in sorted(changes):  # frees memory before allocations
+            if change:
+                pool.count(name, change)
+        before["all"] = held
+        for name, high in recorded.peak:
+            peaks[name] = max(peaks[name], before.get(name, 0) + high)
 
-    def _shifted_rows(self, recorded: RecordedPass, microbatch: int) -> np.ndarray:
-        """Return the trace rows of a pass, with times and sequence numbers set for a replay."""
-        rows, now = recorded.rows.copy(), self.clock.now
-        for name in ("t_start", "t_global", "posted"):
-            rows[name] += now - recorded.start
-        rows["microbatch"], rows["step"] = microbatch, self.ledger.step
-        numbers = self._sequence_numbers()
-        for which in recorded.calls:
-            rows["seq"][self._calls(rows, *which)] += numbers[which] - recorded.first.get(which, 0)
-        return rows
+    def _replay_rows(self, recorded: RecordedPass, layer: int | None) -> None:
+        """Advance the clock and the sequence numbers, and add the trace rows of a pass."""
+        ledger, shift, added = self.ledger, self.clock.now - recorded.start, []
+        for group, key, first, count in recorded.calls:
+            sequence = self.comms[group].sequence
+            added.append(sequence[key] - first)
+            sequence[key] += count
+        columns = {"microbatch": ledger.microbatch, "step": ledger.step}
+        if layer is not None:
+            columns["layer"] = layer
+        self.clock.advance(recorded.length, recorded.busy, recorded.wired)
+        ledger.add(recorded.rows, shift, columns, (recorded.sequences, (*added, 0)))
+
+    def _sequences(self, rows: np.ndarray, calls: Sequence[tuple]) -> np.ndarray:
+        """Return, for each trace row, the index of its call sequence in `calls`, or -1."""
+        found = np.full(len(rows), -1)
+        for number, (group, key, *_) in enumerate(calls):
+            found[self._calls(rows, group, key)] = number
+        return found
 
     def _calls(self, rows: np.ndarray, group: int, key: Any) -> np.ndarray:
         """Return a boolean mask that selects the trace rows of a group's call sequence `key`.
@@ -151,6 +167,49 @@ class PassRecorder:
             for group, comm in self.comms.items()
             for key, number in comm.sequence.items()
         }
+
+    def forward(
+        self, kind: _Kind, layers: PipelineStage, x: Array | None, micro: Microbatch
+    ) -> tuple[Any, Any]:
+        """Run and record the forward pass of a stage or block."""
+        with self.record(kind, micro):
+            y, saved = layers.forward(x, micro)
+        held = _leases(saved)
+        kept = [getattr(array, "lease", None) in held for array in (x, y)]
+        self.results[kind] = _array_spec(y, x), kept
+        return y, saved
+
+    def replay_forward(
+        self, kind: _Kind, x: Array | None, micro: Microbatch, layer: int | None = None
+    ) -> tuple[Any, KeptArrays]:
+        like, kept = self.results[kind]
+        with self.replay(kind, micro, layer):
+            y = self._new_array(like, x)
+        return y, KeptArrays(compress((x, y), kept))
+
+    def replay_backward(
+        self,
+        kind: _Kind,
+        dy: Array | None,
+        saved: KeptArrays,
+        micro: Microbatch,
+        layer: int | None = None,
+    ) -> Any:
+        like, _ = self.results[kind]
+        with self.replay(kind, micro, layer):
+            saved.clear()
+            dx = self._new_array(like, dy)
+        return dx
+
+    def _new_array(self, like: Any, given: Any) -> Any:
+        """Return the result of a replayed pass with the input `given`.
+
+        The result is a new array if `like` is an ArraySpec, the input itself if `like` is
+        _SAME_ARRAY, and `like` otherwise.
+        """
+        if like is _SAME_ARRAY:
+            return given
+        return self.mesh.empty(*like) if isinstance(like, ArraySpec) else like
 
 
 def _differences(new: Mapping[Any, int], old: Mapping[Any, int]) -> dict[Any, int]:
@@ -174,7 +233,7 @@ class ReplayedStage:
         self, stage: PipelineStage, recorder: PassRecorder, chunk: int, run: Collection[int]
     ) -> None:
         self.stage, self.recorder, self.chunk, self.run = stage, recorder, chunk, run
-        self.results = {}
+        self.blocks = {}
 
     @property
     def auxiliary_loss(self) -> float:
@@ -185,28 +244,19 @@ class ReplayedStage:
         return self.stage.units
 
     def incoming(self, kind: str, micro: Microbatch) -> Sequence[tuple[tuple[int, ...], Any]]:
-        return self.stage.incoming(kind, micro)
+        key = kind, micro.sequences
+        if key not in self.blocks:
+            self.blocks[key] = self.stage.incoming(kind, micro)
+        return self.blocks[key]
 
-    def kind(self, name: str, micro: Microbatch) -> tuple[str, int, int]:
+    def kind(self, name: str, micro: Microbatch) -> _Kind:
         return name, self.chunk, micro.sequences
 
-    @property
-    def microbatch(self) -> int:
-        return self.recorder.ledger.microbatch
-
     def forward(self, x: Array | None, micro: Microbatch) -> tuple[Any, Any]:
-        kind = self.kind("F", micro)
-        if self.microbatch in self.run:
-            with self.recorder.record(kind, micro):
-                y, saved = self.stage.forward(x, micro)
-            held = _leases(saved)
-            kept = [getattr(array, "lease", None) in held for array in (x, y)]
-            self.results[kind] = _array_spec(y, x), kept
-            return y, saved
-        like, kept = self.results[kind]
-        with self.recorder.replay(kind, micro, self.microbatch):
-            y = self._new_array(like, x)
-        return y, KeptArrays(compress((x, y), kept))
+        kind, recorder = self.kind("F", micro), self.recorder
+        if recorder.ledger.microbatch in self.run:
+            return recorder.forward(kind, self.stage, x, micro)
+        return recorder.replay_forward(kind, x, micro)
 
     def backward(
         self,
@@ -216,20 +266,18 @@ class ReplayedStage:
         defer: Callable[..., None],
         finished: Callable[[str], None],
     ) -> Any:
-        split = defer is not immediately
+        split, recorder = defer is not immediately, self.recorder
         kind = self.kind("B" if split else "BW", micro)
         if isinstance(saved, KeptArrays):
-            like, holds = self.results[kind]
+            _, holds = recorder.results[kind]
             work = KeptArrays([dy] * holds)
-            with self.recorder.replay(kind, micro, self.microbatch):
-                saved.clear()
-                dx = self._new_array(like, dy)
+            dx = recorder.replay_backward(kind, dy, saved, micro)
         else:
-            work = DeferredWeightGrads(self.recorder.ledger) if split else immediately
-            with self.recorder.record(kind, micro):
+            work = DeferredWeightGrads(recorder.ledger) if split else immediately
+            with recorder.record(kind, micro):
                 dx = self.stage.backward(dy, saved, micro, work, finished)
             held = _leases([*work.work]) if split else ()
-            self.results[kind] = _array_spec(dx, dy), getattr(dy, "lease", None) in held
+            recorder.results[kind] = _array_spec(dx, dy), getattr(dy, "lease", None) in held
         if split:
             defer(self.weight_grad, micro, work)
         return dx
@@ -238,21 +286,61 @@ class ReplayedStage:
         """Run or replay the deferred weight-gradient computations of a split backward pass."""
         kind = self.kind("W", micro)
         if isinstance(work, KeptArrays):
-            with self.recorder.replay(kind, micro, self.microbatch):
+            with self.recorder.replay(kind, micro):
                 work.clear()
         else:
             with self.recorder.record(kind, micro):
                 work.run()
 
-    def _new_array(self, like: Any, given: Any) -> Any:
-        """Return the result of a replayed pass with the input `given`.
 
-        The result is a new array if `like` is an ArraySpec, the input itself if `like` is
-        _SAME_ARRAY, and `like` otherwise.
-        """
-        if like is _SAME_ARRAY:
-            return given
-        return self.recorder.mesh.empty(*like) if isinstance(like, ArraySpec) else like
+class ReplayedBlock:
+    """Transformer block that replays the passes of an identical block of the same model chunk.
+
+    `before` and `after` are the numbers of identical blocks before and after this block. The two
+    blocks at either end run their passes. The inner ones of them are recorded, because the first
+    one to run also does what is done only once, such as the allocation of a workspace. `alike` is
+    part of the kind of the passes.
+    """
+
+    def __init__(
+        self, block: Block, recorder: PassRecorder, alike: tuple, before: int, after: int
+    ) -> None:
+        self.block, self.recorder, self.alike = block, recorder, alike
+        self.number, self.name = block.number, block.name
+        self.before, self.after = before, after
+
+    def forward(self, x: Array, micro: Microbatch) -> tuple[Array, Any]:
+        kind = ("F", micro.sequences, *self.alike)
+        if min(self.before, self.after) > 1:
+            return self.recorder.replay_forward(kind, x, micro, self.number)
+        if self.before == 1:
+            return self.recorder.forward(kind, self.block, x, micro)
+        return self.block.forward(x, micro)
+
+    def backward(
+        self, dy: Array, saved: Any, micro: Microbatch, defer: Callable[..., None]
+    ) -> Array:
+        kind, recorder = ("BW", micro.sequences, *self.alike), self.recorder
+        if isinstance(saved, KeptArrays):
+            return recorder.replay_backward(kind, dy, saved, micro, self.number)
+        only, saved = [saved], None  # the block frees the saved data itself
+        if self.after != 1:
+            return self.block.backward(dy, only.pop(), micro, defer)
+        with recorder.record(kind, micro):
+            dx = self.block.backward(dy, only.pop(), micro, defer)
+        recorder.results[kind] = _array_spec(dx, dy), None
+        return dx
+
+
+def replayed_blocks(blocks: Sequence[Block], recorder: PassRecorder, chunk: int) -> list[Any]:
+    """Return the blocks of a model chunk, of which most replay the passes of other blocks."""
+    kinds = [(chunk, block.recompute) for block in blocks]
+    left, before, found = Counter(kinds), Counter(), []
+    for block, kind in zip(blocks, kinds, strict=True):
+        left[kind] -= 1
+        found.append(ReplayedBlock(block, recorder, kind, before[kind], left[kind]))
+        before[kind] += 1
+    return found
 
 
 class ArraySpec(NamedTuple):

@@ -24,12 +24,15 @@ from hpc3d.comm.mesh import CONTEXT, WORLD, Mesh, groups_of, queue_of
 from hpc3d.ops.float8 import E4M3
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.machine.machine import AttentionPass
+from hpc3d.predict.simulation.stage_turns import StageTurns
 
 if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
     from hpc3d.comm.grid import Grid
     from hpc3d.model.context import Context
+    from hpc3d.predict.machine.between_hosts import Legs
     from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.simulation.stage_turns import StagePeers
 
 _CARD, _HOST = "card", "host"  # keys of `ends`: the NIC, and copies to and from the host
 _LONG = 1e6  # message size, in bytes, used to find the pair of ranks with the slowest transfer
@@ -41,7 +44,8 @@ class Clock(CostMeter):
     `busy` is the total compute time of the rank. `ends` maps each queue of collectives to the end
     time of its last collective. Collectives in a queue run one at a time, but overlap with
     computation and with other queues. All CPU times are multiplied by `slowdown`, which is greater
-    than 1 if ranks share cores.
+    than 1 if ranks share cores. `known` contains the times of products and calls, because the same
+    ones are repeated in every layer and microbatch.
     """
 
     wired = 0
@@ -51,6 +55,7 @@ class Clock(CostMeter):
         self.machine, self.slowdown = machine, slowdown
         self.now = self.busy = 0
         self.ends = Counter()
+        self.known: dict[tuple, Any] = {}
 
     @property
     def widest(self) -> int:
@@ -82,7 +87,10 @@ class Clock(CostMeter):
         self.now, self.busy = self.now + length, self.busy + length
 
     def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
-        self.work(self.machine.product(m, n, k, dtype.name, batch))
+        case = m, n, k, dtype, batch
+        if case not in self.known:
+            self.known[case] = self.machine.product(m, n, k, dtype.name, batch)
+        self.work(self.known[case])
 
     def kernel(self, name: str, nbytes: float) -> None:
         self.work(self.machine.kernel(name, nbytes))
@@ -104,7 +112,10 @@ class Clock(CostMeter):
         self.now = max(self.now, end)
 
     def call(self, op: str, nbytes: float, members: Sequence[int]) -> int:
-        return _nanoseconds(self.machine.call(op, nbytes, members))
+        case = op, nbytes, members
+        if case not in self.known:
+            self.known[case] = _nanoseconds(self.machine.call(op, nbytes, members))
+        return self.known[case]
 
     def post(self, op: str, nbytes: float, members: Sequence[int], axis: str) -> int:
         """Post a collective along an axis; return its end time in ns.
@@ -181,8 +192,15 @@ class HostDrivenClock(Clock):
         """Return the time in ns at which a rank resumes if its wait ends at `time`."""
         return time + _nanoseconds(self.slowdown * self.machine.wakeup_s)
 
+    def legs(self, op: str, nbytes: float, members: Sequence[int]) -> Legs:
+        """Return the CPU and network time of a call in seconds."""
+        case = "legs", op, nbytes, members
+        if case not in self.known:
+            self.known[case] = legs(self.machine, op, nbytes, members)
+        return self.known[case]
+
     def post(self, op: str, nbytes: float, members: Sequence[int], axis: str) -> int:
-        work, wired = legs(self.machine, op, nbytes, members)
+        work, wired = self.legs(op, nbytes, members)
         queue = queue_of(axis)
         self.work(work)
         self.ends[queue] = self._card_done(max(self.now, self.ends[queue]), wired)
@@ -213,12 +231,12 @@ class HostDrivenClock(Clock):
         return Pending(finish)
 
     def send_done(self, nbytes: float, members: Sequence[int], last: int) -> int:
-        work, wired = legs(self.machine, "send", nbytes, members)
+        work, wired = self.legs("send", nbytes, members)
         self.work(work)
         return self._card_done(self.now, wired)
 
     def receive(self, nbytes: float, members: Sequence[int], arrival: int) -> None:
-        work, wired = legs(self.machine, "recv", nbytes, members)
+        work, wired = self.legs("recv", nbytes, members)
         if arrival > self.now:
             self.wired += min(arrival - self.now, _nanoseconds(wired))
             self.now = self.wake_up(arrival)
@@ -301,10 +319,9 @@ class ContextTimed(TimedCommunicator):
 class PipelineTimed(TimedCommunicator):
     """Communicator across pipeline stages, whose calls advance the simulated clock.
 
-    `stages` maps each member to its simulated stage. `peers` is the communicator over which the
-    threads that simulate the stages exchange times. The transfer of a message begins when it has
-    been posted and all earlier transfers have ended. A collective begins when the last stage has
-    posted it.
+    `stages` maps each member to its simulated stage, and `peers` exchanges times with the other
+    simulated stages. The transfer of a message begins when it has been posted and all earlier
+    transfers have ended. A collective begins when the last stage has posted it.
     """
 
     def __init__(
@@ -312,7 +329,7 @@ class PipelineTimed(TimedCommunicator):
         rank: int,
         members: Sequence[int],
         pool: Pool,
-        peers: Any,
+        peers: StagePeers,
         stages: range | dict[int, int],
     ) -> None:
         axis = WORLD if isinstance(stages, dict) else "p"
@@ -320,24 +337,23 @@ class PipelineTimed(TimedCommunicator):
         self.peers, self.stages, self.sends_done = peers, stages, Counter()
 
     def timed(self, op: str, block: Any, pending: Pending) -> Pending:
-        ends, now, queue = self.clock.ends, np.array([self.clock.now]), queue_of(self.axis)
-        latest = int(self.peers.all_reduce(now, "max").wait()[0])
-        ends[queue] = max(ends[queue], latest)
+        ends, queue = self.clock.ends, queue_of(self.axis)
+        ends[queue] = max(ends[queue], self.peers.latest(self.clock.now))
         return super().timed(op, block, pending)
 
     def _send(self, block, peer):
         end = self.clock.send_done(block.nbytes, self.pair(peer), self.sends_done[peer])
         self.sends_done[peer] = end
-        self.peers.send(np.array([end]), self.stages[peer])
+        self.peers.send(end, self.stages[peer])
         return self.clock.until(end, super()._send(block, peer))
 
     def _recv(self, shape, dtype, peer):
-        arrival = self.peers.recv((1,), np.int64, self.stages[peer])
+        arrival = self.peers.recv(self.stages[peer])
         pending = super()._recv(shape, dtype, peer)
 
         def finish():
             block = pending.wait()
-            self.clock.receive(block.nbytes, self.pair(peer), int(arrival.wait()[0]))
+            self.clock.receive(block.nbytes, self.pair(peer), arrival())
             return block
 
         return Pending(finish)
@@ -346,13 +362,17 @@ class PipelineTimed(TimedCommunicator):
         return self.members[self.rank], self.members[peer]
 
 
-def representative(grid: Grid, pool: Pool, peers: Any, context: Context | None = None) -> Mesh:
+def representative(
+    grid: Grid, pool: Pool, peers: StagePeers | None = None, context: Context | None = None
+) -> Mesh:
     """Return the mesh of the first rank of a stage, which represents all ranks of the stage.
 
-    `peers` is the communicator of the threads that simulate the stages; its rank is the stage
-    index. `pool.meter`, the cost meter, must be a Clock. `context` describes how sequences are
-    sharded in context parallelism.
+    `peers` exchanges times with the other simulated stages; by default, only the first stage is
+    simulated. `pool.meter`, the cost meter, must be a Clock. `context` describes how sequences are
+    sharded in context parallelism. The memory of the mesh does not depend on the number of ranks
+    along an axis.
     """
+    peers = peers or StageTurns(1).peers(0)
     column = grid.ranks_along("p", {})
     coords = grid.coords(column[peers.rank])
     comms = {

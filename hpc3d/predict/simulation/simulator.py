@@ -1,7 +1,7 @@
 """Simulate a training step on a machine by running the program with a simulated clock.
 
-One thread per pipeline stage runs the trainer on abstract arrays, for one rank of the stage
-(simulated_clock.py). The run time of a simulation depends on the numbers of stages and layers, but
+The trainer runs on abstract arrays, for one rank of each pipeline stage (simulated_clock.py). The
+stages take turns (stage_turns.py). The run time depends on the numbers of stages and layers, but
 not on the number of ranks.
 """
 
@@ -15,20 +15,26 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpc3d.comm import threads
 from hpc3d.config.load import load
 from hpc3d.config.resolve import resolve, violated
 from hpc3d.model.families import least_vocabulary
 from hpc3d.pipeline.program import program_of
+from hpc3d.pipeline.schedule import find
 from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
 from hpc3d.predict.simulation.count import ZeroBatches
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
-from hpc3d.predict.simulation.replay import PassRecorder, ReplayedStage, microbatches_to_run
+from hpc3d.predict.simulation.replay import (
+    PassRecorder,
+    ReplayedStage,
+    microbatches_to_run,
+    replayed_blocks,
+)
 from hpc3d.predict.simulation.simulated_clock import clock_of, representative
+from hpc3d.predict.simulation.stage_turns import StageTurns
 from hpc3d.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -39,6 +45,7 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.program import Program
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulated_clock import Clock
+    from hpc3d.predict.simulation.stage_turns import StagePeers
 
 log = logging.getLogger(__name__)
 _NEAR, _ROUNDS = 1e-3, 4  # tolerance and maximum number of iterations of `with_shared_cores`
@@ -108,25 +115,34 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
             f"{config.parallel.way}: layouts that assign blocks to owner ranks cannot be "
             "simulated; use scheme 3d"
         )
-    ranks = config.mesh.grid().size
-    machine = replace(machine, ranks_per_node=min(ranks, machine.ranks_per_node))
+    machine = with_ranks(machine, config.mesh.grid().size)
     steady = replace(config.train, steps=_SECOND + 2)
     config = unrecorded(replace(config, train=steady))
     program = program_of(config)
 
     def runs(slowdown):
-        def stage(mesh):
-            return run(mesh.comm("p"), config, vocabulary, program, clock_of(machine, slowdown))
+        def stage(peers):
+            return run(peers, config, vocabulary, program, clock_of(machine, slowdown))
 
-        return threads.run({"p": config.mesh.p}, stage)
+        return StageTurns(config.mesh.p).run(stage)
 
     return with_shared_cores(core_sharing(config, machine), runs)
 
 
-def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Clock) -> StageRun:
+def with_ranks(machine: Machine, ranks: int) -> Machine:
+    """Return the machine with at most `ranks` ranks per node.
+
+    A machine that need not change is returned itself, because it caches the routes of groups.
+    """
+    return machine if machine.ranks_per_node <= ranks else replace(machine, ranks_per_node=ranks)
+
+
+def run(
+    peers: StagePeers, config: Config, vocabulary: int, program: Program, clock: Clock
+) -> StageRun:
     """Simulate the pipeline stage of this thread.
 
-    `peers` is the communicator of the threads, one per stage.
+    `peers` exchanges times with the other stages.
     """
     trainer = simulated_trainer(peers, config, vocabulary, program, clock)
     mesh, ledger, logits = trainer.mesh, trainer.mesh.trace, _bytes_of_logits(trainer)
@@ -135,13 +151,14 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
     for number in range(_SECOND + 1):
         of = peers.rank + 1, config.mesh.p, number + 1, _SECOND + 1
         log.info("simulating stage %d of %d, step %d of %d", *of)
-        ledger.count, busy, wired = 0, clock.busy, clock.wired
+        ledger.clear()
+        busy, wired = clock.busy, clock.wired
         trainer.step(number)
     axes = [group["axis"] for group in ledger.header["groups"]]
     memory = [row for row in ledger.memory if row[1] == _SECOND]
     return StageRun(
         rank=mesh.rank,
-        rows=ledger.rows(),
+        rows=ledger.all_rows(),
         names=[*ledger.strings],
         axes=axes,
         step=ledger.steps[-1],
@@ -155,7 +172,7 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
 
 
 def simulated_trainer(
-    peers: Any, config: Config, vocabulary: int, program: Program, clock: Clock
+    peers: StagePeers, config: Config, vocabulary: int, program: Program, clock: Clock
 ) -> Trainer:
     """Return the trainer of the pipeline stage of this thread, on abstract arrays.
 
@@ -198,10 +215,31 @@ def replay_passes(engine: Engine, config: Config, program: Program) -> None:
     batch, count = config.train.batch, config.parallel.microbatches
     sizes = [batch * (i + 1) // count - batch * i // count for i in range(count)]
     chosen = microbatches_to_run(program.stages[engine.stage], sizes)
+    cores = engine.mesh.pool.meter.machine.cores
+    if program.training and not cores and _blocks_are_alike(config):
+        for chunk, stage in enumerate(engine.stages):
+            stage.blocks = replayed_blocks(stage.blocks, recorder, chunk)
     engine.stages = [
         ReplayedStage(stage, recorder, chunk, chosen[chunk])
         for chunk, stage in enumerate(engine.stages)
     ]
+
+
+def _blocks_are_alike(config: Config) -> bool:
+    """Return True if a block can replay the passes of another block of its model chunk.
+
+    This requires GPUs, because CPU ranks share gathered blocks and a NIC. It also requires that
+    the saved data of a block are not changed between its passes, that the names of its random
+    numbers do not matter, and that no other call is in the queue of its calls.
+    """
+    model, parallel = config.model, config.parallel
+    return (
+        config.train.backend == "cupy"
+        and not (model.experts or model.dropout)
+        and not (parallel.offload or parallel.keep_dtype)
+        and not find(parallel.schedule).splits_backward
+        and not (parallel.zero > 1 and config.mesh.replicas() > 1)
+    )
 
 
 def ranks_per_core(machine: Machine, ranks: int) -> float:
@@ -240,6 +278,8 @@ class CoreSharing(NamedTuple):
 
 def core_sharing(config: Config, machine: Machine) -> CoreSharing:
     """Return the CoreSharing of a layout on a machine."""
+    if not machine.cores:
+        return CoreSharing(1.0, 1.0, 1.0)
     grid = config.mesh.grid()
     here = range(min(grid.size, machine.ranks_per_node))
     together = max(Counter(grid.coord(rank, "p") for rank in here).values())
@@ -259,7 +299,7 @@ def _lanes_of(grid: Grid, together: int, here: range) -> int:
     lanes, crossing = together, False
     for axis in (axis for axis, size in grid.sizes.items() if axis != "p" and size > 1):
         members = grid.ranks_along(axis, {})
-        local = len([rank for rank in members if rank in here])
+        local = len(range(0, min(members.stop, here.stop), members.step))
         if local == together:
             return 1
         if local < len(members):

@@ -360,3 +360,19 @@ def test_all_reduce_of_two_dgx_a100_has_the_published_bandwidth():
     assert busbw == pytest.approx(192e9, rel=0.01)
     table = machine.measured[2]
     assert machine.call("all_reduce", table.bytes[5], range(8, 16)) == table.seconds[5]
+
+
+@given(st.integers(0, 40), st.integers(1, 12), st.integers(2, 120), st.integers(1, 9))
+def test_group_with_a_stride_is_placed_as_its_list_of_ranks(start, stride, size, ranks):
+    machine = replace(CLUSTER, ranks_per_node=ranks)
+    members = range(start, start + size * stride, stride)
+    found, listed = machine.nodes(members), machine.nodes(tuple(members))
+    assert (found[0], [*found[1]]) == (listed[0], [*listed[1]])
+    assert machine.route(members) == machine.route(tuple(members))
+
+
+def test_time_of_a_call_is_known_at_once_for_any_number_of_ranks():
+    """2^60 ranks, of which no machine could make a list."""
+    members = range(1 << 60)
+    assert CLUSTER.nodes(members) == (1 << 58, [0, 1, 2, 3])
+    assert CLUSTER.call("all_reduce", 8, members) > CLUSTER.call("all_reduce", 8, range(8))

@@ -32,7 +32,7 @@ def test_replayed_pass_frees_memory_before_it_allocates(freed, taken):
         held.append(pool.empty((500,), "u1", taken))
     for number in (1, 2):  # without an array of their own: what a pass keeps is only counted
         pool.reset_peak()
-        with recorder.replay("pass", micro, number):
+        with recorder.replay("pass", micro):
             pass
         assert (pool.live[freed], pool.live[taken]) == (800 * (2 - number), 500 * (1 + number))
         assert pool.peak["all"] == 800 * (3 - number) + 500 * number

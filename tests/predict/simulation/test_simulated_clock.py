@@ -2,7 +2,11 @@
 
 import pytest
 
-from hpc3d.predict.simulation.simulated_clock import HostDrivenClock
+from hpc3d.arrays.abstract import AbstractPool
+from hpc3d.comm.grid import Grid
+from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
+from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
+from tests.predict.fixed import MACHINE
 from tests.predict.machine.test_between_hosts import ALPHA, MB, WIRE, hosts
 
 
@@ -59,3 +63,15 @@ def test_reading_the_clock_does_not_change_it():
         _ = clock.now, clock.busy, clock.wired
         clock.wake_up(clock.now)
     assert (dict(vars(clock)), dict(clock.ends)) == before
+
+
+def test_mesh_of_any_number_of_ranks_is_simulated_at_once():
+    """2^60 ranks, of which neither a mesh nor its recorder could have a list."""
+    grid = Grid({"p": 1, "d": 1 << 57, "x": 8})
+    mesh = representative(grid, AbstractPool(Clock(MACHINE)))
+    mesh = mesh.traced(MemoryRecorder(0, lambda: 0))
+    block = mesh.empty((2,), "float64")
+    pending = [mesh.comm(axis).all_reduce(block) for axis in ("d", "x")]
+    pending.append(mesh.world.all_reduce(block))
+    assert [each.wait().shape for each in pending] == [(2,)] * 3
+    assert 0 < mesh.pool.meter.now < 1e9  # less than a second

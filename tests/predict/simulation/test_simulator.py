@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hpc3d.cuda.gpu import WORKSPACE
+from hpc3d.predict.simulation import simulator
 from hpc3d.predict.simulation.count import predict
 from hpc3d.predict.simulation.simulator import simulate, step_length
 from hpc3d.predict.simulation.summary import summary
@@ -29,6 +30,14 @@ x=2 y=2 z=2 schedule=none microbatches=3 batch=24 sequence=8
 p=2 d=2 schedule=zb-v chunks=2 microbatches=4 dropout=0.1 backend=cupy dtype=float32
 c=4 x=2 schedule=none microbatches=3 sequence=8 context=both ulysses=2
 c=2 schedule=none microbatches=4 zero=3 sequence=8 hidden=32 heads=4 backend=cupy dtype=bfloat16
+""".strip().splitlines()
+BLOCKS = """
+p=2 d=2 x=2 schedule=1f1b microbatches=3 layers=12 zero=1 bucket_mb=0.01 recompute=[2,8]
+schedule=none microbatches=4 layers=7 sequence=256 dtype=bfloat16 kind=llama ffn=48
+d=2 c=2 y=2 z=2 schedule=none microbatches=2 layers=6 sequence=8 zero=1 recompute=selective
+p=2 d=2 c=4 schedule=interleaved chunks=2 microbatches=4 layers=24 sequence=8 prefetch=true
+z=2 x=2 d=2 schedule=none microbatches=2 layers=6 keep_gathered=false recompute=full prefetch=true
+x=2 y=2 scheme=2d-summa schedule=none microbatches=2 layers=6
 """.strip().splitlines()
 PIPELINES = ASYNCHRONOUS + [
     line for line in MIXES if "p=" in line and "3d-broadcast" not in line and "p=1" not in line
@@ -54,6 +63,22 @@ def test_replayed_passes_equal_executed_ones(line):
         for name in {*rows.dtype.names} - TIMES:
             np.testing.assert_array_equal(rows[name], whole.events[name], err_msg=name)
         assert Counter(run.peak) == Counter(whole.peak)
+
+
+@pytest.mark.parametrize("line", strided(BLOCKS, len(BLOCKS)))
+def test_replayed_blocks_equal_executed_ones(line, monkeypatch):
+    """Every value of every row, and the memory; they are the same number in either case."""
+    dtype = "" if "dtype" in line else "dtype=float32"
+    config = config_of(f"{line} backend=cupy {dtype}")
+    machine = replace(MACHINE, gemm={**MACHINE.gemm, "bfloat16": MACHINE.gemm["float32"]})
+    found = simulate(config, config.model.vocabulary, machine)
+    replayed = []
+    monkeypatch.setattr(simulator, "replayed_blocks", lambda all, *_: replayed.append(all) or all)
+    executed = simulate(config, config.model.vocabulary, machine)
+    assert replayed
+    for run, other in zip(found, executed, strict=True):
+        np.testing.assert_array_equal(run.rows, other.rows)
+        assert run._replace(rows=None) == other._replace(rows=None)
 
 
 def test_product_and_call_times_are_those_of_the_machine():
