@@ -51,6 +51,11 @@ class Buckets:
         self.sums = [
             self.sum_of(each) for each in _make_buckets(parameters, summed, size, self.compresses)
         ]
+        # Maps each unit to its buckets, except for those that are posted last.
+        self.of_unit: dict[str, list[GradientBucket]] = {}
+        for bucket in (each for each in self.sums if not each.posted_last):
+            for unit in {item.unit for item in bucket.items}:
+                self.of_unit.setdefault(unit, []).append(bucket)
         self.gathers = [
             self.bucket(_ValueBucket, _OwnerGather, each)
             for each in _make_buckets(parameters, parted, size)
@@ -86,10 +91,11 @@ class Buckets:
 
         The reductions of `posted_last` buckets start in `wait`.
         """
-        for bucket in [b for b, units in self.left.items() if not b.posted_last]:
-            self.left[bucket].discard(unit)
-            if not self.left[bucket]:
-                self.post(bucket)
+        for bucket in self.of_unit.get(unit, ()):
+            if bucket in self.left:
+                self.left[bucket].discard(unit)
+                if not self.left[bucket]:
+                    self.post(bucket)
 
     def post(self, bucket: GradientBucket) -> None:
         del self.left[bucket]

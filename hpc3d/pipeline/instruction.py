@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 COMPUTE = ("F", "B", "W", "BW")
@@ -129,13 +130,13 @@ class Placement(NamedTuple):
         Raises ValueError if the message has no peer: the neighboring model chunk does not exist or
         is on the same stage.
         """
-        op, further = MESSAGES[instruction.op]
-        place = self.neighbor(stage, instruction.chunk, further)
-        if place is None or place[0] == stage:
+        found = _other(self, stage, instruction.op, instruction.chunk)
+        if found is None:
             raise ValueError(
                 f"stage {stage}: {instruction} has no matching message on another stage; remove it"
             )
-        return place[0], Instruction(op, instruction.mb, place[1])
+        peer, op, chunk = found
+        return peer, Instruction(op, instruction.mb, chunk)
 
     def needs(self, stage: int, instruction: Instruction) -> list[tuple[int, Instruction]]:
         """Return the passes that an instruction depends on, as a list of (stage, pass) pairs.
@@ -144,10 +145,30 @@ class Placement(NamedTuple):
         the F of the same model chunk.  W needs the B of the same model chunk.  BW counts as B.
         """
         op, mb, chunk = instruction
-        if op == "W":
-            return [(stage, Instruction("B", mb, chunk))]
-        if op not in COMPUTE:
-            return []
-        own = [] if op == "F" else [(stage, Instruction("F", mb, chunk))]
-        location = self.neighbor(stage, chunk, -1 if op == "F" else 1)
-        return [*own, (location[0], Instruction(op[0], mb, location[1]))] if location else own
+        return [
+            (where, Instruction(need, mb, part))
+            for where, need, part in _needs(self, stage, op, chunk)
+        ]
+
+
+# The functions below do not depend on the microbatch: programs have hundreds of them.
+
+
+@lru_cache(maxsize=1 << 16)
+def _other(placement: Placement, stage: int, op: str, chunk: int) -> tuple[int, str, int] | None:
+    """Return the stage, the operation and the chunk of the matching message, if there is any."""
+    matching, further = MESSAGES[op]
+    place = placement.neighbor(stage, chunk, further)
+    return None if place is None or place[0] == stage else (place[0], matching, place[1])
+
+
+@lru_cache(maxsize=1 << 16)
+def _needs(placement: Placement, stage: int, op: str, chunk: int) -> list[tuple[int, str, int]]:
+    """Return the stage, the operation and the chunk of each pass that a pass depends on."""
+    if op == "W":
+        return [(stage, "B", chunk)]
+    if op not in COMPUTE:
+        return []
+    own = [] if op == "F" else [(stage, "F", chunk)]
+    location = placement.neighbor(stage, chunk, -1 if op == "F" else 1)
+    return [*own, (location[0], op[0], location[1])] if location else own

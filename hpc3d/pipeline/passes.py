@@ -22,6 +22,9 @@ from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement
 from hpc3d.pipeline.timeline import Cost, refuse_deadlock, timeline
 
 Group = tuple[Instruction, ...]
+# Passes that an instruction performs, if it does not perform exactly one. Each pass and each
+# message may occur only once per stage.
+_RESULTS = {"BW": ("B", "W"), "Reduce": (), "Step": ()}
 
 
 def lower(
@@ -171,23 +174,30 @@ def check(
 
 def _check_passes(stage, stream, placement, micros, passes):
     """Check that a stage runs every pass exactly once, and not before its inputs are available."""
-    done = set()
+    done, needs = set(), {}  # `needs` is the same for all microbatches
     for instruction in stream:
-        for need in _needs_here(stage, instruction, placement):
-            if need not in done:
+        op, mb, chunk = instruction
+        if (op, chunk) not in needs:
+            needs[op, chunk] = _needs_here(stage, instruction, placement)
+        for need in needs[op, chunk]:
+            if (need.op, mb, need.chunk) not in done:
                 raise ValueError(
-                    f"stage {stage}: {instruction} before {need}, which must come first"
+                    f"stage {stage}: {instruction} before {need._replace(mb=mb)}, which must come "
+                    "first"
                 )
-        for each in _results(instruction):
+        for each in [(part, mb, chunk) for part in _RESULTS.get(op, (op,))]:
             if each in done:
-                raise ValueError(f"stage {stage}: {instruction} computes {each} a second time")
+                again = Instruction(*each)
+                raise ValueError(f"stage {stage}: {instruction} computes {again} a second time")
             done.add(each)
     every = product(passes, range(micros), range(placement.chunks))
-    wanted = {Instruction(*each) for each in every}
+    wanted = {*every}
     for missing in sorted(wanted - done):
-        raise ValueError(f"stage {stage}: {missing} is missing")
-    for extra in sorted(each for each in done - wanted if each.op in COMPUTE):
-        raise ValueError(f"stage {stage}: {extra} is not among the {micros} microbatches")
+        raise ValueError(f"stage {stage}: {Instruction(*missing)} is missing")
+    for extra in sorted(each for each in done - wanted if each[0] in COMPUTE):
+        raise ValueError(
+            f"stage {stage}: {Instruction(*extra)} is not among the {micros} microbatches"
+        )
 
 
 def _needs_here(stage, instruction, placement):
@@ -199,17 +209,6 @@ def _needs_here(stage, instruction, placement):
         need if peer == stage else Instruction(f"Recv{op[0]}", mb, chunk)
         for peer, need in placement.needs(stage, instruction)
     ]
-
-
-def _results(instruction):
-    """Return the passes or messages that an instruction performs; BW performs B and W.
-
-    Each pass or message may occur only once per stage.
-    """
-    op, mb, chunk = instruction
-    if op in ("Reduce", "Step"):
-        return []
-    return [Instruction(part, mb, chunk) for part in ("BW" if op == "BW" else [op])]
 
 
 def _check_pairs(streams, placement):
