@@ -66,7 +66,12 @@ def _fullest(states: np.ndarray) -> np.ndarray:
     """Return the Pareto-maximal rows: those that no other row equals or exceeds in every
     column."""
     states = np.unique(states, axis=0)
-    return states[[np.all(states >= row, axis=1).sum() == 1 for row in states]]
+    # A few rows at a time are compared with all rows, to limit the memory.
+    kept = [
+        (states >= states[first : first + 64, None]).all(2).sum(1) == 1
+        for first in range(0, len(states), 64)
+    ]
+    return states[np.concatenate(kept)]
 
 
 class StageTimes(NamedTuple):

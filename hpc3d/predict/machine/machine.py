@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import compress, pairwise
 from math import ceil, inf, log, log2
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hpc3d.arrays.narrow import itemsize
 from hpc3d.config.input_file import STRICT
@@ -347,6 +347,11 @@ class Machine:
     @cached_property
     def _crossing(self) -> Callable[[Sequence[int]], Crossing | None]:
         return cache(partial(between_hosts.crossing, self))
+
+    @cached_property
+    def known(self) -> dict[tuple, Any]:
+        """Costs of products and calls that simulations on this machine have computed before."""
+        return {}
 
     @cached_property
     def anywhere(self) -> dict[tuple[str, int], Callable[[float], float]]:

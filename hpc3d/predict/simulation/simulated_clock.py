@@ -44,8 +44,7 @@ class Clock(CostMeter):
     `busy` is the total compute time of the rank. `ends` maps each queue of collectives to the end
     time of its last collective. Collectives in a queue run one at a time, but overlap with
     computation and with other queues. All CPU times are multiplied by `slowdown`, which is greater
-    than 1 if ranks share cores. `known` contains the times of products and calls, because the same
-    ones are repeated in every layer and microbatch.
+    than 1 if ranks share cores.
     """
 
     wired = 0
@@ -55,7 +54,7 @@ class Clock(CostMeter):
         self.machine, self.slowdown = machine, slowdown
         self.now = self.busy = 0
         self.ends = Counter()
-        self.known: dict[tuple, Any] = {}
+        self.known = machine.known
 
     @property
     def widest(self) -> int:
@@ -295,7 +294,7 @@ class ContextTimed(TimedCommunicator):
 
     def __init__(self, members: Sequence[int], pool: Pool, context: Context) -> None:
         super().__init__(0, members, pool, CONTEXT)
-        self.context, self.pairs, self.arrivals = context, {}, deque()
+        self.context, self.arrivals = context, deque()
 
     def _send(self, block, peer):
         end = self.clock.pass_on(block.nbytes, self.slowest(peer), self.axis)
@@ -309,11 +308,12 @@ class ContextTimed(TimedCommunicator):
 
     def slowest(self, peer: int) -> tuple[int, int]:
         """Return the pair of ranks with the slowest transfer when this rank sends to `peer`."""
-        if peer not in self.pairs:
+        known, case = self.clock.known, ("slowest", self.context, self.members, peer)
+        if case not in known:
             others = (self.context.peer(number, peer) for number in range(self.size))
             pairs = [(rank, self.members[other]) for rank, other in zip(self.members, others)]
-            self.pairs[peer] = max(pairs, key=lambda pair: self.clock.call("send", _LONG, pair))
-        return self.pairs[peer]
+            known[case] = max(pairs, key=lambda pair: self.clock.call("send", _LONG, pair))
+        return known[case]
 
 
 class PipelineTimed(TimedCommunicator):

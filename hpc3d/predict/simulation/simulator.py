@@ -7,9 +7,11 @@ not on the number of ranks.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -118,7 +120,6 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
     machine = with_ranks(machine, config.mesh.grid().size)
     steady = replace(config.train, steps=_SECOND + 2)
     config = unrecorded(replace(config, train=steady))
-    program = program_of(config)
 
     def runs(slowdown):
         def stage(peers):
@@ -126,7 +127,24 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
 
         return StageTurns(config.mesh.p).run(stage)
 
-    return with_shared_cores(core_sharing(config, machine), runs)
+    with _uncollected():
+        program = program_of(config)
+        return with_shared_cores(core_sharing(config, machine), runs)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Suspend the garbage collector, which would visit all instructions of a program repeatedly.
+
+    Objects without cyclic references are still freed immediately.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def with_ranks(machine: Machine, ranks: int) -> Machine:

@@ -8,12 +8,12 @@ from hpc3d.arrays.abstract import AbstractPool
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.predict.simulation.replay import PassRecorder
 from hpc3d.predict.simulation.simulated_clock import Clock
+from tests.predict.fixed import MACHINE
 
 
 def pass_recorder():
     """One of a rank without peers, whose clock stands still."""
-    pool, ledger = AbstractPool(), MemoryRecorder(0, lambda: 0)
-    pool.meter = Clock(machine=None)
+    pool, ledger = AbstractPool(Clock(MACHINE)), MemoryRecorder(0, lambda: 0)
     return PassRecorder(SimpleNamespace(pool=pool, comms={}, trace=ledger))
 
 
