@@ -244,18 +244,21 @@ def open_folder(plan: RunPlan, tokens: Tokens) -> TextIO:
     return lock
 
 
-def _complete(plan: RunPlan) -> None:
+def _complete(plan: RunPlan, machine: str | None = None) -> None:
     """Complete the configuration of a run on rank 0.
 
     For a new run, the number of decay steps is filled in. The configuration of a resumed run is
-    compared with the run's newest checkpoint.
+    compared with the run's newest checkpoint. The model of the named `machine` chooses the size of
+    gradient buckets; the default is the local machine.
     """
     from hpc3d.checkpoints.resume import continued, with_decay_steps
+    from hpc3d.predict.bucket_size import with_bucket_size_of_run
 
     if plan.resumed:
         plan.config, plan.changes = continued(plan.resumed, plan.config, texts=plan.texts)
     else:
         plan.config = with_decay_steps(plan.config)
+    plan.config = with_bucket_size_of_run(plan.config, machine)
 
 
 def _begin(
@@ -330,7 +333,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
     plan = read_command_line(asked_for or (ranks if ranks > 1 else None), words)
     _, batches, _ = take_text(plan)
     checked_program(plan.config, this_machine=machine is None)
-    _complete(plan)
+    _complete(plan, machine)
     lines = [*dry_run(plan.config, machine, batches.windows), *plan.notes]
     lines += [f"resume: {line}" for line in plan.changes]
     where = plan.resumed or f"a new folder {plan.config.run.out}/{plan.config.name}-DATE"

@@ -25,6 +25,7 @@ from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split
 
 _LONG = 1024  # minimum sequence length in tokens for which chunked attention is faster in NumPy
+BUCKET_MB = 25.0  # default size of a gradient bucket if the latency of collectives is unknown
 STRICT = {"extra": "forbid"}
 OPTIMIZER_KEYS = "beta1", "beta2", "epsilon"
 CONSTANTS: dict[str, dict[str, float]] = {  # optimizer -> default hyperparameters
@@ -115,8 +116,10 @@ class ParallelConfig:
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage over the data-parallel ranks: 1 shards the optimizer state, 2 also the
     gradients, 3 also the parameters (FSDP)."""
-    bucket_mb: Annotated[float, AtLeast(0), LessThan(inf)] = 25.0
-    """Size of a gradient bucket in MB. One collective reduces each bucket along d."""
+    bucket_mb: Annotated[float | None, AtLeast(0), LessThan(inf)] = None
+    """Size of a gradient bucket in MB. One collective reduces each bucket along d. Default: 25, or
+    more if latency takes more than 40 % of the time of a collective of 25 MB. The latency is that
+    of the machine model (docs/data-parallelism.md)."""
     reduce_dtype: Annotated[
         Literal["float16", "bfloat16", "float32"] | None, ValidFor("parallel.zero", 0, 1)
     ] = None
@@ -174,6 +177,11 @@ class ParallelConfig:
     TMPDIR; on GPUs, in host memory."""
     schedule: str | None = None
     """Pipeline schedule: {schedules} or csv:FILE. Default: 1f1b, or none if there is one stage."""
+
+    @property
+    def bucket_bytes(self) -> float:
+        """Maximum size of a gradient bucket in bytes."""
+        return 1e6 * (BUCKET_MB if self.bucket_mb is None else self.bucket_mb)
 
     @property
     def way(self) -> str:

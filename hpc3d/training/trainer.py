@@ -88,7 +88,7 @@ class Trainer:
         self.vocabulary, self.tokens = vocabulary, train.batch * config.model.sequence
         stages = self.stages(program.placement)
         self.parameters.allocate(config.seed)
-        self.buckets = self.sums(config.parallel.bucket_mb * 1e6)
+        self.buckets = self.sums(parallel.bucket_bytes)
         self.optimizer = optimizer(self.parameters, train.weight_decay, **train.constants())
         self.weights, self.alone = program.weights(self.parameters), program.alone
         self.engine = Engine(

@@ -219,7 +219,7 @@ def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
     )
     sizes = {min(layer * 2**power, whole) for power in range(_BUCKETS - 1)} | {whole}
     megabytes = {_rounded_up(size / 1e6) for size in sizes}
-    return sorted(megabytes - {config.parallel.bucket_mb})
+    return sorted(megabytes - {config.parallel.bucket_bytes / 1e6})
 
 
 def _rounded_up(size: float) -> float:

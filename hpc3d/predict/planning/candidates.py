@@ -12,6 +12,7 @@ import numpy as np
 
 from hpc3d.cuda.cudnn_attention import takes
 from hpc3d.pipeline.schedule import find
+from hpc3d.predict.bucket_size import bucket_mb
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.layouts import MemoryOption
 from hpc3d.predict.planning.pass_costs import replicas_of
@@ -48,11 +49,16 @@ class TimedCandidate(NamedTuple):
 class Candidates:
     """Generator of estimates for layouts on `ranks` ranks with `memory` bytes per rank.
 
-    `count` is the number of estimates that have been made.
+    `count` is the number of estimates that have been made. `bucket` is the size of gradient
+    buckets in MB; by default, the machine model chooses it for each mesh.
     """
 
-    def __init__(self, estimator: Estimator, ranks: int, memory: float) -> None:
+    def __init__(
+        self, estimator: Estimator, ranks: int, memory: float, bucket: float | None = None
+    ) -> None:
         self.estimator, self.ranks, self.memory, self.count = estimator, ranks, memory, 0
+        self.bucket = bucket
+        self._buckets: dict[tuple, float] = {}
 
     def ways(self, config: Config) -> list[MemoryOption]:
         """Return the memory options that have an effect on a layout.
@@ -195,8 +201,19 @@ class Candidates:
         for (name, chunks), zero in product(named, group):
             self.count += 1
             changes = {"microbatches": micros, "chunks": chunks, "zero": zero}
+            changes["bucket_mb"] = self._bucket_mb(config, zero)
             parallel = replace(config.parallel, **changes, **way._asdict(), schedule=name)
             yield self.estimator.estimate(replace(config, parallel=parallel))
+
+    def _bucket_mb(self, config: Config, zero: int) -> float:
+        """Return the size of gradient buckets in MB for a layout with the given ZeRO stage."""
+        if self.bucket is not None:
+            return self.bucket
+        key = config.mesh, zero > 0
+        if key not in self._buckets:
+            here = replace(config, parallel=replace(config.parallel, zero=zero))
+            self._buckets[key] = bucket_mb(here, self.estimator.machine)
+        return self._buckets[key]
 
     def fits(self, estimate: Estimate, share: float = 1.0) -> bool:
         return estimate.peak <= share * self.memory

@@ -154,7 +154,7 @@ class CostTable:
         sample = self.sample(config, config.parallel.zero)
         layer = sample.layer_gradient
         times = sample.held_by(stage)["gradient"] / layer
-        most = max(1.0, 1e6 * config.parallel.bucket_mb)
+        most = max(1.0, config.parallel.bucket_bytes)
 
         def measure():
             return sample.update(times, most, stage.layers)

@@ -184,7 +184,7 @@ class Estimator:
         parallel = config.parallel
         if not parallel.overlap:
             return Counter()
-        posts = buckets(self.costs.held(config, stage)["gradient"], parallel.bucket_mb)
+        posts = buckets(self.costs.held(config, stage)["gradient"], parallel.bucket_bytes)
         share, idle = 1 - 1 / max(1, min(posts, stage.layers)), replicas_of(config, sums.idle)
         room = stage.layers * parts.layer.whole.seconds
         if (early := share * idle.total()) > room:

@@ -75,12 +75,12 @@ def _contents_of(placement: Placement, *contents: StageContent) -> list[tuple[St
     ]
 
 
-def buckets(gradient: float, megabytes: float) -> int:
-    """Return the number of buckets of `megabytes` MB required for `gradient` bytes of gradients.
+def buckets(gradient: float, size: float) -> int:
+    """Return the number of buckets of `size` bytes required for `gradient` bytes of gradients.
 
     A bucket size of 0, which selects one bucket per tensor, is treated as 1 byte.
     """
-    return ceil(gradient / max(1.0, 1e6 * megabytes))
+    return ceil(gradient / max(1.0, size))
 
 
 @cache
@@ -148,7 +148,7 @@ def stage_bytes(
     """
     parallel, model, content = config.parallel, model_of(config), stage_content(chunks)
     held, layer = sample.held_by(content), sample.layer_gradient
-    times, ahead = held["gradient"] / layer, max(1.0, 2e6 * parallel.bucket_mb / layer)
+    times, ahead = held["gradient"] / layer, max(1.0, 2 * parallel.bucket_bytes / layer)
     sums = times * sums
     split, blocks = model.schedule.splits_backward, parts.block * _blocks(model, number)
     works = [work_of(parts, each, split) for each in chunks]
@@ -161,7 +161,7 @@ def stage_bytes(
     ]
     # The update holds at most two gathered buckets. Gradient reductions overlap with the backward
     # pass of a layer.
-    posts = min(max(1, content.layers), buckets(held["gradient"], parallel.bucket_mb) or 1)
+    posts = min(max(1, content.layers), buckets(held["gradient"], parallel.bucket_bytes) or 1)
     early = sums * (1 - 1 / posts) if parallel.overlap else 0
     backward = parts.layer.weight if split else parts.layer.whole
     moments += [(0, min(times, ahead) * rest), (0, sums)]

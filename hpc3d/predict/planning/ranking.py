@@ -9,7 +9,7 @@ from math import inf
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig
+from hpc3d.config.input_file import BUCKET_MB, Config, MeshConfig, ParallelConfig
 from hpc3d.predict.planning.adaptation import gains, with_other_buckets
 from hpc3d.predict.planning.bounds import kind
 from hpc3d.predict.planning.candidates import NEAR, RECOMPUTE
@@ -365,10 +365,17 @@ def _alike(mesh: MeshConfig, other: MeshConfig) -> bool:
 
 def layout(config: Config) -> dict[str, dict[str, Any]]:
     """Return the non-default keys of a layout as {"mesh": {...}, "parallel": {...}}."""
-    usual = {"mesh": asdict(MeshConfig()), "parallel": asdict(ParallelConfig())}
+    usual = {
+        "mesh": asdict(MeshConfig()),
+        "parallel": asdict(ParallelConfig(bucket_mb=BUCKET_MB)),
+    }
     values = {table: asdict(getattr(config, table)) for table in usual}
     return {
-        table: {key: value for key, value in values[table].items() if value != usual[table][key]}
+        table: {
+            key: value
+            for key, value in values[table].items()
+            if value not in (None, usual[table][key])
+        }
         for table in usual
     }
 

@@ -81,7 +81,7 @@ class Search:
         self.base, self.ranks, self.memory = layouts.bare(config), ranks, memory
         self.estimator = Estimator(vocabulary, machine)
         self.bounds = Bounds(self.base, ranks, vocabulary, machine)
-        self.candidates = Candidates(self.estimator, ranks, memory)
+        self.candidates = Candidates(self.estimator, ranks, memory, config.parallel.bucket_mb)
         self.allowed = 0  # number of valid candidates
 
     def run(self, top: int, most: int) -> Found:

@@ -26,6 +26,7 @@ from hpc3d.config.resolve import resolve, violated
 from hpc3d.model.families import least_vocabulary
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
+from hpc3d.predict.bucket_size import with_bucket_size
 from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
 from hpc3d.predict.simulation.count import ZeroBatches
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
@@ -118,6 +119,7 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
             "simulated; use scheme 3d"
         )
     machine = with_ranks(machine, config.mesh.grid().size)
+    config = with_bucket_size(config, machine)
     steady = replace(config.train, steps=_SECOND + 2)
     config = unrecorded(replace(config, train=steady))
 
