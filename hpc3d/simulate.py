@@ -139,7 +139,7 @@ def _print_step(config, found):
     from hpc3d.predict.assumptions import lines
     from hpc3d.predict.error_intervals import described
 
-    sizes = " ".join(f"{axis}={size}" for axis, size in config.mesh.sizes().items() if size > 1)
+    sizes = " ".join(f"{axis}={size}" for axis, size in config.sizes().items() if size > 1)
     ranks = counted(found["ranks"], "rank")
     print(f"{ranks} of {found['machine']}: {sizes or 'serial'}, ", end="")
     print(sanitized(f"{config.parallel.way}, schedule {config.parallel.schedule}"))

@@ -76,7 +76,7 @@ def train(job: Job, words: list[str]) -> None:
         program = job.on_root(lambda: checked_program(plan.config))
         lock = job.on_root(lambda: open_folder(plan, tokens))
         plan = job.from_root(lambda: plan)
-        grid = plan.config.mesh.grid()
+        grid = plan.config.grid()
         program = job.scatter_from_root(
             lambda: [program.of(grid.coord(rank, "p")) for rank in range(grid.size)]
         )
@@ -278,7 +278,7 @@ def _begin(
     from hpc3d.training.trainer import Trainer
 
     config = plan.config
-    mesh = build(config.mesh.sizes(), transport=hardware.transport, device=hardware.device)
+    mesh = build(config.sizes(), transport=hardware.transport, device=hardware.device)
     if hardware.device:
         from hpc3d.cuda.gpu import use
 

@@ -170,7 +170,7 @@ def test_any_options_are_accepted_or_rejected(options, ranks):
     except ValueError as error:
         assert said_well(str(error).splitlines()), str(error)
     else:
-        assert prod(config.mesh.sizes().values()) == ranks
+        assert prod(config.sizes().values()) == ranks
 
 
 def damaged(text, chance):

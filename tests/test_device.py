@@ -24,28 +24,28 @@ OTHERS = [("nccl", line) for line in (EXPERTS, *MIXES[3::17])] + [
 )
 def test_hybrid_parallel_training_on_fake_devices_matches_serial(transport, line):
     config = config_of(line)
-    beside, _ = threads.meshes(config.mesh.sizes())
+    beside, _ = threads.meshes(config.sizes())
 
     def rank(mesh):
         with on_device(mesh, beside[mesh.rank], transport) as device:
             trained = train(device, config)
         return trained._replace(weights=plain(trained.weights))
 
-    for trained in threads.run(config.mesh.sizes(), rank):
+    for trained in threads.run(config.sizes(), rank):
         same(trained, serial(alone(line)))
 
 
 @pytest.mark.parametrize("line", ["x=2 scheme=1d", "p=2 schedule=1f1b microbatches=4"])
 def test_evaluation_on_fake_devices_matches_serial_evaluation(line):
     config = config_of(line)
-    beside, _ = threads.meshes(config.mesh.sizes())
+    beside, _ = threads.meshes(config.sizes())
 
     def rank(mesh):
         with on_device(mesh, beside[mesh.rank], "nccl") as device:
             return evaluated(device, config)
 
     (expected,) = threads.run({}, lambda mesh: evaluated(mesh, config_of(alone(line))))
-    for found in threads.run(config.mesh.sizes(), rank):
+    for found in threads.run(config.sizes(), rank):
         assert found[:4] == pytest.approx(expected[:4], rel=1e-10)
 
 

@@ -64,7 +64,7 @@ def test_run_killed_many_times_on_threads_loses_nothing(layout, kills, seed, tmp
         trainer = trainer_of(mesh, config)
         return {number: {repr(trainer.step(number).loss)} for number in range(len(found))}
 
-    assert found == run(config.mesh.sizes(), whole)[0]
+    assert found == run(config.sizes(), whole)[0]
 
 
 def started(printed, *line):

@@ -197,7 +197,7 @@ def about(opened: Checkpoint) -> dict[str, Any]:
         "written_utc": datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds"),
         "best": opened.header.get("best"),
         "files": len(opened.files),
-        "mesh": {axis: size for axis, size in config.mesh.sizes().items() if size > 1},
+        "mesh": {axis: size for axis, size in config.sizes().items() if size > 1},
         "parallel": {
             "scheme": parallel.scheme,
             "split": parallel.split,

@@ -167,7 +167,7 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
     wanted = {"p": mesh.p, "d": mesh.d, "c": mesh.c, "e": mesh.e}
     kept = wanted if ranks % prod(wanted.values()) == 0 else {}
     mesh = MeshConfig(**kept, order=mesh.order, transport=mesh.transport)
-    keys = "schedule", "chunks", "layers_per_stage", "zero", "context", "ulysses"
+    keys = "schedule", "chunks", "layers_per_stage", "zero", "shard", "context", "ulysses"
     freed = {} if kept else {key: getattr(ParallelConfig(), key) for key in keys}
     return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
 
@@ -364,7 +364,7 @@ def _same_layout(opened: Checkpoint, config: Config) -> bool:
     before = config_of(opened)
     if before.train.dtype != config.train.dtype:
         return False
-    return [*before.mesh.sizes().items()] == [*config.mesh.sizes().items()] and all(
+    return [*before.sizes().items()] == [*config.sizes().items()] and all(
         getattr(before.parallel, key) == getattr(config.parallel, key) for key in _OF_LAYOUT
     )
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
 
 DATA = "d"
+COPIES = "r"  # groups of replicas in hybrid sharding; each group has a copy of every shard
 CONTEXT = "c"
 EXPERTS = "e"
 # Names of the groups of ranks that span several data axes (see `data_axes` and `plane`).
@@ -28,7 +29,8 @@ def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the axes along which ranks process different tokens with the same weights.
 
     Gradients are reduced over these axes. If there are several such axes, the ranks that they span
-    form a single group for this reduction, called a plane.
+    form a single group for this reduction, called a plane. Axis COPIES is excluded, because ZeRO
+    does not shard along it; gradients are reduced along it separately.
     """
     return *expert_data_axes(sizes), *([EXPERTS] if sizes.get(EXPERTS, 1) > 1 else [])
 
@@ -63,7 +65,7 @@ def queue_of(axis: str) -> str:
     gradient reductions at the end of a step have their own queue, so that the communication of a
     forward or backward pass is never queued behind them.
     """
-    return "replicas" if axis in (DATA, *PLANES) else "blocks"
+    return "replicas" if axis in (DATA, COPIES, *PLANES) else "blocks"
 
 
 def along(axis: str) -> str:

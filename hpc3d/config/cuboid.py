@@ -56,7 +56,7 @@ def received_elements(config: Config, parts: int = 1) -> float:
     number of expert weights is divided by `parts`: if the experts are distributed over several
     ranks although `config` has mesh.e = 1, set `parts` to the number of these ranks.
     """
-    split, sizes = config.splits["dense"], config.mesh.sizes()
+    split, sizes = config.splits["dense"], config.sizes()
     rows = config.train.batch * config.model.sequence
     m, n, k = (
         prod(sizes[axis] for axis in letter.split()) for letter in (split.m, split.n, split.k)

@@ -46,6 +46,7 @@ _ALIKE = {  # hpc3d key -> keys of other programs with the same meaning
     "mesh.c": "cp context_parallel_size cp_size context_parallel_degree",
     "mesh.e": "ep expert_model_parallel_size expert_parallel_size ep_size",
     "parallel.zero": "zero_stage zero_optimization",
+    "parallel.shard": "sharding_group_size mics_shard_size zero_hpz_partition_size",
     "parallel.chunks": "virtual_pipeline_model_parallel_size num_model_chunks",
     "parallel.recompute": "activation_checkpointing recompute_granularity gradient_checkpointing "
     "activation_checkpoint",
@@ -87,7 +88,9 @@ _OTHERWISE = {  # keys of other programs without a direct hpc3d equivalent -> ad
     "decay_ratio": "use train.cooldown, in steps",
     "decay_lr": 'use train.decay; "constant" disables the decay',
     "betas adam_betas": "use train.beta1 and train.beta2",
-    "data_parallel_shard_degree": "use mesh.d with parallel.zero = 3",
+    "data_parallel_shard_degree": (
+        "use parallel.shard with parallel.zero = 3; mesh.d is the product of both degrees"
+    ),
     "pipeline_parallel_microbatch_size": "use parallel.microbatches, the number of microbatches",
     "untie_embeddings_and_output_weights": "use model.tied = false",
     "swiglu": 'use model.kind = "llama"',

@@ -18,6 +18,7 @@ from math import gcd, inf, prod
 from typing import Annotated, Literal
 
 from hpc3d.comm.grid import AXES, Grid
+from hpc3d.comm.mesh import COPIES, DATA
 from hpc3d.config.constraints import AtLeast, AtMost, LessThan, MoreThan, ValidFor
 from hpc3d.config.limits import INT32, MOST_LAYERS, MOST_PASSES, MOST_RANKS
 from hpc3d.model.context import Context
@@ -73,9 +74,19 @@ class MeshConfig:
     access, messages between all pairs of ranks (docs/hosts.md). mpi uses only MPI, except for sums
     of 16-bit floats. nccl and host-staged (copies through host memory) require GPUs."""
 
-    def sizes(self) -> dict[str, int]:
-        """Return a dict from each mesh axis to its number of ranks, outermost axis first."""
-        return {axis: getattr(self, axis) or 1 for axis in self.order.split()}
+    def sizes(self, shard: int = 0) -> dict[str, int]:
+        """Return a dict from each mesh axis to its number of ranks, outermost axis first.
+
+        With hybrid sharding, `shard` is the number of replicas per group. Axis d is then split
+        into the axis COPIES, along which the groups are numbered, and the d axis of a group.
+        """
+        sizes = {}
+        for axis in self.order.split():
+            size = getattr(self, axis) or 1
+            if axis == DATA and shard not in (0, size):
+                sizes[COPIES], size = size // shard, shard
+            sizes[axis] = size
+        return sizes
 
     def replicas(self) -> int:
         """Return the number of ranks that process different tokens with the same dense weights."""
@@ -85,14 +96,14 @@ class MeshConfig:
         """Return the number of ranks over which tensor parallelism shards a layer."""
         return (self.x or 1) * (self.y or 1) * (self.z or 1)
 
-    def grid(self) -> Grid:
-        """Return the `Grid` of ranks with these sizes."""
-        return grid_of(self)
+    def grid(self, shard: int = 0) -> Grid:
+        """Return the `Grid` of ranks with these sizes; `shard` is as in `sizes`."""
+        return _grid_of(self, shard)
 
 
 @cache
-def grid_of(mesh: MeshConfig) -> Grid:
-    return Grid(mesh.sizes())
+def _grid_of(mesh: MeshConfig, shard: int) -> Grid:
+    return Grid(mesh.sizes(shard))
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,15 @@ class ParallelConfig:
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage over the data-parallel ranks: 1 shards the optimizer state, 2 also the
     gradients, 3 also the parameters (FSDP)."""
+    shard: Annotated[
+        int,
+        AtLeast(0),
+        AtMost(MOST_RANKS),
+        ValidFor("parallel.zero", 1, 2, 3),
+        ValidFor("parallel.compression", "none"),
+    ] = 0
+    """Hybrid sharding (HSDP): ZeRO shards over groups of this many replicas along d, and gradients
+    are also all-reduced between the groups. It must divide mesh.d. 0 shards over all replicas."""
     bucket_mb: Annotated[float | None, AtLeast(0), LessThan(inf)] = None
     """Size of a gradient bucket in MB. One collective reduces each bucket along d. Default: 25, or
     more if latency takes more than 40 % of the time of a collective of 25 MB. The latency is that
@@ -182,6 +202,11 @@ class ParallelConfig:
     def bucket_bytes(self) -> float:
         """Maximum size of a gradient bucket in bytes."""
         return 1e6 * (BUCKET_MB if self.bucket_mb is None else self.bucket_mb)
+
+    @property
+    def sharding(self) -> str:
+        """Text for messages: the ZeRO stage and, with hybrid sharding, the size of a group."""
+        return f"ZeRO {self.zero}" + (f" in groups of {self.shard} replicas" if self.shard else "")
 
     @property
     def way(self) -> str:
@@ -531,6 +556,17 @@ class Config:
     trace: TraceConfig = field(default_factory=TraceConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
+    def sizes(self) -> dict[str, int]:
+        """Return a dict from each mesh axis to its number of ranks, outermost axis first.
+
+        Hybrid sharding splits axis d into two axes (`MeshConfig.sizes`).
+        """
+        return self.mesh.sizes(self.parallel.shard)
+
+    def grid(self) -> Grid:
+        """Return the `Grid` of ranks with the sizes of `sizes`."""
+        return self.mesh.grid(self.parallel.shard)
+
     @cached_property
     def splits(self) -> Mapping[str, Split]:
         """Dict from layer kind to the `Split` of the first matrix product in such a layer.
@@ -540,7 +576,9 @@ class Config:
         """
         letters, zero = self.parallel.split, self.parallel.zero
         split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
-        split = split.over("d", zero) if self.mesh.d > 1 else split
+        sizes = self.sizes()
+        split = split.over(COPIES) if COPIES in sizes else split
+        split = split.over(DATA, zero) if sizes[DATA] > 1 else split
         dense = split.over("e", zero) if self.mesh.e > 1 else split
         splits = {"dense": dense, "experts": split}
         if self.mesh.c > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from hpc3d.comm.grid import divisors
 from hpc3d.config.limits import MOST_PASSES
 from hpc3d.config.wrong_values import reported
 from hpc3d.console.sanitize import counted
@@ -22,7 +23,7 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
     """Report invalid combinations of schedule, scheme, model chunks, recomputation and ZeRO."""
     layers = _wrong_chunks(config), _wrong_layers(config.parallel.recompute, config.model.layers)
     others = _wrong_schedule(config), _wrong_zero(config), _wrong_products(config)
-    yield from reported(*layers, *others)
+    yield from reported(_wrong_shard(config), *layers, *others)
 
 
 def _wrong_chunks(config: Config) -> Iterator[str]:
@@ -76,6 +77,17 @@ def _wrong_zero(config: Config) -> Iterator[str]:
     if config.parallel.zero == 2 and config.mesh.d * config.mesh.c > 1 and diagonal:
         why = f"with {config.parallel.way} only ranks on the diagonal have a weight"
         yield f"parallel.zero = 2: {why}; use parallel.zero = 1 or 3, or parallel.scheme = 3d"
+
+
+def _wrong_shard(config: Config) -> Iterator[str]:
+    """Report groups of hybrid sharding that do not divide the replicas evenly."""
+    shard, replicas = config.parallel.shard, config.mesh.d
+    if shard and replicas % shard:
+        fit = divisors(replicas)
+        below = max(size for size in fit if size < shard)
+        nearest = [below, *[size for size in fit if size > shard][:1]]
+        remedy = f"use {' or '.join(map(str, nearest))}"
+        yield f"parallel.shard = {shard} must divide mesh.d = {replicas}; {remedy}"
 
 
 def _wrong_products(config: Config) -> Iterator[str]:

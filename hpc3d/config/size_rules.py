@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.grid import divisors
-from hpc3d.comm.mesh import CONTEXT, Mesh
+from hpc3d.comm.mesh import CONTEXT, COPIES, DATA, Mesh
 from hpc3d.config.limits import MOST_RANKS
 from hpc3d.config.parallel_rules import unexchanged_heads
 from hpc3d.config.wrong_values import reported
@@ -146,17 +146,19 @@ def _wrong_head(config: Config) -> Iterator[str]:
 
 def _wrong_sizes(config: Config) -> Iterator[str]:
     """Report model sizes that are not divisible by the sizes of the axes that shard them."""
-    sizes, needs = config.mesh.grid().sizes, _needs(config)
+    sizes, needs = config.grid().sizes, _needs(config)
     for (key, value), axis_groups in needs.items():
         for axes in sorted(axis_groups):
             count = prod(sizes[axis] for axis in axes)
             if value % count:
+                named = _named(axes, config.parallel.shard)
                 remedy = f"use a multiple of {count}, or other [mesh] sizes"
-                yield f"{key} = {value} must be divisible by {_named(axes)} = {count}; {remedy}"
+                yield f"{key} = {value} must be divisible by {named} = {count}; {remedy}"
     for axes in sorted(needs["model.heads", config.model.heads]):
         count = prod(sizes[axis] for axis in axes)
-        yield from _unshared_keys(config.model, _named(axes), count)
-        yield from _uneven_tiles(config, _named(axes), count)
+        named = _named(axes, config.parallel.shard)
+        yield from _unshared_keys(config.model, named, count)
+        yield from _uneven_tiles(config, named, count)
         if config.mesh.c > 1:
             yield from unexchanged_heads(config, count)
 
@@ -166,7 +168,7 @@ def sequence_divisor(config: Config) -> int:
 
     All valid numbers are multiples of it.
     """
-    sizes = config.mesh.grid().sizes
+    sizes = config.grid().sizes
     groups, *_ = _needs(config).values()
     return lcm(*(prod(sizes[axis] for axis in axes) for axes in groups))
 
@@ -177,7 +179,7 @@ def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
     A value must be divisible by the number of ranks in each of its groups of mesh axes.
     """
     model, split = config.model, config.splits["dense"]
-    sizes, turned, outer = config.mesh.grid().sizes, split.next(), split.without_panels()
+    sizes, turned, outer = config.grid().sizes, split.next(), split.without_panels()
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
     whole = {split.y[0], outer.y[0]}  # attention and the loss need full sequences
@@ -243,8 +245,12 @@ def _uneven_tiles(config: Config, axes: str, count: int) -> Iterator[str]:
         )
 
 
-def _named(axes: Iterable[str]) -> str:
-    return " x ".join(f"mesh.{axis}" for axis in axes)
+def _named(axes: Iterable[str], shard: int) -> str:
+    """Return the keys that set the sizes of `axes`; `shard` is the value of parallel.shard."""
+    axes = [*axes]
+    group = "parallel.shard" if shard and COPIES not in axes else "mesh.d"
+    keys = {COPIES: group, DATA: group}
+    return " x ".join(dict.fromkeys(keys.get(axis, f"mesh.{axis}") for axis in axes))
 
 
 def _wrong_blocks(config: Config) -> Iterator[str]:
@@ -252,7 +258,7 @@ def _wrong_blocks(config: Config) -> Iterator[str]:
     if config.train.optimizer != "adamw-8bit":
         return
     model, family = config.model, family_of(config.model)
-    mesh = Mesh(config.mesh.sizes(), {}, {}, Self())
+    mesh = Mesh(config.sizes(), {}, {}, Self())
     parameters = Parameters(mesh, "float32", config.parallel.zero)
     sizes = family.sizes(model, model.vocabulary or BLOCK)
     spec = ModelSpec(family, sizes, config.splits, context=config.context())

@@ -16,6 +16,10 @@ shard:
     2       full       own shard   reduced in every pass; update, all-gather of values
     3       own shard  own shard   values gathered and gradients reduced in every pass; update
 
+With hybrid sharding, the replicas form groups, which are numbered along the axis r, and d is the
+axis within a group. Each group has a copy of all shards, and the gradients of the shards are
+reduced along r at the end of a step.
+
 Stages 2 and 3 apply to matrices and the token table. Vectors and the position table are treated as
 in stage 1; vectors account for only 13 h of the 12 h^2 + 13 h parameters of a layer.
 
@@ -36,7 +40,7 @@ import numpy as np
 
 from hpc3d.arrays.host_store import store_of
 from hpc3d.arrays.pool import contiguous
-from hpc3d.comm.mesh import DATA, plane
+from hpc3d.comm.mesh import COPIES, DATA, plane
 from hpc3d.ops.random import initialise
 from hpc3d.ops.update import step_by_sign, sum_of_squares
 from hpc3d.tensor.layout import Layout
@@ -231,13 +235,15 @@ class Parameters:
     def _summed_over(self, axes: Sequence[str], replicas: Sequence[str]) -> tuple[str, ...]:
         """Return the axes over which a gradient is reduced, in reduction order.
 
-        If `axes` contains all axes of `replicas`, the gradient is reduced over them last, in a
-        single reduction over their combined group.
+        If `axes` contains all axes of `replicas`, the gradient is reduced over them after the
+        tensor axes, in a single reduction over their combined group. With hybrid sharding, the
+        resulting shards are then reduced over the groups of replicas.
         """
         data = [axis for axis in replicas if self.mesh.size(axis) > 1]
-        others = [axis for axis in axes if axis not in data]
+        others = [axis for axis in axes if axis not in (*data, COPIES)]
         over = [axis for axis in data if axis in axes]
-        return (*others, *([plane(replicas)] if over and over == data else over))
+        copies = [axis for axis in axes if axis == COPIES]
+        return (*others, *([plane(replicas)] if over and over == data else over), *copies)
 
     def parts(self, item: Parameter) -> int:
         """Return the number of replicas among which the parameter's update is sharded (ZeRO)."""

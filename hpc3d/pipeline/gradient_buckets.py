@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from hpc3d.arrays.pool import on_host
-from hpc3d.comm.mesh import plane
+from hpc3d.comm.communicator import ready
+from hpc3d.comm.mesh import COPIES, plane
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -98,6 +99,13 @@ class Buckets:
                     self.post(bucket)
 
     def post(self, bucket: GradientBucket) -> None:
+        """Start the reduction of a bucket.
+
+        With hybrid sharding, this also starts the reduction of the previous bucket over the groups
+        of replicas, so that it overlaps with the backward pass.
+        """
+        if self.posted and self.posted[-1].axes[1:] == (COPIES,):
+            self.posted[-1].proceed()
         del self.left[bucket]
         bucket.post()
         self.posted.append(bucket)
@@ -167,25 +175,32 @@ class GradientBucket(Bucket):
     """Bucket of gradients, reduced over the axes whose ranks hold partial sums of the gradients.
 
     `post` starts the reduction over the first axis, and `wait` reduces over the remaining axes,
-    with the data axes last. Only the gradients of vectors, such as biases, are reduced over more
-    than one axis. If the first axis is a tensor axis, the bucket is `posted_last`, because an
-    earlier reduction would delay messages that are on the critical path.
+    with the data axes last. Except with hybrid sharding, only the gradients of vectors, such as
+    biases, are reduced over more than one axis. If the first axis is a tensor axis, the bucket is
+    `posted_last`, because an earlier reduction would delay messages that are on the critical path.
+    Along the axis COPIES, ranks reduce their own shards.
     """
 
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
         super().__init__(parameters, items)
         self.axes = items[0].partial
-        self.posted_last = items[0].completed_last or self.axes[0] != self.replicas
+        early = self.axes[0] in (self.replicas, COPIES)
+        self.posted_last = items[0].completed_last or not early
         self.span = slice(self.slices[0].grad.start, self.slices[-1].grad.stop)
+        self.rest: list[str] = []  # axes of the remaining reductions, including the one in flight
 
     def post(self) -> None:
-        self.pending = self._sum_over(self.axes[0])
+        self.rest = list(self.axes)
+        self.pending = self._sum_over(self.rest[0])
+
+    def proceed(self) -> None:
+        """Finish the reduction in flight, and start the reduction over the next axis."""
+        self.store(self.rest.pop(0), self.pending.wait())
+        self.pending = self._sum_over(self.rest[0]) if self.rest else None
 
     def wait(self) -> None:
-        self.store(self.axes[0], self.pending.wait())
-        for axis in self.axes[1:]:
-            self.store(axis, self._sum_over(axis).wait())
-        self.pending = None
+        while self.rest:
+            self.proceed()
 
     def _scatters(self, axis: str) -> bool:
         return axis == self.replicas and self.parts > 1
@@ -194,12 +209,16 @@ class GradientBucket(Bucket):
         comm = self.mesh.comm(axis)
         if self._scatters(axis):
             return comm.reduce_scatter(self._as_parts(comm))
-        return comm.all_reduce(self._carried(axis))
+        if axis != COPIES:
+            return comm.all_reduce(self._carried(axis))
+        if not self.columns[-1].stop:  # another rank updates these parameters
+            return ready(self.parameters.grad[:0])
+        return comm.all_reduce(self._own_shards(comm))
 
     def _carried(self, axis: str) -> Array:
         """Return the bucket's gradient, converted to the dtype of the reduction over `axis`."""
         grad, dtype = self.parameters.grad[self.span], self.parameters.reduced
-        if dtype == grad.dtype or axis not in {self.replicas, *self.items[0].replicas}:
+        if dtype == grad.dtype or axis not in {self.replicas, *self.items[0].replicas, COPIES}:
             return grad
         block = self.mesh.comm(axis).buffer(grad.shape, dtype)
         block[...] = grad
@@ -211,12 +230,22 @@ class GradientBucket(Bucket):
             rows[:, columns] = self.parameters.grad[slices.grad].reshape(len(rows), -1)
         return rows
 
+    def _own_shards(self, comm: Communicator) -> Array:
+        """Return the shards of the gradient that this rank updates, as a flat block."""
+        if self.columns[-1].stop == self.span.stop - self.span.start:
+            return self._carried(COPIES)
+        block = comm.buffer((self.columns[-1].stop,), self.parameters.reduced)
+        for slices, columns in zip(self.slices, self.columns, strict=True):
+            block[columns] = self.parameters.grad[slices.own_grad]
+        return block
+
     def store(self, axis: str, total: Array) -> None:
-        if not self._scatters(axis):
+        if not self._scatters(axis) and axis != COPIES:
             self.parameters.grad[self.span] = total
             return
+        own = total[0] if self._scatters(axis) else total
         for slices, columns in zip(self.slices, self.columns, strict=True):
-            self.parameters.grad[slices.own_grad] = total[0, columns]
+            self.parameters.grad[slices.own_grad] = own[columns]
 
 
 class _ValueBucket(Bucket):
@@ -248,7 +277,9 @@ class _OwnerSum(GradientBucket):
         return self.mesh.comm(axis).reduce(self._carried(axis), self.owner)
 
     def store(self, axis: str, total: Array) -> None:
-        if axis != self.replicas or self.mesh.comm(axis).rank == self.owner:
+        if axis != self.replicas:
+            super().store(axis, total)
+        elif self.mesh.comm(axis).rank == self.owner:
             self.parameters.grad[self.span] = total
 
 

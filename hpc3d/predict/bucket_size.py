@@ -7,12 +7,13 @@ has several buckets, so that reductions overlap with the backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpc3d.arrays.narrow import itemsize
 from hpc3d.comm.communicator import received_share
-from hpc3d.comm.mesh import data_axes, groups_of, plane
+from hpc3d.comm.mesh import COPIES, data_axes, groups_of, plane
 from hpc3d.config.input_file import BUCKET_MB
 from hpc3d.config.package_data import MACHINE, MEASURED, default_machine, find
 from hpc3d.model.families import block_weights, expert_parameters
@@ -30,25 +31,41 @@ def bucket_mb(config: Config, machine: Machine) -> float:
     """Return the default size of gradient buckets on a machine, in MB.
 
     The size is the smallest of 25, 50, 100, ... MB for which the latency is at most 40 % of the
-    time of a bucket's collective. Sizes of which a stage would have fewer than four buckets are
+    time of a bucket's reduction. Sizes of which a stage would have fewer than four buckets are
     excluded.
     """
-    grid, op = config.mesh.grid(), "reduce_scatter" if config.parallel.zero else "all_reduce"
-    members = groups_of(grid, {}).get(plane(data_axes(grid.sizes)), ())
-    if len(members) < 2:
+    calls = _reductions(config)
+    if not calls:
         return BUCKET_MB
-    if grid.size < machine.ranks_per_node:
-        machine = replace(machine, ranks_per_node=grid.size)
-    share = received_share(op, len(members))
+    if config.grid().size < machine.ranks_per_node:
+        machine = replace(machine, ranks_per_node=config.grid().size)
 
     def seconds_per_byte(nbytes: float) -> float:
-        return machine.call(op, share * nbytes, members) / nbytes
+        seconds = (machine.call(op, part * nbytes, members) for op, part, members in calls)
+        return sum(seconds) / nbytes
 
     slowest = seconds_per_byte(_LONG) / (1 - _LATENCY)
     size, most = BUCKET_MB, _gradient_mb(config) / _FEWEST
     while 2 * size <= most and seconds_per_byte(1e6 * size) > slowest:
         size *= 2
     return size
+
+
+def _reductions(config: Config) -> list[tuple[str, float, Sequence[int]]]:
+    """Return the collectives that reduce a bucket of one byte.
+
+    Each entry contains the operation, the number of bytes that a rank receives, and the ranks.
+    """
+    grid, op = config.grid(), "reduce_scatter" if config.parallel.zero else "all_reduce"
+    groups = groups_of(grid, {})
+    data = groups.get(plane(data_axes(grid.sizes)), range(1))
+    copies = groups.get(COPIES, range(1))  # each rank reduces its own shard along this axis
+    calls = (op, 1.0, data), ("all_reduce", 1 / len(data), copies)
+    return [
+        (op, size * received_share(op, len(members)), members)
+        for op, size, members in calls
+        if len(members) > 1
+    ]
 
 
 def _gradient_mb(config: Config) -> float:

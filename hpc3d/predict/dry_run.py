@@ -96,8 +96,8 @@ def _stand_in() -> Machine:
 
 
 def _ranks(config: Config) -> str:
-    sizes = " ".join(f"{axis}={size}" for axis, size in config.mesh.sizes().items() if size > 1)
-    ranks = config.mesh.grid().size
+    sizes = " ".join(f"{axis}={size}" for axis, size in config.sizes().items() if size > 1)
+    ranks = config.grid().size
     return f"{counted(ranks, 'rank')}: {sizes or 'serial'}"
 
 
@@ -140,7 +140,7 @@ def _memory(config: Config, found: dict, machine: Machine | None) -> str:
         fits = "fits" if found["fits"] else "does not fit"
         return f"{line}; {fits} in the {machine.memory_gb:g} GB of a rank of {machine.name}"
     if config.train.backend == "numpy":
-        there, ranks = host_memory.total(), config.mesh.grid().size
+        there, ranks = host_memory.total(), config.grid().size
         most = f"only {int(there // peak)} of {ranks} ranks fit"
         fit = "all ranks fit" if found["total"] <= there else most
         line += f"; {fit} in the {_size(there)} of this machine"

@@ -83,7 +83,7 @@ class SweepPoint(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return self.config.mesh.grid().size
+        return self.config.grid().size
 
     @property
     def machine(self) -> str | None:

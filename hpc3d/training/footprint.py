@@ -8,7 +8,8 @@ of a microbatch have n = b s h elements.
                     over r.  With 16-bit types, g = 4 bytes, and the master copy is an additional
                     state.  States of another type have their own size, and states per row or
                     column are negligible.  Experts are sharded over the expert axis, and
-                    parallel.zero shards them over the context and data axes
+                    parallel.zero shards them over the context and data axes.  parallel.shard
+                    limits the data axis to the replicas of a group
     residual        g bytes per element of the block matrices that parallel.compression selects
     activations     k n e L / (p t r) bytes for one microbatch, with e for parallel.keep_dtype and
                     k = 16 + a s / h, 16 + a / h (chunked), 16 or 1 (recompute); a mixture of
@@ -77,13 +78,14 @@ def parameters(config: Config) -> float:
     """Return the bytes of parameters, gradients and optimizer states on a rank."""
     mesh, experts = config.mesh, expert_parameters(config.model)
     dense = families.parameters(config.model).total - experts
-    held = dense * _bytes_held(config, mesh.replicas())
-    held += experts / mesh.e * _bytes_held(config, mesh.d * mesh.c)
+    shards = (config.parallel.shard or mesh.d) * mesh.c
+    held = dense * _bytes_held(config, shards * mesh.e)
+    held += experts / mesh.e * _bytes_held(config, shards)
     return (held + _residual(config)) / (mesh.p * mesh.tensor_ranks())
 
 
-def _bytes_held(config: Config, copies: int) -> float:
-    """Return the bytes per parameter on each of `copies` replicas at the configured ZeRO stage."""
+def _bytes_held(config: Config, shards: int) -> float:
+    """Return the bytes per parameter on a rank if ZeRO splits data into `shards` shards."""
     e, wide, zero = itemsize(config.train.dtype), _wide(config), config.parallel.zero
     specs = optimizer_of(config).STATES
     states = sum((itemsize(spec.dtype) if spec.dtype else wide) * spec.density() for spec in specs)
@@ -93,7 +95,7 @@ def _bytes_held(config: Config, copies: int) -> float:
     # (bytes per parameter, lowest ZeRO stage that shards these bytes), for the parameter values,
     # the gradients and the optimizer states
     shares = [(values, 3), (wide, 2), (states, 1)]
-    return sum(size / (copies if zero >= stage else 1) for size, stage in shares)
+    return sum(size / (shards if zero >= stage else 1) for size, stage in shares)
 
 
 def _residual(config: Config) -> float:

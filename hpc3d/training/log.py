@@ -207,7 +207,7 @@ def layout_lines(config: Config) -> Iterator[str]:
     how = "" if compression == "none" else f"; gradients compressed by {compression}"
     yield (
         f"schedule {parallel.schedule}: {counted(parallel.microbatches, 'microbatch')} "
-        f"through {through}; ZeRO {parallel.zero}{how}"
+        f"through {through}; {parallel.sharding}{how}"
     )
     yield from offload_lines(config)
     if config.mesh.c > 1:

@@ -58,5 +58,5 @@ def trained(
         recorder.flush()
 
     folder.mkdir(exist_ok=True)
-    threads.run(config.mesh.sizes(), rank)
+    threads.run(config.sizes(), rank)
     return trace.open(merge(folder))

@@ -34,7 +34,7 @@ def config_of(ranks, **values):
 
 
 def header(config, rank, ranks):
-    sizes = config.mesh.sizes()
+    sizes = config.sizes()
     return {
         "rank": rank,
         "world_size": ranks,
@@ -78,7 +78,7 @@ def trained(folder, ranks, evaluate=False, **values):
         recorder.flush()
 
     folder.mkdir(exist_ok=True)
-    threads.run(config.mesh.sizes(), rank)
+    threads.run(config.sizes(), rank)
     merge(folder)
     return folder
 

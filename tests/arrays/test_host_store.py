@@ -112,7 +112,7 @@ CASES = [
 @pytest.mark.parametrize(("line", "moved"), strided(CASES, 6))
 def test_offloading_does_not_change_the_training_results(line, moved):
     plain, found = (
-        run(config.mesh.sizes(), lambda mesh, config=config: train(mesh, config))
+        run(config.sizes(), lambda mesh, config=config: train(mesh, config))
         for config in (config_of(line), config_of(f"{line} {moved}"))
     )
     for ours, theirs in zip(found, plain, strict=True):
@@ -161,7 +161,7 @@ def test_predicted_memory_peaks_match_the_measured_ones(line, what):
         trainer.step(1)
         return dict(mesh.pool.peak)
 
-    found = run(config.mesh.sizes(), rank)
+    found = run(config.sizes(), rank)
     predicted = every_rank(config, config.model.vocabulary)
     assert found[0][OFFLOADED] > 0
     for ours, theirs in zip(predicted, found, strict=True):

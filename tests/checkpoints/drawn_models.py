@@ -36,7 +36,7 @@ def saved(folder, line, step=0):
         if mesh.rank == 0:
             sharded.complete(begun, mesh.ranks, header, keep=9)
 
-    run(config.mesh.sizes(), rank)
+    run(config.sizes(), rank)
     return begun.with_suffix("")
 
 

@@ -74,7 +74,7 @@ def run_until(folder, layout, until, every=1, evaluations=None):
             saver.after(number, best.get("step") == number + 1)
         saver.wait()
 
-    run(config.mesh.sizes(), rank)
+    run(config.sizes(), rank)
 
 
 def note(path, mesh):

@@ -21,7 +21,7 @@ def test_forecast_bytes_match_the_checkpoint_files(layout, tmp_path):
     def rank(mesh):
         return cost.forecast(ThreadJob(mesh), tmp_path, trainer_of(mesh, config), 2)
 
-    lines, *others = run(config.mesh.sizes(), rank)
+    lines, *others = run(config.sizes(), rank)
     assert all(other == lines for other in others)
     files = [path.stat().st_size for path in tmp_path.glob("checkpoints/*/*.bin")]
     told = f"{sum(files) / 1e6:.1f} MB ... {max(files) / 1e6:.1f} MB ... 2 "
@@ -74,4 +74,4 @@ def test_folder_without_write_access_is_named(tmp_path):
         cost.forecast(ThreadJob(mesh), tmp_path / "absent", trainer_of(mesh, config), 2)
 
     with pytest.raises(ValueError, match=r"absent: No such file"):
-        run(config.mesh.sizes(), rank)
+        run(config.sizes(), rank)

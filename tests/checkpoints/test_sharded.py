@@ -44,6 +44,7 @@ d=2 x=2 z=3 zero=3 microbatches=2
 d=3 y=2 zero=2 microbatches=2
 p=4 d=2 schedule=zb-h1 microbatches=4 zero=1 layers_per_stage=[2,0,1,1]
 d=4 zero=0 microbatches=2
+d=4 shard=2 zero=3 microbatches=2
 """.strip().splitlines()
 STEPS = 2
 
@@ -51,7 +52,7 @@ STEPS = 2
 def saved(line, folder):
     """Train the first steps of a layout and save them."""
     config = config_of(line)
-    ranks = prod(config.mesh.sizes().values())
+    ranks = prod(config.sizes().values())
 
     def rank(mesh):
         trainer = trainer_of(mesh, config)
@@ -64,7 +65,7 @@ def saved(line, folder):
             header["updates"] = trainer.optimizer.steps
             sharded.complete(folder, ranks, header, keep=2)
 
-    run(config.mesh.sizes(), rank)
+    run(config.sizes(), rank)
     return Checkpoint(folder.with_suffix(""))
 
 
@@ -79,7 +80,7 @@ def resumed(line, opened):
         steps = [trainer.step(number) for number in range(STEPS, config.train.steps)]
         return trained_of(trainer, steps)
 
-    return run(config.mesh.sizes(), rank)
+    return run(config.sizes(), rank)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +220,7 @@ def moved(opened, line, folder):
         if mesh.rank == 0:
             sharded.complete(begun, mesh.ranks, header, keep=2)
 
-    run(config.mesh.sizes(), rank)
+    run(config.sizes(), rank)
     return Checkpoint(begun.with_suffix(""))
 
 
@@ -247,7 +248,7 @@ def test_resume_of_a_bert_with_padded_vocabulary_vectors(checkpoints, before, af
 @pytest.mark.parametrize("line", strided([LAYOUTS[1], LAYOUTS[8], LAYOUTS[9]], 3))
 def test_resume_on_the_same_layout_is_bitwise_equal(checkpoints, line):
     config = config_of(line)
-    whole = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
+    whole = run(config.sizes(), lambda mesh: train(mesh, config))
     for one, other in zip(whole, resumed(line, checkpoints(line)), strict=True):
         assert one.totals[STEPS:] == other.totals
         for name, (_, block) in one.weights.items():

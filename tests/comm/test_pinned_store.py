@@ -25,12 +25,12 @@ def words_without(line):
 @pytest.mark.parametrize("line", strided(LINES, 6, 1))
 def test_offloading_on_fake_devices_matches_serial_training(line):
     config = config_of(line.replace("offload=", "'offload=") + "'")
-    beside, _ = threads.meshes(config.mesh.sizes())
+    beside, _ = threads.meshes(config.sizes())
 
     def rank(mesh):
         with on_device(mesh, beside[mesh.rank]) as device:
             trained = train(device, config)
         return trained._replace(weights=plain(trained.weights))
 
-    for trained in threads.run(config.mesh.sizes(), rank):
+    for trained in threads.run(config.sizes(), rank):
         same(trained, serial(alone(words_without(line))))

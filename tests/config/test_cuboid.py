@@ -35,7 +35,7 @@ def test_model_without_a_valid_cuboid_error_names_the_mesh_keys():
 @pytest.mark.parametrize("ranks", [*range(1, 71), 100, 128])
 def test_default_model_resolves_on_any_number_of_ranks(ranks):
     config = resolve(load(None, []), ranks, default=True)
-    assert prod(config.mesh.sizes().values()) == ranks
+    assert prod(config.sizes().values()) == ranks
     assert config.model.hidden % config.model.heads == 0
     assert not violations(config, ranks)
 
@@ -52,7 +52,7 @@ def test_best_cuboid_has_the_least_communication_volume():
     """[MK (n-1) + KN (m-1) + MN (k-1)] / P for the four products of a block, by hand."""
 
     def by_hand(config):
-        sizes, hidden = config.mesh.sizes(), config.model.hidden
+        sizes, hidden = config.sizes(), config.model.hidden
         m, n, k = sizes["x"], sizes["y"], sizes["z"]
         rows, total = config.train.batch * config.model.sequence, 0
         for width, height, (a, b) in (

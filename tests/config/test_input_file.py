@@ -43,4 +43,4 @@ def test_configuration_with_cached_splits_can_be_pickled():
 
 def test_shipped_input_is_a_cube():
     config = resolve(load(SHIPPED, []), 64)
-    assert config.mesh.sizes() == {"p": 1, "d": 1, "c": 1, "e": 1, "x": 4, "y": 4, "z": 4}
+    assert config.sizes() == {"p": 1, "d": 1, "c": 1, "e": 1, "x": 4, "y": 4, "z": 4}

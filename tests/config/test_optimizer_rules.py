@@ -8,7 +8,7 @@ from hpc3d.config.resolve import resolve
 
 def resolved(words):
     config = load(None, ["--train.optimizer", "adamw-8bit", "--model.heads", "4", *words.split()])
-    return resolve(config, config.mesh.grid().size)
+    return resolve(config, config.grid().size)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ INPUTS = ROOT / "inputs"
 
 
 def ranks(config):
-    return prod(config.mesh.sizes().values())
+    return prod(config.sizes().values())
 
 
 @pytest.mark.parametrize("path", sorted(INPUTS.glob("*.toml")), ids=lambda path: path.stem)

@@ -89,6 +89,35 @@ PIPELINES = [
         "model.hidden = 144 ... mesh.d = 32; use ... 32",
     ),
     (
+        {"mesh.d": 4, "parallel.zero": 1, "parallel.shard": 3},
+        "parallel.shard = 3 must divide mesh.d = 4; use 2 or 4",
+    ),
+    (
+        {"mesh.d": 4, "parallel.zero": 1, "parallel.shard": 8},
+        "parallel.shard = 8 must divide mesh.d = 4; use 4",
+    ),
+    (
+        {"mesh.d": 4, "parallel.shard": 2},
+        "parallel.shard = 2: only valid for parallel.zero = 1 or 2 or 3; ...",
+    ),
+    (
+        {
+            "mesh.d": 4,
+            "parallel.zero": 1,
+            "parallel.shard": 2,
+            "parallel.compression": "top-k",
+        },
+        "parallel.shard = 2: only valid for parallel.compression = none; ...",
+    ),
+    (
+        {"mesh.d": 64, "parallel.zero": 3, "parallel.shard": 32, "train.batch": 192},
+        "model.hidden = 144 ... parallel.shard = 32; use ... 32",
+    ),
+    (
+        {"mesh.d": 10, "parallel.zero": 1, "parallel.shard": 5},
+        "train.batch = 144 ... mesh.d = 10; use ... 10",
+    ),
+    (
         {"mesh.p": 2, "parallel.schedule": "pipedream", "model.tied": "false"},
         "train.clip = 1.0: ... pipedream ... train.clip = 0",
     ),
@@ -110,7 +139,7 @@ def test_invalid_pipeline_settings_are_rejected(changes, line):
 @pytest.mark.parametrize("inner", [1, 2])
 @pytest.mark.parametrize(("changes", "line"), PIPELINES)
 def test_pipeline_errors_are_the_same_with_an_open_cuboid(changes, line, inner):
-    if " mesh.d = " in line:
+    if " mesh.d = " in line or " parallel.shard = " in line:
         return  # another cuboid might do
     sizes = {"model.layers": 3, **changes}
     ranks = sizes.get("mesh.p", 1) * sizes.get("mesh.d", 1) * inner

@@ -20,6 +20,7 @@ RULES = {
     "mesh.transport": ("tcp", "mesh.transport: ... 'auto', 'mpi', 'nccl' or 'host-staged'"),
     "parallel.scheme": ("4d", "parallel.scheme: ... '1d', '1d-sequence',"),
     "parallel.zero": ("4", "parallel.zero: ... 0, 1, 2 or 3, not 4"),
+    "parallel.shard": ("2", "parallel.shard = 2: ... parallel.zero = 1 or 2 or 3; ..."),
     "parallel.bucket_mb": ("-1", "parallel.bucket_mb = -1.0: ... 0 ... finite"),
     "parallel.microbatches": ("0", "parallel.microbatches = 0: ... 1"),
     "parallel.chunks": ("0", "parallel.chunks = 0: ... 1"),
@@ -241,4 +242,4 @@ def test_invalid_loop_dimension_split_is_rejected(letters, line):
 def test_valid_loop_dimension_split_is_accepted():
     config = resolve(load(None, sized({}, "--parallel.split", '{ m = "x" }')), 8)
     assert config.splits["dense"].m == "x"
-    assert config.mesh.sizes()["x"] == 8
+    assert config.sizes()["x"] == 8

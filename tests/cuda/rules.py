@@ -116,13 +116,13 @@ def some(lines, *quick):
 def on_devices(line, function):
     """`function(mesh, config)` on every rank of a mix."""
     config = config_of(line)
-    beside, _ = threads.meshes(config.mesh.sizes())
+    beside, _ = threads.meshes(config.sizes())
 
     def rank(mesh):
         with on_device(mesh, beside[mesh.rank], "nccl", pool=CudaPool) as device:
             return function(device, config)
 
-    return threads.run(config.mesh.sizes(), rank)
+    return threads.run(config.sizes(), rank)
 
 
 def empty(shape, dtype):

@@ -99,7 +99,7 @@ def test_predicted_launches_and_memory_match_a_device_run(line, launcher):
     config = rules.config_of(line)
     measured = on_devices(line, observed)
     rules.register(launcher)
-    grid, told = config.mesh.grid(), Counts()
+    grid, told = config.grid(), Counts()
     for rank, peaks in zip(range(grid.size), measured, strict=True):
         mesh = abstract_mesh(grid.sizes, grid.coords(rank), abstract_gpu.pool_of(config, told))
         predicted = predict_on(mesh, config, config.model.vocabulary).peak

@@ -23,7 +23,7 @@ LINES = [
 def test_gradient_compression_on_devices_matches_numpy(line, launcher):
     """Rounding decides which of the elements near the threshold of top-k are sent."""
     config, least = config_of(line), 0.99 if "top-k" in line else 1
-    expected = threads.run(config.mesh.sizes(), lambda mesh: train(mesh, config))
+    expected = threads.run(config.sizes(), lambda mesh: train(mesh, config))
     for found, wanted in zip(on_devices(line, train), expected, strict=True):
         np.testing.assert_allclose(found.totals, wanted.totals, rtol=1e-4)
         for name, (_, block) in found.weights.items():

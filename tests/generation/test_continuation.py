@@ -59,7 +59,7 @@ def continued(line, prompt, samples, tokens, how=HOW):
         continue_text(decoder, wanted, choose)
         return found
 
-    first, *others = run(config.mesh.sizes(), rank)
+    first, *others = run(config.sizes(), rank)
     assert not any(others)
     return [[*column] for column in zip(*first, strict=True)]
 
@@ -111,8 +111,8 @@ def test_all_ranks_stop_when_rank_0_stops():
         continue_text(decoder, TextRequest(PROMPT, 1, 8, 99), choose)
         return calls, decoder.kept.length
 
-    found = run(config.mesh.sizes(), rank)
-    assert prod(config.mesh.sizes().values()) == len(found) == 8
+    found = run(config.sizes(), rank)
+    assert prod(config.sizes().values()) == len(found) == 8
     assert found[0] == ([0, 1, 2], len(PROMPT) + 2)
     assert found[1:] == 7 * [([], len(PROMPT) + 2)]
 

@@ -31,10 +31,10 @@ def counted(mesh, config):
 )
 def test_predicted_generation_traffic_and_flops_match_a_run(kind, mesh):
     config = config_of(f"{COMMON} {kind} {mesh}")
-    sizes = config.mesh.sizes()
+    sizes = config.sizes()
     found = threads.run(sizes, lambda mesh: counted(mesh, config))
     for rank, events in enumerate(found):
-        expected = counted(abstract_mesh(sizes, config.mesh.grid().coords(rank)), config)
+        expected = counted(abstract_mesh(sizes, config.grid().coords(rank)), config)
         np.testing.assert_array_equal(events, expected)
     assert found[0]["bytes"].sum() and found[0]["flops"].sum()
 

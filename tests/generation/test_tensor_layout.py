@@ -13,7 +13,7 @@ STAGES = "p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=3 scheme=1d"
 
 
 def mesh_of(config):
-    return {axis: size for axis, size in config.mesh.sizes().items() if size > 1}
+    return {axis: size for axis, size in config.sizes().items() if size > 1}
 
 
 def test_layout_of_the_run_is_kept_on_the_same_number_of_ranks():
@@ -29,7 +29,7 @@ def test_best_cuboid_for_generation_moves_no_weights():
     stages = STAGES.replace("1d", "3d")
     for line, ranks in [(RUN, 4), (RUN, 1), (stages, 8), (f"{RUN} sequence=4096", 4)]:
         config = laid_out(config_of(line), [], ranks, 1)
-        assert config.mesh.grid().size == ranks
+        assert config.grid().size == ranks
         assert config.mesh.x == config.mesh.p == config.mesh.d == 1
 
 

@@ -51,7 +51,7 @@ def values(model, words, sizes):
             for item in decoder.parameters
         }
 
-    return on_threads(config.mesh.sizes(), rank)
+    return on_threads(config.sizes(), rank)
 
 
 @pytest.mark.parametrize("line", strided([BYTES, LLAMA, TRAINED, MIXTRAL], 2))

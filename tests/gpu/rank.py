@@ -55,10 +55,10 @@ def among(backend, transport, config):
     from hpc3d.comm.cartesian import build
 
     if backend == "numpy":
-        return build(config.mesh.sizes())
+        return build(config.sizes())
     from hpc3d.cuda.gpu import use
 
-    mesh = build(config.mesh.sizes(), MPI.COMM_WORLD, transport, bound(MPI))
+    mesh = build(config.sizes(), MPI.COMM_WORLD, transport, bound(MPI))
     use(mesh.pool)
     return mesh
 

@@ -26,7 +26,7 @@ def config_of(backend, **values):
         section = next(s for s in SECTIONS if key in keys_of(getattr(config, s)))
         changed = replace(getattr(config, section), **{key: value})
         config = replace(config, **{section: changed})
-    return resolve(config, prod(config.mesh.sizes().values()))
+    return resolve(config, prod(config.sizes().values()))
 
 
 def keys_of(section):

@@ -21,7 +21,7 @@ def test_step_prediction_matches_the_output_of_the_command(step, capsys):
     main([*COMMAND, *WORDS])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads(json.dumps(step)) == found
-    assert step.config.mesh.grid().size == step["ranks"] == 4
+    assert step.config.grid().size == step["ranks"] == 4
 
 
 def test_prediction_tables_are_dataframes(step):

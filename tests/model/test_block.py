@@ -41,7 +41,7 @@ p=2 x=2 y=2 schedule=pipedream-2bw microbatches=4
 @cache
 def trained(line, recompute):
     config = config_of(f"{line} steps=3 recompute={recompute}")
-    return run(config.mesh.sizes(), lambda mesh: train(mesh, config))
+    return run(config.sizes(), lambda mesh: train(mesh, config))
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def step_by_step(line, tokens, parts):
             start += count
         return found
 
-    return run(config.mesh.sizes(), rank)
+    return run(config.sizes(), rank)
 
 
 @pytest.mark.parametrize("kind", KINDS)

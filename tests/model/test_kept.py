@@ -230,7 +230,7 @@ def test_quantized_activations_keep_the_first_loss_exact_and_later_ones_close(li
             trainer = trainer_of(mesh, config)
             return [trainer.step(number).loss for number in range(5)]
 
-        return run(config.mesh.sizes(), rank)[0]
+        return run(config.sizes(), rank)[0]
 
     kept, exact = losses(line), losses(" ".join(w for w in line.split() if "keep_d" not in w))
     assert kept[0] == exact[0] and kept[1:] != exact[1:]

@@ -246,6 +246,9 @@ def layouts(draw, model):
         "overlap": draw(SWITCH),
         "bucket_mb": draw(st.sampled_from([25, 0.01, 0])),
     }
+    if words["zero"] and not ("compression" in model and draw(MOST)):
+        sizes = [n for n in (0, 2, 1, 3, 4) if n == 0 or mesh["d"] % n == 0]
+        words["shard"] = draw(st.sampled_from(sizes))
     if draw(SELDOM):
         words["order"] = " ".join(draw(st.permutations("pdcexyz")))
     if draw(st.booleans()):

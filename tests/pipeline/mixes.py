@@ -145,6 +145,16 @@ c=2 e=2 d=2 x=2 schedule=none microbatches=2 zero=2 sequence=4 experts=4 hidden=
 e=4 x=2 z=2 schedule=none microbatches=3 zero=3 experts=4 hidden=48
 e=2 x=4 schedule=none batch=8 sequence=8 microbatches=2 scheme=1d-sequence experts=4 capacity=4
 c=2 y=4 z=2 schedule=none batch=4 sequence=8 microbatches=2 experts=4 top_k=2 capacity=0
+d=4 shard=2 schedule=none microbatches=2 zero=1 bucket_mb=0.01
+d=4 shard=2 x=2 schedule=none microbatches=3 zero=3 scheme=1d-sequence prefetch=true
+p=2 d=4 shard=2 schedule=zb-h1 microbatches=3 zero=2 tied=false gelu=exact
+d=4 shard=1 schedule=none microbatches=2 zero=3 overlap=false
+d=6 shard=3 schedule=none microbatches=2 zero=3 dropout=0.25
+d=4 shard=2 c=2 schedule=none microbatches=2 zero=2 sequence=4 recompute=full
+d=4 shard=2 e=2 schedule=none microbatches=2 zero=1 experts=4 top_k=2 balance_bias=0.01
+d=4 shard=2 e=2 schedule=none microbatches=1 zero=3 experts=4
+d=4 shard=2 x=2 y=2 schedule=none microbatches=1 zero=1 scheme=2d-summa kind=llama ffn=60
+p=2 d=4 shard=2 x=2 schedule=1f1b microbatches=3 zero=1 kind=bert order="x d p y z c e"
 """.strip().splitlines()
 
 # Four axes at once, for real ranks only.
@@ -188,7 +198,7 @@ def config_of(line):
     values = {**SMALL, **words_of(line)}
     options = [str(word) for key, value in values.items() for word in (f"--{KEYS[key]}", value)]
     config = load(None, options)
-    return resolve(config, prod(config.mesh.sizes().values()))
+    return resolve(config, prod(config.sizes().values()))
 
 
 @cache

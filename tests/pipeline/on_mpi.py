@@ -12,7 +12,7 @@ def case(job, transport, line):
         assert is_buffered(job.comm) == (line == BUFFERED)
         return
     config, wanted = job.from_root(lambda: (config_of(line), expected(line)))
-    same(train(build(config.mesh.sizes(), transport=transport), config), wanted)
+    same(train(build(config.sizes(), transport=transport), config), wanted)
 
 
 def expected(line):

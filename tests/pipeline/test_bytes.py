@@ -42,7 +42,7 @@ class Counted(NamedTuple):
 def counted(line):
     """The first step of a mix: `Counted` of every rank."""
     config = config_of(f"steps=1 vocabulary={VOCABULARY} {line}")
-    return run(config.mesh.sizes(), lambda mesh: first_step(mesh, config))
+    return run(config.sizes(), lambda mesh: first_step(mesh, config))
 
 
 def first_step(mesh, config):
@@ -179,6 +179,16 @@ def test_context_ranks_reduce_gradients_as_replicas(zero, context):
             for op in ("all_reduce", "reduce_scatter", "all_gather")
         }
         assert {op: moved for op, moved in totals.items() if moved} == on_data(zero, 4, elements)
+
+
+@pytest.mark.parametrize("zero", strided([1, 2, 3], 2))
+def test_hybrid_sharding_bytes_match_the_formula_within_and_between_groups(zero):
+    """As of 2 replicas within a group of 4; between groups of 2, psi e / 2 of each own shard."""
+    elements = elements_of(0, 1, 4)
+    for rank in counted(f"d=4 shard=2 microbatches={MICROS} tied=false zero={zero}"):
+        assert {op: rank.bytes("d", op) for op in rank.ops("d")} == on_data(zero, 2, elements)
+        assert rank.ops("r") == {"all_reduce"}
+        assert rank.bytes("r", "all_reduce") == sum(elements.values()) * ITEM // 2
 
 
 @pytest.mark.slow

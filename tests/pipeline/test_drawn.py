@@ -91,7 +91,7 @@ def evaluates(config):
 
 
 def on_threads(config, *arguments):
-    return run(config.mesh.sizes(), lambda mesh: train(read_only(mesh), config, *arguments))
+    return run(config.sizes(), lambda mesh: train(read_only(mesh), config, *arguments))
 
 
 def trained(lines):

@@ -39,7 +39,7 @@ def held(line, look):
             trainer.step(number)
         return look(mesh, trainer)
 
-    return config, run(config.mesh.sizes(), rank)
+    return config, run(config.sizes(), rank)
 
 
 @pytest.mark.parametrize("line", ["p=4 schedule=1f1b", "p=2 d=2 schedule=zb-h1 zero=2"])

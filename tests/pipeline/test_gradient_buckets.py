@@ -142,6 +142,24 @@ def test_data_axis_is_reduced_after_the_other_axes():
     assert lines == ["post x 10", "wait x 10", "post d 10", "wait d 10"]
 
 
+def test_hybrid_sharding_reduces_shards_between_groups_during_the_backward_pass():
+    """A bucket starts along r when the next one starts along d: 2 x 2 ranks, 10 elements each."""
+    lines = []
+    comms = {axis: Diary(axis, 2, lines) for axis in "rd"}
+    parameters = Parameters(Mesh({"r": 2, "d": 2}, {}, comms, Self()), "float64", zero=1)
+    for number in range(3):
+        parameters.add(f"layers.{number}.a", (10,), Layout(""), partial=("r", "d"))
+    parameters.allocate(1)
+    buckets = Buckets(parameters, 80)
+    for number in (2, 1):
+        buckets.finished(f"layers.{number}")
+    assert lines == ["post d 10", "wait d 10", "post r 5", "post d 10"]
+    buckets.finished("layers.0")
+    buckets.wait()
+    assert lines[4:7] == ["wait d 10", "post r 5", "post d 10"]
+    assert lines[7:] == ["wait r 5", "wait r 5", "wait d 10", "post r 5", "wait r 5"]
+
+
 def test_each_step_starts_with_zero_gradients_and_no_posted_buckets():
     buckets, lines = diary(three_layers, 160)
     for _ in range(2):

@@ -30,7 +30,8 @@ SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asyn
 
 
 # Few ranks first: one mix per schedule, scheme, stage of ZeRO, context form and family.
-QUICK = covering(sorted(MIXES, key=ranks), ("schedule", "scheme", "zero", "context", "kind"))
+KEYS = "schedule", "scheme", "zero", "context", "kind", "shard"
+QUICK = covering(sorted(MIXES, key=ranks), KEYS)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ QUICK = covering(sorted(MIXES, key=ranks), ("schedule", "scheme", "zero", "conte
 )
 def test_hybrid_parallel_training_matches_serial(line):
     config, expected = config_of(line), serial(alone(line))
-    found = run(config.mesh.sizes(), lambda mesh: train(read_only(mesh), config))
+    found = run(config.sizes(), lambda mesh: train(read_only(mesh), config))
     for trained in found:
         same(trained, expected)
     cover(found, expected)

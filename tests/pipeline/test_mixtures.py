@@ -76,7 +76,7 @@ def noted(line):
         for step in range(config.train.steps):
             trainer.step(step)
 
-    run(config.mesh.sizes(), train)
+    run(config.sizes(), train)
     return found
 
 
@@ -156,7 +156,7 @@ def test_shared_experts_overlap_with_the_dispatch(shared):
         trainer_of(mesh.traced(recorder), config).step(0)
         return recorder.rows()
 
-    for events in run(config.mesh.sizes(), rank):
+    for events in run(config.sizes(), rank):
         products = events[events["op"] == OP.index("gemm")]["t_start"]
         calls = events[events["op"] == OP.index("all_to_all")]
         between = []

@@ -118,7 +118,7 @@ def test_engine_uses_only_the_stage_protocol(line):
         return trained_of(trainer, [trainer.step(number) for number in range(2)])
 
     plain, bare = (
-        run(config.mesh.sizes(), lambda mesh, wrap=wrap: rank(mesh, wrap))
+        run(config.sizes(), lambda mesh, wrap=wrap: rank(mesh, wrap))
         for wrap in (lambda stage: stage, Bare)
     )
     for ours, theirs in zip(bare, plain, strict=True):

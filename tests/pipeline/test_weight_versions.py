@@ -66,7 +66,7 @@ def rule_of(line):
 @pytest.mark.parametrize("line", strided(LINES, 12))
 def test_asynchronous_pipeline_follows_its_update_rule(line):
     config, expected = config_of(line), reference(rule_of(line))
-    found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
+    found = run(config.sizes(), lambda mesh: train(mesh, config))
     for trained in found:
         same(trained, expected)
     cover(found, expected)

@@ -25,8 +25,8 @@ def rank_of(stage=0, **words):
     """The Prediction of the first rank of a pipeline stage, of `last word of a key`=value."""
     options = [str(part) for key, value in words.items() for part in (f"--{KEYS[key]}", value)]
     config = load(None, options)
-    config = resolve(config, prod(config.mesh.sizes().values()))
-    coords = dict.fromkeys(config.mesh.sizes(), 0) | {"p": stage}
+    config = resolve(config, prod(config.sizes().values()))
+    coords = dict.fromkeys(config.sizes(), 0) | {"p": stage}
     return predict(config, config.model.vocabulary, coords)
 
 

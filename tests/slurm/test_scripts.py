@@ -85,9 +85,7 @@ def test_array_layouts_fit_and_have_the_intended_work(script, site):
     assert set(ranks) == {1, 8, 64}
     shares = {work(config) / (count if "weak" in script else 1) for count, config in runs}
     assert len(shares) == 1
-    assert (
-        len({(config.parallel.scheme, *config.mesh.sizes().values()) for config in configs}) == 10
-    )
+    assert len({(config.parallel.scheme, *config.sizes().values()) for config in configs}) == 10
     assert [config.name for config in configs] == sorted(config.name for config in configs)
     assert {(config.run.out, config.train.steps) for config in configs} == {("results/job-7", 3)}
 

@@ -115,7 +115,7 @@ TENSORS = [
 @pytest.mark.slow
 def test_float8_training_on_every_layout_matches_serial(line):
     config = config_of(line)
-    found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
+    found = run(config.sizes(), lambda mesh: train(mesh, config))
     micros = config.parallel.microbatches if config.train.product_scale == "tensor" else 1
     one = config_of(f"{alone(line)} schedule=none microbatches={micros}")
     (expected,) = run({}, lambda mesh: train(mesh, one))

@@ -106,7 +106,7 @@ def ran(folder, ranks, **values):
         return shares
 
     folder.mkdir(exist_ok=True)
-    shares = threads.run(config.mesh.sizes(), rank)
+    shares = threads.run(config.sizes(), rank)
     merge(folder)
     return folder, shares
 

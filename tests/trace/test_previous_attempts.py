@@ -61,7 +61,7 @@ def attempt(folder, first, last, created=5, clock=SOME, layout=PIPELINE, **chang
             trainer.mesh.trace.end_evaluation(number, first + 0.5, 34, 0.25, 0.1)
         recorder.flush()
 
-    threads.run(config.mesh.sizes(), rank)
+    threads.run(config.sizes(), rank)
     merge(folder)
 
 

@@ -48,7 +48,7 @@ def wrote(folder, line, dtype, act):
             header = {"config": text, "position": None, "step": 2, "updates": 2}
             sharded.complete(begun, mesh.ranks, header, keep=1)
 
-    run(config.mesh.sizes(), rank)
+    run(config.sizes(), rank)
     return Checkpoint(begun.with_suffix(""))
 
 
@@ -193,7 +193,7 @@ def losses(line, dtype):
         trainer = Trainer(mesh, config, config.model.vocabulary, batches)
         return [trainer.step(number).loss for number in range(config.train.steps)]
 
-    return np.array(run(config.mesh.sizes(), rank)[0])
+    return np.array(run(config.sizes(), rank)[0])
 
 
 @pytest.mark.slow

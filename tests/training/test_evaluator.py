@@ -65,7 +65,7 @@ def trained(config, evaluate=True):
             weights.append(blocks_of(trainer))
         return found, weights, trained_of(trainer, steps)
 
-    return run(config.mesh.sizes(), rank)
+    return run(config.sizes(), rank)
 
 
 def numbers(evaluations):
@@ -202,8 +202,7 @@ def test_evaluation_excludes_router_losses(line):
     factors = "balance_loss=0 z_loss=0", "balance_loss=2 z_loss=1"
     configs = [config_for(f"{mixture} {each}") for each in factors]
     plain, heavy = (
-        run(config.mesh.sizes(), lambda mesh, config=config: rank(mesh, config))
-        for config in configs
+        run(config.sizes(), lambda mesh, config=config: rank(mesh, config)) for config in configs
     )
     for (without, trained_without), (found, trained_with) in zip(plain, heavy, strict=True):
         assert found == without

@@ -210,7 +210,7 @@ c=2 e=2 y=2 sequence=4 experts=4 capacity=0 moe_every=2 compression=top-k compre
 def test_full_rank_compression_matches_serial_training(line, monkeypatch):
     monkeypatch.setattr(CompressionSpec, "saves", lambda *_: True)
     config, wanted = config_of(line), serial(alone(line))
-    found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
+    found = run(config.sizes(), lambda mesh: train(mesh, config))
     for trained in found:
         same(trained, wanted)
     cover(found, wanted)
@@ -232,7 +232,7 @@ def test_compressed_replicas_stay_equal_and_the_loss_falls(line):
             replicas.after(number)
         return losses
 
-    for losses in run(config.mesh.sizes(), rank):
+    for losses in run(config.sizes(), rank):
         assert losses[-1] < 0.95 * losses[0]
 
 
@@ -248,7 +248,7 @@ def sizes_of(config):
             [item.grad.shape for item in summed if not takes(item)],
         )
 
-    return run(config.mesh.sizes(), rank)[0]
+    return run(config.sizes(), rank)[0]
 
 
 def test_received_bytes_of_compression_match_the_formulas():
@@ -281,7 +281,7 @@ def test_predicted_residual_memory_matches_a_run(line):
         return mesh.pool.peak["optimizer"], own
 
     predicted = [each.peak["optimizer"] for each in every_rank(config, config.model.vocabulary)]
-    found = run(config.mesh.sizes(), rank)
+    found = run(config.sizes(), rank)
     assert [peak for peak, _ in found] == predicted
     assert all(own > 0 for _, own in found)
 
@@ -310,11 +310,11 @@ def test_compressed_run_resumes_bit_for_bit(line, tmp_path):
         trainer.optimizer.steps = 3
         return [trainer.step(number)[1:4] for number in (3, 4)]
 
-    wanted = run(config.mesh.sizes(), begun)
+    wanted = run(config.sizes(), begun)
     opened = Checkpoint(folder.with_suffix(""))
     assert problems(opened.folder) == []
-    assert run(config.mesh.sizes(), resumed) == wanted
-    assert run(config.mesh.sizes(), lambda mesh: resumed(mesh, own=False)) != wanted
+    assert run(config.sizes(), resumed) == wanted
+    assert run(config.sizes(), lambda mesh: resumed(mesh, own=False)) != wanted
 
 
 def test_residuals_are_reset_and_reported_on_other_data_axes(tmp_path, monkeypatch):

@@ -48,6 +48,7 @@ LAYOUTS = [
     "d=2 x=2 zero=0",
     "d=3 z=2 zero=2",
     "d=2 x=2 zero=3",
+    "d=4 shard=2 zero=3",
     "p=4 schedule=zb-h1 microbatches=4 layers=4",
     "p=2 schedule=zb-v chunks=2 microbatches=4 layers=4",
     "p=2 d=2 schedule=interleaved chunks=2 microbatches=2 layers=4 zero=3",
@@ -63,7 +64,7 @@ def settled(line):
 
 
 def axes_of(config):
-    return [axis for axis, size in config.mesh.sizes().items() if size > 1]
+    return [axis for axis, size in config.sizes().items() if size > 1]
 
 
 class Hurt(Communicator):
@@ -137,7 +138,7 @@ def trained(line, hurt_rank=None, fault=None, guards=True):
             return wrong
         return seen, [item.value.copy() for item in trainer.parameters]
 
-    return run(config.mesh.sizes(), rank)
+    return run(config.sizes(), rank)
 
 
 def on_one_rank(ranks, hurt, kind=Corrupt):

@@ -38,7 +38,7 @@ def trained(line, act=lambda trainer, number: None, dtype="float16", start=None,
             seen.append((trainer.step(number), trainer.skipped, trainer.scaling.factor, said))
         return seen
 
-    ranks = run(config.mesh.sizes(), rank)
+    ranks = run(config.sizes(), rank)
     assert [[each[1:3] for each in seen] for seen in ranks] == [
         [each[1:3] for each in ranks[0]]
     ] * len(ranks)
@@ -120,8 +120,8 @@ def test_loss_scale_is_restored_from_a_checkpoint(tmp_path):
         assert resume(ThreadJob(mesh), tmp_path, trainer, str) == 2
         return trainer.scaling.factor, trainer.scaling.row
 
-    run(config.mesh.sizes(), save)
+    run(config.sizes(), save)
     dtype = "float16"
-    assert run(config.mesh.sizes(), go_on) == [(2.0**11, 2)] * 4
+    assert run(config.sizes(), go_on) == [(2.0**11, 2)] * 4
     dtype = "float32"
-    assert [factor for factor, _ in run(config.mesh.sizes(), go_on)] == [1.0] * 4
+    assert [factor for factor, _ in run(config.sizes(), go_on)] == [1.0] * 4

@@ -63,7 +63,7 @@ def devices(monkeypatch):
 
 def ranks(config, function, transport):
     """`function(mesh)` on every rank, with arrays of NumPy or on devices."""
-    sizes = config.mesh.sizes()
+    sizes = config.sizes()
     beside = threads.meshes(sizes)[0]
 
     def rank(mesh):

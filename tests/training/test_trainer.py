@@ -137,7 +137,7 @@ def test_training_matches_torch(line, above):
     line = f"{line} steps=5"
     config, (rates, expected) = config_of(line), reference(config_of(alone(line)))
     assert sum(norm > config.train.clip for _, norm in expected.totals) == above
-    found = run(config.mesh.sizes(), lambda mesh: steps_of(mesh, config))
+    found = run(config.sizes(), lambda mesh: steps_of(mesh, config))
     for ours, trained in found:
         assert ours == pytest.approx(rates, rel=1e-12)
         close(trained, expected)
@@ -172,7 +172,7 @@ def test_stages_have_their_layers_and_the_peer_of_a_tied_table():
 
         Asked(mesh, config, config.model.vocabulary, None)
 
-    run(config.mesh.sizes(), rank)
+    run(config.sizes(), rank)
     first, last = LayerRange(range(2), True, False), LayerRange(range(2, 4), False, True)
     assert asked == {0: ([first], 1), 1: ([last], 0)}
 

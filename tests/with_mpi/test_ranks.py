@@ -57,4 +57,4 @@ def test_training_matches_a_single_rank(mix, transport, few):
     config = config_of(line)
     wanted = serial(alone(line)) if few.rank == 0 else None
     wanted = few.bcast(wanted)
-    same(train(on_ranks(few, config.mesh.sizes(), transport), config), wanted)
+    same(train(on_ranks(few, config.sizes(), transport), config), wanted)

@@ -15,6 +15,7 @@ from hpc3d.analyze.metrics.mfu import recorded_flops
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import finite, means_of, ratio, slowest_seconds
+from hpc3d.comm.mesh import COPIES, DATA
 from hpc3d.model.families import block_weights
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def run_row(trace: Steady) -> dict[str, Any]:
         "family": layout.family,
         "ranks": ranks,
         "p": layout.sizes.get("p", 1),
-        "d": layout.sizes.get("d", 1),
+        "d": layout.sizes.get(DATA, 1) * layout.sizes.get(COPIES, 1),
         **sizes,
         "forward_s": forward,
         "backward_s": backward,

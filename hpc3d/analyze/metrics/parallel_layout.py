@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.analyze.metrics.pipeline_step import configuration
-from hpc3d.comm.mesh import CONTEXT, DATA
+from hpc3d.comm.mesh import CONTEXT, COPIES, DATA
 
 if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
-_DATA = {DATA, CONTEXT}
+_DATA = {COPIES, DATA, CONTEXT}
 
 
 class RunLayout(NamedTuple):

@@ -86,7 +86,7 @@ def _configured(config):
         f" {counted(train.batch * model.sequence, 'token')} per step,"
         f" {train.dtype}, {train.optimizer}",
         "layout": f"scheme {parallel.scheme}; schedule {parallel.schedule or 'none'},"
-        f" microbatches {parallel.microbatches}, chunks {parallel.chunks}; ZeRO {parallel.zero}",
+        f" microbatches {parallel.microbatches}, chunks {parallel.chunks}; {parallel.sharding}",
         "techniques": "; ".join(_techniques(config)),
     }
 

@@ -14,7 +14,7 @@ import numpy as np
 from hpc3d.analyze.metrics.step import mean_row
 from hpc3d.analyze.report import palette
 from hpc3d.comm.grid import AXES
-from hpc3d.comm.mesh import PLANES, WORLD, along
+from hpc3d.comm.mesh import COPIES, PLANES, WORLD, along
 
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.expert_loads import ExpertLoads
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _PARTS = {
     **dict(zip(map(along, AXES), palette.AXES, strict=True)),
     **dict(zip(map(along, PLANES), palette.PLANES, strict=True)),
+    along(COPIES): palette.COPIES,
     along(WORLD): palette.WORLD,
     "compute": palette.COMPUTE,
     "comm": palette.WORK["transfer"],

@@ -36,10 +36,11 @@ LATE = "#B3123F"  # wait time that a rank imposes on other ranks
 COMPUTE, EXPOSED, RECORDED = "#3344DD", "#0099AA", "#2E6B4F"
 READING, MARKER = "#66CCBB", "#4A4030"
 
-# Colors of communication: along a mesh axis, within a plane of two axes, among all ranks, and in
-# the gradient reduction of a stage.
+# Colors of communication: along a mesh axis, within a plane of two axes, among all ranks, between
+# the groups of hybrid sharding, and in the gradient reduction of a stage.
 AXES = ("#77AA66", "#DD8811", "#7766FF", "#773322", "#994400", "#FFDD77", "#FF99FF")
 PLANES, WORLD = ("#BBEEAA", "#880077", "#4433AA"), "#4A5A9A"
+COPIES = "#5588AA"
 REDUCTION = "#665500"
 
 # Colors of the bytes that a host receives from its own ranks and from other hosts.

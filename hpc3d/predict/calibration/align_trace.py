@@ -97,7 +97,7 @@ def _expected_rows(config: Config, coords: Mapping[str, int], program: Program) 
     `coords` maps each mesh axis to the rank's coordinate.
     """
     log = _MeterLog()
-    mesh = abstract_mesh(config.mesh.sizes(), coords, AbstractPool(log))
+    mesh = abstract_mesh(config.sizes(), coords, AbstractPool(log))
     ledger = MemoryRecorder(mesh.rank, lambda: len(log.entries))
     vocabulary = config.model.vocabulary
     trainer = Trainer(mesh.traced(ledger), config, vocabulary, None, program, feed=ZeroBatches)
@@ -119,7 +119,7 @@ def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
     ranks.
     """
     config = configuration(trace)
-    program, grid, found = program_of(config), config.mesh.grid(), []
+    program, grid, found = program_of(config), config.grid(), []
     for rank in range(grid.size):
         expected = _expected_rows(config, grid.coords(rank), program)
         rows, steps = _rows_of(trace, rank), _steps_of(trace, rank)[skip:]

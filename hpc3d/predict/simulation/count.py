@@ -113,7 +113,7 @@ def predict(
     `coords` maps each axis to a coordinate. Raises ValueError for scheme 3d-broadcast, in which
     blocks have owner ranks, because a single rank then does not know all shapes.
     """
-    mesh = abstract_mesh(config.mesh.sizes(), coords, pool_of(config))
+    mesh = abstract_mesh(config.sizes(), coords, pool_of(config))
     return predict_on(mesh, config, vocabulary, program)
 
 
@@ -137,7 +137,7 @@ def every_rank(config: Config, vocabulary: int) -> list[Prediction]:
 
     Ranks are simulated one after another, or concurrently in threads if blocks have owner ranks.
     """
-    grid, program = config.mesh.grid(), program_of(config)
+    grid, program = config.grid(), program_of(config)
     if any(split.own for split in config.splits.values()):
         rank = partial(predict_on, config=config, vocabulary=vocabulary, program=program)
         return threads.run(grid.sizes, rank, partial(pool_of, config))

@@ -30,7 +30,7 @@ def seconds_of_batch(config: Config, vocabulary: int, machine: Machine) -> float
     multiplied by the number of these ranks.
     """
     config = unrecorded(replace(config, train=replace(config.train, steps=1)))
-    machine = with_ranks(machine, config.mesh.grid().size)
+    machine = with_ranks(machine, config.grid().size)
     training, program = program_of(config), forward_program_of(config)
     slowdown = core_sharing(config, machine).stage
 

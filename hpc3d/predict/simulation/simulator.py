@@ -118,7 +118,7 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
             f"{config.parallel.way}: layouts that assign blocks to owner ranks cannot be "
             "simulated; use scheme 3d"
         )
-    machine = with_ranks(machine, config.mesh.grid().size)
+    machine = with_ranks(machine, config.grid().size)
     config = with_bucket_size(config, machine)
     steady = replace(config.train, steps=_SECOND + 2)
     config = unrecorded(replace(config, train=steady))
@@ -199,7 +199,7 @@ def simulated_trainer(
     The recorder of its mesh is a MemoryRecorder. `peers` is as in `representative`.
     """
     pool, context = pool_of(config, clock), config.context()
-    bare = representative(config.mesh.grid(), pool, peers, context)
+    bare = representative(config.grid(), pool, peers, context)
     mesh = bare.traced(MemoryRecorder(bare.rank, lambda: clock.now))
     return Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, ZeroBatches)
 
@@ -300,7 +300,7 @@ def core_sharing(config: Config, machine: Machine) -> CoreSharing:
     """Return the CoreSharing of a layout on a machine."""
     if not machine.cores:
         return CoreSharing(1.0, 1.0, 1.0)
-    grid = config.mesh.grid()
+    grid = config.grid()
     here = range(min(grid.size, machine.ranks_per_node))
     together = max(Counter(grid.coord(rank, "p") for rank in here).values())
     stage = ranks_per_core(machine, together)

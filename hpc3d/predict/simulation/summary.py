@@ -35,7 +35,7 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     `communication` is a fraction of the step. If the machine file lists errors for this kind of
     layout, `interval` is the interval of the step time (`predict.error_intervals`).
     """
-    ranks = config.mesh.grid().size
+    ranks = config.grid().size
     here = ranks // len(runs)  # ranks per stage
     seconds = max(run.step[3] for run in runs) / 1e9 - min(run.step[2] for run in runs) / 1e9
     flops = here * sum(run.rows["flops"].sum() for run in runs)

@@ -52,7 +52,7 @@ def write_trace(folder: Path, runs: Sequence[StageRun], config: Config, machine:
             f"parallel.schedule = {config.parallel.schedule}: training steps overlap, so a trace "
             "of one step cannot be written; remove --out"
         )
-    grid = config.mesh.grid()
+    grid = config.grid()
     total = sum(len(run.rows) for run in runs) * grid.size // len(runs)
     if total > MOST_ROWS or grid.size > _MOST_RANKS:
         raise ValueError(
@@ -88,7 +88,7 @@ def _members(grid: Grid, coords: Mapping[str, int], axes: Iterable[str]) -> list
 def _header_of(
     rank: int, coords: Mapping[str, int], config: Config, machine: Machine
 ) -> dict[str, Any]:
-    grid = config.mesh.grid()
+    grid = config.grid()
     return {
         "kind": "simulated",
         "rank": rank,

@@ -37,7 +37,7 @@ def parts_of_experts(config, ranks):
 
 def ordered(config):
     """The orders of the axes that have ranks."""
-    sizes = config.mesh.sizes()
+    sizes = config.sizes()
     split = [axis for axis in AXES if sizes[axis] > 1]
     rest = [axis for axis in AXES if sizes[axis] == 1]
     for order in permutations(split):

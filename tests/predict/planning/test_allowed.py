@@ -36,6 +36,6 @@ def test_every_allowed_layout_can_be_predicted(scheme, mesh, hidden, sequence, b
         config = resolve(load(None, options), ranks)
     except ValueError:
         return
-    last = {axis: size - 1 for axis, size in config.mesh.sizes().items()}
+    last = {axis: size - 1 for axis, size in config.sizes().items()}
     for coords in (dict.fromkeys(last, 0), last):
         predict(config, 256, coords)

@@ -88,7 +88,7 @@ def test_context_traffic_estimate_matches_the_counted_bytes(line):
     """Of all layers and microbatches, the sums of gradients left out."""
     base = "model.layers=2 model.kind=llama model.heads=8 model.kv_heads=4 model.hidden=64"
     config = settled(f"{base} model.sequence=32 train.batch=4 {line}")
-    coords = dict.fromkeys(config.mesh.sizes(), 0)
+    coords = dict.fromkeys(config.sizes(), 0)
     moved = predict(config, 256, coords).moved().items()
     counted = sum(nbytes for (axis, op, _), (_, nbytes) in moved if axis == "c" and op != "send")
     itemsize = 2 if config.train.dtype == "float16" else 4

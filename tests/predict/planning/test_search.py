@@ -94,7 +94,7 @@ def test_every_estimate_is_counted():
 def over(searched):
     """Over how many ranks the candidates of a search cut heads."""
     configs = [candidate.config for candidate in searched.allowed_candidates()]
-    sizes = [(config.mesh.sizes(), config.splits["dense"].y[1]) for config in configs]
+    sizes = [(config.sizes(), config.splits["dense"].y[1]) for config in configs]
     return {prod(size[axis] for axis in axes) for size, axes in sizes}
 
 

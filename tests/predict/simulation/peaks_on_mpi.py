@@ -8,7 +8,7 @@ from tests.pipeline.mixes import config_of, trainer_of
 def case(job, transport, line):
     """Compare the peaks of the second step by kind."""
     config = config_of(line)
-    mesh = build(config.mesh.sizes(), transport=transport)
+    mesh = build(config.sizes(), transport=transport)
     trainer = trainer_of(mesh, config)
     trainer.step(0)
     trainer.step(1)

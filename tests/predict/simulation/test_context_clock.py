@@ -143,7 +143,7 @@ def test_mfu_counts_full_attention_and_hfu_the_executed_work():
 def test_simulated_trace_has_the_real_ring_peers(line, tmp_path):
     config = config_of(line)
     path = write_trace(tmp_path, simulate(config, 29, MACHINE), config, MACHINE)
-    grid = config.mesh.grid()
+    grid = config.grid()
     with trace.open(path) as opened:
         events = opened.events.columns()
         for rank in range(grid.size):

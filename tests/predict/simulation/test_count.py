@@ -44,7 +44,7 @@ def counted(config):
         events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
         return Prediction(events, [group["axis"] for group in recorder.header["groups"]], {})
 
-    return run(config.mesh.sizes(), rank)
+    return run(config.sizes(), rank)
 
 
 # Mixtures of experts in all layers and in some, on e with every other axis.
@@ -64,6 +64,7 @@ e=2 x=2 y=2 microbatches=2 scheme=2d-summa experts=4 top_k=2 recompute=full drop
 NARROW = """
 dtype=float16 microbatches=2
 dtype=bfloat16 p=2 d=2 schedule=1f1b microbatches=4 zero=1
+dtype=bfloat16 d=4 shard=2 microbatches=2 zero=1 bucket_mb=0.01
 dtype=bfloat16 x=2 y=2 z=2 schedule=none microbatches=1 scheme=3d batch=4
 dtype=bfloat16 d=2 x=2 y=2 schedule=none microbatches=2 zero=3 scheme=2d kind=llama ffn=48
 dtype=bfloat16 d=2 c=2 schedule=zb-v chunks=2 microbatches=2 zero=2 sequence=4 recompute=full
@@ -122,7 +123,7 @@ def evaluated(mesh, config, feed, batches):
 @pytest.mark.parametrize("line", EVALUATED)
 def test_predicted_evaluation_traffic_matches_the_counted_one(line):
     config = config_of(line)
-    grid = config.mesh.grid()
+    grid = config.grid()
 
     def rank(mesh):
         return evaluated(mesh, config, MicrobatchLoader, Held(config) if mesh.rank == 0 else None)
@@ -170,7 +171,7 @@ def test_model_that_exceeds_memory_is_predicted_quickly():
         "--mesh.p 8 --mesh.x 2 --mesh.y 8 --mesh.z 8 --parallel.schedule 1f1b"
     )
     config = resolve(load(None, words.split()), 1024)
-    middle = dict.fromkeys(config.mesh.sizes(), 0) | {"p": 3}
+    middle = dict.fromkeys(config.sizes(), 0) | {"p": 3}
     found = predict(config, 51200, middle)
     # 12 of 96 layers: 12 h^2 on 128 ranks, and 13 h of vectors on 8 each.
     assert found.peak["parameter"] == 4 * 12 * (12 * 12288**2 // 128 + 13 * 12288 // 8)

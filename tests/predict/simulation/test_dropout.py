@@ -43,7 +43,7 @@ def peaks(line):
         return Counter(mesh.pool.peak)
 
     predicted = [Counter(found.peak) for found in every_rank(config, config.model.vocabulary)]
-    return predicted, run(config.mesh.sizes(), rank)
+    return predicted, run(config.sizes(), rank)
 
 
 @pytest.mark.parametrize("line", ALONE)

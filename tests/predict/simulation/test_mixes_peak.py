@@ -34,6 +34,8 @@ p=2 d=2 x=2 schedule=1f1b microbatches=4 zero=1 scheme=1d-sequence chunked_produ
 p=4 z=2 schedule=zb-h1 microbatches=4 recompute=selective keep_dtype=int8
 d=2 x=2 y=2 zero=3 prefetch=true chunked_products=3
 d=4 x=2 scheme=1d zero=1 dtype=float32 reduce_dtype=bfloat16
+d=4 shard=2 x=2 zero=1 dtype=float32 reduce_dtype=bfloat16 bucket_mb=0.01
+d=4 shard=2 zero=3 dtype=bfloat16 microbatches=2 optimizer=muon
 c=4 x=2 microbatches=2 sequence=8
 d=2 c=4 zero=2 context=both ulysses=2 sequence=8
 c=4 y=2 context=all-to-all attention=chunked sequence=8 heads=8

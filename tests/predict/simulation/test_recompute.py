@@ -142,7 +142,7 @@ def test_saved_activations_grow_with_microbatches_in_flight(recompute):
         line = f"p={stages} schedule=1f1b microbatches={micros} recompute={recompute}"
         sizes = f"batch={6 * micros} sequence=8 hidden=12 heads=4 layers={layers}"
         config = config_of(f"{line} {sizes}")
-        found = predict(config, 29, dict.fromkeys(config.mesh.sizes(), 0) | {"p": stage}).peak
+        found = predict(config, 29, dict.fromkeys(config.sizes(), 0) | {"p": stage}).peak
         return found["all"] - sum(found[kind] for kind in ("parameter", "gradient", "optimizer"))
 
     for stage in range(stages):

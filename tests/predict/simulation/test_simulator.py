@@ -57,7 +57,7 @@ def test_replayed_passes_equal_executed_ones(line):
     """Every value of every row but times, and the peak of every kind of memory."""
     config, runs = simulated(line)
     for stage, run in enumerate(runs):
-        coords = dict.fromkeys(config.mesh.sizes(), 0) | {"p": stage}
+        coords = dict.fromkeys(config.sizes(), 0) | {"p": stage}
         whole = predict(config, config.model.vocabulary, coords)
         rows = run.rows[run.rows["category"] != COPY]
         for name in {*rows.dtype.names} - TIMES:

@@ -37,6 +37,7 @@ LAYOUTS = [
         pytest.param(line, marks=slow)
         for line in [
             "d=3 zero=0",
+            "d=4 shard=2 zero=1",
             "d=3 z=2 zero=2",
             "x=2 y=2 z=2 scheme=3d",
             "d=2 y=2 z=2 scheme=3d zero=1",
@@ -68,7 +69,7 @@ def test_adafactor_on_several_ranks_matches_one_rank(layout):
     line = f"{LINE} {layout}"
     config = config_of(line)
     (expected,) = run({}, lambda mesh: without_noise(train(mesh, config_of(alone(line)))))
-    found = run(config.mesh.sizes(), lambda mesh: without_noise(train(mesh, config)))
+    found = run(config.sizes(), lambda mesh: without_noise(train(mesh, config)))
     for each in found:
         same(each, expected)
     cover(found, expected)
@@ -148,7 +149,7 @@ def test_predicted_state_memory_and_traffic_match_a_run(layout):
         trainer.step(0)
         return mesh.pool.peak["optimizer"], 8 * elements_of(trainer)
 
-    for ours, (held, formula) in zip(predicted, run(config.mesh.sizes(), rank), strict=True):
+    for ours, (held, formula) in zip(predicted, run(config.sizes(), rank), strict=True):
         assert ours.peak["optimizer"] == held == formula
     for ours, theirs in zip(predicted, counted(config), strict=True):
         assert ours.moved() == theirs.moved()
@@ -174,7 +175,7 @@ def test_adafactor_sends_only_row_and_column_sums(layout):
                 found.update(dict.fromkeys(layout[0], columns + 2))
         return found
 
-    shares = run(config.mesh.sizes(), sent)
+    shares = run(config.sizes(), sent)
     ranks = zip(*(every_rank(each, 29) for each in (config, plain)), shares, strict=True)
     for ours, theirs, elements in ranks:
         more = Counter()
@@ -182,7 +183,7 @@ def test_adafactor_sends_only_row_and_column_sums(layout):
             more[axis] += received * (op == "all_reduce")
         for (axis, op, _), (_, received) in theirs.moved().items():
             more[axis] -= received * (op == "all_reduce")
-        for axis, size in config.mesh.sizes().items():
+        for axis, size in config.sizes().items():
             assert more[axis] == 2 * (size - 1) * 8 * elements[axis] / size
 
 
@@ -211,7 +212,7 @@ def test_adafactor_state_resumes_on_another_layout(before, after, tmp_path):
 
     (expected,) = run({}, lambda mesh: without_noise(train(mesh, config_of(line))))
     expected = expected._replace(totals=expected.totals[3:])
-    for each in run(config.mesh.sizes(), rank):
+    for each in run(config.sizes(), rank):
         same(each, expected)
 
 

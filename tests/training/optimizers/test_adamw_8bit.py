@@ -46,7 +46,7 @@ def test_8_bit_adamw_on_several_ranks_matches_one_rank(layout):
     line = f"{LINE} {layout}"
     config = config_of(line)
     (expected,) = run({}, lambda mesh: train(mesh, config_of(alone(line))))
-    found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
+    found = run(config.sizes(), lambda mesh: train(mesh, config))
     for each in found:
         same(each, expected)
     cover(found, expected)
@@ -66,7 +66,7 @@ def test_8_bit_state_takes_two_bytes_plus_scales_as_predicted(layout):
         return mesh.pool.peak["optimizer"], formula
 
     predicted = every_rank(config, config.model.vocabulary)
-    for ours, (held, formula) in zip(predicted, run(config.mesh.sizes(), rank), strict=True):
+    for ours, (held, formula) in zip(predicted, run(config.sizes(), rank), strict=True):
         assert ours.peak["optimizer"] == held == formula
 
 
@@ -101,7 +101,7 @@ def test_8_bit_state_resumes_on_another_layout(tmp_path):
 
     (expected,) = run({}, lambda mesh: train(mesh, config_of(line)))
     expected = expected._replace(totals=expected.totals[3:])
-    for each in run(config.mesh.sizes(), rank):
+    for each in run(config.sizes(), rank):
         same(each, expected)
 
 

@@ -74,7 +74,7 @@ LAYOUTS = [
 def test_lion_on_several_ranks_matches_one_rank(layout):
     line = f"{LINE} {layout}"
     config, expected = config_of(line), without_keys_bias(serial(alone(line)))
-    found = run(config.mesh.sizes(), lambda mesh: without_keys_bias(train(mesh, config)))
+    found = run(config.sizes(), lambda mesh: without_keys_bias(train(mesh, config)))
     for each in found:
         same(each, expected)
     cover(found, expected)

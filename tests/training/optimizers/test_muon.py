@@ -124,6 +124,7 @@ def test_muon_update_is_close_to_torch():
 LAYOUTS = [
     "x=2 y=2 schedule=none microbatches=2 scheme=2d",
     "d=2 x=2 schedule=none microbatches=2 zero=1 scheme=1d",
+    "d=4 shard=2 schedule=none microbatches=2 zero=1",
     "d=2 y=2 schedule=none microbatches=2 zero=3 kind=qwen2 kv_heads=1",
     "p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=2 kind=llama kv_heads=2 ffn=48",
     "x=2 y=2 z=2 schedule=none microbatches=2 scheme=3d-broadcast",
@@ -141,7 +142,7 @@ LAYOUTS = [
 def test_muon_on_several_ranks_matches_one_rank(layout):
     line = f"{LINE} {layout}"
     config, expected = config_of(line), without_keys_bias(serial(alone(line)))
-    found = run(config.mesh.sizes(), lambda mesh: without_keys_bias(train(mesh, config)))
+    found = run(config.sizes(), lambda mesh: without_keys_bias(train(mesh, config)))
     for each in found:
         same(each, expected)
     cover(found, expected)
@@ -165,7 +166,7 @@ def test_predicted_muon_memory_traffic_and_flops_match_a_run(layout):
         trainer_of(mesh, config).step(0)
         return mesh.pool.peak["optimizer"]
 
-    held = run(config.mesh.sizes(), rank)
+    held = run(config.sizes(), rank)
     assert [each.peak["optimizer"] for each in predicted] == held
     for ours, theirs in zip(predicted, counted(config), strict=True):
         assert ours.moved() == theirs.moved()
@@ -198,7 +199,7 @@ def test_full_matrices_are_assigned_to_ranks_round_robin(layout):
     an axis of s ranks it receives 2 (1 - 1/s) of ceil(n / g) of them."""
     config = config_of(f"{LINE} {layout} layers=3")
     adamw = replace(config, train=replace(config.train, optimizer="adamw"))
-    sizes, flops, expected = config.mesh.sizes(), 0.0, 0.0
+    sizes, flops, expected = config.sizes(), 0.0, 0.0
     ranks = every_rank(config, 29), every_rank(adamw, 29)
     held = run(sizes, lambda mesh: matrices_of(trainer_of(mesh, config)))
     for ours, theirs, matrices in zip(*ranks, held, strict=True):
@@ -237,7 +238,7 @@ def test_muon_state_resumes_on_another_layout(tmp_path):
 
     expected = without_keys_bias(serial(alone(line)))
     expected = expected._replace(totals=expected.totals[3:])
-    for each in run(config.mesh.sizes(), rank):
+    for each in run(config.sizes(), rank):
         same(each, expected)
 
 

@@ -89,7 +89,7 @@ def test_full_matrix_optimizer_matches_one_rank(layout):
     line = f"{LINE} layers=4 {layout}"
     config = config_of(line)
     (expected,) = run({}, lambda mesh: train(mesh, config_of(alone(line))))
-    found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
+    found = run(config.sizes(), lambda mesh: train(mesh, config))
     for each in found:
         same(each, expected)
     cover(found, expected)
@@ -115,7 +115,7 @@ def test_predicted_full_matrix_states_match_a_run():
         return mesh.pool.peak["optimizer"]
 
     predicted = [each.peak["optimizer"] for each in every_rank(config, config.model.vocabulary)]
-    assert predicted == run(config.mesh.sizes(), rank)
+    assert predicted == run(config.sizes(), rank)
 
 
 def checkpoint(line, folder):
@@ -135,7 +135,7 @@ def checkpoint(line, folder):
         if mesh.rank == 0:
             assert not complete(folder, mesh.ranks, header, keep=1)
 
-    run(config.mesh.sizes(), rank)
+    run(config.sizes(), rank)
     return Checkpoint(folder.with_suffix(""))
 
 

@@ -51,7 +51,7 @@ def test_sharded_newton_schulz_matches_torch(rows, columns, shorter, longer):
 def test_sharded_muon_matches_one_rank_with_full_matrices(layout):
     config = config_of(f"{SHARDED} {layout}")
     expected = without_keys_bias(serial(alone(f"{LINE} {layout}")))
-    found = run(config.mesh.sizes(), lambda mesh: without_keys_bias(train(mesh, config)))
+    found = run(config.sizes(), lambda mesh: without_keys_bias(train(mesh, config)))
     for each in found:
         same(each, expected)
     cover(found, expected)
@@ -67,7 +67,7 @@ def test_predicted_sharded_muon_memory_traffic_and_flops_match_a_run(layout):
         trainer_of(mesh, config).step(0)
         return [mesh.pool.peak[kind] for kind in ("optimizer", "workspace")]
 
-    for ours, held in zip(predicted, run(config.mesh.sizes(), rank), strict=True):
+    for ours, held in zip(predicted, run(config.sizes(), rank), strict=True):
         assert [ours.peak[kind] for kind in ("optimizer", "workspace")] == held
     for ours, theirs in zip(predicted, counted(config), strict=True):
         assert ours.moved() == theirs.moved()
@@ -107,7 +107,7 @@ def test_received_bytes_and_flops_of_a_rank_match_the_formula(layout):
     config = config_of(f"{SHARDED} {layout} layers=3 hidden=48")
     train = replace(config.train, optimizer="adamw", orthogonalize="in-turn")
     ranks = every_rank(config, 29), every_rank(replace(config, train=train), 29)
-    held = run(config.mesh.sizes(), lambda mesh: matrices_of(trainer_of(mesh, config)))
+    held = run(config.sizes(), lambda mesh: matrices_of(trainer_of(mesh, config)))
     for ours, theirs, matrices in zip(*ranks, held, strict=True):
         received = flops = 0
         for short, long, s, l in matrices:
