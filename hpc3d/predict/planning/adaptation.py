@@ -1,9 +1,10 @@
-"""Variants of the best layouts of a search: uneven layers per stage, and other bucket sizes.
+"""Variants of the best layouts of a search: uneven layers, hybrid sharding, other bucket sizes.
 
 The variants are tried last and only for the best layouts, because they improve a good layout only
 slightly. layer_counts.py searches for the best number of layers on each stage with the schedule
 simulator. It includes layouts that do not fit in memory if the layers are evenly distributed. A
-bucket holds the gradients of 1, 2, 4, ... layers.
+bucket holds the gradients of 1, 2, 4, ... layers. A group of hybrid sharding contains at least the
+ranks of a host.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from math import ceil, inf, log10
 from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpc3d.comm.grid import divisors
+from hpc3d.comm.mesh import DATA
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.planning.candidates import Candidates, TimedCandidate, seconds_of
@@ -206,6 +209,33 @@ def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]
     sized = (replace(config.parallel, bucket_mb=size) for size in sizes)
     found = [candidates.estimator.estimate(replace(config, parallel=each)) for each in sized]
     return sorted(found, key=seconds_of)
+
+
+def with_groups(candidates: Candidates, config: Config) -> list[Estimate]:
+    """Estimate a layout with hybrid sharding; return the estimates that fit, fastest first.
+
+    Layouts without ZeRO are estimated with ZeRO 1, which hybrid sharding requires.
+    """
+    machine, zero = candidates.estimator.machine, max(1, config.parallel.zero)
+    if config.parallel.compression != "none":
+        return []
+    sizes = group_sizes(config, machine.ranks_per_node)
+    candidates.count += len(sizes)
+    found = (candidates.sharded(config, zero, size) for size in sizes)
+    return sorted(filter(candidates.fits, found), key=seconds_of)
+
+
+def group_sizes(config: Config, ranks_per_node: int) -> list[int]:
+    """Return the sizes of hybrid sharding groups to try, in replicas.
+
+    A group contains at least as many consecutive ranks as a host, but not all replicas.
+    """
+    replicas, stride = config.mesh.d, config.mesh.grid().stride(DATA)
+    return [
+        size
+        for size in divisors(replicas)
+        if 1 < size < replicas and size * stride >= ranks_per_node
+    ]
 
 
 def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:

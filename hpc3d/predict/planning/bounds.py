@@ -184,7 +184,7 @@ class Bounds:
 def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
     """Return the communication along an axis: operation, calls per step, and ranks of one
     group."""
-    grid, layers = config.mesh.grid(), config.model.layers / config.mesh.p
+    grid, layers = config.grid(), config.model.layers / config.mesh.p
     single = axis in grid.sizes
     members = grid.ranks_along(axis, {}) if single else grid.ranks_over(axis.split(), {})
     if axis == "p":
@@ -248,7 +248,7 @@ def tensor_replicas(config: Config, loop: str) -> dict[str, int]:
     blocks of W are replicated along these axes (as along z in the 2.5-D scheme); if `loop` is n,
     the blocks of X are replicated.
     """
-    split, sizes = config.splits["dense"], config.mesh.sizes()
+    split, sizes = config.splits["dense"], config.sizes()
     axes = set(getattr(split, loop).split()).intersection(split.replicate.split(), "xyz")
     return {axis: sizes[axis] for axis in axes}
 
@@ -258,7 +258,7 @@ def summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
 
     The first pair is for dense layers, and the second pair for experts.
     """
-    sizes, dense, experts = config.mesh.sizes(), 0, 0.0
+    sizes, dense, experts = config.sizes(), 0, 0.0
     for count, each in block_products(config.model):
         if each.experts > 1:
             experts += count * each.weights / config.mesh.e

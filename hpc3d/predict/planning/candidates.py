@@ -205,13 +205,20 @@ class Candidates:
             parallel = replace(config.parallel, **changes, **way._asdict(), schedule=name)
             yield self.estimator.estimate(replace(config, parallel=parallel))
 
-    def _bucket_mb(self, config: Config, zero: int) -> float:
-        """Return the size of gradient buckets in MB for a layout with the given ZeRO stage."""
+    def sharded(self, config: Config, zero: int, shard: int) -> Estimate:
+        """Estimate a layout with ZeRO and hybrid sharding in groups of `shard` replicas."""
+        size = self._bucket_mb(config, zero, shard)
+        parallel = replace(config.parallel, zero=zero, shard=shard, bucket_mb=size)
+        return self.estimator.estimate(replace(config, parallel=parallel))
+
+    def _bucket_mb(self, config: Config, zero: int, shard: int = 0) -> float:
+        """Return the size of gradient buckets in MB for a ZeRO stage and hybrid sharding."""
         if self.bucket is not None:
             return self.bucket
-        key = config.mesh, zero > 0
+        key = config.mesh, zero > 0, shard
         if key not in self._buckets:
-            here = replace(config, parallel=replace(config.parallel, zero=zero))
+            parallel = replace(config.parallel, zero=zero, shard=shard)
+            here = replace(config, parallel=parallel)
             self._buckets[key] = bucket_mb(here, self.estimator.machine)
         return self._buckets[key]
 

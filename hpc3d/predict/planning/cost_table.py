@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.comm.mesh import CONTEXT, DATA
+from hpc3d.comm.mesh import CONTEXT, COPIES, DATA
 from hpc3d.model.stage import FIRST, LAST
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.machine.between_hosts import legs
@@ -56,13 +56,19 @@ def _key_of(cost: str, config: Config, **values: Any) -> tuple:
 
 
 @cache
-def _axes_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
+def _axes_of(mesh: MeshConfig, shard: int = 0) -> dict[str, tuple[str, int, int]]:
     """Return a dict from axis to (axis, size, stride); axes of size 1 have stride 0."""
-    grid = mesh.grid()
+    grid = mesh.grid(shard)
     return {
         axis: (axis, size, grid.stride(axis) if size > 1 else 0)
         for axis, size in grid.sizes.items()
     }
+
+
+def _data_axes_of(config: Config) -> tuple:
+    """Return the entries of `_axes_of` for the axes of the replicas: COPIES, if used, and d."""
+    axes = _axes_of(config.mesh, config.parallel.shard)
+    return axes.get(COPIES), axes[DATA]
 
 
 class CostTable:
@@ -104,7 +110,7 @@ class CostTable:
             keep=keep,
             recompute=recompute,
             together=both,
-            data=_axes_of(mesh)[DATA],
+            data=_data_axes_of(config),
         )
         return self._once(key, measure)
 
@@ -121,7 +127,7 @@ class CostTable:
             "keep": keep,
             "sequences": sequences // mesh.d,
             "halves": halves,
-            "data": _axes_of(mesh)[DATA] if zero else None,
+            "data": _data_axes_of(config) if zero else None,
         }
 
         def ends():
@@ -159,7 +165,7 @@ class CostTable:
         def measure():
             return sample.update(times, most, stage.layers)
 
-        values = {"zero": config.parallel.zero, "data": _axes_of(config.mesh)[DATA]}
+        values = {"zero": config.parallel.zero, "data": _data_axes_of(config)}
         return self._once(_key_of("update", config, times=times, most=most, **values), measure)
 
     def message(self, config: Config, nbytes: float) -> float:
@@ -192,7 +198,7 @@ class CostTable:
             return 0.0
 
         def measure():
-            column = config.mesh.grid().ranks_along("p", {})
+            column = config.grid().ranks_along("p", {})
             return mean(map(seconds, pairwise(column)))
 
         pipeline = _axes_of(config.mesh)["p"]
@@ -202,7 +208,7 @@ class CostTable:
         """Return the cost of the gradient exchange between the two copies of a tied embedding."""
         if not config.model.tied or config.mesh.p == 1 or stages[0].last:
             return NOTHING
-        ends = config.mesh.grid().ranks_along("p", {})
+        ends = config.grid().ranks_along("p", {})
         nbytes = self.sample(config, config.parallel.zero).held[(FIRST,)]["gradient"]
         return self._call("p", "send", nbytes, (ends[0], ends[-1]))
 
@@ -211,7 +217,7 @@ class CostTable:
 
         It consists of the broadcast of the batch and three all-reduces of one element each.
         """
-        ranks = range(config.mesh.grid().size)
+        ranks = range(config.grid().size)
         if len(ranks) == 1:
             return NOTHING
         batch = 2 * config.train.batch * config.model.sequence * _TOKEN

@@ -107,7 +107,7 @@ class ExpectedSteps:
 
         The bytes are those of the parameters, gradients and optimizer state on a rank.
         """
-        mesh, sizes = candidate.config.mesh, candidate.config.mesh.sizes()
+        mesh, sizes = candidate.config.mesh, candidate.config.sizes()
         axes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}
         seconds = sum(candidate.moves.get(axis, 0.0) for axis in axes)
         copies = prod(tensor_replicas(candidate.config, "m").values())

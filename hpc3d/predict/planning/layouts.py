@@ -79,6 +79,7 @@ def bare(config: Config) -> Config:
         scheme="3d",
         split=None,
         zero=0,
+        shard=0,
         microbatches=1,
         chunks=1,
         layers_per_stage=None,
@@ -163,7 +164,7 @@ def _with_zero(config: Config, zero: int) -> Config:
 
 def orders(config: Config) -> int:
     """Return the number of ways to order the mesh axes that have more than one rank."""
-    return factorial(sum(size > 1 for size in config.mesh.sizes().values()))
+    return factorial(sum(size > 1 for size in config.sizes().values()))
 
 
 @cache

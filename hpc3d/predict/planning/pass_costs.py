@@ -18,7 +18,7 @@ import numpy as np
 
 from hpc3d.arrays.pool import OFFLOADED
 from hpc3d.comm.communicator import Pending
-from hpc3d.comm.mesh import data_axes, expert_data_axes, plane, queue_of
+from hpc3d.comm.mesh import COPIES, data_axes, expert_data_axes, plane, queue_of
 from hpc3d.model.layers import immediately
 from hpc3d.model.microbatch import DeviceCache, Microbatch
 from hpc3d.model.parameters import Parameters
@@ -90,8 +90,8 @@ NOTHING = Pass(0.0, _NONE, 0, 0, 0.0, _NONE)
 
 def replicas_of(config: Config, waits: Mapping[str, float]) -> Counter:
     """Return the entries of `waits` for the axes over which gradients are reduced."""
-    sizes = config.mesh.sizes()
-    planes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}
+    sizes = config.sizes()
+    planes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes)), COPIES}
     return Counter({axis: waits[axis] for axis in planes if axis in waits})
 
 
@@ -245,7 +245,7 @@ class LayerSample:
         machine: Machine,
         ends: Iterable[tuple[LayerRange, ...]],
     ) -> None:
-        self.config, grid = config, config.mesh.grid()
+        self.config, grid = config, config.grid()
         self.spec = spec_of(config, vocabulary)
         self.clock = (_HostDrivenWaitClock if machine.cores else _WaitClock)(machine)
         self.context, pool = config.context(), pool_of(config, self.clock)

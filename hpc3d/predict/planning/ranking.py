@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.input_file import BUCKET_MB, Config, MeshConfig, ParallelConfig
-from hpc3d.predict.planning.adaptation import gains, with_other_buckets
+from hpc3d.predict.planning.adaptation import gains, with_groups, with_other_buckets
 from hpc3d.predict.planning.bounds import kind
 from hpc3d.predict.planning.candidates import NEAR, RECOMPUTE
 from hpc3d.predict.simulation.simulator import simulate
@@ -19,7 +19,7 @@ from hpc3d.predict.simulation.summary import summary, waits_of
 if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.planning.bounds import Candidate
-    from hpc3d.predict.planning.candidates import TimedCandidate
+    from hpc3d.predict.planning.candidates import Candidates, TimedCandidate
     from hpc3d.predict.planning.estimate import Estimate
     from hpc3d.predict.planning.search import Found, Search
 
@@ -32,8 +32,9 @@ _NAMED = {
 }
 _EACH = 2  # number of candidates to time in each class of layouts in _NAMED
 _SHOWN = 0.25  # fraction of the simulation budget reserved for layouts slower than the fastest
-_RESIZED, _SIZES = 6, 3  # numbers of layouts to try with other bucket sizes, and of sizes to try
-_SIZED = 0.25  # extra budget to try bucket sizes, as a fraction of the simulation budget
+# Number of layouts to try with hybrid sharding and with other bucket sizes, and number of sizes.
+_VARIED, _SIZES = 6, 3
+_MORE = 0.25  # extra budget to try these variants, as a fraction of the simulation budget
 # Factors that turn an estimated step time into a lower bound on the simulated one. _NEW is used if
 # no layout with the same grouping key (`_family`) has been simulated. Otherwise, the estimate is
 # multiplied by _KIN and by the group's smallest ratio of simulated to estimated time.
@@ -151,14 +152,15 @@ class Ranking:
         if shortest == inf and offers:
             self.run(min(offers, key=self.peak))
 
-    def try_buckets(self) -> None:
-        """Simulate layouts with other bucket sizes if they may become the fastest.
+    def try_variants(self, variants: Callable[[Candidates, Config], Sequence[Estimate]]) -> None:
+        """Simulate variants of the best layouts if they may become the fastest.
 
-        If a layout is sufficiently faster with another size, the estimate with this size is
-        appended to `offers`, the list of the candidate's estimates.
+        `variants` returns estimates of the variants of a layout. If a variant is sufficiently
+        faster than the layout, its estimate is appended to `offers`, the list of the candidate's
+        estimates.
         """
-        kept, self.left = self.left, _SIZED * self.most
-        for seconds, other, each in sorted(self._resized(), key=lambda one: one[0]):
+        kept, self.left = self.left, _MORE * self.most
+        for seconds, other, each in sorted(self._varied(variants), key=lambda one: one[0]):
             row, cost = self.row(each), _simulation_cost(other.config)
             fitting = filter(self.fits, self.known.values())
             shortest = min((fast.seconds for fast in fitting), default=inf)
@@ -168,18 +170,20 @@ class Ranking:
                     each.offers.append(other)
         self.left = kept
 
-    def _resized(self) -> Iterator[tuple[float, Estimate, TimedCandidate]]:
-        """Estimate the best layouts that fit with other bucket sizes.
+    def _varied(
+        self, variants: Callable[[Candidates, Config], Sequence[Estimate]]
+    ) -> Iterator[tuple[float, Estimate, TimedCandidate]]:
+        """Estimate variants of the best layouts that fit.
 
         Yields (corrected step time in s, estimate, candidate).
         """
         fitting = (
             each for each in self.found.timed if each.fits and each.best.config.mesh.replicas() > 1
         )
-        for each in islice(fitting, _RESIZED):
+        for each in islice(fitting, _VARIED):
             if row := self.row(each):
                 ratio = row.seconds / self._offer(row.config).seconds
-                for other in with_other_buckets(self.search.candidates, row.config)[:_SIZES]:
+                for other in variants(self.search.candidates, row.config)[:_SIZES]:
                     if self.peak(other) <= self.search.candidates.memory:
                         yield ratio * other.seconds, other, each
 
@@ -257,7 +261,8 @@ class Ranking:
         At least the first one has been simulated.
         """
         self.simulate()
-        self.try_buckets()
+        for variants in (with_groups, with_other_buckets):
+            self.try_variants(variants)
         fitting = [each for each in self.found.timed if each.fits]
         while True:
             rows = islice(filter(None, map(self.looked_at, fitting)), top)

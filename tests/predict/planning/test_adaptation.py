@@ -8,9 +8,11 @@ from hpc3d.predict.machine.machine import Link
 from hpc3d.predict.planning.adaptation import (
     bucket_sizes,
     gains,
+    group_sizes,
     layer_pipeline,
     least_uneven,
     uneven,
+    with_groups,
     with_other_buckets,
 )
 from hpc3d.predict.planning.bounds import Candidate
@@ -22,6 +24,7 @@ from hpc3d.predict.planning.ranked_layouts import ranked
 from hpc3d.predict.planning.search import TimedCandidate
 from tests.predict.planning.test_layer_counts import every
 from tests.predict.planning.test_search import CLUSTER, config_of, settled, step
+from tests.strided import strided
 
 TABLE = 32768  # tokens, whose products take as long as three layers
 MODEL = "model.layers=6 model.hidden=256 model.heads=8 model.sequence=128 train.batch=32 "
@@ -35,7 +38,7 @@ GB = 1e9
 def offered(config, memory=16 * GB, machine=CLUSTER):
     """The estimate of a settled layout, and its uneven ones."""
     estimator = Estimator(config.model.vocabulary, machine)
-    candidates = Candidates(estimator, config.mesh.grid().size, memory)
+    candidates = Candidates(estimator, config.grid().size, memory)
     even = estimator.estimate(config)
     timed = TimedCandidate(Candidate(config, {}, 0.0), [even], candidates.fits(even), 0.0)
     found = [offer.estimate for offer in uneven(candidates, [timed])]
@@ -134,6 +137,38 @@ def test_estimates_rank_bucket_sizes(machine):
     assert len({each.seconds for each in others}) > 2
 
 
+PAIRS = replace(CLUSTER, ranks_per_node=2, links=(Link(2, 2e-6, 100e9), Link(0, 1e-5, 1e9)))
+TINY = MODEL + "model.vocabulary=4096 "
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "expected"),
+    [("d=8", 2, [2, 4]), ("d=8", 4, [4]), ("d=4 x=2 scheme=1d", 4, [2]), ("d=8", 16, [])],
+)
+def test_groups_divide_the_replicas_and_span_a_host(line, ranks, expected):
+    assert group_sizes(settled(TINY + line), ranks) == expected
+
+
+@pytest.mark.parametrize("zero", strided([1, 2, 3], 3, 2))
+def test_estimates_of_hybrid_sharding_are_close_to_simulations(zero):
+    config = settled(f"{TINY} d=8 zero={zero} microbatches=2")
+    found = with_groups(Candidates(Estimator(4096, PAIRS), 8, 16 * GB), config)
+    assert {each.config.parallel.shard for each in found} == {2, 4}
+    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
+    for each in found:
+        seconds, peak = step(each.config, PAIRS, 4096)
+        assert each.seconds == pytest.approx(seconds, rel=0.1)
+        assert each.peak == pytest.approx(peak, rel=0.1)
+    if zero == 3:
+        assert found[0].seconds < 0.9 * step(config, PAIRS, 4096)[0]
+
+
+def test_layout_without_zero_is_sharded_with_zero_1():
+    config = settled(TINY + "d=8")
+    found = with_groups(Candidates(Estimator(4096, PAIRS), 8, 16 * GB), config)
+    assert {each.config.parallel.zero for each in found} == {1}
+
+
 def test_small_gain_does_not_justify_a_key():
     assert gains(0.98, 1.0) and not gains(0.995, 1.0)
 
@@ -173,3 +208,17 @@ def test_plan_uses_the_bucket_size_that_is_fastest_in_simulation():
     assert parallel.bucket_mb != 25.0
     assert best.seconds <= 1.01 * min(others)
     assert best.seconds < 0.9 * others[-1]
+
+
+@pytest.mark.slow
+def test_plan_simulates_hybrid_sharding_of_the_best_layouts():
+    """Of four slowly connected pairs, with too little memory for whole optimizer states."""
+    config = config_of(
+        "model.layers=1 model.hidden=256 model.heads=1 model.sequence=128 model.vocabulary=4096 "
+        "train.batch=512"
+    )
+    _, ranking = ranked(config, 8, PAIRS, 0.045 * GB, 10)
+    best = ranking.best(10)[0]
+    fitting = [row.seconds for row in ranking.known.values() if ranking.fits(row)]
+    assert any(each.parallel.shard for each in ranking.known)
+    assert best.seconds <= 1.01 * min(fitting)
