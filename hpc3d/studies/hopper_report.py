@@ -38,8 +38,6 @@ fast.
 
 The predictions are for hpc3d, which differs from the published programs in the following ways:
 
-- **Hybrid sharding**: ZeRO 3 shards over all replicas. MaxText shards over 128 GPUs and replicates
-  the shards, which reduces the communication on 512 and 2,048 GPUs.
 - **Overlap**: tensor collectives and the gathers of ZeRO 3 are exposed, because the rows use the
   defaults of `parallel.prefetch` and `parallel.chunked_products`. The published programs prefetch
   weights, or split a product and its collective into chunks.

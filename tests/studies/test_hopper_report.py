@@ -24,7 +24,8 @@ def test_machine_file_contains_the_intervals_of_the_page():
 
 @pytest.mark.slow
 def test_report_lists_rows_and_errors(capsys, monkeypatch):
-    rows = [ROWS[SMALL], ROWS["fms-fsdp-llama2-7b-96"]]
+    row = ROWS["fms-fsdp-llama2-7b-96"]  # 96 ranks do not divide 4,096 rows
+    rows = [ROWS[SMALL], row | {"layout": row["layout"] | {"parallel.shard": 0}}]
     monkeypatch.setattr(hopper_report, "published", lambda: rows)
     found = hopper_report.main(SimpleNamespace(machine=None))
     assert json.loads(json.dumps(found)) == found
