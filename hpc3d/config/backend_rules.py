@@ -52,7 +52,14 @@ def _wrong_graph(config: Config) -> Iterator[str]:
             "train.cuda_graph = false"
         )
         return
-    length = config.model.sequence
+    model = config.model
+    if model.experts and not model.capacity:
+        yield (
+            f"{key}: with model.capacity = 0, the number of slots depends on the routing, which a "
+            f"CUDA graph cannot capture; use model.capacity = {model.experts / model.top_k:g}, "
+            "which drops no tokens either, or set train.cuda_graph = false"
+        )
+    length = model.sequence
     if config.train.dtype != "float32" and not Flash.replays(length):
         key += f": model.sequence = {length} must be a multiple of 128"
         yield f"{key}; change the length, or set train.cuda_graph = false"

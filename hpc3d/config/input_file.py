@@ -278,7 +278,8 @@ class ModelConfig:
     capacity: Annotated[float, AtLeast(0), LessThan(inf), *_OF_MIXTURES] = 1.25
     """Capacity factor: number of token slots per expert, relative to top_k x tokens / experts. The
     tokens are those of a sequence or, if sequences are sharded over ranks, those of a rank in a
-    sequence. Tokens beyond the capacity are dropped. With 0, no token is dropped."""
+    sequence. Tokens beyond the capacity are dropped. With 0, no token is dropped, and the number
+    of slots depends on the largest number of tokens that are routed to one expert."""
     moe_every: Annotated[int, AtLeast(1), AtMost(MOST_LAYERS), *_OF_MIXTURES] = 1
     """Interval, in blocks, between mixture-of-experts layers. In every group of moe_every blocks,
     the last block has a mixture-of-experts layer, and the others have an MLP."""
@@ -602,14 +603,15 @@ class Config:
         return Context(self.model.sequence, c // heads, heads)
 
     def routing_group(self) -> int:
-        """Return the number of tokens among which the capacity of the experts is shared.
+        """Return the number of tokens among which the slots of the experts are shared.
 
         A routing group is a sequence or, if a rank stores only parts of sequences, such a part.
+        If the capacity is not limited, it consists of all tokens of a rank and microbatch.
         """
         sizes = self.mesh.sizes()
         ranks = prod(sizes[axis] for axis in self.splits["dense"].x[0])
         rows = self.train.batch * self.model.sequence // (self.parallel.microbatches * ranks)
-        return gcd(rows, self.context().tokens)
+        return gcd(rows, self.context().tokens) if self.model.capacity else rows
 
     def chunked(self) -> bool:
         """Return True if attention is computed in chunks along the sequence."""

@@ -7,7 +7,8 @@ arXiv:2401.04088) without token dropping. A routing group is a sequence or, if a
 sharded over several ranks, the part of it that a rank stores. Each expert has C slots per routing
 group (its capacity), assigned in order of token position, first choices before second choices.
 Tokens beyond the capacity are dropped. Unless sequences are sharded, the set of dropped tokens
-depends neither on the mesh nor on the microbatch.
+depends neither on the mesh nor on the microbatch. Without a capacity limit, no token is dropped,
+and C depends on the largest number of tokens that are routed to one expert.
 
     X[rows, h] --route--> choices, weights
       |  dispatch        [e R, E/e, h]      R slot rows per rank of e
@@ -26,6 +27,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.arrays.array import Array, SavedActivation
+from hpc3d.arrays.pool import has_values, on_host
 from hpc3d.comm.mesh import CONTEXT, EXPERTS
 from hpc3d.model.layers import Linear, immediately, row_axes
 from hpc3d.model.mlp import Mlp, MlpSaved
@@ -148,8 +150,9 @@ class ExpertMixture:
         with self.mesh.trace.span("routing"):
             routes = route(logits, self.form.top_k, self.bias and self.bias.value)
         choices, weights = (self._along_k(each).wait() for each in routes[:2])
-        slots, loss = self._decide(routes, choices, micro)
-        pending = self.mesh.comm(EXPERTS).all_to_all(self._dispatched(x, slots, micro))
+        form = self._slots(choices, micro)
+        slots, loss = self._decide(routes, choices, form, micro)
+        pending = self.mesh.comm(EXPERTS).all_to_all(self._dispatched(x, slots, form))
         y, saved_shared = self.shared.forward(x, micro) if self.shared else (None, None)
         rows, saved_experts = self.experts.forward(pending.wait(), micro)
         rows = self.mesh.comm(EXPERTS).all_to_all(rows).wait()
@@ -165,7 +168,7 @@ class ExpertMixture:
         return matmul.gather(block, matmul.split.y, matmul.axes["k"])
 
     def _decide(
-        self, routes: Routes, choices: Array, micro: Microbatch
+        self, routes: Routes, choices: Array, slot_form: SlotForm, micro: Microbatch
     ) -> tuple[Array, RouterLoss]:
         """Assign slots to the routed tokens and record the router losses.
 
@@ -177,7 +180,7 @@ class ExpertMixture:
         balance = form.balance_loss * form.count
         loss = RouterLoss(shares, first + start, micro.tokens.shape[1], balance, form.z_loss)
         with self.mesh.trace.span("routing"):
-            slots = slots_of(choices, self._slots(len(choices), micro))
+            slots = slots_of(choices, slot_form)
         self.auxiliary_loss = 0.0
         if self.notes and micro.training:
             self._note(routes, slots[start : start + own], loss)
@@ -212,16 +215,32 @@ class ExpertMixture:
         self.auxiliary_loss = losses[0] + losses[1]
         self.mesh.trace.routed(chosen, kept, losses)
 
-    def _slots(self, rows: int, micro: Microbatch) -> SlotForm:
-        """Return the slot layout (`SlotForm`) for a rank with `rows` rows of X."""
-        group, count = gcd(rows, micro.tokens.shape[1]), self.form.count
-        capacity = self.form.slots(group)
-        held = -(-(rows // group * capacity) // self.multiple) * self.multiple
-        return SlotForm(group, count, capacity, self.parts, held)
+    def _slots(self, choices: Array, micro: Microbatch) -> SlotForm:
+        """Return the slot layout (`SlotForm`) for the rows of X with these `choices`."""
+        form, group = self.form, len(choices)
+        if form.capacity:
+            group = gcd(group, micro.tokens.shape[1])
+            capacity = form.slots(group)
+        else:
+            capacity = form.sufficient_slots(group, self._largest_load(choices))
+        held = -(-(len(choices) // group * capacity) // self.multiple) * self.multiple
+        return SlotForm(group, form.count, capacity, self.parts, held)
 
-    def _dispatched(self, x: Array, slots: Array, micro: Microbatch) -> Array:
+    def _largest_load(self, choices: Array) -> int:
+        """Return the largest number of tokens that a rank routes to one expert.
+
+        The maximum is taken over the ranks that exchange or gather slots, which must have equal
+        numbers of slots. In a prediction, whose arrays have no values, the load is assumed to be
+        balanced, and the result is 0.
+        """
+        with self.mesh.trace.span("routing"):
+            counts = counts_of(choices, len(choices), self.form.count)
+        for axis in (*self.sharding, EXPERTS):
+            counts = self.mesh.comm(axis).all_gather(counts).wait()
+        return int(on_host(counts).max()) if has_values(counts) else 0
+
+    def _dispatched(self, x: Array, slots: Array, form: SlotForm) -> Array:
         """Copy the rows of X to their expert slots; return all slots as an array [e R, E/e, h]."""
-        form = self._slots(len(x), micro)
         shape = form.parts * form.rows, form.count // form.parts, x.shape[1]
         out = self.mesh.empty(shape, x.dtype)
         with self.mesh.trace.span("dispatch", "lookup"):

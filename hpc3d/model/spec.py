@@ -14,6 +14,9 @@ from hpc3d.ops.attention import HeadForm
 from hpc3d.ops.rotary import Rotation
 from hpc3d.tensor.split import Split
 
+# Least capacity of experts without a capacity limit.
+_LEAST_CAPACITY = 1.25
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -22,7 +25,7 @@ class Experts:
     The layer has `count` experts, with each token routed to `top_k` of them, and `shared` experts
     that process all tokens. `balance_loss` and `z_loss` are the coefficients of the router's
     auxiliary losses; `balance_bias` is the update rate of the balancing bias. If `capacity` is 0,
-    no token is dropped.
+    no token is dropped, and the number of slots depends on the load (`sufficient_slots`).
     """
 
     count: int
@@ -37,18 +40,33 @@ class Experts:
     def slots(self, tokens: int) -> int:
         """Return the number of slots per expert for a routing group of T = `tokens` tokens.
 
-        The number is min(T, ceil(top_k * T * capacity / count)), or T if `capacity` is 0.
+        The number is min(T, ceil(top_k * T * capacity / count)). If `capacity` is 0, it is the
+        number for a capacity of 1.25, which suffices if no expert receives more than 1.25 times
+        the mean number of tokens.
         """
-        if not self.capacity:
-            return tokens
-        wanted = self.top_k * tokens * Fraction(str(self.capacity)) / self.count
-        return min(tokens, ceil(wanted))
+        factor = Fraction(str(self.capacity or _LEAST_CAPACITY))
+        return min(tokens, ceil(self.top_k * tokens * factor / self.count))
+
+    def sufficient_slots(self, tokens: int, load: int) -> int:
+        """Return a number of slots per expert with which none of `tokens` tokens is dropped.
+
+        `load` is the largest number of tokens that are routed to one expert. The result is the
+        first sufficient number of the sequence N, 2 N, 4 N, ..., with N = `slots(tokens)`, but at
+        most `tokens`. With few different numbers, the pools store arrays of few sizes.
+        """
+        found = self.slots(tokens)
+        while found < load:
+            found *= 2
+        return min(tokens, found)
 
     def slots_of_token(self, tokens: int) -> float:
         """Return the number of slots per token, summed over all experts.
 
-        `tokens` is the number of tokens per routing group.
+        `tokens` is the number of tokens per routing group. If `capacity` is 0, the number is a
+        lower bound.
         """
+        if not self.capacity:
+            return min(self.count, self.top_k * _LEAST_CAPACITY)
         return self.count * self.slots(tokens) / tokens
 
 

@@ -19,7 +19,8 @@ def of_mixture(config: Config) -> dict[str, Any]:
     blocks with experts. `slots` is the capacity of an expert, the maximum number of tokens that it
     processes per routing group: `capacity` (the capacity factor) times top_k g / E, rounded up,
     but at most g, for g = `group` tokens per routing group and E experts. If `capacity` is 0,
-    `slots` is g.
+    `slots` is the number for a balanced load, and `group` is the number of tokens of a rank in a
+    microbatch.
     """
     model = config.model
     experts = family_of(model).sizes(model, model.vocabulary).experts
@@ -47,15 +48,27 @@ def lines(config: Config) -> list[str]:
         return []
     model = config.model
     total, active = _short(found["parameters"]), _short(found["active"])
-    room = f"capacity {model.capacity:g}" if model.capacity else "no capacity limit"
     blocks = f"{found['blocks']} of {counted(model.layers, 'block')}"
-    slots, tokens = counted(found["slots"], "slot"), counted(found["group"], "token")
-    group = "sequence" if found["group"] == model.sequence else "part of a sequence"
     return [
         f"parameters      {total}, of which {active} are active per token (used to compute FLOPs "
         "and MFU)",
         f"experts         {model.experts} in {blocks}, top_k {model.top_k}",
-        f"assumed         {room}: {slots} per expert for a {group} of {tokens}",
+        *_slot_lines(config, counted(found["slots"], "slot"), found["group"]),
+    ]
+
+
+def _slot_lines(config: Config, slots: str, group: int) -> list[str]:
+    """Return lines with the `slots` of an expert for `group` tokens, and their cost."""
+    capacity, tokens = config.model.capacity, counted(group, "token")
+    if not capacity:
+        return [
+            f"assumed         no capacity limit: {slots} per expert for the {tokens} of a rank",
+            "                in a microbatch; if an expert receives more than 1.25 times the mean",
+            "                number of tokens, the number of slots is doubled until it suffices",
+        ]
+    whole = "sequence" if group == config.model.sequence else "part of a sequence"
+    return [
+        f"assumed         capacity {capacity:g}: {slots} per expert for a {whole} of {tokens}",
         "                the step time does not depend on the load balance, because empty slots",
         "                are also sent and processed",
     ]

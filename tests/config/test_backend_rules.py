@@ -105,6 +105,10 @@ TWO = "--parallel.schedule pipedream-2bw --parallel.microbatches 2"
             "--train.cuda_graph true --mesh.c 2 --train.dtype float32",
             "train.cuda_graph = true: ...mesh.c = 2, ... all-to-all",
         ),
+        (
+            "--train.cuda_graph true --train.dtype float32 --model.experts 4 --model.capacity 0",
+            "train.cuda_graph = true: ... model.capacity = 4, ...",
+        ),
     ],
 )
 def test_gpu_settings_incompatible_with_the_schedule_are_rejected(how, line):

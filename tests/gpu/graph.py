@@ -12,7 +12,7 @@ WAYS = {
     "": {},
     " with dropout": {"dropout": 0.1},
     " in 2 microbatches": {"microbatches": 2},
-    " with a mixture, top 2": MIXTRAL,
+    " with a mixture, top 2": {**MIXTRAL, "capacity": 2.0},
     " with a mixture, top 1, in 2 microbatches": {**SWITCH, "microbatches": 2},
     " with a mixture, top 1, and a bias": {**SWITCH, **BIAS},
 }

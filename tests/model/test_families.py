@@ -124,7 +124,7 @@ def test_volume_and_memory_estimates_use_the_block_products(factor, dense):
 MIXTURES = {
     "gpt2": {"experts": 6, "top_k": 2, "moe_every": 2, "shared_experts": 2, "capacity": 1.0},
     "switch": {"experts": 4, "capacity": 0.5, "balance_bias": 0.1, "tied": False},
-    "llama": {"kind": "llama", "experts": 4, "top_k": 2, "capacity": 0.0, "ffn": 20},
+    "llama": {"kind": "llama", "experts": 4, "top_k": 2, "capacity": 2.0, "ffn": 20},
 }
 
 
@@ -202,7 +202,7 @@ def test_saved_activations_of_a_mixture_match_the_family_formula(mixture, recomp
 @pytest.mark.parametrize(
     "mesh", [{}, {"mesh__e": 2, "mesh__x": 2, "mesh__z": 2}, {"mesh__e": 4, "mesh__d": 2}]
 )
-@pytest.mark.parametrize(("capacity", "slots"), strided([(1, 2), (1.5, 3), (0, 4)], 3, 1))
+@pytest.mark.parametrize(("capacity", "slots"), strided([(1, 2), (1.5, 3), (2, 4)], 3, 1))
 def test_mixture_flops_match_the_recorded_ones_except_empty_slots(mesh, capacity, slots, tmp_path):
     """Of 4 tokens each goes to 2 of 4 experts; every other of 8 blocks has them."""
     how = {"model__experts": 4, "model__top_k": 2, "model__capacity": capacity}

@@ -30,7 +30,8 @@ def test_active_weights_count_only_the_selected_experts():
 def test_expert_slots_per_token():
     assert Experts(8, top_k=2).slots_of_token(64) == 8 * 20 / 64
     assert Experts(128).slots_of_token(64) == 2  # one slot each
-    assert Experts(4, capacity=0).slots_of_token(64) == 4
+    assert Experts(4, capacity=0).slots_of_token(64) == 1.25
+    assert Experts(4, top_k=4, capacity=0).slots_of_token(64) == 4
 
 
 @pytest.mark.parametrize(
@@ -43,11 +44,16 @@ def test_expert_slots_per_token():
         (Experts(32, top_k=5, capacity=1.1), 11),  # 11 exactly, but 11.000000000000002 in float64
         (Experts(2, top_k=2, capacity=4.0), 64),  # no more than tokens
         (Experts(8, capacity=1e-9), 1),
-        (Experts(8, capacity=0), 64),  # room for all
+        (Experts(8, capacity=0), 10),  # for up to 1.25 times the mean load of 8
     ],
 )
 def test_expert_slots_for_64_tokens(experts, slots):
     assert experts.slots(64) == slots
+
+
+@pytest.mark.parametrize(("load", "slots"), [(0, 10), (10, 10), (11, 20), (21, 40), (41, 64)])
+def test_slots_without_a_capacity_limit_suffice_for_the_largest_load(load, slots):
+    assert Experts(8, capacity=0).sufficient_slots(64, load) == slots
 
 
 def test_every_nth_block_is_a_mixture():

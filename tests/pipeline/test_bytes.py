@@ -352,6 +352,18 @@ def test_dispatch_and_combine_bytes_match_the_formula(line, ranks, top_k):
         assert set(calls) == {block * (e - 1) // e}
 
 
+def test_slots_without_a_capacity_limit_depend_on_the_largest_load():
+    """All experts have 15, 30 or 48 slots for 48 tokens: 5/4 of the mean load, twice that, all."""
+    line = "e=2 schedule=none microbatches=2 sequence=4 experts=4 capacity=0 layers=1"
+    ranks = counted(line)
+    sizes = {4 * slots * HIDDEN * ITEM // 2 for slots in (15, 30, 48)}
+    for rank in ranks:
+        calls = rank.calls["e", "all_to_all"]
+        assert calls == ranks[0].calls["e", "all_to_all"] and {*calls} <= sizes
+        assert max(calls) < max(sizes)
+        assert rank.calls["e", "all_gather"][:2] == [4 * 8] * 2
+
+
 @pytest.mark.parametrize(
     ("line", "zero"), strided([*product(["c=2 d=2 e=2", "d=2 e=4", "e=4"], range(4))], 5)
 )

@@ -46,8 +46,8 @@ def note(mixture, layer, rows, found):
     batch, their routes, whether these have slots, its bias."""
     decide = mixture._decide
 
-    def noting(routes, choices, micro):
-        slots, loss = decide(routes, choices, micro)
+    def noting(routes, choices, form, micro):
+        slots, loss = decide(routes, choices, form, micro)
         if mixture.notes:
             sequences = micro.sequences // mixture.context.parts
             numbers = (micro.first + np.arange(sequences))[:, None] * TOKENS + np.arange(TOKENS)

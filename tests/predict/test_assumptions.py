@@ -23,10 +23,11 @@ def model_of(line):
 
 def test_parameters_and_slots_of_a_mixture():
     config = model_of(MIXTURE)
-    found, dense = of_mixture(config), of_mixture(model_of(f"{MIXTURE} capacity=0"))
+    found, unlimited = of_mixture(config), of_mixture(model_of(f"{MIXTURE} capacity=0"))
     assert found["parameters"] - found["active"] == 2 * (4 - 2) * EXPERT
     assert (found["blocks"], found["slots"], found["capacity"]) == (2, 10, 1.25)
-    assert (dense["slots"], dense["capacity"]) == (16, 0)
+    rows = config.train.batch * 16
+    assert (unlimited["group"], unlimited["slots"]) == (rows, 5 * rows // 8)
 
 
 def test_dense_model_has_no_assumptions():
@@ -39,7 +40,7 @@ def test_assumptions_are_listed():
     said = " ".join(lines(model_of(MIXTURE)))
     for part in ("2 of 4 blocks, top_k 2", "capacity 1.25: 10 slots", "FLOPs and MFU", "balance"):
         assert part in said
-    assert "no capacity limit: 16 slots" in " ".join(lines(model_of(f"{MIXTURE} capacity=0")))
+    assert "no capacity limit: 1,920 slots" in " ".join(lines(model_of(f"{MIXTURE} capacity=0")))
     config = model_of(MIXTURE)
     split = replace(config, mesh=replace(config.mesh, c=2))
     assert "5 slots per expert for a part of a sequence of 8 tokens" in " ".join(lines(split))

@@ -172,7 +172,7 @@ GRAPHS = [
     (1, {}),
     (2, {"mesh__e": 2, **BALANCED}),
     (2, {"mesh__c": 2, "parallel__context": "all-to-all"}),
-    (1, MIXTRAL),
+    (1, MIXTRAL | {"model__capacity": 2}),
 ]
 
 

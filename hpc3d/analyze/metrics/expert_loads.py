@@ -41,7 +41,7 @@ class ExpertLoads(NamedTuple):
         Auxiliary losses of the routers in nats per token, multiplied by their loss coefficients,
         shape [steps, layers].
     slots
-        Capacity of an expert per step in tokens, or None if unknown.
+        Capacity of an expert per step in tokens, or None if it is unknown or not limited.
     """
 
     steps: np.ndarray
@@ -95,10 +95,13 @@ def _losses(trace, steps, layers):
 
 
 def _slots(config: Config) -> int | None:
-    """Return the number of slots of an expert per step, summed over all routing groups."""
+    """Return the number of slots of an expert per step, summed over all routing groups.
+
+    Without a capacity limit, the number depends on the load, and the result is `None`.
+    """
     model = config.model
     form = family_of(model).sizes(model, model.vocabulary).experts
-    if form is None:
+    if form is None or not form.capacity:
         return None
     group = config.routing_group()
     return config.train.batch * model.sequence // group * form.slots(group)

@@ -277,9 +277,9 @@ def _slot_words(config: Config) -> float:
     model, mesh = config.model, config.mesh
     experts = family_of(model).sizes(model, model.vocabulary).experts
     assert experts
-    slots = experts.count * experts.slots(model.sequence // mesh.c)
-    sequences = config.train.batch / (mesh.d * mesh.e)
-    words = slots * sequences * model.hidden / (mesh.p * mesh.tensor_ranks())
+    tokens = config.train.batch * model.sequence / mesh.replicas()
+    slots = experts.slots_of_token(model.sequence // mesh.c) * tokens
+    words = slots * model.hidden / (mesh.p * mesh.tensor_ranks())
     return 4 * (1 - 1 / mesh.e) * words * (model.layers // experts.every)
 
 

@@ -54,7 +54,7 @@ d=2 e=2 microbatches=2 zero=1 experts=4 top_k=2 balance_bias=0.01
 e=2 x=2 y=2 z=2 microbatches=3 experts=4 top_k=2
 p=2 e=2 x=2 z=2 schedule=1f1b kind=llama kv_heads=4 ffn=48 moe_every=2 experts=4 microbatches=3
 d=2 e=2 y=2 microbatches=2 zero=3 experts=4 shared_experts=1
-p=2 d=2 e=2 schedule=zb-h1 microbatches=4 zero=2 experts=4 bucket_mb=0.01 capacity=0
+p=2 d=2 e=2 schedule=zb-h1 microbatches=4 zero=2 experts=4 top_k=4 bucket_mb=0.01 capacity=0
 d=2 c=2 e=2 microbatches=2 zero=1 experts=4 sequence=4
 c=2 x=2 scheme=1d-sequence batch=4 microbatches=4 experts=4 sequence=8
 e=2 x=2 y=2 microbatches=2 scheme=2d-summa experts=4 top_k=2 recompute=full dropout=0.25

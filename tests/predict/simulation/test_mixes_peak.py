@@ -41,7 +41,7 @@ d=2 c=4 zero=2 context=both ulysses=2 sequence=8
 c=4 y=2 context=all-to-all attention=chunked sequence=8 heads=8
 p=2 c=4 schedule=1f1b kind=llama kv_heads=12 sequence=8 microbatches=4
 p=2 e=2 x=2 schedule=1f1b experts=4 top_k=2 moe_every=2 microbatches=2
-d=2 e=4 experts=8 shared_experts=1 capacity=0 zero=1
+d=2 e=4 experts=4 top_k=4 shared_experts=1 capacity=0 zero=1
 e=2 x=2 y=2 experts=4 top_k=2 scheme=2d recompute=full
 d=2 e=2 z=2 experts=4 balance_bias=0.001 zero=3 prefetch=true chunked_products=2
 p=2 d=2 e=2 experts=4 moe_every=2 schedule=zb-h1 microbatches=4 zero=2
