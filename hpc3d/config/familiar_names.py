@@ -49,7 +49,7 @@ _ALIKE = {  # hpc3d key -> keys of other programs with the same meaning
     "parallel.shard": "sharding_group_size mics_shard_size zero_hpz_partition_size",
     "parallel.chunks": "virtual_pipeline_model_parallel_size num_model_chunks",
     "parallel.recompute": "activation_checkpointing recompute_granularity gradient_checkpointing "
-    "activation_checkpoint",
+    "activation_checkpoint recompute_modules",
     "parallel.schedule": "pipeline_parallel_schedule pp_schedule",
     "parallel.overlap": "overlap_grad_reduce overlap_comm",
     "parallel.prefetch": "overlap_param_gather forward_prefetch backward_prefetch",

@@ -184,10 +184,17 @@ class ParallelConfig:
     """full stores all T x T attention probabilities. chunked stores only one log-sum-exp per row,
     so that memory is linear in the sequence length T. Default: chunked with ring attention, and on
     CPUs with float32 or float64 if T is at least 1024; otherwise full."""
-    recompute: Literal["none", "selective", "full"] | tuple[int, ...] = "none"
-    """Activation checkpointing: selective recomputes the attention scores and the softmax in the
-    backward pass, full recomputes all Transformer blocks, and a list such as [0, 1] recomputes the
-    blocks with these zero-based indices."""
+    recompute: (
+        Literal["none", "selective", "full"]
+        | tuple[int, ...]
+        | tuple[Literal["core_attn", "layernorm", "mlp_act", "mlp"], ...]
+    ) = "none"
+    """Activation checkpointing. In the backward pass, full recomputes all Transformer blocks, and
+    a list such as [0, 1] the blocks with these zero-based indices. A list such as ["layernorm",
+    "mlp"] recomputes modules of all blocks. The modules are core_attn (attention scores and
+    softmax), layernorm (outputs of the norms), mlp_act (output of the activation function in the
+    MLP) and mlp (also its input, the up and gate projection). The value selective is short for
+    ["core_attn"]."""
     keep_dtype: Literal["bfloat16", "int8", "float8"] | None = None
     """Data type of saved activations. The backward pass uses the rounded values. int8 and float8
     (e4m3) have one scale per row. Default: train.dtype."""

@@ -102,16 +102,17 @@ def _wrong_products(config: Config) -> Iterator[str]:
         yield f"parallel.chunked_products = {chunks}: with {way}, {why}; use 1, or scheme 3d"
 
 
-def _wrong_layers(listed: str | Sequence[int], layers: int) -> Iterator[str]:
-    """Report indices of recomputed Transformer blocks that are out of range or listed twice."""
+def _wrong_layers(listed: str | Sequence[int] | Sequence[str], layers: int) -> Iterator[str]:
+    """Report recomputed blocks that are out of range, and blocks or modules listed twice."""
     if isinstance(listed, str):
         return
     key = f"parallel.recompute = {list(listed)}"
-    if wrong := sorted({layer for layer in listed if not 0 <= layer < layers}):
+    indices = {each for each in listed if isinstance(each, int)}
+    if wrong := sorted(layer for layer in indices if not 0 <= layer < layers):
         remedy = f"with model.layers = {layers}, use 0 to {layers - 1}"
         yield f"{key}: layer {wrong[0]} does not exist; {remedy}"
     elif len({*listed}) < len(listed):
-        yield f"{key} has duplicates; list each layer once"
+        yield f"{key} has duplicates; list each layer or module once"
 
 
 def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:

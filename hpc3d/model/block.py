@@ -17,7 +17,7 @@ from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.model.context_attention import attention_of
 from hpc3d.model.experts import ExpertMixture
 from hpc3d.model.grouped_qkv import GroupedQkv, GroupedSaved
-from hpc3d.model.layers import Dropout, LayerNorm, Linear, NormSaved
+from hpc3d.model.layers import Dropout, LayerNorm, Linear, NormInput, NormSaved
 from hpc3d.model.mlp import Mlp
 from hpc3d.model.spec import recompute_of
 from hpc3d.ops.rows import add_bias
@@ -38,14 +38,18 @@ class BlockSaved(NamedTuple):
 
     The fields hold the inputs of its matrix products and norms, and the data saved by attention
     and the MLP.
+
+    If modules other than "core_attn" are recomputed, the data to recompute is missing, and
+    `weights` is the flat array of the weights.
     """
 
-    norm1: NormSaved
+    norm1: Any  # NormSaved or NormInput
     qkv_linear: Saved | GroupedSaved
     attention: Any
     proj_linear: Saved
-    norm2: NormSaved
+    norm2: Any  # NormSaved or NormInput
     mlp: Any
+    weights: Array | None = None
 
 
 class BlockInput(NamedTuple):
@@ -56,14 +60,26 @@ class BlockInput(NamedTuple):
 
 
 class PreNorm:
-    """Pre-norm residual connection around a branch f: y = x + dropout(f(norm(x)))."""
+    """Pre-norm residual connection around a branch f: y = x + dropout(f(norm(x))).
 
-    def __init__(self, norm: LayerNorm, dropout: Dropout, hidden: int) -> None:
+    If `again` is True, the norm is recomputed in the backward pass.
+    """
+
+    def __init__(self, norm: LayerNorm, dropout: Dropout, hidden: int, again: bool) -> None:
         self.mesh, self.norm, self.dropout, self.hidden = norm.mesh, norm, dropout, hidden
+        self.again = again
 
     def branch_input(self, x: Array) -> tuple[Array, Any]:
         """Return the input of f, and the data saved by the norm (`None` for post-norm)."""
-        return self.norm.forward(x)
+        return self.normed(x)
+
+    def normed(self, x: Array) -> tuple[Array, NormSaved | NormInput]:
+        y, saved = self.norm.forward(x)
+        return y, NormInput(x) if self.again else saved
+
+    def restored(self, saved: NormSaved | NormInput) -> tuple[Array | None, NormSaved]:
+        """Return the recomputed output of the norm, if any, and the data saved by the norm."""
+        return self.norm.forward(saved.x) if isinstance(saved, NormInput) else (None, saved)
 
     def add(self, x: Array, micro: Microbatch, last: Any, *inputs: Any) -> tuple[Array, Any]:
         """Run the last layer of the branch f; return x + dropout(output of f) and the saved data.
@@ -78,7 +94,7 @@ class PreNorm:
         with self.mesh.trace.span("residual"):
             return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
 
-    def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved]:
+    def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved | NormInput]:
         """Compute y from the residual sum `total` = x + dropout(output of f).
 
         Also return the data that the norm saves for the backward pass.
@@ -104,8 +120,8 @@ class PostNorm(PreNorm):
     def branch_input(self, x: Array) -> tuple[Array, Any]:
         return x, None
 
-    def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved]:
-        return self.norm.forward(total)
+    def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved | NormInput]:
+        return self.normed(total)
 
     def total_grad(self, dy: Array, saved: NormSaved) -> Array:
         return self.norm.backward(dy, saved, residual=None)
@@ -118,11 +134,19 @@ class PostNorm(PreNorm):
 class Block:
     """Transformer block `number` (zero-based), whose input and output have the same layout.
 
-    `recompute` selects activation checkpointing (arXiv:2205.05198, section 5): "selective"
-    recomputes the attention probabilities from q and k; "full" recomputes the complete block from
-    X, including its communication. For sequences of T tokens with h features and a heads, a rank
-    that stores n elements of X saves n (16 + a T / h) elements with "none", 16 n with "selective"
-    and n with "full".
+    `recompute` selects activation checkpointing (arXiv:2205.05198, section 5). "full" recomputes
+    the complete block from X, including its communication. For sequences of T tokens with h
+    features and a heads, a rank that stores n elements of X saves n (16 + a T / h) elements
+    without recomputation and n elements with "full". The following modules can be recomputed
+    instead. Each reduces the number of saved elements, here for a dense block of GPT-2:
+
+        core_attn    n a T / h   attention probabilities, recomputed from q and k
+        layernorm    2 n         outputs of the norms, recomputed from the inputs of the norms
+        mlp_act      4 n         output of the activation, recomputed from its input
+        mlp          8 n         input and output of the activation, recomputed from X of the MLP
+
+    In a post-norm block, only the first norm is recomputed: the output of the second norm is the
+    input of the next block.
     """
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, number: int) -> None:
@@ -131,8 +155,8 @@ class Block:
         product = partial(
             chunked_matmul, mesh, chunks=spec.chunks, keep=spec.keep, scales=spec.scales
         )
-        self.mesh, self.number = mesh, number
-        self.parameters, self.recompute = parameters, recompute_of(spec.recompute, number)
+        self.mesh, self.number, self.parameters = mesh, number, parameters
+        self.recompute = recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"
         # GPT-2 scales the initial weights of residual projections by 1 / sqrt(2 * layers)
         # (Radford et al. 2019).
@@ -149,16 +173,16 @@ class Block:
                 return linear("qkv", (hidden, model.qkv), split, std, (3, model.form.width))
             return GroupedQkv(parameters, name, model, product(split), std, "qkv" in family.biased)
 
-        def residual(norm, drop):
+        def residual(norm, drop, again):
             norm = family.norm(mesh, parameters, f"{name}.{norm}", hidden, split.x, model.epsilon)
             connection = PreNorm if family.first_norm else PostNorm
-            return connection(norm, Dropout(mesh, f"{name}.{drop}", split.x, spec), hidden)
+            return connection(norm, Dropout(mesh, f"{name}.{drop}", split.x, spec), hidden, again)
 
-        self.residual1 = residual("norm1", "drop1")
+        self.residual1 = residual("norm1", "drop1", "layernorm" in self.recompute)
         self.qkv = qkv()
         self.attention = attention_of(mesh, f"{name}.drop_p", spec)
         self.proj = linear("proj", (hidden, hidden), split.next(), last)
-        self.residual2 = residual("norm2", "drop2")
+        self.residual2 = residual("norm2", "drop2", family.first_norm and self.residual1.again)
         self.mixes = model.mixes(number)
         self.mlp: Mlp | ExpertMixture = (
             ExpertMixture(mesh, parameters, spec, name, last)
@@ -183,19 +207,37 @@ class Block:
         The saved data is a `BlockInput` if the block is fully recomputed.
         """
         y, saved = self.forward_saving(x, micro)
-        return y, BlockInput(x, self.parameters.value) if self.recompute == "full" else saved
+        return y, BlockInput(x, self.parameters.value) if "full" in self.recompute else saved
 
-    def _recomputed(self, kept: BlockInput, micro: Microbatch) -> BlockSaved:
-        """Recompute the forward pass with the saved weights; return the activations."""
+    def _restored(self, kept: BlockSaved | BlockInput, micro: Microbatch) -> BlockSaved:
+        """Recompute the block or its modules with the saved weights; return the activations."""
         newest = self.parameters.value
+        assert kept.weights is not None
         self.parameters.use(kept.weights)
         with self.mesh.trace.scope(phase="recompute"):
-            _, saved = self.forward_saving(kept.x, micro)
+            if isinstance(kept, BlockInput):
+                _, saved = self.forward_saving(kept.x, micro)
+            else:
+                n1, norm1 = self.residual1.restored(kept.norm1)
+                n2, norm2 = self.residual2.restored(kept.norm2)
+                saved = self._with_outputs(kept._replace(norm1=norm1, norm2=norm2), n1, n2)
+                saved = saved._replace(mlp=self.mlp.restored(saved.mlp))
         self.parameters.use(newest)
         return saved
 
+    def _with_outputs(
+        self, saved: BlockSaved, first: Array | None, second: Array | None
+    ) -> BlockSaved:
+        """Return the saved data with the outputs of recomputed norms, or without (`None`)."""
+        if not self.residual1.again:
+            return saved
+        if not self.residual2.again:  # post-norm
+            return saved._replace(mlp=self.mlp.with_input(saved.mlp, first))
+        qkv = self.qkv.with_input(saved.qkv_linear, first)
+        return saved._replace(qkv_linear=qkv, mlp=self.mlp.with_input(saved.mlp, second))
+
     def forward_saving(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved]:
-        """Return this rank's shard of the output Y, and all data needed by the backward pass."""
+        """Return this rank's shard of the output Y, and the data saved by each module."""
         if self.prefetch:
             self.prefetch.begin(self.weights())
         residual1, residual2 = self.residual1, self.residual2
@@ -207,9 +249,16 @@ class Block:
         n2, saved_norm2 = residual2.branch_input(x)
         y, saved_mlp = residual2.add(x, micro, self.mlp, n2, micro)
         y, saved_norm2 = residual2.output(y, saved_norm2)
-        return y, BlockSaved(
-            saved_norm1, saved_qkv, saved_attention, saved_proj, saved_norm2, saved_mlp
+        saved = BlockSaved(
+            saved_norm1,
+            saved_qkv,
+            saved_attention,
+            saved_proj,
+            saved_norm2,
+            saved_mlp,
+            self.parameters.value if self.recompute - {"core_attn"} else None,
         )
+        return y, self._with_outputs(saved, None, None)
 
     def backward(
         self,
@@ -218,8 +267,8 @@ class Block:
         micro: Microbatch,
         defer: Callable[..., None],
     ) -> Array:
-        if isinstance(saved, BlockInput):
-            saved = self._recomputed(saved, micro)
+        if isinstance(saved, BlockInput) or saved.weights is not None:
+            saved = self._restored(saved, micro)
         if self.prefetch:
             self.prefetch.begin(self.weights(saved))
         dy = self.residual2.total_grad(dy, saved.norm2)

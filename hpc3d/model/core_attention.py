@@ -8,6 +8,7 @@ import numpy as np
 
 from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.comm.mesh import CONTEXT
+from hpc3d.model.spec import recompute_of
 from hpc3d.ops.attention import AttentionMask, attend, attend_again, attend_grad
 from hpc3d.ops.random import Mask
 from hpc3d.ops.rotary import rotary_table, rotate
@@ -111,13 +112,13 @@ class HeadBlock:
 class CoreAttention(HeadBlock):
     """Attention softmax(q k^T / sqrt(D) + mask) v on complete sequences and complete heads.
 
-    No communication is needed. With `recompute` "selective", the backward pass recomputes the
+    No communication is needed. If "core_attn" is recomputed, the backward pass recomputes the
     probabilities from q and k (arXiv:2205.05198, section 5).
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
         super().__init__(mesh, name, spec)
-        self.selective = spec.recompute == "selective"
+        self.recomputed = "core_attn" in recompute_of(spec.recompute)
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, AttentionSaved]:
         """Return the attention output [B*T, heads*D] and the data saved for `backward`."""
@@ -125,12 +126,12 @@ class CoreAttention(HeadBlock):
         empty, seen = self.mesh.empty, self._seen(micro)
         with self.mesh.trace.span("attention", "attention", self.flops(qkv, self.tokens)):
             out, p = attend(qkv, self.tokens, self.form, empty, **seen)
-        return out, AttentionSaved(qkv, None if self.selective else p)
+        return out, AttentionSaved(qkv, None if self.recomputed else p)
 
     def backward(self, dout: Array, saved: AttentionSaved, micro: Microbatch) -> Array:
         """Compute the gradient of [q|k|v] from the gradient of the attention output."""
         qkv, p = saved
-        if self.selective:
+        if self.recomputed:
             p = self.recompute(qkv, micro)
         empty, seen = self.mesh.empty, self._seen(micro)
         with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv, self.tokens)):

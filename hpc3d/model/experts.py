@@ -162,6 +162,20 @@ class ExpertMixture:
         saved = (routes, loss, slots, weights, saved_experts, rows, saved_shared)
         return self._sum(out, y), MixtureSaved(saved_router, *saved)
 
+    def with_input(self, saved: MixtureSaved, x: Array | None) -> MixtureSaved:
+        """Return the saved data with the stored block `x` of X, or without X if x is `None`."""
+        shared = saved.shared
+        if self.shared and shared:
+            shared = self.shared.with_input(shared, x)
+        return saved._replace(router=self.router.with_input(saved.router, x), shared=shared)
+
+    def restored(self, saved: MixtureSaved) -> MixtureSaved:
+        """Recompute the data that the MLPs did not save in `forward`."""
+        shared = saved.shared
+        if self.shared and shared:
+            shared = self.shared.restored(shared)
+        return saved._replace(experts=self.experts.restored(saved.experts), shared=shared)
+
     def _along_k(self, block: Array) -> Pending:
         """Start an all-gather of a block along loop k; return a handle to all rows."""
         matmul = self.router.matmul

@@ -134,6 +134,11 @@ class Linear:
         )
         return y, saved, h
 
+    @staticmethod
+    def with_input(saved: Any, x: Array | None) -> Any:
+        """Return the saved data with the stored block `x` of X, or without X if x is `None`."""
+        return saved._replace(x=x, kept=saved.kept.replace("x", ""))
+
     def stored_w(self, saved: Any = None) -> Array:
         """Return the stored block of W, or the block that the forward pass saved in `saved`."""
         return self.weight.value if saved is None else saved.w
@@ -189,6 +194,12 @@ class NormSaved(NamedTuple):
     rows: SavedActivation
     scales: Array | tuple
     gamma: Array
+
+
+class NormInput(NamedTuple):
+    """Data saved for a recomputed norm: its input X."""
+
+    x: SavedActivation
 
 
 class LayerNorm:

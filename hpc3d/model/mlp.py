@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.model.layers import Linear
+from hpc3d.model.spec import recompute_of
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.swiglu import swiglu, swiglu_grad
 from hpc3d.tensor.chunked import chunked_matmul
@@ -27,13 +28,19 @@ class Activation:
     def __init__(self, mesh: Mesh, spec: ModelSpec) -> None:
         self.mesh, self.gated, self.gelu = mesh, spec.family.gated, GELU[spec.sizes.gelu]
 
-    def forward(self, h: Array) -> Array:
-        """Return f(h); overwrite h with the derivatives of f for the backward pass."""
+    def forward(self, h: Array, overwrite: bool = True) -> Array:
+        """Return f(h); overwrite h with the derivatives of f, unless `overwrite` is False."""
         width = h.shape[-1] // (1 + self.gated)
         out = self.mesh.empty((*h.shape[:-1], width), h.dtype)
         with self.mesh.trace.span("swiglu" if self.gated else "gelu"):
-            (swiglu if self.gated else self.gelu)(_matrix(h), _matrix(out))
+            slopes = h if overwrite else self._copied(h)
+            (swiglu if self.gated else self.gelu)(_matrix(slopes), _matrix(out))
         return out
+
+    def _copied(self, h: Array) -> Array:
+        copy = self.mesh.empty(h.shape, h.dtype)
+        copy[...] = h
+        return copy
 
     def backward(self, slopes: Array, dg: Array) -> Array:
         """Return the gradient of h, given the gradient of f(h). `slopes` is overwritten."""
@@ -51,6 +58,10 @@ class MlpSaved(NamedTuple):
 
     `up` and `down` contain the operands of the two matrix products. `slopes` contains the
     derivatives of the activation or, if GELU is fused into the products, the input of GELU.
+
+    If the activation is recomputed ("mlp_act"), `slopes` contains its input, and `down` lacks its
+    output. If the up projection is recomputed as well ("mlp"), `slopes` is `None`, and `up`
+    contains stored blocks.
     """
 
     up: Saved
@@ -92,7 +103,10 @@ class Mlp:
         self.down = linear("down", ffn, hidden, split.next(), last)
         self.activation = Activation(mesh, spec)
         alone = self.up.matmul.is_local and self.down.matmul.is_local
-        self.fused_gelu = spec.sizes.fused_gelu and alone
+        modules = recompute_of(spec.recompute)
+        self.again = "mlp" in modules
+        self.again_act = not self.again and "mlp_act" in modules
+        self.fused_gelu = spec.sizes.fused_gelu and alone and not self.again_act
 
     def weights(self, saved: MlpSaved | None = None) -> list[Weight]:
         """Return the linear layers and their saved data, in the order in which they gather W.
@@ -114,13 +128,37 @@ class Mlp:
 
         `residual` may be given only if `adds_residual` is True.
         """
-        if self.fused_gelu:
-            g, saved_up, slopes = self.up.activated(x)
-        else:
-            slopes, saved_up = self.up.forward(x)
-            g = self.activation.forward(slopes)
+        g, saved_up, slopes = self._hidden(x, overwrite=not self.again_act)
         y, saved_down = self.down.forward(g, residual)
+        if self.again:
+            saved_up, slopes = Saved(x, self.up.stored_w(), ""), None
+        if self.again or self.again_act:
+            saved_down = self.down.with_input(saved_down, None)
         return y, MlpSaved(saved_up, slopes, saved_down)
+
+    def _hidden(self, x: Array, overwrite: bool = True) -> tuple[Array, Saved, Any]:
+        """Return f(up(x)), the data saved by the up projection, and `slopes` of `MlpSaved`.
+
+        If `overwrite` is False, the input of f is returned instead of `slopes`.
+        """
+        if self.fused_gelu:
+            return self.up.activated(x)
+        h, saved = self.up.forward(x)
+        return self.activation.forward(h, overwrite), saved, h
+
+    def with_input(self, saved: MlpSaved, x: Array | None) -> MlpSaved:
+        """Return the saved data with the stored block `x` of X, or without X if x is `None`."""
+        return saved._replace(up=self.up.with_input(saved.up, x))
+
+    def restored(self, saved: MlpSaved) -> MlpSaved:
+        """Recompute the data that `forward` did not save."""
+        if self.again:
+            g, up, slopes = self._hidden(saved.up.x)
+        elif self.again_act:
+            g, up, slopes = self.activation.forward(saved.slopes), saved.up, saved.slopes
+        else:
+            return saved
+        return MlpSaved(up, slopes, self.down.with_input(saved.down, g))
 
     def backward(
         self, dy: Array, saved: MlpSaved, micro: Microbatch, defer: Callable[..., None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
@@ -175,15 +175,22 @@ class WeightProduct(NamedTuple):
         return 2 * self.active
 
 
-# Activation checkpointing mode of all blocks, or the indices of fully recomputed blocks.
-_Recompute = str | Sequence[int]
+# Activation checkpointing mode of all blocks, the names of the modules that are recomputed in all
+# blocks, or the indices of fully recomputed blocks.
+_Recompute = str | Collection[str] | Sequence[int]
 
 
-def recompute_of(recompute: _Recompute, layer: int) -> str:
-    """Return the activation checkpointing mode of a block: "none", "selective" or "full"."""
+def recompute_of(recompute: _Recompute, layer: int | None = None) -> frozenset[str]:
+    """Return the modules of block `layer` that are recomputed, or {"full"} for the full block.
+
+    Without `layer`, the modules that are recomputed in all blocks are returned.
+    """
     if isinstance(recompute, str):
-        return recompute
-    return "full" if layer in recompute else "none"
+        modules: dict[str, tuple[str, ...]] = {"none": (), "selective": ("core_attn",)}
+        return frozenset(modules.get(recompute, (recompute,)))
+    if layer in recompute:
+        return frozenset(("full",))
+    return frozenset(each for each in recompute if isinstance(each, str))
 
 
 @dataclass(frozen=True)
@@ -253,7 +260,7 @@ class Family:
         """
         return 4 * sizes.sequence * sizes.hidden
 
-    def kept(self, sizes: ModelSizes, recompute: str, chunked: bool, mixes: bool) -> float:
+    def kept(self, sizes: ModelSizes, recompute: _Recompute, chunked: bool, mixes: bool) -> float:
         """Return the number of elements that a block saves per token, excluding dropout masks.
 
         The block saves the inputs of the norms, of the QKV, output, up and down projections and of
@@ -263,17 +270,24 @@ class Family:
         A mixture of experts saves, for every expert slot, including empty slots, the inputs of the
         up projection, the activation and the down projection, and the output. Each shared expert
         saves as many elements as an MLP. The data saved by the router is negligible.
+
+        If `recompute` contains "layernorm", the block does not save the norm outputs that its QKV
+        and up projections read; with "mlp_act", it does not save the output of the activation, and
+        with "mlp", neither the input nor the output of the activation.
         """
-        if recompute == "full":
+        modules = recompute_of(recompute)
+        if "full" in modules:
             return sizes.hidden
-        mlp: float = (2 + self.gated) * sizes.ffn
+        mlp: float = (2 + self.gated - ("mlp_act" in modules)) * sizes.ffn
+        mlp *= "mlp" not in modules
         if mixes and (form := sizes.experts):
             slots = form.slots_of_token(sizes.sequence)
             mlp = form.shared * mlp + slots * (2 * sizes.hidden + mlp)
-        saved = 5 * sizes.hidden + sizes.qkv + mlp
+        norms = 5 - (1 + self.first_norm) * ("layernorm" in modules)
+        saved = norms * sizes.hidden + sizes.qkv + mlp
         if chunked:
             return saved + sizes.heads
-        return saved + (sizes.heads * sizes.sequence if recompute == "none" else 0)
+        return saved + (0 if "core_attn" in modules else sizes.heads * sizes.sequence)
 
     def flops(self, sizes: ModelSizes) -> float:
         """Return the forward FLOPs per token of matrix products and attention.
@@ -299,8 +313,9 @@ class Family:
 
     def blocks_kept(self, sizes: ModelSizes, recompute: _Recompute, chunked: bool) -> float:
         """Return the number of elements that all blocks together save per token."""
-        if isinstance(recompute, str):
-            counts = {(recompute, mixes): count for mixes, count in sizes.blocks().items()}
+        if all(isinstance(each, str) for each in recompute):
+            how = recompute_of(recompute)
+            counts = {(how, mixes): count for mixes, count in sizes.blocks().items()}
         else:
             layers = range(sizes.layers)
             counts = Counter((recompute_of(recompute, i), sizes.mixes(i)) for i in layers)

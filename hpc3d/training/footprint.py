@@ -12,8 +12,8 @@ of a microbatch have n = b s h elements.
                     limits the data axis to the replicas of a group
     residual        g bytes per element of the block matrices that parallel.compression selects
     activations     k n e L / (p t r) bytes for one microbatch, with e for parallel.keep_dtype and
-                    k = 16 + a s / h, 16 + a / h (chunked), 16 or 1 (recompute); a mixture of
-                    experts also has its capacity slots
+                    k = 16 + a s / h, 16 + a / h (chunked), or less with recomputation, down to 1
+                    (full); a mixture of experts also has its capacity slots
     logits          b s V e / (p t r) bytes, on the last stage
     batch           8 b s bytes for inputs and targets of the full batch in int32, on every rank
 

@@ -30,7 +30,7 @@ microbatches=2
 p=2 d=2 schedule=1f1b microbatches=4 zero=1
 d=2 x=2 scheme=1d zero=3 microbatches=2 optimizer=lion
 d=2 x=2 y=2 z=2 schedule=none microbatches=2 dtype=bfloat16 keep_dtype=int8
-p=2 x=2 schedule=zb-h1 microbatches=3 scheme=1d optimizer=muon recompute=[1]
+p=2 x=2 schedule=zb-h1 microbatches=3 scheme=1d optimizer=muon recompute='["mlp"]'
 d=2 x=2 scheme=1d optimizer=adamw-8bit hidden=512 heads=8 layers=1 batch=8 dtype=float32
 p=2 d=2 schedule=zb-v chunks=2 microbatches=4 zero=2 attention=chunked
 e=2 d=2 microbatches=2 experts=4 top_k=2 zero=1 dtype=float16

@@ -28,6 +28,10 @@ PIPELINES = [
         "parallel.recompute = [1, 0, 1] ... once",
     ),
     (
+        {"parallel.recompute": '["mlp", "mlp"]'},
+        "parallel.recompute = ['mlp', 'mlp'] ... once",
+    ),
+    (
         {"mesh.p": 2, "parallel.layers_per_stage": "[1, 1]"},
         "parallel.layers_per_stage = [1, 1]: 2 ... model.layers = 3;",
     ),

@@ -23,6 +23,8 @@ from tests.strided import strided
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("counts_from_zero")]
 
 ONE = "p=1 schedule=none microbatches=2 layers=2 batch=4 steps=2 backend=cupy dtype=float32"
+MODULES = """recompute='["layernorm","mlp"]'"""
+ACTIVATIONS = """recompute='["layernorm","mlp_act"]'"""
 LINES = [
     f"{ONE} gelu=exact dropout=0.25 recompute=selective",
     f"{ONE} fused_gelu=true tied=false recompute=full",
@@ -31,11 +33,11 @@ LINES = [
     f"p=2 d=2 x=2 zero=1 scheme=1d {ONE[4:]} schedule=1f1b batch=8",
     f"d=2 x=2 zero=3 dropout=0.25 {ONE[4:]} batch=8 prefetch=true",
     f"x=2 y=2 scheme=2d-summa {ONE[4:]} batch=8",
-    f"{ONE} kind=llama kv_heads=4 ffn=20",
+    f"{ONE} kind=llama kv_heads=4 ffn=20 {MODULES}",
     f"{ONE} kind=llama ffn=40 dtype=bfloat16 hidden=32 heads=4 sequence=8 recompute=selective",
     f"x=2 z=2 {ONE[4:]} batch=8 kind=llama kv_heads=4 ffn=24 dropout=0.25",
     f"y=2 {ONE[4:]} kind=qwen2 kv_heads=1 ffn=40 dtype=bfloat16 hidden=32 heads=4 sequence=8",
-    f"{ONE} kind=bert padding=4 fused_gelu=true",
+    f"{ONE} kind=bert padding=4 fused_gelu=true {ACTIVATIONS}",
     f"{ONE} kind=bert dtype=bfloat16 hidden=32 heads=4 sequence=8 recompute=selective",
     f"x=2 z=2 {ONE[4:]} batch=8 kind=bert gelu=exact dropout=0.25 padding=4",
     f"c=2 x=2 sequence=8 {ONE[4:]} kind=llama kv_heads=4 ffn=24 dropout=0.25",

@@ -23,15 +23,17 @@ LLAMA = "kind=llama kv_heads=4 ffn=20"  # of 12 heads: three queries a key
 BERT = "kind=bert padding=4"
 SWITCH = "experts=4 top_k=1 capacity=0.75 balance_bias=0.05"
 MIXTRAL = f"{LLAMA} experts=4 top_k=2 capacity=0 shared_experts=1"
+MODULES = """recompute='["layernorm","mlp"]'"""
+ACTIVATIONS = """recompute='["layernorm","mlp_act"]'"""
 LINES = [
     ONE,
     f"{ONE} tied=false gelu=exact dropout=0.25 recompute=selective",
     f"{ONE} optimizer=sgd learning_rate=0.1 recompute=full dropout=0.25",
     f"{ONE} {LLAMA} recompute=selective dropout=0.25",
     f"{ONE} {BERT} recompute=selective dropout=0.25",
-    f"{ONE} {SWITCH}",
+    f"{ONE} {SWITCH} {MODULES}",
     f"{ONE} {MIXTRAL} recompute=selective dropout=0.25",
-    f"{ONE} optimizer=adafactor experts=4 shared_experts=1",
+    f"{ONE} optimizer=adafactor experts=4 shared_experts=1 {ACTIVATIONS}",
 ]
 SEVERAL = [
     "x=2 y=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 chunked_products=2",

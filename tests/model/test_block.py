@@ -4,6 +4,8 @@ Memory is counted in elements; n = b s h are those of X where a rank holds all o
 """
 
 from functools import cache
+from itertools import cycle
+from shlex import quote
 
 import numpy as np
 import pytest
@@ -40,7 +42,7 @@ p=2 x=2 y=2 schedule=pipedream-2bw microbatches=4
 
 @cache
 def trained(line, recompute):
-    config = config_of(f"{line} steps=3 recompute={recompute}")
+    config = config_of(f"{line} steps=3 recompute={quote(recompute)}")
     return run(config.sizes(), lambda mesh: train(mesh, config))
 
 
@@ -55,14 +57,42 @@ def test_selective_recomputation_is_bitwise_equal_to_serial_training(line):
     is_serial_and_the_same_to_the_last_bit(line, "selective")
 
 
+PRODUCTS, CHEAP = ("core_attn", "layernorm", "mlp"), ("layernorm", "mlp_act")
+
+
+@pytest.mark.parametrize(
+    ("line", "modules"), strided([*zip(MIXES, cycle((PRODUCTS, CHEAP)))], 11, 6)
+)
+def test_recomputation_of_modules_is_bitwise_equal_to_serial_training(line, modules):
+    is_serial_and_the_same_to_the_last_bit(line, str([*modules]))
+
+
+NARROW = """
+x=2 schedule=none microbatches=2 scheme=1d-sequence dtype=bfloat16 kind=llama ffn=48
+p=2 schedule=zb-h1 microbatches=2 dtype=float16 dropout=0.25 'offload=["activations"]'
+e=2 schedule=none microbatches=2 dtype=bfloat16 experts=4 shared_experts=1
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", strided(NARROW, 3))
+def test_recomputation_of_modules_in_16_bits_is_bitwise_equal(line):
+    for modules in CHEAP, PRODUCTS:
+        are_the_same_to_the_last_bit(trained(line, str([*modules])), trained(line, "none"))
+
+
 def is_serial_and_the_same_to_the_last_bit(line, recompute):
     found, wanted = trained(line, recompute), expected(f"{line} steps=3")
-    for ours, theirs in zip(found, trained(line, "none"), strict=True):
+    are_the_same_to_the_last_bit(found, trained(line, "none"))
+    for ours in found:
         same(ours, wanted)
+    cover(found, wanted)
+
+
+def are_the_same_to_the_last_bit(found, wanted):
+    for ours, theirs in zip(found, wanted, strict=True):
         assert ours.totals == theirs.totals
         for name, (_, block) in ours.weights.items():
             np.testing.assert_array_equal(block, theirs.weights[name][1], name)
-    cover(found, wanted)
 
 
 RECOMPUTED = [line for line in MIXES if ranks(line) == 8 and "pipedream" not in line]
@@ -122,12 +152,25 @@ FORMS = {
         *(9 / 8 + 7 / 4, 1 / 8, 12 / 4, 1 / 8),
     ),
 }
+# The share of N with CHEAP, without the outputs of norms (2) and of GELU (4), and with PRODUCTS,
+# also without GELU's slope (4). Products gather the outputs again, and "mlp" W of up (4 H^2).
+OF_MODULES = {
+    "one rank": (10, 6),
+    "tensor parallel": (2 + 8 / 3, 2 + 4 / 3),
+    "and sequence": (10 / 3, 6 / 3),
+    "and sequence, X kept": (10 / 3, 6 / 3),
+    "cube": (10 / 8, 6 / 8),
+    "cube, X and W kept": (9 / 8 + 1 / 4, 5 / 8 + 1 / 4),
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_saved_activations_of_a_block(form):
     scheme, sizes, keep, tokens, scores, weights, whole = FORMS[form]
+    cheap, products = OF_MODULES[form]
     wanted = {
+        CHEAP: cheap * N + scores * SCORES + weights * H * H,
+        PRODUCTS: products * N + (weights * 8 / 12) * H * H,
         "none": tokens * N + scores * SCORES + weights * H * H,
         "selective": tokens * N + weights * H * H,
         "full": whole * N,
@@ -140,7 +183,7 @@ def test_saved_activations_of_a_block(form):
             assert found == elements
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", CHEAP, PRODUCTS, "full"], ids=str)
 def test_only_the_operands_of_dw_are_saved_between_b_and_w(recompute):
     """X (1 + 1 + 1 + 4) and dY (3 + 1 + 4 + 1) of four products: M_W of arXiv:2401.10241, 32 s b h
     bytes in numbers of 2 bytes."""
@@ -159,7 +202,13 @@ def test_only_the_operands_of_dw_are_saved_between_b_and_w(recompute):
     assert run({}, rank) == [(16 * N, 0)]
 
 
-SLOPES = {"none": 16 * N + SCORES, "selective": 16 * N, "full": N}
+SLOPES = {
+    "none": 16 * N + SCORES,
+    "selective": 16 * N,
+    str([*CHEAP]): 10 * N + SCORES,
+    str([*PRODUCTS]): 6 * N,
+    "full": N,
+}
 
 
 @pytest.mark.parametrize("dropout", [0, 0.25])
@@ -167,10 +216,10 @@ SLOPES = {"none": 16 * N + SCORES, "selective": 16 * N, "full": N}
 def test_peak_memory_grows_per_layer_by_its_saved_activations(recompute, dropout):
     sizes = f"batch={B} sequence={T} hidden={H} heads={HEADS} dropout={dropout}"
     first, second, fifth = (
-        peak(f"layers={layers} {sizes} recompute={recompute}") for layers in (1, 2, 5)
+        peak(f"layers={layers} {sizes} recompute={quote(recompute)}") for layers in (1, 2, 5)
     )
     # Selective: the probabilities are gone when the peak comes, in the products of qkv.
-    gone = SCORES if recompute == "selective" else 0
+    gone = SCORES if recompute == "selective" or "core_attn" in recompute else 0
     assert first == peak(f"layers=1 {sizes} recompute=none") - gone
     assert (second - first, fifth - second) == (SLOPES[recompute], 3 * SLOPES[recompute])
 

@@ -47,6 +47,9 @@ def dense():
     return int(families.FAMILIES["gpt2"] is BERT)
 
 
+RECOMPUTE = "none", "selective", ("layernorm", "mlp_act"), ("core_attn", "mlp"), "full"
+
+
 def model_of(config):
     return replace(config.model, hidden=HIDDEN, heads=HEADS, sequence=SEQUENCE, vocabulary=48)
 
@@ -76,7 +79,7 @@ def test_block_products_match_the_weight_matrices(factor):
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
 def test_saved_activations_of_a_block_match_the_family_formula(factor, recompute, chunked):
     config = replace(Config(), model=model_of(Config()))
     mesh, _, stage = stage_of(config, recompute, chunked)
@@ -181,7 +184,7 @@ def test_mixture_products_match_the_weight_matrices(mixture):
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
 def test_saved_activations_of_a_mixture_match_the_family_formula(mixture, recompute, chunked):
     part = LayerRange(range(1, 2), first=False, last=False)
     how = {"recompute": recompute, "chunked": chunked}

@@ -222,7 +222,9 @@ def offloads(draw, model, schedule):
 @st.composite
 def recomputations(draw, layers):
     listed = draw(st.lists(st.integers(0, layers - 1), unique=True))
-    return draw(st.sampled_from(["none", "selective", "full", listed]))
+    modules = ["layernorm", "mlp", "mlp_act", "core_attn"]
+    chosen = draw(st.lists(st.sampled_from(modules), unique=True, min_size=1))
+    return draw(st.sampled_from(["none", "selective", "full", listed, chosen]))
 
 
 @st.composite

@@ -55,7 +55,7 @@ p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=4 zero=3 layers=8
 p=2 d=2 x=2 y=2 schedule=zb-h1 microbatches=3 zero=0 scheme=2d-summa
 p=4 d=2 x=2 schedule=zb-h1 microbatches=4 zero=1 tied=false gelu=exact
 p=4 d=2 schedule=zb-h1 microbatches=6 zero=2 bucket_mb=0.01
-p=2 d=2 schedule=zb-h1 microbatches=4 zero=3 overlap=false
+p=2 d=2 schedule=zb-h1 microbatches=4 zero=3 overlap=false recompute='["mlp_act"]'
 p=4 d=2 schedule=zb-h2 microbatches=8 zero=0 bucket_mb=0.01
 p=2 d=2 x=2 z=2 schedule=zb-h2 microbatches=3 zero=1 scheme=2.5d
 p=2 d=2 y=2 z=2 schedule=zb-h2 microbatches=3 zero=2 keep_gathered=false
@@ -71,7 +71,7 @@ p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 zero=3 tied=fals
 p=2 x=2 y=2 z=2 schedule=1f1b microbatches=3 scheme=3d-broadcast
 p=2 d=2 x=2 y=2 schedule=zb-h1 microbatches=2 zero=1 scheme=3d-broadcast
 p=2 x=2 y=2 z=2 schedule=zb-v chunks=2 microbatches=3 scheme=3d
-p=2 x=2 y=3 schedule=1f1b microbatches=4 scheme=2d
+p=2 x=2 y=3 schedule=1f1b microbatches=4 scheme=2d recompute='["layernorm","mlp"]'
 p=3 d=2 z=2 schedule=gpipe microbatches=4 zero=3
 p=2 d=2 x=4 schedule=interleaved chunks=2 microbatches=3 zero=2 scheme=1d chunked_products=3
 p=2 d=2 x=2 z=2 schedule=interleaved chunks=2 microbatches=3 zero=3 scheme=2.5d
@@ -97,7 +97,7 @@ c=4 x=2 schedule=none microbatches=2 sequence=8 context=both ulysses=2 dropout=0
 c=2 x=2 y=2 schedule=none microbatches=2 sequence=4 scheme=2d-summa context=all-to-all dropout=0.25
 c=2 x=2 y=2 z=2 schedule=none microbatches=3 sequence=4 scheme=3d-broadcast
 p=2 c=4 y=2 schedule=interleaved chunks=2 microbatches=4 sequence=8 context=both ulysses=2
-y=4 schedule=none microbatches=3 kind=llama kv_heads=2 ffn=48
+y=4 schedule=none microbatches=3 kind=llama kv_heads=2 ffn=48 recompute='["layernorm","mlp"]'
 p=2 x=2 schedule=zb-h1 microbatches=3 scheme=1d kind=llama kv_heads=1 ffn=48 tied=false
 d=2 x=2 y=2 schedule=none microbatches=2 zero=3 kind=qwen2 kv_heads=1 keep_gathered=false
 p=2 d=2 x=2 y=2 schedule=1f1b microbatches=3 zero=1 kind=qwen2 kv_heads=1 scheme=2d-summa
@@ -117,15 +117,15 @@ d=2 c=4 schedule=none microbatches=2 zero=1 sequence=8 context=both ulysses=2 ki
 p=2 c=2 y=2 schedule=gpipe microbatches=3 sequence=4 kind=qwen2 kv_heads=2 ffn=48
 c=2 d=2 x=2 schedule=none microbatches=2 zero=2 sequence=4
 c=2 x=2 y=2 schedule=none microbatches=2 zero=2 sequence=4 scheme=2d-summa
-d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d kind=bert
+d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d kind=bert recompute='["layernorm","mlp"]'
 schedule=none microbatches=4 experts=4
-e=2 schedule=none microbatches=2 experts=4
+e=2 schedule=none microbatches=2 experts=4 recompute='["layernorm","mlp"]'
 e=2 schedule=none microbatches=2 experts=4 top_k=2 capacity=1 shared_experts=1
 d=2 e=2 schedule=none microbatches=2 zero=1 experts=4 top_k=2 balance_bias=0.01
 e=2 x=2 y=2 z=2 schedule=none microbatches=3 experts=4 top_k=2 capacity=1
 p=2 e=2 x=2 z=2 schedule=1f1b microbatches=3 experts=4 kind=llama ffn=48 top_k=2 moe_every=2
 p=2 d=2 e=2 schedule=zb-h1 microbatches=4 zero=1 experts=4 bucket_mb=0.01 balance_bias=0.01
-d=2 e=2 x=2 schedule=none microbatches=2 zero=2 experts=4 capacity=0
+d=2 e=2 x=2 schedule=none microbatches=2 zero=2 experts=4 capacity=0 recompute='["mlp_act"]'
 d=2 e=2 y=2 schedule=none microbatches=2 zero=3 experts=4 shared_experts=1 prefetch=true
 e=3 x=4 schedule=none batch=12 microbatches=1 scheme=1d experts=6 kind=llama kv_heads=2 ffn=48
 e=2 x=4 schedule=none batch=48 microbatches=2 scheme=1d-sequence experts=4 chunked_products=2

@@ -20,6 +20,7 @@ LAYOUTS = {
     "full": {"parallel": {"recompute": "full"}, "model": {"layers": 8}},
     "some layers": {"parallel": {"recompute": "[0, 5]"}, "model": {"layers": 8}},
     "selective": {"parallel": {"recompute": "selective"}},
+    "modules": {"parallel": {"recompute": '["core_attn","layernorm","mlp"]'}},
     "summa": {"mesh": {"z": 1}, "parallel": {"scheme": "2d-summa"}},
     "zero 1": {"mesh": {"p": 2, "d": 2}, "parallel": {"zero": 1}},
     "sgd": {"train": {"optimizer": "sgd"}, "model": {"layers": 4}},

@@ -5,6 +5,7 @@ Attention is computed, and counted, with its masked half, as the published formu
 
 from collections import Counter
 from itertools import groupby, product
+from shlex import quote
 
 import numpy as np
 import pytest
@@ -52,6 +53,33 @@ def test_recomputed_operations_match_the_forward_pass(line, recompute):
             assert again
 
 
+MODULES = """
+p=2 x=2 schedule=zb-h1 microbatches=3 scheme=1d-sequence
+x=2 y=2 z=2 schedule=none microbatches=1 layers=2 dropout=0.25
+e=2 d=2 schedule=none microbatches=2 layers=2 experts=4 shared_experts=1 zero=3
+x=2 y=2 schedule=none microbatches=2 layers=2 scheme=2d-summa kind=bert
+""".strip().splitlines()
+FLOPS = {'["layernorm","mlp_act"]': 0, '["layernorm","mlp"]': 8 / 24}  # share of a dense block's
+
+
+@pytest.mark.parametrize(("line", "modules"), strided([*product(MODULES, FLOPS)], 4, 1))
+def test_recomputed_modules_repeat_only_their_part_of_the_forward_pass(line, modules):
+    config = config_of(f"{line} recompute='{modules}'")
+    for ours, theirs in zip(every_rank(config, 29), counted(config), strict=True):
+        assert ours.moved() == theirs.moved()
+        assert ours.flops() == theirs.flops()
+        for found in (ours, theirs):
+            forward, again = repeated(found, FORWARD), repeated(found, RECOMPUTE)
+            assert again and again <= forward
+            if "experts" not in line:
+                assert flops_of(again) == FLOPS[modules] * flops_of(forward)
+
+
+def flops_of(work):
+    """FLOP of products of weights."""
+    return sum(count * row[-1] for row, count in work.items() if row[4] == OP.index("gemm"))
+
+
 def test_listed_layers_are_recomputed():
     listed = {0, 2, 3}
     config = config_of("p=2 d=2 schedule=1f1b microbatches=2 batch=8 recompute=[3,0,2]")
@@ -69,9 +97,11 @@ def of_scores(work):
 ORDERS = {
     "1f1b none": "forward backward",
     "1f1b selective": "forward backward recompute backward",
+    "1f1b ['mlp']": "forward recompute backward",
     "1f1b full": "forward recompute backward",
     "zb-h1 none": "forward backward_input backward_weight",
     "zb-h1 selective": "forward backward_input recompute backward_input backward_weight",
+    "zb-h1 ['mlp']": "forward recompute backward_input backward_weight",
     "zb-h1 full": "forward recompute backward_input backward_weight",
 }
 
@@ -79,7 +109,7 @@ ORDERS = {
 @pytest.mark.parametrize("how", ORDERS)
 def test_recomputation_happens_within_the_b_pass(how):
     schedule, recompute = how.split()
-    line = f"p=2 x=2 schedule={schedule} microbatches=3 recompute={recompute}"
+    line = f"p=2 x=2 schedule={schedule} microbatches=3 recompute={quote(recompute)}"
     for rank in every_rank(config_of(line), 29):
         layers = set(rank.events["layer"].tolist()) - {-1}
         found = {block_phases(rank.events, *place) for place in product(layers, range(3))}
@@ -99,24 +129,25 @@ SIZES = f"batch={B} sequence={S} hidden={H} heads=4 layers={L} vocabulary={V}"
 
 @pytest.mark.parametrize(
     ("recompute", "blocks", "attention", "head"),
-    [("none", 72, 12, 6), ("selective", 72, 14, 6), ("full", 96, 16, 6)],
+    [("none", 72, 12, 6), ("selective", 72, 14, 6), ("['mlp']", 80, 12, 6), ("full", 96, 16, 6)],
 )
 @pytest.mark.parametrize("mesh", ["schedule=none", "p=3 x=2 schedule=zb-h1 microbatches=3"])
 def test_hardware_flops_match_the_published_formulas(recompute, blocks, attention, head, mesh):
     """blocks B L s h^2 + attention B L s^2 h + head B s h V.
 
     "none" is equation 7 of arXiv:2205.05198, "full" equation 3 of arXiv:2104.04473.  "selective"
-    repeats q k', 2 B L s^2 h; equation 8 of arXiv:2205.05198 has 12 more than equation 7, as
-    though the product with v and the backward pass of attention were repeated, too.
+    repeats q k', 2 B L s^2 h, and "mlp" the up projection, 8 B L s h^2.  Equation 8 of
+    arXiv:2205.05198 has 12 more than equation 7, as though the product with v and the backward
+    pass of attention were repeated, too.
     """
-    config = config_of(f"{SIZES} {mesh} recompute={recompute}")
+    config = config_of(f"{SIZES} {mesh} recompute={quote(recompute)}")
     total = sum(
         sum(rank.flops()[op] for op in ("gemm", "attention") if op in rank.flops())
         for rank in every_rank(config, V)
     )
     assert total == blocks * B * L * S * H**2 + attention * B * L * S**2 * H + head * B * S * H * V
     formulas = {"none": eq7(), "selective": eq8() - 10 * B * L * S**2 * H, "full": eq3()}
-    assert total == pytest.approx(formulas[recompute], rel=1e-14)
+    assert total == pytest.approx(formulas.get(recompute, eq7() + 8 * B * L * S * H**2), rel=1e-14)
 
 
 def eq7():
