@@ -121,7 +121,7 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
     ranks = counted(options.ranks, "rank")
     print(f"{ranks} of {machine.name}; each row changes one key of {options.input}:")
     print(sanitized(shown_layout(config)), end="\n\n")
-    print(f"{'change':<32}{'memory':>14}{'received':>22}{'step':>22}")
+    print(f"{'change':<34}{'memory':>14}{'received':>22}{'step':>22}")
     for number, row in enumerate(rows):
         print(sanitized(_effect_line(row, number == 0)))
     if options.json:
@@ -134,8 +134,8 @@ def _effect_line(row: Mapping[str, Any], first: bool) -> str:
     Each value is followed by its relative change from the first row.
     """
     if "refused" in row:
-        return f"{row['change']:<32}  not possible: {row['refused']}"
-    line = f"{row['change']:<32}"
+        return f"{row['change']:<34}  not possible: {row['refused']}"
+    line = f"{row['change']:<34}"
     changes = {share: (row[share] or 1) - 1 for share in _SHARES}
     if not first and all(abs(change) < _LEAST_CHANGE for change in changes.values()):
         return f"{line}  no change"
@@ -317,14 +317,15 @@ def _over(row: RankedLayout, memory: float) -> str:
 def _because(reason: str, row: RankedLayout) -> str:
     """Explain why a group of layouts is slower, citing its fastest layout."""
     from hpc3d.predict.planning.planned_layouts import held
-    from hpc3d.predict.planning.ranking import shown_layout
+    from hpc3d.predict.planning.ranking import shown_layout, written
 
     kind, _, axis = reason.partition(" ")
+    again = written("recompute", row.config.parallel.recompute)
     texts = {
         "memory": lambda: f"do not fit: {held(row)}",
         "bubble": lambda: f"have more pipeline idle time: {row.bubble:.1%} of a step",
         "compute": lambda: "have more compute time: smaller GEMMs, or a larger optimizer update",
-        "recompute": lambda: f"have more compute time (recompute={row.config.parallel.recompute})",
+        "recompute": lambda: f"have more compute time ({again})",
         "axis": lambda: f"wait longer on axis {axis}: {readable_time(row.waits[axis])}",
     }
     return f"{texts[kind]()}; ~{readable_time(row.seconds)} {shown_layout(row.config)}".rstrip()

@@ -14,7 +14,7 @@ from hpc3d.cuda.cudnn_attention import takes
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.bucket_size import bucket_mb
 from hpc3d.predict.planning import layouts
-from hpc3d.predict.planning.layouts import MemoryOption
+from hpc3d.predict.planning.layouts import MemoryOption, recomputation
 from hpc3d.predict.planning.pass_costs import replicas_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 NEAR = 0.1  # a layout may fit if its estimated peak exceeds the memory by at most this fraction
 SURE = 0.95  # a layout is assumed to fit if its estimated peak is below this fraction of memory
 _LONG = 1024  # minimum sequence length for which chunked attention is tried
-RECOMPUTE = ("none", "selective", "full")  # in order of increasing recomputation
 
 
 class TimedCandidate(NamedTuple):
@@ -63,26 +62,23 @@ class Candidates:
     def ways(self, config: Config) -> list[MemoryOption]:
         """Return the memory options that have an effect on a layout.
 
-        Without tensor parallelism, no weights are gathered. Chunked attention saves no
-        probabilities, so selective recomputation has no effect.
+        Without tensor parallelism, no operands are gathered, except weights with ZeRO 3, which are
+        never saved.
         """
         config = replace(config, parallel=replace(config.parallel, attention=None))
-        mesh, chunked = config.mesh, config.chunked()
-        gathers, widest = mesh.tensor_ranks() > 1, self.estimator.machine.max_fused_head_dim
         options = layouts.MEMORY_OPTIONS
-        if _chunks_save(config, widest):
+        if config.chunked() or _fuses(config, self.estimator.machine.max_fused_head_dim):
+            options = layouts.WITHOUT_SCORES
+        elif config.model.sequence >= _LONG:
             options = layouts.WITH_CHUNKS[config.train.backend]
-        return [
-            way
-            for way in options
-            if (way.keep_gathered or gathers) and not (chunked and way.recompute == "selective")
-        ]
+        gathers = config.mesh.tensor_ranks() > 1
+        return [way for way in options if way.keep_gathered or gathers]
 
     def promising(self, config: Config) -> list[Estimate]:
         """Estimate layouts on the mesh of `config`, for a comparison with other meshes.
 
         Recomputation costs time, so layouts recompute only as much as the memory limit requires.
-        ZeRO 2 and 3 are tried only if layouts would otherwise need full recomputation.
+        ZeRO 2 and 3 are tried only if layouts would otherwise recompute products with weights.
         """
         mesh, found = config.mesh, []
         counts = layouts.microbatches(config, self.ranks)
@@ -93,7 +89,7 @@ class Candidates:
             if way is not None:
                 found += self._tries(config, counts, group, way)
                 ways = ways[: ways.index(way)]
-            if not ways or (way and way.recompute != "full"):
+            if not ways or (way and not _repeats_products(way)):
                 break
         fitting = [each for each in found if self.fits(each)]
         if not fitting:
@@ -239,24 +235,24 @@ def _floor(estimate: Estimate) -> float:
     return estimate.seconds - estimate.bubble - sums.total()
 
 
+def _repeats_products(way: MemoryOption) -> bool:
+    return "mlp" in way.recompute or way.recompute == "full"
+
+
 def _keeps_more(way: MemoryOption, other: MemoryOption) -> bool:
     """Return True if memory option `other` saves at least as much memory as `way`."""
-    less = RECOMPUTE.index(way.recompute) <= RECOMPUTE.index(other.recompute)
+    less = recomputation(way.recompute) <= recomputation(other.recompute)
     chunks_too = other.attention is not None or way.attention is None
     return way.keep_gathered >= other.keep_gathered and less and chunks_too
 
 
-def _chunks_save(config: Config, widest: int) -> bool:
-    """Return True if chunked attention is not the default but would save memory.
+def _fuses(config: Config, widest: int) -> bool:
+    """Return True if attention runs as a fused kernel, which stores no probabilities.
 
-    It saves no memory if the device supports fused attention, which does not store the
-    probabilities either. `widest` is the largest head size supported by fused attention.
+    `widest` is the largest head size supported by fused attention.
     """
     model, train = config.model, config.train
-    if config.chunked() or model.sequence < _LONG:
+    if train.backend == "numpy" or model.padding is not None:
         return False
-    if train.backend == "numpy":
-        return True
-    shared = (model.kv_heads or model.heads) < model.heads or model.padding is not None
     dtype, width = np.dtype(train.dtype), model.hidden // model.heads
-    return shared or not takes(dtype, width, model.dropout or None, widest)
+    return takes(dtype, width, model.dropout or None, widest)

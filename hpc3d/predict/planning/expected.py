@@ -18,7 +18,6 @@ from hpc3d.comm.mesh import data_axes, expert_data_axes, plane
 from hpc3d.config.input_file import MeshConfig
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.bounds import summed, tensor_replicas
-from hpc3d.predict.planning.candidates import RECOMPUTE
 from hpc3d.predict.planning.contexts import with_context
 from hpc3d.predict.planning.pass_costs import StageContent
 
@@ -126,7 +125,7 @@ class ExpectedSteps:
         """Measure the SequenceCosts for each value of `parallel.recompute`, with c
         context-parallel ranks."""
         config, found = with_context(self.single_rank, c, context, ulysses), []
-        for recompute in RECOMPUTE:
+        for recompute in layouts.RECOMPUTE:
             parallel = replace(config.parallel, recompute=recompute)
             parts = self.costs.parts(replace(config, parallel=parallel))
             layer, first, last = parts.layer, parts.first, parts.last

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import factorial, gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpc3d.comm.grid import divisors
 from hpc3d.config.input_file import Config, MeshConfig
@@ -26,23 +26,39 @@ class MemoryOption(NamedTuple):
     """
 
     keep_gathered: bool
-    recompute: str
+    recompute: str | tuple[str, ...]
     attention: str | None = None
 
 
-def _options(*ways: tuple[str, ...]) -> tuple[MemoryOption, ...]:
+def _options(*ways: tuple[Any, ...]) -> tuple[MemoryOption, ...]:
     return tuple(MemoryOption(keep, *way) for way in ways for keep in (True, False))
 
 
+# Values of parallel.recompute in order of increasing recomputation: the attention probabilities,
+# the outputs of norms and activation functions, the up projection, and the complete block.
+_CHEAP, _PRODUCTS = ("layernorm", "mlp_act"), ("layernorm", "mlp")
+RECOMPUTE: tuple[Any, ...] = (
+    "none",
+    "selective",
+    ("core_attn", *_CHEAP),
+    ("core_attn", *_PRODUCTS),
+    "full",
+)
+# Chunked and fused attention save no probabilities, so "core_attn" saves next to nothing.
+_NO_SCORES: tuple[Any, ...] = "none", "none", _CHEAP, _PRODUCTS, "full"
 # Options in order of increasing step time. Chunked attention recomputes the probabilities, as
-# "selective" does. On CPUs, chunked attention is not slower than "selective" and needs less
+# "core_attn" does. On CPUs, chunked attention is not slower than "core_attn" and needs less
 # memory. On GPUs without fused attention, chunked attention launches far more kernels.
-MEMORY_OPTIONS = _options(("none",), ("selective",), ("full",))
-WITH_CHUNKS = {
-    "numpy": _options(("none",), ("none", "chunked"), ("full", "chunked")),
-    "cupy": (*MEMORY_OPTIONS, *_options(("none", "chunked"), ("full", "chunked"))),
-}
+MEMORY_OPTIONS = _options(*zip(RECOMPUTE))
+WITHOUT_SCORES = _options(*zip(_NO_SCORES[1:]))
+_CHUNKED = _options(*((each, "chunked") for each in _NO_SCORES[1:]))
+WITH_CHUNKS = {"numpy": (*_options(("none",)), *_CHUNKED), "cupy": (*MEMORY_OPTIONS, *_CHUNKED)}
 _ZEROS = ((0, 1), (2,), (3,))  # in ascending order of communication per pass
+
+
+def recomputation(recompute: str | tuple[str, ...]) -> int:
+    """Return the index in RECOMPUTE of a value, or of the value that also lists "core_attn"."""
+    return (RECOMPUTE if recompute in RECOMPUTE else _NO_SCORES).index(recompute)
 
 
 def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple[int, int, str, int, int, int]]:

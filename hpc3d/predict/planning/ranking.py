@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpc3d.config.input_file import BUCKET_MB, Config, MeshConfig, ParallelConfig
 from hpc3d.predict.planning.adaptation import gains, with_groups, with_other_buckets
 from hpc3d.predict.planning.bounds import kind
-from hpc3d.predict.planning.candidates import NEAR, RECOMPUTE
+from hpc3d.predict.planning.candidates import NEAR
+from hpc3d.predict.planning.layouts import recomputation
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary, waits_of
 
@@ -351,8 +352,8 @@ class Ranking:
             return "memory"
         more = {f"axis {axis}": s - winner.waits[axis] for axis, s in each.best.waits.items()}
         more["bubble"] = each.best.bubble - winner.bubble
-        again = RECOMPUTE.index(each.best.config.parallel.recompute)
-        again -= RECOMPUTE.index(winner.config.parallel.recompute)
+        again = recomputation(each.best.config.parallel.recompute)
+        again -= recomputation(winner.config.parallel.recompute)
         more["recompute" if again > 0 else "compute"] = each.best.compute - winner.compute
         return max(more, key=more.get)
 
@@ -392,10 +393,11 @@ def shown_layout(config: Config) -> str:
     shown = {key: tables["mesh"][key] for key in "pdcxyz" if key in tables["mesh"]}
     shown |= scheme | tables["mesh"] | tables["parallel"]
     plain = {"microbatches": 1, "chunks": 1, "schedule": "none", **dict.fromkeys("pdcxyz", 1)}
-    return " ".join(_written(*item) for item in shown.items() if item not in plain.items())
+    return " ".join(written(*item) for item in shown.items() if item not in plain.items())
 
 
-def _written(key: str, value: Any) -> str:
+def written(key: str, value: Any) -> str:
+    """Format a key and its value as `key=value`, without spaces in lists."""
     if isinstance(value, tuple):
         return f"{key}=[{','.join(map(str, value))}]"
     return f'{key}="{value}"' if key == "order" else f"{key}={str(value).lower()}"

@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 # Each technique is one (key, value) change of an input file.
 TECHNIQUES = (
     ("parallel.recompute", "selective"),
+    ("parallel.recompute", '["layernorm"]'),
+    ("parallel.recompute", '["mlp_act"]'),
+    ("parallel.recompute", '["mlp"]'),
     ("parallel.recompute", "full"),
     ("parallel.keep_dtype", "bfloat16"),
     ("parallel.keep_dtype", "int8"),

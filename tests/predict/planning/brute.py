@@ -9,7 +9,8 @@ from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.contexts import contexts, with_context
 from hpc3d.predict.simulation.simulator import simulate
 
-WAYS = [*product((True, False), ("none", "selective", "full"))]
+MODULES = "core_attn", "layernorm", "mlp"
+WAYS = [*product((True, False), ("none", "selective", MODULES, "full"))]
 
 
 def every_layout(config, ranks, orders=False, cut=False):

@@ -184,20 +184,50 @@ def test_zero_stage_increases_until_the_model_fits():
     assert zeros == sorted(zeros) and zeros[-1] == 3
 
 
-def test_zero_3_is_preferred_to_full_recomputation_on_fast_links():
+def test_zero_3_is_preferred_to_recomputed_products_on_fast_links():
     line = "model.layers=8 model.hidden=256 model.heads=8 model.sequence=1023 train.batch=8"
     near = replace(CLUSTER, links=(Link(0, 1e-6, 1e12),))
     searched = Search(config_of(line), 8, 256, near, 16 * GB)
     replicas = next(
         candidate for candidate in searched.allowed_candidates() if candidate.config.mesh.d == 8
     )
-    selective = layouts.MemoryOption(True, "selective")
+    cheap = layouts.MemoryOption(True, ("core_attn", "layernorm", "mlp_act"))
     (two,), (three,) = (
-        [*searched.candidates.options(replicas.config, 1, (zero,), selective)] for zero in (2, 3)
+        [*searched.candidates.options(replicas.config, 1, (zero,), cheap)] for zero in (2, 3)
     )
     searched.candidates.memory = (two.peak + three.peak) / 2
     found = fastest(searched, searched.timed(replicas)).config.parallel
-    assert (found.zero, found.recompute) == (3, "selective")
+    assert (found.zero, found.recompute) == (3, cheap.recompute)
+
+
+def test_recomputation_increases_by_modules_until_the_model_fits():
+    line = "model.layers=8 model.hidden=256 model.heads=8 model.sequence=512 train.batch=1"
+    searched = Search(config_of(line), 1, 256, CLUSTER, 16 * GB)
+    (candidate,) = searched.allowed_candidates()
+    ways = searched.candidates.ways(config := candidate.config)
+    peaks = [next(searched.candidates.options(config, 1, (0,), way)).peak for way in ways]
+    assert peaks == sorted({*peaks}, reverse=True) and len(peaks) == 5
+    for way, peak in zip(ways, peaks):
+        searched.candidates.memory = peak
+        found = fastest(searched, searched.timed(candidate)).config.parallel
+        assert found.recompute == way.recompute
+
+
+def test_gathered_blocks_are_released_if_they_do_not_fit():
+    line = "model.layers=8 model.hidden=256 model.heads=8 model.sequence=128 train.batch=4"
+    searched = Search(config_of(line), 8, 256, CLUSTER, 16 * GB)
+    cube = next(
+        candidate
+        for candidate in searched.allowed_candidates()
+        if (mesh := candidate.config.mesh).x == mesh.y == mesh.z == 2
+    )
+    ways = searched.candidates.ways(config := cube.config)[:2]
+    peaks = [next(searched.candidates.options(config, 1, (0,), way)).peak for way in ways]
+    assert [way.keep_gathered for way in ways] == [True, False] and peaks[0] > peaks[1]
+    for way, peak in zip(ways, peaks):
+        searched.candidates.memory = peak
+        found = fastest(searched, searched.timed(cube)).config.parallel
+        assert found.keep_gathered == way.keep_gathered
 
 
 def test_search_reports_that_nothing_fits():

@@ -64,6 +64,8 @@ def test_technique_effects_match_the_closed_forms(found):
     peaks = [found[change].memory["all"] for change in kept]
     assert peaks == sorted({*peaks})
     assert found["parallel.recompute=full"].memory["all"] < base.memory["all"]
+    for modules in '["layernorm"]', '["mlp_act"]', '["mlp"]':
+        assert found[f"parallel.recompute={modules}"].memory["all"] < base.memory["all"]
     assert found["parallel.recompute=full"].seconds > base.seconds
 
 
