@@ -21,7 +21,7 @@ from hpc3d.config.load import literal
 from hpc3d.config.package_data import shipped
 from hpc3d.predict.error_intervals import kind_of_layout
 from hpc3d.predict.machine.machine import AttentionRates, Errors
-from hpc3d.predict.simulation.simulator import load_resolved, simulate, step_length
+from hpc3d.predict.simulation.simulator import load_resolved, simulate
 from hpc3d.predict.simulation.summary import summary
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _FLASH_2 = {
     (128, True): (132, 193, 240, 269, 286, 292),
 }
 _USES = "used", "held out", "all"
-_TOTALS = *_USES, *(f"no ring, {use}" for use in (*_USES, "all but nanotron"))
+_TOTALS = *_USES, "all but nanotron"
 _COMMON = {"train.dtype": "bfloat16", "train.backend": "cupy"}
 
 
@@ -102,8 +102,7 @@ def predicted(row: dict[str, Any], machine: Machine) -> dict[str, Any]:
         layout, also the kind of layout, the number of ranks, the predicted step time, the relative
         error, the MFU, the fraction of communication, the peak memory in GB, and whether the
         layout fits in memory.
-        Rows with context parallelism also have the error `without_ring` (`_without_ring`). If
-        hpc3d does not support the layout, `refused` is the reason.
+        If hpc3d does not support the layout, `refused` is the reason.
     """
     machine = machine_of(row, machine)
     found = {name: row[name] for name in ("id", "kind", "seconds")}
@@ -113,8 +112,6 @@ def predicted(row: dict[str, Any], machine: Machine) -> dict[str, Any]:
     except ValueError as error:
         return found | {"refused": str(error).splitlines()[0]}
     step = summary(simulate(config, config.model.vocabulary, machine), config, machine)
-    if config.mesh.c > 1:
-        found["without_ring"] = _without_ring(row, machine)
     return found | {
         "layout": kind_of_layout(config),
         "ranks": step["ranks"],
@@ -127,21 +124,6 @@ def predicted(row: dict[str, Any], machine: Machine) -> dict[str, Any]:
     }
 
 
-def _without_ring(row: dict[str, Any], machine: Machine) -> float | None:
-    """Return the relative error of a row if an all-to-all replaces the ring.
-
-    Attention is then a fused kernel on full sequences, as in the published programs, which fuse
-    each hop of the ring. The result is `None` if the KV heads cannot be sharded.
-    """
-    layout = row["layout"] | {"parallel.context": "all-to-all"}
-    try:
-        config = config_of(row | {"layout": layout})
-    except ValueError:
-        return None
-    seconds = step_length(simulate(config, config.model.vocabulary, machine)) / 1e9
-    return seconds / row["seconds"] - 1
-
-
 def by_kind(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Summarize the relative errors of predicted rows.
 
@@ -150,8 +132,7 @@ def by_kind(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     dict
         A dict from each group of rows to the number of predicted rows and the mean absolute,
         median absolute, mean signed and largest error. The groups are the kinds of rows, and
-        the used, held-out and all rows. In the groups "no ring", all-to-alls replace rings, and
-        rows that require a ring are excluded.
+        the used, held-out and all rows, and all rows but those of nanotron.
     """
     groups = defaultdict(list)
     for row in found:
@@ -160,8 +141,8 @@ def by_kind(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     kinds = [*groups]
     for row in found:
         if "error" in row:
-            for name, error in _totals(row):
-                groups[name].append(error)
+            for name in _totals(row):
+                groups[name].append(row["error"])
     order = [*kinds, *(name for name in _TOTALS if name in groups)]
     return {name: _statistics(groups[name]) for name in order}
 
@@ -181,15 +162,12 @@ def by_layout(found: Sequence[dict[str, Any]]) -> list[Errors]:
     ]
 
 
-def _totals(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    use = "held out" if row["held_out"] else "used"
-    other = row.get("without_ring", row["error"])
-    for name in (use, "all"):
-        yield name, row["error"]
-        if other is not None:
-            yield f"no ring, {name}", other
-    if other is not None and not row["kind"].startswith("nanotron"):
-        yield "no ring, all but nanotron", other
+def _totals(row: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of the totals that include a row."""
+    yield "held out" if row["held_out"] else "used"
+    yield "all"
+    if not row["kind"].startswith("nanotron"):
+        yield "all but nanotron"
 
 
 def _statistics(errors: Sequence[float]) -> dict[str, Any]:

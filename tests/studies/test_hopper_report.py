@@ -31,6 +31,6 @@ def test_report_lists_rows_and_errors(capsys, monkeypatch):
     assert json.loads(json.dumps(found)) == found
     lines = capsys.readouterr().out.splitlines()
     assert f"| {SMALL} | used | 8 | 0.631 |" in "\n".join(lines)
-    assert "| fms-fsdp-llama2-7b-96 | held out | | 0.853 | not supported | | | | |" in lines
-    assert lines[lines.index("## Intervals") - 2].startswith("| no ring, all but nanotron | 1 |")
+    assert "| fms-fsdp-llama2-7b-96 | held out | | 0.853 | not supported | | | |" in lines
+    assert lines[lines.index("## Intervals") - 2].startswith("| all but nanotron | 1 |")
     assert lines[-5:-2] == ["    [[errors]]", '    layout = "sharded"', "    steps = 1"]

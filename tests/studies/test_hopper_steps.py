@@ -51,14 +51,6 @@ def test_machine_of_a_row_has_its_memory_and_network():
     assert flash.fused_attention(333e12, 0, "bfloat16", case) == pytest.approx(1.0)
 
 
-@pytest.mark.slow
-def test_row_with_a_ring_is_also_predicted_with_all_to_alls():
-    found = predicted(ROWS["dgxc-24.11.1-llama3.1-8b-8"], load("h100"))
-    assert found["without_ring"] == pytest.approx(found["error"], abs=0.01)
-    few = predicted(ROWS["dgxc-25.04-llama3.1-405b-32"], load("h100"))
-    assert few["without_ring"] is None  # one KV head per rank
-
-
 def test_row_of_an_unsupported_layout_is_reported_not_predicted():
     layout = ROWS[SMALL]["layout"] | {"mesh.d": 7}
     found = predicted(ROWS[SMALL] | {"layout": layout}, load("h100"))
@@ -74,18 +66,17 @@ def test_layouts_of_the_rows_are_valid():
 def test_errors_are_summarized_by_kind_and_by_use():
     rows = [
         {"kind": "a", "held_out": False, "error": 0.1},
-        {"kind": "a", "held_out": True, "error": -0.3, "without_ring": -0.2},
+        {"kind": "a", "held_out": True, "error": -0.3},
         {"kind": "b", "held_out": True, "refused": "no"},
-        {"kind": "nanotron", "held_out": True, "error": 0.5, "without_ring": None},
+        {"kind": "nanotron", "held_out": True, "error": 0.5},
     ]
     found = by_kind(rows)
     assert [*found][:2] == ["a", "nanotron"]
     assert found["held out"]["worst"] == 0.5
     assert found["a"]["mean"] == found["a"]["median"] == pytest.approx(0.2)
     assert found["a"]["signed"] == pytest.approx(-0.1)
-    assert (found["all"]["rows"], found["no ring, all"]["rows"]) == (3, 2)
-    assert found["no ring, held out"]["worst"] == -0.2
-    assert found["no ring, all but nanotron"] == found["no ring, all"]
+    assert (found["all"]["rows"], found["all but nanotron"]["rows"]) == (3, 2)
+    assert found["all but nanotron"]["worst"] == -0.3
 
 
 def test_intervals_are_percentiles_of_the_published_over_the_predicted_time():
