@@ -74,10 +74,10 @@ def test_list_prints_the_points_and_the_job_array(study, capsys, tmp_path):
 
 
 def test_failed_point_is_reported_and_the_others_are_run(study, capsys, tmp_path):
-    run = study(SIMULATED + 'parallel.scheme = ["3d-broadcast", "1d"]')
+    run = study(SIMULATED + 'train.dtype = ["float64", "float32"]')
     assert run() == 1
     error = capsys.readouterr().err.splitlines()
-    assert [line.partition("scheme 3d-broadcast: ")[0] for line in error] == [
+    assert [line.partition("machine ")[0] for line in error] == [
         "hpc3d.sweep: point 0: ",
         "hpc3d.sweep: point 2: ",
     ]

@@ -90,10 +90,15 @@ class AbstractCommunicator(Communicator):
         large = block.nbytes > SMALL_SUM and block.size >= self.size
         return Pending(lambda copy=copy: self.shared(total) if large else total)
 
-    def _broadcast(self, block, root):
-        if not block.shape[0]:
+    def rows_at(self, block: Any, root: int) -> int:
+        """Return the number of rows of the block that the root broadcasts."""
+        if not len(block):
             raise ValueError("an abstract broadcast needs a block of the full shape on every rank")
-        return ready(self.shared(self.like(block, block.shape)))
+        return len(block)
+
+    def _broadcast(self, block, root):
+        shape = self.rows_at(block, root), *block.shape[1:]
+        return ready(self.shared(self.like(block, shape)))
 
     def _reduce(self, block, root):
         copy, rows = self.placed(block), block.shape[0] * (self.rank == root)

@@ -14,7 +14,6 @@ from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary
 from hpc3d.runtime import host_memory
 from hpc3d.trace.schema import MEMORY_KIND
-from hpc3d.training.footprint import least
 from hpc3d.training.log import duration, layout_lines
 
 if TYPE_CHECKING:
@@ -56,10 +55,6 @@ def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
     yield _model(config)
     yield _learning_rate(config.train)
     yield _text(config, windows)
-    if any(split.own for split in config.splits.values()):
-        why = "layouts in which one rank owns each block (3d-broadcast) cannot be simulated"
-        yield f"memory: at least {_size(least(config))} per rank; {why}"
-        return
     found = summary(simulate(config, config.model.vocabulary, known), config, known)
     yield _memory(config, found["memory"], None if machine is None else known)
     yield from _parts(found["memory"])

@@ -112,7 +112,6 @@ def test_an_empty_configuration_of_a_run_is_refused(capsys, tmp_path):
         ),
         ([INPUT, *MACHINE, "--mesh.q", "3"], "mesh.q: unknown key"),
         ([INPUT, *MACHINE, "--ranks", "65"], "65"),
-        ([INPUT, *MACHINE, "--parallel.scheme", "3d-broadcast"], "3d-broadcast"),
         ([INPUT, *MACHINE, "--train.dtype", "float64"], "no GEMM rates for float64"),
         ([str(ROOT / "README.md"), *MACHINE], "README.md"),
         ([str(ROOT / "tests"), *MACHINE], "config.toml"),

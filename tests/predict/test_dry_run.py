@@ -85,7 +85,7 @@ def test_rank_count_defaults_to_the_mesh(said, ranks, head):
     cube = ["--mesh.x", "2", "--mesh.y", "2", "--mesh.z", "2", "--parallel.scheme", "3d-broadcast"]
     lines = said(ranks, *SMALL, *cube)
     assert lines[0] == head
-    assert any("memory: at least" in line for line in lines)
+    assert any("memory: peak of " in line for line in lines)
 
 
 @pytest.mark.parametrize(

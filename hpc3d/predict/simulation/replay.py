@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.abstract import AbstractArray
+from hpc3d.comm.mesh import WORLD
 from hpc3d.model.layers import immediately
 from hpc3d.pipeline.engine import DeferredWeightGrads
 from hpc3d.trace.schema import MESSAGE_CODES, OP
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.pipeline.passes import Group
     from hpc3d.pipeline.stage_protocol import PipelineStage
+    from hpc3d.predict.simulation.owner_classes import OwnerPeers
 
 _Kind = tuple[Any, ...]  # kind of a pass, which is the same for identical passes
 
@@ -62,17 +64,20 @@ class PassRecorder:
 
     A replay advances the clock (the pool's cost meter), updates the memory use, and adds the trace
     rows to the mesh's MemoryRecorder. `passes` and `results` map the kind of a pass to its
-    recorded effects, and to descriptions of its result and of the arrays that it saves.
+    recorded effects, and to descriptions of its result and of the arrays that it saves. If blocks
+    have owner ranks, all classes of ranks begin a pass at the same time (owner_classes.py).
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, owners: OwnerPeers | None = None) -> None:
         self.mesh, self.ledger, self.clock = mesh, mesh.trace, mesh.pool.meter
+        self.owners = owners
         self.comms = {comm.group: comm for comm in mesh.comms.values()}
         self.passes, self.results = {}, {}
 
     @contextmanager
     def record(self, kind: _Kind, micro: Microbatch) -> Iterator[None]:
         """Context manager that records the pass in its body, if it is the first of this `kind`."""
+        self._align()
         if kind in self.passes:
             yield
             return
@@ -111,6 +116,7 @@ class PassRecorder:
         In this context, the caller must allocate and free the arrays that outlive the pass. If the
         pass is that of a block, `layer` is the number of the block.
         """
+        self._align()
         recorded, pool, peaks = self.passes[kind], self.mesh.pool, self.mesh.pool.peak
         self._replay_rows(recorded, layer)
         before, held = dict(pool.live), pool.held
@@ -160,6 +166,11 @@ class PassRecorder:
         op, peer = key
         member = self.comms[group].members[peer]
         return calls & (rows["op"] == OP.index(op)) & (rows["peer"] == member)
+
+    def _align(self) -> None:
+        """Advance the clock to the latest time of all classes of ranks, if blocks have owners."""
+        if self.owners:
+            self.clock.reach(max(self.owners.values(WORLD, self.clock.now).values()))
 
     def _sequence_numbers(self) -> dict[tuple[int, Any], int]:
         return {

@@ -2,9 +2,9 @@
 
 The model, the optimizer and the engine run unchanged; the recorder reads the simulated clock. All
 ranks along a tensor, data or context axis do the same work at the same time, so one rank
-represents them. In a ring, a rank receives the message of its predecessor at the same time as its
-successor receives the rank's own message. Pipeline stages send each other the completion times of
-their messages.
+represents them, or one rank per class if blocks have owner ranks (owner_classes.py). In a ring, a
+rank receives the message of its predecessor at the same time as its successor receives the rank's
+own message. Pipeline stages send each other the completion times of their messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from hpc3d.arrays.abstract import CostMeter
 from hpc3d.comm.abstract_communicator import AbstractCommunicator
-from hpc3d.comm.communicator import Pending, received_bytes
+from hpc3d.comm.communicator import Pending, ready, received_bytes
 from hpc3d.comm.mesh import CONTEXT, WORLD, Mesh, groups_of, queue_of
 from hpc3d.ops.float8 import E4M3
 from hpc3d.predict.machine.between_hosts import legs
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hpc3d.model.context import Context
     from hpc3d.predict.machine.between_hosts import Legs
     from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.simulation.owner_classes import OwnerPeers
     from hpc3d.predict.simulation.stage_turns import StagePeers
 
 _CARD, _HOST = "card", "host"  # keys of `ends`: the NIC, and copies to and from the host
@@ -254,16 +255,38 @@ def _nanoseconds(seconds: float) -> int:
 class TimedCommunicator(AbstractCommunicator):
     """Communicator along a mesh axis whose calls advance the simulated clock.
 
-    All members are assumed to make each call at the same time.
+    All members are assumed to make each call at the same time. If blocks have owner ranks,
+    `owners` synchronizes the classes of ranks (owner_classes.py). The time
+    of a call is that of a call among the `timed_members`.
     """
 
-    def __init__(self, rank: int, members: Sequence[int], pool: Pool, axis: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[int],
+        pool: Pool,
+        axis: str,
+        owners: OwnerPeers | None = None,
+    ) -> None:
         super().__init__(rank, len(members), members, pool)
-        self.clock, self.axis = pool.meter, axis
+        self.clock, self.axis, self.owners = pool.meter, axis, owners
+        self.timed_members = self.members
+
+    def rows_at(self, block: Any, root: int) -> int:
+        if not self.owners:
+            return super().rows_at(block, root)
+        owner = self.owners.classes.of_rank[self.members[root]]
+        return self.owners.values(self.axis, len(block))[owner]
 
     def timed(self, op: str, block: Any, pending: Pending) -> Pending:
+        if self.owners:
+            ends, queue = self.clock.ends, queue_of(self.axis)
+            begin = max(self.clock.now, ends[queue])
+            ends[queue] = max(self.owners.values(self.axis, begin).values())
         nbytes = received_bytes(op, block.nbytes, self.size)
-        return self.clock.until(self.clock.post(op, nbytes, self.members, self.axis), pending)
+        return self.clock.until(
+            self.clock.post(op, nbytes, self.timed_members, self.axis), pending
+        )
 
     def _all_gather(self, block):
         return self.timed("all_gather", block, super()._all_gather(block))
@@ -275,7 +298,8 @@ class TimedCommunicator(AbstractCommunicator):
         return self.timed("all_reduce", block, super()._all_reduce(block, op))
 
     def _broadcast(self, block, root):
-        return self.timed("broadcast", block, super()._broadcast(block, root))
+        whole = super()._broadcast(block, root).wait()
+        return self.timed("broadcast", whole, ready(whole))
 
     def _reduce(self, block, root):
         return self.timed("reduce", block, super()._reduce(block, root))
@@ -292,8 +316,14 @@ class ContextTimed(TimedCommunicator):
     sequentially.
     """
 
-    def __init__(self, members: Sequence[int], pool: Pool, context: Context) -> None:
-        super().__init__(0, members, pool, CONTEXT)
+    def __init__(
+        self,
+        members: Sequence[int],
+        pool: Pool,
+        context: Context,
+        owners: OwnerPeers | None = None,
+    ) -> None:
+        super().__init__(0, members, pool, CONTEXT, owners)
         self.context, self.arrivals = context, deque()
 
     def _send(self, block, peer):
@@ -331,9 +361,10 @@ class PipelineTimed(TimedCommunicator):
         pool: Pool,
         peers: StagePeers,
         stages: range | dict[int, int],
+        owners: OwnerPeers | None = None,
     ) -> None:
         axis = WORLD if isinstance(stages, dict) else "p"
-        super().__init__(rank, members, pool, axis)
+        super().__init__(rank, members, pool, axis, owners)
         self.peers, self.stages, self.sends_done = peers, stages, Counter()
 
     def timed(self, op: str, block: Any, pending: Pending) -> Pending:
@@ -359,30 +390,39 @@ class PipelineTimed(TimedCommunicator):
         return Pending(finish)
 
     def pair(self, peer: int) -> tuple[int, int]:
-        return self.members[self.rank], self.members[peer]
+        return self.timed_members[self.rank], self.timed_members[peer]
 
 
 def representative(
-    grid: Grid, pool: Pool, peers: StagePeers | None = None, context: Context | None = None
+    grid: Grid,
+    pool: Pool,
+    peers: StagePeers | OwnerPeers | None = None,
+    context: Context | None = None,
+    owners: OwnerPeers | None = None,
 ) -> Mesh:
     """Return the mesh of the first rank of a stage, which represents all ranks of the stage.
 
     `peers` exchanges times with the other simulated stages; by default, only the first stage is
     simulated. `pool.meter`, the cost meter, must be a Clock. `context` describes how sequences are
-    sharded in context parallelism. The memory of the mesh does not depend on the number of ranks
-    along an axis.
+    sharded in context parallelism. If `owners` is given, the mesh is that of the first rank of its
+    class instead. The calls of all classes take as long as those of the first rank of the stage.
+    The memory of the mesh does not depend on the number of ranks along an axis.
     """
     peers = peers or StageTurns(1).peers(0)
-    column = grid.ranks_along("p", {})
-    coords = grid.coords(column[peers.rank])
+    column = grid.ranks_along("p", grid.coords(owners.first) if owners else {})
+    rank = column[peers.rank]
+    coords = grid.coords(rank)
     comms = {
-        axis: TimedCommunicator(0, members, pool, axis)
+        axis: TimedCommunicator(members.index(rank), members, pool, axis, owners)
         for axis, members in groups_of(grid, coords).items()
     }
     if context and CONTEXT in comms:
-        comms[CONTEXT] = ContextTimed(comms[CONTEXT].members, pool, context)
+        comms[CONTEXT] = ContextTimed(comms[CONTEXT].members, pool, context, owners)
     if peers.size > 1:
-        comms["p"] = PipelineTimed(peers.rank, column, pool, peers, range(len(column)))
-    stages = {rank: stage for stage, rank in enumerate(column)}
-    world = PipelineTimed(column[peers.rank], range(grid.size), pool, peers, stages)
+        comms["p"] = PipelineTimed(peers.rank, column, pool, peers, range(len(column)), owners)
+    first = groups_of(grid, grid.coords(grid.ranks_along("p", {})[peers.rank]))
+    for axis, comm in comms.items():
+        comm.timed_members = first[axis]
+    stages = {member: stage for stage, member in enumerate(column)}
+    world = PipelineTimed(rank, range(grid.size), pool, peers, stages, owners)
     return Mesh(grid.sizes, coords, comms, world)

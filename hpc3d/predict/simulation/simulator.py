@@ -1,7 +1,8 @@
 """Simulate a training step on a machine by running the program with a simulated clock.
 
-The trainer runs on abstract arrays, for one rank of each pipeline stage (simulated_clock.py). The
-stages take turns (stage_turns.py). The run time depends on the numbers of stages and layers, but
+The trainer runs on abstract arrays, for one rank of each pipeline stage (simulated_clock.py), or
+for one rank of each class of ranks if blocks have owner ranks (owner_classes.py). The stages take
+turns (stage_turns.py). The run time depends on the numbers of stages and layers, but
 not on the number of ranks.
 """
 
@@ -30,6 +31,7 @@ from hpc3d.predict.bucket_size import with_bucket_size
 from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
 from hpc3d.predict.simulation.count import ZeroBatches
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
+from hpc3d.predict.simulation.owner_classes import OwnerPeers, owner_classes
 from hpc3d.predict.simulation.replay import (
     PassRecorder,
     ReplayedStage,
@@ -63,7 +65,10 @@ class StageRun(NamedTuple):
     mesh axes that `rows` refer to by index. `peak` maps each kind of array memory to its peak in
     bytes; the key "all" is the peak of the sum. The peaks include the token tables (`tables`
     bytes) and the logits of a microbatch (`logits` bytes). `busy` is the compute time of the rank
-    in ns, and `wired` is the time in ns that it waits for the NIC.
+    in ns, and `wired` is the time in ns that it waits for the NIC. The rank
+    represents `ranks` ranks of its stage. If blocks have owner ranks, `others` contains one
+    StageRun for each other class of ranks; the first rank of the stage has the longest compute
+    time and the highest peaks.
     """
 
     rank: int
@@ -77,6 +82,19 @@ class StageRun(NamedTuple):
     logits: int
     busy: int
     wired: int
+    ranks: int
+    others: tuple[StageRun, ...] = ()
+
+    @property
+    def classes(self) -> tuple[StageRun, ...]:
+        """One StageRun per class of ranks of the stage."""
+        return self, *self.others
+
+    @property
+    def mean_busy(self) -> float:
+        """Mean compute time of the ranks of the stage, in ns."""
+        count = sum(each.ranks for each in self.classes)
+        return sum(each.ranks * each.busy for each in self.classes) / count
 
 
 BYTE_VOCABULARY = 256  # vocabulary size of the byte tokenizer
@@ -110,24 +128,24 @@ def vocabulary_of(model: ModelConfig) -> int:
 def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun]:
     """Simulate a training step on a machine; return the StageRun of each pipeline stage.
 
-    `config` must be resolved. Raises ValueError for scheme 3d-broadcast, in which blocks have
-    owner ranks, because one rank then cannot represent all ranks of its stage.
+    `config` must be resolved.
     """
-    if any(split.own for split in config.splits.values()):
-        raise ValueError(
-            f"{config.parallel.way}: layouts that assign blocks to owner ranks cannot be "
-            "simulated; use scheme 3d"
-        )
     machine = with_ranks(machine, config.grid().size)
     config = with_bucket_size(config, machine)
     steady = replace(config.train, steps=_SECOND + 2)
     config = unrecorded(replace(config, train=steady))
+    classes = owner_classes(config)
+    count = len(classes.first) if classes else 1
 
     def runs(slowdown):
         def stage(peers):
-            return run(peers, config, vocabulary, program, clock_of(machine, slowdown))
+            owners = OwnerPeers(peers, classes) if classes else None
+            clock = clock_of(machine, slowdown)
+            return run(owners or peers, config, vocabulary, program, clock, owners)
 
-        return StageTurns(config.mesh.p).run(stage)
+        found = StageTurns(config.mesh.p * count).run(stage)
+        firsts = range(0, len(found), count)
+        return [found[i]._replace(others=tuple(found[i + 1 : i + count])) for i in firsts]
 
     with _uncollected():
         program = program_of(config)
@@ -158,16 +176,22 @@ def with_ranks(machine: Machine, ranks: int) -> Machine:
 
 
 def run(
-    peers: StagePeers, config: Config, vocabulary: int, program: Program, clock: Clock
+    peers: StagePeers | OwnerPeers,
+    config: Config,
+    vocabulary: int,
+    program: Program,
+    clock: Clock,
+    owners: OwnerPeers | None = None,
 ) -> StageRun:
     """Simulate the pipeline stage of this thread.
 
-    `peers` exchanges times with the other stages.
+    `peers` exchanges times with the other stages. If blocks have owner ranks, `owners` is the
+    class of ranks of this thread.
     """
-    trainer = simulated_trainer(peers, config, vocabulary, program, clock)
+    trainer = simulated_trainer(peers, config, vocabulary, program, clock, owners)
     mesh, ledger, logits = trainer.mesh, trainer.mesh.trace, _bytes_of_logits(trainer)
     if not program.asynchronous:
-        replay_passes(trainer.engine, config, program)
+        replay_passes(trainer.engine, config, program, owners)
     for number in range(_SECOND + 1):
         of = peers.rank + 1, config.mesh.p, number + 1, _SECOND + 1
         log.info("simulating stage %d of %d, step %d of %d", *of)
@@ -188,18 +212,25 @@ def run(
         logits=logits,
         busy=clock.busy - busy,
         wired=clock.wired - wired,
+        ranks=owners.count if owners else mesh.ranks // config.mesh.p,
     )
 
 
 def simulated_trainer(
-    peers: StagePeers, config: Config, vocabulary: int, program: Program, clock: Clock
+    peers: StagePeers | OwnerPeers,
+    config: Config,
+    vocabulary: int,
+    program: Program,
+    clock: Clock,
+    owners: OwnerPeers | None = None,
 ) -> Trainer:
     """Return the trainer of the pipeline stage of this thread, on abstract arrays.
 
-    The recorder of its mesh is a MemoryRecorder. `peers` is as in `representative`.
+    The recorder of its mesh is a MemoryRecorder. `peers` and `owners` are as in
+    `representative`.
     """
     pool, context = pool_of(config, clock), config.context()
-    bare = representative(config.grid(), pool, peers, context)
+    bare = representative(config.grid(), pool, peers, context, owners)
     mesh = bare.traced(MemoryRecorder(bare.rank, lambda: clock.now))
     return Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, ZeroBatches)
 
@@ -229,9 +260,11 @@ def _bytes_of_logits(trainer: Trainer) -> int:
     return sum(map(prod, shapes)) * trainer.parameters.dtype.itemsize
 
 
-def replay_passes(engine: Engine, config: Config, program: Program) -> None:
+def replay_passes(
+    engine: Engine, config: Config, program: Program, owners: OwnerPeers | None = None
+) -> None:
     """Modify `engine` so that it runs only a few passes of its program and replays the others."""
-    recorder = PassRecorder(engine.mesh)
+    recorder = PassRecorder(engine.mesh, owners)
     batch, count = config.train.batch, config.parallel.microbatches
     sizes = [batch * (i + 1) // count - batch * i // count for i in range(count)]
     chosen = microbatches_to_run(program.stages[engine.stage], sizes)
@@ -336,7 +369,7 @@ def with_shared_cores(
     is adjusted iteratively until the simulated step time is close to `sharing.seconds(...)`.
     """
     found = runs(1.0)
-    alone, busy = step_length(found), fmean(run.busy for run in found)
+    alone, busy = step_length(found), fmean(run.mean_busy for run in found)
     slowdown = sharing.stage if sharing.stage > 1 else max(1.0, sharing.ranks * busy / alone)
     if slowdown == 1:
         return found

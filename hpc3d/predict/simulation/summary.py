@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,16 +30,16 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     Activations in flight are counted under the kind "activation"; gathered blocks and buffers,
     under "communication". The peaks include `tables`, the size of the token tables, and `logits`,
     the size of the logits of a microbatch. `total` is the sum of the peaks of all ranks. `bytes`
-    contains the bytes that a rank of stage 0 receives, by axis and operation. `mfu` is the ratio
-    of the model FLOPs, including the masked half of attention, to the peak of the machine. `hfu`
-    is the same ratio for the executed FLOPs; chunked attention skips most of the masked half.
-    `communication` is a fraction of the step. If the machine file lists errors for this kind of
-    layout, `interval` is the interval of the step time (`predict.error_intervals`).
+    contains the bytes that a rank of stage 0 receives, by axis and operation (see `moved`). `mfu`
+    is the ratio of the model FLOPs, including the masked half of attention, to the peak of the
+    machine. `hfu` is the same ratio for the executed FLOPs; chunked attention skips most of the
+    masked half. `communication` is a fraction of the step. If the machine file lists errors for
+    this kind of layout, `interval` is the interval of the step time (`predict.error_intervals`).
     """
     ranks = config.grid().size
-    here = ranks // len(runs)  # ranks per stage
     seconds = max(run.step[3] for run in runs) / 1e9 - min(run.step[2] for run in runs) / 1e9
-    flops = here * sum(run.rows["flops"].sum() for run in runs)
+    every = [each for run in runs for each in run.classes]
+    flops = sum(each.ranks * each.rows["flops"].sum() for each in every)
     model = config.model
     needed = model_flops(model, config.train.batch, vocabulary_of(model))
     peak = ranks * machine.gemm[config.train.dtype].peak * seconds
@@ -54,7 +55,7 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
         "flop": float(flops),
         "mfu": float(needed / peak),
         "hfu": float(flops / peak),
-        "memory": memory(runs, here, machine),
+        "memory": memory(runs, machine),
         "bytes": moved(runs[0]),
     } | ({"interval": around} if around else {})
 
@@ -107,7 +108,7 @@ def waits_of(run: StageRun) -> Counter:
     return waits
 
 
-def memory(runs: Sequence[StageRun], here: int, machine: Machine) -> dict[str, Any]:
+def memory(runs: Sequence[StageRun], machine: Machine) -> dict[str, Any]:
     peaks = [
         {kind: run.peak.get(kind, 0) for kind in MEMORY_KIND}
         | {"tables": run.tables, "logits": run.logits}
@@ -117,7 +118,7 @@ def memory(runs: Sequence[StageRun], here: int, machine: Machine) -> dict[str, A
     return {
         "stages": peaks,
         "worst": {"stage": worst, **peaks[worst]},
-        "total": here * sum(peak["all"] for peak in peaks),
+        "total": sum(each.ranks * each.peak["all"] for run in runs for each in run.classes),
         "fits": peaks[worst]["all"] <= machine.memory_gb * 1e9,
     }
 
@@ -125,9 +126,11 @@ def memory(runs: Sequence[StageRun], here: int, machine: Machine) -> dict[str, A
 def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
     """Return the communication of a rank per step, by axis and operation.
 
-    The result has the form {axis: {operation: {"calls": ..., "bytes": ...}}}.
+    The result has the form {axis: {operation: {"calls": ..., "bytes": ...}}}. If blocks have owner
+    ranks, which receive different numbers of bytes, it contains the largest numbers.
     """
-    found = {}
-    for (axis, op), (calls, received) in sorted(moved_by(run.rows, run.axes).items()):
+    found, classes = {}, [moved_by(each.rows, each.axes) for each in run.classes]
+    for axis, op in sorted({*chain(*classes)}):
+        calls, received = map(max, zip(*(each.get((axis, op), (0, 0)) for each in classes)))
         found.setdefault(axis, {})[op] = {"calls": calls, "bytes": received}
     return found

@@ -15,6 +15,7 @@ from hpc3d.comm.communicator import received_bytes
 from hpc3d.comm.mesh import CONTEXT, WORLD, groups_of
 from hpc3d.config.load import to_toml
 from hpc3d.pipeline.schedule import find
+from hpc3d.predict.simulation.owner_classes import owner_classes
 from hpc3d.trace.merge import merge
 from hpc3d.trace.schema import (
     CLOCK_SAMPLES,
@@ -43,9 +44,9 @@ _ITEM_SIZES = item_sizes(dict(enumerate(DTYPE)))
 def write_trace(folder: Path, runs: Sequence[StageRun], config: Config, machine: Machine) -> Path:
     """Write FOLDER/trace.h5 with the events of every rank, and return its path.
 
-    The events of a rank are derived from those of the simulated rank of its stage. Raises
-    ValueError if the trace would have too many ranks or events, or if training steps overlap
-    because the schedule is asynchronous.
+    The events of a rank are derived from those of the simulated rank of its stage and class.
+    Raises ValueError if the trace would have too many ranks or events, or if training steps
+    overlap because the schedule is asynchronous.
     """
     if find(config.parallel.schedule).asynchronous:
         raise ValueError(
@@ -60,14 +61,20 @@ def write_trace(folder: Path, runs: Sequence[StageRun], config: Config, machine:
             f"{_MOST_RANKS:,} ranks and {MOST_ROWS:,} events; remove --out, or simulate fewer "
             "ranks or microbatches"
         )
+    classes, own = owner_classes(config), config.splits["dense"].own.split()
     for rank in range(grid.size):
         coords = grid.coords(rank)
-        run = runs[coords["p"]]
-        first = {"p": coords["p"]}  # coordinates of the simulated rank of the stage
-        here, there = (_members(grid, each, run.axes) for each in (coords, first))
+        stage = runs[coords["p"]].classes
+        run = stage[classes.of_rank[rank]] if classes else stage[0]
+        here, there = (_members(grid, each, run.axes) for each in (coords, grid.coords(run.rank)))
         header = _header_of(rank, coords, config, machine) | {"run_id": folder.name}
         header["groups"] = [{"axis": a, "members": m} for a, m in zip(run.axes, here)]
-        tables = _tables_of(rank, run, here, there)
+        tables = _tables_of(rank, run)
+        for group, (axis, mine, others) in enumerate(zip(run.axes, here, there, strict=True)):
+            if classes and axis in own:
+                _set_roots(tables[0], group, rank, mine, [stage[n] for n in classes.of_rank[mine]])
+            else:
+                _turn_roots(tables[0], group, rank, mine, others)
         if CONTEXT in run.axes:
             group = run.axes.index(CONTEXT)
             _turn_peers(tables[0], group, here[group], coords[CONTEXT], config.context())
@@ -110,20 +117,15 @@ def _header_of(
     }
 
 
-def _tables_of(
-    rank: int, run: StageRun, here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]
-) -> tuple[np.ndarray, ...]:
+def _tables_of(rank: int, run: StageRun) -> tuple[np.ndarray, ...]:
     """Return the trace tables of a rank: events, steps, memory and clock samples.
 
-    The tables are derived from `run`, the simulated rank of the same stage. `here` lists the
-    members of this rank's communication groups, and `there` those of the simulated rank's groups.
+    The tables are derived from `run`, the simulated rank of the same stage and class.
     """
     events = run.rows.copy()
     events["rank"], events["step"] = rank, np.where(run.rows["step"] == run.step[1], 0, -1)
     peers = np.isin(events["op"], MESSAGE_CODES) & (events["peer"] >= 0)
     events["peer"][peers] += rank - run.rank
-    for group, (mine, others) in enumerate(zip(here, there, strict=True)):
-        _turn_roots(events, group, rank, mine, others)
     step = np.array([run.step], record_type(STEPS))
     memory = np.array(run.memory, record_type(MEMORY))
     for table in (step, memory):
@@ -163,6 +165,36 @@ def _turn_roots(
         nbytes = events["count"][rows] * _ITEM_SIZES[events["dtype"][rows]]
         events["peer"][rows] = np.array(mine)[root]
         events["bytes"][rows] = received_bytes(op, nbytes, len(mine), mine.index(rank), root)
+
+
+def _set_roots(
+    events: np.ndarray,
+    group: int,
+    rank: int,
+    members: Sequence[int],
+    runs: Sequence[StageRun],
+) -> None:
+    """Correct, in place, the owners in a group's broadcasts and reduces.
+
+    `runs` lists the StageRun of the class of each member. The broadcast bytes need no correction,
+    because the ranks of a class own the same kinds of blocks.
+    """
+    rows = _rooted(events, group)
+    owners = [run.rows["peer"][_rooted(run.rows, group)] == run.rank for run in runs]
+    root = np.argmax(owners, axis=0)
+    events["peer"][rows] = np.array(members)[root]
+    reduces = events["op"][rows] == OP.index("reduce")
+    rows, root = rows[reduces], root[reduces]
+    nbytes = events["count"][rows] * _ITEM_SIZES[events["dtype"][rows]]
+    where = len(members), members.index(rank), root
+    events["bytes"][rows] = received_bytes("reduce", nbytes, *where)
+
+
+def _rooted(events: np.ndarray, group: int) -> np.ndarray:
+    """Return the rows of a group's broadcasts and reduces, sorted by sequence number."""
+    calls = np.isin(events["op"], [OP.index("broadcast"), OP.index("reduce")])
+    rows = np.flatnonzero((events["group"] == group) & calls & (events["seq"] >= 0))
+    return rows[np.argsort(events["seq"][rows])]
 
 
 def prediction(runs: Sequence[StageRun], found: Mapping[str, Any]) -> dict[str, Any]:

@@ -265,7 +265,7 @@ def test_step_takes_at_least_the_work_of_all_ranks_on_a_core():
     it takes 240."""
 
     def runs(share):
-        return [SimpleNamespace(step=(0, 0, 0, 60 + 40 * share), busy=60, wired=0)]
+        return [SimpleNamespace(step=(0, 0, 0, 60 + 40 * share), mean_busy=60, wired=0)]
 
     assert step_length(with_shared_cores(CoreSharing(4.0, 2.0, 1.0), runs)) == 240
 

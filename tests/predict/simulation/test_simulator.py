@@ -39,9 +39,7 @@ p=2 d=2 c=4 schedule=interleaved chunks=2 microbatches=4 layers=24 sequence=8 pr
 z=2 x=2 d=2 schedule=none microbatches=2 layers=6 keep_gathered=false recompute=full prefetch=true
 x=2 y=2 scheme=2d-summa schedule=none microbatches=2 layers=6
 """.strip().splitlines()
-PIPELINES = ASYNCHRONOUS + [
-    line for line in MIXES if "p=" in line and "3d-broadcast" not in line and "p=1" not in line
-]
+PIPELINES = ASYNCHRONOUS + [line for line in MIXES if "p=" in line and "p=1" not in line]
 
 
 def simulated(line):
