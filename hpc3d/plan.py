@@ -6,10 +6,10 @@
     python -m hpc3d.plan INPUT.toml --ranks 64 --techniques
 
 The command searches all layouts that the rules allow and that fit in the memory of a rank. It
-varies the sizes of all mesh axes (the context axis c only if it may help), every scheme except
-3d-broadcast, the order of the axes on the nodes, the schedule and its chunks, the microbatches,
-the ZeRO stage, activation checkpointing, and re-gathering. For the best layouts, it also varies
-the layers per stage and the bucket size.
+varies the sizes of all mesh axes (the context axis c only if it may help), every scheme in
+hpc3d.SCHEMES and the parallel.split of the input, the order of the axes on the nodes, the schedule
+and its chunks, the microbatches, the ZeRO stage, activation checkpointing, and re-gathering. For
+the best layouts, it also varies the layers per stage and the bucket size.
 
 Lower bounds prune layouts that cannot be among the best. For the remaining layouts,
 simulations of one layer, the embedding and the head yield an estimate of the step time, marked
@@ -57,11 +57,12 @@ _LEAST_CHANGE = 5e-4  # smallest relative change to print; below it, the row say
 _JSON = """\
 print one JSON object on the last line, with the keys machine, ranks, memory_bytes, layouts (the
 fastest ones), named (the fastest layout of each scheme), losers (slower layouts by reason),
-searched (counts), applied (the file written by --apply) and, for a mixture of experts, mixture as
-in the output of simulate. Each layout has the keys layout (tables of the input file), step_time_s,
-simulated, bubble, communication, axis, waits_s, peak_bytes, stage and memory. If no layout fits
-without memory-saving techniques, the key resort contains with (the changes of the technique,
-and exact, true if they preserve the results), nearest (the layout closest to fitting) and others
+searched (counts), applied (the file written by --apply), unsearched (a line, if the scheme or
+split of the input is valid on no mesh) and, for a mixture of experts, mixture as in the output of
+simulate. Each layout has the keys layout (tables of the input file), step_time_s, simulated,
+bubble, communication, axis, waits_s, peak_bytes, stage and memory. If no layout fits without
+memory-saving techniques, the key resort contains with (the changes of the technique, and exact,
+true if they preserve the results), nearest (the layout closest to fitting) and others
 (layouts that fit with other techniques). With --techniques, the keys are machine,
 ranks and techniques. Each technique has the key change, and either refused, which is the reason
 why the technique is impossible, or peak_bytes, memory, received_bytes, step_time_s, and their
@@ -190,6 +191,8 @@ def _report(
     about = {"machine": machine, "ranks": options.ranks, "memory_bytes": memory}
     if mixture := of_mixture(settled):
         about["mixture"] = mixture
+    if unsearched := ranking.search.unsearched:
+        about["unsearched"] = unsearched
     if resorted:
         about["resort"] = resorted.plain()
     if around:
@@ -289,9 +292,11 @@ def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
         print(f"{len(found.left):5d} mesh sizes were not reached within the search budget")
     print(
         f"\n{counted(found.considered, 'layout')} with {sizes:,} combinations of mesh sizes and "
-        "scheme, without scheme 3d-broadcast; "
+        "scheme; "
         f"{ranking.search.candidates.count:,} estimated, {len(ranking.known)} simulated"
     )
+    if line := ranking.search.unsearched:
+        print(line)
     if applied:
         print(sanitized(f"the best layout was written to {applied}"))
 

@@ -258,14 +258,14 @@ def function_calls(*words):
 
 @pytest.mark.slow
 def test_planning_64_ranks_takes_few_function_calls():
-    assert function_calls(str(INPUTS / "gpt-3d-64.toml"), "--ranks", "64") < 3.6
+    assert function_calls(str(INPUTS / "gpt-3d-64.toml"), "--ranks", "64") < 4.2
 
 
 @pytest.mark.slow
 def test_planning_1024_ranks_takes_few_function_calls(tmp_path):
     path = tmp_path / "gpt-175b.toml"
     path.write_text(HUGE)
-    assert function_calls(str(path), "--ranks", "1024") < 30
+    assert function_calls(str(path), "--ranks", "1024") < 34
 
 
 @pytest.mark.slow

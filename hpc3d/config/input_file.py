@@ -23,7 +23,7 @@ from hpc3d.config.constraints import AtLeast, AtMost, LessThan, MoreThan, ValidF
 from hpc3d.config.limits import INT32, MOST_LAYERS, MOST_PASSES, MOST_RANKS
 from hpc3d.model.context import Context
 from hpc3d.model.families import FAMILIES
-from hpc3d.tensor.split import SCHEMES, Split
+from hpc3d.tensor.split import PUBLISHED, SCHEMES, Split
 
 _LONG = 1024  # minimum sequence length in tokens for which chunked attention is faster in NumPy
 BUCKET_MB = 25.0  # default size of a gradient bucket if the latency of collectives is unknown
@@ -111,11 +111,11 @@ class ParallelConfig:
     """Parallelization: algorithms, communication, saved activations and recomputation."""
 
     __pydantic_config__ = STRICT
-    scheme: Literal["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d", "3d-broadcast"] = "3d"
+    scheme: Literal[PUBLISHED] = "3d"
     """Tensor-parallel scheme. It determines which mesh axes shard each dimension (m, n, k) of a
     matrix product, and how the blocks are stored (docs/parallelism.md). 1d-sequence adds sequence
     parallelism."""
-    split: dict[str, str] | None = None
+    split: dict[str, str] | None = field(default=None, hash=False)
     """Custom tensor-parallel scheme: the mesh axes that shard the dimensions of the GEMM [m, k] x
     [k, n], such as { m = "x", n = "y", k = "z" }. A matrix that lacks a dimension, as the weights
     [k, n] lack m, is sharded by rows along the axes of this dimension. Optional keys list axes
@@ -261,7 +261,7 @@ class ModelConfig:
     """llama, qwen2: base (theta) of the rotary position embedding (RoPE)."""
     rope_scaling: Annotated[
         dict[str, float | str] | None, ValidFor("model.kind", "llama", "qwen2")
-    ] = None
+    ] = field(default=None, hash=False)
     """llama, qwen2: RoPE scaling for long sequences (rope_type "llama3" in Hugging Face
     configurations), given by the scaling factor, the low and high frequency factors, and the
     original context length in tokens. Example: { factor = 8, low = 1, high = 4, original = 8192 }.
@@ -576,15 +576,19 @@ class Config:
         return self.mesh.grid(self.parallel.shard)
 
     @cached_property
+    def tensor_split(self) -> Split:
+        """`Split` of the tensor-parallel scheme, without data axes."""
+        letters = self.parallel.split
+        return SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
+
+    @cached_property
     def splits(self) -> Mapping[str, Split]:
         """Dict from layer kind to the `Split` of the first matrix product in such a layer.
 
         The kinds are `dense` (blocks, embedding and head) and `experts`. A split includes the data
         axes. Experts are sharded along axis e, so the split of `experts` does not contain e.
         """
-        letters, zero = self.parallel.split, self.parallel.zero
-        split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
-        sizes = self.sizes()
+        split, zero, sizes = self.tensor_split, self.parallel.zero, self.sizes()
         split = split.over(COPIES) if COPIES in sizes else split
         split = split.over(DATA, zero) if sizes[DATA] > 1 else split
         dense = split.over("e", zero) if self.mesh.e > 1 else split

@@ -205,3 +205,4 @@ SCHEMES = {
     "3d": Split(m="x", n="y", k="z"),
     "3d-broadcast": Split(m="x", n="y", k="z", own="x y z"),
 }
+PUBLISHED = tuple(SCHEMES)  # names in input files; a scheme that is added later needs `split`

@@ -19,6 +19,7 @@ from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.contexts import attention_flops, exchange_words, ring_words
 from hpc3d.predict.planning.pass_costs import LayerSample
 from hpc3d.predict.simulation.simulator import ranks_per_core
+from hpc3d.tensor.split import SCHEMES
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -32,6 +33,7 @@ _KINDS = {
     "2d-summa": "2-D",
     "2.5d": "2.5-D",
     "3d": "3-D",
+    "3d-broadcast": "3-D",
 }
 # Number of candidates on a short list. Candidates with a new kind of tensor parallelism are added
 # even if the list is full.
@@ -59,8 +61,16 @@ class Candidate(NamedTuple):
 
 
 def kind(config: Config) -> str:
-    """Return the kind of tensor parallelism that a layout uses, such as "2-D", or "none"."""
-    return "none" if config.mesh.tensor_ranks() == 1 else _KINDS[config.parallel.scheme]
+    """Return the kind of tensor parallelism that a layout uses, such as "2-D", or "none".
+
+    For a split that is not published, it is the name of its scheme, or "parallel.split".
+    """
+    if config.mesh.tensor_ranks() == 1:
+        return "none"
+    if config.parallel.split is None:
+        return _KINDS[config.parallel.scheme]
+    names = (name for name, split in SCHEMES.items() if split == config.tensor_split)
+    return next(names, config.parallel.way)
 
 
 def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
@@ -198,9 +208,10 @@ def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
         return "all_to_all", 4 * layers / config.model.moe_every, members
     if axis not in "xyz":
         return "all_gather", 1, members
-    summa = config.parallel.scheme == "2d-summa"
-    panels = lcm(config.mesh.x, config.mesh.y) if summa else 1
-    return "all_gather", 8 * layers * panels, members
+    split, sizes = config.tensor_split, config.mesh.sizes()
+    along = [*split.panels.split(), *split.w[0][:1]] if split.panels else []
+    op = "broadcast" if axis in split.own.split() else "all_gather"
+    return op, 8 * layers * lcm(*(sizes[each] for each in along)), members
 
 
 def _smallest(config: Config) -> Config:
@@ -219,6 +230,7 @@ def volumes(config: Config) -> Counter[str]:
     mesh, model, train = config.mesh, config.model, config.train
     tensor, layers = mesh.tensor_ranks(), model.layers / mesh.p
     copies, replicas = mesh.replicas(), tensor_replicas(config, "m")
+    owned = config.tensor_split.own.split()
     one = replace(config, train=replace(train, batch=train.batch / (copies * mesh.p)))
     found: Counter[str] = Counter()
     for axis in (axis for axis in "xyz" if getattr(mesh, axis) > 1):
@@ -226,7 +238,8 @@ def volumes(config: Config) -> Counter[str]:
         if axis in config.splits["dense"].m:  # weights are communicated along this axis
             shards //= prod(replicas[other] for other in replicas if other != axis)
         alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
-        found[axis] = 2 * mesh.p * layers * received_elements(alone, mesh.e) * size / shards
+        received = 2 * mesh.p * layers * received_elements(alone, mesh.e) * size / shards
+        found[axis] = received * (size / (size - 1) if axis in owned else 1)  # of ranks not owners
     for axes, elements in summed(config):
         ranks = prod(getattr(mesh, axis) for axis in axes)
         stored = elements * prod(replicas.values()) / (mesh.p * tensor)
@@ -242,14 +255,15 @@ def volumes(config: Config) -> Counter[str]:
 
 
 def tensor_replicas(config: Config, loop: str) -> dict[str, int]:
-    """Return the sizes of the tensor axes along which `loop` is sharded and blocks are replicated.
+    """Return the sizes of the tensor axes along which `loop` is sharded, but not its blocks.
 
     `loop` is a dimension of the matrix product Y[m, n] = X[m, k] W[k, n]. If `loop` is m, the
-    blocks of W are replicated along these axes (as along z in the 2.5-D scheme); if `loop` is n,
-    the blocks of X are replicated.
+    blocks of W are replicated along these axes (as along z in the 2.5-D scheme), or one rank
+    stores them; if `loop` is n, the blocks of X.
     """
     split, sizes = config.splits["dense"], config.sizes()
-    axes = set(getattr(split, loop).split()).intersection(split.replicate.split(), "xyz")
+    full = {*split.replicate.split(), *split.own.split()}
+    axes = full.intersection(getattr(split, loop).split(), "xyz")
     return {axis: sizes[axis] for axis in axes}
 
 

@@ -40,7 +40,7 @@ def _key_of(cost: str, config: Config, **values: Any) -> tuple:
         train.backend,
         train.dtype,
         train.fused_gelu,
-        parallel.scheme,
+        config.tensor_split,
         tuple([axes[axis] for axis in axes if axis in "exyz"]),
         axes[CONTEXT],
         parallel.context,

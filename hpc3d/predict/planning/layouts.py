@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
-from itertools import product
+from functools import cache, partial
+from itertools import chain, product
 from math import factorial, gcd
 from typing import Any, NamedTuple
 
 from hpc3d.comm.grid import divisors
-from hpc3d.config.input_file import Config, MeshConfig
+from hpc3d.config.cuboid import cuboids
+from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig
 from hpc3d.config.limits import MOST_PASSES
-from hpc3d.config.parallel_rules import wrong_compression, wrong_context
+from hpc3d.config.parallel_rules import wrong_compression, wrong_context, wrong_experts
 from hpc3d.config.pipeline_rules import wrong_pipeline
 from hpc3d.config.size_rules import sequence_divisor, violations, wrong_parts
 from hpc3d.pipeline.schedule import SCHEDULES, usual
 from hpc3d.predict.planning.contexts import contexts, may_cut, with_context
+from hpc3d.tensor.split import LOOPS, PUBLISHED, SCHEMES, STORAGE, Split
 
 
 class MemoryOption(NamedTuple):
@@ -53,6 +55,7 @@ MEMORY_OPTIONS = _options(*zip(RECOMPUTE))
 WITHOUT_SCORES = _options(*zip(_NO_SCORES[1:]))
 _CHUNKED = _options(*((each, "chunked") for each in _NO_SCORES[1:]))
 WITH_CHUNKS = {"numpy": (*_options(("none",)), *_CHUNKED), "cupy": (*MEMORY_OPTIONS, *_CHUNKED)}
+_DEFAULT = ParallelConfig().scheme
 _ZEROS = ((0, 1), (2,), (3,))  # in ascending order of communication per pass
 
 
@@ -61,30 +64,55 @@ def recomputation(recompute: str | tuple[str, ...]) -> int:
     return (RECOMPUTE if recompute in RECOMPUTE else _NO_SCORES).index(recompute)
 
 
-def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple[int, int, str, int, int, int]]:
+def meshes(
+    ranks: int, layers: int, batch: int, schemes: Mapping[str, Split] = SCHEMES
+) -> Iterator[tuple[int, int, str, int, int, int]]:
     """Yield each distinct mesh (p, d, scheme, x, y, z) for a number of ranks.
 
     Only one of several equivalent meshes is included: the 3-D scheme with z = 1 is equivalent to
-    2-D, and with x = z = 1 to 1-D with sequence parallelism. 2.5-D requires z > 1.
+    2-D, and with x = z = 1 to 1-D with sequence parallelism.
     """
+    tensor = partial(_tensor_meshes, tuple(schemes.items()))
     for p in (p for p in divisors(ranks) if p <= layers):
         for d in (d for d in divisors(ranks // p) if batch % d == 0):
-            rest = ranks // (p * d)
-            for x, y in product(divisors(rest), repeat=2):
-                if rest % (x * y) == 0:
-                    z = rest // (x * y)
-                    yield from ((p, d, *scheme) for scheme in _schemes(x, y, z))
+            yield from ((p, d, *mesh) for mesh in tensor(ranks // (p * d)))
 
 
-def _schemes(x: int, y: int, z: int) -> Iterator[tuple[str, int, int, int]]:
-    if z == 1 and x > 1 and y > 1:
-        yield from (("2d", x, y, 1), ("2d-summa", x, y, 1))
-    elif x == z == 1 < y:
-        yield from (("1d-sequence", y, 1, 1), ("1d", y, 1, 1))
-    else:
-        yield "3d", x, y, z
-    if z > 1 and x * y > 1:
-        yield "2.5d", x, y, z
+@cache
+def _tensor_meshes(
+    schemes: tuple[tuple[str, Split], ...], ranks: int
+) -> list[tuple[str, int, int, int]]:
+    """Return each distinct mesh (scheme, x, y, z) for a number of tensor-parallel ranks.
+
+    Of equivalent meshes, one that uses all axes of its scheme is preferred, then the default
+    scheme. A mesh is omitted if its scheme does not use an axis, or uses axes only for data
+    parallelism.
+    """
+    found: dict[tuple, tuple] = {}
+    for mesh in cuboids(ranks):
+        sizes = {axis: size for axis, size in zip("xyz", mesh, strict=True) if size > 1}
+        for name, split in schemes:
+            axes = {axis for loop in LOOPS for axis in getattr(split, loop).split()}
+            copies = {*split.m.split()} & {*split.replicate.split()}
+            if sizes.keys() <= axes and not (sizes and sizes.keys() <= copies):
+                form, rank = _form(split, sizes), (axes != sizes.keys(), name != _DEFAULT)
+                if form not in found or rank < found[form][0]:
+                    found[form] = rank, (name, *mesh)
+    return [mesh for _, mesh in found.values()]
+
+
+def _form(split: Split, sizes: Mapping[str, int]) -> tuple:
+    """Return a key that is equal for equivalent schemes on meshes of the given sizes.
+
+    It contains the axes with several ranks in each field of the split, numbered in order of their
+    first appearance, and the sizes of these axes.
+    """
+    fields = [
+        [axis for axis in getattr(split, key).split() if axis in sizes] for key in LOOPS + STORAGE
+    ]
+    order = [*dict.fromkeys(chain(*fields))]
+    numbers = (tuple(map(order.index, axes)) for axes in fields)
+    return (*numbers, *(sizes[axis] for axis in order))
 
 
 def bare(config: Config) -> Config:
@@ -92,7 +120,7 @@ def bare(config: Config) -> Config:
     order, transport = config.mesh.order, config.mesh.transport
     parallel = replace(
         config.parallel,
-        scheme="3d",
+        scheme=_DEFAULT,
         split=None,
         zero=0,
         shard=0,
@@ -109,21 +137,35 @@ def bare(config: Config) -> Config:
     return replace(config, mesh=MeshConfig(order=order, transport=transport), parallel=parallel)
 
 
-def with_mesh(config: Config, p: int, d: int, scheme: str, x: int, y: int, z: int) -> Config:
-    mesh = replace(config.mesh, p=p, d=d, x=x, y=y, z=z)
-    parallel = replace(config.parallel, scheme=scheme, schedule=usual(p))
-    return replace(config, mesh=mesh, parallel=parallel)
+def with_mesh(
+    config: Config,
+    mesh: tuple[int, int, str, int, int, int],
+    schemes: Mapping[str, Split] = SCHEMES,
+) -> Config:
+    """Return `config` with the mesh sizes and the scheme of a result of `meshes`.
+
+    A scheme that input files do not know by name becomes the key parallel.split.
+    """
+    p, d, name, x, y, z = mesh
+    way: dict[str, Any] = {"scheme": name, "split": None}
+    if name not in PUBLISHED:
+        used = {key: axes for key in LOOPS + STORAGE if (axes := getattr(schemes[name], key))}
+        way = {"scheme": _DEFAULT, "split": used}
+    sized = replace(config.mesh, p=p, d=d, x=x, y=y, z=z)
+    return replace(config, mesh=sized, parallel=replace(config.parallel, **way, schedule=usual(p)))
 
 
-def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]]:
+def every_mesh(
+    base: Config, ranks: int, memory: float, schemes: Mapping[str, Split] = SCHEMES
+) -> Iterator[list[Config]]:
     """For each mesh, yield a list of valid layouts, one per kind of context parallelism."""
     layers, batch = base.model.layers, base.train.batch
     for c, e in product(divisors(ranks), divisors(gcd(base.model.experts or 1, ranks))):
         if ranks % (c * e):
             continue
         shared = replace(base, mesh=replace(base.mesh, e=e))
-        for mesh in meshes(ranks // (c * e), layers, batch):
-            config = with_mesh(shared, *mesh)
+        for mesh in meshes(ranks // (c * e), layers, batch, schemes):
+            config = with_mesh(shared, mesh, schemes)
             if c == 1:
                 yield [] if problems(config, ranks) else [config]
             elif may_cut(config, c, memory):
@@ -132,7 +174,7 @@ def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]
 
 def _cut(config: Config, c: int, ranks: int) -> Iterator[Config]:
     ring = with_context(config, c, "ring", 1)
-    if [*wrong_parts(ring), *wrong_pipeline(ring), *violations(ring, ranks)]:
+    if [*wrong_parts(ring), *wrong_experts(ring), *wrong_pipeline(ring), *violations(ring, ranks)]:
         return  # if "ring" is invalid, the other kinds of context parallelism are too
     for context, ulysses in contexts(c):
         cut = with_context(config, c, context, ulysses)
@@ -142,7 +184,7 @@ def _cut(config: Config, c: int, ranks: int) -> Iterator[Config]:
 
 def problems(config: Config, ranks: int) -> list[str]:
     """Return an error message for each rule that a layout violates."""
-    parts = *wrong_parts(config), *wrong_pipeline(config)
+    parts = *wrong_parts(config), *wrong_pipeline(config), *wrong_experts(config)
     return [*wrong_context(config), *parts, *violations(config, ranks)]
 
 
@@ -170,8 +212,12 @@ def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
     """Return the valid ZeRO stages of a layout, grouped by their communication per pass."""
     if config.mesh.replicas() == 1:
         return ((0,),)
-    allowed = [group for group in _ZEROS if not [*wrong_compression(_with_zero(config, group[0]))]]
-    return tuple(group for group in allowed if not violations(_with_zero(config, group[0]), ranks))
+    return tuple(group for group in _ZEROS if _allows(_with_zero(config, group[0]), ranks))
+
+
+def _allows(config: Config, ranks: int) -> bool:
+    rules = chain(wrong_compression(config), wrong_pipeline(config))
+    return not any(rules) and not violations(config, ranks)
 
 
 def _with_zero(config: Config, zero: int) -> Config:

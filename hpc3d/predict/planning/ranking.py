@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import chain, islice
 from math import inf
 from statistics import fmean
@@ -16,6 +17,7 @@ from hpc3d.predict.planning.candidates import NEAR
 from hpc3d.predict.planning.layouts import recomputation
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary, waits_of
+from hpc3d.tensor.split import LOOPS, PUBLISHED, STORAGE
 
 if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
@@ -23,14 +25,16 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.candidates import Candidates, TimedCandidate
     from hpc3d.predict.planning.estimate import Estimate
     from hpc3d.predict.planning.search import Found, Search
+    from hpc3d.tensor.split import Split
 
 _CUBOIDS = ("1d-sequence", "2d", "3d")  # 3-D, and its special cases with axes of size 1
 _NAMED = {
     "1-D": lambda config: kind(config) == "1-D",
     "2-D": lambda config: kind(config) == "2-D",
-    "cube": lambda config: kind(config) == "3-D" and _is_cube(config.mesh),
-    "best cuboid": lambda config: kind(config) != "none" and config.parallel.scheme in _CUBOIDS,
+    "cube": lambda config: _is_cuboid(config) and _is_cube(config.mesh),
+    "best cuboid": lambda config: _is_cuboid(config),  # noqa: PLW0108  (defined below)
 }
+_QUOTED = "order", *LOOPS, *STORAGE  # keys whose values may contain spaces
 _EACH = 2  # number of candidates to time in each class of layouts in _NAMED
 _SHOWN = 0.25  # fraction of the simulation budget reserved for layouts slower than the fastest
 # Number of layouts to try with hybrid sharding and with other bucket sizes, and number of sizes.
@@ -77,6 +81,11 @@ class Loser(NamedTuple):
     reason: str
     count: int
     nearest: RankedLayout
+
+
+def _is_cuboid(config: Config) -> bool:
+    named = config.parallel.split is None and config.parallel.scheme in _CUBOIDS
+    return named and kind(config) != "none"
 
 
 def _is_cube(mesh: MeshConfig) -> bool:
@@ -280,7 +289,7 @@ class Ranking:
 
         If `mesh` is given, only candidates with its values of p, d, c and e are considered.
         """
-        for is_it in _NAMED.values():
+        for is_it in self._named().values():
             named = sorted(self._named_candidates(is_it, mesh), key=self.search.bounds.least)
             self.found.widen(named[:_EACH], self.search.timed)
 
@@ -302,7 +311,12 @@ class Ranking:
         The result is a dict whose values are `None` for classes without a layout. If `mesh` is
         given, only layouts with its values of p, d, c and e are considered.
         """
-        return {name: self._called(is_it, mesh) for name, is_it in _NAMED.items()}
+        return {name: self._called(is_it, mesh) for name, is_it in self._named().items()}
+
+    def _named(self) -> dict[str, Callable[[Config], bool]]:
+        """Return `_NAMED` and a class for each scheme that is not published."""
+        others = [name for name in self.search.schemes if name not in PUBLISHED]
+        return _NAMED | {name: partial(_is_of, name) for name in others}
 
     def _called(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
@@ -358,11 +372,16 @@ class Ranking:
         return max(more, key=more.get)
 
 
-def _family(config: Config) -> tuple[MeshConfig, str, str, bool]:
+def _is_of(name: str, config: Config) -> bool:
+    return kind(config) == name
+
+
+def _family(config: Config) -> tuple[MeshConfig, Split, str, bool]:
     """Return a grouping key such that estimates of layouts with the same key have similar
     errors."""
     parallel = config.parallel
-    return config.mesh, parallel.scheme, parallel.schedule, parallel.layers_per_stage is None
+    even = parallel.layers_per_stage is None
+    return config.mesh, config.tensor_split, parallel.schedule, even
 
 
 def _alike(mesh: MeshConfig, other: MeshConfig) -> bool:
@@ -389,7 +408,8 @@ def layout(config: Config) -> dict[str, dict[str, Any]]:
 def shown_layout(config: Config) -> str:
     """Format a layout on one line; sizes and counts of 1 are omitted."""
     tables = layout(config)
-    scheme = {} if kind(config) == "none" else {"scheme": config.parallel.scheme}
+    by_name = kind(config) != "none" and config.parallel.split is None
+    scheme = {"scheme": config.parallel.scheme} if by_name else {}
     shown = {key: tables["mesh"][key] for key in "pdcxyz" if key in tables["mesh"]}
     shown |= scheme | tables["mesh"] | tables["parallel"]
     plain = {"microbatches": 1, "chunks": 1, "schedule": "none", **dict.fromkeys("pdcxyz", 1)}
@@ -400,4 +420,6 @@ def written(key: str, value: Any) -> str:
     """Format a key and its value as `key=value`, without spaces in lists."""
     if isinstance(value, tuple):
         return f"{key}=[{','.join(map(str, value))}]"
-    return f'{key}="{value}"' if key == "order" else f"{key}={str(value).lower()}"
+    if isinstance(value, dict):
+        return f"{key}={{{', '.join(written(*item) for item in value.items())}}}"
+    return f'{key}="{value}"' if key in _QUOTED else f"{key}={str(value).lower()}"

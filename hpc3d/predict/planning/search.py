@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from functools import cached_property
+from itertools import chain, zip_longest
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +24,7 @@ from hpc3d.predict.planning.bounds import Bounds, Candidate, shortlists
 from hpc3d.predict.planning.candidates import NEAR, SURE, Candidates, TimedCandidate, seconds_of
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.expected import ExpectedSteps
+from hpc3d.tensor.split import SCHEMES
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -83,6 +85,13 @@ class Search:
         self.bounds = Bounds(self.base, ranks, vocabulary, machine)
         self.candidates = Candidates(self.estimator, ranks, memory, config.parallel.bucket_mb)
         self.allowed = 0  # number of valid candidates
+        self.schemes = SCHEMES
+        self.way = config.parallel.way
+        self.asked = {config.parallel.scheme: config.tensor_split}
+        if config.parallel.split is not None:
+            self.asked = {self.way: config.tensor_split}
+            if config.tensor_split not in SCHEMES.values():
+                self.schemes = SCHEMES | self.asked
 
     def run(self, top: int, most: int) -> Found:
         """Search for the `top` fastest layouts within a budget of about `most` cost measurements.
@@ -176,14 +185,27 @@ class Search:
         With many ranks, only the kind of context parallelism with the least exposed communication
         is considered for each mesh.
         """
-        for configs in layouts.every_mesh(self.base, self.ranks, self.memory):
+        for configs in layouts.every_mesh(self.base, self.ranks, self.memory, self.schemes):
             found = sorted(map(self.bounds.candidate, configs), key=self.bounds.shown_context)
             yield from found if self.ranks <= _FEW else found[:1]
+
+    @cached_property
+    def unsearched(self) -> str:
+        """Line if the scheme or split of the input is not searched, otherwise "".
+
+        It is not searched if it is valid on no mesh with tensor parallelism.
+        """
+        usual = self.asked == {self.base.parallel.scheme: self.base.tensor_split}
+        found = layouts.every_mesh(self.base, self.ranks, self.memory, self.asked)
+        if usual or any(config.mesh.tensor_ranks() > 1 for config in chain.from_iterable(found)):
+            return ""
+        ranks = counted(self.ranks, "rank")
+        return f"{self.way} was not searched: no mesh of {ranks} is valid for it"
 
     def _refusal(self) -> str:
         model, train = self.base.model, self.base.train
         mesh = next(layouts.meshes(self.ranks, model.layers, train.batch))
-        problem, *_ = layouts.problems(layouts.with_mesh(self.base, *mesh), self.ranks)
+        problem, *_ = layouts.problems(layouts.with_mesh(self.base, mesh), self.ranks)
         ranks = counted(self.ranks, "rank")
         return f"no layout on {ranks} is valid for this model; for example, {problem}"
 

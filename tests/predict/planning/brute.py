@@ -8,22 +8,24 @@ from hpc3d.pipeline.schedule import SCHEDULES
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.contexts import contexts, with_context
 from hpc3d.predict.simulation.simulator import simulate
+from hpc3d.tensor.split import SCHEMES
 
 MODULES = "core_attn", "layernorm", "mlp"
 WAYS = [*product((True, False), ("none", "selective", MODULES, "full"))]
 
 
-def every_layout(config, ranks, orders=False, cut=False):
+def every_layout(config, ranks, orders=False, cut=False, schemes=SCHEMES):
     """The settled layouts of an unsettled `config` under synchronous schedules, with every order
     of the axes and every context if asked for; those left out are others' equals, step by
     step."""
     base = layouts.bare(config)
+    sizes = base.model.layers, base.train.batch
     for c, e in product(layouts.divisors(ranks) if cut else [1], parts_of_experts(base, ranks)):
         if ranks % (c * e):
             continue
-        for mesh in layouts.meshes(ranks // (c * e), base.model.layers, base.train.batch):
+        for mesh in layouts.meshes(ranks // (c * e), *sizes, schemes):
             shared = replace(base, mesh=replace(base.mesh, e=e))
-            whole = layouts.with_mesh(shared, *mesh)
+            whole = layouts.with_mesh(shared, mesh, schemes)
             for placed in (
                 [with_context(whole, c, *how) for how in contexts(c)] if c > 1 else [whole]
             ):

@@ -44,6 +44,7 @@ def test_bound_of_a_mixture_counts_capacity_slots():
         "x=2 y=2 z=2 d=2 scheme=3d",
         "x=4 d=2 p=2 scheme=1d microbatches=2",
         "x=4 d=2 p=2 scheme=1d-sequence microbatches=2",
+        pytest.param("x=2 y=2 z=2 d=2 scheme=3d-broadcast", marks=pytest.mark.slow),
     ],
 )
 def test_volumes_are_the_bytes_of_the_matrices(line):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from hpc3d.predict.planning import layouts
+from hpc3d.tensor.split import SCHEMES, Split
 from tests.predict.planning.test_search import SMALL, settled
 
 
@@ -29,3 +30,44 @@ def test_microbatch_counts_are_those_the_rules_allow():
     ]
     assert 1 < len(allowed) < 16
     assert [*layouts.microbatches(config, 8)] == allowed
+
+
+def meshes_of(schemes, ranks=4):
+    return {mesh[2:] for mesh in layouts.meshes(ranks, 1, 1, schemes) if mesh[:2] == (1, 1)}
+
+
+def test_added_scheme_is_searched_on_its_own_meshes(monkeypatch):
+    """Its meshes are new where no published scheme is equivalent: with both axes."""
+    before = meshes_of(SCHEMES)
+    monkeypatch.setitem(SCHEMES, "own", Split(m="x", n="y", replicate="y"))
+    assert meshes_of(SCHEMES) - before == {("own", 2, 2, 1)}
+    mesh = (1, 1, "own", 2, 2, 1)
+    config = layouts.with_mesh(layouts.bare(settled(SMALL, 1)), mesh)
+    assert config.parallel.split == {"m": "x", "n": "y", "replicate": "y"}
+    assert config.tensor_split == SCHEMES["own"]
+
+
+def test_equivalent_schemes_are_searched_once():
+    """m and n exchanged with k are others; renamed axes are not."""
+    assert len(meshes_of({"2d": SCHEMES["2d"], "same": Split(m="y", n="x")})) == len(
+        meshes_of({"2d": SCHEMES["2d"]})
+    )
+    assert meshes_of({"copies": Split(m="x", replicate="x")}) == set()
+    names = {scheme for scheme, *_ in meshes_of(SCHEMES, 8)}
+    assert names == set(SCHEMES)
+    broadcast = {mesh[1:] for mesh in meshes_of(SCHEMES, 8) if mesh[0] == "3d-broadcast"}
+    assert len(broadcast) == 10  # every cuboid of 8
+
+
+def test_layouts_with_owners_follow_the_rules():
+    """Experts need tokens on every rank, and ZeRO 2 a gradient."""
+
+    def schemes_of(line):
+        base = layouts.bare(settled(f"{SMALL} {line}", 1))
+        found = [config for configs in layouts.every_mesh(base, 4, 1e9) for config in configs]
+        return {config.parallel.scheme for config in found if config.mesh.tensor_ranks() > 1}
+
+    assert "3d-broadcast" in schemes_of("")
+    assert "3d-broadcast" not in schemes_of("model.experts=4")
+    config = settled(f"{SMALL} d=2 x=2 y=2 scheme=3d-broadcast")
+    assert layouts.zeros(config, 8) == ((0, 1), (3,))

@@ -12,6 +12,7 @@ from hpc3d.config.rules import unknown_values
 from hpc3d.predict.machine.machine import Link, Machine
 from hpc3d.predict.machine.machine_file import load as load_machine
 from hpc3d.predict.planning.ranked_layouts import ranked
+from hpc3d.tensor.split import SCHEMES, Split
 from tests.predict.machine.test_between_hosts import hosts
 from tests.predict.planning.brute import every_layout, step
 from tests.predict.planning.test_search import CLUSTER, ROOT, config_of, settled
@@ -24,6 +25,8 @@ KEYS = [
 ]
 HOSTS = hosts(2, wake=2e-5)  # of one core each
 PAIRS = replace(CLUSTER, ranks_per_node=2, links=(Link(2, 2e-6, 100e9), *CLUSTER.links[1:]))
+DISTANT = replace(CLUSTER, links=(Link(0, 2e-4, 100e9),))  # messages wait, and owners may pay
+ADDED = Split(m="x", n="y", replicate="y")
 EIGHT, OTHER = "model.experts=8 model.top_k=4", "model.moe_every=2 model.shared_experts=1"
 
 
@@ -37,6 +40,7 @@ class Space(NamedTuple):
     orders: bool = False
     cut: bool = False
     experts: str = ""
+    added: Split | None = None  # a scheme that the user has added
 
     def line(self):
         values = zip(KEYS, self.model.split(), strict=True)
@@ -88,6 +92,13 @@ SPACES = {
         "2 256 4 64 256 4 float32", 4, PAIRS, (16e9, 56e6, 34e6), True, experts=f"{EIGHT} {OTHER}"
     ),
     "4 short sequences": Space("2 256 4 64 256 4 float32", 4, CLUSTER, (16e9, 16e6), cut=True),
+    "a scheme of the user": Space(
+        "2 256 4 64 256 4 float32",
+        4,
+        DISTANT,
+        (16e9, 16e6, 12e6),
+        added=Split(m="x", n="y", replicate="y"),
+    ),
 }
 
 
@@ -113,12 +124,14 @@ def test_known_fast_layouts_are_found(space, line):
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", strided(SPACES, 99, 99))
-def test_no_layout_is_faster(name):
+def test_no_layout_is_faster(name, monkeypatch):
     """For any memory size, plans are within 2 % of the fastest layout that fits.
 
     Plans are never faster with less memory.
     """
     space, found = SPACES[name], []
+    if space.added:
+        monkeypatch.setitem(SCHEMES, "added", space.added)
     config = space.config()
     layouts = every_layout(config, space.ranks, space.orders, space.cut)
     steps = [step(each, config.model.vocabulary, space.machine) for each in layouts]

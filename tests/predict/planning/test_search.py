@@ -13,10 +13,11 @@ from hpc3d.predict.machine.machine import Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import load as load_machine
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.bounds import kind, volumes
-from hpc3d.predict.planning.ranking import Ranking
+from hpc3d.predict.planning.ranking import Ranking, shown_layout
 from hpc3d.predict.planning.search import Search
 from hpc3d.predict.simulation import summary
 from hpc3d.predict.simulation.simulator import simulate
+from hpc3d.tensor.split import SCHEMES, Split
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = Machine(
@@ -290,3 +291,37 @@ def test_estimated_mixture_traffic_matches_the_simulation():
     assert words["e"] * 4 == moved["e"]
     assert words["d"] * 4 == pytest.approx(moved["d"], rel=0.01)  # biases are left out
     assert words["d e"] * 4 == pytest.approx(moved["d e"], rel=0.15)  # and tables
+
+
+# Schemes
+
+
+def test_split_of_the_input_is_searched():
+    words = ["--parallel.split", '{ m = "x", n = "y", replicate = "y" }']
+    config = load(None, [*words, "--model.layers", "2", "--train.batch", "8"])
+    searched = Search(config, 4, 256, CLUSTER, 16 * GB)
+    found = [candidate.config for candidate in searched.allowed_candidates()]
+    (mine,) = [config for config in found if kind(config) == "parallel.split"]
+    assert (mine.mesh.x, mine.mesh.y, mine.tensor_split) == (2, 2, config.tensor_split)
+    assert searched.unsearched == ""
+    assert 'split={m="x", n="y", replicate="y"}' in shown_layout(mine)
+
+
+def test_scheme_without_a_valid_mesh_gets_a_line():
+    """8 heads are not divided by 3 ranks, nor are 32 x 128 tokens."""
+    line = "scheme 2d was not searched: no mesh of 3 ranks is valid for it"
+    assert Search(config_of(f"{SMALL} scheme=2d"), 3, 256, CLUSTER, 16 * GB).unsearched == line
+    for ranks, scheme in ((4, "2d"), (3, "3d")):
+        config = config_of(f"{SMALL} scheme={scheme}")
+        assert Search(config, ranks, 256, CLUSTER, 16 * GB).unsearched == ""
+
+
+@pytest.mark.slow
+def test_added_scheme_is_planned_and_named(monkeypatch):
+    monkeypatch.setitem(SCHEMES, "added", Split(m="x", n="y", replicate="y"))
+    searched, found = search(ranks=4, most=100, top=3)
+    ranking = Ranking(searched, found, CLUSTER, most=10)
+    ranking.widen()
+    row = ranking.named()["added"]
+    assert row.config.parallel.split == {"m": "x", "n": "y", "replicate": "y"}
+    assert any(each.candidate.kind == "added" for each in found.timed)
