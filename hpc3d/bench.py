@@ -23,7 +23,8 @@
     planners   plans for PyTorch modules on 2 ranks by hpc3d, RaNNC and GPipe, from a profile of
                this machine: predicted and measured step times
     findings   the four findings of arXiv:2407.02081 on pipeline and data parallelism, reproduced
-               as tables and figures in DIR/findings
+               as tables and figures in DIR/findings; with --measure, small runs on up to 2 ranks
+               of this machine, measured and predicted
     published  predicted and published step times of Megatron-LM on A100 (arXiv:2205.05198,
                arXiv:2104.04473), and of 66 training steps on H100 (docs/h100-steps.md)
     speedups   predicted and published speedups of 3-D over 1-D and 2-D on 64 V100
@@ -62,6 +63,7 @@ _MODULES = {
     "studies.reproductions": ("findings", "published", "speedups", "vtrain", "partition"),
 }
 _BENCHMARKS = {name: module for module, names in _MODULES.items() for name in names}
+_MEASURED = {"findings": "benchmarks.measured_findings"}  # with --measure
 _STUDIES = {"scaling": "benchmarks.scaling.study", "peers": "benchmarks.peers"}  # own parsers
 _SINGLE = {"step", "trace", "calibrate"}  # benchmarks that run in this process, with one thread
 
@@ -84,7 +86,7 @@ def _measure(options: Namespace) -> None:
     from hpc3d.benchmarks.harness import watched
 
     with watched() as load:
-        found = {name: _benchmark(name)(options) for name in options.names}
+        found = {name: _benchmark(name, options.measure)(options) for name in options.names}
     if options.json:
         print(json.dumps(found | load))
 
@@ -105,6 +107,8 @@ def parser() -> Parser:
     add("--transport", default="auto", help=text)
     text = "calibrate: validate the fitted machine model on additional runs"
     add("--check", action="store_true", help=text)
+    text = "findings: measure small runs on this machine instead, beside their predictions"
+    add("--measure", action="store_true", help=text)
     add("--quick", action="store_true", help="partition: include only 3 BERT and 2 ResNet models")
     add("--json", action="store_true", help="print one JSON object on the last line")
     return parser
@@ -119,8 +123,9 @@ class Names(argparse.Action):
         options.names = names
 
 
-def _benchmark(name: str) -> Callable[..., Any]:
-    return getattr(import_module(f"hpc3d.{_BENCHMARKS[name]}"), name)
+def _benchmark(name: str, measured: bool = False) -> Callable[..., Any]:
+    module = _MEASURED.get(name) if measured else None
+    return getattr(import_module(f"hpc3d.{module or _BENCHMARKS[name]}"), name)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,10 @@ each matrix product, kernel and communication call takes on the machine. The num
 arbitrary, and the command runs on any machine.
 
 The command prints the step time, the pipeline bubble, the memory of each stage by kind of data,
-and the bytes that a rank receives along each axis. --out writes the events of all ranks as a
-trace, which `python -m hpc3d.report` reads like a measured one. If RUN_DIR is a run folder, the
-prediction is added to the trace of this run, and the report of the run shows both.
+the time, FLOPs and bytes of each sub-block of the model and phase of the step, and the bytes that
+a rank receives along each axis. --out writes the events of all ranks as a trace, which
+`python -m hpc3d.report` reads like a measured one. If RUN_DIR is a run folder, the prediction is
+added to the trace of this run, and the report of the run shows both.
 
 Keys of the input file can be given as options (--mesh.x 4). `python -m hpc3d.simulate schedule`
 simulates only a pipeline schedule."""
@@ -47,6 +48,15 @@ microbatches whose weight gradient (W) is pending. In the diagram, F is a forwar
 backward pass. If the schedule splits the backward pass, B computes the input gradient and W the
 weight gradient. Lowercase letters mark passes of model chunk 1."""
 
+# Columns of the table of sections: the JSON key, the heading, the factor and the width.
+_SECTION = (
+    ("computation_s", "computation", 1e3, 12),
+    ("communication_s", "exposed", 1e3, 10),
+    ("idle_s", "idle [ms]", 1e3, 12),
+    ("flop", "TFLOP", 1e-12, 10),
+    ("bytes", "received", 1e-6, 11),
+    ("saved_bytes", "saved [MB]", 1e-6, 13),
+)
 _SCHEDULE_JSON = """\
 print one JSON object on the last line, with the keys name, stages, microbatches, chunks, steps,
 the given times, makespan [s], bubble, and lists with in_flight and weight_inputs of each stage"""
@@ -54,11 +64,13 @@ the given times, makespan [s], bubble, and lists with in_flight and weight_input
 _STEP_JSON = """\
 print one JSON object on the last line, with the keys machine, ranks, step_time_s, tokens_per_s,
 bubble, communication (fraction of the step time), flop, mfu, hfu, memory (stages, worst, total,
-fits) [B] and bytes (calls and received bytes of a rank in stage 0, by axis and operation). If
-train.eval_every is set, evaluation_batch_s is the time in seconds per evaluation batch. For a
-mixture of experts, mixture contains parameters, active, blocks, group, slots and capacity. If the
-machine file lists the errors of published steps with a similar layout, interval contains layout,
-steps, low_s and high_s"""
+fits) [B], bytes (calls and received bytes of a rank in stage 0, by axis and operation), time
+(computation, exposed communication and idle time of the busiest stage) and sections (for each
+stage, the same times, FLOPs, received bytes and saved bytes per microbatch, by part of the
+model and phase). If train.eval_every is set, evaluation_batch_s is the time in seconds per
+evaluation batch. For a mixture of experts, mixture contains parameters, active, blocks, group,
+slots and capacity. If the machine file lists the errors of published steps with a similar layout,
+interval contains layout, steps, low_s and high_s"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,6 +166,7 @@ def _print_step(config, found):
     print(f"bubble          {found['bubble']:.4f}")
     waits = "of the step time (busiest stage, without messages between stages)"
     print(f"communication   {found['communication']:.1%} {waits}")
+    print(f"time            {_sum_of_times(found['time'])}")
     if seconds := found.get("evaluation_batch_s"):
         print(
             f"evaluation      {readable_time(seconds)} per batch; "
@@ -161,11 +174,29 @@ def _print_step(config, found):
         )
     print()
     _print_memory(found["memory"])
+    _print_sections(found["sections"][found["time"]["stage"]])
     print("\naxis    operation         calls     received [MB]")
     print("(per step of one rank of the first stage; axis world: calls over all ranks)")
     for axis, ops in found["bytes"].items():
         for op, each in ops.items():
             print(f"{axis:7s} {op:15s} {each['calls']:7d} {each['bytes'] / 1e6:17.3f}")
+
+
+def _sum_of_times(time):
+    work, calls, idle = (readable_time(time[key]) for key, *_ in _SECTION[:3])
+    return (
+        f"{work} computation + {calls} exposed communication + {idle} idle (stage {time['stage']})"
+    )
+
+
+def _print_sections(rows):
+    titles = "".join(f"{title:>{width}s}" for _, title, _, width in _SECTION)
+    print(f"\npart       phase   {titles}")
+    print("(of a rank of the busiest stage per step; saved: by the forward pass of a microbatch)")
+    total = {key: sum(row[key] for row in rows) for key, *_ in _SECTION}
+    for row in [*rows, {"part": "total", "phase": "", **total}]:
+        cells = "".join(f"{row[key] * factor:{width}.3f}" for key, _, factor, width in _SECTION)
+        print(f"{row['part']:11s}{row['phase']:8s}{cells}")
 
 
 def _print_memory(memory):

@@ -12,9 +12,10 @@ The `meter` of a pool is notified of every operation on its arrays and may advan
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -291,26 +292,36 @@ class AbstractPool(Pool):
     """Pool of abstract arrays, which counts bytes like `Pool`; `meter` records operations.
 
     `shared_workspace` is the size in bytes of workspaces that are allocated when an operation
-    needs them for the first time, and then remain allocated.
+    needs them for the first time, and then remain allocated. If `part` is set, `saved` maps each
+    part of the model to the live bytes of the arrays that were allocated while `part` had this
+    value, except workspaces and offloaded arrays.
     """
 
     kind = AbstractArray
     shared_workspace = 0
+    part: str | None = None
 
     def __init__(self, meter: CostMeter | None = None) -> None:
         super().__init__()
         self.meter = meter or CostMeter()
         self.store = AbstractStore(self)
+        self.saved: Counter[str] = Counter()
 
     def empty(
         self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation"
     ) -> AbstractArray:
         shape, dtype = tuple(shape), np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
-        self.count(kind, nbytes)
-        return self.kind(
-            shape, dtype, self, AbstractLease(kind, lambda: self.count(kind, -nbytes))
-        )
+        count: Callable[[str, int], None] = self.count
+        if self.part is not None:
+            count = partial(self._count_part, self.part)
+        count(kind, nbytes)
+        return self.kind(shape, dtype, self, AbstractLease(kind, partial(count, kind, -nbytes)))
+
+    def _count_part(self, part: str, kind: str, size: int) -> None:
+        self.count(kind, size)
+        if kind not in (OFFLOADED, "workspace"):
+            self.saved[part] += size
 
 
 class AbstractStore:

@@ -79,12 +79,13 @@ class MeshRecorder(Protocol):
     step: int
     layer: int
     phase: str
+    part: str
 
     def span(
         self, name: str, op: str = "elementwise", flops: float = 0
     ) -> AbstractContextManager[Any]: ...
     def scope(
-        self, layer: int | None = None, phase: str | None = None
+        self, layer: int | None = None, phase: str | None = None, part: str | None = None
     ) -> AbstractContextManager[Any]: ...
     def at(self, stage: int, chunk: int, microbatch: int) -> None: ...
     def copying(self, name: str, nbytes: int) -> AbstractContextManager[Any]: ...
@@ -122,12 +123,18 @@ class Wrapper(Protocol):
 
 
 class Scope:
-    """Context manager that sets the layer or phase of recorded events and restores it on exit."""
+    """Context manager that sets the layer, phase or part of recorded events.
 
-    __slots__ = ("layer", "phase", "recorder")
+    It restores the previous values on exit. The part is a sub-block of the model, such as
+    "attention".
+    """
 
-    def __init__(self, recorder: MeshRecorder, layer: int | None, phase: str | None) -> None:
-        self.recorder, self.layer, self.phase = recorder, layer, phase
+    __slots__ = ("layer", "part", "phase", "recorder")
+
+    def __init__(
+        self, recorder: MeshRecorder, layer: int | None, phase: str | None, part: str | None
+    ) -> None:
+        self.recorder, self.layer, self.phase, self.part = recorder, layer, phase, part
 
     def __enter__(self, *exception: object) -> None:
         recorder = self.recorder
@@ -135,6 +142,8 @@ class Scope:
             recorder.layer, self.layer = self.layer, recorder.layer
         if self.phase is not None:
             recorder.phase, self.phase = self.phase, recorder.phase
+        if self.part is not None:
+            recorder.part, self.part = self.part, recorder.part
 
     __exit__ = __enter__
 
@@ -147,7 +156,7 @@ class NullRecorder:
     """No-op recorder, for a mesh that is not traced."""
 
     step = layer = -1
-    phase = "other"
+    phase = part = "other"
     communication = 0
 
     def span(self, name: str, op: str = "elementwise", flops: float = 0) -> AbstractContextManager:
@@ -158,8 +167,10 @@ class NullRecorder:
 
     waiting = copying
 
-    def scope(self, layer: int | None = None, phase: str | None = None) -> AbstractContextManager:
-        return Scope(self, layer, phase)
+    def scope(
+        self, layer: int | None = None, phase: str | None = None, part: str | None = None
+    ) -> AbstractContextManager:
+        return Scope(self, layer, phase, part)
 
     def at(self, stage: int, chunk: int, microbatch: int) -> None:
         pass

@@ -241,14 +241,16 @@ class Block:
         if self.prefetch:
             self.prefetch.begin(self.weights())
         residual1, residual2 = self.residual1, self.residual2
-        n1, saved_norm1 = residual1.branch_input(x)
-        qkv, saved_qkv = self.qkv.forward(n1)
-        a, saved_attention = self.attention.forward(qkv, micro)
-        x, saved_proj = residual1.add(x, micro, self.proj, a)
-        x, saved_norm1 = residual1.output(x, saved_norm1)
-        n2, saved_norm2 = residual2.branch_input(x)
-        y, saved_mlp = residual2.add(x, micro, self.mlp, n2, micro)
-        y, saved_norm2 = residual2.output(y, saved_norm2)
+        with self.mesh.trace.scope(part="attention"):
+            n1, saved_norm1 = residual1.branch_input(x)
+            qkv, saved_qkv = self.qkv.forward(n1)
+            a, saved_attention = self.attention.forward(qkv, micro)
+            x, saved_proj = residual1.add(x, micro, self.proj, a)
+            x, saved_norm1 = residual1.output(x, saved_norm1)
+        with self.mesh.trace.scope(part="MLP"):
+            n2, saved_norm2 = residual2.branch_input(x)
+            y, saved_mlp = residual2.add(x, micro, self.mlp, n2, micro)
+            y, saved_norm2 = residual2.output(y, saved_norm2)
         saved = BlockSaved(
             saved_norm1,
             saved_qkv,
@@ -271,15 +273,17 @@ class Block:
             saved = self._restored(saved, micro)
         if self.prefetch:
             self.prefetch.begin(self.weights(saved))
-        dy = self.residual2.total_grad(dy, saved.norm2)
-        dx = self.residual2.branch_grad(dy, micro)
-        dx = self.mlp.backward(dx, saved.mlp, micro, defer)
-        dy = self.residual2.input_grad(dx, saved.norm2, dy)
-        dy = self.residual1.total_grad(dy, saved.norm1)
-        da = self.residual1.branch_grad(dy, micro)
-        da = self.proj.backward(da, saved.proj_linear, defer)
-        dqkv = self.attention.backward(da, saved.attention, micro)
-        dx = self.qkv.backward(dqkv, saved.qkv_linear, defer)
-        if self.prefetch:
-            defer(self.prefetch.later, None)
-        return self.residual1.input_grad(dx, saved.norm1, dy)
+        with self.mesh.trace.scope(part="MLP"):
+            dy = self.residual2.total_grad(dy, saved.norm2)
+            dx = self.residual2.branch_grad(dy, micro)
+            dx = self.mlp.backward(dx, saved.mlp, micro, defer)
+            dy = self.residual2.input_grad(dx, saved.norm2, dy)
+        with self.mesh.trace.scope(part="attention"):
+            dy = self.residual1.total_grad(dy, saved.norm1)
+            da = self.residual1.branch_grad(dy, micro)
+            da = self.proj.backward(da, saved.proj_linear, defer)
+            dqkv = self.attention.backward(da, saved.attention, micro)
+            dx = self.qkv.backward(dqkv, saved.qkv_linear, defer)
+            if self.prefetch:
+                defer(self.prefetch.later, None)
+            return self.residual1.input_grad(dx, saved.norm1, dy)

@@ -224,6 +224,11 @@ class LayerNorm:
         self.beta = parameters.add(f"{name}.beta", (width,), **how) if self.centred else None
 
     def forward(self, x: Array) -> tuple[Array, NormSaved]:
+        """Return y and the data saved for the backward pass."""
+        with self.mesh.trace.scope(part="norm"):
+            return self._normalized(x)
+
+    def _normalized(self, x: Array) -> tuple[Array, NormSaved]:
         gamma, beta = self.gamma.value, self.beta and self.beta.value
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
@@ -249,6 +254,10 @@ class LayerNorm:
 
     def backward(self, dy: Array, saved: NormSaved, residual: Array | None) -> Array:
         """Return the gradient of x, with `residual` added if it is not `None`."""
+        with self.mesh.trace.scope(part="norm"):
+            return self._input_grad(dy, saved, residual)
+
+    def _input_grad(self, dy: Array, saved: NormSaved, residual: Array | None) -> Array:
         dbeta = self.beta and self.beta.grad
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):

@@ -116,14 +116,17 @@ class Stage:
         embedding, x is ignored.
         """
         saved: list[Any] = []
+        trace = self.mesh.trace
         if self.embeddings:
-            x = _collect(saved, micro, self.embeddings.forward(micro))
+            with trace.scope(part=self.embeddings.name):
+                x = _collect(saved, micro, self.embeddings.forward(micro))
         for number, block in enumerate(self.blocks):
-            with self.mesh.trace.scope(layer=block.number), self.weights.of(number, number + 1):
+            with trace.scope(layer=block.number), self.weights.of(number, number + 1):
                 form = partial(self._put_away, number)
                 x = _collect(saved, micro, block.forward(x, micro), form)
         if self.head:
-            x = _collect(saved, micro, self.head.forward(x, micro))
+            with trace.scope(part=self.head.name):
+                x = _collect(saved, micro, self.head.forward(x, micro))
         return x, saved
 
     def backward(
@@ -140,15 +143,18 @@ class Stage:
         `finished(unit)` for each completed unit of the model. `saved` is emptied. If the model
         chunk has the head, dy is ignored.
         """
+        trace = self.mesh.trace
         if self.head:
-            dy = self.head.backward(micro, self.kept.pop(saved), defer)
+            with trace.scope(part=self.head.name):
+                dy = self.head.backward(micro, self.kept.pop(saved), defer)
             defer(finished, self.head.name)
         for number, block in reversed([*enumerate(self.blocks)]):
-            with self.mesh.trace.scope(layer=block.number), self.weights.of(number, number - 1):
+            with trace.scope(layer=block.number), self.weights.of(number, number - 1):
                 dy = block.backward(dy, self._taken(number, saved), micro, defer)
             defer(finished, block.name)
         if self.embeddings:
-            dy = self.embeddings.backward(dy, saved.pop(), micro, defer)
+            with trace.scope(part=self.embeddings.name):
+                dy = self.embeddings.backward(dy, saved.pop(), micro, defer)
             defer(finished, self.embeddings.name)
         return dy
 

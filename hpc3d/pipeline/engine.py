@@ -48,20 +48,20 @@ EVALUATION = dict.fromkeys(PHASE, "evaluation")  # all operations belong to one 
 class DeferredWeightGrads:
     """Queue of weight-gradient computations that are deferred to the W pass.
 
-    Each entry includes the number of the layer, for the trace.
+    Each entry includes the number of the layer and the part of the model, for the trace.
     """
 
     def __init__(self, trace: MeshRecorder) -> None:
         self.trace = trace
-        self.work: deque[tuple[int, Callable[..., object], tuple[Any, ...]]] = deque()
+        self.work: deque[tuple[int, str, Callable[..., object], tuple[Any, ...]]] = deque()
 
     def __call__(self, function: Callable[..., object], *args: Any) -> None:
-        self.work.append((self.trace.layer, function, args))
+        self.work.append((self.trace.layer, self.trace.part, function, args))
 
     def run(self) -> None:
         while self.work:
-            layer, function, args = self.work.popleft()
-            with self.trace.scope(layer=layer):
+            layer, part, function, args = self.work.popleft()
+            with self.trace.scope(layer=layer, part=part):
                 function(*args)
 
 

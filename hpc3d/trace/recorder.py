@@ -80,6 +80,7 @@ class Recorder:
         self.routers: list[RouterRow] = []
         self.router_sums = RouterSums()
         self.step, self.layer, self.phase = -1, -1, "other"
+        self.part = "other"  # sub-block of the model; not stored with events
         self.at(0, 0, -1)
         self.blocked = 0  # time in ns spent in communication calls since the beginning of the step
         # latest time in ns at which a call was posted, an event ended, or the step began
@@ -94,9 +95,11 @@ class Recorder:
     def phase(self, name: str) -> None:
         self.phase_number = _PHASE_NUMBER[name]
 
-    def scope(self, layer: int | None = None, phase: str | None = None) -> Scope:
-        """Return a context manager that sets the layer and phase, unless they are `None`."""
-        return Scope(self, layer, phase)
+    def scope(
+        self, layer: int | None = None, phase: str | None = None, part: str | None = None
+    ) -> Scope:
+        """Return a context manager that sets the layer, phase and part, unless they are `None`."""
+        return Scope(self, layer, phase, part)
 
     def at(self, stage: int, chunk: int, microbatch: int) -> None:
         """Set the current pipeline stage, model chunk and microbatch (-1: none)."""

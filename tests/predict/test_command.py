@@ -33,7 +33,8 @@ def test_simulate_prints_step_time_memory_and_bytes(capsys):
     assert "64 ranks of v100-4x16: p=4 d=2 x=2 y=2 z=2, scheme 3d, schedule 1f1b" in out
     found = json.loads(out.splitlines()[-1])
     wanted = (
-        "machine ranks step_time_s tokens_per_s bubble communication flop mfu hfu memory bytes"
+        "machine ranks step_time_s tokens_per_s bubble communication flop mfu hfu memory bytes "
+        "time sections"
     )
     assert [*found] == wanted.split()
     assert f"step            {found['step_time_s'] * 1e3:.3f} ms, " in out

@@ -7,6 +7,7 @@ import pytest
 from hpc3d.studies.pp_vs_dp import figures, findings
 from hpc3d.studies.pp_vs_dp.comparison import slowed
 from hpc3d.studies.pp_vs_dp.message_sizes import microbatches
+from hpc3d.studies.pp_vs_dp.strategies import strategies
 from hpc3d.studies.pp_vs_dp.wait_times import waiting
 from tests.predict.fixed import MACHINE
 from tests.studies.small import APART, parted, small, summed
@@ -29,6 +30,7 @@ def few():
         "buckets": [row for rows in summed() for row in rows],
         "microbatches": microbatches(MACHINE, 512, 1, 512, 4, counts=(1, 8)),
         "waiting": waiting(MACHINE, 128, 4, ((2, 2), (3, 1))),
+        "strategies": strategies(MACHINE, 2, 2, 64, 4, 16),
     }
 
 
@@ -43,7 +45,8 @@ def test_findings_are_printed_and_drawn(tmp_path, capsys):
     found = few()
     findings.report(found)
     text = capsys.readouterr().out
-    for title in ("1. Step time", "2. Memory", "3. Gradient reduction", "4. Uneven stages"):
+    titles = "1. Step time", "2. Memory", "3. Gradient reduction", "4. Uneven", "5. Side by side"
+    for title in titles:
         assert title in text
     assert max(map(len, text.splitlines())) < 100
     ratios = [row["pipeline_s"] / row["data_s"] for row in found["by_microbatches"]]

@@ -1,4 +1,4 @@
-"""Runs to calibrate a machine model (CALIBRATE), and other runs to verify it (CHECK).
+"""Runs to calibrate a machine model (CALIBRATE), and others to verify it (CHECK, FINDINGS).
 
 Each line sets mesh sizes (1 by default) and other keys of an input file, without section names.
 """
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _SECTION = {
     **dict.fromkeys(("p", "d", "x", "y", "z", "transport"), "mesh"),
     **dict.fromkeys(("scheme", "zero", "microbatches", "schedule"), "parallel"),
+    **dict.fromkeys(("layers_per_stage", "bucket_mb"), "parallel"),
     **dict.fromkeys(("layers", "hidden", "heads"), "model"),
     **dict.fromkeys(("batch",), "train"),
     **dict.fromkeys(("clock",), "trace"),
@@ -56,6 +57,40 @@ x=2 y=2 z=2 hidden=256 batch=48 layers=3
 x=2 y=2 z=2 scheme=2.5d hidden=320 batch=32
 p=2 x=2 y=2 hidden=256 layers=4 batch=32 microbatches=4
 """.strip().splitlines()
+
+# Small layouts that show each finding of arXiv:2407.02081 (`bench findings --measure`).
+FINDINGS = {
+    "1. Pipeline and data parallelism, for few and for many tokens": (
+        "p=2 hidden=512 batch=4 microbatches=4",
+        "d=2 hidden=512 batch=4",
+        "p=2 hidden=128 batch=64 microbatches=8",
+        "d=2 hidden=128 batch=64",
+    ),
+    "2. Memory of all ranks, for even and for uneven stages": (
+        "layers=4 hidden=256 batch=16 microbatches=8",
+        "p=2 layers=4 hidden=256 batch=16 microbatches=8",
+        "p=2 layers=4 hidden=256 batch=16 microbatches=8 layers_per_stage=[3,1]",
+    ),
+    "3. Message size: gradient buckets, and microbatches with tensor parallelism": (
+        "d=2 hidden=384 batch=8 bucket_mb=0.01",
+        "d=2 hidden=384 batch=8 bucket_mb=25",
+        "x=2 scheme=1d hidden=128 batch=32 microbatches=16",
+        "x=2 scheme=1d hidden=128 batch=32",
+    ),
+    "4. Wait times: even and uneven stages": (
+        "p=2 layers=4 hidden=384 batch=32 microbatches=8",
+        "p=2 layers=4 hidden=384 batch=32 microbatches=8 layers_per_stage=[3,1]",
+    ),
+    "5. Side by side": (
+        "d=2 hidden=256 batch=16",
+        "d=2 hidden=256 batch=16 zero=1",
+        "d=2 hidden=256 batch=16 zero=2",
+        "d=2 hidden=256 batch=16 zero=3",
+        "p=2 hidden=256 batch=16 microbatches=8",
+        "x=2 hidden=256 batch=16 scheme=1d",
+        "x=2 hidden=256 batch=16 scheme=1d-sequence",
+    ),
+}
 
 
 def settings(line: str, **more: str) -> tuple[int, list[str]]:

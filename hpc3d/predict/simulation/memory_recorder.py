@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.comm.mesh import WORLD
 from hpc3d.trace.recorder import Recorder
-from hpc3d.trace.schema import EVENTS, record_type
+from hpc3d.trace.schema import CATEGORY, EVENTS, PHASE, record_type
+from hpc3d.trace.traced_communicator import COMM, COPY
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.abstract import AbstractPool
 
 _ROWS = record_type(EVENTS)
+_WAIT = CATEGORY.index("wait")
 _TIMES = "t_start", "t_global", "posted"  # columns of times from the start of the run
 
 
@@ -33,12 +40,92 @@ class ReplayedRows(NamedTuple):
 
 
 class MemoryRecorder(Recorder):
-    """In-memory recorder of a rank, which writes no file; `clock()` returns the time in ns."""
+    """In-memory recorder of a rank, which writes no file; `clock()` returns the time in ns.
+    If `pool` is given, its attribute `part` is the part of the model that allocates arrays.
 
-    def __init__(self, rank: int, clock: Callable[[], int]) -> None:
+    `account` divides the current step: it maps (part of the model, phase, quantity) to a value.
+    The quantities are "time", the time in ns; "calls", the time in calls within the stage; "idle",
+    the time in calls across stages and in waits for copies; "bytes", the received bytes; and
+    "flop", the FLOPs.
+    """
+
+    phase_number = PHASE.index("other")
+
+    def __init__(
+        self, rank: int, clock: Callable[[], int], pool: AbstractPool | None = None
+    ) -> None:
+        self.account: Counter[tuple[str, str, str]] = Counter()
+        self.since, self._part, self.pool = clock(), "other", pool
         without = float("inf")
         super().__init__(None, {"rank": rank}, every_s=without, clock=clock, most=without)
         self.replays: list[ReplayedRows] = []
+
+    @property
+    def phase(self) -> str:
+        return PHASE[self.phase_number]
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self.charge()
+        self.phase_number = PHASE.index(name)
+
+    @property
+    def part(self) -> str:
+        return self._part
+
+    @part.setter
+    def part(self, name: str) -> None:
+        self.charge()
+        self._part = name
+        if self.pool:
+            self.pool.part = name
+
+    def charge(self) -> None:
+        """Add the time since the last call to the account of the current part and phase."""
+        now = self.clock()
+        self.account[self._part, self.phase, "time"] += now - self.since
+        self.since = now
+
+    def charge_replay(self, account: Mapping[tuple[str, str, str], int]) -> None:
+        """Add the account of a replayed pass, which ends now."""
+        self.account.update(account)
+        self.since = self.clock()
+
+    def begin_step(self, number: int) -> None:
+        super().begin_step(number)
+        self.account.clear()
+        self.since = self.started
+
+    def end_step(self, *results: Any) -> None:
+        self.charge()
+        super().end_step(*results)
+
+    def put(
+        self,
+        start: int,
+        duration: int,
+        name: int,
+        category: int,
+        op: int,
+        context: Any,
+        group: int = -1,
+        **columns: Any,
+    ) -> None:
+        super().put(start, duration, name, category, op, context, group, **columns)
+        part, phase = self._part, self.phase
+        if category == _WAIT or (group >= 0 and self._is_idle(group)):
+            self.account[part, phase, "idle"] += duration
+        elif category in (COMM, COPY) and group >= 0:
+            self.account[part, phase, "calls"] += duration
+        if category == COMM:
+            self.account[part, phase, "bytes"] += columns.get("received", 0)
+        self.account[part, phase, "flop"] += int(columns.get("flops", 0))
+
+    def _is_idle(self, group: int) -> bool:
+        """Return True for groups across pipeline stages, whose calls wait for other stages."""
+        groups = self.header["groups"]
+        axes = {each["axis"] for each in groups}
+        return groups[group]["axis"] == "p" or (groups[group]["axis"] == WORLD and "p" in axes)
 
     def rows(self, first: int = 0) -> np.ndarray:
         """Return a copy of the recorded rows with index `first` or higher."""

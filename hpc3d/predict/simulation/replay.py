@@ -44,7 +44,8 @@ class RecordedPass(NamedTuple):
     calls; `sequences` contains the index of the call sequence of each row, or -1. For each kind of
     memory, `live` is the memory use in bytes at the end of the pass, and `peak` its maximum, also
     of all kinds (`all`); these are relative to the start of the pass. `brought` maps names to
-    placeholders for the arrays that the pass copied to the device.
+    placeholders for the arrays that the pass copied to the device. `account` divides the time of
+    the pass (MemoryRecorder), and `saved` maps parts of the model to the change of the memory use.
     """
 
     start: int
@@ -57,6 +58,8 @@ class RecordedPass(NamedTuple):
     live: dict
     peak: list[tuple[str, int]]
     brought: dict
+    account: dict
+    saved: dict
 
 
 class PassRecorder:
@@ -86,6 +89,7 @@ class PassRecorder:
         before, held, peak = Counter(pool.live), pool.held, pool.peak
         shared = pool.shared_workspace
         first, known = self._sequence_numbers(), {*micro.cache.arrays}
+        account, saved = self._charged(), Counter(pool.saved)
         pool.reset_peak()
         yield
         added = pool.shared_workspace - shared  # later passes find this workspace
@@ -107,6 +111,8 @@ class PassRecorder:
             live=live,
             peak=[*high.items()],
             brought={key[-1]: _placeholder(micro.cache.arrays[key]) for key in new},
+            account=_differences(self._charged(), account),
+            saved=_differences(pool.saved, saved),
         )
 
     @contextmanager
@@ -119,7 +125,7 @@ class PassRecorder:
         self._align()
         recorded, pool, peaks = self.passes[kind], self.mesh.pool, self.mesh.pool.peak
         self._replay_rows(recorded, layer)
-        before, held = dict(pool.live), pool.held
+        before, held, saved = dict(pool.live), pool.held, Counter(pool.saved)
         for name, array in recorded.brought.items():
             micro.cached(name, lambda _, array=array: array)
         yield
@@ -130,6 +136,8 @@ class PassRecorder:
         for change, name in sorted(changes):  # frees memory before allocations
             if change:
                 pool.count(name, change)
+        saved.update(recorded.saved)
+        pool.saved = saved
         before["all"] = held
         for name, high in recorded.peak:
             peaks[name] = max(peaks[name], before.get(name, 0) + high)
@@ -144,7 +152,9 @@ class PassRecorder:
         columns = {"microbatch": ledger.microbatch, "step": ledger.step}
         if layer is not None:
             columns["layer"] = layer
+        ledger.charge()
         self.clock.advance(recorded.length, recorded.busy, recorded.wired)
+        ledger.charge_replay(recorded.account)
         ledger.add(recorded.rows, shift, columns, (recorded.sequences, (*added, 0)))
 
     def _sequences(self, rows: np.ndarray, calls: Sequence[tuple]) -> np.ndarray:
@@ -171,6 +181,11 @@ class PassRecorder:
         """Advance the clock to the latest time of all classes of ranks, if blocks have owners."""
         if self.owners:
             self.clock.reach(max(self.owners.values(WORLD, self.clock.now).values()))
+
+    def _charged(self) -> Counter:
+        """Return the account of the step until now."""
+        self.ledger.charge()
+        return Counter(self.ledger.account)
 
     def _sequence_numbers(self) -> dict[tuple[int, Any], int]:
         return {

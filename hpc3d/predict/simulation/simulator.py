@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.engine import Engine
     from hpc3d.pipeline.program import Program
     from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.simulation.replay import RecordedPass
     from hpc3d.predict.simulation.simulated_clock import Clock
     from hpc3d.predict.simulation.stage_turns import StagePeers
 
@@ -65,10 +66,11 @@ class StageRun(NamedTuple):
     mesh axes that `rows` refer to by index. `peak` maps each kind of array memory to its peak in
     bytes; the key "all" is the peak of the sum. The peaks include the token tables (`tables`
     bytes) and the logits of a microbatch (`logits` bytes). `busy` is the compute time of the rank
-    in ns, and `wired` is the time in ns that it waits for the NIC. The rank
-    represents `ranks` ranks of its stage. If blocks have owner ranks, `others` contains one
-    StageRun for each other class of ranks; the first rank of the stage has the longest compute
-    time and the highest peaks.
+    in ns, and `wired` is the time in ns that it waits for the NIC. `account` divides the step
+    (MemoryRecorder), and `saved` the bytes that the forward pass of a microbatch leaves
+    allocated. The rank represents `ranks` ranks of its stage. If blocks have owner ranks, `others`
+    contains one StageRun for each other class of ranks; the first rank of the stage has the
+    longest compute time and the highest peaks.
     """
 
     rank: int
@@ -83,6 +85,8 @@ class StageRun(NamedTuple):
     busy: int
     wired: int
     ranks: int
+    account: dict
+    saved: dict
     others: tuple[StageRun, ...] = ()
 
     @property
@@ -190,8 +194,8 @@ def run(
     """
     trainer = simulated_trainer(peers, config, vocabulary, program, clock, owners)
     mesh, ledger, logits = trainer.mesh, trainer.mesh.trace, _bytes_of_logits(trainer)
-    if not program.asynchronous:
-        replay_passes(trainer.engine, config, program, owners)
+    engine = trainer.engine
+    passes = {} if program.asynchronous else replay_passes(engine, config, program, owners)
     for number in range(_SECOND + 1):
         of = peers.rank + 1, config.mesh.p, number + 1, _SECOND + 1
         log.info("simulating stage %d of %d, step %d of %d", *of)
@@ -213,6 +217,8 @@ def run(
         busy=clock.busy - busy,
         wired=clock.wired - wired,
         ranks=owners.count if owners else mesh.ranks // config.mesh.p,
+        account=dict(ledger.account),
+        saved=_saved_by(passes),
     )
 
 
@@ -231,7 +237,7 @@ def simulated_trainer(
     """
     pool, context = pool_of(config, clock), config.context()
     bare = representative(config.grid(), pool, peers, context, owners)
-    mesh = bare.traced(MemoryRecorder(bare.rank, lambda: clock.now))
+    mesh = bare.traced(MemoryRecorder(bare.rank, lambda: clock.now, pool))
     return Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, ZeroBatches)
 
 
@@ -262,8 +268,11 @@ def _bytes_of_logits(trainer: Trainer) -> int:
 
 def replay_passes(
     engine: Engine, config: Config, program: Program, owners: OwnerPeers | None = None
-) -> None:
-    """Modify `engine` so that it runs only a few passes of its program and replays the others."""
+) -> Mapping[tuple, RecordedPass]:
+    """Modify `engine` so that it runs only a few passes of its program and replays the others.
+
+    Returns the recorded passes, which are added when the engine runs.
+    """
     recorder = PassRecorder(engine.mesh, owners)
     batch, count = config.train.batch, config.parallel.microbatches
     sizes = [batch * (i + 1) // count - batch * i // count for i in range(count)]
@@ -276,6 +285,22 @@ def replay_passes(
         ReplayedStage(stage, recorder, chunk, chosen[chunk])
         for chunk, stage in enumerate(engine.stages)
     ]
+    return recorder.passes
+
+
+def _saved_by(passes: Mapping[tuple, RecordedPass]) -> dict[str, int]:
+    """Return the bytes that the forward pass of a microbatch leaves allocated, by part.
+
+    These are saved activations, gathered weights and the output of the pass. If microbatches have
+    different sizes, the largest counts.
+    """
+    stages = {kind: each for kind, each in passes.items() if len(kind) == 3}  # without blocks
+    largest = max((sequences for _, _, sequences in stages), default=0)
+    found: Counter[str] = Counter()
+    for (name, _, sequences), recorded in stages.items():
+        if (name, sequences) == ("F", largest):
+            found.update(recorded.saved)
+    return dict(found)
 
 
 def _blocks_are_alike(config: Config) -> bool:

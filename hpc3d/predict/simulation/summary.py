@@ -13,6 +13,7 @@ from hpc3d.analyze.metrics.mfu import model_flops
 from hpc3d.predict.error_intervals import interval
 from hpc3d.predict.simulation.count import COMM, moved_by
 from hpc3d.predict.simulation.simulator import step_length, vocabulary_of
+from hpc3d.predict.simulation.step_sections import sections, time_of
 from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, MESSAGE_CODES
 
 if TYPE_CHECKING:
@@ -33,8 +34,10 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     contains the bytes that a rank of stage 0 receives, by axis and operation (see `moved`). `mfu`
     is the ratio of the model FLOPs, including the masked half of attention, to the peak of the
     machine. `hfu` is the same ratio for the executed FLOPs; chunked attention skips most of the
-    masked half. `communication` is a fraction of the step. If the machine file lists errors for
-    this kind of layout, `interval` is the interval of the step time (`predict.error_intervals`).
+    masked half. `communication` is a fraction of the step. `sections` divides the step of each
+    stage by part of the model and phase (step_sections.py), and `time` that of the busiest
+    `stage`. If the machine file lists errors for this kind of layout, `interval` is the interval
+    of the step time (`predict.error_intervals`).
     """
     ranks = config.grid().size
     seconds = max(run.step[3] for run in runs) / 1e9 - min(run.step[2] for run in runs) / 1e9
@@ -57,7 +60,18 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
         "hfu": float(flops / peak),
         "memory": memory(runs, machine),
         "bytes": moved(runs[0]),
+        **_divided(runs),
     } | ({"interval": around} if around else {})
+
+
+def _divided(runs: Sequence[StageRun]) -> dict[str, Any]:
+    parts, busiest = [sections(run, step_length(runs)) for run in runs], _busiest(runs)
+    return {"time": {"stage": busiest, **time_of(parts[busiest])}, "sections": parts}
+
+
+def _busiest(runs: Sequence[StageRun]) -> int:
+    """Return the stage that spends the least time waiting for messages from other stages."""
+    return min(range(len(runs)), key=lambda stage: waits_of(runs[stage])["p"])
 
 
 def bubble(runs: Sequence[StageRun]) -> float:
@@ -87,10 +101,9 @@ def _span_and_work(run: StageRun) -> tuple[int, int]:
 def communication(runs: Sequence[StageRun], seconds: float) -> float:
     """Return the fraction of a step that the busiest stage spends in communication calls.
 
-    The busiest stage is the stage that spends the least time waiting for other stages. This time
-    is excluded, because it is part of the bubble.
+    The time that this stage waits for other stages is excluded, because it is part of the bubble.
     """
-    waits = min(map(waits_of, runs), key=lambda waits: waits["p"])
+    waits = waits_of(runs[_busiest(runs)])
     return (waits.total() - waits["p"]) / seconds
 
 

@@ -5,6 +5,8 @@
    partitioned unevenly.
 3. The message size affects the step time.
 4. Wait times contribute to the cost of communication, in addition to transfer times.
+
+A last table compares data, pipeline and tensor parallelism side by side.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from hpc3d.studies.pp_vs_dp.comparison import by_microbatches, races
 from hpc3d.studies.pp_vs_dp.experiment import dtype_of
 from hpc3d.studies.pp_vs_dp.message_sizes import buckets, microbatches
 from hpc3d.studies.pp_vs_dp.stage_balance import partitions
+from hpc3d.studies.pp_vs_dp.strategies import strategies
 from hpc3d.studies.pp_vs_dp.wait_times import waiting
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
     from hpc3d.predict.machine.machine import Machine
 
+_STATES = ("parameter", "gradient", "optimizer")
 H100 = "machines/h100.toml"
 _WHY = {"": " ", "bubble": "b", "messages": "m", "passes": "s", "sums": "d"}
 
@@ -45,6 +49,7 @@ def findings(machine: Machine) -> dict[str, Any]:
         "buckets": buckets(machine),
         "microbatches": microbatches(machine),
         "waiting": waiting(machine),
+        "strategies": strategies(machine),
     }
 
 
@@ -61,6 +66,7 @@ def report(found: Mapping[str, Any]) -> None:
     _print_partitions(found["partitions"])
     _print_messages(found["buckets"], found["microbatches"])
     _print_waiting(found["waiting"])
+    _print_strategies(found["strategies"])
 
 
 def _print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any]]) -> None:
@@ -191,3 +197,22 @@ def _print_waiting(rows: Sequence[dict[str, Any]]) -> None:
 def _blocked(row: dict[str, Any]) -> tuple[float, float]:
     """Return the wait time and the transfer time in seconds, summed over all axes."""
     return sum(row["wait_s"].values()), sum(row["transfer_s"].values())
+
+
+def _print_strategies(rows: Sequence[dict[str, Any]]) -> None:
+    one = rows[0]
+    sizes = f"{one['ranks']} ranks, {one['layers']} layers, hidden size {one['hidden']}"
+    print(f"\n5. Side by side: {sizes}, {one['tokens']:,} tokens per step")
+    print("   time of the busiest stage [ms]; received by a rank [GB]; memory of a rank [GB]")
+    print(
+        "                   step = computation + exposed + idle  received   states  activations"
+        "   peak"
+    )
+    for row in rows:
+        times = [row[f"{key}_s"] * 1e3 for key in ("step", "computation", "communication", "idle")]
+        memory = row["memory"]
+        states = sum(memory[kind] for kind in _STATES)
+        sizes = [row["received_bytes"], states, memory["activation"], memory["all"]]
+        cells = "".join(f"{each:{width}.2f}" for each, width in zip(times, (11, 14, 10, 7)))
+        cells += "".join(f"{each / 1e9:{width}.2f}" for each, width in zip(sizes, (10, 9, 13, 7)))
+        print(f"   {row['strategy']:12s}{cells}")

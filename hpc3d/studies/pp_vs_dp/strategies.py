@@ -1,0 +1,60 @@
+"""Compare data, pipeline and tensor parallelism side by side (arXiv:2407.02081)."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from hpc3d.studies.pp_vs_dp.experiment import resolved_config, step
+
+if TYPE_CHECKING:
+    from hpc3d.predict.machine.machine import Machine
+
+# Each strategy uses one mesh axis for all ranks, and has the keys in [parallel] that it needs.
+_STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "DP": ("d", {}),
+    "ZeRO 1": ("d", {"zero": 1}),
+    "ZeRO 2": ("d", {"zero": 2}),
+    "ZeRO 3": ("d", {"zero": 3}),
+    "PP": ("p", {}),
+    "TP": ("x", {"scheme": "1d"}),
+    "TP, sequence": ("x", {"scheme": "1d-sequence"}),
+}
+_MICROBATCHES = 4  # per pipeline stage
+
+
+def strategies(
+    machine: Machine,
+    ranks: int = 8,
+    layers: int = 16,
+    hidden: int = 2048,
+    batch: int = 32,
+    sequence: int = 1024,
+) -> list[dict[str, Any]]:
+    """Simulate a step of each strategy on `ranks` ranks.
+
+    Returns dicts with the step time and its three parts on the busiest stage in seconds, the bytes
+    that a rank of the first stage receives, and the peak memory of the rank that needs the most,
+    by kind.
+    """
+    rows = []
+    model = {"hidden": hidden, "layers": layers, "sequence": sequence}
+    for name, (axis, keys) in _STRATEGIES.items():
+        micros = min(batch, _MICROBATCHES * ranks) if axis == "p" else 1
+        parallel = keys | {"microbatches": micros}
+        _, found = step(machine, resolved_config(machine, {axis: ranks}, batch, parallel, **model))
+        calls = chain.from_iterable(ops.items() for ops in found["bytes"].values())
+        rows.append(
+            {
+                "strategy": name,
+                "ranks": ranks,
+                **model,
+                "tokens": batch * sequence,
+                "step_s": found["step_time_s"],
+                **found["time"],
+                "received_bytes": sum(each["bytes"] for op, each in calls if op != "send"),
+                "memory": found["memory"]["worst"],
+                "total_bytes": found["memory"]["total"],
+            }
+        )
+    return rows
