@@ -138,8 +138,8 @@ class ParallelConfig:
     are also all-reduced between the groups. It must divide mesh.d. 0 shards over all replicas."""
     bucket_mb: Annotated[float | None, AtLeast(0), LessThan(inf)] = None
     """Size of a gradient bucket in MB. One collective reduces each bucket along d. Default: 25, or
-    more if latency takes more than 40 % of the time of a collective of 25 MB. The latency is that
-    of the machine model (docs/data-parallelism.md)."""
+    more if latency accounts for more than 40 % of the predicted time of a collective of 25 MB
+    (docs/data-parallelism.md)."""
     reduce_dtype: Annotated[
         Literal["float16", "bfloat16", "float32"] | None, ValidFor("parallel.zero", 0, 1)
     ] = None
@@ -192,8 +192,8 @@ class ParallelConfig:
     """Activation checkpointing. In the backward pass, full recomputes all Transformer blocks, and
     a list such as [0, 1] the blocks with these zero-based indices. A list such as ["layernorm",
     "mlp"] recomputes modules of all blocks. The modules are core_attn (attention scores and
-    softmax), layernorm (outputs of the norms), mlp_act (output of the activation function in the
-    MLP) and mlp (also its input, the up and gate projection). The value selective is short for
+    softmax), layernorm (outputs of the norms), mlp_act (output of the activation function of the
+    MLP) and mlp (also the outputs of the up and gate projections). The value selective is short for
     ["core_attn"]."""
     keep_dtype: Literal["bfloat16", "int8", "float8"] | None = None
     """Data type of saved activations. The backward pass uses the rounded values. int8 and float8
@@ -340,8 +340,8 @@ class TorchConfig:
     """Verify before the first step, on the samples of two microbatches, that the captured module
     computes the same loss and gradients as the module, and that the loss is a mean over samples.
     Set `forward` to compare only losses if the gradients do not fit in the memory of one rank.
-    With `off`, the run starts even if results differ, and only the largest prefix of the module
-    that fits in memory is compared."""
+    With `off`, rank 0 only compares the largest prefix of the module that fits in its memory, and
+    a difference does not end the run."""
 
 
 @dataclass(frozen=True)
@@ -499,7 +499,7 @@ class GuardConfig:
         ValidFor("train.dtype", "float32", "float64"),
         ValidFor("parallel.reduce_dtype", None, "float32"),
     ] = 0
-    """Interval in steps between checks of all matrix products and messages by checksums
+    """Interval, in steps, at which checksums verify all matrix products and messages
     (algorithm-based fault tolerance, ABFT). 0 disables the checks."""
     loss_spike_sigma: Annotated[float, AtLeast(0), LessThan(inf)] = 6.0
     """Log a warning if the loss exceeds the mean of recent losses by more than this many standard

@@ -301,8 +301,8 @@ def _freeze(program, trained):
 def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> Captured:
     """Group the operations of a program into pieces; the module docstring lists the rules.
 
-    `names` maps each weight name to the first name of the weight, whereas torch.export picks an
-    arbitrary name.
+    A shared weight has several names. `names` maps each of them to the first one, because
+    torch.export picks an arbitrary one.
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     signature = {spec.arg.name: spec for spec in program.graph_signature.input_specs}

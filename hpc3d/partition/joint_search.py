@@ -251,8 +251,8 @@ class JointSearch:
     def _with_model_chunks(self, name, choices) -> Iterator[PipelineChoice]:
         """Yield arrangements with two model chunks per stage.
 
-        The replica counts are taken from `choices`. In addition, each allowed count is tried on
-        all stages.
+        The replica counts of the stages are taken from `choices`. In addition, each allowed count
+        is tried for all stages together.
         """
         ways = {(each.replicas, each.microbatches): None for each in choices}
         for micros in self.allowed.microbatches:

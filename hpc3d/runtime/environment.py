@@ -45,7 +45,7 @@ def cores_of_node() -> int:
 def set_environment() -> None:
     """Set the number of threads per rank.
 
-    If the node has fewer cores than ranks, ranks that wait in Open MPI are made to yield the core.
+    If the node has fewer cores than ranks, Open MPI yields the core while a rank waits.
     """
     cores, ranks = cores_of_node(), number_in(LOCAL_RANKS, default=1)
     threads = min(cores // ranks, len(os.sched_getaffinity(0)))

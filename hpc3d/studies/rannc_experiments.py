@@ -178,7 +178,7 @@ def _larger(points, other):
         for name in ("RaNNC", other)
     )
     if not theirs:
-        return f'"five times larger" than {other}: this planner can train none of the models'
+        return f'"five times larger" than {other}: none of its plans fits in memory'
     largest = max(each["billions"] for each in points)
     open_ended = theirs < ours == largest and ours < _TIMES_LARGER * theirs
     verdict = "not decided" if open_ended else _verdict(ours >= _TIMES_LARGER * theirs)

@@ -89,7 +89,7 @@ class Layout(tuple):
         return (*(axis for dim in self for axis in dim), *self.owned)
 
     def is_first_copy(self, mesh: Mesh, *others: str) -> bool:
-        """Return True on one of the ranks of a pipeline stage that store the same block.
+        """Return True on exactly one of the ranks of a stage that store the same block.
 
         `others` are axes along which blocks differ although the layout does not contain them.
         """

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.tensor.matmul import Matmul
 
-Weight = tuple[Any, Any]  # Linear layer (hpc3d.model.layers), and its saved data (None: forward)
+# Linear layer (hpc3d.model.layers), and its saved data, which is None in the forward pass
+Weight = tuple[Any, Any]
 
 
 class Prefetch:

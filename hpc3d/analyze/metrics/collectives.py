@@ -66,9 +66,9 @@ def bandwidth_rows(calls: CallInstances) -> list[dict[str, Any]]:
     There is one row per mesh axis, operation, group size and message size. The send and the
     receive of a message count as one `send`. A call is timed from when the last rank enters the
     call until the last rank leaves it (for a message, until the receive completes), on the clock
-    of rank 0. This time is overestimated if a rank does other work between the call and its wait;
+    of rank 0. This time is overestimated if a rank does other work between the call and the wait;
     `later` is the share of calls for which this is the case. If the clocks disagree, the median
-    time may not be positive; in this case, no bandwidth is computed.
+    time can be zero or negative; in this case, no bandwidth is computed.
     """
     kinds, kind, time, later = _instances_in_steps(calls)
     order = np.lexsort((time, kind))

@@ -43,7 +43,7 @@ def layer_runs(graph: Graph) -> list[LayerRun]:
 
 
 def _layer_of(name):
-    """Return the path of an atom's layer ("" if none), and whether the path has a number."""
+    """Return the path of an atom's layer ("" if none), and whether it has a layer index."""
     module, slash, _ = name.rpartition("/")
     parts = module.split(".")
     for count, part in enumerate(parts, 1):

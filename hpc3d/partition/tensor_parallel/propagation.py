@@ -38,9 +38,9 @@ class Sharding(NamedTuple):
     """Placement of weights and operations on `ways` tensor-parallel ranks.
 
     `weights` maps names to placements. `operations` maps each operation that is applied to shards
-    to its LocalOperation. `made` maps each node whose readers receive a shard to the placement.
-    All other weights, operations and values are replicated. `graded` contains the nodes with a
-    gradient.
+    to its LocalOperation. `made` maps each node whose users receive a shard of its value to the
+    placement of the value. All other weights, operations and values are replicated. `graded`
+    contains the nodes whose values have gradients.
     """
 
     ways: int

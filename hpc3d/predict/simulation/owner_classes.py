@@ -93,7 +93,7 @@ class OwnerPeers:
         self.peers.send(time, peer * self.among + self.number)
 
     def recv(self, peer: int) -> Callable[[], int]:
-        """Return a function that waits for the next time from stage `peer`, and returns it."""
+        """Return a function that waits for a clock time from stage `peer`, and returns it."""
         return self.peers.recv(peer * self.among + self.number)
 
     @property
