@@ -338,8 +338,8 @@ def _train(peer: Peer, job: Mapping[str, Any], batches: Tensor) -> dict[str, Any
     return {"losses": losses, "seconds": seconds, "received": received}
 
 
-def main(name: str, folder: Path) -> None:
-    """Train the peer `name` on this rank, and write the result on rank 0."""
+def main(name: str, folder: Path) -> Peer:
+    """Train the peer `name` on this rank, write the result on rank 0, and return the peer."""
     dist.init_process_group("gloo")
     job = json.loads((folder / "job.json").read_text("utf-8"))
     with np.load(folder / "start.npz") as start:
@@ -351,11 +351,12 @@ def main(name: str, folder: Path) -> None:
     result = _train(peer, job, batches)
     if dist.get_rank() == 0:
         (folder / "result.json").write_text(json.dumps(result), "utf-8")
-    dist.barrier()
-    # Skip destructors: in torch 2.13, the destructor of DistributedDataParallel holds the GIL and
-    # waits for a thread of gloo, which can itself wait for the GIL.
-    os._exit(0)
+    dist.destroy_process_group()
+    return peer
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    trained = main(sys.argv[1], Path(sys.argv[2]))
+    # Skip destructors: in torch 2.13, the destructor of DistributedDataParallel holds the GIL and
+    # waits for a thread of gloo, which can itself wait for the GIL.
+    os._exit(0)

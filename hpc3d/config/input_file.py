@@ -193,8 +193,8 @@ class ParallelConfig:
     a list such as [0, 1] the blocks with these zero-based indices. A list such as ["layernorm",
     "mlp"] recomputes modules of all blocks. The modules are core_attn (attention scores and
     softmax), layernorm (outputs of the norms), mlp_act (output of the activation function of the
-    MLP) and mlp (also the outputs of the up and gate projections). The value selective is short for
-    ["core_attn"]."""
+    MLP) and mlp (also the outputs of the up and gate projections). The value selective is short
+    for ["core_attn"]."""
     keep_dtype: Literal["bfloat16", "int8", "float8"] | None = None
     """Data type of saved activations. The backward pass uses the rounded values. int8 and float8
     (e4m3) have one scale per row. Default: train.dtype."""

@@ -119,8 +119,8 @@ class PassRecorder:
     def replay(self, kind: _Kind, micro: Microbatch, layer: int | None = None) -> Iterator[None]:
         """Context manager that replays the recorded pass of `kind` for the current microbatch.
 
-        In this context, the caller must allocate and free the arrays that outlive the pass. For the
-        pass of a single block, `layer` is the index of the block.
+        In this context, the caller must allocate and free the arrays that outlive the pass. For
+        the pass of a single block, `layer` is the index of the block.
         """
         self._align()
         recorded, pool, peaks = self.passes[kind], self.mesh.pool, self.mesh.pool.peak

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 import hpc3d.trace
-from hpc3d.comm import threads
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.calibration.align_trace import works
 from hpc3d.predict.calibration.calibrate import machine_of, step_seconds, with_wakeup
@@ -14,6 +13,7 @@ from hpc3d.predict.machine.machine import Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import dumps, load
 from hpc3d.predict.simulation.simulated_clock import HostDrivenClock
 from hpc3d.predict.simulation.simulator import run, simulate
+from hpc3d.predict.simulation.stage_turns import StageTurns
 from hpc3d.predict.simulation.write_trace import write_trace
 
 FACTS = {"name": "known", "source": "a test", "ranks_per_node": 8, "cores": 8, "memory_gb": 1.0}
@@ -55,10 +55,8 @@ def traced(folder, line, clock="cpu", said=None):
     """The trace of a simulated run on the known machine; in the file it is the run of `said`."""
     config = config_of(line, clock=clock)
     program = program_of(config)
-    runs = threads.run(
-        {"p": config.mesh.p},
-        lambda mesh: run(mesh.comm("p"), config, 256, program, Worked(KNOWN)),
-    )
+    stages = StageTurns(config.mesh.p)
+    runs = stages.run(lambda peers: run(peers, config, 256, program, Worked(KNOWN)))
     folder.mkdir()
     return hpc3d.trace.open(write_trace(folder, runs, config_of(said or line, clock=clock), KNOWN))
 
