@@ -31,14 +31,13 @@ def bucket_mb(config: Config, machine: Machine) -> float:
     """Return the default size of gradient buckets on a machine, in MB.
 
     The size is the smallest of 25, 50, 100, ... MB for which the latency is at most 40 % of the
-    time of a bucket's reduction. Sizes of which a stage would have fewer than four buckets are
-    excluded.
+    time of a bucket's reduction. Sizes that would leave a stage with fewer than four buckets
+    are excluded.
     """
     calls = _reductions(config)
     if not calls:
         return BUCKET_MB
-    if config.grid().size < machine.ranks_per_node:
-        machine = replace(machine, ranks_per_node=config.grid().size)
+    machine = machine.with_ranks(config.grid().size)
 
     def seconds_per_byte(nbytes: float) -> float:
         seconds = (machine.call(op, part * nbytes, members) for op, part, members in calls)

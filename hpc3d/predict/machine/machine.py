@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import compress, pairwise
 from math import ceil, inf, log, log2
@@ -269,6 +269,13 @@ class Machine:
     wakeup_s: float = 0.0
     max_fused_head_dim: int = 128
     host_bandwidth: float = 25e9
+
+    def with_ranks(self, ranks: int) -> Machine:
+        """Return the machine with at most `ranks` ranks per node.
+
+        A machine that need not change is returned itself, because it caches the routes of groups.
+        """
+        return self if self.ranks_per_node <= ranks else replace(self, ranks_per_node=ranks)
 
     def product(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
         """Return the time in seconds of `batch` matrix products [m, k] x [k, n].

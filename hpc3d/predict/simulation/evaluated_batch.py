@@ -13,7 +13,6 @@ from hpc3d.predict.simulation.simulator import (
     core_sharing,
     replay_passes,
     simulated_trainer,
-    with_ranks,
 )
 from hpc3d.predict.simulation.stage_turns import StageTurns
 from hpc3d.training.evaluator import Evaluator
@@ -30,7 +29,7 @@ def seconds_of_batch(config: Config, vocabulary: int, machine: Machine) -> float
     multiplied by the number of these ranks.
     """
     config = unrecorded(replace(config, train=replace(config.train, steps=1)))
-    machine = with_ranks(machine, config.grid().size)
+    machine = machine.with_ranks(config.grid().size)
     training, program = program_of(config), forward_program_of(config)
     slowdown = core_sharing(config, machine).stage
 

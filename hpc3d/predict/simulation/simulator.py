@@ -134,7 +134,7 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
 
     `config` must be resolved.
     """
-    machine = with_ranks(machine, config.grid().size)
+    machine = machine.with_ranks(config.grid().size)
     config = with_bucket_size(config, machine)
     steady = replace(config.train, steps=_SECOND + 2)
     config = unrecorded(replace(config, train=steady))
@@ -169,14 +169,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def with_ranks(machine: Machine, ranks: int) -> Machine:
-    """Return the machine with at most `ranks` ranks per node.
-
-    A machine that need not change is returned itself, because it caches the routes of groups.
-    """
-    return machine if machine.ranks_per_node <= ranks else replace(machine, ranks_per_node=ranks)
 
 
 def run(
