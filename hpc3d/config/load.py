@@ -282,7 +282,8 @@ def hint(key: str, table: bool = False) -> str:
         names = {key.split(".")[-1]: key for key in keys}
         if near := get_close_matches(name, names, 1):
             return f"did you mean {names[near[0]]}?"
-    return f"use one of {', '.join(tables or here or asdict(Config()))}"
+    names = (each.rpartition(".")[2] for each in tables or here or asdict(Config()))
+    return f"use one of {', '.join(names)}"
 
 
 def known_keys() -> list[str]:

@@ -80,7 +80,7 @@ def test_key_depends_only_on_what_affects_the_result(of):
         ("model.hiden = [1]", "sweep.model.hiden: unknown key; did you mean model.hidden?"),
         ("seed = []", "sweep.seed: the list is empty; add a value, or remove the axis"),
         ("seed = [1, 1]", "sweep.seed: 1 occurs twice; remove one of them"),
-        ("a = [{ mesh.w = 2 }]", "sweep.a: mesh.w: unknown key; use one of mesh.p"),
+        ("a = [{ mesh.w = 2 }]", "sweep.a: mesh.w: unknown key; use one of p"),
         ("loss = [{ mesh.d = 2 }]", "sweep.loss: this name is reserved or invalid"),
         ('a = [{label = "b", seed = 1}, {label = "b", seed = 2}]', "sweep.a: two tables have the"),
         ("seed = 1\na = [{ seed = 2 }]", "sweep.seed and sweep.a both set seed; remove one"),
