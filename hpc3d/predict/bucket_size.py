@@ -1,8 +1,8 @@
 """Default size of gradient buckets, chosen by the machine model.
 
-A bucket pays the latency of a collective, which grows with the number of replicas. The default
-size therefore grows until the latency is a small part of the collective's time, but each stage
-has several buckets, so that reductions overlap with the backward pass.
+The reduction of a bucket has a latency, which increases with the number of replicas. The default
+size is therefore so large that the latency is a small part of the reduction time. However, each
+stage has several buckets, so that reductions overlap with the backward pass.
 """
 
 from __future__ import annotations

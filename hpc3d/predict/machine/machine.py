@@ -273,7 +273,7 @@ class Machine:
     def with_ranks(self, ranks: int) -> Machine:
         """Return the machine with at most `ranks` ranks per node.
 
-        A machine that need not change is returned itself, because it caches the routes of groups.
+        If nothing changes, the same object is returned, because it caches the routes of groups.
         """
         return self if self.ranks_per_node <= ranks else replace(self, ranks_per_node=ranks)
 

@@ -1,10 +1,10 @@
 """Variants of the best layouts of a search: uneven layers, hybrid sharding, other bucket sizes.
 
 The variants are tried last and only for the best layouts, because they improve a good layout only
-slightly. layer_counts.py searches for the best number of layers on each stage with the schedule
-simulator. It includes layouts that do not fit in memory if the layers are evenly distributed. A
-bucket holds the gradients of 1, 2, 4, ... layers. A group of hybrid sharding contains at least the
-ranks of a host.
+slightly. layer_counts.py uses the schedule simulator to find the best number of layers on each
+stage, also for layouts that do not fit in memory with an equal number of layers per stage. The
+buckets that are tried hold the gradients of 1, 2, 4, ... layers. A hybrid sharding group contains
+at least the ranks of one host.
 """
 
 from __future__ import annotations

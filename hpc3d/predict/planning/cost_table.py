@@ -33,7 +33,7 @@ _MESSAGE_COSTS = ("message", "handled")  # names of costs computed without runni
 
 
 def _key_of(cost: str, config: Config, **values: Any) -> tuple:
-    """Return the cache key of a cost; `values` are those that only some costs depend on."""
+    """Return the cache key of a cost; only some costs depend on the additional `values`."""
     train, parallel, axes = config.train, config.parallel, _axes_of(config.mesh)
     return (
         cost,

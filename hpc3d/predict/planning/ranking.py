@@ -314,7 +314,7 @@ class Ranking:
         return {name: self._called(is_it, mesh) for name, is_it in self._named().items()}
 
     def _named(self) -> dict[str, Callable[[Config], bool]]:
-        """Return `_NAMED` and a class for each scheme that is not published."""
+        """Return `_NAMED`, extended by one class for each scheme that is not published."""
         others = [name for name in self.search.schemes if name not in PUBLISHED]
         return _NAMED | {name: partial(_is_of, name) for name in others}
 

@@ -191,9 +191,9 @@ class Search:
 
     @cached_property
     def unsearched(self) -> str:
-        """Line if the scheme or split of the input is not searched, otherwise "".
+        """Message that the scheme or split of the input was not searched, or "" if it was.
 
-        It is not searched if it is valid on no mesh with tensor parallelism.
+        A scheme is not searched if it is invalid on every mesh with tensor parallelism.
         """
         usual = self.asked == {self.base.parallel.scheme: self.base.tensor_split}
         found = layouts.every_mesh(self.base, self.ranks, self.memory, self.asked)

@@ -23,12 +23,12 @@ _TIMES = "t_start", "t_global", "posted"  # columns of times from the start of t
 
 
 class ReplayedRows(NamedTuple):
-    """Trace rows of a replayed pass, which are only created when they are needed.
+    """Description of the trace rows of a replayed pass, which are created on demand.
 
-    They follow the first `before` recorded rows. They are copies of `rows`, `shift` ns later and
-    with other values in `columns`. Each row belongs to the call sequence with the index in
-    `sequences`; `added` is what is added to the sequence numbers of each call sequence, and last
-    to those of rows that belong to none (-1).
+    The rows follow the first `before` recorded rows. They are copies of `rows`, shifted by `shift`
+    ns, with different values in `columns`. `sequences` contains the index of each row's call
+    sequence, or -1 if the row does not belong to one. The sequence numbers of call sequence i are
+    increased by `added[i]`, and those of all other rows by `added[-1]`.
     """
 
     before: int
@@ -41,12 +41,12 @@ class ReplayedRows(NamedTuple):
 
 class MemoryRecorder(Recorder):
     """In-memory recorder of a rank, which writes no file; `clock()` returns the time in ns.
-    If `pool` is given, its attribute `part` is the part of the model that allocates arrays.
 
-    `account` divides the current step: it maps (part of the model, phase, quantity) to a value.
-    The quantities are "time", the time in ns; "calls", the time in calls within the stage; "idle",
-    the time in calls across stages and in waits for copies; "bytes", the received bytes; and
-    "flop", the FLOPs.
+    `account` contains statistics of the current step. It maps (part of the model, phase, quantity)
+    to a value. The quantities are the total time ("time"), the time spent in calls within the
+    stage ("calls"), the time spent in calls between stages and in waits for copies ("idle"), the
+    received bytes ("bytes") and the FLOPs ("flop"). Times are in ns. If `pool` is given, its
+    attribute `part` is set to the part of the model that is being executed.
     """
 
     phase_number = PHASE.index("other")
@@ -81,13 +81,13 @@ class MemoryRecorder(Recorder):
             self.pool.part = name
 
     def charge(self) -> None:
-        """Add the time since the last call to the account of the current part and phase."""
+        """Add the time since the last call to the account, for the current part and phase."""
         now = self.clock()
         self.account[self._part, self.phase, "time"] += now - self.since
         self.since = now
 
     def charge_replay(self, account: Mapping[tuple[str, str, str], int]) -> None:
-        """Add the account of a replayed pass, which ends now."""
+        """Add the recorded account of a pass whose replay has just ended."""
         self.account.update(account)
         self.since = self.clock()
 
@@ -122,7 +122,7 @@ class MemoryRecorder(Recorder):
         self.account[part, phase, "flop"] += int(columns.get("flops", 0))
 
     def _is_idle(self, group: int) -> bool:
-        """Return True for groups across pipeline stages, whose calls wait for other stages."""
+        """Return True if a group contains several pipeline stages, so that its calls can idle."""
         groups = self.header["groups"]
         axes = {each["axis"] for each in groups}
         return groups[group]["axis"] == "p" or (groups[group]["axis"] == WORLD and "p" in axes)
@@ -143,7 +143,7 @@ class MemoryRecorder(Recorder):
         columns: Mapping[str, int],
         numbers: tuple[np.ndarray, Sequence[int]],
     ) -> None:
-        """Append the trace rows of a replayed pass, which ends now.
+        """Append the trace rows of a pass whose replay has just ended.
 
         The arguments are the fields of ReplayedRows; `numbers` contains `sequences` and `added`.
         """

@@ -1,9 +1,9 @@
-"""Classes of ranks that own the same kinds of blocks, for splits with `own` storage.
+"""Classes of ranks that do the same work in splits with `own` storage, such as `3d-broadcast`.
 
-In such a split, for example `3d-broadcast`, only the owner of a block processes its rows and
-stores its optimizer state. Ranks that own blocks of the same matrices do the same work, so one
-simulated rank represents each class. The first rank of a stage owns a block of every matrix: it
-does all of the work of the other classes, and determines the step time.
+In such a split, only the owner of a block processes its rows and stores its optimizer state. Ranks
+that own blocks of the same matrices do the same work and form a class, which is represented by one
+simulated rank. The first rank of a stage owns a block of every matrix. It does at least as much
+work as a rank of any other class, and therefore determines the step time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class OwnerClasses(NamedTuple):
 
     `of_rank` contains the class of each rank. `first` lists the first rank of each class, and
     `counts` the number of ranks of each class per pipeline stage. `together` maps the name of a
-    communication group to a boolean matrix [class, class]: True if ranks of two classes are
-    members of the same group, directly or through other classes.
+    communication group to a boolean matrix [class, class]. An element is True if the two classes
+    have ranks in the same group, or are connected through other classes.
     """
 
     of_rank: np.ndarray
@@ -45,7 +45,7 @@ def owner_classes(config: Config) -> OwnerClasses | None:
         return None
     sizes = tuple(grid.sizes.values())
     coords: Any = dict(zip(grid.sizes, np.indices(sizes).reshape(len(sizes), -1)))
-    mesh = Mesh(grid.sizes, coords, {}, Self())  # of all ranks at once
+    mesh = Mesh(grid.sizes, coords, {}, Self())  # coordinates of all ranks, as arrays
     code = np.zeros(grid.size, int)
     for each in (split, split.next()):
         for layout in (each.x, each.w, each.w_transposed, each.y):
@@ -77,9 +77,9 @@ def _together(grid: Grid, of_rank: np.ndarray) -> dict[str, np.ndarray]:
 class OwnerPeers:
     """Simulated rank of one class of a pipeline stage.
 
-    It exchanges times with the same class of other stages, as a StagePeers does, and values with
-    the other classes of its stage. `peers` connects the classes of all stages: class i of stage s
-    is number s * (number of classes) + i.
+    The rank exchanges times with the ranks of the same class on other stages, as a StagePeers
+    does, and it exchanges values with the other classes of its stage. `peers` connects the classes
+    of all stages; the peer number of class i of stage s is s * (number of classes) + i.
     """
 
     def __init__(self, peers: StagePeers, classes: OwnerClasses) -> None:
@@ -93,7 +93,7 @@ class OwnerPeers:
         self.peers.send(time, peer * self.among + self.number)
 
     def recv(self, peer: int) -> Callable[[], int]:
-        """Return a function that waits for a clock time from stage `peer`, and returns it."""
+        """Return a function that waits for a time from stage `peer` and returns it."""
         return self.peers.recv(peer * self.among + self.number)
 
     @property
@@ -107,7 +107,7 @@ class OwnerPeers:
         return self.classes.counts[self.number]
 
     def values(self, axis: str, value: int) -> dict[int, int]:
-        """Exchange a value with the classes of the group along an axis.
+        """Exchange a value with the other classes in this rank's group along an axis.
 
         Returns a dict from class to value.
         """

@@ -1,9 +1,9 @@
-"""Record and replay passes, so that a simulation has to run only a few of them.
+"""Record and replay passes, so that a simulation executes only a few of them.
 
 On abstract arrays, passes of the same kind are identical for all microbatches: they take the same
-time, make the same calls and leave the same memory allocated. A simulation therefore runs only the
-first pass of each kind and the passes that overlap with gradient reductions. In these passes, most
-blocks replay the pass of an identical block.
+time, make the same calls and leave the same memory allocated. A simulation therefore executes only
+the first pass of each kind and the passes that overlap with gradient reductions. Within these
+passes, most Transformer blocks replay the recorded pass of an identical block.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class RecordedPass(NamedTuple):
     `rows` contains the trace rows of the pass. For each call sequence with calls in the pass,
     `calls` contains the group, the key, the sequence number of the first call and the number of
     calls; `sequences` contains the index of the call sequence of each row, or -1. For each kind of
-    memory, `live` is the memory use in bytes at the end of the pass, and `peak` its maximum, also
-    of all kinds (`all`); these are relative to the start of the pass. `brought` maps names to
-    placeholders for the arrays that the pass copied to the device. `account` divides the time of
-    the pass (MemoryRecorder), and `saved` maps parts of the model to the change of the memory use.
+    memory, `live` is the memory use in bytes at the end of the pass, and `peak` the maximum memory
+    use; the key "all" is the peak of the sum. Both are relative to the start of the pass.
+    `brought` maps names to placeholders for the arrays that the pass copied to the device.
+    `account` contains the statistics of the pass (see MemoryRecorder), and `saved` the change in
+    memory use for each part of the model.
     """
 
     start: int
@@ -92,7 +93,7 @@ class PassRecorder:
         account, saved = self._charged(), Counter(pool.saved)
         pool.reset_peak()
         yield
-        added = pool.shared_workspace - shared  # later passes find this workspace
+        added = pool.shared_workspace - shared  # later passes reuse this workspace
         before["workspace"], held = before["workspace"] + added, held + added
         live, high = _differences(pool.live, before), _differences(pool.peak, before)
         high["all"] = pool.peak["all"] - held
@@ -183,7 +184,7 @@ class PassRecorder:
             self.clock.reach(max(self.owners.values(WORLD, self.clock.now).values()))
 
     def _charged(self) -> Counter:
-        """Return the account of the step until now."""
+        """Return the statistics of the current step up to now (MemoryRecorder.account)."""
         self.ledger.charge()
         return Counter(self.ledger.account)
 
@@ -322,10 +323,10 @@ class ReplayedStage:
 class ReplayedBlock:
     """Transformer block that replays the passes of an identical block of the same model chunk.
 
-    `before` and `after` are the numbers of identical blocks before and after this block. The two
-    blocks at either end run their passes. The inner ones of them are recorded, because the first
-    one to run also does what is done only once, such as the allocation of a workspace. `alike` is
-    part of the kind of the passes.
+    `before` and `after` are the numbers of identical blocks before and after this block. The first
+    two and the last two of the identical blocks run their passes. A pass is recorded in the second
+    block that runs it, because the first block also does work that is done only once, such as the
+    allocation of a workspace. `alike` is part of the kind of the passes.
     """
 
     def __init__(
@@ -359,7 +360,7 @@ class ReplayedBlock:
 
 
 def replayed_blocks(blocks: Sequence[Block], recorder: PassRecorder, chunk: int) -> list[Any]:
-    """Return the blocks of a model chunk, of which most replay the passes of other blocks."""
+    """Return the blocks of a model chunk, most of which replay the passes of other blocks."""
     kinds = [(chunk, block.recompute) for block in blocks]
     left, before, found = Counter(kinds), Counter(), []
     for block, kind in zip(blocks, kinds, strict=True):

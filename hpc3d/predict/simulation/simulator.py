@@ -283,8 +283,8 @@ def replay_passes(
 def _saved_by(passes: Mapping[tuple, RecordedPass]) -> dict[str, int]:
     """Return the bytes that the forward pass of a microbatch leaves allocated, by part.
 
-    These are saved activations, gathered weights and the output of the pass. If microbatches have
-    different sizes, the largest counts.
+    The bytes include saved activations, gathered weights and the output of the pass. If
+    microbatches have different sizes, the largest microbatch is used.
     """
     stages = {kind: each for kind, each in passes.items() if len(kind) == 3}  # without blocks
     largest = max((sequences for _, _, sequences in stages), default=0)

@@ -1,7 +1,7 @@
-"""Threads of simulated pipeline stages, of which only one runs at a time.
+"""Run simulated pipeline stages in threads, one at a time.
 
-A stage runs until it needs a time that another stage has not computed yet. It then hands over to a
-stage that can continue, so the threads never compete for the interpreter.
+A stage runs until it needs a time that another stage has not computed yet. Then a different stage
+resumes, so the threads never compete for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from threading import Lock, Thread
 from typing import Any
 
-_Letter = tuple[int, int, int]  # (sender, receiver, number of the message between the two)
+_Letter = tuple[int, int, int]  # (sender, receiver, index of the message from one to the other)
 
 
 class _StageStopped(Exception):

@@ -1,8 +1,8 @@
 """Division of a simulated step by sub-block of the model and phase (arXiv:2407.02081).
 
-The time of a section is the sum of its computation, its exposed communication and its idle time.
-Exposed communication is the time that a rank spends in calls within its pipeline stage. In its
-idle time, the rank waits for other stages or for offloaded data.
+The time of a section is the sum of its computation, exposed communication and idle time. Exposed
+communication is the time that a rank spends in calls within its pipeline stage. Idle time is the
+time that a rank waits for other stages or for offloaded data.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _TIMES = ("computation_s", "communication_s", "idle_s")
 
 
 def sections(run: StageRun, length: int) -> list[dict[str, Any]]:
-    """Divide the step of a stage, which takes `length` ns on all stages together.
+    """Divide the step of a stage by part of the model and phase.
 
-    Returns one dict per part of the model and phase, with the times in seconds, the FLOPs and the
-    received bytes of a rank, and the bytes that the forward pass of a microbatch leaves allocated.
-    Sums over the dicts are those of the step.
+    `length` is the time in ns from the first start to the last end of the step on any stage.
+    Returns one dict per part and phase, with the times in seconds, the FLOPs and the received
+    bytes of a rank, and the bytes that the forward pass of a microbatch leaves allocated. The
+    values of all dicts add up to those of the step.
     """
     found: dict[tuple[str, str], Counter[str]] = {}
     for (part, phase, quantity), value in run.account.items():
