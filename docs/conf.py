@@ -31,7 +31,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def with_links(text, folder):
-    """Markdown of a file in `folder`, whose links lead to the pages; what is no page is named."""
+    """Return Markdown text with links to pages; links to other files become their names."""
 
     def link(found):
         image, words, target = found.groups()

@@ -193,8 +193,8 @@ def checked(captured: Captured) -> Captured:
     """Return a captured module if it can be trained in microbatches.
 
     Raises ValueError if the loss is known not to be a mean over per-sample losses, unless the user
-    states its reduction. A module without a loss is rejected if any operation relates samples
-    other than by such a mean.
+    states its reduction. A module without a loss is rejected if any operation other than such a
+    mean combines different samples.
     """
     program, loss = captured.program, loss_of(captured)
     values = BatchValues(program, loss)
@@ -287,7 +287,7 @@ def _loss(captured, outputs):
 
 
 def _freeze(program, trained):
-    """Freeze parameters that receive no gradient, because torch optimizers skip them, too.
+    """Freeze parameters that receive no gradient, which torch optimizers do not update either.
 
     `trained` contains the names of the parameters that receive a gradient. If it is empty, no
     parameter is changed, because such a model cannot be trained.

@@ -221,7 +221,7 @@ def _limited_parameters() -> Iterator[None]:
 
 @contextmanager
 def _alone_on_host() -> Iterator[None]:
-    """Wait until no other process on this host is in this context."""
+    """Context that only one process per host can enter at a time; the others wait."""
     folder = os.open(gettempdir(), os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)

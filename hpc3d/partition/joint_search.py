@@ -109,7 +109,7 @@ class Allowed(NamedTuple):
         return 1 if self.replicas else replicas // self.unit
 
     def replicas_of(self, left: int) -> tuple[int, ...]:
-        """Return the allowed replica counts of a stage that `left` - 1 further stages follow."""
+        """Return the allowed replica counts of a stage followed by `left` - 1 further stages."""
         if self.replicas is None:
             return tuple(range(self.unit, self.ranks + 1, self.unit))
         return self.replicas[-left:][:1] if self.replicas[1:] else self.replicas
@@ -393,7 +393,7 @@ class _OfWay:
         return _StageKind(replicas, load, weight, part.forward, always, received, part.saved, sent)
 
     def _table(self, left, replicas):
-        """Return the costs of a stage that `left` - 1 further stages follow.
+        """Return the costs of a stage followed by `left` - 1 further stages.
 
         The costs are arrays indexed [first cut, last cut].
         """

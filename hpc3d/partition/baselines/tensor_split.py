@@ -127,7 +127,7 @@ class _Flow:
                 self.origins[node] = {node}
 
     def _weight(self, node, index):
-        """Return the weight passed as operand `index`, or `None` if the operand is no weight."""
+        """Return the weight passed as operand `index`, or `None` if it is not a weight."""
         given = node.args[index]
         return given.meta["val"] if given in self.captured.weights else None
 

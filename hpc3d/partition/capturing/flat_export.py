@@ -45,8 +45,8 @@ def flat_export(model: torch.nn.Module, inputs: tuple | dict, shapes: Any) -> Ex
     """Return the exported program of a module that is called with `inputs`.
 
     Raises ValueError for autocast, for user-defined torch.autograd.Functions, for gradient hooks
-    of tensors, and for higher-order operators, which contain graphs of their own. The message
-    contains the line of user code, if known.
+    of tensors, and for higher-order operators, which contain subgraphs. The message contains the
+    line of user code, if known.
     """
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
     blocks = "replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass"

@@ -51,7 +51,7 @@ _NONLINEAR = {  # nonlinear functions without the tag `pointwise`
     *(_aten.softmax, _aten.log_softmax, _aten.logsumexp, _aten.norm, _aten.prod),
     *(_aten.linalg_vector_norm, _aten.max, _aten.amax, _aten.min, _aten.amin),
 }
-# Whether these operations are linear depends on their operands; such a loss is accepted.
+# Operations that are linear only for some operands; losses that use them are accepted.
 _UNDECIDED = {_aten.where, _aten.nan_to_num, _aten.masked_fill, _aten.copy_, _aten.copy}
 
 

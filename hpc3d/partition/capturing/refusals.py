@@ -116,6 +116,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _local_values(error: BaseException) -> Iterator[object]:
-    """Yield the values of the local variables of all functions that an error left."""
+    """Yield the values of the local variables of all functions in an error's traceback."""
     for frame, _ in walk_tb(error.__traceback__):
         yield from frame.f_locals.values()

@@ -97,7 +97,7 @@ class RelatedSamples(ValueError):
 
 
 def refuse_related_samples(values: BatchValues, layouts: SampleLayouts) -> None:
-    """Raise RelatedSamples if the loss relates different samples other than by a mean."""
+    """Raise RelatedSamples if an operation other than a mean combines different samples."""
     for node in values.nodes:
         if node not in values.relevant:
             continue

@@ -1,9 +1,9 @@
 """Capture a module in evaluation mode, for the pipeline stages of its training.
 
-Dropout, BatchNorm and Python code that reads `self.training` compute other operations in
-evaluation mode. Therefore, the module is captured a second time. Each operation is assigned to the
-chunk of the corresponding operation in training, if this is possible: a chunk must hold the
-weights that its operations read, and must not need results of later chunks.
+In evaluation mode, dropout, BatchNorm and Python code that reads `self.training` compute different
+operations. The module is therefore captured a second time. Each operation is assigned to the chunk
+of the corresponding operation in training, if possible. A chunk must hold the weights that its
+operations read, and must not need results of later chunks.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Prefix(NamedTuple):
 
 
 class _Stopped(BaseException):
-    """Raised in a forward pass to stop it. A module that handles Exception does not handle it."""
+    """Exception that stops a forward pass, even if the module handles every Exception."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ from hpc3d.partition.execution.random_numbers import Draw
 
 _aten = torch.ops.aten
 _OVER_TARGETS = (_aten.cross_entropy_loss, _aten.nll_loss_nd, _aten.nll_loss, _aten.nll_loss2d)
-_SAME_DEGREE = {  # functions that grow with the batch size as their operand does
+_SAME_DEGREE = {  # the result is proportional to the batch size if the operand is
     *(_aten.clamp, _aten.clamp_, _aten.clamp_min, _aten.clamp_min_, _aten.maximum, _aten.abs),
     *(_aten.to, _aten._to_copy, _aten.add_, _aten.type_as),
 }
@@ -146,7 +146,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_boundary(node: fx.Node, known: set[fx.Node], batch: BatchValues) -> bool:
-    """Return True for a known statistic of the batch that is not only used in other statistics."""
+    """Return True for a known statistic of the batch, unless only other statistics use it."""
     if node not in known or not batch.is_statistic(node):
         return False
     return any(user not in known or not batch.is_statistic(user) for user in node.users)

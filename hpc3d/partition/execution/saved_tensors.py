@@ -1,23 +1,23 @@
-"""Tensors that torch.autograd saves for the backward pass: counted, rounded and offloaded.
+"""Count, round and offload the tensors that torch.autograd saves for the backward pass.
 
 The tensors are saved in memory blocks (storages of torch), and views of the same memory are saved
 once. Weights and model inputs are not copied. A saved buffer is copied if the pass modifies
 it, because the next microbatch modifies it again. If `parallel.keep_dtype` is set, the results of
-operations and the received tensors are stored in the forms of hpc3d.model.kept, and the backward
-pass uses the rounded values. A row, which has one scale, is the last dimension of the result, or
-the dimension that is contiguous in memory if the result is transposed. The following tensors stay
-exact:
+operations and the received tensors are stored in the formats of hpc3d.model.kept, and the backward
+pass uses the rounded values. Each row has a scale. Rows extend along the last dimension of the
+result or, if the result is transposed, along the dimension that is contiguous in memory. The
+following tensors are not rounded:
 
     statistics inside an operation, such as the log-sum-exp of attention or the mean of a norm
     results whose last dimension is 1
     tensors of another data type than the parameters, such as masks and indices
 
-If activations are offloaded, all saved memory moves to the host store, and returns when the
-backward pass needs it. The block that was saved before is then prefetched.
+If activations are offloaded, all saved blocks are moved to the host store. When the backward pass
+reads a block, the block is copied back, and the block saved before it is prefetched.
 
-If all saved tensors stay in place, hooks are needed only to count them. The sizes are then
-recorded in the first pass of a model chunk. Later passes with the same number of samples repeat
-the counts without hooks.
+If all saved tensors stay in place, hooks are needed only to count them. In this case, the sizes
+are recorded in the first pass of a model chunk, and later passes with the same number of samples
+repeat the counts without hooks.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ class SavedTensors:
 class SavedBytes:
     """Bytes that one forward pass saves, counted in a pool until they are freed.
 
-    In a pass with hooks, each saved block calls `count`, and `mark` records the live bytes. A
-    later pass without hooks has a separate object, which is given the first one as `recorded`;
-    its `mark` restores the live bytes. Both passes must call `mark` after the forward pass,
+    In a pass with hooks, each saved block calls `count`, and `mark` records the live bytes. For a
+    later pass without hooks, the object of the first pass is the argument `recorded`, and `mark`
+    restores the recorded live bytes. Both passes must call `mark` after the forward pass,
     whenever a gradient is complete, and after the backward pass. `copies` is True if the pass
     copies saved buffers. The object references the tensors `received` until no saved bytes are
     live, so that they are freed at the same time as with hooks.
@@ -276,7 +276,7 @@ def _array(tensor, dtype, row, pool):
 
 
 class SavedTensor:
-    """Tensor saved by autograd. `block` is its memory, or `None` if it is held in any case."""
+    """Tensor saved by autograd. `block` is its memory, or `None` if it stays allocated anyway."""
 
     __slots__ = ("block", "shape", "tensor", "version")
 
@@ -325,7 +325,7 @@ class _Block(NamedTuple):
 
 
 class _Stored:
-    """Memory in the form in which it is stored, and later the restored memory.
+    """Saved memory that is rounded or offloaded, and restored for the backward pass.
 
     `before()` returns the block that was saved before this one, which is prefetched.
     """

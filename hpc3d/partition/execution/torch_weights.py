@@ -61,7 +61,7 @@ def values_in(module: torch.nn.Module, captured: Captured) -> Iterator[tuple[str
     held |= dict(module.named_buffers(remove_duplicate=False))
     for name in captured.weights.values():
         found = held.get(captured.attributes.get(name, name))
-        # A constant that is no attribute of the module was created by the forward pass.
+        # A constant that is not an attribute of the module was created by the forward pass.
         yield name, (captured.program.constants[name] if found is None else found).detach()
 
 

@@ -74,7 +74,7 @@ def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
 
 
 def warnings(captured: Captured) -> Iterator[str]:
-    """Yield a line for each operation that the file computes differently than `partition run`."""
+    """Yield a line for each operation that `partition run` and the file compute differently."""
     for name in LossTerms(captured).sizes:
         yield (
             f"{name}: the file weights microbatches by their samples; if they have different "

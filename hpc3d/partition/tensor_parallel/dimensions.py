@@ -38,7 +38,7 @@ def numbers_of(value: torch.Tensor) -> list[int]:
 
 
 def ranges_of(node: fx.Node, operand: fx.Node, dim: int) -> list[Range] | None:
-    """Return, for each result of a view, the range of the operand's dimension `dim` it selects.
+    """Return the range of the operand's dimension `dim` that each result of a view selects.
 
     The view may move dimensions and select elements. Returns `None` if a result does not have the
     dimension, or if the selected elements are not adjacent.
@@ -82,7 +82,7 @@ def within(split: SplitDim, part: Range) -> SplitDim:
 def reshaped(old: torch.Tensor, new: torch.Tensor, split: SplitDim, ways: int) -> SplitDim | None:
     """Return the placement of a reshaped tensor, or `None` if the shards cannot be reshaped.
 
-    Raises WrongSections if the shards could be reshaped if `split` had other sections.
+    Raises WrongSections if the shards could be reshaped with other sections of `split`.
     """
     shapes = numbers_of(old), numbers_of(new)
     before, after = next(

@@ -133,7 +133,7 @@ class _ShardFlow:
         self.origins: dict[fx.Node, set[str]] = {}  # column-parallel weights of split values
         self.claims: dict[str, SplitDim] = {}
         self.readers: defaultdict[str, set[fx.Node]] = defaultdict(set)
-        self.pending: dict[str, SplitDim] = {}  # claims of the current operation
+        self.pending: dict[str, SplitDim] = {}  # placements requested by the current operation
         self.columns_of: set[str] = set()
         nodes = captured.program.graph.nodes
         self.written = {number for node in nodes for number in written_memory(node)}
