@@ -20,7 +20,7 @@ html_theme = "pydata_sphinx_theme"
 html_theme_options = {"navigation_with_keys": False, "navbar_center": []}
 html_sidebars = {"**": ["globaltoc.html"]}
 root_doc = "index"
-# Files outside of docs/ that are pages, too; each needs an empty file here, which setup() makes.
+# Pages whose files are outside of docs/. For each, setup() creates an empty file in docs/.
 BESIDE = {
     "../README.md": "readme",
     "../CONTRIBUTING.md": "contributing",

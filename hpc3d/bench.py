@@ -107,7 +107,7 @@ def parser() -> Parser:
     add("--transport", default="auto", help=text)
     text = "calibrate: validate the fitted machine model on additional runs"
     add("--check", action="store_true", help=text)
-    text = "findings: measure small runs on this machine instead, beside their predictions"
+    text = "findings: measure small runs on this machine instead, and compare predictions"
     add("--measure", action="store_true", help=text)
     add("--quick", action="store_true", help="partition: include only 3 BERT and 2 ResNet models")
     add("--json", action="store_true", help="print one JSON object on the last line")

@@ -1,6 +1,6 @@
 """Draw the figures of docs/architecture.md: python docs/figures/code_structure.py
 
-The layers are read from setup.cfg, where import-linter finds them, too.
+The layers are read from setup.cfg, which also configures import-linter.
 """
 
 from configparser import ConfigParser

@@ -1,4 +1,4 @@
-"""Measure small runs of the findings of arXiv:2407.02081 beside their predictions."""
+"""Measure small runs that show the findings of arXiv:2407.02081, and compare predictions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 _VALUES = "measured", "predicted"
-_STEPS, _WARM = 8, 2  # number of steps per run, and number of first steps that are not measured
+_STEPS, _WARM = 8, 2  # number of steps per run, and number of warm-up steps among them
 
 
 def findings(options: Namespace) -> dict[str, Any]:

@@ -228,7 +228,7 @@ class Block:
     def _with_outputs(
         self, saved: BlockSaved, first: Array | None, second: Array | None
     ) -> BlockSaved:
-        """Return the saved data with the outputs of recomputed norms, or without (`None`)."""
+        """Return the saved data with these outputs of recomputed norms; `None` removes them."""
         if not self.residual1.again:
             return saved
         if not self.residual2.again:  # post-norm

@@ -201,11 +201,11 @@ class ExpertMixture:
         return slots, loss
 
     def _shares(self, choices: Array, micro: Microbatch, dtype: DTypeLike) -> tuple[Array, int]:
-        """Return each expert's fraction of each sequence's routed tokens, and the first row.
+        """Return the fraction of routed tokens per expert for each sequence, and a row index.
 
-        The sequences are the ones of this rank's rows or, if tensor axes shard a sequence, of all
-        rows along these axes. The first row is the index, in these sequences, of this rank's first
-        row of X.
+        The sequences are those that contain this rank's rows or, if tensor axes shard a sequence,
+        the rows of all ranks along these axes. The row index is the position of this rank's first
+        row of X in these sequences.
         """
         (rows, top_k), tokens, first = choices.shape, micro.tokens.shape[1], 0
         group = gcd(rows, tokens)

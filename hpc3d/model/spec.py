@@ -14,7 +14,7 @@ from hpc3d.ops.attention import HeadForm
 from hpc3d.ops.rotary import Rotation
 from hpc3d.tensor.split import Split
 
-# Least capacity of experts without a capacity limit.
+# Capacity factor that determines the minimum number of slots if the capacity is not limited.
 _LEAST_CAPACITY = 1.25
 
 

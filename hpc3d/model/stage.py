@@ -68,7 +68,7 @@ def build(
     """Build this rank's model chunks of a `ModelSpec`, one for each layer range in `parts`.
 
     The parameters of the chunks are added to `parameters`. Ranks with the embedding store the
-    token table; in a tied model, ranks with the head store it, too. If the embedding and the head
+    token table; in a tied model, ranks with the head also store it. If the embedding and the head
     are on different ranks, `tied_peer` is the pipeline stage of the other rank.
     """
     table, tied = None, spec.sizes.tied

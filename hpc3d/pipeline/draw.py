@@ -47,8 +47,8 @@ def draw(rows: Sequence[Row], columns: int = 99) -> str:
 def _scale(spans, columns, unit):
     """Choose a scale whose cells are as wide as the longest label.
 
-    A blank separates the passes if the diagram has a Step, or if it still fits in `columns`
-    characters.
+    Passes are separated by a blank if the diagram contains a Step, or if it then still fits in
+    `columns` characters.
     """
     label = max(len(_label(instruction)) for *_, instruction in spans)
     cells = Scale(unit, 0, 0, 0).cell(max(end for _, end, _ in spans))

@@ -151,7 +151,7 @@ class Placement(NamedTuple):
         ]
 
 
-# The functions below do not depend on the microbatch: programs have hundreds of them.
+# The results of the following functions are cached. They are the same for all microbatches.
 
 
 @lru_cache(maxsize=1 << 16)

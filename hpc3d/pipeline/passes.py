@@ -174,7 +174,7 @@ def check(
 
 def _check_passes(stage, stream, placement, micros, passes):
     """Check that a stage runs every pass exactly once, and not before its inputs are available."""
-    done, needs = set(), {}  # `needs` is the same for all microbatches
+    done, needs = set(), {}  # `needs` caches dependencies, which all microbatches have in common
     for instruction in stream:
         op, mb, chunk = instruction
         if (op, chunk) not in needs:

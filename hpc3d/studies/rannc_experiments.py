@@ -54,7 +54,7 @@ class Setting(NamedTuple):
 
 
 _HIDDEN, _LAYERS = (1024, 1536, 2048), (24, 48, 96, 144, 192, 256)
-# The last model is larger than those of the paper: its largest has less than five times as many
+# The last model is not in the paper. Without it, no model would have five times as many
 # parameters as the largest model that Megatron-LM can train.
 _BERT = [
     Setting(f"inputs.partition.bert:enlarged({hidden}, {layers})", 256, 32)

@@ -149,7 +149,7 @@ class Chunked(Matmul):
 
 
 def _parts(size: int, most: int) -> list[slice]:
-    """Split columns into at most `most` chunks."""
+    """Split `size` columns into at most `most` chunks; return the slice of each chunk."""
     count = min(most, size)
     unit = _ALIGNED if size >= _ALIGNED * count else 1
     ends = [size * number // count // unit * unit for number in range(count)]
@@ -157,7 +157,7 @@ def _parts(size: int, most: int) -> list[slice]:
 
 
 def _ends(chunks: Sequence[Array]) -> list[slice]:
-    """Return the slice of each chunk in the columns of all chunks."""
+    """Return the column slice of each chunk in the concatenated matrix."""
     ends = [0, *accumulate(chunk.shape[-1] for chunk in chunks)]
     return [slice(*each) for each in pairwise(ends)]
 

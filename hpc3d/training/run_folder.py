@@ -134,7 +134,7 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
             file.truncate(0)
             print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
     except OSError:
-        with suppress(OSError):  # closing flushes the file again, which may fail, too
+        with suppress(OSError):  # closing flushes the file again, which may also fail
             file.close()
         raise
     return file

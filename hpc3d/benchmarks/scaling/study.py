@@ -38,7 +38,7 @@ With --machine, the rows are predicted. With --measure, they are measured on thi
 The options can be combined.
 
 With --grow, the table also contains the fitted exponents of time, received bytes and peak memory,
-beside the theoretical exponent of the received bytes. Tokens, hidden size and layers grow on the
+and the theoretical exponent of the received bytes. Tokens, hidden size and layers grow on the
 largest number of ranks; ranks grow as in weak scaling.
 
 The table (CSV, Markdown, LaTeX) and the figure (SVG, PDF, PNG) are

@@ -3,8 +3,8 @@
 Each replica runs the program on its samples of one microbatch. An operation along the batch
 dimension would process fewer samples than in torch, and a statistic of the batch would have a
 different value. BatchNorm is allowed, although it computes its statistics over a microbatch.
-Statistics that a module stores in its buffers are allowed, too, and so are operations that are
-unknown to this module.
+Statistics that a module stores in its buffers and operations that are unknown to this module are
+also allowed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def refuse_related_samples(values: BatchValues, layouts: SampleLayouts) -> None:
 
 
 def _relation(node, values):
-    """Return an explanation if an operation relates different samples, otherwise `None`."""
+    """Return an explanation if an operation combines different samples, otherwise `None`."""
     sources = values_of(node)
     results = results_of(node)
     real = [each for each in sources if each in values.real and _is_floating(each)]

@@ -123,7 +123,7 @@ def independent_inputs(module: torch.nn.Module, inputs: tuple | dict) -> list[in
 def inputs_with_later_batch(module: torch.nn.Module, inputs: tuple | dict) -> list[str]:
     """Return the names of the inputs whose dimension 1 may be the batch.
 
-    The list is empty if the module cannot be traced with this batch, or relates its samples.
+    The list is empty if the module cannot be traced with this batch, or combines samples.
     """
     leaves = tree_leaves(inputs)
     first = next(each for each in tensors(inputs) if each.dim())

@@ -89,6 +89,6 @@ class ModuleEvaluator(Evaluator):
         return self.trainer.config.train.batch
 
     def totals(self) -> tuple[float, float, int]:
-        """Return the summed loss, NaN because a module has no accuracy, and the sample count."""
+        """Return the summed loss, the accuracy (NaN: a module has none) and the sample count."""
         loss, _, samples = super().totals()
         return loss, nan, samples

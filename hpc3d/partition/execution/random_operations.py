@@ -34,7 +34,7 @@ def check_random_operations(captured: Captured, redraw: bool = True) -> None:
     """Raise ValueError for a random operation that would make the results depend on the plan.
 
     If `redraw` is False, the operations draw from torch's random number generator, and only those
-    that relate samples are rejected.
+    that combine samples are rejected.
     """
     used = {node for piece in captured.pieces for node in (*piece.nodes, *piece.copies)}
     for node in captured.program.graph.nodes:

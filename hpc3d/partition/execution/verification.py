@@ -8,7 +8,7 @@ to rounding:
 2. The captured program agrees with the module. Otherwise, tracing has lost something, such as a
    gradient hook.
 3. The loss of both microbatches together is the mean of their losses. Otherwise, the module
-   relates samples to each other, or its loss is not a mean over samples.
+   combines different samples, or its loss is not a mean over samples.
 
 If the gradients of the module do not fit in the memory of one rank, only the losses are compared.
 These comparisons save no activations. Alternatively, only the largest prefix of the module that
@@ -316,7 +316,7 @@ class _Verification:
         return recorder.values, self._loss(program, *found)
 
     def _relation(self, program):
-        """Name the first operation that relates the samples of different microbatches."""
+        """Name the first operation that combines samples of different microbatches."""
         if not self.details:
             return self._reduction()
         both, _ = self._recorded(program, self.both)

@@ -299,8 +299,8 @@ def _blocks_are_alike(config: Config) -> bool:
     """Return True if a block can replay the passes of another block of its model chunk.
 
     This requires GPUs, because CPU ranks share gathered blocks and a NIC. It also requires that
-    the saved data of a block are not changed between its passes, that the names of its random
-    numbers do not matter, and that no other call is in the queue of its calls.
+    the saved data of a block do not change between its passes, that a block draws no random
+    numbers, and that the queue of its communication calls contains no other calls.
     """
     model, parallel = config.model, config.parallel
     return (
