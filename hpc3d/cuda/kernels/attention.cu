@@ -1,12 +1,13 @@
-// The softmax of attention between two products, and its gradient: what is left to do where no
-// fused attention is at hand.  With `causal` a query sees the keys up to its own.
+// Softmax of attention and its gradient, used between two GEMMs if no fused attention is
+// available. With `causal`, a query attends only to keys up to its own position.
 //
-// All matrices are [B, heads, key, query]: a softmax runs down a column, neighboring threads have
-// neighboring queries, and dropout numbers its draws as hpc3d/model/attention.py does.
+// All matrices have the layout [B, heads, key, query]. The softmax reduces over a column, so
+// adjacent threads process adjacent queries. Dropout numbers the elements as
+// hpc3d/ops/attention.py does.
 #include "attention.cuh"
 
-// Dropout's factors of N queries of a key: all samples are rows of a matrix with `width` columns,
-// of which those from first_column on are [heads, key, query] of this rank.
+// Return the dropout factors of N queries and one key. The factors form a matrix with one row per
+// sample and `width` columns. The elements [heads, key, query] of this rank start at first_column.
 template <int N>
 __device__ Pack<N> dropout_of(Draws& draws, int heads, int sequence, int key, int query,
                               long long first_row, long long first_column, long long width,
@@ -17,11 +18,13 @@ __device__ Pack<N> dropout_of(Draws& draws, int heads, int sequence, int key, in
     return dropout<N>(draws, e, limit, factor);
 }
 
-// p = softmax(scale scores + mask) in the scores' memory; with dropout, weights = p times factors.
+// p = softmax(scale scores + mask), which overwrites the scores. With dropout, weights = p *
+// factors.
 //
-// `padding` [B, sequence] says which keys no query sees, null if there are none; a query that sees
-// none has only zeros.  `dropout_key` and `weights` are null without dropout.  A thread finds maximum and sum of its keys in one
-// pass, then the 32 threads of a column put theirs together.
+// `padding` [B, sequence] marks masked keys; it is null if no key is masked. If all keys of a
+// query are masked, its probabilities are 0. `dropout_key` and `weights` are null without dropout.
+// A thread computes the maximum and the sum of its keys in one pass, and the 32 threads of a
+// column combine their results.
 // Launch: tiles_of_queries; reads and writes scores
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -31,7 +34,7 @@ causal_softmax(T* scores, T* weights, const bool* padding, const Word* dropout_k
 {
     constexpr int N = WIDTH<T>;
     const int query = (blockIdx.y * 8 + threadIdx.x) * N;
-    // Keys from here on are hidden from all N.
+    // Keys from this index on are masked for all N queries.
     const int last = causal ? min(query + N, sequence) : sequence;
     const bool* hidden = padding ? padding + blockIdx.x / heads * sequence : nullptr;
     const int keys = query < sequence ? sequence : 0;
@@ -83,8 +86,8 @@ causal_softmax(T* scores, T* weights, const bool* padding, const Word* dropout_k
     }
 }
 
-// ds = scale p (dp - sum over keys of dp p), with dp = dweights times dropout's factors, in the
-// memory of dweights.  The first pass makes the sum.
+// ds = scale p (dp - sum over keys of dp p), where dp = dweights * dropout factors. The result
+// overwrites dweights. The first pass computes the sum.
 // Launch: tiles_of_queries; reads and writes dweights
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -131,9 +134,9 @@ causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int causal
     }
 }
 
-// p = softmax(scale scores) in the scores' memory, of attention to keys that are kept: the rows are
-// [B heads, queries] and the columns keys, of which query i of `queries` sees first + i + 1 and the
-// others get 0.  A block has a row.
+// p = softmax(scale scores) for attention to cached keys, which overwrites the scores. The rows
+// are [B heads, queries], and the columns are keys. Query i of `queries` attends to the first
+// first + i + 1 keys; the probabilities of all other keys are 0. Each block processes one row.
 // Launch: block_per_row; reads and writes scores
 template <typename T>
 __global__ void __launch_bounds__(256)

@@ -1,13 +1,13 @@
-// What the kernels of attention share.
+// Code shared by the attention kernels.
 //
-// The grid is (matrices of scores, tiles of queries), a block 8 x 32 threads: thread (x, y) has a
-// pack of queries, 8 packs are 128 bytes, and every 32nd key.
+// The grid is (score matrices, tiles of queries), and a block has 8 x 32 threads. Thread (x, y)
+// processes one pack of queries (8 packs are 128 bytes) and every 32nd key.
 #pragma once
 
 #include "common.cuh"
 #include "random.cuh"
 
-// Over the 32 threads with the same x, the same in each of them.
+// Reduce over the 32 threads with the same x; all of them get the result.
 template <typename Of, int N>
 __device__ Pack<N> column_all(const Pack<N>& mine)
 {
@@ -25,6 +25,6 @@ __device__ Pack<N> column_all(const Pack<N>& mine)
 #pragma unroll
     for (int i = 0; i < N; i++)
         all[i] = tile[0][threadIdx.x * N + i];
-    __syncthreads();  // the tile may be filled again
+    __syncthreads();  // the tile may be overwritten after this point
     return all;
 }

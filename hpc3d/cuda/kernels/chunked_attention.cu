@@ -1,15 +1,17 @@
-// Attention a tile of keys and queries at a time, between products (hpc3d/ops/chunked_attention.py):
-// what a tile adds is merged with what others have added, with the log-sum-exps L of the scores.
+// Kernels of chunked attention (hpc3d/ops/chunked_attention.py), which run between GEMMs on one
+// tile of keys and queries at a time. The contributions of the tiles are merged with the help of
+// L, the log-sum-exps of the scores.
 //
-// Scores are [heads, key, group, query]: the queries of a group share the keys of their head, and
-// a matrix of the grid is a head of queries.  L and dots are [heads, group, sequence], the tile's
-// queries begin at number `first` of them.  Query q sees the keys up to q + ahead, those that
-// `padding` does not hide (null if it hides none).  Dropout is that of a matrix with rows of
-// `width` elements: a row is a key of a head of queries, the tile begins at (first_row,
-// first_column); `dropout_key` is null without.
+// Scores have the layout [heads, key, group, query]. The query heads of a group share the keys of
+// one head, and each score matrix of the grid belongs to one query head. L and dots have the
+// layout [heads, group, sequence]; the first query of the tile has index `first` in the sequence.
+// Query q attends to the keys up to q + ahead that are not masked by `padding` (null: no padding).
+// The dropout mask is a matrix with rows of `width` elements and one row per key and query head.
+// The tile starts at element (first_row, first_column) of this matrix. `dropout_key` is null
+// without dropout.
 #include "attention.cuh"
 
-// The pack of queries of a thread in its matrix.
+// Pack of queries that a thread processes in its score matrix.
 template <typename T>
 struct Column {
     static constexpr int N = WIDTH<T>;
@@ -30,15 +32,16 @@ struct Column {
     {
     }
 
-    // Keys from here on are hidden from all N.
+    // Keys from this index on are masked for all N queries.
     __device__ int last() const { return min(query + ahead + N, keys); }
     __device__ bool sees(int i, int key) const { return key <= query + ahead + i; }
     __device__ bool some(int key) const { return key < last() && !(padding && padding[key]); }
 };
 
-// scores become p = exp(scale s - L') times dropout's factors, where L' = log(exp L + exp l) with
-// the l of this tile; L becomes L', `kept` [heads, group, query] what is left of the output so far,
-// exp(L - L').  Where no key is seen L' is -inf, and p is 0.
+// Overwrite the scores s with p = exp(scale s - L') * dropout factors. L' = log(exp L + exp l),
+// where l is the log-sum-exp of this tile, and L' replaces L. The factor exp(L - L'), by which the
+// earlier output must be multiplied, is written to `kept` [heads, group, query]. If all keys of a
+// query are masked, L' is -inf and p is 0.
 // Launch: tiles_of_queries; reads and writes scores, sums
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -109,8 +112,8 @@ chunk_softmax(T* scores, float* sums, float* kept, const bool* padding, const Wo
     }
 }
 
-// scores become p = exp(scale s - L) times dropout's factors, for the gradient of v; dweights
-// ds = scale p (dp - dots), with dp = dweights times the factors.
+// Overwrite the scores s with exp(scale s - L) * dropout factors, for the gradient of v. Overwrite
+// dweights with ds = scale p (dp - dots), where p = exp(scale s - L) and dp = dweights * factors.
 // Launch: tiles_of_queries; reads and writes scores, dweights
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -156,9 +159,9 @@ chunk_softmax_grad(T* scores, T* dweights, const float* sums, const float* dots,
     }
 }
 
-// out = kept out + added (kept is 1 where it is null): out has a row per query, of which the columns
-// from `first` on are heads of `width`; `added` is [heads, query, width], `kept` [heads, query].  A
-// block has a row.
+// out = kept out + added, with kept = 1 if `kept` is null. `out` has one row per query, in which
+// heads of `width` columns start at column `first`. `added` has the layout [heads, query, width],
+// and `kept` [heads, query]. Each block processes one row.
 // Launch: block_per_row; reads and writes out
 __global__ void __launch_bounds__(256)
 merge_chunk(float* out, const float* added, const float* kept, int queries, int columns, int width,
@@ -178,8 +181,9 @@ merge_chunk(float* out, const float* added, const float* kept, int queries, int 
     });
 }
 
-// dots[sample, head, token] = the sum of x y over the `width` features of a head.  A block has a
-// row of x and y [sample, token, head, feature], a warp every so many heads.
+// dots[sample, head, token] = sum of x y over the `width` features of a head. Each block processes
+// one row (sample, token) of x and y [sample, token, head, feature], and each warp some of its
+// heads.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -198,12 +202,12 @@ row_dots(const T* x, const T* y, float* dots, int heads, int width, int sequence
     }
 }
 
-// Merge the output `added` of a fused kernel for one block of keys, [sample, query, head, feature],
-// into `out`: out = exp(L - L') out + exp(l - L') added, with the log-sum-exps L of the earlier keys
-// (`sums`), l of these keys (`added_sums`), and L' = log(exp L + exp l), which replaces L.  If `sums`
-// is null, out += added.  The first query is number `first` of the `sequence` queries in each row of
-// sums [sample, head, sequence]; `added_sums` is [sample, head, query].  A block has a query, and
-// each warp some of its heads.
+// Merge the output `added` of a fused kernel for one block of keys, [sample, query, head,
+// feature], into `out`: out = exp(L - L') out + exp(l - L') added, with the log-sum-exps L of the
+// earlier keys (`sums`), l of these keys (`added_sums`), and L' = log(exp L + exp l), which
+// replaces L. If `sums` is null, out += added. The first query has index `first` among the
+// `sequence` queries in each row of sums [sample, head, sequence]; `added_sums` has the layout
+// [sample, head, query]. Each block processes one query, and each warp some of its heads.
 // Launch: block_per_row; reads and writes out, sums
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -216,7 +220,7 @@ merge_hop(float* out, const T* added, float* sums, const float* added_sums, int 
         float kept = 1, share = 1;
         if (sums) {
             float* place = sums + (sample * heads + head) * sequence + first + query;
-            // Lane 0 reads and writes; the sum over the lanes is a broadcast.
+            // Only lane 0 reads and writes; the sum over all lanes broadcasts its value.
             const float before = warp_all<Sum>(lane ? 0.0f : *place);
             const float mine = added_sums[(sample * heads + head) * queries + query];
             const float larger = Max::of(before, mine);

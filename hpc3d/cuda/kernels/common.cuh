@@ -1,18 +1,19 @@
-// What all kernels share: three types of numbers, loads of 16 bytes, sums over a block.
+// Code shared by all kernels: number types, 16-byte loads, and reductions over a thread block.
 //
-// A kernel is a template over T: float, __half or __nv_bfloat16.  Arrays of T are read 16 bytes at
-// a time, all arithmetic is in float, and results are rounded once, when they are stored.
-// Matrices lie row by row.  hpc3d/model/launches.py says how each kernel is launched.
+// A kernel is a template over T: float, __half or __nv_bfloat16. Arrays of T are read 16 bytes at
+// a time, all arithmetic is in float, and results are rounded once, when they are stored. Matrices
+// are row-major. hpc3d/cuda/launch_table.py contains the launch configuration of each kernel.
 //
-// No kernel adds atomically: sums that go over blocks are made in two passes, in a fixed order, so
-// that the same numbers always give the same bits.  What changes from step to step (factors of the
-// optimizer, keys of dropout) is read from device memory, so that a recorded step can be replayed.
+// No kernel uses atomic additions. Sums over several blocks are computed in two passes, in a fixed
+// order, so that results are bitwise reproducible. Values that change from step to step (factors
+// of the optimizer, dropout keys) are read from device memory, so that a captured step can be
+// replayed.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// The elements of T in 16 bytes, the most that a thread loads with one instruction.
+// Number of elements of T in 16 bytes, the largest size that a thread loads with one instruction.
 template <typename T>
 constexpr int WIDTH = 16 / sizeof(T);
 
@@ -24,7 +25,7 @@ __device__ inline void put(float& place, float value) { place = value; }
 __device__ inline void put(__half& place, float value) { place = __float2half(value); }
 __device__ inline void put(__nv_bfloat16& place, float value) { place = __float2bfloat16(value); }
 
-// The value as it is after a store and a load.
+// Return the value rounded to type T.
 template <typename T>
 __device__ float rounded(float value)
 {
@@ -33,7 +34,7 @@ __device__ float rounded(float value)
     return to_float(stored);
 }
 
-// N neighboring elements, in registers.
+// N adjacent elements in registers.
 template <int N>
 struct Pack {
     float item[N];
@@ -41,15 +42,15 @@ struct Pack {
     __device__ float operator[](int i) const { return item[i]; }
 };
 
-// Whether all addresses divide by 16; null, of what is not there, does.
+// Return true if all addresses are multiples of 16. Null pointers (absent arrays) count as
+// aligned.
 template <typename... T>
 __device__ bool aligned(const T*... pointers)
 {
     return ((reinterpret_cast<size_t>(pointers) % 16 == 0) && ...);
 }
 
-// How a thread handles N neighboring elements: 16 bytes at a time, from an aligned address on; a
-// single one anywhere.
+// Access to N adjacent elements, 16 bytes at a time. The address must be aligned unless N is 1.
 template <int N>
 struct Whole {
     static constexpr int size = N;
@@ -94,9 +95,9 @@ struct Whole {
     __device__ Pack<N> zeros() const { return {}; }
 };
 
-// body(c, pack) for all of `size` elements: the first `head` one by one, then packs of N as long
-// as they are whole, then one by one again.  This thread has number `first` of each, and every
-// `step`-th from there on.
+// Call body(c, pack) for `size` elements: the first `head` elements one by one, then complete
+// packs of N elements, then the remaining elements one by one. In each of the three ranges, this
+// thread processes the item with index `first` and every `step`-th item after it.
 template <int N, typename Index, typename Body>
 __device__ void packs(Index size, Index head, Index first, Index step, Body body)
 {
@@ -113,14 +114,14 @@ __device__ void packs(Index size, Index head, Index first, Index step, Body body
         body(c, Whole<1>());
 }
 
-// Those of rows, shared by the threads of a block; `wide` says that all of them begin aligned.
+// Process a row with the threads of a block; `wide` is true if all rows are aligned.
 template <int N, typename Body>
 __device__ void packs_of_row(int columns, bool wide, Body body)
 {
     packs<N, int>(columns, wide ? 0 : columns, threadIdx.x, blockDim.x, body);
 }
 
-// Those of one row that is alone: it may begin anywhere, its packs begin where it is aligned.
+// Process a row of any alignment with the threads of a block. Packs begin at an aligned address.
 template <typename T, typename Body>
 __device__ void packs_of_row(int columns, const T* row, Body body)
 {
@@ -128,7 +129,7 @@ __device__ void packs_of_row(int columns, const T* row, Body body)
     packs<WIDTH<T>, int>(columns, head, threadIdx.x, blockDim.x, body);
 }
 
-// Those of flat arrays, shared by all threads of the grid.
+// Process flat arrays with all threads of the grid.
 template <int N, typename Body>
 __device__ void packs_of_grid(long long size, bool wide, Body body)
 {
@@ -136,8 +137,8 @@ __device__ void packs_of_grid(long long size, bool wide, Body body)
     packs<N>(size, wide ? 0 : size, blockIdx.x * threads + threadIdx.x, step, body);
 }
 
-// N elements of which only the first `left` are there: the others are read as 0.  `wide` says that
-// they lie at an aligned address; all of them are there then.
+// Access to N elements of which only the first `left` exist; the others are read as 0. If `wide`
+// is true, the address is aligned and all N elements exist.
 template <int N>
 struct Part {
     static constexpr int size = N;
@@ -168,8 +169,8 @@ struct Part {
     }
 };
 
-// body(pack) for N columns that a thread keeps over many rows; nothing where none is left.  `wide`
-// says that all rows are aligned and divide into packs.
+// Call body(pack) for N columns that a thread processes in many rows, unless no column is left.
+// `wide` is true if all rows are aligned and consist of complete packs.
 template <int N, typename Body>
 __device__ void pack_of_columns(int left, bool wide, Body body)
 {
@@ -188,7 +189,7 @@ struct Sum {
     static __device__ V of(V a, V b) { return a + b; }
 };
 
-// NaN where one of the two is NaN: what is not finite must be seen.
+// Maximum that is NaN if either operand is NaN, so that non-finite values are not lost.
 struct Max {
     template <typename V>
     static __device__ V start() { return minus_infinity(); }
@@ -196,7 +197,7 @@ struct Max {
     static __device__ V of(V a, V b) { return a > b || a != a ? a : b; }
 };
 
-// Over the 32 threads of a warp, the same in each of them: a butterfly of five exchanges.
+// Reduce over the 32 threads of a warp by five butterfly exchanges; all threads get the result.
 template <typename Of, typename V>
 __device__ V warp_all(V value)
 {
@@ -206,14 +207,14 @@ __device__ V warp_all(V value)
     return value;
 }
 
-// Over all threads of a one-dimensional block of whole warps, the same in each of them.
+// Reduce over a one-dimensional block of complete warps; all threads get the result.
 template <typename Of, typename V>
 __device__ V block_all(V value)
 {
     __shared__ V parts[32];
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     value = warp_all<Of>(value);
-    __syncthreads();  // the parts of the last call are read
+    __syncthreads();  // all threads have read the parts of the previous call
     if (lane == 0)
         parts[warp] = value;
     __syncthreads();
@@ -226,9 +227,10 @@ __device__ V block_sum(V value)
     return block_all<Sum>(value);
 }
 
-// Sums over rows: the grid is (tiles of columns, strips of rows), a block 32 x 8 threads.  Thread
-// (x, y) has summed N columns over every eighth row of its strip; the eight are added here, and the
-// sums of the strip go to `to`, a row of `columns`.
+// Last stage of a sum over rows. The grid is (tiles of columns, strips of rows), and a block has
+// 32 x 8 threads. Thread (x, y) has summed N columns over every eighth row of its strip. This
+// function adds the eight partial sums, and writes the sums of the strip to `to`, a row of
+// `columns`.
 template <int N>
 __device__ void add_eight(const Pack<N>& mine, float* to, int columns)
 {
@@ -245,5 +247,5 @@ __device__ void add_eight(const Pack<N>& mine, float* to, int columns)
         if (column < columns)
             to[column] = sum;
     }
-    __syncthreads();  // the tile may be filled again
+    __syncthreads();  // the tile may be overwritten after this point
 }

@@ -1,9 +1,9 @@
-// Rows of a table by token, and their gradient; positions.  Unless said otherwise a block has a
-// row, and a thread every blockDim-th pack of its columns.
+// Embedding lookup by token, its gradient, and position embeddings. Unless stated otherwise, each
+// block processes one row, and each thread every blockDim-th pack of its columns.
 #include "common.cuh"
 
-// out[r] = table[index[r]], zeros where the index is outside of this rank's part of the table,
-// plus row (first + r) mod period of the positions unless these are null.
+// out[r] = table[index[r]] + positions[(first + r) mod period]. The first term is 0 if the index
+// is outside this rank's shard of the table, and the second if `positions` is null.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -29,11 +29,12 @@ gather_rows(const T* table, const long long* index, const T* positions, T* out,
     });
 }
 
-// total[t] += the sum of the rows of dy whose index is t, in the order of the rows.
+// total[t] += sum of the rows of dy with index t, in the order of the rows.
 //
-// `order` sorts the index, and rows with the same index keep their order: those of a token lie
-// together.  Block (position, tile) does nothing unless a token begins at its position; then it
-// adds up the token's rows, 32 packs of columns wide.  No other block writes there.
+// `order` is a permutation that stably sorts the index, so the rows of a token are adjacent. Block
+// (position, tile) returns immediately unless the rows of a token start at its position.
+// Otherwise, it sums the rows of this token in a tile of 32 packs of columns. No other block
+// writes this tile.
 // Launch: row_by_tiles
 template <typename T>
 __global__ void __launch_bounds__(32)
@@ -78,8 +79,8 @@ add_repeated(const T* x, const T* table, T* out, long long first, int period, in
     });
 }
 
-// total[p] = the sum of the rows r of dx with (first + r) mod period = p, or total += it.  A block
-// has a p; 0 <= first < period.
+// total[p] = sum of the rows r of dx with (first + r) mod period = p. If `add` is set, the sum is
+// added to total[p]. Each block processes one p, and 0 <= first < period.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256) sum_repeated(const T* dx, float* total, int first,

@@ -1,8 +1,9 @@
-// Float8 by tiles and by rows (hpc3d/ops/float8.py and quantize.py).
+// Float8 rounding by tiles, and float8 codes of tensors and rows (hpc3d/ops/float8.py,
+// quantize.py).
 #include "common.cuh"
 
-// The nearest number with so many binary `digits` behind the first one, ties to even; the steps
-// grow no smaller than those from 2^lowest on, and what is beyond `most` is `most`.
+// Return the nearest number with `digits` mantissa bits, ties to even. The spacing of the numbers
+// is at least that of the numbers from 2^lowest to 2^(lowest + 1). Magnitudes saturate at `most`.
 __device__ inline float nearest(float x, float most, int digits, int lowest)
 {
     if (isnan(x))
@@ -20,8 +21,8 @@ __device__ inline float divisor(float largest, float most)
     return scale == 0 ? 1 : scale;
 }
 
-// maxima [rows, across] = max |x| of each row over its part of each tile of `width` columns, the
-// first of which begins `left` columns before x.
+// maxima [rows, across] = max |x| over the columns of each row in each tile. Tiles have `width`
+// columns, and the first one starts `left` columns before x.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -51,8 +52,8 @@ tile_row_maxima(const T* x, float* maxima, int columns, int width, int left, int
     }
 }
 
-// maxima [down, columns] = the maxima of `partial` [rows, columns] over tiles of `height` rows, the
-// first of which begins `top` rows before it.
+// maxima [down, columns] = maxima of `partial` [rows, columns] over tiles of `height` rows. The
+// first tile starts `top` rows before `partial`.
 // Launch: block_per_row
 __global__ void __launch_bounds__(256)
 tile_column_maxima(
@@ -69,7 +70,8 @@ tile_column_maxima(
         maxima[blockIdx.x] = most;
 }
 
-// out = s round(x / s), s = maxima / most: rows [m, experts] of x, maxima [down, experts, across].
+// out = s round(x / s) with s = maxima / most, for rows [m, experts] of x and maxima [down,
+// experts, across].
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -92,13 +94,14 @@ round_tiles(
     });
 }
 
-// The bits of such a number; those of NaN are the same in e4m3fn and e5m2.
+// Return the float8 bits of a number that `nearest` returned. NaN has the same bits in both
+// formats.
 __device__ inline unsigned char bits_of(float number, int digits, int lowest)
 {
     if (isnan(number))
         return 0x7f;
     const int sign = signbit(number) ? 0x80 : 0;
-    if (number == 0)  // of which frexp says no exponent
+    if (number == 0)  // frexp returns no exponent for 0
         return sign;
     number = fabsf(number);
     int exponent;
@@ -108,7 +111,7 @@ __device__ inline unsigned char bits_of(float number, int digits, int lowest)
     return sign | (((exponent - lowest) << digits) + steps);
 }
 
-// codes = round(x / scale) of a flat array, scale [1] = largest [1] / most.
+// codes = round(x / scale) for a flat array, with scale [1] = largest [1] / most.
 // Launch: strided
 template <typename T>
 __global__ void __launch_bounds__(256)

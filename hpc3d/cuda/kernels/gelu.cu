@@ -1,9 +1,10 @@
-// GELU of h + bias, [rows, columns], and its slope: forward has all that the slope needs, so that
-// backward is one multiplication.  A block has a row; bias may be null.
+// GELU of h + bias [rows, columns] and its derivative. The forward pass computes the derivative,
+// so that the backward pass is a single multiplication. Each block processes one row. `bias` may
+// be null.
 #include "common.cuh"
 
-// out = x s with s = (1 + tanh u) / 2, u = c (x + a x^3), c = sqrt(2 / pi), a = 0.044715, and
-// d out / dx = s (1 + (1 - s) 2 x u'), x u' = 3 u - 2 c x   (Hendrycks and Gimpel 2016, GPT-2's).
+// out = x s with s = (1 + tanh u) / 2, u = c (x + a x^3), c = sqrt(2 / pi), a = 0.044715, and d
+// out / dx = s (1 + (1 - s) 2 x u'), x u' = 3 u - 2 c x (Hendrycks and Gimpel 2016, as in GPT-2).
 struct Tanh {
     static __device__ float of(float x, float& slope)
     {
@@ -15,7 +16,8 @@ struct Tanh {
     }
 };
 
-// out = x Phi(x) and d out / dx = Phi(x) + x phi(x), Phi and phi of the normal distribution.
+// out = x Phi(x) and d out / dx = Phi(x) + x phi(x), with the CDF Phi and the density phi of the
+// standard normal distribution.
 struct Exact {
     static __device__ float of(float x, float& slope)
     {
@@ -25,7 +27,7 @@ struct Exact {
     }
 };
 
-// h becomes the slope.
+// Compute one row of the output, and overwrite h with the derivative.
 template <typename Gelu, typename T>
 __device__ void row_gelu(T* h, const T* bias, T* out, int columns)
 {
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(256) gelu_exact(T* h, const T* bias, T* out, i
     row_gelu<Exact>(h, bias, out, columns);
 }
 
-// dh = slope dg of `size` elements, in the memory of the slope.  The grid strides over packs.
+// dh = slope dg for `size` elements; the result overwrites `slope`. A grid-stride loop over packs.
 // Launch: strided; reads and writes slope
 template <typename T>
 __global__ void __launch_bounds__(256) gelu_grad(T* slope, const T* dg, long long size)

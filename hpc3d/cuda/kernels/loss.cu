@@ -1,15 +1,17 @@
 // Cross-entropy of logits [rows, columns]: -log softmax(logits)[target].
 //
-// Where the vocabulary is split over ranks, a step is row_max | maximum over ranks | local_sums |
-// sum over ranks | negative_log, and backward softmax_grad; index = target - first column of this
-// rank.  Where it is not, cross_entropy does all of it.  Unlike their NumPy twins, the first two
-// leave the logits as they are, and backward computes the exponentials again: that is exact in 16
-// bits and writes less.  A block has a row, and a thread every blockDim-th pack of its columns.
+// If the vocabulary is sharded over ranks, the forward pass consists of row_max, a maximum over
+// ranks, local_sums, a sum over ranks, and negative_log. The backward pass is softmax_grad.
+// `index` is the target minus the first column of this rank. If the vocabulary is not sharded,
+// cross_entropy computes both. Unlike the NumPy implementations, row_max and local_sums do not
+// change the logits, and the backward pass recomputes the exponentials, which avoids rounding them
+// to 16 bits and writes less data. Each block processes one row, and each thread every blockDim-th
+// pack of its columns.
 #include "common.cuh"
 
-constexpr long long IGNORE = -100;  // the target of rows that count for nothing
+constexpr long long IGNORE = -100;  // target that excludes a row from the loss
 
-// The maximum of each row.  Columns from `valid` on are padding and become -infinity.
+// top [rows] = maximum of each row. Columns from `valid` on are padding and are set to -infinity.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(512) row_max(T* logits, float* top, int columns, int valid)
@@ -30,7 +32,8 @@ __global__ void __launch_bounds__(512) row_max(T* logits, float* top, int column
         top[row] = most;
 }
 
-// sums [2, rows]: of exp(logit - top) over the columns; and logit[index] - top, or 0 without one.
+// sums [2, rows]: the sum of exp(logit - top) over the columns, and logit[index] - top, or 0 if
+// the target is on another rank.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(512)
@@ -53,7 +56,7 @@ local_sums(const T* logits, const float* top, const long long* index, float* sum
     }
 }
 
-// loss = the sum over valid rows of log(sums[0]) - sums[1], in double.  One block.
+// loss = sum of log(sums[0]) - sums[1] over the valid rows, in double precision. One block.
 // Launch: one_block
 __global__ void __launch_bounds__(1024)
 negative_log(const float* sums, const bool* valid, double* loss, int rows)
@@ -67,7 +70,8 @@ negative_log(const float* sums, const bool* valid, double* loss, int rows)
         *loss = sum;
 }
 
-// score = the same, and the number of valid rows whose target has the highest logit.  One block.
+// score [2]: the result of negative_log, and the number of valid rows whose target has the largest
+// logit. One block.
 // Launch: one_block
 __global__ void __launch_bounds__(1024)
 score_rows(const float* sums, const bool* valid, double* score, int rows)
@@ -86,8 +90,8 @@ score_rows(const float* sums, const bool* valid, double* score, int rows)
     }
 }
 
-// In the memory of a row of logits: factor exp(logit - top), 0 from column `valid` on, minus
-// `scale` at column `at`.
+// Overwrite a row of logits with factor exp(logit - top), or 0 from column `valid` on, and
+// subtract `scale` from column `at`.
 template <typename T>
 __device__ void row_softmax_grad(T* logits, float top, float factor, long long at, float scale,
                                  int columns, int valid)
@@ -103,7 +107,8 @@ __device__ void row_softmax_grad(T* logits, float top, float factor, long long a
     });
 }
 
-// scale (softmax - onehot) for valid rows, 0 for others; `total` are the sums over all ranks.
+// Overwrite the logits with scale (softmax - onehot) in valid rows, and with 0 in all other rows.
+// `total` contains the sums over all ranks.
 // Launch: block_per_row; reads and writes logits
 template <typename T>
 __global__ void __launch_bounds__(512)
@@ -116,8 +121,8 @@ softmax_grad(T* logits, const float* top, const float* total, const long long* i
                      columns, columns);
 }
 
-// loss [rows] and, in the logits' memory, its gradient times `scale`.  The maximum and the sum are
-// found in one pass: where the maximum grows, the sum so far shrinks (arXiv:1805.02867).
+// Compute loss [rows], and overwrite the logits with its gradient times `scale`. One pass computes
+// the maximum and the sum: if the maximum increases, the sum is rescaled (arXiv:1805.02867).
 // Launch: block_per_row; reads and writes logits
 template <typename T>
 __global__ void __launch_bounds__(512)
@@ -142,7 +147,7 @@ cross_entropy(T* logits, const long long* targets, const float* scale, float* lo
             sum += a[i] == minus_infinity() ? 0 : expf(a[i] - top);
     });
     const float most = block_all<Max>(top);
-    sum = block_sum(sum ? sum * expf(top - most) : 0);  // also: no one writes before all have read
+    sum = block_sum(sum ? sum * expf(top - most) : 0);  // also a barrier between reads and writes
     if (threadIdx.x == 0)
         loss[row] = target == IGNORE ? 0 : logf(sum) + most - wanted;
     row_softmax_grad(mine, most, weight / sum, target, weight, columns, vocabulary);

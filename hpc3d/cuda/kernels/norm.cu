@@ -1,16 +1,18 @@
-// Layer norm of the rows of X [rows, columns]: y = n gamma + beta with n = (x - mean) rstd.  Of RMS
-// norm `mean` and `beta` are null: both are 0.
+// LayerNorm of the rows of X [rows, columns]: y = n gamma + beta with n = (x - mean) rstd. For
+// RMSNorm, mean and beta are 0, and the pointers `mean` and `beta` are null.
 //
-// Where the columns are split over ranks, a step is several kernels with messages in between:
-// moments | all-gather | combine_moments, normalise (of RMS norm row_squares | all-reduce |
-// normalise); and backward: normalise_sums | all-reduce | normalise_grad.  Where they are not,
-// add_norm and norm_grad do all of it in one.  In both cases norm_columns and sum_strips (rows.cu)
-// give the gradients of gamma and beta.
+// If the columns are sharded over ranks, several kernels with communication in between are needed.
+// The forward pass consists of moments, an all-gather, combine_moments and normalise (RMSNorm:
+// row_squares, an all-reduce and normalise). The backward pass consists of normalise_sums, an
+// all-reduce and normalise_grad. If the columns are not sharded, add_norm and norm_grad compute
+// the complete passes. In both cases, norm_columns and sum_strips (rows.cu) compute the gradients
+// of gamma and beta.
 //
-// Unless said otherwise a block has one row, and a thread every blockDim-th pack of its columns.
+// Unless stated otherwise, each block processes one row, and each thread every blockDim-th pack of
+// its columns.
 #include "common.cuh"
 
-// The sum of the squared deviations of a row from a number.
+// Return the sum of squared deviations of a row from `centre`.
 template <typename T>
 __device__ float squares_around(float centre, const T* x, int columns, bool wide)
 {
@@ -39,7 +41,7 @@ __device__ float row_mean(const T* x, int columns, bool wide)
     return block_sum(sum) / columns;
 }
 
-// result [rows]: the sum of squares of every row.
+// result [rows]: sum of squares of each row.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256) row_squares(const T* x, float* result, int columns)
@@ -51,7 +53,8 @@ __global__ void __launch_bounds__(256) row_squares(const T* x, float* result, in
         result[row] = squares;
 }
 
-// result [2, rows]: mean and sum of squared deviations of every row: two passes, never E[x^2].
+// result [2, rows]: mean and sum of squared deviations of each row, computed in two passes,
+// because E[x^2] - E[x]^2 loses precision.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256) moments(const T* x, float* result, int columns)
@@ -66,8 +69,9 @@ __global__ void __launch_bounds__(256) moments(const T* x, float* result, int co
     }
 }
 
-// Of whole rows, from those of `ranks` parts [ranks, 2, rows] of `count` numbers each:
-// M2 = sum M2_i + count sum (mean_i - mean)^2 (Chan, Golub and LeVeque 1979).  A thread has a row.
+// Moments of complete rows, combined from those of `ranks` parts [ranks, 2, rows] with `count`
+// numbers each: M2 = sum M2_i + count sum (mean_i - mean)^2 (Chan, Golub and LeVeque 1979). One
+// thread per row.
 // Launch: thread_per_row
 __global__ void __launch_bounds__(256)
 combine_moments(const float* parts, float* result, int ranks, int rows, float count)
@@ -116,8 +120,8 @@ __global__ void __launch_bounds__(256) normalise(const T* x, const float* mean, 
     });
 }
 
-// s = x + r and y = norm(s) with the mean and rstd = 1 / sqrt(var + epsilon) of every row of s.
-// Without a residual r, which is null then, s is x and is not written.
+// s = x + r and y = norm(s), with the mean and rstd = 1 / sqrt(var + epsilon) of each row of s. If
+// the residual r is null, s = x is not written.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256) add_norm(const T* x, const T* r, const T* gamma,
@@ -137,7 +141,7 @@ __global__ void __launch_bounds__(256) add_norm(const T* x, const T* r, const T*
                 a[i] += b[i];
             pack.store(s + c, a);
         });
-        x = s;  // from here on each thread reads what it wrote itself
+        x = s;  // each thread reads only elements that it has written itself
     }
     const float centre = mean ? row_mean(x, columns, wide) : 0;
     const float squares = squares_around(centre, x, columns, wide);
@@ -159,7 +163,7 @@ __global__ void __launch_bounds__(256) add_norm(const T* x, const T* r, const T*
     }
 }
 
-// Of a row: the sum of dn = dy gamma and that of dn n, with n = (x - mean) rstd.
+// Compute the sums of dn = dy gamma and of dn n over a row, with n = (x - mean) rstd.
 template <typename T>
 __device__ void row_sums(const T* x, float mean, float rstd, const T* dy, const T* gamma,
                          int columns, float& sum, float& product)
@@ -179,7 +183,8 @@ __device__ void row_sums(const T* x, float mean, float rstd, const T* dy, const 
     product = block_sum(second);
 }
 
-// dx = (residual +) rstd (dn - mean(dn) - n mean(dn n)) of a row, with n = (x - mean) factor.
+// dx = residual + rstd (dn - mean(dn) - n mean(dn n)) for a row, with n = (x - mean) factor. If
+// `residual` is null, nothing is added.
 template <typename T>
 __device__ void row_grad(const T* x, float mean, float factor, float rstd, const T* dy,
                          const T* gamma, float mean_dn, float mean_product, const T* residual,
@@ -200,7 +205,7 @@ __device__ void row_grad(const T* x, float mean, float factor, float rstd, const
     });
 }
 
-// sums [2, rows]: of dn = dy gamma and of dn n over the columns of this rank.
+// sums [2, rows]: the sums of dn = dy gamma and of dn n over the columns of this rank.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -215,8 +220,8 @@ normalise_sums(const T* n, const T* dy, const T* gamma, float* sums, int columns
     }
 }
 
-// dx from n, rstd and the means of dn and of dn n over the whole row; the residual's gradient is
-// added unless it is null.  Of RMS norm mean_dn is null.
+// Compute dx from n, rstd and the means of dn and of dn n over the complete row. The gradient of
+// the residual is added unless it is null. For RMSNorm, `mean_dn` is null.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -228,7 +233,8 @@ normalise_grad(const T* n, const float* rstd, const T* dy, const T* gamma, const
              mean_product[row], residual ? residual + start : residual, dx + start, columns);
 }
 
-// dx from what add_norm kept, s, mean and rstd: both passes of a row in one block.
+// Compute dx from s, mean and rstd, which add_norm has saved. One block runs both passes over a
+// row.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -243,8 +249,9 @@ norm_grad(const T* s, const float* mean, const float* rstd, const T* dy, const T
              product / columns, residual ? residual + start : residual, dx + start, columns);
 }
 
-// First pass of dgamma = sum over rows of dy n and dbeta = that of dy (add_eight), to partial
-// [strips, 2, columns].  n = (x - mean) rstd, or x itself where rstd is null.
+// First pass of dgamma = sum over rows of dy n and dbeta = sum over rows of dy (see add_eight).
+// The results are written to partial [strips, 2, columns]. n = (x - mean) rstd, or n = x if rstd
+// is null.
 // Launch: tiles_of_strips
 template <typename T>
 __global__ void __launch_bounds__(256) norm_columns(const T* x, const float* mean,

@@ -1,11 +1,12 @@
-// Updates of the flat arrays, and the sum of squares for the global norm.
+// Optimizer updates of the flat arrays, and the sum of squares for the gradient norm.
 //
-// Values of 16 bits have a `master` copy in float, which is updated and then rounded in the same
-// pass; values in float have none, and master is null.  The grid strides over packs.
+// 16-bit values have a `master` copy in float, which is updated and then rounded in the same pass.
+// For values in float, `master` is null. Unless stated otherwise, kernels use grid-stride loops over
+// packs.
 #include "common.cuh"
 
-// Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101); factors = [scale, rate, root,
-// keep] as hpc3d.training.optimizers.optimizer has them:
+// AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101). The factors [scale,
+// rate, root, keep] are defined in hpc3d/training/optimizers/optimizer.py:
 // g = scale grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 // w = keep w - rate m / (root sqrt(v) + epsilon)
 // Launch: strided; reads and writes master, first, second
@@ -37,8 +38,8 @@ adamw(T* value, float* master, const float* grad, float* first, float* second,
     });
 }
 
-// Sign of an interpolation (Chen et al., arXiv:2302.06675); factors = [scale, rate, keep]:
-// g = scale grad;  w = keep w - rate sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
+// Lion: sign of an interpolated momentum (Chen et al., arXiv:2302.06675); factors = [scale, rate,
+// keep]: g = scale grad; w = keep w - rate sign(b1 m + (1 - b1) g); m = b2 m + (1 - b2) g
 // Launch: strided; reads and writes master, momentum
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -55,7 +56,7 @@ lion(T* value, float* master, const float* grad, float* momentum, const float* f
 #pragma unroll
         for (int i = 0; i < pack.size; i++) {
             const float g = scale * grads[i], mixed = b1 * m[i] + rest1 * g;
-            const float sign = mixed > 0 ? 1 : mixed < 0 ? -1 : mixed;  // 0 or NaN stays
+            const float sign = mixed > 0 ? 1 : mixed < 0 ? -1 : mixed;  // 0 and NaN are kept
             w[i] = keep * w[i] - rate * sign;
             m[i] = b2 * m[i] + rest2 * g;
         }
@@ -66,7 +67,8 @@ lion(T* value, float* master, const float* grad, float* momentum, const float* f
     });
 }
 
-// The place of the level that is nearest to x, of two the lower; `levels` are 256, ascending.
+// Return the index of the level nearest to x; ties go to the lower level. `levels` contains 256
+// numbers in ascending order.
 __device__ inline unsigned nearest(const float* levels, float x)
 {
     unsigned low = 0;
@@ -75,10 +77,11 @@ __device__ inline unsigned nearest(const float* levels, float x)
     return low;
 }
 
-// The same with moments in 8 bits, a block of 256 elements per block of threads (Dettmers et al.,
-// arXiv:2110.02861): scale times level [first, second][code]; a second moment above 0 has no code
-// of 0.  A thread has four elements, whose codes are one word.  Eight blocks at a time leave it 128
-// registers: with more the compiler keeps some in memory across divisions.
+// AdamW with 8-bit moments (Dettmers et al., arXiv:2110.02861). A moment is the scale of its block
+// of 256 elements times level [first, second][code]. A nonzero second moment never has code 0.
+// Each thread block processes one block of moments, and each thread four elements, whose codes
+// form one word. Eight resident thread blocks leave 128 registers per thread; with more, the
+// compiler keeps some registers in memory across divisions.
 // Launch: row_of 4; reads and writes master, first, first_scales, second, second_scales
 template <typename T>
 __global__ void __launch_bounds__(64, 8)
@@ -125,7 +128,7 @@ adamw_8bit(T* value, float* master, const float* grad, unsigned char* first, flo
     }
 }
 
-// w = keep w - rate grad, factors = [rate, keep].
+// SGD: w = keep w - rate grad, with factors = [rate, keep].
 // Launch: strided; reads and writes master
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -145,7 +148,7 @@ descend(T* value, float* master, const float* grad, const float* factors, long l
     });
 }
 
-// The sum of squares, first pass: partial [blocks].
+// First pass of the sum of squares; the partial sums are written to partial [blocks].
 // Launch: strided
 __global__ void __launch_bounds__(256)
 sum_squares(const float* grad, float* partial, long long size)
@@ -163,7 +166,8 @@ sum_squares(const float* grad, float* partial, long long size)
         partial[blockIdx.x] = sum;
 }
 
-// Second pass: total = the sum of the parts, or total += it, in double.  One block.
+// Second pass: total = sum of the partial sums, in double precision. If `add` is set, the sum is
+// added to total. One block.
 // Launch: one_block
 __global__ void __launch_bounds__(1024)
 sum_parts(const float* partial, double* total, int parts, int add)

@@ -1,11 +1,12 @@
-// Numbers that depend on a key and on an element's global index, not on how it is cut: those
-// of hpc3d/ops/random.py.  In a matrix with `width` columns it is row width + column; this
-// rank's block begins at (first_row, first_column), or has the `rows` that are not null.  A block
-// of threads has a row.
+// Random numbers that depend only on a key and on the global index of an element, not on its
+// layout. They equal those of hpc3d/ops/random.py. In a matrix with `width` columns, the global
+// index is row * width + column. This rank's block starts at (first_row, first_column); if `rows`
+// is not null, it lists the rows of the block. Each thread block processes one row.
 #include "common.cuh"
 #include "random.cuh"
 
-// out = x times 0 or `factor`.  16 elements share a block of draws, so a thread has 16.
+// out = x times 0 or `factor`. A block of random numbers is sufficient for 16 elements, so each
+// thread processes 16 elements at a time.
 // Launch: row_of 16
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -28,8 +29,9 @@ dropped(const T* x, T* out, const Word* key, const long long* rows, long long fi
     });
 }
 
-// value = std times independent standard normal numbers: sqrt(-2 log u) cos(v) of Box and Muller,
-// u in (0, 1] from the upper and v in [0, 2 pi) from the lower half of a draw; in double.
+// value = std times independent standard normal numbers sqrt(-2 log u) cos(v) (Box and Muller). u
+// in (0, 1] is computed from the upper half of a 64-bit random number, and v in [0, 2 pi) from the
+// lower half, in double precision.
 // Launch: row_of 4
 template <typename T>
 __global__ void __launch_bounds__(256)

@@ -1,10 +1,10 @@
-// The counter-based generator Philox4x64-10 (Salmon et al., SC'11), as hpc3d/ops/random.py uses
-// it: block b of four 64-bit draws comes from counter b + 1, the key from the host.
+// Counter-based generator Philox4x64-10 (Salmon et al., SC'11), with the same numbers as in
+// hpc3d/ops/random.py. Counter b + 1 yields block b of four 64-bit numbers. The host sets the key.
 #pragma once
 
 using Word = unsigned long long;
 
-// A block of four draws of 64 bits; `from` has the key, null where nothing is drawn.
+// Block of four 64-bit random numbers. `from` points to the key; it is null if no number is drawn.
 struct Draws {
     Word key[2], block, word[4];
 
@@ -13,7 +13,7 @@ struct Draws {
     {
     }
 
-    // The block with number `wanted`, unless it is the last one that was made.
+    // Generate the block with index `wanted`, unless it is the current block.
     __device__ void make(Word wanted)
     {
         if (wanted == block)
@@ -31,19 +31,19 @@ struct Draws {
         word[0] = a, word[1] = b, word[2] = c, word[3] = d;
     }
 
-    // Draw number i of the four.  Registers have no addresses: it is chosen, not indexed.
+    // Return number i of the block. Registers cannot be indexed, so the number is selected.
     __device__ Word draw(int i) const
     {
         const Word low = i % 2 ? word[1] : word[0], high = i % 2 ? word[3] : word[2];
         return i < 2 ? low : high;
     }
 
-    // Number i of the sixteen draws of 16 bits: four lie in one of 64, the lowest first.
+    // Return 16-bit number i of the block. Each 64-bit number contains four, lowest bits first.
     __device__ unsigned short_draw(int i) const { return draw(i / 4) >> i % 4 * 16 & 0xffff; }
 };
 
-// Dropout of N <= 16 elements from number e on: `factor` where the draw is at least `limit`, 0
-// elsewhere.  Their draws lie in one block or in two.
+// Return the dropout factors of N <= 16 elements, starting with element e: `factor` if the random
+// number is at least `limit`, otherwise 0. The numbers are in one block or in two adjacent blocks.
 template <int N>
 __device__ Pack<N> dropout(Draws& draws, Word e, unsigned limit, float factor)
 {

@@ -1,12 +1,13 @@
-// Rotary positions (Su et al., arXiv:2104.09864).
+// Rotary position embedding (Su et al., arXiv:2104.09864).
 #include "common.cuh"
 
-// Turns the pairs (i, i + half), half = width / 2, of the rows of X [rows, heads, parts, width] in
-// place by the angle of their position: (a, b) -> (a cos - b sin, b cos + a sin).
+// Rotate the pairs (i, i + half), half = width / 2, of the rows of X [rows, heads, parts, width]
+// in place by the angle of their position: (a, b) -> (a cos - b sin, b cos + a sin).
 //
-// The first `turned` of the parts are turned, so that q and k of [q | k | v] are.  Row r has
-// position (first + r) mod period, a row of the tables [period, half].  With sign = -1 it turns
-// back: the gradient.  A block has a row, a thread packs of both halves.
+// Only the first `turned` parts are rotated, such as q and k of [q | k | v]. Row r has position
+// (first + r) mod period, which is the row index in the tables [period, half]. With sign = -1, the
+// rotation is inverted, as the backward pass requires. Each block processes one row, and each
+// thread packs of both halves.
 // Launch: block_per_row; reads and writes x
 template <typename T>
 __global__ void __launch_bounds__(256)

@@ -1,9 +1,9 @@
-// Mixtures of experts: where tokens go, and what comes back (hpc3d/ops/routing.py).
+// Mixture of experts: routing, dispatch and combine (hpc3d/ops/routing.py).
 //
-// `choices` [n, top_k] are the experts of each token, `slots` [n, top_k] the rows of the experts'
-// buffer that they have, or -1; a row of that belongs to one choice at most.  So rows are only ever
-// gathered, and all sums have a fixed order.  A queue of a routing group has its first choices in
-// the order of the tokens, then all second ones.
+// `choices` [n, top_k] contains the experts of each token, and `slots` [n, top_k] the assigned
+// rows of the experts' buffer, or -1. A row of the buffer belongs to at most one choice. Rows are
+// therefore only gathered, and all sums have a fixed order. In a routing group, the slots are
+// assigned to the first choices in the order of the tokens, then to the second choices, and so on.
 #include "common.cuh"
 
 struct Largest {
@@ -15,8 +15,8 @@ struct Largest {
 
 constexpr unsigned LAST = 0x7fffffff;
 
-// Numbers that are ordered as scores are, of equal scores by the lower expert; none is 0 or the
-// largest that there is, NaN or not.
+// Return an integer that orders scores; of equal scores, the lower expert comes first. The result
+// is never 0 or the largest integer, even if the score is NaN.
 __device__ inline unsigned long long rank_of(float score, int expert)
 {
     const unsigned bits = __float_as_uint(score);
@@ -24,7 +24,7 @@ __device__ inline unsigned long long rank_of(float score, int expert)
     return static_cast<unsigned long long>(ordered) << 32 | (LAST - expert);
 }
 
-// The softmax of a few numbers, in their place.
+// Compute the softmax of a few numbers in place.
 __device__ inline void softmax_of(float* numbers, int size)
 {
     float most = minus_infinity(), sum = 0;
@@ -36,10 +36,10 @@ __device__ inline void softmax_of(float* numbers, int size)
         numbers[i] /= sum;
 }
 
-// probs = softmax(logits) of a row of `count` experts, lse = log sum exp(logits); the top_k experts
-// of the largest probs (+ bias), in falling order; their weights: probs, of several the softmax of
-// their logits.
-// A block has a row, and a thread every blockDim-th expert.
+// probs = softmax(logits) for rows of `count` experts, and lse = log sum exp(logits). `experts`
+// are the top_k experts with the largest probs + bias, in descending order. `weights` are the
+// probs if top_k = 1, and otherwise the softmax of the logits of these experts. Each block
+// processes one row, and each thread every blockDim-th expert.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -79,7 +79,8 @@ route(const T* logits, const T* bias, long long* experts, float* weights, float*
     lse[row] = most + logf(sum);
 }
 
-// How many of the numbers below `size` suit, the same in each thread of a block.
+// Count the numbers below `size` that satisfy a predicate; all threads of the block get the
+// result.
 template <typename Suits>
 __device__ int number_of(int size, Suits suits)
 {
@@ -89,8 +90,8 @@ __device__ int number_of(int size, Suits suits)
     return block_sum(found);
 }
 
-// counts [groups, E]: how many of the `size` choices of a routing group are an expert.  A block has
-// one of these numbers.
+// counts [groups, E]: for each routing group, how often each expert occurs among its `size`
+// choices. Each block computes one count.
 // Launch: block_per_row
 __global__ void __launch_bounds__(256)
 counts_of(const long long* choices, long long* counts, int size, int count)
@@ -102,8 +103,8 @@ counts_of(const long long* choices, long long* counts, int size, int count)
         counts[blockIdx.x] = found;
 }
 
-// shares [S, E] = the sums of counts [ranks, S, groups, E] over ranks and groups, over `choices`,
-// which a sequence has.  A thread has one.
+// shares [S, E] = sums of counts [ranks, S, groups, E] over ranks and groups, divided by
+// `choices`, the number of choices per sequence. One thread per share.
 // Launch: thread_per_row
 __global__ void __launch_bounds__(256) shares_of(const long long* counts, float* shares, int ranks,
                                                  int sequences, int groups, int count,
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(256) shares_of(const long long* counts, float*
     shares[at] = sum / choices;
 }
 
-// The sum of `value` over the threads of a warp before this one; `total` is that over all.
+// Return the sum of `value` over the preceding threads of the warp; `total` is the sum over all.
 __device__ inline int sum_before(int value, int& total)
 {
     int before = 0;
@@ -134,13 +135,13 @@ __device__ inline int sum_before(int value, int& total)
     return before;
 }
 
-// Those over a one-dimensional block of whole warps.
+// Return the same sums for a one-dimensional block of complete warps.
 __device__ inline int block_sum_before(int value, int& total)
 {
     __shared__ int parts[32];
     const unsigned warp = threadIdx.x / 32;
     int before = sum_before(value, total);
-    __syncthreads();  // the parts of the last call are read
+    __syncthreads();  // all threads have read the parts of the previous call
     if (threadIdx.x % 32 == 0)
         parts[warp] = total;
     __syncthreads();
@@ -152,9 +153,9 @@ __device__ inline int block_sum_before(int value, int& total)
     return before;
 }
 
-// The slots of all choices: who comes first in the queue of a routing group has the first place.
-// There are `capacity` places; `held` rows of each of `local` experts are for a rank.  A block has a
-// group and an expert.
+// Assign slots to all choices, in the order described above. An expert has `capacity` slots per
+// routing group. Each rank has `local` experts, and `held` rows of the buffer per expert. Each
+// block processes one routing group and one expert.
 // Launch: block_per_row
 __global__ void __launch_bounds__(256)
 slots_of(const long long* choices, long long* slots, int tokens, int top_k, int count, int local,
@@ -175,8 +176,8 @@ slots_of(const long long* choices, long long* slots, int tokens, int top_k, int 
     }
 }
 
-// Of `size` choices those that fell on an expert, and those of them that have a slot.  A block has
-// an expert.
+// Count how many of the `size` choices select each expert (chosen), and how many of these have a
+// slot (kept). Each block processes one expert.
 // Launch: block_per_row
 __global__ void __launch_bounds__(256) load_of(const long long* choices, const long long* slots,
                                                long long* chosen, long long* kept, int size)
@@ -190,7 +191,8 @@ __global__ void __launch_bounds__(256) load_of(const long long* choices, const l
     }
 }
 
-// grad += E times the choices that fell on an expert, less all of them.  A block has an expert.
+// grad += E times the number of choices of an expert, minus the number of all choices. Each block
+// processes one expert.
 // Launch: block_per_row; reads and writes grad
 __global__ void __launch_bounds__(256) add_excess(float* grad, const long long* choices, int size)
 {
@@ -200,7 +202,8 @@ __global__ void __launch_bounds__(256) add_excess(float* grad, const long long* 
         grad[expert] += static_cast<float>(1LL * gridDim.x * found - size);
 }
 
-// takers: the number of the choice that has a slot; those of no choice stay as they are.
+// takers [slots] = index of the choice to which the slot is assigned. The entries of empty slots
+// are not changed.
 // Launch: strided
 __global__ void __launch_bounds__(256)
 takers_of(const long long* slots, long long* takers, long long size)
@@ -211,7 +214,8 @@ takers_of(const long long* slots, long long* takers, long long size)
             takers[slots[choice]] = choice;
 }
 
-// out = the rows of x of the tokens that have a slot, zeros where none has.  A block has a slot.
+// Copy the row of x of each token to its slots in out, and fill empty slots with zeros. Each block
+// processes one slot.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -229,8 +233,8 @@ dispatch(const T* x, const long long* takers, T* out, int top_k, int columns)
     });
 }
 
-// out = the sum over a token's choices of its slots' rows of y, each times its weight unless
-// weights is null.  A block has a token.
+// out = sum of the rows of y in the slots of a token, each multiplied by its weight unless
+// `weights` is null. Each block processes one token.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -256,8 +260,9 @@ combine(const T* y, const long long* slots, const float* weights, T* out, int to
     });
 }
 
-// Of a slot that a choice has: out = weight times the token's row of dout, and dweight = that row
-// times y's; zeros in out where none has it.  A block has a slot.
+// For each assigned slot: out = weight times the token's row of dout, and dweight = dot product of
+// this row and the row of y. Empty slots of out are filled with zeros. Each block processes one
+// slot.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -288,8 +293,8 @@ combine_grad(const T* dout, const T* y, const long long* takers, const float* we
         dweights[taker] = sum;
 }
 
-// losses [2, rows]: balance f p of the shares f of a row's sequence, and z lse^2.  Row r is token
-// first + r of the sequences.  A block has a row.
+// losses [2, rows]: balance * sum of f p over the experts, with the shares f of the row's
+// sequence, and z lse^2. Row r is token first + r of the sequences. Each block processes one row.
 // Launch: block_per_row
 __global__ void __launch_bounds__(256)
 router_loss(const float* probs, const float* lse, const float* shares, float* losses,
@@ -307,9 +312,9 @@ router_loss(const float* probs, const float* lse, const float* shares, float* lo
     }
 }
 
-// dlogits of those losses times `scale`, and of the weights, whose gradient is dweights:
-// p (dp - sum(p dp) + 2 z scale lse), dp = balance scale f (+ dweight of an only choice);
-// + w (dw - sum(w dw)) of several, whose weights w are the softmax of their logits.
+// Compute dlogits, the gradient of these losses times `scale`, plus the gradient through the
+// weights: p (dp - sum(p dp) + 2 z scale lse), with dp = balance scale f, plus dweight if top_k =
+// 1; if top_k > 1, also + w (dw - sum(w dw)), because w is the softmax of the selected logits.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)

@@ -1,7 +1,8 @@
-// Rows of a matrix in 8 bits: integers from -127 to 127 times a scale of the row.
+// 8-bit rows of a matrix: integers from -127 to 127, multiplied by one scale per row.
 #include "common.cuh"
 
-// codes = round(x / scale), scales [rows] = max |x| / 127: what is not finite makes it so, too.
+// codes = round(x / scale), scales [rows] = max |x| / 127. A non-finite element makes the scale
+// non-finite.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256)

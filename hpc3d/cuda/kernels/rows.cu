@@ -1,7 +1,7 @@
 // Sums of matrices and of their rows: biases, residuals, gradients.
 #include "common.cuh"
 
-// out = y + bias, a bias a column.  A block has a row.
+// out = y + bias, with one bias per column. Each block processes one row.
 // Launch: block_per_row
 template <typename T>
 __global__ void __launch_bounds__(256) add_bias(const T* y, const T* bias, T* out, int columns)
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(256) add_bias(const T* y, const T* bias, T* ou
     });
 }
 
-// out = x + y of `size` elements.  The grid strides over packs.
+// out = x + y for `size` elements. A grid-stride loop over packs.
 // Launch: strided
 template <typename T>
 __global__ void __launch_bounds__(256) add(const T* x, const T* y, T* out, long long size)
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(256) add(const T* x, const T* y, T* out, long 
     });
 }
 
-// grad += dw, where the sum of the microbatches' gradients is float.  The grid strides over packs.
+// grad += dw; gradients are accumulated over microbatches in float. A grid-stride loop over packs.
 // Launch: strided; reads and writes grad
 template <typename T>
 __global__ void __launch_bounds__(256) accumulate(float* grad, const T* dw, long long size)
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(256) accumulate(float* grad, const T* dw, long
     });
 }
 
-// The same of some columns of grad [rows, grad_columns] and dw [rows, dw_columns], from the first of
-// each on.  A block has a row.
+// grad += dw for `columns` columns of grad [rows, grad_columns] and dw [rows, dw_columns],
+// starting at columns grad_first and dw_first. Each block processes one row.
 // Launch: block_per_row; reads and writes grad
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -72,7 +72,8 @@ accumulate_columns(float* grad, const T* dw, int columns, int grad_first, int gr
     });
 }
 
-// The sum over rows, the gradient of a bias, first pass: partial [strips, columns] (add_eight).
+// First pass of the sum over rows, which is the gradient of a bias; writes partial [strips,
+// columns].
 // Launch: tiles_of_strips
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -92,9 +93,9 @@ sum_rows(const T* y, float* partial, int rows, int columns)
     add_eight(sum, partial + static_cast<long long>(blockIdx.y) * columns, columns);
 }
 
-// Second pass: total = the sum of the strips, or total += it.  A strip is [columns], or [2, columns]
-// where the grid has a second row, which is for `other`.  Thread (x, y) of a block of 32 x 8 has
-// every eighth strip of a column.
+// Second pass: total = sum of the strips. If `add` is set, the sum is added to total. A strip has
+// the shape [columns], or [2, columns] if the grid has a second row, whose sums are written to
+// `other`. Thread (x, y) of a block of 32 x 8 threads sums every eighth strip of a column.
 // Launch: tiles_of_columns
 __global__ void __launch_bounds__(256)
 sum_strips(const float* partial, float* total, float* other, int strips, int columns, int add)

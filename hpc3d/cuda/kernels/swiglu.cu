@@ -1,8 +1,8 @@
-// SwiGLU of H [rows, 2 width] with columns [gate | up] of every feature next to each other.
+// SwiGLU of H [rows, 2 width], in which the gate and up columns of each feature are adjacent.
 #include "common.cuh"
 
-// out = silu(a) b of every pair (a, b), with silu(a) = a s and s = 1 / (1 + exp(-a)); h becomes the
-// slopes b s (1 + a (1 - s)) and silu(a).  A block has a row.
+// out = silu(a) b for each pair (a, b), with silu(a) = a s and s = 1 / (1 + exp(-a)). h is
+// overwritten with the derivatives b s (1 + a (1 - s)) and silu(a). Each block processes one row.
 // Launch: block_per_row; reads and writes h
 template <typename T>
 __global__ void __launch_bounds__(256) swiglu(T* h, T* out, int width)
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(256) swiglu(T* h, T* out, int width)
     });
 }
 
-// dh = the slopes times dg, in their memory.
+// dh = slopes dg; the result overwrites `slopes`.
 // Launch: block_per_row; reads and writes slopes
 template <typename T>
 __global__ void __launch_bounds__(256) swiglu_grad(T* slopes, const T* dg, int width)
