@@ -1,4 +1,4 @@
-"""Patterns of messages: tests compare keys, numbers and commands, not the wording."""
+"""Patterns for messages: tests compare keys, numbers and commands, but not the exact wording."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""How much memory this process has had at most."""
+"""Peak memory of this process."""
 
 import re
 from pathlib import Path

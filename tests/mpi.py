@@ -1,4 +1,4 @@
-"""Real ranks for a serial pytest: mpirun with a time limit, and nothing left behind."""
+"""Starts real ranks from a serial pytest: mpirun with a time limit and a clean-up."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""The ranks' side of tests/jobs.py: MODULE TRANSPORT CASE ... calls `MODULE.case` per case."""
+"""Runs cases of tests/jobs.py on a rank: MODULE TRANSPORT CASE ... calls `MODULE.case`."""
 
 import faulthandler
 import sys

@@ -1,4 +1,4 @@
-"""Training that writes down every loss, to the last bit: `recorded_train.py FILE [words]`."""
+"""Training that records every loss with all bits: `recorded_train.py FILE [words]`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Small runs of `train` on real ranks, and what they leave."""
+"""Small runs of `train` on real ranks, and their results."""
 
 import re
 import signal

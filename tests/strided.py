@@ -1,4 +1,4 @@
-"""Cases of long tables: which of them `make test` runs, and on which days slow tests run."""
+"""Rotation of slow tests: the cases that `make test` runs, and the day of each slow test."""
 
 import json
 import os

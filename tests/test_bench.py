@@ -1,4 +1,4 @@
-"""The command `bench` before it measures anything."""
+"""The command `bench` before it starts a measurement."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Calls are measured between ranks, against those of MPI."""
+"""Measurement of calls between ranks, compared with MPI."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`python -m hpc3d.checkpoint`: what it prints, its exit codes, and what it refuses."""
+"""`python -m hpc3d.checkpoint`: output, exit codes and error messages."""
 
 import json
 import re

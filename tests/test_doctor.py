@@ -1,4 +1,4 @@
-"""`python -m hpc3d.doctor`: on this machine, on ranks, and where they cannot be started."""
+"""`python -m hpc3d.doctor` on this machine, on ranks, and if ranks cannot be started."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""Runs in which a rank fails: they end within seconds, with a line and a readable trace."""
+"""Runs with a failing rank end within seconds, with one line and a readable trace."""
 
 import re
 import time

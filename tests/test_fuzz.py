@@ -1,4 +1,4 @@
-"""What `make fuzz` finds, how it says so, and that it ends."""
+"""Findings of `make fuzz`, their report, and the time limit."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`python -m hpc3d.generate`: what it prints, alone and on ranks, and how it ends."""
+"""`python -m hpc3d.generate`: output on one and several ranks, and exit codes."""
 
 import json
 import os

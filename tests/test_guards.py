@@ -1,4 +1,4 @@
-"""Runs in which a number goes wrong: they end soon, and say what, where and what to do next."""
+"""Runs with a wrong number end soon, and report the fault, its place and the next step."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""What a reader of the code would stumble over is counted, and stays within limits."""
+"""Style violations of the code are counted and stay within limits."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""A folder with inputs and job scripts of one's own."""
+"""A new folder with example inputs and job scripts."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Cases that share an MPI job keep their own outcomes (tests/jobs.py, tests/xdist_order.py)."""
+"""Cases that share an MPI job have separate results (tests/jobs.py, tests/xdist_order.py)."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock

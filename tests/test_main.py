@@ -1,4 +1,4 @@
-"""`hpc3d` and `python -m hpc3d`: the commands, one line each, and the way to them."""
+"""`hpc3d` and `python -m hpc3d`: the list of commands, and calls of each command."""
 
 import ast
 import re

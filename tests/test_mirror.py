@@ -1,4 +1,4 @@
-"""A module has a test of its name, or a line in tests/README.md that says where it is tested."""
+"""Each module has a test file, or tests/README.md names the tests of the module."""
 
 import re
 from pathlib import Path

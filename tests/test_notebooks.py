@@ -1,4 +1,4 @@
-"""The notebooks: they run, say what they should, and are kept without outputs."""
+"""Notebooks run without errors, print the expected values, and are stored without outputs."""
 
 import json
 import os

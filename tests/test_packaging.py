@@ -1,4 +1,4 @@
-"""packaging/ says what setup.cfg says; programs that read its files do so, where they are."""
+"""Files in packaging/ match setup.cfg, and installed tools can read them."""
 
 import re
 import shutil

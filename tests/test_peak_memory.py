@@ -1,4 +1,4 @@
-"""Peak memory of started processes."""
+"""Peak memory of child processes."""
 
 import subprocess
 import sys

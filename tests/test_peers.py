@@ -1,4 +1,4 @@
-"""The command `bench peers`, apart from the programs that it runs."""
+"""The command `bench peers`, without the programs that it starts."""
 
 import numpy as np
 import pytest

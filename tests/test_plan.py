@@ -1,4 +1,4 @@
-"""`python -m hpc3d.plan`: what it prints, writes and refuses, and how long it takes."""
+"""`python -m hpc3d.plan`: output, files, error messages and running time."""
 
 import cProfile
 import io

@@ -1,4 +1,4 @@
-"""Plans that are run: what is made of their steps."""
+"""Runs of plans, and the summary of their step times."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

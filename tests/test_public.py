@@ -1,4 +1,4 @@
-"""The names of `hpc3d` itself."""
+"""The public names of the package `hpc3d`."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Runs on real ranks that end and go on: `--resume RUN_DIR`."""
+"""Runs on real ranks that end and are resumed: `--resume RUN_DIR`."""
 
 import re
 import shutil

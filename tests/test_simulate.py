@@ -1,4 +1,4 @@
-"""`python -m hpc3d.simulate schedule`: what it prints, writes and refuses."""
+"""`python -m hpc3d.simulate schedule`: output, files and error messages."""
 
 import json
 import subprocess

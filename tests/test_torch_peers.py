@@ -1,4 +1,4 @@
-"""Training with PyTorch's own parallelism gives the losses of hpc3d."""
+"""Training with PyTorch's own parallelism has the same losses as hpc3d."""
 
 import json
 import os

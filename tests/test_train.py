@@ -1,4 +1,4 @@
-"""The verb `train` from the command line: bad input, what a run leaves, equal losses."""
+"""The command `train`: invalid input, the files of a run, and equal losses."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A run is shown while it goes on."""
+"""The command `watch`, which shows a run while it is running."""
 
 import sys
 

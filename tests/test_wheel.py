@@ -1,4 +1,4 @@
-"""sdist and wheel: installed away from the source, every command runs in an empty folder."""
+"""The sdist and the wheel: every command runs in an empty folder, without the source tree."""
 
 import os
 import shutil

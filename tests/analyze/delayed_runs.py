@@ -1,4 +1,4 @@
-"""Traces of runs on threads in virtual time, in which some ranks pause while they compute."""
+"""Traces of runs on threads in virtual time, in which some ranks pause during computation."""
 
 from hpc3d import trace
 from hpc3d.benchmarks.harness import RandomBatches

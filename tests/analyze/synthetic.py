@@ -1,4 +1,4 @@
-"""Traces whose every number is known: a few rows by hand, or millions by formula."""
+"""Traces with known values: a few chosen rows, or millions of rows from formulas."""
 
 import h5py
 import numpy as np

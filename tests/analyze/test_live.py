@@ -1,4 +1,4 @@
-"""What is said of a run while it goes on."""
+"""Status of a run while it is running."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What ranks do inside of steps, from the newest segments."""
+"""Wait times within steps, from the newest trace segments."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A run from Python."""
+"""A run opened with `hpc3d.open`."""
 
 import pytest
 

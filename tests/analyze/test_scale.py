@@ -1,4 +1,4 @@
-"""The report of a large run: what it takes, and that its page stays small."""
+"""Memory use of the report of a large run, and the size of its page."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Traces of pipelines: of tiny runs on threads, and with times written by hand."""
+"""Traces of pipelines: of small runs on threads, and with chosen times."""
 
 import h5py
 import numpy as np

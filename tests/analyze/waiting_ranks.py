@@ -1,4 +1,4 @@
-"""Segments of ranks that wait for each other."""
+"""Trace segments of ranks that wait for each other."""
 
 import numpy as np
 

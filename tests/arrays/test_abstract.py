@@ -1,4 +1,4 @@
-"""What operations on arrays without data are said to read and write, counted by hand."""
+"""Bytes that operations on abstract arrays read and write, compared with known values."""
 
 import numpy as np
 import pytest

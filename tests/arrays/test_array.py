@@ -1,4 +1,4 @@
-"""What every array has, all kinds of arrays have."""
+"""All array types implement the array protocol."""
 
 import numpy as np
 import pytest

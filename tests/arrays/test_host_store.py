@@ -1,4 +1,4 @@
-"""What is offloaded: nothing changes but where it lies, and every copy is counted."""
+"""Offloading to host memory does not change values, and every copy is counted."""
 
 import errno
 import os

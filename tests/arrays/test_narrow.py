@@ -1,4 +1,4 @@
-"""Arrays of 16-bit floats: what they are, and that every sum of them is made in float32."""
+"""Arrays of 16-bit floats; their sums are accumulated in float32."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""A pool counts what is live, and hands memory out again when its last view has died."""
+"""Memory pools count live memory, and reuse memory that has no views left."""
 
 import ml_dtypes
 import numpy as np

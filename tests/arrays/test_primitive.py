@@ -1,4 +1,4 @@
-"""Which rule of a primitive an array takes."""
+"""Selection of the rule of a primitive by the type of its array."""
 
 import numpy as np
 import pytest

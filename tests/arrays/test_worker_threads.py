@@ -1,4 +1,4 @@
-"""Worker threads, which compute the blocks of an operation."""
+"""Worker threads that compute the blocks of an operation."""
 
 import os
 import subprocess

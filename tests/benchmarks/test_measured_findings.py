@@ -1,4 +1,4 @@
-"""Small runs of the findings beside their predictions."""
+"""Small measured runs of the findings, next to their predictions."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Checkpoints of models whose every number is another, and what such a model computes."""
+"""Checkpoints of models with random weights, and the results of these models."""
 
 from dataclasses import replace
 from zlib import crc32

@@ -1,4 +1,4 @@
-"""A tiny run on threads that saves every step, in processes that end before it does."""
+"""A small run that saves a checkpoint every step, in processes that end too early."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Slices of a block that are saved make up the whole."""
+"""The saved slices of a block cover the whole block."""
 
 import numpy as np
 import pytest

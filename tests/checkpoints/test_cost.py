@@ -1,4 +1,4 @@
-"""What is said of checkpoints before the first step is what they take."""
+"""The time and bytes of a checkpoint that are reported before the first step."""
 
 import re
 from collections import namedtuple

@@ -1,4 +1,4 @@
-"""Weights go out in the names of transformers and come back, from any layout, to the last bit."""
+"""Export to Hugging Face format and import from it preserve every bit, for any layout."""
 
 import numpy as np
 import pytest

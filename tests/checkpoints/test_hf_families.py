@@ -1,4 +1,4 @@
-"""What is exported computes the same in torch, by the names and the layout of transformers."""
+"""Exported weights give the same results in a torch model in the format of transformers."""
 
 import json
 

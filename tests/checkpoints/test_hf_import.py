@@ -1,4 +1,4 @@
-"""Weights of Hugging Face transformers as this program reads them."""
+"""Import of weights in the format of Hugging Face transformers."""
 
 import json
 import re

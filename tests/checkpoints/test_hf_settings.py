@@ -1,4 +1,4 @@
-"""What config.json of transformers tells, and what of it is refused."""
+"""Settings in config.json of transformers, and settings that are rejected."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What makes up a checkpoint: its tensors, and the rectangles of each, every element once."""
+"""Contents of a checkpoint: its tensors, and their blocks, which contain each element once."""
 
 from hpc3d.checkpoints.inspect import (
     config_of,

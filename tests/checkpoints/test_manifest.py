@@ -1,4 +1,4 @@
-"""A manifest of anyone's making: it is refused by name in one line, or means what it says."""
+"""Manifests with arbitrary contents: accepted, or rejected with one line that names an entry."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a run that goes on takes of its schedule, on other stages."""
+"""Schedule settings of a resumed run with another number of stages."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Whether a resumed run reads the texts that it had, wherever it is resumed."""
+"""A resumed run reads its original texts, from any current folder."""
 
 from dataclasses import replace
 

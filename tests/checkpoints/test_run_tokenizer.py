@@ -1,4 +1,4 @@
-"""The tokenizer of a run: kept, refused where it is another one, exported, taken along."""
+"""The tokenizer of a run: stored, compared on resume, exported and imported."""
 
 import json
 from types import SimpleNamespace

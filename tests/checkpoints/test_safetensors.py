@@ -1,4 +1,4 @@
-"""Files of safetensors: what comes back of them, and damaged ones."""
+"""Reading and writing of safetensors files, including damaged ones."""
 
 import json
 import os

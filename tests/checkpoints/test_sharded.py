@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint on any layout as if it had not ended."""
+"""A run that resumes on any layout gives the results of an uninterrupted run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The coordinates and lines of a Grid, against those of MPI's Cartesian communicators."""
+"""Coordinates and lines of a Grid, compared with those of MPI's Cartesian communicators."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The cases of communicators on groups of 1 to N of the N ranks of an MPI job, each twice."""
+"""Communicator cases on groups of 1 to N of the N ranks of an MPI job, each run twice."""
 
 import sys
 from math import inf

@@ -1,4 +1,4 @@
-"""Sums and gathers by messages between all pairs, on 2 to 5 hosts of one rank each."""
+"""Reductions and gathers by messages between all pairs of 2 to 5 hosts with one rank each."""
 
 from math import inf
 from types import SimpleNamespace

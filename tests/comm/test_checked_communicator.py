@@ -1,4 +1,4 @@
-"""A communicator that notes the sums of what it moves."""
+"""A communicator that verifies the checksums of its messages."""
 
 import numpy as np
 import pytest

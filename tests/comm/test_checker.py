@@ -1,4 +1,4 @@
-"""Checksums of products and messages: every flip that matters is found and named, nothing else."""
+"""Checksums of products and messages detect and locate every significant bit flip."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sums that are kept of blocks: what they see, and what rounding is."""
+"""Checksums of blocks: the changes that they detect, and their rounding bound."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""When memory that a call reads or writes is free again."""
+"""Reuse of the memory that a communication call reads or writes."""
 
 from functools import partial
 

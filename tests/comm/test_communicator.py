@@ -1,4 +1,4 @@
-"""The protocol of communicators on every implementation, against NumPy on the gathered data."""
+"""The communicator protocol in all implementations, compared with NumPy on the gathered data."""
 
 import pytest
 

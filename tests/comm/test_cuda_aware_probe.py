@@ -1,4 +1,4 @@
-"""What the doctor finds of GPUs, with a fake CuPy."""
+"""The doctor's checks of GPUs, with a fake CuPy."""
 
 import json
 import os

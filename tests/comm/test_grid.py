@@ -1,4 +1,4 @@
-"""The arithmetic of a grid: against NumPy's C order and MPI's Cartesian communicators."""
+"""Grid arithmetic, compared with NumPy's C order and MPI's Cartesian communicators."""
 
 import doctest
 from dataclasses import FrozenInstanceError

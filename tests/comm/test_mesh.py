@@ -1,4 +1,4 @@
-"""Each line of a mesh has a communicator of its own."""
+"""Each line of a mesh has its own communicator."""
 
 import numpy as np
 

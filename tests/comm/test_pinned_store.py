@@ -1,4 +1,4 @@
-"""What waits in memory of the host, on devices whose copies run later (tests/fakes)."""
+"""Offloading to pinned host memory, on fake devices with delayed copies (tests/fakes)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Shared memory of a node: used again, never wrong, never left behind."""
+"""Shared memory of a node is reused without errors, and always removed."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Stages with different numbers of replicas: who sends which rows to whom."""
+"""Pipeline stages with different numbers of replicas: senders and receivers of each row."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which way ranks with devices talk, what is refused before anything starts, how NCCL begins."""
+"""Choice of the transport between devices, rejected combinations, and the start of NCCL."""
 
 import re
 from types import SimpleNamespace

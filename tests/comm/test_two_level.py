@@ -1,4 +1,4 @@
-"""Ranks of several hosts, which are told by letters."""
+"""Ranks of several hosts; each host is denoted by a letter."""
 
 import pytest
 

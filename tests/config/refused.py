@@ -1,4 +1,4 @@
-"""Input files and command lines that are refused, and the lines that say why."""
+"""Input files and command lines that are rejected, with their error messages."""
 
 from functools import partial
 

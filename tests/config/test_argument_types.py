@@ -1,4 +1,4 @@
-"""Options that are numbers."""
+"""Numeric options."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a backend cannot do is refused."""
+"""Settings that a backend does not support are rejected."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Compressed gradients that cannot be, by the line that each prints, and what just can be."""
+"""Settings of gradient compression that are rejected, and limits that are accepted."""
 
 import re
 

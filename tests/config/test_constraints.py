@@ -1,4 +1,4 @@
-"""The bounds of keys: both sides of each, and the table in docs/limits.md."""
+"""Bounds of keys: values on both sides of each bound, and the table in docs/limits.md."""
 
 import re
 from dataclasses import is_dataclass

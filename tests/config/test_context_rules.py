@@ -1,4 +1,4 @@
-"""Contexts that do not fit, by the line that each prints."""
+"""Settings of context parallelism that are rejected."""
 
 import re
 from math import prod

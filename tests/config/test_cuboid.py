@@ -1,4 +1,4 @@
-"""The mesh that a file leaves open: the best cuboid."""
+"""The best cuboid, which is chosen if the input file does not set the mesh."""
 
 import re
 from dataclasses import replace

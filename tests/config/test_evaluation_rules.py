@@ -1,4 +1,4 @@
-"""What cannot be evaluated, or kept for it, is refused in one line with the key and the remedy."""
+"""Evaluation settings that are rejected with one line, which names the key and a remedy."""
 
 import re
 

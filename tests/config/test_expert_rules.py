@@ -1,4 +1,4 @@
-"""Mixtures of experts that cannot be, by the line that each prints, and what just can be."""
+"""Mixture-of-experts settings that are rejected, and limits that are accepted."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Names of other programs."""
+"""Option and key names of other programs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The input file: types, keys, overrides, and the text that a run saves."""
+"""The input file: types, keys, overrides, and the saved configuration text."""
 
 import pickle
 import re

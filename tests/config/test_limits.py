@@ -1,4 +1,4 @@
-"""The bounds of products and passes, and the memory of this machine."""
+"""Limits of products and passes, and of the memory of this machine."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Settings from a file and a command line, and back to text."""
+"""Settings from a file and a command line, and their conversion back to text."""
 
 import re
 import tomllib

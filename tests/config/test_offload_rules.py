@@ -1,4 +1,4 @@
-"""What cannot be offloaded, by the line that each prints, and what just can be."""
+"""Offload settings that are rejected, and limits that are accepted."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""8-bit moments take whole blocks of 256 columns."""
+"""8-bit moments require whole blocks of 256 columns."""
 
 import pytest
 

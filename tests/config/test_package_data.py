@@ -1,4 +1,4 @@
-"""What comes with the program: it keeps the rules, is found by name, and is in the package."""
+"""Input and machine files of the package: valid, found by name, and installed."""
 
 import os
 from configparser import ConfigParser

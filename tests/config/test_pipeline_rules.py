@@ -1,4 +1,4 @@
-"""Pipelines that do not fit, by the line that each prints, and what is settled of them."""
+"""Pipeline settings that are rejected, and the defaults of unset pipeline settings."""
 
 import re
 

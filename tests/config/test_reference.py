@@ -1,4 +1,4 @@
-"""What `train --help` says of every key."""
+"""The description of each key in `train --help`."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Values that a resolved configuration has although its input file leaves them unset."""
+"""Values of a resolved configuration for keys that the input file does not set."""
 
 import pytest
 

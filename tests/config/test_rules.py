@@ -1,4 +1,4 @@
-"""Values that are refused, by the line that each prints."""
+"""Values that are rejected, with their error messages."""
 
 import re
 

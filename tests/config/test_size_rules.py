@@ -1,4 +1,4 @@
-"""Sizes that do not divide, by the line that each prints."""
+"""Sizes that are not divisible, with their error messages."""
 
 import re
 

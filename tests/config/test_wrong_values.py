@@ -1,4 +1,4 @@
-"""Several wrong values of an input: each is reported, and rules that need one are skipped."""
+"""All wrong values of an input are reported, and rules that depend on them are skipped."""
 
 import math
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""How a command ends."""
+"""Exit codes and error messages of commands."""
 
 import os
 import re

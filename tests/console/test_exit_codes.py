@@ -1,4 +1,4 @@
-"""Exit codes are promised: scripts of other people look at them."""
+"""Documented exit codes, which users' scripts rely on."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What takes long says where it is, and what does not is silent."""
+"""Slow commands report their progress, and fast commands print nothing."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""Text of others: no line of any command's output has a character that a terminal obeys."""
+"""No line of any command's output contains a terminal control character from an input."""
 
 import csv
 import json

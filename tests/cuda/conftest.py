@@ -1,4 +1,4 @@
-"""The kernels on the host, and the numbers they are tried with."""
+"""CUDA kernels on the host, and random inputs for them."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""NVIDIA's run-time compiler out of its wheel: machine code without a GPU and without a driver."""
+"""NVIDIA's run-time compiler from its wheel: compiles kernels without a GPU or a driver."""
 
 import ctypes
 import importlib.util

@@ -1,4 +1,4 @@
-"""The rules of a device on the host: its kernels run by the emulator, its products by NumPy."""
+"""Device rules on the host: kernels run in the emulator, and products in NumPy."""
 
 import threading
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What is predicted of a device is what it does: every launch, its bytes, and the memory."""
+"""Predicted launches, bytes and memory of a device, compared with the counted ones."""
 
 from collections import Counter
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Attention to kept keys on the host's emulation of a device, against NumPy."""
+"""Attention with a key-value cache on an emulated device, compared with NumPy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The rules of attention chunk by chunk, tile by tile, against those of NumPy in float64."""
+"""Chunked attention with tiles, compared with NumPy in float64."""
 
 import sys
 

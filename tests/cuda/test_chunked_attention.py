@@ -1,4 +1,4 @@
-"""The kernels of attention chunk by chunk on the host, against dense sums of NumPy in float64."""
+"""Kernels of chunked attention on the host, compared with dense NumPy in float64."""
 
 import numpy as np
 import pytest

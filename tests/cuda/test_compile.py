@@ -1,4 +1,4 @@
-"""Every instance of every CUDA kernel becomes machine code, without a GPU."""
+"""Every instance of every CUDA kernel compiles, without a GPU."""
 
 import re
 from concurrent.futures import ProcessPoolExecutor

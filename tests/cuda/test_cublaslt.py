@@ -1,4 +1,4 @@
-"""Products by cuBLASLt, carried out by a stand-in of it, equal NumPy's in float64."""
+"""Products by a fake cuBLASLt, compared with NumPy in float64."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The cuBLASLt library: how it is found, and what is in it."""
+"""How the cuBLASLt library is found, and the functions in it."""
 
 import ctypes
 import sys

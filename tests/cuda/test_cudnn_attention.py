@@ -1,4 +1,4 @@
-"""Attention through cuDNN, here through a fake of it that works on the memory of the host."""
+"""Attention with cuDNN, using a fake cuDNN in host memory."""
 
 import sys
 from types import SimpleNamespace

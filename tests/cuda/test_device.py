@@ -1,4 +1,4 @@
-"""The GPU of a rank, its memory and its streams, on a fake CuPy."""
+"""The GPU of a rank, its memory and its streams, with a fake CuPy."""
 
 import gc
 import weakref

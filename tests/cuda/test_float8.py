@@ -1,4 +1,4 @@
-"""The rules of float8 with kernels on the host against their NumPy twins, bit for bit."""
+"""Float8 rules with kernels on the host, compared bitwise with the NumPy rules."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Compressed sums of gradients by the rules of a device: NumPy's losses, norms and weights."""
+"""Gradient compression with device rules: same losses, norms and weights as with NumPy."""
 
 import numpy as np
 import pytest

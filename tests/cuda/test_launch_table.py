@@ -1,4 +1,4 @@
-"""Every kernel says how it is launched."""
+"""Launch parameters of each kernel."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The machine that runs the kernels on the host finds what a GPU would not forgive."""
+"""The kernel emulator detects errors that would be undefined behavior on a GPU."""
 
 import numpy as np
 import pytest

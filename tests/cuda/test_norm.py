@@ -1,4 +1,4 @@
-"""Norms on the host against their NumPy twins."""
+"""Normalization kernels on the host, compared with the NumPy rules."""
 
 import numpy as np
 import pytest

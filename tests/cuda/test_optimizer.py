@@ -1,4 +1,4 @@
-"""Updates and the global norm on the host against their NumPy twins."""
+"""Kernels of weight updates and the global norm on the host, compared with the NumPy rules."""
 
 import numpy as np
 import pytest

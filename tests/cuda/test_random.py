@@ -1,4 +1,4 @@
-"""Dropout and initial weights on the host: the same draws as in NumPy."""
+"""Dropout and initial weights on the host: same random numbers as in NumPy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Routing by CUDA's rules, on the host, against its NumPy twins."""
+"""Routing kernels on the host, compared with the NumPy rules."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Rows in 8 bits on the host against their NumPy twins."""
+"""Kernels of 8-bit rows on the host, compared with the NumPy rules."""
 
 import numpy as np
 import pytest

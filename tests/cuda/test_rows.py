@@ -1,4 +1,4 @@
-"""Biases, residuals, gradients, GELU and SwiGLU on the host against their NumPy twins."""
+"""Biases, residuals, gradients, GELU and SwiGLU on the host, compared with the NumPy rules."""
 
 import numpy as np
 import pytest

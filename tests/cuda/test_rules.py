@@ -1,4 +1,4 @@
-"""The whole trainer on the rules of a device: NumPy's losses, norms and weights."""
+"""The whole trainer with device rules: same losses, norms and weights as with NumPy."""
 
 from collections import Counter
 from dataclasses import replace

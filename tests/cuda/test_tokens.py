@@ -1,4 +1,4 @@
-"""Embeddings and the loss on the host against their NumPy twins."""
+"""Embedding and loss kernels on the host, compared with the NumPy rules."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A small text, and where its tokens go."""
+"""A short text, and a folder for its tokens."""
 
 import pytest
 

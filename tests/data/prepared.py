@@ -1,4 +1,4 @@
-"""The verb `prepare`, called and looked at."""
+"""Calls of the command `prepare`, and their results."""
 
 import pickle
 import subprocess

@@ -1,4 +1,4 @@
-"""Tokens from text and from token files, and the batches cut from them."""
+"""Tokens from text and token files, and the batches made of them."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""A user of nanoGPT trains his own text from his train.bin, as docs/data.md says."""
+"""Training on a train.bin file of nanoGPT, as described in docs/data.md."""
 
 import json
 

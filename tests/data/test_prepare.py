@@ -1,4 +1,4 @@
-"""The verb `prepare`: from texts to a token file, or a line that says why not."""
+"""The command `prepare`: token files made from texts, and error messages."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Texts and tokens in the formats of others."""
+"""Texts and tokens in the formats of other programs."""
 
 import bz2
 import gzip

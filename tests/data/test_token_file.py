@@ -1,4 +1,4 @@
-"""A token file: how it is written, and whether it is what it says."""
+"""Token files: writing, and validation when they are read."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Text to tokens and back."""
+"""Conversion of text to tokens and back."""
 
 import os
 

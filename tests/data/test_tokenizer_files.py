@@ -1,4 +1,4 @@
-"""Tokenizers in the files of others."""
+"""Tokenizers in the file formats of other programs."""
 
 import base64
 import hashlib

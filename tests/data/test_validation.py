@@ -1,4 +1,4 @@
-"""The text of evaluations: what is held out, which windows are read, and what is refused."""
+"""Validation data: the held-out text, the windows that are read, and rejected settings."""
 
 import re
 

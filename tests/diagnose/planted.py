@@ -1,4 +1,4 @@
-"""Machines on which something is wrong, and what the doctor's checks find there."""
+"""Simulated faults of a machine, and the doctor's findings for each."""
 
 import os
 

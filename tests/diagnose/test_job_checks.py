@@ -1,4 +1,4 @@
-"""How ranks are named in findings about a job."""
+"""Names of ranks in findings about a job."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Who meets whom, and what is said of those that do not; on hosts: tests/hosts/test_meeting.py."""
+"""Connection checks between ranks, on one host; tests/hosts/test_meeting.py uses several."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What the doctor checks of a process and its machine, each with something that is wrong."""
+"""The doctor's checks of a process and its machine, each with a planted fault."""
 
 import resource
 import sys

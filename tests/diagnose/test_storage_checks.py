@@ -1,4 +1,4 @@
-"""What the doctor checks of folders and disks, each with something that is wrong."""
+"""The doctor's checks of folders and disks, each with a planted fault."""
 
 import errno
 import os

@@ -1,1 +1,1 @@
-"""The shell commands of README and the pages: found, given to the parsers, and run."""
+"""Shell commands in README and the pages: extracted, parsed and run."""

@@ -1,4 +1,4 @@
-"""The shell commands of the pages, and the words of each."""
+"""Shell commands in the pages, split into words."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""What a command of a page says, given to the real parsers: nothing is run."""
+"""Parses commands of the pages with the real parsers, without running them."""
 
 import io
 import os

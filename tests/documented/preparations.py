@@ -1,4 +1,4 @@
-"""What a reader of a page has before its first command."""
+"""Files that must exist before the first command of a page."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The commands of a page as one script of bash, as a reader would type them."""
+"""The commands of a page as one bash script."""
 
 import os
 import re

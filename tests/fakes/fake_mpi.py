@@ -1,4 +1,4 @@
-"""MPI as Direct uses it, on devices that are threads (fake_device)."""
+"""Fake MPI for the transport Direct, on devices that are threads (fake_device)."""
 
 import numpy as np
 from mpi4py import MPI

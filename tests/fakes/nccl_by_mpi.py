@@ -1,4 +1,4 @@
-"""NCCL's module of CuPy, simulated with MPI in host memory."""
+"""CuPy's NCCL module, simulated with MPI in host memory."""
 
 from types import SimpleNamespace
 

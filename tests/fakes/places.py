@@ -1,4 +1,4 @@
-"""Memory as NCCL's calls name it."""
+"""Memory addresses in NCCL calls."""
 
 import ctypes
 

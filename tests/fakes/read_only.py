@@ -1,4 +1,4 @@
-"""Threads whose calls give memory that may not be written, as ranks of a node share it."""
+"""Thread communicator that returns read-only memory, like memory shared by ranks of a node."""
 
 
 def read_only(mesh):

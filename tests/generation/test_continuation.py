@@ -1,4 +1,4 @@
-"""Tokens with kept keys and values are those of whole forward passes, the same on every layout."""
+"""Generation with a key-value cache matches full forward passes on every layout."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""What a model that continues a text sends and computes is counted alike without data."""
+"""Predicted bytes and FLOPs of text generation, compared with a run."""
 
 import numpy as np
 import pytest

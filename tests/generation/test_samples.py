@@ -1,4 +1,4 @@
-"""What rank 0 does with logits: tokens are drawn, texts given out, and it ends when it should."""
+"""Rank 0 samples tokens from logits, prints texts, and ends the generation."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tokens are drawn as transformers draws them, by numbers of (seed, sample, position) alone."""
+"""Sampling as in transformers; random numbers depend only on seed, sample and position."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Standard input is read to its end, or to where a launcher has no more of it."""
+"""Standard input is read to its end, also under MPI launchers."""
 
 import os
 

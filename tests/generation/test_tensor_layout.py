@@ -1,4 +1,4 @@
-"""How ranks share a model that continues a text, whatever it was trained on."""
+"""The layout of ranks for text generation, derived from the training layout."""
 
 import re
 

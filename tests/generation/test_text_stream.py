@@ -1,4 +1,4 @@
-"""Pieces of a text are whole letters, and together the text."""
+"""Pieces of a streamed text contain whole characters and concatenate to the text."""
 
 import numpy as np
 import pytest

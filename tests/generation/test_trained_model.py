@@ -1,4 +1,4 @@
-"""What a model is, where its values are, and which models cannot continue a text."""
+"""Trained models: their folders and weights, and models that cannot generate text."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is on this machine, and which modules of the program can be imported."""
+"""Hardware and software of this machine, and program modules that can be imported."""
 
 import os
 import platform

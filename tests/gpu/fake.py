@@ -1,4 +1,4 @@
-"""NumPy in the place of a GPU: the check itself is tried with it."""
+"""NumPy instead of a GPU, to test the GPU check itself."""
 
 import time
 from pathlib import Path

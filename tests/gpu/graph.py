@@ -1,4 +1,4 @@
-"""Steps that are recorded as a CUDA graph and replayed, against steps that are not."""
+"""Steps replayed from a CUDA graph, compared with launched steps."""
 
 import time
 from functools import partial

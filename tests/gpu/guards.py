@@ -1,4 +1,4 @@
-"""Arrays of the host on the device for one launch; guards show what is written outside of them."""
+"""Copies host arrays to the device for one launch; guards detect writes outside of them."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The parts of the check, cheap and informative ones first."""
+"""The parts of the GPU check; cheap and informative ones come first."""
 
 from typing import NamedTuple
 

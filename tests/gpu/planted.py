@@ -1,4 +1,4 @@
-"""A part of the check with every kind of trouble in it: python -m tests.gpu.planted PART FILE"""
+"""A part of the GPU check with all kinds of faults: python -m tests.gpu.planted PART FILE."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""The kernels at the sizes of a model, each with each type, against NumPy in float64."""
+"""Kernels at the sizes of real models, with each type, compared with NumPy in float64."""
 
 from functools import partial
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Training steps on the device against those on NumPy, and 16 bits against float32."""
+"""Training steps on the device, compared with NumPy; 16-bit steps, compared with float32."""
 
 import time
 from functools import partial

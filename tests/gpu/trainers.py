@@ -1,4 +1,4 @@
-"""Training runs of one rank, on the device and on NumPy."""
+"""Training runs of one rank, on the device and in NumPy."""
 
 from dataclasses import fields, replace
 from math import prod

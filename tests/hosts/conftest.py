@@ -1,4 +1,4 @@
-"""Tests on emulated hosts are skipped, with the reason, where there can be none."""
+"""Skips tests on emulated hosts, with the reason, on machines that do not allow them."""
 
 import pytest
 

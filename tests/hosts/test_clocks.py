@@ -1,4 +1,4 @@
-"""Clocks that are far apart are found, and tell hosts of one name apart."""
+"""Clock offsets between hosts are corrected, and hosts with the same name are rejected."""
 
 import numpy as np
 import pytest

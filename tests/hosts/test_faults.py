@@ -1,4 +1,4 @@
-"""A host or the link to it is lost: the job ends by itself, with a line and a code."""
+"""Loss of a host or of its link ends the job with a message and an exit code."""
 
 import re
 import subprocess

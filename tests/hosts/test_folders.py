@@ -1,4 +1,4 @@
-"""A folder of each host's own is refused before anything is written there."""
+"""A folder that the hosts do not share is rejected before anything is written to it."""
 
 import pytest
 

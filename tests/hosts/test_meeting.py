@@ -1,4 +1,4 @@
-"""Ranks that do not reach each other: the doctor says so soon, and once."""
+"""The doctor soon reports ranks that cannot connect, in one message."""
 
 import pytest
 

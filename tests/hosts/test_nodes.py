@@ -1,4 +1,4 @@
-"""A Slurm of two nodes, which are emulated hosts: `srun` starts the ranks of both."""
+"""Slurm on two nodes, which are emulated hosts: `srun` starts the ranks on both."""
 
 import sys
 from pathlib import Path

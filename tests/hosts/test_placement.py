@@ -1,4 +1,4 @@
-"""Where ranks are placed with the launcher's settings that `make setup` writes."""
+"""Placement of ranks with the launcher settings written by `make setup`."""
 
 import re
 import sys

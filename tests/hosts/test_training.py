@@ -1,4 +1,4 @@
-"""Training on several hosts: the losses of one process, whatever the layout and transport."""
+"""Training on several hosts gives the losses of one process, on every layout and transport."""
 
 import re
 

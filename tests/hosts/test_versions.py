@@ -1,4 +1,4 @@
-"""Hosts whose environments or sources differ: the doctor names them, in one line."""
+"""The doctor names hosts with different environments or sources, in one line."""
 
 import json
 import re

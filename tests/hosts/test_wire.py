@@ -1,4 +1,4 @@
-"""Collectives between hosts: right, and no more on the cards than the formulas say."""
+"""Collectives between hosts: their results, and their network traffic compared with formulas."""
 
 import json
 import sys

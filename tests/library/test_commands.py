@@ -1,4 +1,4 @@
-"""Train, predict and plan from Python: the values and the refusals of the commands."""
+"""The Python functions for training, prediction and planning: values and error messages."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The reference of the commands, docs/commands.md."""
+"""The reference page of the commands, docs/commands.md."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Completion as the shells do it."""
+"""Completion of commands and keys in shells."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Products on threads as ranks, and what they receive, against the formulas of docs/theory.md."""
+"""Products on threads as ranks, and received bytes compared with docs/theory.md."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Layouts that are searched for: those of the command, as rows and as an input file."""
+"""Layouts found by a search: those of the command, as rows and as an input file."""
 
 import json
 

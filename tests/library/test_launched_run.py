@@ -1,4 +1,4 @@
-"""Training that is started from Python: on real ranks, and what comes of its ends."""
+"""Training started from Python on real ranks: success, failure and interruption."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A simulated schedule: the diagram and the numbers of the command."""
+"""A simulated schedule: its diagram and its numbers, as in the command."""
 
 import pytest
 from matplotlib import rc_context

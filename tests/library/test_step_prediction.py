@@ -1,4 +1,4 @@
-"""A predicted step: the numbers of the command, and more to look at."""
+"""A predicted step: the numbers of the command, and additional values."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A model that is predicted, planned and trained in no time."""
+"""A very small model for tests of prediction, planning and training."""
 
 MODEL = {"model.layers": 1, "model.hidden": 32, "model.heads": 4, "model.sequence": 8}
 TINY = {**MODEL, "train.batch": 8, "train.steps": 3}

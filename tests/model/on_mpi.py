@@ -1,4 +1,4 @@
-"""test_parallel on the ranks of an MPI job."""
+"""Cases of test_parallel on the ranks of an MPI job."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The ends of BERT: the split of the head's own product, segments, and tokens that are padding."""
+"""The input and output layers of BERT: head product, segments and padding."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which tokens of every sequence the ranks of a context axis have."""
+"""Assignment of tokens to the ranks of a context axis."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Rings, exchanges of heads, and both, against attention on one rank; what they move and keep."""
+"""Ring attention and head exchange, compared with attention on one rank; bytes and memory."""
 
 from collections import Counter
 

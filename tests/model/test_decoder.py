@@ -1,4 +1,4 @@
-"""Logits with kept keys and values are those of the whole forward pass, on every layout."""
+"""Logits with a key-value cache match the full forward pass on every layout."""
 
 from math import prod
 

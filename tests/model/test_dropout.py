@@ -1,4 +1,4 @@
-"""Dropout multiplies by factors that are drawn piece by piece and that nobody keeps."""
+"""Dropout factors are drawn in pieces and never stored."""
 
 import tracemalloc
 

@@ -1,4 +1,4 @@
-"""The product qkv with a weight each for q, k and v: what a rank multiplies with and keeps."""
+"""The product qkv with separate weights for q, k and v: FLOPs and memory of a rank."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Attention with kept keys and values is that of whole sequences, rotary positions and all."""
+"""Attention with a key-value cache matches attention on full sequences, also with RoPE."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Layers used in ways that a model does not: twice, side by side, an odd number of times."""
+"""Layers in unusual positions: reused, in branches, and in odd numbers."""
 
 from functools import partial
 

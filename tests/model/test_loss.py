@@ -1,4 +1,4 @@
-"""Cross-entropy against torch's, where the vocabulary is whole and where it is split."""
+"""Cross-entropy with a full and with a split vocabulary, compared with torch."""
 
 import numpy as np
 import pytest

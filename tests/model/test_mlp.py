@@ -1,4 +1,4 @@
-"""An MLP on one rank and on a cube, against torch in float64."""
+"""An MLP on one rank and on a cube, compared with torch in float64."""
 
 import numpy as np
 import pytest

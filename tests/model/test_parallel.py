@@ -1,4 +1,4 @@
-"""The whole model on every scheme and mesh against the serial model, in float64."""
+"""The whole model on every scheme and mesh, compared with the serial model in float64."""
 
 import numpy as np
 import pytest

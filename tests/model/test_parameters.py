@@ -1,4 +1,4 @@
-"""Where parameters lie in the flat arrays, and which part of each a replica owns."""
+"""Positions of parameters in the flat arrays, and the part that each replica owns."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A table of positions: what it adds to the rows of a rank, and its gradient."""
+"""The position table: its rows on each rank, and its gradient."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Random numbers depend on key and global index, not on how a tensor is cut."""
+"""Random numbers depend on the key and the global index, not on how a tensor is sharded."""
 
 import numpy as np
 import pytest

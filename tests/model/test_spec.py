@@ -1,4 +1,4 @@
-"""Sizes, products and names."""
+"""Sizes, products and names of a model."""
 
 import pytest
 

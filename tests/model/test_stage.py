@@ -1,4 +1,4 @@
-"""Our forward and backward, written by hand, against torch autograd in float64."""
+"""The manual forward and backward passes, compared with torch autograd in float64."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The whole model as one stage, for tests of what one pass does."""
+"""The whole model as one stage, for tests of single passes."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The columns of qkv by head of keys, taken apart as hpc3d/ops/attention.py describes them."""
+"""The columns of qkv per key head, in the layout of hpc3d/ops/attention.py."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""How many rows an op takes at a time."""
+"""Number of rows that an operation processes at a time."""
 
 import pytest
 

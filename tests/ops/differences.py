@@ -1,4 +1,4 @@
-"""Gradients by differences."""
+"""Gradients by finite differences."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Attention against its equation, and its gradient against differences."""
+"""Attention compared with its equation, and its gradient with finite differences."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Attention to kept keys and values is that of torch on the whole sequence."""
+"""Attention with a key-value cache, compared with torch on the whole sequence."""
 
 import numpy as np
 import pytest

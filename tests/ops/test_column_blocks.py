@@ -1,4 +1,4 @@
-"""Matrices side by side, and sums of some of their columns."""
+"""Adjacent matrices, and sums over some of their columns."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Bases of subspaces and largest elements, where sums of compressed gradients would go wrong."""
+"""Operations of gradient compression: orthonormal bases, and the largest elements."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Gradients of the rows of a table."""
+"""Gradients of the rows of an embedding table."""
 
 import numpy as np
 import pytest

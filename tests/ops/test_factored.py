@@ -1,4 +1,4 @@
-"""Sums of squares of rows and columns, and the update by them, band by band."""
+"""Factored sums of squares, and their scaled update, computed in bands of rows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Float8 by tiles: torch's numbers bit for bit, scales that take the largest to the largest."""
+"""Float8 by tiles: bitwise equal to torch, with scales that map maximum to maximum."""
 
 import numpy as np
 import pytest

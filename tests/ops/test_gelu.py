@@ -1,4 +1,4 @@
-"""GELU, and its slope against differences."""
+"""GELU, and its derivative compared with finite differences."""
 
 import numpy as np
 import pytest

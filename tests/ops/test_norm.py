@@ -1,4 +1,4 @@
-"""Norms against torch's, and moments of rows, whole and in parts."""
+"""Norms compared with torch, and moments of full and split rows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Draws of a stream against those of a generator that NumPy makes for it."""
+"""Random numbers of a stream, compared with NumPy's generator for this stream."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""Routing against loops over tokens, and its gradients against torch's, in float64."""
+"""Routing compared with loops over tokens, and its gradients with torch, in float64."""
 
 from math import inf
 

@@ -1,4 +1,4 @@
-"""Every op has a rule for each kind of array."""
+"""Every operation has a rule for each array type."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""SwiGLU against its equation, and its gradient against differences."""
+"""SwiGLU compared with its equation, and its gradient with finite differences."""
 
 import numpy as np
 import torch

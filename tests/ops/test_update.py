@@ -1,4 +1,4 @@
-"""Newton-Schulz steps against the singular value decomposition."""
+"""Newton-Schulz steps, compared with the singular value decomposition."""
 
 import numpy as np
 import pytest

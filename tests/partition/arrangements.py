@@ -1,4 +1,4 @@
-"""Models of few atoms and all arrangements of them, to compare a search with."""
+"""Models of a few atoms with all their arrangements, as a reference for the search."""
 
 import random
 from itertools import combinations, product

@@ -1,4 +1,4 @@
-"""What all tests of partitioning share."""
+"""Fixtures of all partitioning tests."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Models whose forward pass is a function of two layers and the inputs, for the static checks."""
+"""Models whose forward pass uses two layers and the inputs, for the static checks."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Graphs for tests, and what is found by trying everything."""
+"""Graphs for tests, and results of exhaustive search."""
 
 import random
 from itertools import pairwise

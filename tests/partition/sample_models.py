@@ -1,4 +1,4 @@
-"""Models that capture has to understand, and factories that it refuses."""
+"""Models that capture must accept, and factories that it rejects."""
 
 from functools import cache
 

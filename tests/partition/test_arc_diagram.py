@@ -1,4 +1,4 @@
-"""The picture of a plan: every atom, value and border is in it."""
+"""The diagram of a plan contains every atom, value and boundary."""
 
 from xml.etree import ElementTree
 

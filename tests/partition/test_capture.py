@@ -1,4 +1,4 @@
-"""A module as pieces: what may be cut and what may not."""
+"""A module as pieces: where it may be cut, and where not."""
 
 import pytest
 

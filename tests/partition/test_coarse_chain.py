@@ -1,4 +1,4 @@
-"""Where a chain is cut, and what lies between two places."""
+"""Cuts of a chain, and costs between two cuts."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`python -m hpc3d.partition --graph`: what it prints, and how it ends."""
+"""`python -m hpc3d.partition --graph`: its output and exit codes."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Graphs in files: what they mean, and a line for everything that is wrong."""
+"""Graphs in files: their contents, and an error message for each invalid entry."""
 
 import json
 import re

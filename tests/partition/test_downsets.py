@@ -1,4 +1,4 @@
-"""The places where a graph may be cut."""
+"""Places where a graph may be cut."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Arrangements of a model on a pipeline, against numbers reckoned by hand."""
+"""Evaluation of arrangements of a model on a pipeline, compared with known values."""
 
 from dataclasses import replace
 

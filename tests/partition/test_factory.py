@@ -1,4 +1,4 @@
-"""Functions of users: how they are named, called and refused."""
+"""User functions: their names, calls and error messages."""
 
 from threading import Thread
 

@@ -1,4 +1,4 @@
-"""Arrangements that are changed in one thing at a time."""
+"""Improvement of arrangements by single changes."""
 
 import random
 from itertools import combinations

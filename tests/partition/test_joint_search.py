@@ -1,4 +1,4 @@
-"""Arrangements that may be the best."""
+"""Search for the best arrangement."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Costs by a profile, against the seconds that it says, and profiles that are refused."""
+"""Costs from a profile: values equal to the measured seconds, and rejected profiles."""
 
 import json
 

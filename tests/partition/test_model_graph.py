@@ -1,4 +1,4 @@
-"""The graph of a module: what its pieces cost together."""
+"""The graph of a module: total costs of its pieces."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""From a module to a plan: what is searched, and what is refused."""
+"""Planning of a module: the search, and rejected input."""
 
 import re
 from functools import cache, partial

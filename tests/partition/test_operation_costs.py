@@ -1,4 +1,4 @@
-"""The costs of operations, against torch's counter on a run with data, and against formulas."""
+"""Costs of operations, compared with torch's FLOP counter and with formulas."""
 
 import importlib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Plans as files: what is written is read, and what is no plan of a model is refused."""
+"""Plan files: written, read, and rejected if they do not match the model."""
 
 import json
 

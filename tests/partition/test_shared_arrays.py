@@ -1,4 +1,4 @@
-"""Tensors and arrays in the same memory."""
+"""Tensors and arrays that share memory."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Models with outputs, inputs, tensors and wrappers that torch.export does not accept directly."""
+"""Models with outputs, inputs, tensors and wrappers that torch.export rejects directly."""
 
 import dataclasses
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Tokenizers that Hugging Face transformers, tiktoken and we give each other."""
+"""Tokenizers exchanged between Hugging Face transformers, tiktoken and hpc3d."""
 
 import base64
 import json

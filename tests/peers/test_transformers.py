@@ -1,4 +1,4 @@
-"""Weights that Hugging Face transformers and we give each other: the same logits in float32."""
+"""Weights exchanged with Hugging Face transformers: the same logits in float32."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A mix on the ranks of an MPI job (tests/jobs.py), or whether its messages are buffered."""
+"""A mix on the ranks of an MPI job (tests/jobs.py), or a check for buffered messages."""
 
 BLOCK = 2048  # bytes, fewer than any block between two stages has
 BUFFERED, NOT_BUFFERED = "buffered", "not buffered"

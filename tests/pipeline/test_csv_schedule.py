@@ -1,4 +1,4 @@
-"""Schedules in files: read, written, and refused in a line."""
+"""Schedules in CSV files: read, written, and rejected with one line."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""No schedule relies on a buffer: real ranks whose messages wait for their receives."""
+"""No schedule relies on buffering: real ranks whose sends wait for the matching receives."""
 
 import pytest
 

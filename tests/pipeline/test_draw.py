@@ -1,4 +1,4 @@
-"""The drawn diagram is the test: small ones here, all of them in docs/schedules.md."""
+"""Diagrams of small schedules; docs/schedules.md contains the diagrams of all schedules."""
 
 from hpc3d.pipeline.draw import draw
 from hpc3d.pipeline.schedule import instruction_streams

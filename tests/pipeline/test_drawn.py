@@ -1,4 +1,4 @@
-"""Random training configurations: each trains as one rank and torch do, or is refused."""
+"""Random training configurations: each one matches one rank and torch, or is rejected."""
 
 from functools import cache
 from pathlib import Path

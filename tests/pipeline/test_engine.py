@@ -1,4 +1,4 @@
-"""What a stage holds while it runs a schedule: microbatches in flight, versions, parts of ZeRO."""
+"""Memory of a stage during a schedule: microbatches in flight, weight versions, ZeRO shards."""
 
 from itertools import count
 

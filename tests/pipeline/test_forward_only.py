@@ -1,4 +1,4 @@
-"""The passes of an evaluation, on every placement of the parts of a model."""
+"""The passes of an evaluation, on every placement of the model chunks."""
 
 from itertools import chain
 

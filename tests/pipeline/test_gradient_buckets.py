@@ -1,4 +1,4 @@
-"""Buckets of gradients: what is in them, when they are on their way, and what they sum to."""
+"""Gradient buckets: their parameters, when they are posted, and their sums."""
 
 import numpy as np
 import pytest

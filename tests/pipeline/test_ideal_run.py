@@ -1,4 +1,4 @@
-"""A schedule with its times: what the command and the library say of it."""
+"""A schedule with ideal timing: results of the command and the library."""
 
 import pytest
 

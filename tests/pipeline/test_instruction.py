@@ -1,4 +1,4 @@
-"""Instructions as text, and where the parts of a model are."""
+"""Instructions as text, and the placement of model chunks."""
 
 import re
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Every mix of pipeline, data parallelism, ZeRO and tensor scheme trains the serial model."""
+"""Mixes of pipeline, data parallelism, ZeRO and tensor scheme, compared with the serial model."""
 
 from itertools import cycle, product
 

@@ -1,4 +1,4 @@
-"""Lowered schedules: as strings, on all sizes by the contract, and with faults planted."""
+"""Lowered schedules: as strings, checked on all sizes, and with planted faults."""
 
 from itertools import pairwise, product
 

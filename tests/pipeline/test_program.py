@@ -1,4 +1,4 @@
-"""What a run executes, training step by training step, and the microbatches that it needs."""
+"""The passes of a run in each training step, and the microbatches that they use."""
 
 from itertools import chain, islice
 

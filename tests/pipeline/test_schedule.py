@@ -1,4 +1,4 @@
-"""Schedules as strings, their sizes in memory, and what they refuse."""
+"""Schedules as strings, their activations in flight, and rejected sizes."""
 
 from collections import Counter
 

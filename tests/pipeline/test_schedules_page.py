@@ -1,4 +1,4 @@
-"""The page of diagrams is what the program draws."""
+"""The page of diagrams matches the diagrams of the program."""
 
 from pathlib import Path
 

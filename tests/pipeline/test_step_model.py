@@ -1,4 +1,4 @@
-"""The step model of a schedule, against the timeline."""
+"""The step model of a schedule, compared with its timeline."""
 
 import random
 from itertools import product

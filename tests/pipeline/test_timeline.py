@@ -1,4 +1,4 @@
-"""Bubbles on the ideal clock against published numbers and closed forms."""
+"""Bubbles with ideal timing, compared with published values and closed forms."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Pipelines that do not drain between updates, against their update rules on one rank."""
+"""Asynchronous pipelines, compared with their update rules on one rank."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""A machine of which every time is known beforehand."""
+"""A machine with fixed, known times."""
 
 from hpc3d.predict.machine.machine import Link, Machine, Rates
 

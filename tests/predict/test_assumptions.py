@@ -1,4 +1,4 @@
-"""What predictions take for granted of mixtures, and the published ones on a published machine."""
+"""Assumptions of predictions about mixtures, and published mixtures on a published machine."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`python -m hpc3d.simulate INPUT --machine M`: what it prints, writes and refuses."""
+"""`python -m hpc3d.simulate INPUT --machine M`: output, files and error messages."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a run would be."""
+"""The dry run, which describes a run without starting it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Intervals of predicted step times, against the ratios in the machine file."""
+"""Intervals of predicted step times, from the ratios in the machine file."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A predicted step and what its summary has beside the numbers of every step."""
+"""A predicted step, and optional rows of its summary."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Colors are for terminals, and for those who want them."""
+"""Colors are used on terminals, or if the user requests them."""
 
 import io
 import os

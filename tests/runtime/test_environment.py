@@ -1,4 +1,4 @@
-"""What is set before MPI and BLAS are loaded."""
+"""Environment variables that are set before MPI and BLAS are loaded."""
 
 import os
 

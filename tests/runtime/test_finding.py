@@ -1,4 +1,4 @@
-"""A finding is printed as a line and its remedy."""
+"""A finding is printed as one line and its remedy."""
 
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, examine
 from tests.diagnose.planted import verdicts

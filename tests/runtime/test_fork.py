@@ -1,4 +1,4 @@
-"""Copies of a process, and its end where none can be made."""
+"""Forked copies of a process, and its exit if it cannot fork."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Nodes, by what their ranks have in common, and how ranks are named with their hosts."""
+"""Nodes, identified by what their ranks share, and names of ranks with their hosts."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Ranks of a job agree, refuse, and end together."""
+"""Ranks of a job agree, reject input together, and end together."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""How a job starts and ends: threads, yielding, one line for bad input, no rank left behind."""
+"""Start and end of a job: threads, yielding, one-line errors, and no remaining ranks."""
 
 import os
 import re

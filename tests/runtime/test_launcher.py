@@ -1,4 +1,4 @@
-"""A launcher that outlives its ranks is ended, and nothing else is."""
+"""A launcher that outlives its ranks is killed; other processes are not."""
 
 import os
 import subprocess

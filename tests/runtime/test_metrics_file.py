@@ -1,4 +1,4 @@
-"""metrics.jsonl: whole, continued, handed on."""
+"""The file metrics.jsonl: complete lines, resumed runs, and metrics hooks."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What the doctor finds where MPI, its mpirun and the launcher do not fit together."""
+"""The doctor's findings if MPI, its mpirun and the launcher do not match."""
 
 import os
 import re

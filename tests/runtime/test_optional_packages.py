@@ -1,4 +1,4 @@
-"""What an input needs of optional packages is asked for before anything starts."""
+"""Optional packages that an input requires are checked before anything starts."""
 
 import sys
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Commands that are asked about this machine: what they say, and that they are gone afterwards."""
+"""Commands that query this machine: their results, and their termination."""
 
 import sys
 

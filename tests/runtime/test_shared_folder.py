@@ -1,4 +1,4 @@
-"""A folder that not all hosts see is refused, before anything is written there."""
+"""A folder that is not shared by all hosts is rejected before anything is written to it."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs that are asked to stop: they save, say so, exit with 75, and can be gone on with."""
+"""Runs that receive a stop request save a checkpoint, exit with 75 and can be resumed."""
 
 import os
 import signal

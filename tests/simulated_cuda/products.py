@@ -1,4 +1,4 @@
-"""cuBLASLt on streams: the stand-in of the products' tests, which computes when its turn comes."""
+"""A fake cuBLASLt whose products are computed in stream order."""
 
 import copy
 import ctypes

@@ -1,4 +1,4 @@
-"""The program on CuPy itself, whose CUDA is simulated, against the program on NumPy."""
+"""The program on CuPy with simulated CUDA, compared with the program on NumPy."""
 
 import json
 import re

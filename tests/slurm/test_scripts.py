@@ -1,4 +1,4 @@
-"""The scripts of jobs/ without Slurm: what they start, and when they ask for another turn."""
+"""The scripts of jobs/ without Slurm: the commands that they start, and when they requeue."""
 
 import os
 import re

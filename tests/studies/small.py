@@ -1,4 +1,4 @@
-"""Fewer and smaller steps than the findings are made of."""
+"""Smaller studies with fewer steps, for the tests of the findings."""
 
 from dataclasses import replace
 

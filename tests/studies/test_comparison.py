@@ -1,4 +1,4 @@
-"""A pipeline against data parallelism."""
+"""A pipeline, compared with data parallelism."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""All four findings, of fewer and smaller steps."""
+"""All four findings, with fewer and smaller steps."""
 
 from types import SimpleNamespace
 

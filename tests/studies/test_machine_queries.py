@@ -1,4 +1,4 @@
-"""What passes ask of a machine, against closed forms; and their time, against a simulated step."""
+"""Operations of passes, compared with closed forms; their times, with simulated steps."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""Published steps of Megatron-LM, predicted; the machine's file knows none of them."""
+"""Predictions of published Megatron-LM steps, which the machine file was not fitted to."""
 
 from dataclasses import replace
 

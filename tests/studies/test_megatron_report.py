@@ -1,4 +1,4 @@
-"""The command that reproduces Megatron's published steps."""
+"""The command that reproduces the published steps of Megatron-LM."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What messages cost by their size."""
+"""Costs of messages by size."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""RaNNC's experiments: what a point tells, and which claims hold of which points."""
+"""RaNNC's experiments: results of points, and the claims that hold for them."""
 
 from types import SimpleNamespace
 

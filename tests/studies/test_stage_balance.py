@@ -1,4 +1,4 @@
-"""What uneven stages cost."""
+"""Costs of uneven stages."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Data, pipeline and tensor parallelism side by side."""
+"""Comparison of data, pipeline and tensor parallelism."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The speed-ups of the 3-D paper, predicted."""
+"""Predicted speedups of the paper on 3-D tensor parallelism."""
 
 from dataclasses import replace
 from types import SimpleNamespace

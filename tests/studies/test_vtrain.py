@@ -1,4 +1,4 @@
-"""vTrain's published steps: predicted from a tenth of them, and layouts chosen by it."""
+"""Predictions of vTrain's published steps from a tenth of them, and layouts chosen by vTrain."""
 
 import gzip
 from dataclasses import replace

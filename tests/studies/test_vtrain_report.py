@@ -1,4 +1,4 @@
-"""The published steps of vTrain, predicted."""
+"""The report of vTrain's published steps, with predictions."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Wait and transfer of each axis."""
+"""Wait and transfer times of each axis."""
 
 import numpy as np
 import pytest

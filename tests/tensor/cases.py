@@ -1,4 +1,4 @@
-"""Schemes on meshes, for tests that hold on all of them."""
+"""Schemes on meshes, for tests of all of them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Bytes of communication of a product on a cube: at its peak, afterwards, and of its blocks."""
+"""Communication memory of a product on a cube: peak, memory afterwards, and blocks."""
 
 import json
 import sys

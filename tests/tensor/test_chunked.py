@@ -1,4 +1,4 @@
-"""Chunked products against unchunked products; tests.tensor.on_mpi uses real ranks."""
+"""Chunked products, compared with unchunked ones; tests.tensor.on_mpi uses real ranks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Where the block of a rank lies: slices of the ranks of a mesh, against their coordinates."""
+"""Positions of a rank's blocks, as index slices, compared with mesh coordinates."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The sharded product against NumPy, on every scheme and mesh; on threads and on real ranks."""
+"""The sharded product, compared with NumPy, on all schemes and meshes, threads and real ranks."""
 
 from functools import cache
 from itertools import product

@@ -1,4 +1,4 @@
-"""What a product holds while it runs, on real ranks: the working blocks and nothing more."""
+"""Memory of a product on real ranks: only the working blocks."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Products in float8: those of whole matrices that torch rounded, on every layout."""
+"""Float8 products on every layout, compared with products of whole matrices rounded by torch."""
 
 import re
 import subprocess

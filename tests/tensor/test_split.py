@@ -1,4 +1,4 @@
-"""What a split may say, all of it on few axes: it is right, or there is no such split."""
+"""All splits over a few axes: each one is valid and correct, or rejected."""
 
 import re
 from dataclasses import replace

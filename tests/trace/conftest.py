@@ -1,4 +1,4 @@
-"""A small trace, and a recorder under a clock of our own."""
+"""A small trace, and a recorder with a test clock."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A recorder under a clock of our own, and what it has recorded."""
+"""A recorder with a test clock, and its recorded rows."""
 
 from hpc3d.arrays.pool import Pool
 from hpc3d.trace.segment import read_segment, segment_path

@@ -1,4 +1,4 @@
-"""Ranks of emulated hosts whose clocks are off and drift, on threads and on MPI."""
+"""Ranks of emulated hosts with clock offsets and drift, on threads and with MPI."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""A small run with a value of its own in every column, written row by row."""
+"""A small trace with a different value in every column, written row by row."""
 
 import numpy as np
 

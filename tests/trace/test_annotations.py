@@ -1,4 +1,4 @@
-"""What is added to a trace after it was merged: calibration and prediction."""
+"""Data added to a merged trace: calibration and prediction."""
 
 import h5py
 import pytest

@@ -1,4 +1,4 @@
-"""What holds in every trace: in those of real runs, and not in one that was tampered with."""
+"""Invariants of traces: satisfied by real runs, and violated by modified traces."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Clocks of several hosts: the tree, the model, and a skew that is found again."""
+"""Clocks of several hosts: synchronization tree, clock model, and recovery of a known skew."""
 
 from types import SimpleNamespace
 

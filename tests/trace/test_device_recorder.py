@@ -1,4 +1,4 @@
-"""What a device does is recorded as it did it, and nothing waits for it inside of a step."""
+"""Recording of device events without waiting for the device within a step."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What reports make of streams, by hand: times in ms of two ranks with devices."""
+"""Reports of device streams, for two ranks with known times."""
 
 import numpy as np
 import pytest

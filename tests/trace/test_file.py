@@ -1,4 +1,4 @@
-"""A file that is not trusted: whatever is wrong with it, it is refused in one line."""
+"""Any invalid trace file is rejected with one line."""
 
 import errno
 import resource

@@ -1,4 +1,4 @@
-"""Damaged heaps, in which the library of HDF5 would search without end."""
+"""Damaged heaps, in which the HDF5 library would loop forever."""
 
 import h5py
 import pytest

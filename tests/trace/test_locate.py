@@ -1,4 +1,4 @@
-"""Which trace is that of a run."""
+"""The location of a run's trace."""
 
 import pytest
 

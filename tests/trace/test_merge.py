@@ -1,4 +1,4 @@
-"""Segments and their merge, against expectations built row by row in Python."""
+"""Segments and their merged trace, compared with rows built in Python."""
 
 import json
 import re

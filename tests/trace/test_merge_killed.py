@@ -1,4 +1,4 @@
-"""Runs of which a rank is killed: the merged trace says until when each rank is complete."""
+"""Runs with a killed rank: the merged trace states how far each rank is complete."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Traces of large runs are merged and checked within bounds of memory; the seconds are printed."""
+"""Traces of large runs are merged and checked with limited memory; the times are printed."""
 
 import subprocess
 import sys

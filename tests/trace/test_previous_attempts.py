@@ -1,4 +1,4 @@
-"""The trace of a run that goes on has what was done before, as if it had not ended."""
+"""The trace of a resumed run includes the steps of previous attempts."""
 
 import re
 from functools import partial

@@ -1,4 +1,4 @@
-"""A trace as it is opened: attributes, ranks, and the rows of one."""
+"""Opened traces: attributes, ranks, and the rows of one rank."""
 
 import h5py
 import pytest

@@ -1,4 +1,4 @@
-"""What a rank records: exact rows under a clock of our own, and the bytes that design gives."""
+"""Rows and memory of the recorder of a rank, with a test clock."""
 
 import tracemalloc
 

@@ -1,4 +1,4 @@
-"""The file has what the definitions say, and explains it."""
+"""Trace files have the documented objects, each with a description."""
 
 import h5py
 

@@ -1,4 +1,4 @@
-"""A segment is whole or absent, and needs no library to be written."""
+"""A segment is complete or absent, and is written without libraries."""
 
 import subprocess
 import sys

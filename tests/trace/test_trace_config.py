@@ -1,4 +1,4 @@
-"""Settings read from the text that a trace keeps, which may be any text."""
+"""Settings read from the configuration text of a trace, which may be any text."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""docs/trace.md says what the definitions say, and its examples run."""
+"""docs/trace.md matches the definitions, and its examples run."""
 
 import re
 from pathlib import Path

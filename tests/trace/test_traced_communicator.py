@@ -1,4 +1,4 @@
-"""Calls on a traced communicator, by the rows that they leave."""
+"""Rows that a traced communicator records."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What is kept of a run in 16 bits: values, and master copies that have them in full."""
+"""Checkpoints and results of runs with 16-bit values and float32 master weights."""
 
 import json
 from dataclasses import replace

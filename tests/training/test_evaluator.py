@@ -1,4 +1,4 @@
-"""Evaluation while training: one loss on every mesh, and training that does not notice it."""
+"""Evaluation during training: equal losses on all meshes, and unchanged training."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be gone on from: it is named, kept, and the one before is used."""
+"""An unusable checkpoint is named and kept, and the previous one is used."""
 
 import json
 import re

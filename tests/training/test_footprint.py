@@ -1,4 +1,4 @@
-"""What a run holds at least: never more than what a simulation of it finds, and not far less."""
+"""The lower bound on a run's memory is at most the simulated memory, and close to it."""
 
 from dataclasses import replace
 from pathlib import Path

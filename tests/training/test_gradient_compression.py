@@ -1,4 +1,4 @@
-"""Compressed sums of gradients: what they sum to, what is left out, what they send and keep."""
+"""Gradient compression: sums, residuals, messages and state."""
 
 from math import inf, prod
 

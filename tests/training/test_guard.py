@@ -1,4 +1,4 @@
-"""Wrong numbers stop a run on all ranks at the same step, and the rank where they are is named."""
+"""A wrong number stops all ranks in the same step, and its rank is named."""
 
 import re
 from itertools import product

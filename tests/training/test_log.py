@@ -1,4 +1,4 @@
-"""What the log says of a run: its hosts, what is not as by default, its steps."""
+"""The log of a run: hosts, settings that differ from the defaults, and steps."""
 
 import sys
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""A run in float16 with a scaled loss: what it computes, what it leaves out, how it goes on."""
+"""float16 runs with a scaled loss: results, skipped steps, and resuming."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The loss scale rises slowly, falls at once, and comes back from a checkpoint."""
+"""The loss scale rises slowly, drops at once, and is stored in checkpoints."""
 
 import json
 from math import inf, nan

@@ -1,4 +1,4 @@
-"""Which tokens are masked: the shares, what stays, and that it depends on seed and step alone."""
+"""Masked tokens: shares of each kind; masks depend only on the seed and the step."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which microbatches a step brings, and how they count."""
+"""The microbatches of a step, and their weights in the loss."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The folder of a run that goes on: reopened, wherever that was interrupted, and by one only."""
+"""The folder of a resumed run: reopened after any interruption, and used by one run only."""
 
 import os
 import shutil

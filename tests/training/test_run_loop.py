@@ -1,4 +1,4 @@
-"""The loop of a run, with a trainer that only counts: what ends it, and what is saved then."""
+"""The loop of a run with a fake trainer: conditions that end it, and saved checkpoints."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""When a rank counts as silent, what it says then, and what they all say together."""
+"""When ranks count as silent, and the reports that follow."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""Communicators, products and training on the ranks of one MPI job, against NumPy and one rank."""
+"""Communicators, products and training on one MPI job, compared with NumPy and one rank."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Traces to export: one of a run, and one written by hand."""
+"""Traces for the export tests: one of a run, and one with chosen values."""
 
 import pytest
 

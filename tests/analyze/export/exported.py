@@ -1,4 +1,4 @@
-"""What the formats are made from."""
+"""Exported events of a trace."""
 
 from hpc3d.analyze.export.formats import events_of
 from hpc3d.analyze.metrics.wait_states import calls_of

@@ -1,4 +1,4 @@
-"""Which events are exported, and what the command writes."""
+"""Export formats: which events are exported, and the output of the command."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Events as Holistic Trace Analysis reads them: Kineto's files."""
+"""Export to Kineto files, which Holistic Trace Analysis reads."""
 
 import json
 import re

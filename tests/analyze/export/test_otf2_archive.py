@@ -1,4 +1,4 @@
-"""Events as the readers of OTF2 see them."""
+"""Export to OTF2 archives, read back by OTF2 readers."""
 
 from collections import Counter, defaultdict
 

@@ -1,4 +1,4 @@
-"""Events in the Trace Event Format of Perfetto."""
+"""Export to the Trace Event Format, which Perfetto reads."""
 
 import json
 from collections import defaultdict

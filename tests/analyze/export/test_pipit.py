@@ -1,4 +1,4 @@
-"""Events as Pipit reads them."""
+"""Export of events to Pipit."""
 
 import csv
 import re

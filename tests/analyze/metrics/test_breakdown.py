@@ -1,4 +1,4 @@
-"""The parts of a step against sums that are made by hand, event by event."""
+"""Parts of the step time, compared with sums over individual events."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The three parts of a pipeline's bubble, in schedules whose bubble is known."""
+"""The three parts of a pipeline bubble, for schedules with known bubbles."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Bytes between ranks and rates of calls, against nccl-tests' definitions worked out by hand."""
+"""Bytes between ranks and call rates, compared with the definitions of nccl-tests."""
 
 import numpy as np
 import pytest

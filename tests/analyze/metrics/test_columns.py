@@ -1,4 +1,4 @@
-"""Combinations of the values of columns."""
+"""Combinations of column values."""
 
 import numpy as np
 

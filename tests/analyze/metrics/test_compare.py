@@ -1,4 +1,4 @@
-"""Runs beside each other: differences with known intervals, and scaling by hand."""
+"""Comparison of runs: differences with known confidence intervals, and scaling."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Critical paths: by hand, of random nonsense, and of runs with a layer that is slow."""
+"""Critical paths of small examples, of random events, and of runs with a slow layer."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""What crosses from host to host, against formulas worked out by hand."""
+"""Bytes sent between hosts, compared with formulas."""
 
 import pytest
 

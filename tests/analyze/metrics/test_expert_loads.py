@@ -1,4 +1,4 @@
-"""Where tokens went and what an imbalance cost, against numbers worked out by hand."""
+"""Loads of experts and the cost of imbalance, compared with known values."""
 
 import h5py
 import numpy as np

@@ -1,4 +1,4 @@
-"""Stretches of time against sets of numbers."""
+"""Time intervals, compared with sets of integers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What runs differ in is said before they are compared."""
+"""Configuration differences that are reported before runs are compared."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Model FLOPs against the published utilisations, and against what runs record."""
+"""Model FLOPs, compared with published utilizations and with recorded runs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The exposed time of gradient all-reduces in a recorded trace, with and without overlap."""
+"""Exposed time of gradient all-reduces in a recorded trace, with and without overlap."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a layout is called, and in how many dimensions it really cuts the products."""
+"""Names of layouts, and the number of dimensions in which they shard the products."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Spans of the passes of a timeline."""
+"""Time spans of the passes of a timeline."""
 
 from hpc3d.analyze.metrics.pass_spans import spans
 from hpc3d.pipeline.schedule import instruction_streams

@@ -1,4 +1,4 @@
-"""Passes of pipelines in the traces of small runs, against the schedules that they ran; costs."""
+"""Pipeline passes in the traces of small runs, compared with the executed schedules."""
 
 from itertools import pairwise
 

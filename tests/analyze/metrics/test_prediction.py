@@ -1,4 +1,4 @@
-"""A prediction beside what the small run of tests.analyze.small took."""
+"""A prediction, compared with the measured times of the run in tests.analyze.small."""
 
 import pytest
 

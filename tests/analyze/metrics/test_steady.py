@@ -1,4 +1,4 @@
-"""Over which steps averages are."""
+"""Steps that are included in averages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What ranks do between steps has a table of its own."""
+"""Time between steps, and equal loss curves."""
 
 import pytest
 

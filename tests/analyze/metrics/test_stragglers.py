@@ -1,4 +1,4 @@
-"""Who is called a straggler: where all ranks are alike nobody, and one that is slower."""
+"""Detection of stragglers: none among equal ranks, and one slow rank."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Who waits for whom: in meetings written by hand, by formula, and of ranks that pause."""
+"""Which rank waits for which: chosen calls, formulas, and runs whose ranks pause."""
 
 import numpy as np
 import pytest

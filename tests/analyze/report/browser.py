@@ -1,4 +1,4 @@
-"""A Chromium that is installed on this machine, driven by Playwright."""
+"""An installed Chromium browser, controlled by Playwright."""
 
 import shutil
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A run of four ranks whose numbers were worked out by hand, and its report."""
+"""A run of four ranks with known values, and its report."""
 
 import json
 

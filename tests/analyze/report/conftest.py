@@ -1,4 +1,4 @@
-"""A run whose numbers were worked out by hand."""
+"""A run with known values."""
 
 import pytest
 

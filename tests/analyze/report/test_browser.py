@@ -1,4 +1,4 @@
-"""The page in a real browser: it draws, answers to the mouse, prints, and asks for nothing."""
+"""The report in a real browser: drawing, mouse, printing, and no network requests."""
 
 import io
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The numbers that one looks for first."""
+"""The key numbers at the top of a report."""
 
 from hpc3d.analyze.report import cards
 

@@ -1,4 +1,4 @@
-"""What is in a chart, whatever draws it."""
+"""Contents of charts, independent of the plotting library."""
 
 from itertools import combinations
 

@@ -1,4 +1,4 @@
-"""What imbalance cost, in words: as much as is known."""
+"""Sentences on the cost of expert imbalance, with known and unknown values."""
 
 from hpc3d.analyze.report.expert_words import in_words
 

@@ -1,4 +1,4 @@
-"""The picture of timelines, by what is in the figure."""
+"""Contents of timeline figures."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The page of a report: whole, by itself, and safe whatever a trace calls things."""
+"""The HTML report: complete, self-contained, and safe for any names in a trace."""
 
 import csv
 import re

@@ -1,4 +1,4 @@
-"""Steps of a timeline as a page carries them, unpacked as page/steps.js does."""
+"""Packed timeline steps of a report, unpacked in the same way as in page/steps.js."""
 
 import base64
 import json

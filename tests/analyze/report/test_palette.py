@@ -1,4 +1,4 @@
-"""Colors that can be told apart, also by the colour-blind, on white and on dark."""
+"""Colors are distinguishable on light and dark backgrounds, also for color-blind readers."""
 
 from itertools import combinations
 

@@ -1,4 +1,4 @@
-"""The report of pipelines, against times that were written by hand."""
+"""The report of a pipeline, compared with known times."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Figures on paper: what is drawn of a chart."""
+"""Charts drawn by Matplotlib."""
 
 import numpy as np
 import pytest

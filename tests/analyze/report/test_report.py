@@ -1,4 +1,4 @@
-"""The verb `report`: what it takes and refuses, and where its words go."""
+"""The command `report`: its options, its error messages and its output."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The report of small runs against numbers worked out by hand."""
+"""The report of small runs, compared with known values."""
 
 import csv
 import math

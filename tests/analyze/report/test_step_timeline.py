@@ -1,4 +1,4 @@
-"""What the ranks did in a step, box by box."""
+"""Boxes of a step timeline."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tables as they are shown."""
+"""Format of table values."""
 
 import csv
 

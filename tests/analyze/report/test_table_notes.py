@@ -1,4 +1,4 @@
-"""What is said below each table."""
+"""Notes below the tables."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What `report` prints: a dozen lines."""
+"""The short summary that `report` prints."""
 
 from dataclasses import replace
 

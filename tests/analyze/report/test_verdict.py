@@ -1,4 +1,4 @@
-"""The sentences that a report begins with, from tables whose truth is known."""
+"""The sentences at the beginning of a report, for tables with known values."""
 
 import pytest
 

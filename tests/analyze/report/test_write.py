@@ -1,4 +1,4 @@
-"""Which files a report leaves, and what it leaves alone."""
+"""Files that a report writes, and files that it does not change."""
 
 import csv
 

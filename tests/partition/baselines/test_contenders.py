@@ -1,4 +1,4 @@
-"""Contenders on published loads, by hand."""
+"""Other methods on published loads, compared with known results."""
 
 import pytest
 

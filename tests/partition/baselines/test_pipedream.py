@@ -1,4 +1,4 @@
-"""PipeDream's recurrence, by hand and against all partitions."""
+"""PipeDream's recurrence, compared with known results and with all partitions."""
 
 import random
 from itertools import combinations, pairwise, product

@@ -1,4 +1,4 @@
-"""RaNNC's blocks: what they must be in any graph, and what is merged first."""
+"""RaNNC's blocks: invariants for any graph, and the order of merges."""
 
 import pytest
 

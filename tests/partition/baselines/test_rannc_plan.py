@@ -1,4 +1,4 @@
-"""RaNNC's plans: those of its README, and what is made of blocks in another order."""
+"""RaNNC's plans: the plans in its README, and plans of parallel chains."""
 
 import pytest
 

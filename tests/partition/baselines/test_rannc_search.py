@@ -1,4 +1,4 @@
-"""RaNNC's search over blocks, by hand."""
+"""RaNNC's search over blocks, compared with known results."""
 
 from itertools import combinations, pairwise
 

@@ -1,4 +1,4 @@
-"""`python -m hpc3d.partition compare`: its table, and how it ends."""
+"""`python -m hpc3d.partition compare`: its table and its exit codes."""
 
 import json
 

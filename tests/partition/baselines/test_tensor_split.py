@@ -1,4 +1,4 @@
-"""1-D tensor parallelism of a captured model: who splits what, and what that costs."""
+"""1-D tensor parallelism of a captured model: which layers are split, and their costs."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""torch.export in one graph: what has no gradient in torch has none here."""
+"""torch.export in one graph: tensors without gradients in torch have none here."""
 
 import operator
 

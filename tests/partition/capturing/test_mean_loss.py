@@ -1,4 +1,4 @@
-"""Losses that are a mean over the samples, and losses that are known to be something else."""
+"""Losses that are a mean over the samples, and losses that are known not to be."""
 
 import re
 

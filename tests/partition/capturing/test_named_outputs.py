@@ -1,4 +1,4 @@
-"""Results of any type: the names of their tensors, and the one that is minimized."""
+"""Outputs of any type: names of their tensors, and the output that is minimized."""
 
 from collections import namedtuple
 from functools import partial

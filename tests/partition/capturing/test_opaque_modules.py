@@ -1,4 +1,4 @@
-"""Modules that cannot be traced: which they are, and what they compute as operations."""
+"""Modules that cannot be traced: their detection, and their execution as operations."""
 
 import copy
 from threading import Thread

@@ -1,4 +1,4 @@
-"""Attributes that forward changes: caches are allowed, state is not."""
+"""Attributes that forward changes: caches are accepted, state is rejected."""
 
 import types
 

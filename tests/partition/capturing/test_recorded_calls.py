@@ -1,4 +1,4 @@
-"""What is seen of the calls of a module, and which calls cannot be repeated."""
+"""Recorded calls of a module, and calls that cannot be repeated."""
 
 from functools import partial
 

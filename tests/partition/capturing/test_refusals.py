@@ -1,4 +1,4 @@
-"""What cannot be traced is explained in one line, with a place in the user's code and a remedy."""
+"""One-line errors for code that cannot be traced, with its place and a remedy."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Models in which samples are related, and models in which they only seem to be."""
+"""Models in which samples depend on each other, and models that look as if they did."""
 
 import re
 

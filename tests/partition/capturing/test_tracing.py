@@ -1,4 +1,4 @@
-"""Tracing a module, and modules that cannot be traced."""
+"""Tracing of modules, and modules that cannot be traced."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Code of users leaves no traces, and what it raises is told in a line."""
+"""User code leaves no side effects, and its exceptions are reported on one line."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""Wrappers around a user's module, and the tensors that it holds besides its weights."""
+"""Wrappers of a user's module, and its tensors that are not weights."""
 
 import pytest
 

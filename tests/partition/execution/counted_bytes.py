@@ -1,4 +1,4 @@
-"""The bytes of tensors that a rank holds at most, counted while it trains."""
+"""Peak bytes of the tensors of a rank, counted during training."""
 
 import weakref
 from math import prod

@@ -1,4 +1,4 @@
-"""Small modules to cut and train, and the same training in torch without a cut."""
+"""Small modules to partition and train, and the same training in unpartitioned torch."""
 
 import copy
 from functools import cache

@@ -1,4 +1,4 @@
-"""Modules in bfloat16 and float16, against torch with master weights in float32."""
+"""Modules in bfloat16 and float16, compared with torch with float32 master weights."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The chunks of a module in evaluation mode, and modules that other stages evaluate."""
+"""Chunks of a module in evaluation mode, and modules whose evaluation uses other stages."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Which submodule ends the largest prefix of a program that fits in memory."""
+"""The submodule that ends the largest prefix of a program that fits in memory."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Evaluation of modules on threads: torch's loss in evaluation mode, and undisturbed training."""
+"""Evaluation of modules on threads: loss of torch, and unchanged training."""
 
 import copy
 from time import perf_counter

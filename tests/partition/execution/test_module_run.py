@@ -1,4 +1,4 @@
-"""Plans on real ranks: training, going on by another plan, and what is refused."""
+"""Plans on real ranks: training, resuming with another plan, and rejected input."""
 
 import copy
 import json

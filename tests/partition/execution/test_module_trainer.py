@@ -1,4 +1,4 @@
-"""A module that is cut, on threads, against torch on the whole of it."""
+"""A partitioned module on threads, compared with the whole module in torch."""
 
 import numpy as np
 import pytest

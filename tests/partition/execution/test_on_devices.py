@@ -1,4 +1,4 @@
-"""Modules whose arrays lie on devices that are threads (tests/fakes/fake_device.py)."""
+"""Modules with arrays on devices that are threads (tests/fakes/fake_device.py)."""
 
 from time import perf_counter
 

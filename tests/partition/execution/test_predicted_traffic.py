@@ -1,4 +1,4 @@
-"""Predicted bytes and messages against those that a step counts."""
+"""Predicted bytes and messages, compared with those counted in a step."""
 
 from collections import Counter
 from copy import copy

@@ -1,4 +1,4 @@
-"""Random numbers by sample: their distributions, and that they do not depend on the rows asked."""
+"""Random numbers per sample: distributions, and independence of the requested rows."""
 
 from math import erf
 

@@ -1,4 +1,4 @@
-"""Random operations by sample: the same on every cut, and what they should be."""
+"""Random operations per sample: equal for every partition, and correctly distributed."""
 
 import copy
 from contextlib import nullcontext

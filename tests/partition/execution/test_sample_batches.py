@@ -1,4 +1,4 @@
-"""Which samples a rank has, and how it gets them."""
+"""The samples of a rank, and how the rank obtains them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What torch saves for backward: rounded and offloaded, against torch, and by bytes."""
+"""Tensors saved by torch for the backward pass: rounded and offloaded; values and bytes."""
 
 import copy
 from contextlib import contextmanager

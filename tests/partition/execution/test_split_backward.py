@@ -1,4 +1,4 @@
-"""Products with split backward passes against torch's own."""
+"""Products with a split backward pass, compared with torch."""
 
 from copy import copy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Parts of captured modules as programs: together they compute what the module does."""
+"""Programs for parts of captured modules: together they compute the same as the module."""
 
 import copy
 from itertools import pairwise

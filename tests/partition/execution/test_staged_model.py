@@ -1,4 +1,4 @@
-"""What all ranks know of a cut module, and which modules cannot be trained."""
+"""Data of a partitioned module that all ranks share, and modules that cannot be trained."""
 
 import pytest
 

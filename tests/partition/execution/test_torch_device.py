@@ -1,4 +1,4 @@
-"""What torch and the arrays of a rank on a GPU have in common; here without a GPU."""
+"""Memory shared by torch and the arrays of a rank on a GPU; tested here without a GPU."""
 
 from types import SimpleNamespace
 

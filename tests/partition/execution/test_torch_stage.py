@@ -1,4 +1,4 @@
-"""A part of a module as a stage of the engine: what it sends, keeps and completes."""
+"""A part of a module as a pipeline stage: its messages, saved data and gradients."""
 
 import inspect
 

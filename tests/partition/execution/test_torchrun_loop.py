@@ -1,4 +1,4 @@
-"""What files for torchrun begin with, in one process."""
+"""Code at the beginning of files for torchrun, in one process."""
 
 import sys
 

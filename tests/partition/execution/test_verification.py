@@ -1,4 +1,4 @@
-"""What the comparison before the first step finds, and what it accepts."""
+"""The comparison before the first step: errors that it finds, and models that it accepts."""
 
 import re
 from bisect import bisect_left

@@ -1,4 +1,4 @@
-"""What is made of measurements, on clocks that say what they shall."""
+"""Results of measurements, with simulated clocks."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""A module in the trainer of a run, without other ranks."""
+"""A module in the trainer of a run, on a single rank."""
 
 import numpy as np
 import pytest

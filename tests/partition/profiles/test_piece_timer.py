@@ -1,4 +1,4 @@
-"""Times of pieces, on a clock that only says how often it was read."""
+"""Times of pieces, with a clock that counts its readings."""
 
 from itertools import count
 

@@ -1,4 +1,4 @@
-"""`python -m hpc3d.partition profile`, from the measurement to a plan by it."""
+"""`python -m hpc3d.partition profile`, from the measurement to a plan based on it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Random modules on shards, on threads as ranks, against the same program on full tensors."""
+"""Random modules on shards, with threads as ranks, compared with full tensors."""
 
 import random
 

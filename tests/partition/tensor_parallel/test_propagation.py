@@ -1,4 +1,4 @@
-"""Which weights are split, and how."""
+"""Which weights are split, and along which dimension."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rules of operations on shards, found by the operation."""
+"""Sharding rules of operations."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Costs of split layers: collectives, shards and pieces that stay together."""
+"""Costs of split layers: collectives, shards, and pieces in the same stage."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Modules whose layers are split over ranks, on threads, against torch."""
+"""Modules whose layers are split over ranks, on threads, compared with torch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The calls of a trace, beside those that are predicted."""
+"""Calls of a trace, matched with predicted calls."""
 
 import pytest
 

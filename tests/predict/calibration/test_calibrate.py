@@ -1,4 +1,4 @@
-"""A machine is found again from the traces of runs on it, and what does not fit is refused."""
+"""Calibration recovers a known machine from traces, and rejects unsuitable traces."""
 
 from dataclasses import replace
 

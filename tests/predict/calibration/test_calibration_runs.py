@@ -1,4 +1,4 @@
-"""The runs that a machine is calibrated with."""
+"""The runs that calibrate a machine."""
 
 from dataclasses import replace
 

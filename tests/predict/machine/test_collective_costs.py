@@ -1,4 +1,4 @@
-"""What calls cost by algorithm: closed forms by hand, limits, and which algorithm is taken."""
+"""Costs of collectives by algorithm: closed forms, limits, and the selected algorithm."""
 
 from math import ceil, log2
 

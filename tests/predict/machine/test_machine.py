@@ -1,4 +1,4 @@
-"""Machines: rates and tables between their knots, groups placed on nodes by hand, and files."""
+"""Machines: interpolated rates, placement of groups on nodes, and files."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Files of machines: read, written, and refused in a line."""
+"""Machine files: read, written, and rejected with one line."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""All layouts that the rules allow, one by one: what a plan is held to."""
+"""All layouts that the rules allow, as a reference for plans."""
 
 from dataclasses import replace
 from itertools import permutations, product

@@ -1,4 +1,4 @@
-"""Uneven layers and buckets of other sizes: what is offered, and what simulations say of it."""
+"""Uneven layers and bucket sizes: the proposals, compared with simulations."""
 
 from dataclasses import replace
 

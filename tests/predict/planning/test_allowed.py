@@ -1,4 +1,4 @@
-"""What the rules allow runs: every rank's blocks divide, in forward, backward and update."""
+"""Every layout that the rules allow can be run: all blocks divide evenly."""
 
 import pytest
 from hypothesis import given

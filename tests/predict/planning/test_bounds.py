@@ -1,4 +1,4 @@
-"""What layouts move at least, and where the heaviest axes lie."""
+"""Minimum communication of layouts, and the placement of the axes with most traffic."""
 
 from dataclasses import replace
 from math import prod

@@ -1,4 +1,4 @@
-"""Plans that cut sequences: where they may, what they move, and where nothing else fits."""
+"""Plans with context parallelism: allowed layouts, traffic, and models that require it."""
 
 from dataclasses import replace
 

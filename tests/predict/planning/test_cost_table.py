@@ -1,4 +1,4 @@
-"""Costs of exchanges and updates by hand."""
+"""Costs of exchanges and updates, compared with known values."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Estimates of steps against simulations."""
+"""Estimated step times, compared with simulations."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The order in which a search times its candidates."""
+"""The order in which a search estimates its candidates."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The layers of each part, against all that there are, each on the clock."""
+"""Layer counts of the parts, compared with exhaustive search on the timeline."""
 
 import random
 from itertools import combinations_with_replacement, pairwise

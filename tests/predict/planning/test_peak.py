@@ -1,4 +1,4 @@
-"""The memory of estimates against the peaks of simulations."""
+"""Estimated memory, compared with simulated peaks."""
 
 from itertools import islice
 

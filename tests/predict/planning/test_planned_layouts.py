@@ -1,4 +1,4 @@
-"""What the command and the library plan by; tests/test_plan.py has what comes out."""
+"""Planning in the command and the library; tests/test_plan.py tests the results."""
 
 import pytest
 

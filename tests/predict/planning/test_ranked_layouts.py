@@ -1,4 +1,4 @@
-"""Layouts as a command or a program gets them."""
+"""Ranked layouts, as returned to a command or a program."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Layouts by name, and why others lose."""
+"""Named layouts, and the reasons why other layouts are slower."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Techniques where nothing fits: their order, which of them help, and which change no bit."""
+"""Techniques if nothing fits: their order, which ones help, and which ones are exact."""
 
 import numpy as np
 import pytest

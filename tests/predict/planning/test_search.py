@@ -1,4 +1,4 @@
-"""Plans against simulations: bounds, and what a search finds and leaves."""
+"""The search for plans, compared with simulations: bounds and pruned layouts."""
 
 from dataclasses import replace
 from itertools import product

@@ -1,4 +1,4 @@
-"""What techniques save and cost: known closed forms, and what cannot be on a layout."""
+"""Savings and costs of techniques: closed forms, and techniques that a layout excludes."""
 
 from dataclasses import replace
 

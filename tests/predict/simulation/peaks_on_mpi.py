@@ -1,4 +1,4 @@
-"""The peaks of memory of a mix on the ranks of an MPI job, against predicted ones."""
+"""Memory peaks of a mix on the ranks of an MPI job, compared with predicted peaks."""
 
 from hpc3d.comm.cartesian import build
 from hpc3d.predict.simulation.count import predict

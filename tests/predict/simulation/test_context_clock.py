@@ -1,4 +1,4 @@
-"""Messages along the context axis on the clock, by hand."""
+"""Simulated times of messages along the context axis, compared with known values."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Predicted = counted: bytes and messages of every rank, axis, op and phase, with no tolerance."""
+"""Predicted bytes and messages of every rank, axis, op and phase equal the counted ones."""
 
 from math import inf
 

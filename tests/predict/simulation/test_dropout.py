@@ -1,4 +1,4 @@
-"""Dropout in predictions: the memory it takes is that of a run, and machines are told of it."""
+"""Predicted memory and memory traffic of dropout, compared with runs."""
 
 from collections import Counter
 

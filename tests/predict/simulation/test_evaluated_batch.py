@@ -1,4 +1,4 @@
-"""The seconds of an evaluation on a simulated machine."""
+"""Simulated time of an evaluation."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Predicted peaks of array memory against those that real ranks measure, by rank and kind."""
+"""Predicted peaks of array memory, compared with those of real ranks, by rank and kind."""
 
 import pytest
 

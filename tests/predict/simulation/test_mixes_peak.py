@@ -1,4 +1,4 @@
-"""Predicted = counted: the peak of every kind of memory on every rank of a real job."""
+"""Predicted peaks of every kind of memory equal those of every rank of a real job."""
 
 from dataclasses import replace
 

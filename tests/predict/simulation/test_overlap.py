@@ -1,4 +1,4 @@
-"""Sums along d beside the backward pass: they shorten a step, whatever else the layout has."""
+"""Gradient reductions along d that overlap the backward pass shorten a step."""
 
 from dataclasses import replace
 from itertools import product

@@ -1,4 +1,4 @@
-"""A replayed pass leaves the memory, the calls and the peaks of an executed one."""
+"""A replayed pass has the same memory, calls and peaks as an executed pass."""
 
 from types import SimpleNamespace
 

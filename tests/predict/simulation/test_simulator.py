@@ -1,4 +1,4 @@
-"""A simulated step is the program's own: rows, numbers, memory; and its clock adds up."""
+"""Simulated steps: replayed passes equal executed ones, and times equal those of the machine."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Simulated stages run one at a time, and none of them waits forever."""
+"""Simulated stages run one at a time and never deadlock."""
 
 import threading
 from functools import partial

@@ -1,4 +1,4 @@
-"""A step is the sum of its parts: sub-blocks of the model by phases."""
+"""The sections of a step (sub-blocks of the model, by phase) sum to the step."""
 
 import numpy as np
 import pytest

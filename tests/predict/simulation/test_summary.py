@@ -1,4 +1,4 @@
-"""What is said of a simulated step."""
+"""The summary of a simulated step."""
 
 from hpc3d.predict.simulation.summary import summary
 from tests.predict.fixed import MACHINE

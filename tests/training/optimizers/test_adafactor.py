@@ -1,4 +1,4 @@
-"""Adafactor on any layout is Adafactor on one rank, and that is torch's."""
+"""Adafactor on any layout matches Adafactor on one rank, which matches torch."""
 
 from collections import Counter
 from dataclasses import replace

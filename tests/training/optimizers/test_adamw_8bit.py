@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits: on any layout as on one rank, and nearly as in full."""
+"""AdamW with 8-bit moments: equal on all layouts, and close to full precision."""
 
 from math import prod
 from pathlib import Path

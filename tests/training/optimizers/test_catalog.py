@@ -1,4 +1,4 @@
-"""Which optimisers there are, and the keys of each."""
+"""The list of optimizers, and the keys of each."""
 
 from typing import get_args, get_type_hints
 

@@ -1,4 +1,4 @@
-"""The learning rate over the steps, and over those of a run that is extended."""
+"""The learning rate over the steps of a run, also if the run is extended."""
 
 from dataclasses import replace
 from math import cos, pi, sqrt

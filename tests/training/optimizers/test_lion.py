@@ -1,4 +1,4 @@
-"""Lion against its published form in torch, and on every axis against one rank."""
+"""Lion compared with its published form in torch, and on every axis with one rank."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Muon against its published form in torch, and on every axis against one rank."""
+"""Muon compared with its published form in torch, and on every axis with one rank."""
 
 from collections import Counter
 from dataclasses import replace

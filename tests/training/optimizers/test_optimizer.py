@@ -1,4 +1,4 @@
-"""What an optimizer declares is all that others ask: whole matrices, states, their types."""
+"""Declared properties of optimizers: full matrices, states and their types."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Muon on matrices that stay cut, against the published form in torch and against one rank."""
+"""Muon on sharded matrices, compared with its published form in torch and with one rank."""
 
 from dataclasses import replace
 from math import prod
