@@ -1,4 +1,4 @@
-"""What all tests have in common; the examples that they draw are the same in every run, but for
+"""Fixtures and settings of all tests. Random examples are the same in every run, except with
 `make fuzz` (tests.fuzz)."""
 
 import gc

@@ -1,4 +1,4 @@
-"""Training in which a rank fails in step 2: `faulty_train.py FAULT RANK FILE [train's own words]`.
+"""Training in which a rank fails in step 2: `faulty_train.py FAULT RANK FILE [train options]`.
 
 The time of the fault is written to FILE.
 """

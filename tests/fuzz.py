@@ -1,9 +1,9 @@
-"""The tests that draw their cases, again and again with others, until the time is up.
+"""Pytest plugin that repeats the tests with random cases, each time with other cases.
 
     python -m pytest -p tests.fuzz --timeout 0 --minutes 5 tests
 
-It ends at the first find, with what repeats it.  These are the tests with hypothesis, and those
-that take their random numbers from `chance` (tests/conftest.py).
+It ends after the given time, or at the first failure, and then prints how to reproduce the
+failure. It selects the tests that use hypothesis or the fixture `chance` (tests/conftest.py).
 """
 
 import faulthandler

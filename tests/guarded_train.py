@@ -1,5 +1,5 @@
-"""Training in which a number of the last rank goes wrong in step 2:
-`guarded_train.py FAULT FILE [train's own words]`.
+"""Training in which a number of the last rank becomes wrong in step 2:
+`guarded_train.py FAULT FILE [train options]`.
 
 The time of the fault is written to FILE.
 """

@@ -1,7 +1,8 @@
-"""Many cases in one MPI job.  Each case is a test of its own, with its own time limit.
+"""Many cases in one MPI job. Each case is a separate test with its own time limit.
 
-Starting ranks costs more than most cases.  The first test of a job runs all selected cases that
-need the same ranks; the others look their outcome up.  After a failure, another job runs the rest.
+Starting ranks takes longer than most cases. The first test of a job runs all selected cases that
+need the same ranks; the other tests look up their results. After a failure, another job runs the
+remaining cases.
 """
 
 from typing import NamedTuple

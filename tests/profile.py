@@ -1,11 +1,11 @@
-"""Plugin that reports where the time of the tests goes (`make test-profile`).
+"""Pytest plugin that reports the time of the tests (`make test-profile`).
 
     python -m pytest -p tests.profile --every 4 -n 2 tests
 
-It runs one of `--every` cases of each test function and multiplies their costs.  A cost is the
-wall time and the CPU time of a test, its fixtures and its child processes.  The tables list tiers,
-kinds and files of tests, most expensive first.  `--costs FILE` gets the CPU seconds of each test
-function; tests/xdist_order.py orders the work of pytest-xdist by those in tests/costs.json.
+It runs one of `--every` cases of each test function, and multiplies their costs. A cost is the
+wall time and the CPU time of a test, its fixtures and its child processes. The tables list tiers,
+kinds and files of tests, the most expensive ones first. `--costs FILE` writes the CPU seconds of
+each test function; tests/xdist_order.py uses those in tests/costs.json to order the work.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Hundreds of generated bad inputs: each is refused in lines that say what is wrong, and nothing
-else happens: no traceback, no hang, no exit code 0."""
+"""Hundreds of generated invalid inputs: each is rejected with lines that state the problem,
+without a traceback, a hang, or exit code 0."""
 
 import json
 import os

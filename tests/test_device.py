@@ -1,5 +1,5 @@
-"""The whole program on devices that are threads (tests/fakes/fake_device.py): nothing mixes
-arrays of host and device, every call waits for what it must, and the result is that of NumPy."""
+"""The whole program on devices that are threads (tests/fakes/fake_device.py): host and device
+arrays are never mixed, calls wait for their operands, and results equal those of NumPy."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""The pages: their links lead somewhere, index.md has them all, and their examples run.
+"""The pages: links are valid, index.md lists all pages, and examples run.
 
-What pages and docstrings call a module, a function or a class of hpc3d exists.
+Modules, functions and classes of hpc3d that pages and docstrings name exist.
 """
 
 import ast

@@ -1,7 +1,7 @@
-"""Every command of README and the pages is right, and is run: here, or where a table says.
+"""Every command in README and the pages is valid, and runs here or where a table says.
 
-A new command of a page in EXECUTED is run as it stands.  If it takes long, say in REDUCED how
-it is made shorter; if it cannot run here, say in ELSEWHERE where it is run, or why it is not.
+A new command of a page in EXECUTED runs unchanged. If it takes long, add a shorter form to
+REDUCED. If it cannot run here, state in ELSEWHERE where it runs, or why it does not.
 """
 
 import re

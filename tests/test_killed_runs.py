@@ -1,7 +1,7 @@
-"""Runs that save every step and are killed (kill -9) at a hundred moments drawn at random: they
-go on as if nothing had happened, to the last bit.
+"""Runs that save every step and are killed (kill -9) at a hundred random times are resumed, with
+bitwise equal results.
 
-Some are on real ranks; most are processes of threads, which start faster.
+Some use real ranks; most are processes with threads as ranks, which start faster.
 """
 
 import os

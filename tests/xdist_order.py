@@ -1,8 +1,8 @@
-"""Which worker of pytest-xdist runs which tests, and in which order.
+"""Distribution of tests over the workers of pytest-xdist, and their order.
 
-A unit of work is a file, or one test function of a file that takes long.  The longest units come
-first, so that both workers end together.  Units that start MPI jobs go to one worker as long as
-there are others: jobs take turns (tests/mpi.py), and two workers would wait for each other.
+A unit of work is a file, or one test function of a slow file. The longest units come first, so
+that both workers end together. Units that start MPI jobs go to one worker, as long as there are
+others, because jobs take turns (tests/mpi.py), and two workers would wait for each other.
 """
 
 import re

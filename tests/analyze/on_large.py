@@ -1,4 +1,4 @@
-"""Every analysis of a large trace: prints the seconds of each and the peak memory as JSON.
+"""Run every analysis of a large trace, and print the seconds and the peak memory as JSON.
 
 python -m tests.analyze.on_large TRACE
 """

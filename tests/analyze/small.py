@@ -1,9 +1,9 @@
-"""A step of two ranks that one can follow by eye, in ms:
+"""A short step of two ranks, with times in ms:
 
 rank 0   gemm 0-4   all-gather 4-6   receive 6-9
 rank 1   gemm 0-5   all-gather 5-6   update 6-8   send 8-9
 
-So rank 0 waits in the all-gather from 4 to 5, and for the message from 6 to 8.
+Rank 0 waits in the all-gather from 4 to 5, and for the message from 6 to 8.
 """
 
 import h5py

@@ -1,5 +1,4 @@
-"""Which run is gone on with, from which checkpoint, and what of its configuration gives way to
-another number of ranks."""
+"""Resuming: the selected run and checkpoint, and settings that change with the number of ranks."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""A run that is killed, or whose disk fills up, at any point where it writes: nothing that was
-announced is lost, and it goes on to the last bit."""
+"""Runs that are killed, or whose disk becomes full, during any write: no announced checkpoint is
+lost, and the resumed run is bitwise equal."""
 
 import errno
 import os

@@ -1,6 +1,6 @@
-"""What a communicator must do, as functions of one: each compares with NumPy on all blocks.
+"""Test cases for any communicator; each case compares all blocks with NumPy.
 
-Operands are integers that every rank draws for all members, so equality is exact in every type.
+Every rank draws the operands of all members. They are integers, so results are exact in all types.
 """
 
 import re

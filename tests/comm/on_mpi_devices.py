@@ -1,5 +1,5 @@
-"""The cases of communicators of devices on real ranks, each way that they can take; the device is
-simulated, so that MPI may read its memory, and MPI simulates NCCL."""
+"""Cases of device communicators on real ranks, with every transport. Devices are simulated in host
+memory, which MPI can read, and NCCL is simulated with MPI."""
 
 import sys
 from types import SimpleNamespace

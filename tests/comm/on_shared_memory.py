@@ -1,6 +1,6 @@
-"""What members of a node do to each other: `on_node.py MODE FOLDER` on the ranks of an MPI job.
+"""Shared memory of the ranks of a node: `on_shared_memory.py MODE FOLDER` in an MPI job.
 
-Shared memory is made in FOLDER, so that what is left of it can be seen.
+The shared memory is created in FOLDER, so that tests can find remaining files.
 """
 
 import os

@@ -1,6 +1,8 @@
-"""The cases of communicators on groups of 2 to N of the N ranks of an MPI job, on pretended hosts:
-`on_two_level.py HOST ... LONG ...`, of each rank its host, once with blocks of LONG bytes as long
-ones. If LONG is a folder, it has the devices of rank 0's host; the other hosts have none.
+"""Communicator cases on groups of 2 to N of the N ranks of an MPI job, on simulated hosts.
+
+`on_two_level.py HOST ... LONG ...` takes the host of each rank, and runs the cases once for each
+LONG: the size in bytes from which blocks count as long. If LONG is a folder, rank 0's host has the
+devices in it, and the other hosts have none.
 """
 
 import sys

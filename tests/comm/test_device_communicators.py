@@ -1,5 +1,5 @@
-"""Communicators of devices that are threads (fake_device): every call, the order of the streams,
-and how long arrays live."""
+"""Communicators of devices that are threads (fake_device): all calls, the order of operations in
+streams, and the lifetime of arrays."""
 
 import numpy as np
 import pytest

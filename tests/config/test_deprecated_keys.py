@@ -1,6 +1,6 @@
-"""Old names of keys and values: read wherever they stand, with one warning for what a user wrote.
+"""Old names of keys and values are accepted everywhere, with one warning per name in user input.
 
-tests/config/run_with_old_names is a run of three steps by a version before, with every old key.
+tests/config/run_with_old_names is a run of three steps of an earlier version, with every old key.
 """
 
 import shutil

@@ -1,6 +1,5 @@
-"""What is read is small and regular: a device, a pipe, a folder and a large file are refused, and
-so is a text that would take long to be parsed.  What is written is whole or absent, and leaves no
-temporary files."""
+"""Reading and writing of small files. Devices, pipes, folders, large files, and texts that take
+long to parse are rejected. A written file is complete or absent, and no temporary file remains."""
 
 import os
 import platform

@@ -1,5 +1,5 @@
-"""Attention's softmax and rotary positions on the host against their NumPy twins, and that of the
-softmax against the whole attention."""
+"""Kernels of the softmax and of rotary positions on the host, compared with the NumPy rules, and
+the softmax with products, compared with complete attention."""
 
 import numpy as np
 import pytest

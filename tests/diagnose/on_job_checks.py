@@ -1,4 +1,4 @@
-"""What ranks find together, with a thing planted that is wrong: rank 0 prints it for each plan.
+"""The doctor's findings on several ranks, with planted faults; rank 0 prints those of each plan.
 
 `mpirun -np 3 python -m tests.diagnose.on_job_checks FOLDER`
 """

@@ -1,5 +1,5 @@
-"""Which documented commands are not run by tests/test_documented_commands.py, and how the others
-are made shorter.  Patterns are looked for in "PAGE COMMAND"; the first that fits is taken."""
+"""Documented commands that tests/test_documented_commands.py does not run, and shorter forms of
+others. Patterns are searched in "PAGE COMMAND"; the first match is used."""
 
 from importlib.util import find_spec
 

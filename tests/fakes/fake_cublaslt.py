@@ -1,8 +1,8 @@
-"""cuBLASLt in NumPy on the memory of the host: literally what cublasLt.h says, column-major.
+"""Fake cuBLASLt in NumPy on host memory, column-major as in cublasLt.h.
 
-The functions are C functions with the prototypes of the header, so that a wrong type on the way
-shows.  Attributes are stored by number and size.  The heuristics refuse what the documentation
-excludes, and an algorithm serves only the problem, and the alignments, that it was asked for.
+The functions are C functions with the prototypes of the header, so that a wrong argument type is
+detected. Attributes are stored by number and size. The heuristics reject what the documentation
+excludes. An algorithm accepts only the problem and the alignments that it was requested for.
 """
 
 import ctypes

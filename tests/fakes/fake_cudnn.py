@@ -1,8 +1,8 @@
-"""cudnn, the module of nvidia-cudnn-frontend 1.15 to 1.18, as far as attention goes.
+"""Fake attention of the module cudnn (nvidia-cudnn-frontend 1.15 to 1.18).
 
-It takes what the real one takes, in its order.  A graph that runs reads and writes the memory of
-the host at the pointers, by the shapes and strides it was told, in float32; what lies outside of
-the arrays that were made is refused.
+The functions require the argument order of the real ones. A graph reads and writes host memory at
+the given pointers, with the given shapes and strides, in float32. Access outside of the existing
+arrays is rejected.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
-"""CuPy as the program uses it, simulated in host memory.
+"""The part of CuPy that the program uses, simulated in host memory.
 
-What is asked of a stream is done at once or, where the device is `slow`, when somebody asks for
-an event that follows it: one thing each time.
+Operations on a stream are executed at once. If the device is `slow`, they are executed one at a
+time, when an event that follows them is queried.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
-"""A device that is a thread: what is posted on its stream happens later, when it pleases.
+"""A device that is a thread; operations on its streams are executed later, at any time.
 
-So what would be a race on a real device is one here, or is caught: results hold rubbish until
-their call has ended, and what a call reads must be the same at its end as when it was posted.
+So a race on a real device is also a race here, or is detected. Arrays of results contain arbitrary
+values until their call has ended, and the operands of a call must not change before then.
 """
 
 import queue

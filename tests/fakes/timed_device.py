@@ -1,5 +1,5 @@
-"""A device that computes nothing, but takes its time: streams beside each other and beside the
-host, events that it passes, and a clock of its own that has ticks and drifts."""
+"""A device with simulated times that computes nothing. Its streams run concurrently with each
+other and with the host. Its clock has a limited resolution and drifts."""
 
 import time
 from collections import deque

@@ -1,7 +1,7 @@
-"""Virtual time for ranks on threads: traces that do not depend on the load of the machine.
+"""Virtual time for ranks on threads: traces do not depend on the load of the machine.
 
-Each rank has its own clock.  It advances when it is read, when a test says so, and when the rank
-waits for a message: no rank has a block before its sender made the call.
+Each rank has its own clock. It advances when it is read, when a test advances it, and when the
+rank waits for a message. A rank receives a block no earlier than the sender's call.
 """
 
 import random

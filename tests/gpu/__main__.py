@@ -1,7 +1,7 @@
 """Check the GPU backend on the GPU of this machine; see tests/gpu/__init__.py and
 docs/gpu-verification.md.
 
-Exit codes: 0 nothing failed; 3 something did; 2 nothing could be checked, or a wrong option.
+Exit codes: 0 no check failed; 3 a check failed; 2 nothing could be checked, or an invalid option.
 """
 
 import argparse

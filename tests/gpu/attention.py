@@ -1,5 +1,5 @@
-"""Attention and its gradient against NumPy in float64: by cuDNN's fused kernels, and by the rules
-of the program on its arrays of the device, which take what suits."""
+"""Attention and its gradient, compared with NumPy in float64: the fused kernels of cuDNN, and the
+program's attention on device arrays, which uses these kernels where they are supported."""
 
 from functools import partial
 

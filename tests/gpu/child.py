@@ -1,6 +1,6 @@
-"""The cases of one part, in this process: python -m tests.gpu.child PART FILE [--quick] [--fake]
+"""Run the cases of one part: python -m tests.gpu.child PART FILE [--quick] [--fake]
 
-Cases that FILE knows have had their turn: a part whose process died is started again for the rest.
+Cases that are in FILE are skipped: if the process of a part dies, a new one runs the other cases.
 """
 
 import json

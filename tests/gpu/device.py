@@ -1,6 +1,6 @@
-"""The GPU as the parts of the check see it.
+"""The GPU, as used by the parts of the check.
 
-Whatever the check uses of the program on a device is named here, once.
+This module contains everything of the program that the check uses on a device.
 """
 
 import ctypes

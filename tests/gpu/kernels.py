@@ -1,5 +1,5 @@
-"""The tests of the kernels (tests/cuda), with the same numbers, on the device instead of the
-emulator: every kernel with every type, many sizes, guards around all arrays."""
+"""The kernel tests of tests/cuda, with the same inputs, on the device instead of the emulator:
+every kernel with every type, many sizes, and guards around all arrays."""
 
 from pathlib import Path
 

@@ -1,7 +1,6 @@
-"""A whole GPT-2 against torch, on the same device if torch finds it: the loss and the gradient of
-every parameter.
+"""A whole GPT-2, compared with torch on the same device if possible: loss and all gradients.
 
-The reference is torch in float64.  In 16 bits torch's own error in that type is the measure.
+The reference is torch in float64. In 16 bits, the tolerance is torch's own error in that type.
 """
 
 from functools import partial

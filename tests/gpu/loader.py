@@ -1,5 +1,5 @@
-"""Every instance of every kernel becomes machine code by RawModule, source by source; then the
-program's own loader launches one."""
+"""Every instance of every kernel is compiled with RawModule, file by file; then the program's own
+loader launches one kernel."""
 
 import time
 from functools import partial

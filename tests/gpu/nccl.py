@@ -1,5 +1,5 @@
-"""Every call of NCCL with every type, in a group of one rank: signatures, numbers of types, the
-order of streams."""
+"""Every NCCL call with every type, in a group of one rank: signatures, type numbers, and order of
+operations in streams."""
 
 from functools import partial
 

@@ -1,7 +1,7 @@
-"""What a part of the check finds out, written down line by line as it is found.
+"""Results of a part of the check, written to a file immediately.
 
-Each line of the file is one event in JSON: a case begins, a figure, a comparison, a case ends.  So
-nothing is lost with the process, and who reads the file knows which case was running.
+Each line of the file is one JSON event: start of a case, number, comparison, or end of a case. If
+the process dies, no result is lost, and the file names the case that was running.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Runs a part in processes of its own and watches them: one that hangs is ended, one that dies is
-started again for the cases that have not had their turn."""
+"""Runs a part in child processes: a process that hangs is killed, and after a process has died, a
+new one runs the remaining cases."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""GPT-2 in torch as one would write it there to be fast: what our steps are timed against.
+"""A fast GPT-2 in torch, which the steps of hpc3d are compared with.
 
-The arithmetic is ours: weights, activations and logits in 16 bits, a float32 copy of the weights
-that AdamW updates, gradients clipped to their norm, the table of tokens tied and padded.
+Its arithmetic is that of hpc3d: weights, activations and logits in 16 bits, float32 master weights
+updated by AdamW, gradient clipping by norm, and a tied, padded token table.
 """
 
 import torch

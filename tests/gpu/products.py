@@ -1,5 +1,5 @@
-"""Products by cuBLASLt against NumPy in float64: types, transposed factors, batches, everything
-that is fused to them; what cuBLASLt does not support is skipped with its reason."""
+"""Products by cuBLASLt, compared with NumPy in float64: types, transposed factors, batches, and
+all fused operations. Products that cuBLASLt does not support are skipped with the reason."""
 
 from functools import partial
 from itertools import product as pairs

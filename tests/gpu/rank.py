@@ -2,7 +2,7 @@
 
     mpirun -np N python -m mpi4py -m tests.gpu.rank BACKEND TRANSPORT key=value ...
 
-With TRANSPORT serial it is the only one, and there is no MPI.  Rank 0 prints losses and norms.
+With the TRANSPORT `serial`, there is one rank and no MPI. Rank 0 prints losses and norms.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""Several ranks on one GPU: their losses are those of one rank.
+"""Several ranks on one GPU have the losses of one rank.
 
-MPI through the memory of the host; MPI on the device's memory if it takes that; NCCL if its
-version lets ranks share a device.
+Transports: MPI through host memory; MPI on device memory, if MPI supports it; NCCL, if its version
+lets ranks share a device.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
-"""The kernels of mixtures of experts, by the rules that launch them, against NumPy in float64:
-up to 300 experts and 8 choices, sequences of several routing groups, choices that are dropped."""
+"""Mixture-of-experts kernels, called through their rules, compared with NumPy in float64: up to
+300 experts, up to 8 choices, several routing groups per sequence, and dropped choices."""
 
 import numpy as np
 

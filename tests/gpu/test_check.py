@@ -1,5 +1,5 @@
-"""The check of the GPU backend, without a GPU: whatever goes wrong in a part is reported and costs
-no other part, and a run that verified nothing says so."""
+"""The GPU check, tested without a GPU: any failure in a part is reported and does not affect other
+parts, and a run that verified nothing says so."""
 
 import json
 import os

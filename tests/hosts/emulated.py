@@ -1,8 +1,9 @@
-"""Hosts on one machine: namespaces with a network, name, processes, /dev/shm, /tmp and, if asked,
-clock of their own, on one bridge.  Nothing of them is seen outside, and nothing outlives pytest.
+"""Emulated hosts on one machine, connected by a bridge. Each host is a set of namespaces with its
+own network, name, processes, /dev/shm, /tmp and, on request, clock. They are not visible from
+outside, and end with pytest.
 
-`hn0` is the login host that mpirun runs on; ranks run on `hn1`, `hn2`, ...  What lies outside of
-/tmp is shared by all of them, as the file system of a cluster.
+`hn0` is the login host, on which mpirun runs; ranks run on `hn1`, `hn2`, ... All hosts share the
+files outside of /tmp, as in the file system of a cluster.
 """
 
 import contextlib

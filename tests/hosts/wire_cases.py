@@ -1,7 +1,7 @@
 """Collectives over ranks of several hosts: `wire_cases.py` on the ranks of an MPI job.
 
-Rank 0 prints the communicator's name, then for each call the bytes of its block and those that
-the card of each rank's host received meanwhile.
+Rank 0 prints the communicator's name. For each call, it prints the bytes of its block, and the
+bytes that the network card of each rank's host received during the call.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Mixtures of experts in plain torch: slots are given out token by token, all experts see all
-tokens, and gradients are autograd's."""
+"""Mixtures of experts in plain torch: slots are assigned token by token, all experts process all
+tokens, and autograd computes the gradients."""
 
 from math import ceil
 

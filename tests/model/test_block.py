@@ -1,6 +1,6 @@
-"""Recomputation changes no bit of a result, and what it does not keep is gone.
+"""Recomputation is bitwise exact, and frees the memory of what it recomputes.
 
-Memory is counted in elements; n = b s h are those of X where a rank holds all of it.
+Memory is counted in elements; n = b s h is the number of elements of X if a rank stores all of it.
 """
 
 from functools import cache

@@ -1,5 +1,5 @@
-"""Mixtures of experts against torch, in float64; tests/pipeline/test_mixtures.py has them on
-meshes."""
+"""Mixtures of experts, compared with torch in float64; tests/pipeline/test_mixtures.py tests them
+on meshes."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""What counts a model asks the family's lists: planted is a GPT-2 with an MLP of 3 h, and BERT in
-its place."""
+"""All counts of products and memory use the lists of the model family, tested with a GPT-2 with an
+MLP of width 3 h, and with BERT."""
 
 from dataclasses import replace
 from math import prod

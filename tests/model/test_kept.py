@@ -1,5 +1,5 @@
-"""What waits for backward in fewer bits: a model in torch that rounds what it keeps, bytes, and
-peaks of memory."""
+"""Quantized saved activations: results compared with a torch model that rounds them, bytes, and
+memory peaks."""
 
 import pkgutil
 from functools import partial

@@ -1,5 +1,5 @@
-"""Moments in 8 bits: levels, nearest codes, and the step of the paper, one number at a time; rows
-in 8 bits: at most half of a step of the scale away, and never finite where X is not."""
+"""8-bit moments: levels, nearest codes, and the published update, value by value. 8-bit rows: the
+error is at most half a step of the scale, and non-finite values stay non-finite."""
 
 from math import sqrt
 

@@ -1,5 +1,5 @@
-"""Rotary positions against complex numbers, and how fast their pairs turn against the formula of
-Llama 3, written as it is published."""
+"""Rotary positions, compared with complex numbers, and their frequencies, compared with Llama 3's
+published formula."""
 
 from math import pi
 

@@ -1,4 +1,4 @@
-"""Public models of Hugging Face transformers at small size, as users bring them.
+"""Small versions of public models of Hugging Face transformers.
 
 Each model is an unmodified class of transformers, with random weights in float64 and a batch of
 eight samples. A configuration sets sizes only, unless a comment gives a reason.

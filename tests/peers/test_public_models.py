@@ -1,5 +1,5 @@
-"""Public models of Hugging Face transformers: trained on two and four ranks as by torch, or
-refused in one line that names the line of the model."""
+"""Public models of Hugging Face transformers, trained on two and four ranks and compared with
+torch, or rejected with a message that names the line of the model."""
 
 import gc
 from typing import NamedTuple

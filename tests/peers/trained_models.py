@@ -1,6 +1,6 @@
-"""Training of a public model on threads as ranks by a plan, and by torch on one process.
+"""Training of a public model with a plan, on threads as ranks, and with torch in one process.
 
-Both draw the same random numbers. `in_double` lets a model compute in float64 what it converts to
+Both use the same random numbers. `in_double` lets a model compute in float64 what it converts to
 float32, such as its loss, because rounding in float32 would hide small differences.
 """
 

@@ -1,7 +1,7 @@
 """Random training configurations as lines of words (tests.pipeline.mixes).
 
 A case is a mix, or two mixes of one model with ` then ` between them: the second one resumes from
-a checkpoint of the first.  Most cases satisfy the configuration rules.
+a checkpoint of the first. Most cases satisfy the configuration rules.
 """
 
 import shlex

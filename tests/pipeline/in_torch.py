@@ -1,7 +1,7 @@
-"""The same training on one rank in torch, by the update rules of synchronous steps, PipeDream and
-PipeDream-2BW: no schedule, no messages.
+"""The same training on one rank in torch, with the update rules of synchronous steps, PipeDream
+and PipeDream-2BW, but without schedules or messages.
 
-A version of the weights is a dict name -> tensor; version u is that after u updates.
+A version of the weights is a dict name -> tensor; version u is the version after u updates.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""Mixes of mesh, scheme, schedule and ZeRO that must all train one model alike.
+"""Mixes of mesh, scheme, schedule and ZeRO, which must all train the same model equally.
 
-A mix is a line of words `key=value`, where `key` is the last word of a key of the input file.  The
-whole trainer runs three steps of it in float64: warm-up, clipping, AdamW.
+A mix is a line of words `key=value`, where `key` is the last word of a key of the input file. The
+trainer runs three steps of it in float64, with warm-up, clipping and AdamW.
 """
 
 import shlex

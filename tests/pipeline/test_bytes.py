@@ -1,6 +1,6 @@
-"""Counted bytes and calls of a training step against the closed forms, a rank and axis at a time.
+"""Counted bytes and calls of a training step, compared with closed forms for each rank and axis.
 
-Sizes are such that every part of every parameter is whole: nothing is padded.
+Sizes are chosen so that all parameters divide evenly, without padding.
 """
 
 from collections import Counter, defaultdict

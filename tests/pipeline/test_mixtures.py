@@ -1,5 +1,5 @@
-"""Who goes to which expert, and who is dropped, depends on no mesh and on no microbatch, unless
-ranks share the tokens of a sequence: then each has slots for its own ones."""
+"""The selected experts and dropped tokens do not depend on the mesh or on microbatches, unless
+ranks share the tokens of a sequence: then each rank has its own slots."""
 
 from collections import defaultdict
 from functools import cache

@@ -1,5 +1,4 @@
-"""A stage is what `PipelineStage` says: what the house has conforms, and the engine asks for no
-more."""
+"""All stage classes conform to `PipelineStage`, and the engine uses no other attributes."""
 
 import inspect
 

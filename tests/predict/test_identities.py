@@ -1,7 +1,8 @@
-"""What is published about Transformers in closed form, against the program on arrays without data.
+"""Published closed forms for Transformers, compared with the program on abstract arrays.
 
-The small cases are elsewhere: FLOP by form of recomputation in test_recompute.py, elements that a
-block keeps in tests/model/test_recompute.py, words of one product in tests/tensor/test_counts.py.
+Other tests cover the small cases: FLOPs by form of recomputation in test_recompute.py, saved
+elements of a block in tests/model/test_block.py, and words of a product in
+tests/tensor/test_counts.py.
 """
 
 from functools import cache

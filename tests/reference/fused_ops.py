@@ -1,6 +1,7 @@
-"""Several local kernels as one: what a GPU does in one pass through memory, here in NumPy.
+"""NumPy versions of fused operations, which a GPU computes in one pass through memory.
 
-They hold where nothing is communicated between the parts; hpc3d/cuda/kernels has their CUDA.
+They require that no communication occurs between the parts. Their CUDA kernels are in
+hpc3d/cuda/kernels.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
-"""Ways for a job to end: `on_launch.py MODE FOLDER` on the ranks of an MPI job.
+"""Several ways in which a job ends: `on_launch.py MODE FOLDER` on the ranks of an MPI job.
 
-Every rank leaves a file in FOLDER when what is to be done at its end is done.
+Every rank writes a file to FOLDER when its clean-up is complete.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Runs a module with CuPy on the simulated CUDA: python -m tests.simulated_cuda MODULE [WORDS]
+"""Run a module with CuPy on simulated CUDA: python -m tests.simulated_cuda MODULE [WORDS]
 
 SIMULATED_DEVICES is the number of devices (1). At the end, the names of all posted operations and
 their counts are written to the file SIMULATED_POSTED, as JSON.

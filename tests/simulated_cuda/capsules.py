@@ -1,5 +1,5 @@
-"""Lets functions of a Cython module be others: for Python, and for the C code of modules that
-import them later, which finds them in capsules with their signatures (`__pyx_capi__`)."""
+"""Replaces functions of a Cython module, for Python and for the C code of modules that import them
+later; this C code finds them in capsules with their signatures (`__pyx_capi__`)."""
 
 import ctypes
 import os

@@ -1,9 +1,9 @@
-"""CUDA's runtime and driver, as CuPy calls them: memory of the host, and streams that are threads.
+"""CUDA's runtime and driver, as called by CuPy; memory is host memory, and streams are threads.
 
-Copies and messages are slow, and now and then a kernel is, so that who reads what they bring too
-early has wrong numbers.  Refused are waits and questions in a capture, captures that are not
-joined or that meet, times of events that were not reached, sizes beyond a block, devices that a
-thread has not chosen.
+Copies, messages and some kernels are slow, so that code that does not wait for their results reads
+wrong values. The following are rejected: waits and queries during a capture, captures that are not
+joined or that depend on each other, times of incomplete events, sizes beyond a memory block, and
+devices that a thread has not selected.
 """
 
 import ctypes

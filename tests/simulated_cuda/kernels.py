@@ -1,7 +1,7 @@
-"""What a launched kernel does: the program's own by the emulator, the few of CuPy's own by NumPy.
+"""Launches of kernels: those of hpc3d run in the emulator, and the few of CuPy in NumPy.
 
-A compiled image is known by its bytes; of which text it was made is noted when NVRTC makes it, in
-a file, for CuPy keeps images on disk.
+A compiled image is identified by its bytes. When NVRTC compiles an image, its source code is noted
+in a file, because CuPy caches images on disk.
 """
 
 import ctypes

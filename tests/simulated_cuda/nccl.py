@@ -1,6 +1,6 @@
-"""NCCL's C functions, by MPI on memory of the host: each call is posted on its stream.
+"""NCCL's C functions, using MPI on host memory; each call is posted on its stream.
 
-A send is over when its receiver takes it, as NCCL's may be; sums of 16 bits are made in float32.
+A send ends when the receiver takes the message, as NCCL permits. 16-bit sums use float32.
 """
 
 import ctypes

@@ -1,5 +1,5 @@
-"""A real Slurm on this machine, in a folder of its own: a controller and a node of 64 virtual
-cores, without munge, database or root."""
+"""A real Slurm on this machine, in its own folder: a controller and a node with 64 virtual cores,
+without munge, database or root."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Run test_matmul on the ranks of an MPI job without and with chunks; buffers are reused."""
+"""Cases of test_matmul on the ranks of an MPI job, with and without chunks; buffers are reused."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Counted bytes and calls against the closed forms, and against the lower bound.
+"""Counted bytes and calls, compared with closed forms and with the lower bound.
 
-One rank of a mesh whose communicators move nothing and give blocks of the right shape: by symmetry
-it stands for all.  What it counts are the events of the recorder.
+A single rank runs on a mesh whose communicators move no data but return blocks of the correct
+shape. By symmetry, it represents all ranks. The events of its recorder are counted.
 """
 
 from collections import Counter

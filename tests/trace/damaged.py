@@ -1,8 +1,8 @@
-"""Damage a file in many ways and read it: `damaged.py FILE WAYS SEED`, a line a way, the outcome.
+"""Damage a file in many ways, read it, and print each result: `damaged.py FILE WAYS SEED`.
 
-A third of the ways cut the file off, the others overwrite a byte or eight of them.  HDF5 takes as
-much memory as the length of a text says, up to 4 GiB, before it looks for the text: here it gets
-one.
+A third of the ways truncate the file; the others overwrite one or eight bytes. HDF5 allocates as
+much memory as the stored length of a text, up to 4 GiB, before it reads the text; here its limit
+is 1 GiB.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""Training in which one rank is killed in step 3: `killed.py WHERE RANK [train's own words]`.
+"""Training in which one rank is killed in step 3: `killed.py WHERE RANK [train options]`.
 
-WHERE is "in a step" or "while it writes": the segment of that step is on disk, but not yet under
-its name.
+WHERE is "in a step" or "while it writes": the segment of that step is on disk, but has not been
+renamed to its final name yet.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""Segments of large runs by the writer of the program, times and numbers as of a real one.
+"""Segments of large runs, written by the program, with realistic times and values.
 
-Every rank does in slot i of a step what ROUTINE says for i, in the same millisecond: a product, a
-collective along an axis, a message to the next or from the previous rank on axis p.
+In slot i of a step, every rank executes entry i of ROUTINE, in the same millisecond: a product, a
+collective along an axis, or a message to the next or from the previous rank on axis p.
 """
 
 import numpy as np

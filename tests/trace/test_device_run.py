@@ -1,5 +1,4 @@
-"""Runs of ranks with devices that only take their time: their traces are sound, and reports read
-them as they are."""
+"""Runs on devices with simulated times: their traces are valid, and reports accept them."""
 
 import json
 from itertools import pairwise

@@ -1,5 +1,5 @@
-"""What routers decide is in the trace once for every token: on any mesh, with any number of
-microbatches, with passes that run again and evaluations between."""
+"""Router decisions are recorded once per token, on any mesh, with any number of microbatches, and
+with recomputed passes and evaluations."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""What is kept of a run, and what guards it, where the arrays lie on devices that are threads
-(tests/fakes/fake_device.py): the same as on NumPy, and nothing of the host beside them."""
+"""Checkpoints and guards of runs on devices that are threads (tests/fakes/fake_device.py): results
+equal those of NumPy, and no host arrays are mixed in."""
 
 import ctypes
 import re

@@ -1,5 +1,5 @@
-"""The optimization that all layouts share, against torch and against published constants: nothing
-of ours computes what is expected."""
+"""The optimization common to all layouts, compared with torch and with published constants, but
+not with code of hpc3d."""
 
 from math import sqrt
 

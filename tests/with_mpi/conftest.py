@@ -1,4 +1,4 @@
-"""Tests whose ranks are those of the job that pytest itself runs in (`make test-mpi`):
+"""Tests that use the ranks of the MPI job in which pytest itself runs (`make test-mpi`):
 
     mpirun -n 8 python -m pytest --with-mpi --ranks 8 -q tests/with_mpi
 

@@ -1,7 +1,7 @@
-"""Runs the CUDA kernels on the host, from the same text: see cuda.hpp and machine.cpp.
+"""Emulator that runs the CUDA kernels' source code on the host; see cuda.hpp and machine.cpp.
 
-Arrays are NumPy's.  bfloat16, which NumPy does not have, is uint16 with the upper half of a
-float32 (`to_bfloat16`, `from_bfloat16`).
+Arrays are NumPy arrays. NumPy has no bfloat16, so bfloat16 arrays are uint16 arrays with the upper
+half of each float32 (`to_bfloat16`, `from_bfloat16`).
 """
 
 import ctypes

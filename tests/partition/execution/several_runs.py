@@ -1,5 +1,5 @@
-"""Runs plans one after the other in one job: WORDS of all, as JSON, and then each PLAN.json, whose
-runs lie in a folder beside it."""
+"""Run several plans in one job: WORDS, the common options as JSON, and then each PLAN.json. The
+folder of a run is next to its plan."""
 
 import json
 import sys

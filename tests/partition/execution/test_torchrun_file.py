@@ -1,5 +1,5 @@
-"""A plan as a file for torchrun: what is in it, what is refused, and that it trains as torch does
-without a cut."""
+"""A plan as a file for torchrun: its contents, rejected plans, and training results equal to those
+of unpartitioned torch."""
 
 import ast
 import os

@@ -1,5 +1,5 @@
-"""Hosts without devices: what a card carries, what cores do, and that one does not need the
-other.  Times are by hand, for a machine of round numbers."""
+"""Communication between hosts without devices: network cards and cores, separately and together.
+Expected times are computed by hand, for a machine with round numbers."""
 
 import tomllib
 from dataclasses import replace

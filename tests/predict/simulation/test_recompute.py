@@ -1,6 +1,6 @@
-"""Recomputation in the trace: which events are repeated, how often, and what that costs.
+"""Recomputation in traces: which events are repeated, how often, and what they cost.
 
-Attention is computed, and counted, with its masked half, as the published formulas do.
+The masked half of attention is computed and counted, as in the published formulas.
 """
 
 from collections import Counter
