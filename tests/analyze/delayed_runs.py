@@ -13,7 +13,7 @@ VOCABULARY = 24
 
 
 class Delay(Span):
-    """A span of computation that takes some more seconds."""
+    """Context manager that makes a recorded span some seconds longer."""
 
     __slots__ = ("seconds",)
 
@@ -23,7 +23,7 @@ class Delay(Span):
 
 
 class DelayingRecorder(Recorder):
-    """A recorder whose rank takes `delay(recorder, name)` seconds more in a span."""
+    """Recorder that adds `delay(recorder, name)` seconds to each span."""
 
     def __init__(self, *arguments, delay, network, clock):
         super().__init__(*arguments, clock=clock)
@@ -42,7 +42,7 @@ class DelayingRecorder(Recorder):
 def trained(
     folder, ranks, delay=lambda recorder, name: 0, vocabulary=VOCABULARY, lasts=None, **values
 ):
-    """An open trace of a run of all its steps; `lasts` has the ns that calls take."""
+    """Return the open trace of a complete run; `lasts` contains the durations of calls in ns."""
     config = config_of(ranks, **{"model__vocabulary": vocabulary, **values})
     network = Network(**(lasts or {}))
 

@@ -20,8 +20,8 @@ ATTRIBUTES = {
 
 
 def write(path, events, steps, groups, hosts, memory=(), **attributes):
-    """An open trace of columns {name: array} of events and steps, those that are missing being 0
-    or NOTHING; `groups` are pairs (axis, members), `hosts` those of the ranks."""
+    """Return an open trace with columns {name: array} of events and steps; missing ones are 0 or
+    NOTHING. `groups` are pairs (axis, members), and `hosts` are the hosts of the ranks."""
     names, sizes = ["event", *dict.fromkeys(hosts)], [len(ranks) for _, ranks in groups]
     ranks = {"rank": range(len(hosts)), "host_id": [names.index(host) for host in hosts]}
     along = {"group_id": range(len(groups)), "axis": [axis for axis, _ in groups]}
@@ -45,7 +45,7 @@ def write(path, events, steps, groups, hosts, memory=(), **attributes):
 
 
 def store(group, table, given):
-    """Columns of a table, those that are not given 0; a number stands for all rows."""
+    """Write columns of a table; missing columns are 0, and a number applies to all rows."""
     size = next(np.size(values) for values in given.values() if np.ndim(values))
     for column in table:
         values = given.get(column.name, 0)
@@ -60,14 +60,14 @@ def store(group, table, given):
 
 
 def columns(table, rows):
-    """{name: values} of rows {name: value}, with 0 where a row has none."""
+    """Convert rows {name: value} to {name: values}; missing values are 0."""
     return {each.name: [row.get(each.name, 0) for row in rows] for each in table}
 
 
 def by_hand(path, rows, steps, groups=(), hosts=None, results=None, **attributes):
-    """An open trace of a list of `rows` from `row`, and `steps` {(rank, step): (start, end)} in
-    ms, with `results` {column: values}; each rank on a host of its own unless `hosts` says
-    otherwise."""
+    """Return an open trace with the `rows` (from `row`), and `steps` {(rank, step): (start, end)}
+    in ms, with `results` {column: values}. By default, each rank is on its own host; `hosts`
+    overrides this."""
     rows = sorted(rows, key=lambda each: (each["rank"], each["t_start"]))
     events = {
         each.name: np.array([row.get(each.name, NOTHING.get(each.name, 0)) for row in rows])
@@ -84,7 +84,7 @@ def by_hand(path, rows, steps, groups=(), hosts=None, results=None, **attributes
 
 
 def row(rank, start, end, category="compute", posted=None, ahead=0, **values):
-    """A row from start to end in ms on rank 0's clock, of which the rank's own is `ahead`."""
+    """Return a row from start to end in ms on rank 0's clock; this rank's clock is `ahead`."""
     begin = ns(start + ahead)
     times = {
         "t_start": begin,
@@ -98,7 +98,7 @@ def row(rank, start, end, category="compute", posted=None, ahead=0, **values):
 
 
 def call(rank, op, start, end, seq, group=0, **values):
-    """A row of communication."""
+    """Return a row of a communication call."""
     values = {"dtype": "float32", **values}
     return row(rank, start, end, "comm", op=op, seq=seq, group=group, **values)
 
@@ -111,11 +111,11 @@ COMPUTE, SLOT, JITTER = 60_000, 100_000, 1_000  # ns
 
 
 def large(path, side, steps, slots):
-    """An open trace of side x side ranks, of `steps` steps of 2 `slots` rows each.
+    """Return an open trace of side x side ranks, with `steps` steps of 2 `slots` rows each.
 
-    In each slot of time a rank computes for COMPUTE and `jitter` and is then blocked until the
-    slot ends: in an all-reduce along x, one along y, and so on, but in every eighth slot a rank
-    with an even number sends to its neighbor.
+    In each time slot, a rank computes for COMPUTE plus `jitter`, and is then blocked until the end
+    of the slot: alternately in an all-reduce along x and along y, except that in every eighth slot
+    ranks with even numbers send to their neighbors.
     """
     ranks = side**2
     rank, step, slot = np.ogrid[:ranks, :steps, :slots]

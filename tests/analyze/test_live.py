@@ -78,7 +78,7 @@ def test_run_whose_process_died_without_a_final_log_line_has_failed(tmp_path):
 
 
 def test_resumed_run_is_starting_until_its_log_is_updated(tmp_path):
-    """Its log has no word yet of the new attempt, whose process has the lock."""
+    """The log has no line of the new attempt yet, and the new process holds the lock."""
     log = tmp_path / "train.log"
     log.write_text("step     loss\nrun kept in results/a\n")
     locked(tmp_path, os.getpid())

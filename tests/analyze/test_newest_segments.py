@@ -8,8 +8,8 @@ from tests.analyze.waiting_ranks import segment
 
 
 def test_waits_per_axis_come_from_the_newest_segment_of_each_rank(tmp_path):
-    """Rank 0 waits 20 of its 30 ms for rank 1, which then waits 5 of 10 ms; a message is waited
-    for as long as it takes."""
+    """Rank 0 waits 20 of its 30 ms for rank 1, which then waits 5 of 10 ms. The whole time of a
+    message counts as waiting."""
     segment(tmp_path, 0, 0, [("all_gather", 0, 10, 30), ("all_reduce", 1, 65, 5)])
     segment(tmp_path, 1, 0, [("all_gather", 0, 30, 10), ("all_reduce", 1, 60, 10)])
     found = NewestSegments(tmp_path).axes()

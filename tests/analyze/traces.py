@@ -57,13 +57,13 @@ def header(config, rank, ranks):
 
 
 class Held(RandomBatches):
-    """Of an evaluation."""
+    """Validation data for an evaluation."""
 
     count = 2
 
 
 def trained(folder, ranks, evaluate=False, **values):
-    """A run of all its steps on threads, perhaps with an evaluation after each, and its trace."""
+    """Train a complete run on threads, optionally with evaluations; return its trace."""
     config = config_of(ranks, **values)
 
     def rank(mesh):
@@ -94,7 +94,7 @@ BEHIND = 1000 * MS
 
 
 def event(text, start, dur, op="gemm", phase=None, **values):
-    """An event of the pass that is written as `text`, from `start` for `dur` milliseconds."""
+    """Return an event of the pass written as `text`, from `start` for `dur` milliseconds."""
     what = parse(text)
     found = {
         "phase": schema.PHASE.index(phase or CODES[what.op]),
@@ -109,9 +109,9 @@ def event(text, start, dur, op="gemm", phase=None, **values):
 
 
 def by_hand(folder, events, steps=(0, 1), durations=(0, 50), **values):
-    """A run of events {rank: list}, each rank a stage unless the event says otherwise, and of
-    steps that take `durations` [ms] on all ranks.  Every rank's own clock is a second behind that
-    of the rank before."""
+    """Return a run with the events {rank: list}, and with steps of `durations` [ms] on all ranks.
+    Each rank is a stage, unless its events specify another one. The clock of every rank is one
+    second behind that of the previous rank."""
     ranks = len(events)
     config = config_of(ranks, **{"mesh__p": ranks, **values})
     for rank, rows in events.items():
@@ -131,7 +131,7 @@ def by_hand(folder, events, steps=(0, 1), durations=(0, 50), **values):
 
 
 def records(rank, name, rows):
-    """The table of a segment with rows of these values, the others 0."""
+    """Return a segment table with rows of the given values; all others are 0."""
     table = np.zeros(len(rows), schema.record_type(TABLES[name]))
     table["rank"] = rank
     for place, row in enumerate(rows):

@@ -9,7 +9,7 @@ MS = 10**6
 
 
 def segment(run, rank, number, calls, step=0):
-    """Of a step of 100 ms: `calls` are (operation, number of the call, start, duration) in ms."""
+    """Write the segment of a 100 ms step with `calls` (operation, number, start, ms)."""
     events = np.zeros(len(calls), record_type(EVENTS))
     for row, (op, seq, start, dur) in zip(events, calls, strict=True):
         row["category"], row["op"], row["seq"] = CATEGORY.index("comm"), OP.index(op), seq

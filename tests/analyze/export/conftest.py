@@ -10,7 +10,7 @@ PIPELINE = {"mesh__p": 2, "mesh__x": 2, "parallel__microbatches": 4, "parallel__
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """A pipeline of 2 stages, with messages, on 4 ranks."""
+    """Trace of a pipeline with 2 stages and messages, on 4 ranks."""
     with trained(tmp_path_factory.mktemp("real") / "run", 4, **PIPELINE) as trace:
         yield trace
 

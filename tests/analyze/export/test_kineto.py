@@ -66,7 +66,7 @@ def test_kineto_collectives_last_from_their_posting_to_their_end(tmp_path):
 
 
 def test_kineto_puts_offload_copies_on_a_separate_stream(tmp_path):
-    """What is computed meanwhile, and a call as it runs, are elsewhere."""
+    """Concurrent computation and running calls are on other streams."""
     rows = [
         row(0, 0, 4, stream=1),
         row(0, 1, 3, "copy", op="none", stream=4),

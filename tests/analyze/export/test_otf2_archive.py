@@ -14,7 +14,7 @@ MS = 1_000_000
 
 
 def read(path):
-    """{(process, stream): [event]} of an archive, and its definitions."""
+    """Return the events of an archive by (process, stream), and its definitions."""
     found = defaultdict(list)
     with otf2.reader.open(str(path / "trace.otf2")) as reader:
         for location, event in reader.events:

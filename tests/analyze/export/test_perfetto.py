@@ -11,7 +11,7 @@ from tests.analyze.small import ROWS, small
 
 
 def slices(lines):
-    """{(process, thread): [(start, end, name)] in order}."""
+    """Return a dict from (process, thread) to its sorted list of (start, end, name)."""
     found = defaultdict(list)
     for line in lines:
         if line["ph"] == "X":
@@ -23,7 +23,7 @@ def slices(lines):
 
 
 def arrows(lines):
-    """(line of the start, line of the end) by id."""
+    """Return the lines of the start and the end of each arrow, by id."""
     ends = defaultdict(dict)
     for line in lines:
         if line["ph"] in "sf":
@@ -108,7 +108,7 @@ def test_perfetto_omits_arrows_and_waits_if_ranks_record_cpu_time(tmp_path):
 
 
 def test_perfetto_arrows_join_each_receive_to_its_send(real, tmp_path):
-    """Each receive has one arrow, from the send of its number on the rank that it names."""
+    """Each receive has one arrow, from the send with the same number on the peer rank."""
     lines = written(real, tmp_path)["traceEvents"]
     received = [each for each in lines if each["name"] == "recv" and each.get("cat") == "comm"]
     found = [(start, end) for start, end in arrows(lines) if end["name"] == "recv"]

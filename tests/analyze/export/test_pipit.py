@@ -10,7 +10,7 @@ from tests.analyze.synthetic import by_hand, row
 
 
 def read(path):
-    """{process: [(ns, what, name)]} in the order of the file."""
+    """Return a dict from process to its list of (ns, kind, name), in file order."""
     found = defaultdict(list)
     with path.open(newline="") as file:
         for line in csv.DictReader(file):
@@ -43,7 +43,7 @@ def test_pipit_rows_nest_and_timestamps_of_a_process_are_distinct(trace, tmp_pat
 
 
 def test_pipit_maps_each_device_stream_to_a_thread(tmp_path):
-    """What is computed and what is copied meanwhile do not lie in each other."""
+    """Concurrent computation and copies are not nested."""
     rows = [row(0, 0, 4, stream=1), row(0, 1, 3, stream=1, parent=0), row(0, 2, 5, stream=4)]
     with by_hand(tmp_path / "trace.h5", rows, {(0, 0): (0, 5)}, hosts=["a", "b"]) as trace:
         path = pipit.write(exported(trace), tmp_path)
@@ -63,7 +63,7 @@ def test_pipit_maps_each_device_stream_to_a_thread(tmp_path):
 
 
 def test_pipit_rows_with_equal_times_keep_their_order(tmp_path):
-    """An outer event, one without duration where it begins, and one that ends where it ends."""
+    """Tests an outer event, an event of zero length at its start, and one with the same end."""
     rows = [
         row(0, 0, 4, name=0),
         row(0, 0, 0, name=1),

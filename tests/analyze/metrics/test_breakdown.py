@@ -21,10 +21,10 @@ GROUPS = [("x", (0, 1)), ("y", (0, 1))]
 
 @pytest.fixture
 def hand(tmp_path):
-    """Two ranks, the clock of rank 1 is 50 ms ahead; step 0 of 20 and 24 ms, step 1 of 10 ms.
+    """Two ranks; the clock of rank 1 is 50 ms ahead. Steps take 20 and 24 ms, then 10 ms.
 
-    Rank 0 waits 3 of 5 ms for a sum along x, and posts a gather along y at 12, which it waits for
-    from 18 on: in between it computes from 13 to 17.
+    Rank 0 waits 3 of 5 ms for an all-reduce along x. At 12 ms it posts an all-gather along y,
+    and it waits for this call from 18 ms on; in between, it computes from 13 to 17 ms.
     """
     late = {"ahead": 50}
     rows = [
@@ -64,7 +64,7 @@ def hand(tmp_path):
 
 
 def table(rows, *keys):
-    """{keys: ms}"""
+    """Return a dict from keys to ms."""
     return {tuple(each[key] for key in keys): each["seconds"] * 1e3 for each in rows}
 
 
@@ -120,7 +120,7 @@ def test_breakdown_rows_of_a_rank_add_up_to_its_step(hand):
 
 
 def test_breakdown_by_step_and_stage(hand):
-    """Rank 0 is of stage 1, for that is the highest that its events name."""
+    """Rank 0 belongs to stage 1, the highest stage of its events."""
     rows = breakdown(hand, ["stage", "step"])
     wanted = {
         (1, 0, "recorded"): 17.5,
@@ -190,8 +190,8 @@ def test_rank_without_a_completed_step_has_no_row(tmp_path):
 
 
 def test_concurrent_outstanding_calls_count_overlap_once(tmp_path):
-    """In flight from 1 to 7 and from 3 to 9, while the rank computes from 0 to 4 and from 5 to 6:
-    1 to 4 and 5 to 6."""
+    """The calls are in flight from 1 to 7 and from 3 to 9. The rank computes from 0 to 4 and from
+    5 to 6, so the overlap is 1 to 4 and 5 to 6."""
     rows = [
         row(0, 0, 4),
         row(0, 5, 6),
@@ -230,7 +230,7 @@ def run(tmp_path_factory):
 
 
 def test_breakdown_of_a_run_equals_a_sum_over_single_events(run):
-    """One event at a time, in plain Python."""
+    """Sum over single events in plain Python."""
     keys = ("category", "phase", "op", "axis", "layer", "rank")
     events, steps = run.events, run.steps
     names = {key: events.labels(key) for key in ("category", "phase", "op")}
@@ -278,7 +278,7 @@ def test_breakdown_of_many_ranks_matches_the_formula(tmp_path):
 
 
 def test_copies_are_exposed_while_the_rank_waits(tmp_path):
-    """Rank 0 copies for 2 ms itself; the device of rank 1 copies for 4 ms, and it waits for 1."""
+    """Rank 0 itself copies for 2 ms; rank 1's device copies for 4 ms, of which it waits 1 ms."""
     copy = {"op": "none", "group": -1, "name": 0}
     rows = [
         row(0, 0, 2, "copy", bytes=1000, **copy),

@@ -18,7 +18,7 @@ def rows_of(name, stages, micros, chunks=1, cost=(TF, TB, 0.0)):
 
 
 def parts(rows):
-    """(warm-up, steady, drain) of each stage; they add up to what no pass takes."""
+    """Return (warm-up, steady, drain) of each stage, which add up to its idle time."""
     found = []
     start, end = min(row[0][0] for row in rows), max(row[-1][1] for row in rows)
     for each, row in zip(bubble_rows(rows), rows):
@@ -31,8 +31,9 @@ def parts(rows):
 
 
 def test_bubble_of_a_hand_written_schedule():
-    """Stage 0 is idle from 4 to 9 before its first backward pass, from 12 to 13 between that and
-    its last forward pass, from 15 to 20 and after 22; stage 1 from 0 to 4, 10 to 12 and 15 to 25.
+    """Stage 0 is idle from 4 to 9 before its first backward pass, from 12 to 13 between this pass
+    and its last forward pass, from 15 to 20, and after 22. Stage 1 is idle from 0 to 4, 10 to 12
+    and 15 to 25.
     """
     stage_0 = [(0, 4, "F0"), (9, 12, "BW0"), (13, 15, "F1"), (20, 22, "BW1")]
     stage_1 = [(4, 6, "F0"), (6, 10, "B0"), (12, 14, "F1"), (14, 15, "B1"), (25, 26, "W0")]
@@ -47,8 +48,8 @@ def test_stage_without_a_backward_pass_has_only_a_fill_bubble():
 
 @pytest.mark.parametrize(("stages", "micros"), [(2, 2), (4, 8), (4, 3)])
 def test_gpipe_bubble_matches_its_closed_form(stages, micros):
-    """Each stage waits i t_f for its first microbatch; and (p-1-i)(t_f + t_b) for the first that
-    comes back; the rest of (p-1)(t_f + t_b) after its last."""
+    """Each stage waits i t_f for its first microbatch, (p-1-i)(t_f + t_b) for the first gradient,
+    and the rest of (p-1)(t_f + t_b) after its last pass."""
     for stage, found in enumerate(parts(rows_of("gpipe", stages, micros))):
         below = stages - 1 - stage
         assert found == pytest.approx((stage * TF + below * (TF + TB), 0, stage * TB))
@@ -56,8 +57,8 @@ def test_gpipe_bubble_matches_its_closed_form(stages, micros):
 
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8)])
 def test_1f1b_bubble_matches_its_closed_form(stages, micros):
-    """In all (p-1)(t_f + t_b) (Narayanan et al. 2021); the first stage fills while it waits for
-    the others' t_b, the last while it waits for their t_f."""
+    """The total is (p-1)(t_f + t_b) (Narayanan et al. 2021). During warm-up, the first stage waits
+    for the others' t_b, and the last stage for the others' t_f."""
     found = parts(rows_of("1f1b", stages, micros))
     for each in found:
         assert sum(each) == pytest.approx((stages - 1) * (TF + TB))
@@ -75,8 +76,8 @@ def test_bubble_components_of_other_schedules_are_not_negative(name):
 
 
 def test_bubble_of_a_threaded_run_with_a_slow_stage(tmp_path):
-    """A stage that pauses eight times makes the other one wait: twice before the first gradient
-    comes, twice for the second, four times when its forward passes are over."""
+    """A stage that pauses eight times delays the other stage: twice before the first gradient
+    arrives, twice before the second, and four times after its forward passes."""
 
     def delay(recorder, name):
         slow = recorder.layer == 7 and recorder.step == 1

@@ -14,7 +14,7 @@ RANKS = range(4)
 
 
 def opened(path, rows, steps=1):
-    """Steps of 1 s on four ranks."""
+    """Return an open trace with steps of 1 s on four ranks."""
     table = {
         (rank, step): (1000 * step, 1000 * step + 1000) for rank in RANKS for step in range(steps)
     }
@@ -22,7 +22,7 @@ def opened(path, rows, steps=1):
 
 
 def meeting(op, seq, last, end, counts, received, **values):
-    """All ranks call at 1 ms, but rank 2 at `last`, and end at `end`, but rank 1 1 ms before."""
+    """All ranks call at 1 ms, except rank 2 at `last`; all end at `end`, rank 1 one ms earlier."""
     begin = [1, 1, last, 1]
     return [
         call(
@@ -46,7 +46,7 @@ DEFINITIONS = {
 
 @pytest.mark.parametrize("op", DEFINITIONS)
 def test_algbw_and_busbw_follow_the_nccl_tests_definitions(tmp_path, op):
-    """From the last arrival at 3 to the last end at 11: 8 ms."""
+    """The call takes 8 ms, from the last arrival at 3 ms to the last end at 11 ms."""
     counts, received, size, factor = DEFINITIONS[op]
     peer = {"peer": 2} if op in ("broadcast", "reduce") else {}
     rows = meeting(op, 0, 3, 11, counts, received, **peer)
@@ -133,7 +133,7 @@ def test_message_bytes_count_once_for_the_receiver(tmp_path):
 def test_rooted_collectives_send_from_or_to_the_root(tmp_path):
     """Rank 2 broadcasts 1000 bytes to three others; three ranks reduce 800 bytes to rank 1.
 
-    The chain of the reduction begins after its root, on rank 2, which receives nothing.
+    The chain of the reduction begins after its root, at rank 2, which receives nothing.
     """
     rows = [
         *meeting("broadcast", 0, 3, 11, [0, 0, 250, 0], [1000, 1000, 0, 1000], peer=2),
@@ -186,7 +186,7 @@ def test_communication_matrix_has_every_byte_a_run_received(run):
 
 
 def test_busbw_times_seconds_equals_the_received_bytes_of_a_run(run):
-    """busbw is what a member receives in the time; where bytes are rounded down, nearly."""
+    """busbw times seconds equals the received bytes, up to the rounding of bytes."""
     calls = calls_of(run)
     rows = bandwidth_rows(calls)
     assert sum(each["count"] for each in rows) == len(calls.first)

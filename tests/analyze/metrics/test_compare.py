@@ -28,7 +28,7 @@ DELAY = 0.1  # seconds of virtual time; all else takes microseconds
 
 
 def run_of(path, times):
-    """Two ranks that spend the same; steps of 100 ms."""
+    """Return a run of two equally busy ranks, with steps of 100 ms."""
     rows, steps = [], {}
     for step in range(len(times["compute"])):
         for rank in (0, 1):
@@ -87,14 +87,14 @@ def test_difference_rows_work_without_the_category_key(pair):
 
 
 def test_t_quantiles_match_students_distribution():
-    """Two-sided 95 % for 1 to 30 degrees of freedom, to three decimals as in any table of it."""
+    """Two-sided 95 % quantiles for 1 to 30 degrees of freedom, to three decimals, from a table."""
     exact = stats.t.ppf(0.975, np.arange(1, 31))
     assert [*T95] == exact.round(3).tolist()
 
 
 @pytest.mark.parametrize("counts", [(4, 2), (2, 2), (9, 30), (40, 60)])
 def test_confidence_interval_is_welchs(tmp_path, counts):
-    """With the degrees of freedom rounded down, so at least as wide as scipy's, and not much."""
+    """The degrees of freedom are rounded down, so the interval is slightly wider than scipy's."""
     random = np.random.default_rng(counts[0])
     ours, theirs = (20 + random.normal(0, 1 + 2 * place, n) for place, n in enumerate(counts))
     traces = [
@@ -132,7 +132,7 @@ def test_differences_skip_the_first_step_if_there_are_others(times, tmp_path):
 
 
 def test_difference_rows_find_a_slower_layer(tmp_path):
-    """By 1 to 1.4 DELAY in steps 1 to 5."""
+    """The layer is slower by 1 to 1.4 DELAY in steps 1 to 5."""
 
     def delay(recorder, name):
         slow = recorder.layer == 1 and recorder.phase == "forward"
@@ -155,8 +155,8 @@ def test_difference_rows_find_a_slower_layer(tmp_path):
 def scheme_of(
     path, name, mesh, batch=24, hidden=8, step=100, passes=(0.03, 0.05), flops=1e9, **values
 ):
-    """A run of two steps in which each rank makes `flops` a step, on a mesh {axis: size} or on so
-    many ranks along x."""
+    """Run of two steps with `flops` per rank and step, on a mesh {axis: size}, or on a number of
+    ranks along x."""
     mesh = {"x": mesh} if isinstance(mesh, int) else mesh
     mesh, ranks = dict.fromkeys("pdxyz", 1) | mesh, math.prod(mesh.values())
     values |= {"parallel__scheme": name, "train__batch": batch, "model__hidden": hidden}
@@ -213,7 +213,7 @@ def test_run_row_of_a_hand_written_run(tmp_path):
 
 
 def test_strong_scaling_is_the_ratio_of_step_times(tmp_path):
-    """The same work in 100, 60 and 40 ms."""
+    """The same work takes 100, 60 and 40 ms."""
     runs = [
         scheme_of(tmp_path / f"{ranks}.h5", "1d", ranks, step=step, flops=8e9 / ranks)
         for ranks, step in ((1, 100), (2, 60), (4, 40))
@@ -239,8 +239,8 @@ def test_simulated_run_has_no_speedup_over_a_measured_run(tmp_path):
 
 
 def test_weak_scaling_requires_equal_work_per_rank(tmp_path):
-    """Twice the batch on twice the ranks in 5 / 4 of the time; four times the parameters on twice
-    the ranks, and on four times the ranks; half the work."""
+    """Twice the batch on twice the ranks takes 5/4 of the time. The other cases have four times
+    the parameters on two and on four times the ranks, and half the work."""
     runs = [
         scheme_of(tmp_path / "1.h5", "1d", 1),
         scheme_of(tmp_path / "2.h5", "1d", 2, batch=48, step=125),
@@ -270,7 +270,7 @@ def test_weak_scaling_requires_equal_work_per_rank(tmp_path):
     ("batch", "scaling"), [(44, "weak"), (43, "other"), (52, "weak"), (53, "other")]
 )
 def test_weak_scaling_allows_ten_percent_difference_in_work(batch, scaling, tmp_path):
-    """Two ranks with 48 sequences would have as much each as one rank with 24."""
+    """Two ranks with 48 sequences have the same work per rank as one rank with 24."""
     one = scheme_of(tmp_path / "1.h5", "1d", 1)
     two = scheme_of(tmp_path / "2.h5", "1d", 2, batch=batch)
     assert [each["scaling"] for each in scaling_rows([one, two])] == ["strong", scaling]
@@ -280,7 +280,7 @@ FLAT, CUBE = {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}
 
 
 def test_gains_compare_with_the_best_run_of_each_other_scheme(tmp_path):
-    """Seconds of forward and backward by batch, as in arXiv:2105.14450, and those of steps."""
+    """Forward and backward times by batch, as in arXiv:2105.14450, and step times."""
     runs = [
         scheme_of(tmp_path / "a.h5", "1d", 8, passes=(0.24, 0.24), step=500),  # 20 ms a sequence
         scheme_of(tmp_path / "b.h5", "1d-sequence", 8, passes=(0.18, 0.18), step=600),  # 15
@@ -336,7 +336,7 @@ def test_runs_with_different_workloads_have_no_speedup_and_no_gain(tmp_path, oth
 
 
 def test_recomputation_does_not_count_as_speedup(tmp_path):
-    """Full recomputation makes a third more operations of the same work."""
+    """Full recomputation increases the operations of the same work by a third."""
     again = {"parallel__recompute": "full", "flops": 4e9 / 3}
     runs = [scheme_of(tmp_path / "1.h5", "1d", 1), scheme_of(tmp_path / "2.h5", "1d", 1, **again)]
     assert [row["speedup"] for row in scaling_rows(runs)] == pytest.approx([1, 1])
@@ -346,7 +346,7 @@ def test_recomputation_does_not_count_as_speedup(tmp_path):
 
 @pytest.mark.parametrize("count", [6, 7, 20, 99])
 def test_interval_of_a_median_ratio_covers_95_percent(count):
-    """Of log-normal times, whose medians are 2 : 1, in about 95 % of all cases."""
+    """Tests log-normal times with medians 2 : 1; about 95 % of the intervals contain the ratio."""
     random, times = np.random.default_rng(count), []
     for _ in range(2000):
         one, other = np.exp(random.normal(0, 0.3, (2, count)))

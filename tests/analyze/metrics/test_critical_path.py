@@ -15,7 +15,7 @@ AHEAD = {0: 0, 1: 900, 2: -40}  # ms that the ranks' clocks are ahead
 
 
 def opened(path, rows, ends):
-    """Steps from 0 to `ends` ms of rank 0's clock."""
+    """Return an open trace with steps from 0 to `ends` ms of rank 0's clock."""
     rows = [
         {
             **each,
@@ -33,7 +33,7 @@ def path_of(trace, step=0):
 
 
 def assert_path(trace, wanted):
-    """Against (rank, start, end, category, axis, layer), in ms."""
+    """Compare the path with a list of (rank, start, end, category, axis, layer), in ms."""
     found = path_of(trace)
     times = np.array([(each.start, each.end) for each in found]) * 1e3
     np.testing.assert_allclose(times, [each[1:3] for each in wanted], atol=1e-9)
@@ -85,7 +85,7 @@ def test_critical_path_through_a_broadcast_follows_the_last_arrival(tmp_path):
 
 
 def message(number, sender, sent, receiver, received, **values):
-    """Both ends of a message, from when they are posted until they end."""
+    """Return the two calls of a message, each from its posting to its end."""
     ends = ("send", sender, sent, receiver), ("recv", receiver, received, sender)
     return [
         call(rank, op, *when, number, group=1, peer=peer, **values)
@@ -133,7 +133,7 @@ def test_late_receiver_is_on_the_critical_path_of_its_sender(tmp_path):
 
 
 def test_message_that_arrived_during_compute_is_off_the_critical_path(tmp_path):
-    """Posted at 1 and there at 5, but not waited for before 9."""
+    """The receive is posted at 1, and the message arrives at 5, before the wait at 9."""
     receive = call(1, "recv", 9, 10, 0, group=1, peer=0, posted=1)
     send = call(0, "send", 4, 5, 0, group=1, peer=1)
     rows = [row(0, 0, 4, layer=0), send, row(1, 1, 9, layer=1), receive]
@@ -146,7 +146,7 @@ def test_message_that_arrived_during_compute_is_off_the_critical_path(tmp_path):
 
 
 def test_critical_path_continues_at_the_posting_of_a_call(tmp_path):
-    """Rank 1 posts its part at 6, computes until 9 and waits then; rank 0 waits for the part."""
+    """Rank 1 posts its part at 6, computes until 9 and then waits; rank 0 waits for the part."""
     rows = [
         row(0, 0, 2, layer=0),
         call(0, "all_gather", 2, 8, 0),
@@ -164,7 +164,7 @@ def test_critical_path_continues_at_the_posting_of_a_call(tmp_path):
 
 
 def test_critical_path_resolves_nested_events(tmp_path):
-    """Sorted by start the enclosing event comes first: row 0 is the parent."""
+    """The enclosing event comes first in the order of starts: row 0 is the parent."""
     rows = [
         row(0, 0, 10, "io"),
         row(0, 1, 4, layer=0, parent=0),
@@ -181,7 +181,7 @@ def test_critical_path_resolves_nested_events(tmp_path):
 
 
 def assert_whole(path, seconds):
-    """The pieces lie end to end and take the step's time."""
+    """Assert that the pieces are contiguous and cover the step."""
     assert path[0].start == 0 and path[-1].end == pytest.approx(seconds, rel=1e-9)
     assert all(one.end == other.start for one, other in pairwise(path))
     assert sum(each.seconds for each in path) == pytest.approx(seconds, rel=1e-9)
@@ -190,7 +190,7 @@ def assert_whole(path, seconds):
 
 @pytest.mark.parametrize("number", range(10))
 def test_critical_path_terminates_if_clocks_disagree(tmp_path, number, chance):
-    """Rows at random, in which most calls end before some that they need begin."""
+    """Random rows, in which most calls end before the start of calls that they depend on."""
     random = np.random.default_rng(chance.getrandbits(64))
     rows = []
     for rank in range(3):
@@ -215,7 +215,7 @@ def test_critical_path_of_a_missing_step_is_rejected(tmp_path):
 
 
 def test_critical_path_of_many_ranks_follows_the_last_arrivals(tmp_path):
-    """It has a computation and a transfer in each slot of time."""
+    """The path has a computation and a transfer in each time slot."""
     side, slots = 6, 24
     trace = large(tmp_path / "large.h5", side, 2, slots)
     path = path_of(trace, 1)

@@ -13,7 +13,7 @@ HOSTS = ["a", "a", "b", "b"]
 
 
 def crossings(path, rows, hosts=HOSTS, steps=1):
-    """The rows of each host, and the pairs, of four ranks; steps take 1 s."""
+    """Return the rows of the hosts and of their pairs, for four ranks and steps of 1 s."""
     cells = [(rank, step) for rank in range(4) for step in range(steps)]
     table = {(rank, step): (1000 * step, 1000 * step + 1000) for rank, step in cells}
     with by_hand(path / "t.h5", rows, table, GROUPS, hosts) as trace:
@@ -61,7 +61,7 @@ def test_nic_carries_all_bytes_with_one_rank_per_host(tmp_path):
 
 
 def test_groups_with_unequal_ranks_per_host_use_flat_collectives(tmp_path):
-    """Rank 1 is alone on host a, ranks 2 and 3 are on b: b sends rank 1 all, and gets half."""
+    """Rank 1 is alone on host a; host b sends the data of ranks 2 and 3 to it, and gets half."""
     rows, _ = crossings(tmp_path, together("all_gather", 2000, group=3))
     assert rows["a"]["on_cards"] == pytest.approx(2000)
     assert rows["b"]["on_cards"] == pytest.approx(2 * 1000)

@@ -51,7 +51,7 @@ STEPS = {(rank, step): ((0, 5), (5, 105))[step] for rank in range(2) for step in
 
 @pytest.fixture
 def opened(tmp_path):
-    """A run of two steps, the first one even."""
+    """Return the open trace of two steps; the first one is balanced."""
     path, both = tmp_path / "trace.h5", [0, 1]
     config = to_toml(traces.config_of(2, **MODEL))
     given = {"config": config, "axes": "c e", "axis_sizes": [1, 2]}
@@ -129,7 +129,7 @@ def test_expert_capacity_is_unknown_without_a_configuration(opened):
 
 
 def test_expert_exchange_bytes_of_a_threaded_run_match_the_formula(tmp_path):
-    """What ranks exchange is the formula: 4 (1 - 1/2) of E C S h' a microbatch and layer."""
+    """The formula is 4 (1 - 1/2) of E C S h' per microbatch and layer."""
     layout = MODEL | {"mesh__d": 2, "parallel__microbatches": 2, "train__dtype": "float32"}
     with traces.opened(traces.trained(tmp_path / "run", 4, **layout)) as found:
         steady = Steady(found)

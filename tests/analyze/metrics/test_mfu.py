@@ -31,7 +31,7 @@ def test_mfu_matches_the_published_values(name):
 
 
 def test_model_flops_equal_the_sum_over_single_products():
-    """qkv, projection, two of the MLP, q k', p v; the head; three times: forward and backward."""
+    """qkv, projection, two MLP products, q k', p v, head; times three for forward and backward."""
     h, s, layers, batch, v = 8, 6, 3, 5, 11
     products = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)]
     layer = sum(2 * s * k * n for k, n in products) + 2 * (2 * s * s * h)
@@ -83,7 +83,7 @@ def gemm(start, flops, **values):
 
 
 def test_utilization_uses_the_median_step_of_the_slowest_rank(tmp_path):
-    """Steps of 5, 2 and 3 s on rank 0 and of 1 s on rank 1; 8 of 12 flop are in products."""
+    """Rank 0 has steps of 5, 2 and 3 s, and rank 1 of 1 s; 8 of the 12 flop are in products."""
     rows = [
         gemm(0, 3.0),
         gemm(1, 5.0, op="attention", phase="backward"),
@@ -110,7 +110,7 @@ def test_utilization_uses_the_median_step_of_the_slowest_rank(tmp_path):
 
 
 def test_vocabulary_size_is_inferred_from_the_head_product(tmp_path):
-    """2 B s h V = 2 * 24 * 4 * 8 * 40; products of layers and of backward passes are others."""
+    """2 B s h V = 2 * 24 * 4 * 8 * 40; products of layers and backward passes differ."""
     head = 2.0 * 24 * 4 * 8 * 40
     rows = [
         gemm(0, head),

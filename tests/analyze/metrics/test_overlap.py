@@ -9,7 +9,7 @@ LASTS = 4e-3  # seconds of virtual time that an all-reduce takes, one after the 
 
 
 def exposed(trace):
-    """Seconds that ranks spend in all-reduces over the replicas, calls and bytes of each step."""
+    """Return the exposed seconds, calls and bytes of gradient all-reduces in each step."""
     events = trace.events
     along = [number for number, group in enumerate(trace.groups) if group.axis == "d"]
     comm = next(code for code, name in events.labels("category").items() if name == "comm")
@@ -26,7 +26,7 @@ PIPELINE = {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches"
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, PIPELINE])
 def test_overlapped_gradient_reduction_is_less_exposed(more, tmp_path):
-    """A backward pass of a layer takes as long as 4 all-reduces."""
+    """The backward pass of a layer takes as long as 4 all-reduces."""
 
     def delay(recorder, name):
         return 4 * LASTS if name == "gelu" and recorder.phase != "forward" else 0

@@ -38,7 +38,7 @@ SYNCHRONOUS = [
     params=strided([(each,) for each in SYNCHRONOUS], 4, 2, ids=lambda case: str(case[0])),
 )
 def run(request, tmp_path_factory):
-    """Passes of a run, the streams of its stages, their placement, the ranks of each stage."""
+    """Return the passes of a run, the streams and placement of its stages, and their ranks."""
     name, stages, micros, chunks, along_x = request.param
     folder = trained(
         tmp_path_factory.mktemp("run") / "tiny",
@@ -133,7 +133,7 @@ def test_run_without_stages_and_microbatches_has_no_pipeline_table(tmp_path):
 
 
 def rows_of(*stages):
-    """Rows in seconds of stages written as {pass: (start, end)}."""
+    """Return the rows, in seconds, of stages given as {pass: (start, end)}."""
     return [[(*span, parse(text)) for text, span in row.items()] for row in stages]
 
 

@@ -10,7 +10,7 @@ from tests.analyze.synthetic import by_hand, row
 
 
 def run_of(path, steps, **attributes):
-    """Two ranks whose steps take 90 ms, 10, 10, ..."""
+    """Return a run of two ranks with steps of 90 ms, 10 ms, 10 ms, ..."""
     times = {
         (rank, step): (100 * place, 100 * place + (10 if place else 90))
         for rank in (0, 1)

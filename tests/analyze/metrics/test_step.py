@@ -13,7 +13,7 @@ def outside(name, start, dur):
 
 
 def test_time_between_steps_is_counted_by_event_name(tmp_path):
-    """Two ranks; rank 0 takes two snapshots, rank 1 one."""
+    """Rank 0 takes two snapshots, and rank 1 takes one."""
     events = {
         0: [event("F0", 0, 10), outside(0, 60, 2), outside(0, 70, 4)],
         1: [event("F0", 0, 10), outside(0, 60, 6)],

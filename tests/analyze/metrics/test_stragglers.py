@@ -40,7 +40,7 @@ def test_identical_times_yield_no_straggler():
 
 @pytest.mark.parametrize(("more", "named"), [(LEAST * 1.01, 3), (LEAST * 0.99, None)])
 def test_negligible_difference_yields_no_straggler(more, named):
-    """However certain it is."""
+    """A negligible difference is not reported, even if it is certain."""
     work = np.full((4, 19), 0.5)
     work[3] += more * STEP
     assert straggler(work, STEP) == named
@@ -48,7 +48,7 @@ def test_negligible_difference_yields_no_straggler(more, named):
 
 @pytest.mark.parametrize(("steps", "named"), [(3, None), (4, 1), (5, 1)])
 def test_straggler_requires_enough_steps(steps, named):
-    """Of 4 ranks one is the slowest in 3 of 3 steps by chance in 4 of 64 cases."""
+    """With 4 ranks, the same rank is slowest in 3 of 3 steps by chance in 4 of 64 cases."""
     work = np.full((4, steps), 0.5)
     work[1] += 0.1
     assert straggler(work, STEP) == named
@@ -70,8 +70,8 @@ def test_straggler_chance_bounds_the_binomial_tail():
 
 
 def run_of(path, slow=0):
-    """Six steps of 100 ms of two ranks: both work for 40 to 45 ms, by turns, rank 1 `slow` ms
-    more, and meet."""
+    """Run of six steps of 100 ms on two ranks. Both work for 40 to 45 ms, alternately, rank 1
+    `slow` ms longer, and then call a collective."""
     rows, steps = [], {}
     for step in range(6):
         begin = 100 * step

@@ -83,7 +83,7 @@ MEETINGS = {
 
 
 def rows_of(what, members, seq=0, begin=0):
-    """The calls of a meeting; what is None for a message from rank 0 to rank 1."""
+    """Return the rows of a call. For a message from rank 0 to rank 1, `None` means no row."""
     return [
         call(
             rank,
@@ -118,7 +118,7 @@ def test_wait_and_transfer_time_of_single_calls(tmp_path, name):
 
 @pytest.fixture
 def everything(tmp_path):
-    """All meetings, one after the other, with the numbers that a recorder gives."""
+    """Return all calls, one after the other, with the numbers that a recorder assigns."""
     count, rows = {}, []
     for place, (what, *members) in enumerate(MEETINGS.values()):
         group = 2 if what is None else what.get("group", 0)
@@ -187,7 +187,7 @@ def test_opposite_directions_of_a_channel_are_separate_messages(tmp_path):
 
 
 def test_messages_are_numbered_per_receiver(tmp_path):
-    """Message 0 to rank 1 and message 0 to rank 2."""
+    """The messages are message 0 to rank 1 and message 0 to rank 2."""
     rows = [
         call(0, "send", 0, 1, 0, peer=1),
         call(1, "recv", 0, 3, 0, peer=0),
@@ -209,7 +209,7 @@ CALLED_EARLY = {
 
 @pytest.mark.parametrize("name", CALLED_EARLY)
 def test_broadcast_wait_starts_at_the_call(tmp_path, name):
-    """Rank 1 is the root; all compute for half a millisecond or more between call and wait."""
+    """Rank 1 is the root; all ranks compute for at least 0.5 ms between call and wait."""
     rows, members = [], CALLED_EARLY[name]
     for rank, called, free, begin, end, *_ in members:
         late = {"ahead": CLOCKS[rank], "op": "broadcast"}
@@ -236,7 +236,7 @@ def test_broadcast_wait_starts_at_the_call(tmp_path, name):
 
 
 def test_copies_into_shared_blocks_are_not_waits(tmp_path):
-    """A block that is written where its peers can read it is copied, however late these are."""
+    """A block in shared memory is copied at once, even if the peers are late."""
     rows = [row(0, 1, 3, "copy", op="all_gather", group=1), row(0, 3, 4)]
     rows += [call(0, "all_gather", 4, 9, 0, group=1, posted=1)]
     rows += [call(2, "all_gather", 8, 9, 0, group=1)]
@@ -252,7 +252,7 @@ def test_call_with_a_missing_member_is_incomplete(tmp_path):
 
 
 def test_waits_count_in_completed_steps_but_use_all_arrivals(tmp_path):
-    """The last to arrive never completed its step."""
+    """The last rank to arrive never completed its step."""
     rows = [
         call(0, "all_gather", 2, 9, 0, group=1),
         call(2, "all_gather", 7, 9, 0, group=1, step=1),
@@ -273,7 +273,7 @@ def test_peer_out_of_range_is_rejected(tmp_path):
 
 
 def test_waits_of_many_ranks_match_the_formula(tmp_path):
-    """[ranks along y, along x, slots]; the last of a group makes all others wait."""
+    """Shape [ranks along y, along x, slots]; all members wait for the last one of their group."""
     side, steps, slots = 6, 3, 20
     trace = large(tmp_path / "large.h5", side, steps, slots)
     late = jitter(np.arange(side**2)[:, None], np.arange(slots)).reshape(side, side, slots)
@@ -308,7 +308,7 @@ CLOSE = 1e-3  # seconds
 
 @pytest.fixture(scope="module")
 def slept(tmp_path_factory):
-    """Rank 2 of 4 pauses before an all-reduce of all of them, in each of three steps."""
+    """Rank 2 of 4 pauses before an all-reduce of all ranks, in each of three steps."""
 
     def delay(recorder, name):
         here = (name, recorder.layer, recorder.phase) == ("gelu", 1, "forward")

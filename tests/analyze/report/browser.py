@@ -14,12 +14,12 @@ PATIENCE = 60_000  # ms for an answer
 
 
 def chromium():
-    """Path of the browser, None where there is none."""
+    """Return the path of the browser, or None if there is none."""
     return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def missing():
-    """Why no page can be tested here, or None."""
+    """Return the reason why no page can be tested here, or None."""
     if sync_playwright is None:
         return "no playwright here: pip install playwright"
     return None if chromium() else "no chromium here: apt-get install chromium"
@@ -27,7 +27,7 @@ def missing():
 
 @contextmanager
 def started():
-    """The browser, without a window."""
+    """Start a headless browser."""
     with sync_playwright() as driver:
         found = driver.chromium.launch(executable_path=chromium(), args=FLAGS)
         yield found
@@ -36,7 +36,7 @@ def started():
 
 @contextmanager
 def opened(browser, **values):
-    """A Page with a profile of its own; `values` are those of Playwright's new_context."""
+    """Open a Page with its own profile; `values` are arguments of Playwright's new_context."""
     size = {"width": 1280, "height": 1000}
     context = browser.new_context(**{"viewport": size, **values})
     context.set_default_timeout(PATIENCE)
@@ -45,7 +45,7 @@ def opened(browser, **values):
 
 
 class Page:
-    """A tab of Playwright's, `tab`, and what it complained of and asked for."""
+    """Tab `tab` of Playwright, with its error messages and requests."""
 
     def __init__(self, tab):
         self.tab, self.complaints, self.requests = tab, [], []
@@ -58,7 +58,7 @@ class Page:
             self.complaints.append(message.text)
 
     def _asked(self, url):
-        """Addresses that the page asked for, except data that it contains itself."""
+        """Return the addresses that the page requested, except data URLs."""
         if not url.startswith(("data:", "blob:")):
             self.requests.append(url)
 
@@ -66,11 +66,11 @@ class Page:
         self.tab.goto(path.resolve().as_uri() + fragment)
 
     def until(self, expression):
-        """Wait for a JavaScript expression to be true."""
+        """Wait until a JavaScript expression is true."""
         self.tab.wait_for_function(expression)
 
     def value(self, expression):
-        """What a JavaScript expression is, as plain data."""
+        """Return the value of a JavaScript expression as plain data."""
         return self.tab.evaluate(expression)
 
     def click(self, x, y):

@@ -30,14 +30,14 @@ def event(category, phase, op, start, dur, **values):
 
 
 def meets(group, number):
-    """That a call is the `number`-th of its group, on blocks of 250 floats."""
+    """Return the columns of the `number`-th call of its group, on blocks of 250 floats."""
     return {"group": group, "seq": number, "count": 250, "dtype": FLOAT}
 
 
 def events_of(rank, step):
-    """0.6 ms of a forward pass with 2 events inside, then the backward pass; 10 ms from 0.
+    """Return 0.6 ms of a forward pass with 2 nested events, and the backward pass; 10 ms in total.
 
-    The reduce-scatter is in step 2 only, and what warms up in step 0.
+    The reduce-scatter is only in step 2, and the warm-up only in step 0.
     """
     events = [
         event(HOST, FORWARD, 0, 0, 600),
@@ -55,7 +55,7 @@ def events_of(rank, step):
 
 
 def uncounted(rank):
-    """Before the first step, and in the step that was cut off."""
+    """Return events before the first step and in the incomplete step."""
     rest = {"bytes": 77777, "flops": 1e9}
     return [
         event(COMPUTE, FORWARD, GEMM, -20000, 9000, step=-1, **rest),
@@ -64,7 +64,7 @@ def uncounted(rank):
 
 
 def steps_of(rank, losses):
-    """Steps of 9, 1 and 2 ms and 0.1 ms more a rank; only the last rank knows the loss."""
+    """Steps take 9, 1 and 2 ms, plus 0.1 ms per rank; only the last rank knows the loss."""
     return [
         {
             "step": step,
@@ -144,7 +144,7 @@ def write_run(run, scheme="3d", losses=(4.0, 3.5, 3.25)):
 
 
 def reported(capsys, *arguments):
-    """The JSON object of the last line."""
+    """Return the JSON object in the last line."""
     assert report.main([*map(str, arguments), "--json", "--tables"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 

@@ -27,7 +27,7 @@ OTHER = "[...document.querySelectorAll('.timeline option')].map(e => e.value)"
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """The page of a real pipeline of 2 stages on 4 ranks."""
+    """Address of the report of a real pipeline with 2 stages on 4 ranks."""
     out = tmp_path_factory.mktemp("report")
     with trained(out / "run", 4, **PIPELINE) as trace:
         write(compare([trace], [analyze_run(trace, others=10_000)]), out)
@@ -36,7 +36,7 @@ def address(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
-    """The page of two runs, worked out by hand."""
+    """Address of the report of two runs with known values."""
     out = tmp_path_factory.mktemp("comparison")
     with small(out / "one.h5") as one, small(out / "two.h5", run_id="two") as two:
         write(compare([one, two], [analyze_run(each) for each in (one, two)]), out)
@@ -61,13 +61,13 @@ def page(browser, address):
 
 
 def place(page, what):
-    """Left, top, width and height of an element in the window."""
+    """Return left, top, width and height of an element in the window."""
     box = f"document.querySelector({what!r}).getBoundingClientRect()"
     return page.value(f"(b => [b.x, b.y, b.width, b.height])({box})")
 
 
 def pixels(page, what):
-    """The colors of an element as it is seen, [pixels, 3]."""
+    """Return the displayed colors of an element, [pixels, 3]."""
     from matplotlib.image import imread
 
     found = imread(io.BytesIO(page.tab.locator(what).first.screenshot()))
@@ -75,13 +75,13 @@ def pixels(page, what):
 
 
 def share(found, color):
-    """Of the pixels, those of a color written #RRGGBB."""
+    """Return the fraction of pixels that have the color #RRGGBB."""
     wanted = [int(color[at : at + 2], 16) for at in (1, 3, 5)]
     return (found == wanted).all(1).mean()
 
 
 def columns(page):
-    """The columns of the boxes as the browser has them."""
+    """Return the columns of the boxes, as stored in the browser."""
     names = "rank", "start", "until", "end", "meeting", "kind", "row"
     return {
         name: np.array(page.value(f"Array.from({EVENTS}.data.{name})"), float) for name in names
@@ -124,7 +124,7 @@ def look_at(page, start, end):
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "wait"])
 def test_timeline_boxes_have_the_colors_of_their_kind(page, kind):
-    """Of the longest box of a kind, which is 0.84 of one row of four, every second pixel."""
+    """Tests every second pixel of the longest box of a kind, which is 0.84 of one row of four."""
     events = columns(page)
     left, right = ("start", "until") if kind == "wait" else ("until", "end")
     these = events["until"] > events["start"]

@@ -52,7 +52,7 @@ def test_unrelated_runs_have_no_speedup_chart():
 
 
 def loads(steps, layers):
-    """Loads of 4 experts, of which the first has all in odd steps."""
+    """Return the loads of 4 experts; in odd steps, the first expert gets all tokens."""
     chosen = np.full((steps, layers, 4), 6)
     chosen[1::2] = [24, 0, 0, 0]
     losses = np.zeros((steps, layers))
@@ -115,5 +115,5 @@ def test_segments_of_the_phase_chart_have_distinct_colors():
 
 
 def apart(one, other):
-    """How far two colors are from each other, of the distance from black to white."""
+    """Return the distance of two colors, relative to that of black and white."""
     return float(np.linalg.norm(np.subtract(to_rgb(one), to_rgb(other)))) / 3**0.5

@@ -17,7 +17,7 @@ MEASURED = [
 
 
 def bars(panel):
-    """(color, left, right, height) of every bar."""
+    """Return (color, left, right, height) of every bar."""
     for collection in panel.collections:
         color = tuple(collection.get_facecolor()[0][:3])
         for path in collection.get_paths():

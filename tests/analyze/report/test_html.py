@@ -32,7 +32,7 @@ HOSTILE = (
 
 
 class Reader(HTMLParser):
-    """Elements, their attributes and text; an element that is not closed is an error."""
+    """HTML parser that stores elements, attributes and text, and rejects unclosed elements."""
 
     def __init__(self, text):
         super().__init__()
@@ -70,7 +70,7 @@ EVALUATION = {"step": 1, "loss": 2.5, "tokens": 96, "accuracy": 0.25, "seconds":
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The report of a real pipeline of 2 stages on 4 ranks."""
+    """Report of a real pipeline with 2 stages on 4 ranks."""
     out = tmp_path_factory.mktemp("report")
     trained(out / "run", 4, **PIPELINE).close()
     whole = {"step": [-1], "stage": [-1], "rank": [-1]}
@@ -115,7 +115,7 @@ def test_expert_section_appears_only_for_expert_models(page, tmp_path):
 
 
 def reported(opened, out):
-    """The page of one trace."""
+    """Return the page of one trace."""
     write(compare([opened], [analyze_run(opened)]), out)
     return (out / "report.html").read_text(encoding="utf-8")
 

@@ -24,20 +24,20 @@ def linear(color):
 
 
 def lab(color, sight):
-    """CIELAB of what is seen of a color."""
+    """Return the CIELAB values of a color as seen by color-blind readers."""
     xyz = XYZ @ np.clip(sight @ linear(color), 0, 1) / (0.9505, 1, 1.089)
     x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
 def contrast(one, other):
-    """Of WCAG: 1 for the same brightness, 21 for black on white."""
+    """Return the WCAG contrast: 1 for equal brightness, 21 for black on white."""
     low, high = sorted(XYZ[1] @ linear(color) for color in (one, other))
     return (high + 0.05) / (low + 0.05)
 
 
 def colors():
-    """{meaning: color} of the whole palette."""
+    """Return a dict from meaning to color of the whole palette."""
     found = {}
     for name, value in vars(palette).items():
         if isinstance(value, dict) and name.isupper():

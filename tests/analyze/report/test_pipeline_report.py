@@ -61,7 +61,7 @@ SIZES = {"parallel__microbatches": 2, "parallel__schedule": "1f1b"}
 
 
 def assert_rows(found, wanted):
-    """Rows in seconds against those in milliseconds."""
+    """Compare rows in seconds with rows in milliseconds."""
     assert len(found) == len(wanted)
     for row, expected in zip(found, wanted):
         assert [str(what) for *_, what in row] == [text for *_, text in expected]
@@ -180,7 +180,7 @@ def test_missing_or_changed_schedule_file_is_not_simulated(tmp_path, monkeypatch
 
 
 def test_overlapping_steps_are_clipped_to_the_shown_step(tmp_path):
-    """Step 1 of 2BW lasts from 0 to 40 ms; the passes of its neighbors are cut there."""
+    """Step 1 of 2BW lasts from 0 to 40 ms; passes of adjacent steps are clipped at these times."""
     rows = [
         [(-9, 2, "BW1", 0), (2, 6, "F3", 1), (6, 30, "BW2", 1), (30, 38, "F4", 1)],
         [(0, 4, "F2", 1), (4, 40, "BW3", 1), (40, 42, "F4", 2), (-20, -1, "F1", 0)],
@@ -281,7 +281,7 @@ def test_missing_stage_is_omitted(hand, capsys):
 
 
 def test_recomputation_belongs_to_the_backward_pass(tmp_path):
-    """Stage 1 repeats 2 ms before each B, and 1 ms in the middle of the second."""
+    """Stage 1 recomputes for 2 ms before each B, and for 1 ms in the middle of the second one."""
     again = {"phase": "recompute"}
     rows = [
         event("F0", 0, 4),

@@ -18,7 +18,7 @@ NAN = float("nan")
 
 
 class Run:
-    """As much of a run as a chart of its loss needs."""
+    """The part of a run that a chart of its loss requires."""
 
     def __init__(self, label, losses, evaluations=()):
         self.label = label

@@ -75,7 +75,7 @@ def test_invalid_input_is_one_line_and_exits_with_2(
 
 
 def code_of(arguments):
-    """The exit code of the command."""
+    """Return the exit code of the command."""
     try:
         return report.main(arguments)
     except SystemExit as end:
@@ -102,7 +102,7 @@ def test_closed_output_pipe_is_no_error(run):
 
 
 def printed(run, stdout, encoding="utf-8"):
-    """The command as a program."""
+    """Return the output of the command in its own process."""
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     command = [sys.executable, "-m", "hpc3d.report", str(run), "--tables"]
     return subprocess.run(

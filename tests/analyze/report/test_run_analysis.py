@@ -86,7 +86,7 @@ def test_run_with_one_step_reports_the_warmup_step(tmp_path, capsys):
 
 
 def test_traffic_table_lists_bytes_between_ranks(run, capsys):
-    """4000 B of each gather along x come from the one other member; 1000 B along y in one step."""
+    """Each gather along x receives 4000 B from the other member; 1000 B along y in one step."""
     (result,) = reported(capsys, run)["runs"]
     pairs = [(axis, rank, rank ^ bit) for axis, bit in (("x", 2), ("y", 1)) for rank in range(4)]
     assert [tuple(row.values()) for row in result["traffic"]] == [
@@ -102,14 +102,14 @@ def test_missing_segment_is_reported(run, capsys):
 
 
 def test_losses_are_compared_at_the_last_common_step(run, tmp_path, capsys):
-    """Step 2 is the last that both have."""
+    """Step 2 is the last common step."""
     longer = write_run(tmp_path / "longer", scheme="1d", losses=(4.0, 3.5, 3.0, 2.5))
     rows = reported(capsys, run, longer)["comparison"]
     assert [(row["loss_step"], row["loss"]) for row in rows] == [(2, 3.25), (2, 3.0)]
 
 
 def test_sent_bytes_do_not_count_as_received(tmp_path, capsys):
-    """A rank sends 7000 bytes to another, which receives them."""
+    """A rank sends 7000 bytes to another rank, which receives them."""
     rows = [
         call(0, "send", 4, 5, seq=0, peer=1, bytes=7000, count=1750, posted=4),
         call(1, "recv", 4, 6, seq=0, peer=0, bytes=7000, posted=4),
@@ -161,7 +161,7 @@ def test_run_without_a_completed_step_is_rejected(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_report_merges_segments_written_since_the_last_merge(run, capsys):
-    """Also where something was put into the file after they wrote it."""
+    """New segments are merged even if data was added to the trace after they were written."""
     late = segment_path(run, 3, 0)
     late.rename(run / "late")
     assert "rank 3: no segment" in reported(capsys, run)["runs"][0]["missing"]
@@ -187,7 +187,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", strided(LAYOUTS, 3))
 def test_evaluation_does_not_change_the_analysis_of_a_step(name, tmp_path):
     layout = LAYOUTS[name]
-    """Its calls, bytes, operations, passes and what is in flight; the trace is sound."""
+    """Calls, bytes, operations, passes and microbatches in flight do not change."""
     ranks = layout["mesh__p"] * layout.get("mesh__x", 1)
     found, expected = (
         _analysed(traces.trained(tmp_path / str(evaluate), ranks, evaluate, **layout))

@@ -62,7 +62,7 @@ def test_box_kind_by_category_and_phase(tmp_path, category, phase, kind):
 
 
 def test_times_start_at_the_first_step_begin_on_the_common_clock(tmp_path):
-    """Rank 1's clock is 3.5 ms behind, and it begins the step 3 ms after rank 0."""
+    """Rank 1's clock is 3.5 ms behind, and rank 1 begins the step 3 ms after rank 0."""
     rows = [row(0, 2, 4), row(1, 5, 6, ahead=-3.5)]
     steps = {(0, 0): (1, 9), (1, 0): (0.5, 5.5)}
     with by_hand(tmp_path / "trace.h5", rows, steps) as trace:
@@ -73,7 +73,7 @@ MANY = 32
 
 
 def crowd(path):
-    """Ranks of 10 events each, of which 20 to 23 are stage 1; at the end all wait for rank 13."""
+    """Ranks with 10 events each; ranks 20 to 23 are stage 1. At the end, all wait for rank 13."""
     rows = [
         row(rank, at, at + 0.5, stage=int(20 <= rank < 24))
         for rank in range(MANY)

@@ -20,7 +20,7 @@ ROWS = [
 
 
 def source():
-    """What the numbers mean."""
+    """Return the meaning of the numbers."""
 
 
 def test_markdown_table_is_aligned_and_escapes_separators():

@@ -93,7 +93,7 @@ def test_verdict_compares_the_measured_step_with_its_prediction(measured, said):
 
 
 def test_offload_copies_are_not_communication():
-    """Of 0.3 s the rank copies 0.2 s itself, and waits 0.1 s for copies beside."""
+    """Of 0.3 s, the rank copies 0.2 s itself, and waits 0.1 s for concurrent copies."""
     alone = rank(compute_s=0.6, wait_s=0.1, transfer_s=0.0, copy_s=0.2)
     time = [spent("compute", "", "gemm", 0.25), spent("compute", "", "norm", 0.25)]
     time += [spent("copy", "", "none", 0.2), spent("wait", "", "none", 0.1)]
