@@ -7,7 +7,7 @@ from hpc3d.arrays.abstract import AbstractPool, CostMeter
 
 
 class Tape(CostMeter):
-    """The kernels and products that were told."""
+    """Cost meter that stores the reported kernels and products."""
 
     def __init__(self):
         self.told = []

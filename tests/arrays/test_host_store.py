@@ -122,7 +122,7 @@ def test_offloading_does_not_change_the_training_results(line, moved):
 
 
 def copies(prediction):
-    """How many copies there are of each size, by phase."""
+    """Return the number of copies of each size, by phase."""
     rows = prediction.events[prediction.events["category"] == COPY]
     sizes = zip(rows["phase"].tolist(), rows["bytes"].tolist())
     return Counter(size for size in sizes if size[1])
@@ -173,7 +173,7 @@ LIMIT = 330 << 20  # bytes: less than parameters, gradients and states of AdamW 
 
 
 def limited(out, *words, limit=None):
-    """A run of one rank that the system lets have no more than so many bytes of its own."""
+    """Run one rank whose own memory is limited to a number of bytes."""
 
     def bound():
         if limit:

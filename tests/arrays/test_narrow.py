@@ -124,7 +124,7 @@ def test_fold_adds_members_in_order_and_rounds_once(dtype):
 
 @every_type
 def test_attention_over_many_equal_keys_returns_their_mean(dtype):
-    """All keys weigh the same: 1 / 1,000 each, of a value of 1."""
+    """All keys have the same weight: 1 / 1,000 each, with a value of 1."""
     out, _ = attend(
         ones((MANY, 12), dtype), MANY, HeadForm(4), Pool().empty, mask=AttentionMask(False)
     )
@@ -146,7 +146,7 @@ def test_blocked_product_matches_the_float32_product(dtype, monkeypatch):
 
 
 def assert_near(ours, theirs, dtype):
-    """Equal but for one rounding, of the largest element at most: sums may be in another order."""
+    """Assert equality up to one rounding of the largest element; the order of sums may differ."""
     unit = float(ml_dtypes.finfo(dtype).eps)
     assert ours.dtype == dtype
     room = unit * np.maximum(np.abs(theirs), np.abs(theirs).max() / 64)
@@ -162,7 +162,7 @@ INDEX = np.random.default_rng(8).integers(-5, WIDE - 3, ROWS)
 
 
 def blocks(dtype):
-    """Operands by name, the same for both types but for the rounding of the 16 bits."""
+    """Return operands by name, which are equal for both types up to the rounding to 16 bits."""
     shapes = {"x": WIDE, "y": WIDE, "z": WIDE, "out": WIDE, "h": 2 * WIDE, "big": 3 * WIDE}
     made = {name: drawn((ROWS, columns), dtype, len(name)) for name, columns in shapes.items()}
     made |= {"gamma": drawn((WIDE,), dtype, 5), "beta": drawn((WIDE,), dtype, 6)}
@@ -185,7 +185,7 @@ def attention(b, empty, how):
 
 
 def chunked(b, empty):
-    """All keys of a sequence in one chunk."""
+    """Attention with all keys of a sequence in one chunk."""
     qkv, dout, every = b["big"], b["x"], slice(0, SEQUENCE)
     chunks = Chunks([ChunkPair(every, every, True, 0, 0)], FORM)
     kv, merged = (op(qkv, SEQUENCE, FORM, empty) for op in (keys_and_values, begin_merging))
@@ -275,7 +275,7 @@ def test_itemsize_of_every_named_type():
 
 
 def test_every_operation_has_a_narrow_or_float32_rule():
-    """One of its own, or that of NumPy on float32 copies, which gives float32."""
+    """The rule is its own, or NumPy's rule on float32 copies, which returns float32."""
     wide = {each.__name__ for each in PRIMITIVES if each.narrow_rule is None}
     assert {"scatter_rows", "sum_repeated", "route", "merge_chunks", "chunks_grad"} <= wide
     assert not wide & {"normalise", "gelu_tanh", "attend", "dispatch", "initialise", "adamw"}

@@ -9,11 +9,11 @@ from hpc3d.arrays.primitive import add_backend, composite, primitive
 
 
 class Marked(np.ndarray):
-    """An array of a type of its own."""
+    """Array of a separate type."""
 
 
 class Kernels(CostMeter):
-    """Notes the kernels that it is notified of."""
+    """Cost meter that stores the reported kernels."""
 
     def __init__(self):
         self.noted = []
@@ -24,7 +24,7 @@ class Kernels(CostMeter):
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch):
-    """What a test makes is not among the primitives after it."""
+    """Remove the primitives of a test after it."""
     monkeypatch.setattr(primitives, "PRIMITIVES", [*primitives.PRIMITIVES])
     monkeypatch.setattr(primitives, "BACKENDS", dict(primitives.BACKENDS))
 

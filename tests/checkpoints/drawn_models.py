@@ -20,7 +20,7 @@ from tests.pipeline.mixes import trainer_of
 
 
 def saved(folder, line, step=0):
-    """A checkpoint of the mix `line` (see tests.pipeline.mixes) in a run's folder."""
+    """Save a checkpoint of the mix `line` (see tests.pipeline.mixes) in a run folder."""
     config = mix(line)
     header = {"run_id": folder.name, "config": to_toml(config), "position": None}
     header |= {"step": step, "updates": step}
@@ -41,7 +41,7 @@ def saved(folder, line, step=0):
 
 
 def draw(item, mesh):
-    """Give a parameter random numbers that depend on its name only; its padding stays."""
+    """Set a parameter to random numbers that depend only on its name, except the padding."""
     shape = (item.rows or item.shape[0], *item.shape[1:])
     whole = np.random.default_rng(crc32(item.name.encode())).normal(0, 0.2, shape)
     part = whole[item.layout.slices(item.shape, mesh)]
@@ -49,7 +49,7 @@ def draw(item, mesh):
 
 
 def model_of(folder):
-    """The model of a checkpoint without dropout, on one rank."""
+    """Return the model of a checkpoint on one rank, without dropout."""
     opened = Checkpoint(folder)
     config = config_of(opened)
     family = family_of(config.model)
@@ -64,7 +64,7 @@ def model_of(folder):
 
 
 def logits(folder, tokens):
-    """Those of a checkpoint's model, [sequences, T, vocabulary]."""
+    """Return the logits of a checkpoint's model, [sequences, T, vocabulary]."""
     stage = model_of(folder).stage
     micro = Microbatch(0, 0, tokens, tokens, 1.0)
     x, _ = stage.embeddings.forward(micro)
@@ -75,12 +75,12 @@ def logits(folder, tokens):
 
 
 def tokens_of(vocabulary, sequence, sequences=3):
-    """Random tokens [sequences, T]."""
+    """Return random tokens, [sequences, T]."""
     return np.random.default_rng(8).integers(0, vocabulary, (sequences, sequence))
 
 
 def stored(folder):
-    """{(name, kind): array} of a checkpoint, as boxes lie in its files."""
+    """Return {(name, kind): array} of a checkpoint, read from the slices in its files."""
     return {
         key: np.concatenate([array.ravel() for array, _ in parts])
         for key, parts in Checkpoint(folder).sources.items()

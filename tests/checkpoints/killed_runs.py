@@ -49,8 +49,8 @@ class ThreadJob:
 def run_until(folder, layout, until, every=1, evaluations=None):
     """Continue the run in `folder` until step `until`, and save after every `every` steps.
 
-    Rank 0 appends the losses to the file `losses`, and log lines to `said`. The best checkpoint by
-    `evaluations`, {steps done: loss}, is kept.
+    Rank 0 appends the losses to the file `losses`, and log lines to `said`. The best checkpoint
+    according to `evaluations`, {completed steps: loss}, is kept.
     """
     clear(folder)
     config = config_of(LAYOUTS[layout])
@@ -78,7 +78,7 @@ def run_until(folder, layout, until, every=1, evaluations=None):
 
 
 def note(path, mesh):
-    """A function that adds a line to a file at once, on rank 0."""
+    """Return a function that appends a line to a file at once, on rank 0."""
 
     def add(line):
         if mesh.rank == 0:
@@ -89,7 +89,7 @@ def note(path, mesh):
 
 
 def losses(folder):
-    """{step: all losses it had, as texts}."""
+    """Return {step: all recorded losses of the step, as texts}."""
     found = {}
     for line in (folder / "losses").read_text().splitlines():
         step, loss = line.split()
@@ -98,9 +98,9 @@ def losses(folder):
 
 
 def child(function, *arguments):
-    """The process id of a copy of this process that calls a function and ends.
+    """Call a function in a forked copy of this process; return the process id of the copy.
 
-    What goes wrong in it, on the first thread to fail, is its standard error; its exit code is 1.
+    An error in it, of the first thread that fails, goes to standard error; the exit code is 1.
     """
     if process := os.fork():
         return process
@@ -120,7 +120,7 @@ def child(function, *arguments):
 
 
 def ended(process):
-    """How a child ended: its exit code, or less than 0 the signal."""
+    """Return the exit code of a child, or the negative signal number."""
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
@@ -129,9 +129,9 @@ def kill(*_):
 
 
 def at_write(number, act, within="/checkpoints/"):
-    """From now on `act(path)` is called before the `number`-th time that this process makes,
-    opens, syncs (path None), renames or removes a file in order to write, of those opened ones
-    whose path has `intersection` in it; the list of all paths.  For a process that is to end."""
+    """Call `act(path)` before the `number`-th operation of this process that opens (for writing),
+    syncs (path None), renames or removes a file. Only opened paths that contain `within` count.
+    Returns the list of all paths. The process should end afterwards."""
     paths, lock, fsync = [], threading.Lock(), os.fsync
 
     def point(path):
@@ -156,5 +156,5 @@ def at_write(number, act, within="/checkpoints/"):
 
 
 def writes(path, _, flags):
-    """Whether a file is opened to be written to."""
+    """Return True if a file is opened for writing."""
     return isinstance(path, str) and bool(flags & (os.O_WRONLY | os.O_RDWR))

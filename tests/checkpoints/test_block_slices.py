@@ -21,7 +21,7 @@ FIELD = BlockSlices(0, 8, 0, 8, 0, 8)  # wider than any whole
 
 @st.composite
 def cut(draw, block):
-    """A block, cut in two again and again."""
+    """Draw a block that is recursively split in two."""
     pairs = ("top", "bottom"), ("left", "right"), ("front", "back")
     able = [pair for pair in pairs if getattr(block, pair[1]) - getattr(block, pair[0]) > 1]
     if not able or not draw(st.booleans()):
@@ -34,7 +34,7 @@ def cut(draw, block):
 
 @st.composite
 def box(draw, whole):
-    """One that may reach beyond the whole."""
+    """Draw a block that may extend beyond the full block."""
     edges = []
     for last in (whole.bottom, whole.right, whole.back):
         edges.append(draw(st.integers(0, last if last > 1 else 0)))
@@ -43,7 +43,7 @@ def box(draw, whole):
 
 
 def times(parts):
-    """How often each element is there."""
+    """Return how often the parts contain each element."""
     count = np.zeros(FIELD.shape, int)
     for part in parts:
         count[part.index_in(FIELD)] += 1

@@ -42,7 +42,7 @@ def test_checkpoint_time_is_that_of_the_busiest_node_plus_the_reread():
 def test_probe_subtracts_the_small_file_time_from_the_large_file_time(
     large, write, tmp_path, monkeypatch
 ):
-    """1,000 bytes; a small file may take longer, by accident."""
+    """The large file has 1,000 bytes; the small file may accidentally take longer."""
     times = iter([0.25, large, 0.5])
     monkeypatch.setattr(cost, "timed", lambda function, *given: function(*given) or next(times))
     monkeypatch.setattr(cost.hashlib, "sha256", lambda block: None)
@@ -52,7 +52,7 @@ def test_probe_subtracts_the_small_file_time_from_the_large_file_time(
 
 
 def test_too_little_disk_space_is_reported(tmp_path, monkeypatch):
-    """Room for 2 and a half of 100 bytes, of which one is there already."""
+    """There is space for 2.5 checkpoints of 100 bytes, and one of them exists already."""
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(cost.shutil, "disk_usage", lambda _: usage(150_000_000))
     step = tmp_path / "checkpoints" / "step-00000001"

@@ -34,14 +34,14 @@ SERIAL = "schedule=none microbatches=2"
 
 
 def exported(folder, line, step=0):
-    """The folder that a checkpoint of a mix is exported to."""
+    """Export a checkpoint of a mix; return the folder."""
     target = folder / "exported"
     export(Checkpoint(drawn_models.saved(folder / "run", line, step)), target)
     return target
 
 
 def imported(source, folder, *words):
-    """The first checkpoint of a run that begins with weights."""
+    """Return the first checkpoint of a run that starts from imported weights."""
     pretrained = Pretrained(source)
     begin(folder, configured(pretrained, words), pretrained.parameter)
     return folder / "checkpoints" / "step-00000000"
@@ -104,7 +104,7 @@ def test_export_notes_that_a_mixtral_never_drops_tokens(tmp_path, line, said):
 
 
 def test_export_removes_vocabulary_padding(tmp_path):
-    """Of 29 tokens over two ranks; a checkpoint has no padding."""
+    """There are 29 tokens on two ranks; a checkpoint has no padding."""
     expected = exported(tmp_path / "serial", f"{SERIAL} kind=bert")
     found = exported(tmp_path / "parallel", f"{LAYOUTS[0]} kind=bert")
     assert problems(tmp_path / "parallel" / "run" / "checkpoints" / "step-00000000") == []

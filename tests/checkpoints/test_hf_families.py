@@ -14,7 +14,7 @@ from tests.checkpoints.test_hf_export import MIXTRAL, SERIAL, exported
 
 
 def their_gpt2(weights, told, tokens):
-    """GPT-2 in torch, by the names and the order of columns that Hugging Face gave it."""
+    """GPT-2 in torch, with the names and the column order of Hugging Face."""
     heads, epsilon = told["n_head"], told["layer_norm_epsilon"]
     gelu = {"gelu_new": "tanh", "gelu": "none"}[told["activation_function"]]
     head = "wte.weight" if told["tie_word_embeddings"] else "lm_head.weight"
@@ -95,7 +95,7 @@ def test_exported_gpt2_has_the_same_logits_in_torch(tmp_path, model):
 
 
 def turned(x, told):
-    """Rotary positions, by the settings that config.json has."""
+    """Apply rotary positions with the settings of config.json."""
     half, (theta, scaling) = x.shape[-1] // 2, (told["rope_theta"], told["rope_scaling"])
     speed = theta ** -(torch.arange(half, dtype=torch.float64) / half)
     if scaling:
@@ -111,7 +111,7 @@ def turned(x, told):
 
 
 def their_llama(weights, told, tokens):
-    """Llama, or a Mixtral, in torch, by the names and the layout that Hugging Face gave it."""
+    """Llama or Mixtral in torch, with the names and the layout of Hugging Face."""
     heads, shared = told["num_attention_heads"], told["num_key_value_heads"]
     head = "embed_tokens.weight" if told["tie_word_embeddings"] else "lm_head.weight"
     w = {name.removeprefix("model."): torch.tensor(a) for name, a in weights.items()}
@@ -178,7 +178,7 @@ def test_exported_llama_has_the_same_logits_in_torch(tmp_path, model):
 
 
 def their_bert(weights, told, tokens):
-    """BERT in torch, by the names and the layout that Hugging Face gave it."""
+    """BERT in torch, with the names and the layout of Hugging Face."""
     heads, gelu = told["num_attention_heads"], {"gelu_new": "tanh", "gelu": "none"}
     w = {name.removeprefix("bert."): torch.tensor(a) for name, a in weights.items()}
 

@@ -24,7 +24,7 @@ DIVERGED = np.array([1] * 22 + [np.nan, np.inf], "f4")
 
 @pytest.fixture
 def files(tmp_path):
-    """A folder of a GPT-2, and a function that changes its arrays and config.json."""
+    """Folder of a GPT-2, and a function that changes its arrays and config.json."""
     target = exported(tmp_path, f"{SERIAL} dtype=float32")
 
     def change(rename=str, told=None, **arrays):
@@ -48,7 +48,7 @@ def values(folder):
 
 
 def test_import_accepts_names_without_prefix_masks_and_a_tied_head(files, tmp_path):
-    """As in the files of the first GPT-2, and in those of old versions."""
+    """The first GPT-2 files and those of old versions have such names."""
     plain = values(imported(files(), tmp_path / "plain"))
     table = load_file(files() / "model.safetensors")["transformer.wte.weight"]
     mask = {"h.0.attn.bias": np.tri(3, dtype=bool), "h.1.attn.masked_bias": np.float32([-1e4])}
@@ -105,7 +105,7 @@ def test_import_with_a_shorter_sequence_keeps_the_first_positions(files, tmp_pat
 
 @pytest.mark.parametrize(("kind", "free"), [("gpt2", False), ("llama", True)])
 def test_sequence_may_be_shortened_only_at_step_0_without_learned_positions(kind, free, tmp_path):
-    """Where there is no table of positions; later, other windows have been seen."""
+    """Only the sequence length of an untrained model without a position table may be reduced."""
     line = f"kind={kind} layers=1 sequence=6"
     drawn_models.saved(tmp_path, line, 0)
     opened = Checkpoint(tmp_path / "checkpoints" / "step-00000000")
@@ -177,7 +177,7 @@ def test_non_finite_weights_are_accepted_on_request(files):
 def test_weights_beyond_the_range_of_the_type_are_refused(
     files, tmp_path, stored, value, dtype, wide
 ):
-    """They would be infinite; the largest numbers of a type are not."""
+    """They would become infinite; the largest numbers of a type are accepted."""
     norm = np.array([1, np.finfo(stored).tiny] * 11 + [0, value], stored)
     source = files(**{"transformer.ln_f.bias": norm})
     with pytest.raises(ValueError) as refused:
@@ -233,7 +233,7 @@ def test_unsupported_hf_models_are_rejected(files, tmp_path, told, said):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """What config.json of a Llama says."""
+    """Return the config.json of a Llama."""
     target = exported(tmp_path_factory.mktemp("llama"), f"{SERIAL} kind=llama kv_heads=4")
     return target / "config.json"
 
@@ -313,7 +313,7 @@ def test_options_that_contradict_the_weights_are_rejected(files, words, said):
 
 
 def test_bert_import_ignores_task_heads_and_accepts_old_names(tmp_path):
-    """Of the first published files; where head and table are two, so are the biases."""
+    """The first published files have old names. If the head is not tied, it has its own bias."""
     target = exported(tmp_path, f"{SERIAL} kind=bert ffn=60 tied=false")
     path = target / "model.safetensors"
     stored = load_file(path)
@@ -338,7 +338,7 @@ def test_bert_import_ignores_task_heads_and_accepts_old_names(tmp_path):
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory):
-    """The folder of a Mixtral."""
+    """Return the folder of a Mixtral."""
     return exported(tmp_path_factory.mktemp("mixtral"), f"{SERIAL} {MIXTRAL}")
 
 

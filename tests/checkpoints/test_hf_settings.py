@@ -127,7 +127,7 @@ def test_mixture_settings_that_mixtral_lacks_are_reported(key, value, said):
     ],
 )
 def test_gpt2_config_json_maps_to_model_settings(told, found):
-    """A rate of dropout where all that are there agree, and be it one; gelu_new where none is."""
+    """The dropout rate requires that all given rates agree; the default GELU is gelu_new."""
     assert GPT2.model(told, {"hidden": 24}) == {"hidden": 24, **found}
 
 

@@ -18,7 +18,7 @@ HUGE = 10**30
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A checkpoint of two ranks."""
+    """Checkpoint of two ranks."""
     folder = tmp_path_factory.mktemp("run")
     run_until(folder, "x=2", 1)
     return folder / "checkpoints" / "step-00000001"
@@ -37,7 +37,7 @@ def rewrite(folder, change):
 
 
 def put(*place_and_value):
-    """A change of the manifest: the value at a place."""
+    """Return a change of the manifest, which sets the value at a place."""
     *place, key, value = place_and_value
 
     def change(tree):
@@ -145,7 +145,7 @@ STRANGE = (None, True, -1, 0, 7, HUGE, 1e308, "", "value", "../x", [], [[]], {},
 
 @pytest.mark.slow
 def test_any_modified_manifest_is_rejected_or_read(sound, copy, chance):
-    """300 changes at places drawn at random, each with a line that names the checkpoint."""
+    """Tests 300 changes at random places; each error message names the checkpoint."""
     outcomes = []
     for _ in range(300):
         manifest = json.loads((sound / "manifest.json").read_text())
@@ -159,7 +159,7 @@ def test_any_modified_manifest_is_rejected_or_read(sound, copy, chance):
 
 
 def places(tree):
-    """(container, key) of all that is in a tree of JSON."""
+    """Return (container, key) of every entry in a JSON tree."""
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         yield tree, key
         if isinstance(value, dict | list):
@@ -167,7 +167,7 @@ def places(tree):
 
 
 def test_overlapping_pieces_do_not_replace_missing_ones(copy):
-    """The elements add up, but some are there twice and others not at all."""
+    """The total number of elements is correct, but some occur twice and others are missing."""
     name = "layers.0.up.weight"
 
     def change(manifest):

@@ -30,7 +30,7 @@ PIPED = (
 
 @pytest.mark.parametrize("ranks", [4, 16])
 def test_stages_and_replicas_are_kept_if_they_divide_the_ranks(ranks):
-    """4 of them, on half and on twice the ranks: the cuboid within gives way."""
+    """The 2 stages and 2 replicas are kept on 4 and 16 ranks; only the cuboid changes."""
     config = resolve(with_free_mesh(config_of(PIPED), ranks), ranks)
     mesh, parallel = config.mesh, config.parallel
     assert (mesh.p, mesh.d, mesh.x * mesh.y * mesh.z) == (2, 2, ranks // 4)
@@ -40,7 +40,7 @@ def test_stages_and_replicas_are_kept_if_they_divide_the_ranks(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 def test_otherwise_all_ranks_form_one_cuboid(ranks):
-    """Fewer ranks than stages and replicas, of which they are a divisor or none; or more."""
+    """The number of ranks is smaller than stages times replicas, or not a multiple of it."""
     config = resolve(with_free_mesh(config_of(PIPED), ranks), ranks)
     mesh, parallel = config.mesh, config.parallel
     assert (mesh.p, mesh.d, mesh.x * mesh.y * mesh.z) == (1, 1, ranks)
@@ -73,7 +73,7 @@ def test_resume_option_is_removed_from_the_arguments(name, joined, tmp_path, mon
 
 @pytest.mark.parametrize("damaged", [1, 2])
 def test_damaged_checkpoint_is_named_and_the_previous_one_is_used(damaged, tmp_path):
-    """Of checkpoints of steps 2 and 3; without any that is whole nothing is gone on with."""
+    """The checkpoints are of steps 2 and 3. Without an intact one, the run cannot be resumed."""
     run_until(tmp_path, "x=2", 3)
     whole = losses(tmp_path)
     for folder in steps_of(tmp_path / "checkpoints")[:damaged]:
@@ -166,7 +166,7 @@ def test_changed_keys_are_reported_including_absent_ones(begun, now, said):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run with a checkpoint of step 1, and the text of its config.toml."""
+    """Run with a checkpoint of step 1, and the text of its config.toml."""
     run = tmp_path_factory.mktemp("saved")
     run_until(run, "serial", 1)
     (run / "config.toml").write_text(to_toml(config_of(LAYOUTS["serial"])))
@@ -175,7 +175,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("kept", [0, 0.3, 0.5, 0.8, -1, -10])
 def test_truncated_configuration_is_rejected(kept, saved):
-    """Empty, cut between and within lines, without its last line, and within that."""
+    """The file is empty, cut between or within lines, or lacks its last line or a part of it."""
     run, text = saved
     cut = int(kept * len(text)) if kept >= 0 else kept - 1
     (run / "config.toml").write_text(text[:cut] if kept else "")
@@ -206,7 +206,7 @@ def test_missing_configuration_is_restored_from_the_checkpoint(saved):
 
 
 def test_edited_configuration_is_compared_with_the_checkpoint(saved):
-    """And a key without a value, such as parallel.split, may be absent from it."""
+    """A key without a value, such as parallel.split, may be missing in the file."""
     run, text = saved
     (run / "config.toml").write_text(text.replace("batch = 8", "batch = 4"))
     _, said = continued(run, config_of_run(run, []))
@@ -214,7 +214,7 @@ def test_edited_configuration_is_compared_with_the_checkpoint(saved):
 
 
 def test_run_without_checkpoints_uses_its_configuration(tmp_path):
-    """Whoever resumes it learns first whether it is at work, then that nothing is saved."""
+    """If the configuration is missing too, the error says that there is no checkpoint."""
     config = config_of(LAYOUTS["serial"])
     (tmp_path / "config.toml").write_text(to_toml(config))
     assert config_of_run(tmp_path, []) == checkpointed_config(tmp_path) == config

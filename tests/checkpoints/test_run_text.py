@@ -14,7 +14,7 @@ from tests.runs import plan_of
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """The current folder, which has three texts."""
+    """Current folder, with three texts."""
     monkeypatch.chdir(tmp_path)
     for name in ("one", "two", "three"):
         (tmp_path / f"{name}.txt").write_text(name * 50)
@@ -26,7 +26,7 @@ def configured(path="one.txt", validation=None):
 
 
 def of_run(config, run):
-    """What a checkpoint of a run says of its texts."""
+    """Return the texts that a checkpoint of a run records."""
     held = config.data.validation
     held = open_tokens(held) if isinstance(held, str) else None
     return recorded(described(open_tokens(config.data.path), held), config, run)
@@ -66,7 +66,7 @@ def test_moved_project_finds_its_texts_next_to_the_run(here, monkeypatch):
 
 @pytest.mark.parametrize("content", ["one" * 51, "ono" + "one" * 49, "on" * 75])
 def test_changed_text_is_reported_and_rejected_with_a_held_out_fraction(content, here):
-    """One that grew, one of the same length, and another one."""
+    """The changed text is longer, has the same length, or is another text."""
     config = located(configured())
     before = of_run(config, here)
     assert [*differences(before, of_run(config, here), config)] == []
@@ -138,7 +138,7 @@ def test_runs_of_older_versions_have_no_recorded_texts(here):
     ("held", "part"), [("one.txt", ""), ("copy.txt", ""), ("one.h5", ""), (".", "partly ")]
 )
 def test_validation_text_inside_the_training_text_is_reported(held, part, here):
-    """The same file, a copy, its tokens, and a folder that has it among others."""
+    """The texts are the same file, a copy, its tokens, or a folder with this and other files."""
     (here / "copy.txt").write_text("one" * 50)
     write_tokens(here / "one.h5", [here / "one.txt"], ByteTokenizer())
     texts = open_tokens("one.txt"), open_tokens(held)
@@ -159,7 +159,7 @@ def test_shared_documents_are_reported_except_empty_ones(here):
 
 
 def test_rank_0_records_the_opened_texts_and_their_notes(here):
-    """Resolved paths, the texts for the manifest, and the notes for the log."""
+    """Tests resolved paths, the texts for the manifest, and the notes for the log."""
     words = ["--data.path", "one.txt", "--data.validation", "one.txt", "--train.eval_every", "1"]
     words += ["--model.sequence", "4", "--train.batch", "4", "--run.out", "out"]
     plan = plan_of(words)

@@ -32,13 +32,13 @@ def bpe():
 
 
 def tokens_of(made):
-    """Tokens as far as it matters here."""
+    """Return the parts of a token source that these tests require."""
     known = {"vocabulary": made.vocabulary, "json": made.json, "end_name": made.end_name}
     return SimpleNamespace(tokenizer=made.name, **known)
 
 
 def run_of(folder, name):
-    """The folder of a run whose tokens were so called."""
+    """Return the folder of a run with the given name of its tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(to_toml(Config(data=DataConfig(tokenizer=name))))
     return folder
@@ -57,7 +57,7 @@ def test_tokenizer_is_found_from_the_run_and_its_checkpoints(tmp_path, bpe):
 
 
 def test_text_of_another_tokenizer_is_rejected(tmp_path, bpe):
-    """Also bytes where there was BPE, and BPE where there were bytes."""
+    """Tests also bytes instead of BPE, and BPE instead of bytes."""
     other, byte, ours = (tokens_of(each) for each in (characters({"a": 0}), ByteTokenizer(), bpe))
     kept, bytes_of = run_of(tmp_path / "kept", "bpe"), run_of(tmp_path / "bytes", "byte")
     older, new = run_of(tmp_path / "older", "bpe"), run_of(tmp_path / "new", None)
@@ -101,7 +101,7 @@ def test_byte_tokenizer_is_exported_as_json(tmp_path):
 
 
 def test_nothing_is_exported_by_the_defaults_of_a_lost_configuration(tmp_path):
-    """A file that is empty, or a folder, does not say that the run has no tokenizer."""
+    """An empty file or a folder does not prove that the run has no tokenizer."""
     run = run_of(tmp_path / "run", "byte")
     (run / "config.toml").write_text("")
     step = run / "checkpoints" / "step-00000001"
@@ -130,7 +130,7 @@ def test_imported_tokenizer_settings_are_preserved(tmp_path, bpe):
 
 
 def test_special_ids_and_generation_settings_round_trip(tmp_path, bpe):
-    """A list of ends too; without a tokenizer as with one."""
+    """Tests a list of end ids too, with and without a tokenizer."""
     theirs, run, out = (tmp_path / name for name in ("theirs", "run", "out"))
     for folder in (theirs, run, out):
         folder.mkdir()
@@ -173,7 +173,7 @@ def test_import_rejects_a_tokenizer_that_does_not_match_the_model(tmp_path, bpe)
 
 
 def prepared_words(tmp_path):
-    """A token file of BPE, and the words that train a small model on it."""
+    """Return a BPE token file, and the arguments that train a small model on it."""
     (tmp_path / "a.txt").write_text(TEXT)
     assert prepare.main(["a.txt", "-o", "a.h5", "--tokenizer", "bpe", "--vocabulary", "280"]) == 0
     words = "--data.path a.h5 --model.layers 1 --model.hidden 32 --model.heads 2 --train.batch 4"

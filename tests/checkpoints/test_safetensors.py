@@ -24,7 +24,7 @@ ARRAYS = {
 
 
 def table_of(**entries):
-    """The bytes of a file that has a table and 8 bytes of arrays."""
+    """Return the bytes of a file with a table and 8 bytes of arrays."""
     return file_of(json.dumps(entries).encode())
 
 
@@ -123,7 +123,7 @@ GOOD = table_of(a=entry(), b=entry("F16", (0,), (8, 8)))
 
 @given(st.data())
 def test_corrupted_file_is_read_or_rejected(tmp_path_factory, data):
-    """Bytes are changed, removed or added; nothing but ValueError comes of it."""
+    """Bytes are changed, removed or added; the only exception is ValueError."""
     place = data.draw(st.integers(0, len(GOOD) - 1))
     removed = data.draw(st.integers(0, 4))
     content = GOOD[:place] + data.draw(st.binary(max_size=4)) + GOOD[place + removed :]

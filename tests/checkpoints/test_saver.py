@@ -27,7 +27,7 @@ def layout(request):
 
 @pytest.fixture(scope="module")
 def whole(layout, tmp_path_factory):
-    """The losses of a run that nothing disturbs."""
+    """Losses of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     run_until(folder, layout, END)
     return losses(folder)
@@ -35,15 +35,15 @@ def whole(layout, tmp_path_factory):
 
 @pytest.fixture
 def base(layout, tmp_path):
-    """A run that has saved step 1 and step 2."""
+    """Run that has saved steps 1 and 2."""
     (tmp_path / "base").mkdir()
     run_until(tmp_path / "base", layout, BEFORE)
     return tmp_path / "base"
 
 
 def attempts(base, layout, act, **how):
-    """Attempts to go on by a step, with `act(path)` at one point after the other: (number of the
-    point, exit code, folder); `how` is that of `live`."""
+    """Continue by one step, with `act(path)` at one write after the other; yield (number of the
+    write, exit code, folder). `how` contains arguments of `run_until`."""
     folder, points = base.with_name("attempt"), base.with_name("points")
 
     def attempt(point):
@@ -60,7 +60,7 @@ def attempts(base, layout, act, **how):
 
 
 def whole_ones(folder):
-    """The steps of the checkpoints of a run that are whole."""
+    """Return the steps of the intact checkpoints of a run."""
     found = []
     for path in steps_of(folder / "checkpoints"):
         try:
@@ -144,8 +144,8 @@ def test_read_only_folder_keeps_the_previous_checkpoints(base, layout, capfd):
 
 
 def test_files_are_synced_before_they_are_renamed(base, layout, monkeypatch):
-    """Every file, and every file of a folder, is synced before it is renamed, and the folder of
-    the new name before anything else is; but the messages to rank 0, which the folder loses."""
+    """Every file, also in a folder, is synced before it is renamed, and then the folder with the
+    new name is synced first. Messages to rank 0, which are removed later, are exempt."""
     done, fsync, replace = [], os.fsync, os.replace
 
     def sync(descriptor):
@@ -182,8 +182,8 @@ EVALUATIONS = {1: 5.0, 2: 3.0, 3: 4.0, 5: 3.5, 6: 2.0, 7: 2.5}
     (0, {1: [1], 5: [2, 1], 6: [6, 2], 8: [6, 2]}),
 ])  # fmt: skip
 def test_best_checkpoint_is_kept_in_addition_to_the_newest(every, kept, tmp_path, layout):
-    """It is saved where it is no step to be saved, and is none of those any more when another one
-    is better."""
+    """It is also saved in steps without a regular checkpoint, and is removed when another one is
+    better."""
     for until, expected in kept.items():
         (folder := tmp_path / str(until)).mkdir()
         run_until(folder, layout, until, every, EVALUATIONS)
@@ -194,8 +194,8 @@ def test_best_checkpoint_is_kept_in_addition_to_the_newest(every, kept, tmp_path
 
 @pytest.mark.slow
 def test_best_checkpoint_survives_a_kill_at_any_write(layout, tmp_path):
-    """What the newest whole checkpoint calls the best is whole, at every point of a save that
-    makes another one the best."""
+    """The best checkpoint according to the newest intact one is intact, at every write of a save
+    that replaces the best checkpoint."""
     evaluations, saved = {1: 5.0, 3: 4.0}, []
     (tmp_path / "base").mkdir()
     run_until(tmp_path / "base", layout, BEFORE, 1, evaluations)

@@ -50,7 +50,7 @@ STEPS = 2
 
 
 def saved(line, folder):
-    """Train the first steps of a layout and save them."""
+    """Train the first steps of a layout, and save a checkpoint."""
     config = config_of(line)
     ranks = prod(config.sizes().values())
 
@@ -70,7 +70,7 @@ def saved(line, folder):
 
 
 def resumed(line, opened):
-    """Train the other steps of a run from a checkpoint."""
+    """Train the remaining steps of a run from a checkpoint."""
     config = config_of(line)
 
     def rank(mesh):
@@ -192,7 +192,7 @@ def test_expert_master_weights_moved_and_back_are_bitwise_equal(checkpoints, tmp
 
 
 def moves_there_and_back(checkpoints, folder, home, away, key):
-    """A checkpoint of `home`, which has `key`, has the same bits after being at another layout."""
+    """A checkpoint of `home`, which has `key`, is bitwise equal after being in another layout."""
     first = checkpoints(home)
     there = moved(first, away, folder / "a")
     back = moved(there, home, folder / "b")
@@ -207,7 +207,7 @@ def moves_there_and_back(checkpoints, folder, home, away, key):
 
 
 def moved(opened, line, folder):
-    """The same checkpoint, written by another layout."""
+    """Return the same checkpoint, saved by another layout."""
     config, header = config_of(line), {**opened.header}
     begun = folder / "step-00000002.tmp"
     begun.mkdir(parents=True)
@@ -225,7 +225,7 @@ def moved(opened, line, folder):
 
 
 def whole_arrays(opened):
-    """{(name, kind): array} of all that has elements; each of them is there once."""
+    """Return {(name, kind): array}; assert that every element occurs once."""
     shapes, found = shapes_of(config_of(MIXTURES[0]).model), {}
     for (name, kind), parts in opened.sources.items():
         whole = whole_of(shapes[name])
@@ -292,7 +292,7 @@ def test_damaged_checkpoint_file_is_named(checkpoints, tmp_path, name, damage, s
 
 @pytest.mark.parametrize(("value", "dtype"), [(1e300, "float32"), (7e4, "float16")])
 def test_values_beyond_the_range_of_another_type_are_refused(checkpoints, value, dtype):
-    """They would be infinite; a value that already is remains so."""
+    """They would become infinite; a value that is already infinite is accepted."""
     opened, whole = Checkpoint(checkpoints(LAYOUTS[0]).folder), whole_of((2,))
     opened.sources = {("norm", "value"): [(np.array([value, np.inf]).reshape(whole.shape), whole)]}
     with pytest.raises(ValueError) as refused:
@@ -311,7 +311,7 @@ def test_checkpoint_of_another_model_is_rejected(checkpoints):
 
 
 def test_write_shard_does_not_use_the_folder_after_its_message(tmp_path, monkeypatch):
-    """A rank has nothing to do in the folder once its message is there."""
+    """A rank must not access the folder after it has sent its message."""
     folder, replace = tmp_path / "step-00000002.tmp", os.replace
 
     def taking(source, target):

@@ -55,7 +55,7 @@ def test_interrupt_is_reported_in_one_line(capsys):
 
 
 def python(*words, folder):
-    """Run Python with modules of a folder."""
+    """Run Python with the modules in a folder."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     return subprocess.run(
         [sys.executable, *words],
@@ -77,7 +77,7 @@ def test_interrupt_during_imports_prints_no_traceback(command, tmp_path):
 
 
 def test_importing_package_keeps_its_interrupt_handler(tmp_path):
-    """Otherwise Ctrl-C would leave the ranks of hpc3d.run_training behind."""
+    """Otherwise, Ctrl-C would not end the ranks of hpc3d.run_training."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").write_text("import hpc3d\n")
     handler = "signal.getsignal(signal.SIGINT) is signal.default_int_handler"

@@ -19,9 +19,9 @@ REDRAWN, EVERY = 0.5, 30  # seconds between status lines, on a terminal and else
 
 
 class Time:
-    """The time of hpc3d.console.progress, which passes only when a test says so.
+    """Time of hpc3d.console.progress, which advances only if a test advances it.
 
-    It is the event that its threads wait for, too.
+    It is also the event that the threads of progress wait for.
     """
 
     def __init__(self):
@@ -45,7 +45,7 @@ class Time:
             self.changed.notify_all()
 
     def skip(self, seconds):
-        """Let time pass until all that is due has been said."""
+        """Advance the time until all due messages are printed."""
         with self.changed:
             self.now += seconds
             self.changed.notify_all()
@@ -54,7 +54,7 @@ class Time:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time; no thread is left after the test."""
+    """Test time; no thread remains after the test."""
     clock, threads = Time(), []
 
     def thread(*arguments, **how):
@@ -119,7 +119,7 @@ class Terminal(io.StringIO):
         return True
 
     def shown(self):
-        """What stands on it, line by line."""
+        """Return the lines shown on the terminal."""
         return [line.rpartition("\r\x1b[K")[2] for line in self.getvalue().split("\n")]
 
 
@@ -165,7 +165,7 @@ def test_status_line_is_cleared_only_on_the_terminal_stream(clock, monkeypatch):
 
 
 def test_commands_do_not_log_under_the_name_main():
-    """Run as a command a module is called __main__, to which nobody listens."""
+    """The module of a command is named __main__, a logger that nobody configures."""
     folder = Path(hpc3d.__file__).parent
     commands = [path for path in folder.rglob("*.py") if "__main__" in path.read_text()]
     assert len(commands) > 10

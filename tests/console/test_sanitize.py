@@ -87,7 +87,7 @@ def test_error_is_one_line_and_several_problems_are_several_lines():
 
 
 class Terminal:
-    """What a process printed, which must be lines of letters that can be seen."""
+    """Output of a process, which must consist of lines of printable characters."""
 
     def __init__(self, capsys):
         self.capsys = capsys
@@ -105,7 +105,7 @@ def terminal(capsys):
 
 
 def refused(terminal, main, *words):
-    """The line with which a command refuses its words."""
+    """Return the error line with which a command rejects its arguments."""
     assert ended(main, *words) == 2
     _, (line,) = terminal.lines()
     return line
@@ -320,7 +320,7 @@ def test_invalid_lock_text_is_escaped(tmp_path, terminal):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run with a checkpoint, in a folder of a hostile name."""
+    """Run with a checkpoint, in a folder with a hostile name."""
     folder = tmp_path_factory.mktemp("saved") / EVIL
     drawn_models.saved(folder, "x=1", 1)
     return folder
@@ -359,7 +359,7 @@ def test_manifest_texts_are_sanitized(text, saved, terminal, tmp_path):
 
 @pytest.fixture(scope="module")
 def trace_of_others(tmp_path_factory):
-    """A trace whose every text is hostile."""
+    """Trace in which every text is hostile."""
     path = tmp_path_factory.mktemp("trace") / "trace.h5"
     formula = f"=cmd|' /C calc'!A0{EVIL}<script>alert(1)</script>|[x](http://a.b)"
     attributes = dict.fromkeys(("run_id", "created_utc", "git", "mpi", "device"), formula)

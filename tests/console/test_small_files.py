@@ -45,7 +45,7 @@ def test_only_small_regular_files_are_read(tmp_path):
     ],
 )
 def test_hostile_toml_is_rejected_quickly(text, monkeypatch):
-    """No key of many parts is parsed, which takes a time that goes with their square."""
+    """Keys of many parts are not parsed, because parsing takes quadratic time."""
     parse, parsed = tomllib._parser.parse_key_part, []
 
     def parse_key_part(*arguments):
@@ -101,8 +101,8 @@ def test_the_next_writer_removes_what_a_killed_one_left(tmp_path):
 
 
 def test_temporary_files_of_others_stay(tmp_path):
-    """Of a running process, another host, another file, and whoever calls his so; after a day, a
-    process of another host has ended."""
+    """Files of a running process, of another host, and files with similar names stay. After a day,
+    a process of another host is assumed to have ended."""
     here, path = platform.node(), tmp_path / "file"
     other = "another.host"
     names = [f"file.{here}.{os.getppid()}.tmp", f"file.{other}.1.tmp", "file.7.tmp"]

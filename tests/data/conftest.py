@@ -28,7 +28,7 @@ def bpe():
 
 @pytest.fixture
 def prepared(tmp_path, capsys):
-    """The ids and the tokenizer of a token file made of a file, or what is wrong."""
+    """Return the ids and the tokenizer of a prepared token file, or the error message."""
 
     def make(name, *words):
         out = tmp_path / "tokens.h5"

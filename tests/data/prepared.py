@@ -22,7 +22,7 @@ def python(*words, **options):
 
 
 def call(capsys, *words):
-    """Run the verb in this process: exit code, lines on stdout, text on stderr."""
+    """Run the command in this process; return exit code, lines on stdout, and text on stderr."""
     code = ended(prepare.main, *words)
     printed = capsys.readouterr()
     return code, printed.out.splitlines(), printed.err
@@ -34,7 +34,7 @@ def row(path, tokenizer="byte"):
 
 
 def nano(folder, text):
-    """train.bin and meta.pkl as its shakespeare_char/prepare.py writes them."""
+    """Write train.bin and meta.pkl like nanoGPT's shakespeare_char/prepare.py."""
     letters = sorted({*text})
     stoi = {letter: number for number, letter in enumerate(letters)}
     itos = dict(enumerate(letters))

@@ -22,7 +22,7 @@ ROW = b"first\n\0second, \xc3\xa9\n\0\0"  # *.txt by name, each ended by NUL
 
 
 class Numbers(Tokens):
-    """Token i is i: a window tells where it was cut."""
+    """Token source in which token i is i, so that a window shows its position."""
 
     tokenizer, json = "numbers", "{}"
 
@@ -38,7 +38,7 @@ class Numbers(Tokens):
 
 
 def message(path, tokenizer="byte"):
-    """The refusal of a path: one line that names the key and the path."""
+    """Return the error message for a path: one line that names the key and the path."""
     with (
         pytest.raises(ValueError, match=r"\Adata\.path: ") as caught,
         open_tokens(path, tokenizer),
@@ -60,7 +60,7 @@ sizes = {
 
 
 def starts(batches, steps):
-    """The first token of each sequence, in the order of training."""
+    """Return the first token of each sequence, in the order of training."""
     return [int(start) for step in steps for start in batches.batch(step)[0][:, 0]]
 
 
@@ -126,7 +126,7 @@ def test_order_differs_by_epoch_and_seed():
 
 
 def test_order_is_stable_across_numpy_versions():
-    """A checkpoint is resumed with another NumPy: its order must not have moved."""
+    """A checkpoint may be resumed with another NumPy version, so the order must not change."""
     order = starts(Batches(Numbers(81), 10, 8, 1234), [0, 1])
     assert order[:8] == [30, 10, 60, 40, 50, 20, 70, 0]
     assert order[8:] == [40, 20, 0, 50, 70, 10, 60, 30]

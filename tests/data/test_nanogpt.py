@@ -15,7 +15,7 @@ SMALL = "--model.layers 1 --model.hidden 32 --model.heads 2 --model.sequence 32 
 
 
 def trained(tmp_path, *words):
-    """The run of three steps on two ranks with the tokens of a train.bin."""
+    """Run of three steps on two ranks with the tokens of a train.bin."""
     tokens = tmp_path / "tokens.h5"
     assert prepare.main([str(tmp_path / "train.bin"), "-o", str(tokens), *words]) == 0
     out = ["--run.out", tmp_path / "results", "--train.steps", 3, "--checkpoint.every", 3]

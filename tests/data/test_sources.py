@@ -85,7 +85,7 @@ def test_character_missing_from_the_tokenizer_is_named(tmp_path, prepared):
 
 @pytest.mark.parametrize("kind", ["<i4", "<u4", "<i8"])
 def test_nanogpt_ids_wider_than_16_bits_are_rejected(kind, tmp_path, prepared):
-    """Whose halves would all be ids."""
+    """Otherwise, both halves of an id would be read as ids."""
     ids = np.array(nano(tmp_path, TEXT))
     ids.astype(kind).tofile(tmp_path / "train.bin")
     assert "every second id is at most 0" in prepared("train.bin")
@@ -123,7 +123,7 @@ def test_gpt2_ids_require_their_tokenizer(tmp_path, prepared, bpe):
 
 
 def megatron(folder, documents, code=8, kind="<u2", version=1):
-    """a.bin and a.idx; a document is some sequences."""
+    """Write a.bin and a.idx; a document consists of sequences."""
     sequences = [each for document in documents for each in document]
     np.concatenate([np.array(each, kind) for each in sequences]).tofile(folder / "a.bin")
     sizes = np.array([len(each) for each in sequences], "<i4")
@@ -138,7 +138,7 @@ def megatron(folder, documents, code=8, kind="<u2", version=1):
 def test_documents_of_an_indexed_dataset_end_with_the_end_token(
     tmp_path, bpe, code, kind, monkeypatch
 ):
-    """One has it already, one is empty, one is of two sequences; a piece ends anywhere."""
+    """One document has the end token already, one is empty, and one has two sequences."""
     megatron(tmp_path, [[[1, 2], [3]], [[4, 0]], [[]], [[5, 6, 7]]], code, kind)
     for piece in range(1, 10):
         monkeypatch.setattr(sources, "PIECE", piece)
@@ -203,7 +203,7 @@ def test_long_document_is_encoded_in_pieces(tmp_path, bpe, monkeypatch):
 
 
 def test_documents_without_a_known_end_token_are_rejected(tmp_path, prepared, bpe):
-    """The end of this vocabulary has a name of its own."""
+    """The end token of this vocabulary has an unknown name."""
     spec = json.loads(bpe.json.replace("<|end|>", "<|over|>"))
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     (tmp_path / "a.txt").write_text("the cat")

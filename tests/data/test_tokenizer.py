@@ -62,7 +62,7 @@ def test_bpe_training_is_deterministic_across_processes(bpe):
 
 
 def test_truncation_padding_and_bpe_dropout_are_disabled(bpe):
-    """Whatever a tokenizer.json asks for, as those of sentence encoders do."""
+    """The tokenizer.json of a sentence encoder may enable them."""
     loaded, text = library().Tokenizer.from_str(bpe.json), TEXT.encode()
     loaded.enable_truncation(3)
     loaded.enable_padding(length=len(text) + 1)

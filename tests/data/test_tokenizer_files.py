@@ -22,7 +22,7 @@ def test_tokenizer_json_is_used_as_is(tmp_path, prepared, bpe):
 
 
 def test_tiktoken_ranks_and_gpt2_files_match_their_tokenizer(tmp_path, bpe):
-    """The same vocabulary as ranks of tiktoken, where a byte or a merge has the rank of its id."""
+    """Tests also the tiktoken form, in which the rank of a byte or a merge is its id."""
     model = json.loads(bpe.json)["model"]
     letters = {letter: byte for byte, letter in _letters_of_gpt2().items()}
     numbers = {token: id for token, id in model["vocab"].items() if token != "<|end|>"}
@@ -43,7 +43,7 @@ def test_tiktoken_ranks_and_gpt2_files_match_their_tokenizer(tmp_path, bpe):
 
 
 def _letters_of_gpt2():
-    """bytes_to_unicode of GPT-2's encoder.py."""
+    """Function bytes_to_unicode of GPT-2's encoder.py."""
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
     seen += range(ord("®"), ord("ÿ") + 1)
     table, extra = {byte: chr(byte) for byte in seen}, 0
@@ -106,7 +106,7 @@ def test_meta_pickle_is_read_in_every_protocol(tmp_path, prepared):
     ("merges", "numbers"), [("a b", {"a": 0, "b": 1}), ("a", {"a": 0}), ("a c", {"a": 0, "ac": 1})]
 )
 def test_merges_of_unknown_tokens_are_rejected(merges, numbers, tmp_path, prepared):
-    """The library would panic."""
+    """The tokenizers library would panic."""
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "vocab.json").write_text(json.dumps(numbers))
     (tmp_path / "merges.txt").write_text(merges)
@@ -125,7 +125,7 @@ def test_tiktoken_ranks_with_an_unknown_split_pattern_are_rejected(tmp_path, pre
 
 
 def test_gpt2_tokenizer_is_read_from_the_tiktoken_cache(tmp_path, prepared, bpe, monkeypatch):
-    """Under the SHA-1 of its address, and only if it is the file that was meant."""
+    """Its file name is the SHA-1 of its URL, and its content must be the expected one."""
     (tmp_path / "a.txt").write_text(TEXT)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "none"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))

@@ -28,7 +28,7 @@ def test_all_tokens_are_trained_on_without_validation(nothing):
 
 
 def windows_of(batches):
-    """(inputs, targets) of every sequence that has a target."""
+    """Return (inputs, targets) of every sequence with a target."""
     rows = [row for number in range(batches.count) for row in zip(*batches.batch(number))]
     return [row for row in rows if (row[1] != IGNORE).any()]
 

@@ -31,7 +31,7 @@ def versions(job):
 
 
 def folder(job):
-    """Only rank 0 sees the folder."""
+    """Only rank 0 can access the folder."""
     seen = Path.exists
     return [
         patch.object(Path, "exists", lambda path: job.rank == 0 and seen(path)),
@@ -40,7 +40,7 @@ def folder(job):
 
 
 def no_folder(job):
-    """Rank 0 cannot write there."""
+    """Rank 0 cannot write to the folder."""
 
     def refused(path):
         raise PermissionError(13, "Permission denied")
@@ -49,7 +49,7 @@ def no_folder(job):
 
 
 def message(job):
-    """MPI's sum is wrong, but on rank 0."""
+    """MPI's sum is wrong, except on rank 0."""
     summed = AllPairs._all_reduce
 
     def wrong(self, block, op):
@@ -59,7 +59,7 @@ def message(job):
 
 
 def memory(job):
-    """What is gathered in shared memory is stale."""
+    """The data gathered in shared memory are stale."""
     gathered = SharedMemory._all_gather
 
     def wrong(self, block):
@@ -69,7 +69,7 @@ def memory(job):
 
 
 def cores(job):
-    """All ranks are bound to core 0, though there are 8."""
+    """All ranks are bound to core 0 of 8."""
     return [
         patch.object(os, "sched_getaffinity", lambda pid: {0}),
         patch.object(job_checks, "cores_of_node", lambda: 8),
@@ -77,7 +77,7 @@ def cores(job):
 
 
 def hosts(job):
-    """Ranks go round two hosts, and the clock of the second is 5 s behind."""
+    """Ranks alternate between two hosts, and the clock of the second one is 5 s behind."""
     now, host = time.time_ns, job.rank % 2
     late = 5_000_000_000 * host
     place = elsewhere(f"host{host}", job.rank // 2, host)
@@ -85,7 +85,7 @@ def hosts(job):
 
 
 def numbers(job):
-    """MPI does not see that they share a host."""
+    """MPI does not detect that the ranks share a host."""
     return [elsewhere("host", 0, 0)]
 
 
@@ -95,7 +95,7 @@ def elsewhere(host, number, node):
 
 
 def gpus(job):
-    """One device for all."""
+    """All ranks share one device."""
     return [
         patch.object(cuda_aware_probe, "present", lambda: True),
         patch.dict(sys.modules, {"cupy": FakeCupy()}),

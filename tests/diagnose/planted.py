@@ -7,7 +7,7 @@ from hpc3d.runtime.finding import OK
 
 
 def started_by_nobody(monkeypatch):
-    """As if a shell had started this process, which says nothing of threads either."""
+    """Simulate that a shell started this process, without thread settings."""
     for name in list(os.environ):
         if name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_LOCAL", "PRTE_")):
             monkeypatch.delenv(name)
@@ -20,14 +20,14 @@ def verdicts(findings):
 
 
 def only(findings):
-    """The one finding; what is wrong has a remedy."""
+    """Return the only finding; a problem has a remedy."""
     (finding,) = findings
     assert bool(finding.remedy) == (finding.verdict != OK)
     return finding
 
 
 def script(path, text):
-    """A program of the shell at `path`."""
+    """Write a shell script to `path`."""
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path

@@ -90,7 +90,7 @@ def test_cpu_quota_below_the_core_count_is_reported(text, wrong, tmp_path, monke
 
 @pytest.fixture
 def node(monkeypatch):
-    """The module of shared memory, without MPI, in which things can be planted."""
+    """Fake shared memory module without MPI, in which tests can plant faults."""
     fake = SimpleNamespace(SHARED="/dev/shm", usable=lambda ranks: True)
     monkeypatch.setitem(sys.modules, "hpc3d.comm.shared_memory", fake)
     return fake

@@ -27,7 +27,7 @@ HOW = Sampling(temperature=0.8, top_k=20, top_p=0.95, seed=3)
 
 
 def by_whole_passes(line, prompt, samples, tokens, how=HOW):
-    """The samples without a cache, and by a window that is counted here."""
+    """Return the samples computed without a cache, with a separately computed window."""
     logits, found = forward_of(line), []
     for sample in range(samples):
         text, seen = [*prompt], min(len(prompt), SEQUENCE)
@@ -42,7 +42,7 @@ def by_whole_passes(line, prompt, samples, tokens, how=HOW):
 
 
 def continued(line, prompt, samples, tokens, how=HOW):
-    """The samples, drawn by rank 0 of a mix; all ranks must come to an end together."""
+    """Return the samples drawn by rank 0 of a mix; all ranks must end together."""
     config = config_of(line)
 
     def rank(mesh):

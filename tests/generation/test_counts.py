@@ -15,7 +15,7 @@ COUNTED = ["op", "bytes", "flops", "group"]
 
 
 def counted(mesh, config):
-    """The events of a prompt of 4 tokens and of one more."""
+    """Return the events of a prompt of 4 tokens and of one more token."""
     recorder = MemoryRecorder(mesh.rank, lambda: 0)
     spec = spec_of(config, config.model.vocabulary)
     decoder = Decoder(mesh.traced(recorder), spec, "float64", SEQUENCE)
@@ -44,7 +44,7 @@ def test_predicted_generation_traffic_and_flops_match_a_run(kind, mesh):
 
 
 def test_attention_flops_grow_with_the_cached_length():
-    """2 layers of 4 T D for each of 12 heads of width 2 and 8 sequences."""
+    """Each of 2 layers has 4 T D for each of 12 heads of width 2 and 8 sequences."""
     config = config_of(COMMON)
     events = counted(abstract_mesh({}, {}), config)
     products = {"gemm": 8 * 5 * 2 * 2 * 12 * 24**2 + 2 * 2 * 8 * 29 * 24}

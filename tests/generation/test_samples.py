@@ -13,7 +13,7 @@ GREEDY = Sampling(temperature=0)
 
 
 def logits(*rows):
-    """Of which these tokens are the largest."""
+    """Return logits whose maximum in each row is the given token."""
     found = np.zeros((len(rows), 300))
     found[range(len(rows)), [*rows]] = 1
     return found
@@ -26,7 +26,7 @@ def written():
 
 @pytest.fixture
 def samples(written):
-    """Makes them, of a model of bytes whose texts end with a NUL."""
+    """Factory of samples of a byte model; texts end with NUL."""
     config = config_of("schedule=none microbatches=1 vocabulary=300")
     model = TrainedModel(config, ByteTokenizer(), None, frozenset({0}), 0)
 

@@ -74,7 +74,7 @@ def test_draws_depend_only_on_seed_sample_and_position():
 
 @pytest.mark.parametrize(("bits", "token"), [(0, 10), (2**64 - 1, 289)])
 def test_rounding_never_samples_a_token_of_probability_0(bits, token, monkeypatch):
-    """The lowest and the highest number that can be drawn, on sums that do not round to 1."""
+    """Draws the lowest and the highest random number, with sums that do not round to 1."""
     monkeypatch.setattr(
         "hpc3d.generation.sampling.philox_draws", lambda *_: np.array([bits], np.uint64)
     )

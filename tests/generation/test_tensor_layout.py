@@ -25,7 +25,7 @@ def test_layout_of_the_run_is_kept_on_the_same_number_of_ranks():
 
 
 def test_best_cuboid_for_generation_moves_no_weights():
-    """With a row a sequence it is W that would cost: m is not cut, which would gather it."""
+    """With one row per sequence, W would be expensive to gather, so m is not sharded."""
     stages = STAGES.replace("1d", "3d")
     for line, ranks in [(RUN, 4), (RUN, 1), (stages, 8), (f"{RUN} sequence=4096", 4)]:
         config = laid_out(config_of(line), [], ranks, 1)

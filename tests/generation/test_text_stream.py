@@ -34,7 +34,7 @@ def test_invalid_bytes_are_replaced_once_known():
 
 
 class Spaced:
-    """Writes a space before each word but the first, as tokenizers of sentences do."""
+    """Tokenizer that writes a space before each word but the first, as in SentencePiece."""
 
     def decode(self, tokens):
         return " ".join(["one", "two", "three"][token] for token in np.asarray(tokens)).encode()

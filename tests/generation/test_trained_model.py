@@ -29,7 +29,7 @@ LLAMA = f"{BYTES} kind=llama kv_heads=4 ffn=48 tied=false"
 
 
 def saved(folder, line, told=None):
-    """A run, and its model as files of transformers."""
+    """Run, and its model as files of transformers."""
     checkpoint = drawn_models.saved(folder / "run", line)
     export(Checkpoint(checkpoint), folder / "theirs")
     path = folder / "theirs" / "config.json"
@@ -38,7 +38,7 @@ def saved(folder, line, told=None):
 
 
 def values(model, words, sizes):
-    """The blocks of a model's parameters on each rank of a layout."""
+    """Return the parameter blocks of a model on each rank of a layout."""
     ranks = int(np.prod([*sizes.values()]))
     config = laid_out(model.config, layout_words(words), ranks, 1)
 

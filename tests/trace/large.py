@@ -31,7 +31,7 @@ GROUPS = (*AXES, "world")  # that each rank is in
 
 
 def generate(folder, sizes, steps, events):
-    """A run on a mesh of these sizes (p d x y), with so many steps and events in each of them."""
+    """Write a run on a mesh of the sizes p, d, x and y, with `steps` steps of `events` events."""
     a_segment = max(1, FLUSHED // events)
     for rank in range(int(np.prod(sizes))):
         generator = np.random.default_rng(rank)
@@ -50,7 +50,7 @@ def generate(folder, sizes, steps, events):
 
 
 def experts_of(rank, steps):
-    """What fell on two experts of a layer, all of it kept."""
+    """Return the loads of two experts of a layer, without dropped tokens."""
     table = np.zeros(2 * len(steps), schema.record_type(schema.EXPERTS))
     table["rank"], table["step"] = rank, np.repeat(steps, 2)
     table["expert"], table["chosen"], table["kept"] = np.arange(2 * len(steps)) % 2, 8, 8
@@ -82,7 +82,7 @@ def header(rank, sizes):
 
 
 def line(rank, sizes, axis):
-    """The ranks that differ from `rank` along `axis` only; all of them along the world."""
+    """Return the ranks that differ from `rank` only along `axis`; all ranks for the world."""
     if axis == "world":
         return list(range(np.prod(sizes)))
     place = AXES.index(axis)
@@ -91,7 +91,7 @@ def line(rank, sizes, axis):
 
 
 def events_of(generator, rank, sizes, steps, events):
-    """The rows of some steps, in the order of time."""
+    """Return the rows of some steps, sorted by time."""
     slot = np.tile(np.arange(events), len(steps))
     kind = slot % len(ROUTINE)
     table = np.zeros(len(slot), schema.record_type(schema.EVENTS))
@@ -149,14 +149,14 @@ def memory_of(rank, steps):
 
 
 def samples_of(rank, number):
-    """The first rank of a host has its clock compared: it is that of rank 0."""
+    """Return the clock samples of the first rank of a host, which match rank 0's clock."""
     first = rank > 0 and rank % ON_A_HOST == 0
     samples = [(rank, number * SLOT, 0.0, 1000, number + 1, 0)] if first else []
     return np.array(samples, schema.record_type(schema.CLOCK_SAMPLES))
 
 
 def evaluations_of(rank, number):
-    """Two of them, which rank 0 has."""
+    """Return two evaluations, which rank 0 has."""
     steps = [0, 1] if rank == number == 0 else []
     table = np.zeros(len(steps), schema.record_type(schema.EVALUATION))
     table["step"], table["loss"], table["accuracy"] = steps, 2.5, np.nan

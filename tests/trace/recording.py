@@ -7,7 +7,7 @@ HEADER = {"rank": 3, "world_size": 8}
 
 
 class Clock:
-    """Nanoseconds that pass by 10 a reading, or by `skip`."""
+    """Clock that advances by 10 ns per reading, or by `skip`."""
 
     def __init__(self):
         self.now = 0
@@ -21,7 +21,7 @@ class Clock:
 
 
 def recorded(recorder):
-    """The first segment, written now if there is none."""
+    """Return the first segment; write it now if there is none."""
     if not recorder.segments:
         recorder.flush()
     return read_segment(segment_path(recorder.run_dir, 3, 0), 3)

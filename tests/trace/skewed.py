@@ -13,12 +13,12 @@ ROUNDS, PAUSE = 3, 200_000_000  # ns
 
 
 def skew(host):
-    """(offset in ns, drift) of a host's clock: 5 ms and more, and up to 300 us a second."""
+    """Return (offset in ns, drift) of a host's clock: 5 ms or more, and up to 300 us per s."""
     return -5_000_000 * host, (-1) ** host * 1e-4 * host
 
 
 class Skewed:
-    """The true clock `now`, and what this host's clock shows."""
+    """Skewed clock of this host; `now` is the true clock."""
 
     def __init__(self, rank, start, now):
         self.offset, self.drift = skew(rank // RANKS_A_HOST)
@@ -33,16 +33,16 @@ class Skewed:
 
 
 class Busy(Network):
-    """A network whose messages take 20 us, and now and then up to 0.5 ms more."""
+    """Network whose messages take 20 us, and sometimes up to 0.5 ms longer."""
 
     def latency(self, clock):
         return 20_000 + 500_000 * clock.random.random() ** 20
 
 
 def errors(comm, start, now, pause):
-    """The error of the clock model of this rank's host within the run, and its bound [ns].
+    """Return the error of this host's clock model during the run, and its bound, in ns.
 
-    `now()` is the true time, and `pause(ns)` lets it pass.
+    `now()` is the true time, and `pause(ns)` lets time pass.
     """
     clock = Skewed(comm.rank, start, now)
     hosts = [f"node{rank // RANKS_A_HOST}" for rank in range(comm.size)]
@@ -59,11 +59,11 @@ def errors(comm, start, now, pause):
 
 
 def model(comm, samples):
-    """The model of this rank's host, from the samples of all, as `merge` makes it, and a bound of
-    its error.
+    """Return the model of this host's clock, built from all samples as in `merge`, and its error
+    bound.
 
-    Model and truth are within half the width of each knot, so that they differ by the widths at
-    most at all knots; 3 times as much beside the knots.
+    At each knot, model and truth are within half the width of the knot, so they differ by at
+    most the widths at the knots, and by at most 3 times as much between them.
     """
     rows = as_rows(samples).view(np.uint8).reshape(-1, as_rows([]).itemsize)
     counts = comm.all_gather(np.array([len(rows)])).wait()
@@ -78,13 +78,13 @@ def model(comm, samples):
 
 
 def widest(samples):
-    """The width of the widest knot of these samples [ns]."""
+    """Return the width of the widest knot of these samples, in ns."""
     rounds = [samples[samples["round"] == number] for number in np.unique(samples["round"])]
     return max((knot(each)[2] for each in rounds), default=0) + 1000
 
 
 def in_virtual_time(mesh, network):
-    """`errors` of a rank on a thread."""
+    """Return `errors` of a rank on a thread."""
     clock = Clock(mesh.rank)
     comm = network.wrap(mesh.world, "world", clock)
     return errors(comm, clock.now, clock, clock.advance)

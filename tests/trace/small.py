@@ -12,7 +12,7 @@ AHEAD = 7  # ns
 
 
 def header(rank):
-    """A 2 x 2 mesh: each rank knows its group along x and its group along y, in that order."""
+    """A 2 x 2 mesh: each rank lists its group along x, and then its group along y."""
     row, column = divmod(rank, 2)
     groups = [
         {"axis": "x", "members": [column, column + 2]},
@@ -41,9 +41,9 @@ def header(rank):
 
 
 def rows_of(rank, number):
-    """The events of a segment as dicts: starts out of order, unlike names, the third nested.
+    """Return the events of a segment as dicts: unsorted, with different names, the third nested.
 
-    `count` is unique and so names a row wherever it goes.
+    `count` is unique and identifies a row everywhere.
     """
     generator = np.random.default_rng([rank, number])
     starts = generator.permutation(ROWS) * 100 + number * 1000
@@ -100,13 +100,13 @@ def memory_of(rank, number):
 
 
 def samples_of(rank, number):
-    """Rank 2 is the first of its host, whose clock is behind by AHEAD."""
+    """Return the samples of rank 2, the first of its host, whose clock is behind by AHEAD."""
     middle = {"t_local": 500, "offset_ns": AHEAD, "rtt_ns": 10, "round": number + 1, "peer": 0}
     return [{**middle, "rank": 2}] if rank == 2 else []
 
 
 def write(run, rank, number, changes=None):
-    """A segment whose table of names is its own: in the order of its own events."""
+    """Write a segment with its own table of names, in the order of its events."""
     rows = rows_of(rank, number)
     names = list(dict.fromkeys(row["name"] for row in rows))
     numbered = [{**row, "name": names.index(row["name"])} for row in rows]

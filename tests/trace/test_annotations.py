@@ -24,7 +24,7 @@ PREDICTED = {
 
 
 def supplements(path):
-    """What a file has of both, as plain values."""
+    """Return the calibration and prediction in a file, as plain values."""
     with hpc3d.trace.open(path) as trace:
         measured = {
             key: (

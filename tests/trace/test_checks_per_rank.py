@@ -69,7 +69,7 @@ def assert_sound(run):
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A trace of 16 ranks on 2 hosts, 3 steps and 40 events a step, with every kind of call."""
+    """Trace of 16 ranks on 2 hosts, with 3 steps, 40 events per step, and every kind of call."""
     folder = tmp_path_factory.mktemp("sound")
     generate(folder, (2, 2, 4, 1), 3, 40)
     return merge(folder)
@@ -90,7 +90,7 @@ def test_untampered_trace_is_valid(copy):
 
 
 def call(op, rank=3, number=2):
-    """The row of the `number`-th call of this kind that a rank makes."""
+    """Return the row of the `number`-th call of this kind of a rank."""
 
     def row(file):
         codes = file["events/op"][:] == schema.OP.index(op)
@@ -100,7 +100,7 @@ def call(op, rank=3, number=2):
 
 
 def change(column, row, value):
-    """Set one value, or add to it: (amount,)."""
+    """Set a value, or add to it if given as (amount,)."""
 
     def edit(file):
         place = row(file) if callable(row) else row
@@ -120,7 +120,7 @@ def move_pointer(file):
 
 
 def long_events(file):
-    """All of step 0 on rank 2 last until its end."""
+    """Extend all events of step 0 on rank 2 to its end."""
     mine = (file["events/rank"][:] == 2) & (file["events/step"][:] == 0)
     duration = file["events/dur"][:]
     duration[mine] = 40 * SLOT - file["events/t_start"][:][mine]
@@ -251,7 +251,7 @@ def test_tampered_trace_is_named(what, copy):
 
 
 def test_nested_event_does_not_overlap_its_parent(copy):
-    """The first event of a step encloses all others of it."""
+    """The first event of a step encloses all its other events."""
     with h5py.File(copy, "r+") as file:
         start, duration = file["events/t_start"], file["events/dur"]
         duration[0] = start[39] + duration[39] - start[0]
@@ -266,7 +266,7 @@ def test_single_kind_may_have_the_total_peak(copy):
 
 
 def test_trace_of_a_version_without_total_memory_is_valid(copy):
-    """Its enumeration ends before."""
+    """The enumeration of such a trace has fewer members."""
     with h5py.File(copy, "r+") as file:
         kept = file["memory/kind"][:] < 6
         columns = {name: file["memory"][name][:][kept] for name in file["memory"]}
@@ -291,7 +291,7 @@ def test_incomplete_trace_is_not_checked_for_missing_data(copy):
 
 
 def test_hosts_are_compared_by_their_corrected_clocks(copy):
-    """The second host's clock is an hour ahead, and known to be."""
+    """The second host's clock is an hour ahead, and this offset is known."""
     with h5py.File(copy, "r+") as file:
         ahead = 3600 * 10**9 * (file["events/rank"][:] >= ON_A_HOST)
         for column in ("t_start", "posted"):

@@ -31,7 +31,7 @@ def test_every_host_except_the_first_has_one_parent():
 
 
 class Timed(Clocks):
-    """A rank that asks, whose exchanges have the round trips of a list, in ns."""
+    """Rank that exchanges clocks, with a list of round trip times in ns."""
 
     def __init__(self, trips, nodes=(0, 1)):
         self.now, self.trips = 0, iter(trips)
@@ -51,18 +51,18 @@ def test_synchronization_ends_when_exchanges_stop_improving():
 
 
 def test_synchronization_ends_after_a_time_limit():
-    """Each exchange takes 10 ms and is shorter than the one before."""
+    """Each exchange takes 10 ms and is shorter than the previous one."""
     samples = Timed(10_000_000 - number for number in range(1000)).ask(0)
     assert LONGEST // 10_000_000 < len(samples) <= LONGEST // 10_000_000 + 2
 
 
 def test_first_rank_of_each_node_exchanges_clocks():
-    """The first of each asks, wherever its ranks are."""
+    """The first rank of each node exchanges clocks, for any placement of ranks."""
     assert Timed([], nodes=(0, 0, 2, 2, 0, 5)).leaders == [0, 2, 5]
 
 
 def test_bounds_of_a_round_intersect_in_a_knot():
-    """Bounds [660, 760], [640, 740] and [0, 1000]; then two without anything in common."""
+    """The bounds are [660, 760], [640, 740] and [0, 1000]; then two bounds do not intersect."""
     first = as_rows(
         [(1, 900, 710.0, 100, 1, 0), (1, 1000, 690.0, 100, 1, 0), (1, 1400, 500.0, 1000, 1, 0)]
     )
@@ -95,7 +95,7 @@ def test_clock_model_interpolates_the_knots():
 
 
 def test_wide_consistent_knot_is_ignored():
-    """Bounds of 1000 ns in which the line of the others lies, then of 100 in which it does not."""
+    """A knot of 1000 ns contains the line of the others; then a knot of 100 ns does not."""
     ends = [(1, 1000, 0.0, 10, 1, 0), (1, 5000, 400.0, 10, 3, 0)]
     model = fit([*ends, (1, 3000, 600.0, 1000, 2, 0)])
     assert (model.t0.tolist(), model.drift.tolist()) == ([1000], [0.1])
@@ -111,7 +111,7 @@ def test_model_without_two_samples_has_no_drift():
 
 
 def test_drift_of_the_parent_does_not_accumulate():
-    """Host 1 runs 1 % fast; host 3 is 100 ns behind it whenever it asks."""
+    """Host 1 runs 1 % fast; host 3 is 100 ns behind it at every exchange."""
     above = fit([(2, 1000, -10.0, 0, 1, 0), (2, 11000, -110.0, 0, 2, 0)])
     below = fit([(6, 5900, 100.0, 0, 1, 2), (6, 9900, 100.0, 0, 2, 2)], above)
     times = np.array([5900, 7900, 9900])
@@ -135,7 +135,7 @@ def test_clock_skew_is_recovered_on_threads(ranks):
     ],
 )
 def test_clock_skew_is_recovered_on_mpi_ranks(ranks, transport):
-    """Within the bound that the round trips set, which are longer on a busy machine."""
+    """The error is within the bound from the round trips, which is larger on a busy machine."""
     lines = checked(ranks, "-m", "tests.trace.skewed", transport).splitlines()
     found = [[*map(float, line.split())] for line in lines]
     print(found)

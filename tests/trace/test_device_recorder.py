@@ -36,7 +36,7 @@ def segment(recorder, number=0):
 
 
 def rows(recorder, stream):
-    """(name, start, end) of the events on a stream, by start."""
+    """Return (name, start, end) of the events on a stream, sorted by start."""
     found = segment(recorder)
     events = np.sort(found.events[found.events["stream"] == stream], order="t_start")
     names, starts = found.header["strings"], events["t_start"].tolist()
@@ -51,7 +51,7 @@ def agree(found, expected):
 
 
 def work(recorder, device, name, duration, op="gemm"):
-    """A span with something to compute in it; when that is done."""
+    """Record a span with device work; return its name, start and end."""
     with recorder.span(name, op):
         return name, *device.compute.work(duration)
 
@@ -96,7 +96,7 @@ def test_host_spans_are_on_their_own_stream(recorder, device, host):
 
 
 def test_clock_drift_is_corrected(tmp_path, host):
-    """One part in 10,000: a step of a second is a tenth of a ms wrong unless that is known."""
+    """The drift is 1 in 10,000: without a correction, a step of 1 s would be wrong by 0.1 ms."""
     (tmp_path / "trace").mkdir()
     device = TimedDevice(host, drift=1e-4)
     recorder = DeviceRecorder(tmp_path, {"rank": 0}, device, device.timing, clock=host)
@@ -263,7 +263,7 @@ def test_steady_step_creates_no_events_and_waits_only_at_its_ends(recorder, devi
 
 
 def test_unfinished_device_work_is_written_to_the_next_segment(recorder, device):
-    """The gather of one step lands in the next, and is in the second segment."""
+    """The all-gather of one step ends in the next step, and is in the second segment."""
     comm = recorder.wrap(Comm(device, lasts=5_000_000), "x")
     recorder.begin_step(0)
     first = work(recorder, device, "a", 100_000)
@@ -295,8 +295,8 @@ def test_flushed_segments_free_their_times(recorder, device):
 
 
 def test_data_parallel_calls_overlap_with_others(recorder, device):
-    """A queue each: the call along d, which is posted first, is still running when that along x
-    has ended."""
+    """Each call has its own queue: the call along d is posted first, and is still running when the
+    call along x has ended."""
     replicas = recorder.wrap(Comm(device, lasts=900_000, queue="replicas"), "d")
     blocks = recorder.wrap(Comm(device), "x")
     recorder.begin_step(0)
@@ -338,7 +338,7 @@ def test_captured_graph_work_is_not_recorded(recorder, device):
 
 
 def test_communication_share_mixes_known_and_pending_times(recorder, device):
-    """It is asked for when only some have: it comes to what the rows will."""
+    """The share is queried when only some times are known, and equals that of the final rows."""
     comm = recorder.wrap(Comm(device, lasts=50_000), "x")
     for number in range(2):
         recorder.begin_step(number)
@@ -355,7 +355,7 @@ def test_communication_share_mixes_known_and_pending_times(recorder, device):
 
 
 def test_evaluation_between_steps_records_device_time(recorder, device):
-    """After the last step, too: nothing compares the clocks any more."""
+    """This also holds after the last step, although the clocks are no longer compared."""
     before = step(recorder, device, 0)
     with recorder.scope(phase="evaluation"):
         done = [work(recorder, device, name, 300_000) for name in ("a", "b")]

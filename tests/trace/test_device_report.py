@@ -16,8 +16,8 @@ COMPUTES, SENDS = {"stream": 1, "microbatch": 0}, {"stream": 2, "microbatch": 0}
 
 
 def rows_of(rank):
-    """A broadcast that begins just when it is called, under what is computed, and behind it a call
-    that goes on when the step is over."""
+    """Return rows with a broadcast that starts at its call and overlaps computation, and an
+    all-gather that continues after the end of the step."""
     return [
         row(rank, 0, 2, **COMPUTES),
         row(rank, 2, 5, "copy", op="broadcast", group=0, **SENDS),

@@ -33,7 +33,7 @@ SPAN, CALL = 30_000, 60_000  # ns on the device
 
 
 class Busy(DeviceSpan):
-    """A span in which the device has something to do."""
+    """Span in which the device is busy."""
 
     __slots__ = ()
 
@@ -52,7 +52,7 @@ class Playing(DeviceRecorder):
 
 
 class DeviceComm(Comm):
-    """Blocks go between threads, and their device takes its time beside."""
+    """Communicator between threads whose simulated device takes time."""
 
     def __init__(self, inner, device):
         super().__init__(device, inner.rank, inner.size, CALL, self.last)
@@ -90,7 +90,7 @@ class DeviceComm(Comm):
 
 
 def ran(folder, ranks, **values):
-    """A run whose ranks have such devices."""
+    """Train on ranks with such devices."""
     config = config_of(ranks, train__steps=2, **values)
 
     def rank(mesh):
@@ -151,7 +151,7 @@ def test_times_add_up_to_the_step(trace):
 
 
 def test_host_time_counts_only_while_its_device_is_idle(trace):
-    """By a count of every 100 ns of the first step of a rank."""
+    """Compared with samples at every 100 ns of the first step of a rank."""
     events, rows = trace.events, trace.rows(0)
     step = trace.steps["t_start"][0], trace.steps["t_end"][0]
     ticks = np.arange(*step, 100)

@@ -29,13 +29,13 @@ def sound(tmp_path_factory):
 
 @pytest.fixture
 def path(sound, tmp_path):
-    """A file to spoil."""
+    """File to be damaged."""
     return Path(shutil.copy(sound, tmp_path / "trace.h5"))
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_trace_is_written_on_a_file_system_without_locks(number, tmp_path, monkeypatch):
-    """A run there writes its trace and its token files, reads and changes them."""
+    """A run on such a file system writes its trace, and reads and changes token files."""
 
     class File(h5py.File):
         def __init__(self, *arguments, locking=None, **how):
@@ -56,7 +56,7 @@ def test_trace_is_written_on_a_file_system_without_locks(number, tmp_path, monke
 
 @contextmanager
 def limit(size):
-    """No file can grow beyond `size` bytes: what is written there fails, as on a full disk."""
+    """Limit files to `size` bytes: writing beyond it fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -164,7 +164,7 @@ def table_for_a_column(file, _):
 
 
 def never_written(file, _):
-    """A table that fits the memory of most machines and takes no room in the file."""
+    """Add a table that fits in the memory of most machines, but occupies no space in the file."""
     for column in file["events"].values():
         column.resize((10**8,))
 
@@ -178,7 +178,7 @@ def stored(**how):
 
 
 def huge_chunk(file, _):
-    """Of half a GiB, of which a few bytes are stored."""
+    """Add a chunk of half a GiB, of which a few bytes are stored."""
     del file["events/dur"]
     how = {"chunks": (2**26,), "compression": "gzip", "maxshape": (None,)}
     column = file.create_dataset("events/dur", (48,), "i8", **how)
@@ -256,7 +256,7 @@ def test_truncated_file_is_rejected(path):
 
 @pytest.fixture
 def whole(path):
-    """A file with a row in every table."""
+    """File with a row in every table."""
     rows = {"bytes": [8], "t_min": [0.1], "t_median": [0.2], "t_p95": [0.3], "reps": [9]}
     write_calibration(path, {("send", "x"): Calibration(rows, 1e-6, 1e-9)})
     row = {"step": [-1], "quantity": ["step_s"], "stage": [-1], "rank": [-1], "value": [0.5]}
@@ -265,7 +265,7 @@ def whole(path):
 
 
 def everything(path):
-    """Read all that a trace has, as the words of its columns."""
+    """Read all data of a trace, as lists of columns."""
     with hpc3d.trace.open(path) as trace:
         tables = [trace.events, trace.steps, trace.memory, trace.ranks, trace.prediction]
         tables += [trace.clock_model, trace.clock_samples, *trace.calibration.values()]
@@ -327,7 +327,7 @@ def test_rank_pointers_that_do_not_cover_the_rows_are_rejected(whole, pointers):
 
 @pytest.mark.slow
 def test_excessive_string_table_is_rejected(whole):
-    """Rows of variable length point into a heap, and may all point to one place."""
+    """Rows of variable length refer to a heap, and all of them may refer to the same data."""
     with h5py.File(whole, "r+") as file:
         del file["strings/name"]
         text = h5py.string_dtype()
@@ -360,7 +360,7 @@ def test_large_attributes_are_skipped(whole):
 
 
 def test_rejected_file_is_closed(whole):
-    """Else nobody could write it in this process."""
+    """Otherwise, no code in this process could write the file."""
     with h5py.File(whole, "r+") as file:
         file.attrs["version"] = 2
     with pytest.raises(ValueError, match="version 2") as refusal:
@@ -371,7 +371,7 @@ def test_rejected_file_is_closed(whole):
 
 @pytest.mark.slow
 def test_fuzzed_file_is_read_or_rejected(whole, chance):
-    """Neither a crash nor a hang nor another exception, in a process of its own."""
+    """A crash, a hang, or any other exception in the separate process would be an error."""
     what = str(whole), "100", str(chance.getrandbits(32))
     program = [sys.executable, "-m", "tests.trace.damaged", *what]
     done = subprocess.run(program, capture_output=True, text=True, timeout=280, check=False)

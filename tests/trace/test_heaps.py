@@ -10,7 +10,7 @@ MARK = b"GCOL\x01\0\0\0"
 
 @pytest.fixture
 def path(tmp_path):
-    """A file with texts of many lengths."""
+    """File with texts of many lengths."""
     path = tmp_path / "texts.h5"
     with h5py.File(path, "w") as file:
         file["texts"] = ["x" * number for number in range(300)]

@@ -17,7 +17,7 @@ def test_a_run_without_a_trace_is_named_whatever_its_settings(tmp_path, settings
 
 
 def test_trace_without_steps_names_the_attempt_that_has_them(tmp_path):
-    """A resumed run that failed before its first step, twice."""
+    """The resumed run failed before its first step, twice."""
     attempt(tmp_path, 0, 2)
     for _ in range(2):
         attempt(tmp_path, 2, 2)

@@ -34,7 +34,7 @@ def run(tmp_path):
 
 
 def opened_events(run):
-    """Columns as they are stored."""
+    """Return the columns as they are stored."""
     with hpc3d.trace.open(merge(run)) as trace:
         return {column.name: trace.events[column.name].tolist() for column in schema.EVENTS}
 
@@ -47,7 +47,7 @@ def test_events_are_sorted_and_keep_every_value(run):
 
 
 def test_hosts_with_the_same_name_have_separate_clocks(run):
-    """Ranks go by their node, and all hosts are called alike."""
+    """Ranks are assigned to nodes, and all hosts have the same name."""
     for rank in range(RANKS):
         for number in range(SEGMENTS):
             write(run, rank, number, {"host": "twin", "node": rank // 2 * 2})
@@ -114,7 +114,7 @@ def truncate(path):
 
 
 def flip_a_bit(path):
-    """In the middle of the events' values, where only the checksum notices."""
+    """Flip a bit in the middle of the events, which only the checksum detects."""
     content = bytearray(path.read_bytes())
     content[content.index(records(schema.EVENTS, rows_of_numbers(path))[0].tobytes()) + 50] ^= 4
     path.write_bytes(content)
@@ -127,7 +127,7 @@ def rows_of_numbers(path):
 
 
 class Trap:
-    """Leaves a file behind when it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -210,7 +210,7 @@ def test_incomplete_segment_header_is_named(run):
 
 
 def test_incomplete_step_is_named(run):
-    """Rank 3 began step 1, as the others did, and did not complete it."""
+    """Rank 3 began step 1, like the other ranks, but did not complete it."""
     path = segment_path(run, 3, 1)
     with np.load(path) as arrays:
         content = dict(arrays)
@@ -230,7 +230,7 @@ def test_incomplete_step_is_named(run):
 
 @pytest.mark.parametrize("ranks", [(3,), range(RANKS)], ids=str)
 def test_step_without_events_is_complete(run, ranks):
-    """Those of step 1 were left out: the row of the step says that it was done."""
+    """The events of step 1 were omitted; the row of the step shows that it was completed."""
     for rank in ranks:
         path = segment_path(run, rank, 1)
         with np.load(path) as arrays:
@@ -251,7 +251,7 @@ def test_step_without_events_is_complete(run, ranks):
     ],
 )
 def test_run_that_ended_early_is_incomplete(tmp_path, kind, steps, missing):
-    """All ranks agree: none has more than steps 0 and 1."""
+    """All ranks agree that the run has only steps 0 and 1."""
     for rank, number in product(range(RANKS), range(SEGMENTS)):
         write(tmp_path, rank, number, {"kind": kind, "config": f"[train]\nsteps = {steps}\n"})
     with hpc3d.trace.open(merge(tmp_path)) as trace:
@@ -291,7 +291,7 @@ def test_merge_reports_the_last_complete_step_of_each_rank(tmp_path):
 
 
 def test_segments_of_another_run_are_rejected(run):
-    """Two ranks are of another run, one of them from its first segment on."""
+    """Two ranks belong to another run; one of them from its first segment on."""
     for rank, numbers in {1: (0, 1), 3: (1,)}.items():
         for number in numbers:
             write(run, rank, number, {"run_id": "run-2"})

@@ -38,7 +38,7 @@ def test_killed_rank_is_complete_up_to_its_last_segment(where, tmp_path):
 
 
 def calls_of_steps(trace):
-    """The numbered calls of each step and rank, [steps, ranks]."""
+    """Return the numbers of numbered calls, [steps, ranks]."""
     numbered = trace.events["seq"] >= 0
     step, rank = trace.events["step"][numbered], trace.events["rank"][numbered]
     calls = np.zeros((1 + step.max(), RANKS), int)

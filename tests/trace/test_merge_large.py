@@ -50,7 +50,7 @@ def test_large_run_is_merged_with_little_memory(sizes, steps, events, tmp_path):
 
 
 def megabytes(what, program, folder):
-    """The most memory that a process with this program takes."""
+    """Return the peak memory of a process that runs this program."""
     start = time.perf_counter()
     done = subprocess.check_output([sys.executable, "-c", program, folder], text=True)
     print(f"{what} {time.perf_counter() - start:.1f} s, {done.strip()} MB")

@@ -33,7 +33,7 @@ CREATED = "2025-01-02T03:04:{:02}+00:00"
 
 
 def clock_from(start):
-    """A clock of all ranks, which each reading advances by a microsecond."""
+    """Return a clock of all ranks, which advances by a microsecond per reading."""
     return partial(next, count(start, 1000))
 
 
@@ -41,7 +41,7 @@ SOME = clock_from(10**15)
 
 
 def attempt(folder, first, last, created=5, clock=SOME, layout=PIPELINE, **changes):
-    """Train steps `first` to `last` - 1 of a run, after what was there has moved aside."""
+    """Move the previous trace aside, and train steps `first` to `last` - 1 of a run."""
     config = config_of(RANKS, train__steps=last, **layout)
     aside = len([*folder.glob("config-*.toml")])
     if (folder / "trace").exists():
@@ -74,7 +74,7 @@ def steps_of(trace, rank=0):
 
 
 def rows(trace, *names):
-    """The values of some columns by rank and step, in the order of the file."""
+    """Return the values of some columns by rank and step, in file order."""
     events, found = trace.events, {}
     columns = [events[name].tolist() for name in ("rank", "step", *names)]
     for rank, step, *values in zip(*columns, strict=True):
@@ -150,7 +150,7 @@ def test_merged_attempts_keep_every_value_and_parent(tmp_path):
 
 
 def test_dropped_events_of_all_attempts_are_summed(tmp_path):
-    """A segment says how many its attempt had dropped by then: 5; and 2, then 3."""
+    """Each segment has the number of dropped events of its attempt so far: 5; and 2, then 3."""
     for number in range(small.SEGMENTS):
         for rank in range(small.RANKS):
             small.write(tmp_path, rank, number, {"dropped": 5})
@@ -232,7 +232,7 @@ def rubbish(path):
 
 
 def flip(path):
-    """A bit of a column, which only its checksum tells."""
+    """Flip a bit in a column, which only its checksum detects."""
     with h5py.File(path) as file:
         place = file["events/dur"].id.get_chunk_info(0).byte_offset
     content = bytearray(path.read_bytes())

@@ -76,7 +76,7 @@ def test_full_table_grows_and_keeps_every_event(recorder):
     [(64, 1000, 64), (65, 1000, 128), (129, 1000, 256), (129, 192, 192), (193, 192, 192)],
 )
 def test_a_full_table_doubles_up_to_its_limit(events, most, capacity, tmp_path, clock):
-    """It holds exactly `capacity` events before it grows or drops the next one."""
+    """The table stores exactly `capacity` events before it grows or drops the next one."""
     recorder = Recorder(tmp_path, HEADER, capacity=64, clock=clock, most=most)
     fill(recorder, events)
     assert (recorder.capacity, len(recorder.table)) == (capacity, capacity * ROW.size)
@@ -142,7 +142,7 @@ def test_event_retains_no_memory(tmp_path, clock):
 
 @pytest.mark.parametrize("kind", ["records", "keeps rows in memory", "records nothing"])
 def test_scope_sets_and_restores_layer_and_phase(recorder, kind):
-    """Inside of each other, and when an error leaves them."""
+    """Scopes may be nested, and may be left by an error."""
     if kind != "records":
         recorder = NullRecorder() if kind == "records nothing" else MemoryRecorder(0, lambda: 0)
     seen = []

@@ -56,7 +56,7 @@ LAYOUTS = {
 
 
 def decided(folder, ranks, evaluate=False, **layout):
-    """(chosen, kept) [steps, layers, experts] and both losses [steps, layers] of all ranks."""
+    """Return (chosen, kept) [steps, layers, experts] and both losses [steps, layers]."""
     with traces.opened(traces.trained(folder, ranks, evaluate, **MODEL, **layout)) as trace:
         assert violations(trace) == []
         experts, routers = trace.experts, trace.routers

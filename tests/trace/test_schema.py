@@ -32,7 +32,7 @@ def test_item_sizes_follow_their_type_names():
 
 
 def defined():
-    """The paths of all columns of the definitions, for the calibrations of MEASURED."""
+    """Return the paths of all defined columns, for the calibrations in MEASURED."""
     paths = set()
     for op, axis in MEASURED:
         for table, (_, columns) in schema.LAYOUT.items():

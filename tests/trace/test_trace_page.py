@@ -42,7 +42,7 @@ def run(tmp_path, monkeypatch):
 
 
 def example(first):
-    """What a block of the page that begins with `first` defines, and the indented one after it."""
+    """Run the block of the page that begins with `first`, and the next one if it is indented."""
     blocks = re.findall(r"```python\n(.*?)```", page(), re.DOTALL)
     start = next(number for number, block in enumerate(blocks) if block.startswith(first))
     rest = [block for block in blocks[start + 1 : start + 2] if block.startswith(" ")]

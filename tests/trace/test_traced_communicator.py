@@ -11,7 +11,7 @@ from tests.trace.recording import end_step, recorded
 
 
 class Fake(Communicator):
-    """Member 1 of ranks 3, 5, 7; a call takes 100 ns to post and 1000 ns to wait for."""
+    """Member 1 of ranks 3, 5, 7; posting a call takes 100 ns, and waiting takes 1000 ns."""
 
     def __init__(self, clock):
         super().__init__(1, 3, (3, 5, 7))
@@ -92,7 +92,7 @@ def test_immediately_awaited_call_is_one_row(recorder, clock):
 
 
 def test_interleaved_calls_do_not_overlap(recorder, clock):
-    """Two posted, two waited for, all at once: the first wait is longer than nothing."""
+    """Two calls are posted, then both are waited for at once; the first wait takes some time."""
     x, y = (recorder.wrap(Fake(clock), axis) for axis in "xy")
     first, second = x.all_gather(BLOCK), y.all_gather(BLOCK)
     first.wait()
