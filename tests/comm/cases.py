@@ -15,7 +15,7 @@ LONG = (7, 20011)  # 64 KiB and more for each of 5 members, which do not divide 
 
 
 def blocks(comm, shape, dtype, seed=0):
-    """The blocks of all members, in order."""
+    """Return the blocks of all members, in order."""
     generator, most = np.random.default_rng(seed), 9 if dtype == "bfloat16" else 99
     return [generator.integers(-most, most, shape).astype(dtype) for _ in range(comm.size)]
 
@@ -50,7 +50,7 @@ def all_reduce(comm, dtype):
 
 
 def broadcast(comm, dtype):
-    """Members that are not the owner bring zero rows and do not know how many there are."""
+    """Members other than the owner pass zero rows and do not know the number of rows."""
     for root in range(comm.size):
         for shape in ((root + 2, 3), LARGE, (0, 3)):
             whole = blocks(comm, shape, dtype)[root]
@@ -68,7 +68,7 @@ def reduce(comm, dtype):
 
 
 def all_to_all(comm, dtype):
-    """Of rows, and of the slots of experts, [e R, E/e, h]."""
+    """Exchange rows, and slots of experts [e R, E/e, h]."""
     for shape in ((2 * comm.size, 3), (3 * comm.size, 2, 5)):
         sent = blocks(comm, shape, dtype)
         parts = [np.split(block, comm.size)[comm.rank] for block in sent]
@@ -76,7 +76,7 @@ def all_to_all(comm, dtype):
 
 
 def send_and_recv(comm, dtype):
-    """Two messages to the next member; they arrive in the order in which they were sent."""
+    """Two messages to the next member arrive in the order in which they were sent."""
     if comm.size == 1:
         return
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -101,7 +101,7 @@ def strided(comm, dtype):
 
 
 def in_place(comm, dtype):
-    """A block in the communicator's own buffer gives the same as any other, as does a result."""
+    """A block in the communicator's own buffer, or a result of a call, gives the same result."""
     parts = blocks(comm, (3 * comm.size, 5), dtype)
     total = np.sum(parts, 0, dtype)
     buffer = comm.buffer((3 * comm.size, 5), dtype)
@@ -134,7 +134,7 @@ def in_flight(comm, dtype):
 
 
 def long_blocks(comm, dtype):
-    """Calls of long blocks that are in flight together."""
+    """Several calls with long blocks are in flight at once."""
     parts = blocks(comm, LONG, dtype)
     tall = blocks(comm, (3 * comm.size, 6007), dtype, seed=1)
     mine, root = parts[comm.rank], comm.size - 1
@@ -152,8 +152,8 @@ def long_blocks(comm, dtype):
 
 
 def adjoint(comm, dtype):
-    """<A x, y> = <x, A' y> over all members, for both pairs of adjoint moves; no 16 bits
-    hold their inner products."""
+    """<A x, y> = <x, A' y> over all members, for both pairs of adjoint operations. The inner
+    products exceed 16-bit types."""
     if dtype in NARROW:
         return
     x, y = (blocks(comm, (3, 4), dtype, 0), blocks(comm, (3 * comm.size, 4), dtype, 1))
@@ -168,13 +168,13 @@ def adjoint(comm, dtype):
 
 
 def balanced(comm, left, right):
-    """Whether two numbers a member have the same sums over all members."""
+    """Return True if two numbers per member have the same sums over all members."""
     pairs = comm.all_gather(np.array([[left, right]])).wait()
     assert pairs[:, 0].sum() == pairs[:, 1].sum() != 0
 
 
 def refusal(comm, dtype):
-    """Rows that do not divide are refused on all members before anything is sent."""
+    """Rows that are not divisible are rejected on all members before anything is sent."""
     if comm.size == 1:
         return
     try:
@@ -203,8 +203,8 @@ CASES = (
 
 
 def rounded_once(comm, dtype):
-    """Sums of 16-bit numbers are those of float32 in the order of the members, to the bit; with
-    hosts of several members they are rounded twice."""
+    """16-bit sums equal float32 sums in the order of the members, bit for bit, rounded once. If
+    hosts have several members, they are rounded twice."""
     room = 2 * float(ml_dtypes.finfo(dtype).eps) if hasattr(comm, "wire") else 0.0
 
     def check(ours, expected):
@@ -226,7 +226,7 @@ def rounded_once(comm, dtype):
 
 
 def every(comm):
-    """All cases in all types."""
+    """Run all cases with all types."""
     for case in CASES:
         for dtype in DTYPES:
             case(comm, dtype)

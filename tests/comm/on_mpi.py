@@ -7,7 +7,7 @@ from hpc3d.runtime import launch
 
 
 def kind_of(comm):
-    """The class, and "MPI" if long blocks use MPI's collectives, too."""
+    """Return the class, and "MPI" if long blocks also use MPI's collectives."""
     name, wire = type(comm).__name__, getattr(comm, "wire", comm)
     return f"{name} MPI" if getattr(wire, "long", 0) == inf else name
 

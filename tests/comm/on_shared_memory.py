@@ -14,7 +14,7 @@ from hpc3d.runtime import launch
 
 
 def round_of_calls(comm, rows):
-    """Every call once, in small and large, as a step of training makes them."""
+    """Make every call once, with small and large blocks, as in a training step."""
     block = np.full((rows * comm.size, 3), comm.rank, np.float64)
     whole = comm.all_gather(block[:rows]).wait()
     partial = comm.buffer(block.shape, block.dtype)
@@ -28,7 +28,7 @@ def round_of_calls(comm, rows):
 
 
 def steady(comm):
-    """Later rounds give what the first gave, in the memory of the first rounds."""
+    """Later rounds give the results of the first round, in the memory of the first rounds."""
     sizes = (1, 100, 5000)
     first = [round_of_calls(comm, rows) for rows in sizes]
     for _ in range(3):
@@ -42,7 +42,7 @@ def steady(comm):
 
 
 def slow(comm):
-    """One member reads late what the others have dropped already."""
+    """One member reads blocks late, after the others have released them."""
     for number in range(6):
         whole = comm.all_gather(np.full(4, 10 * number + comm.rank)).wait()
         if comm.rank == 1:
@@ -53,7 +53,7 @@ def slow(comm):
 
 
 def kept(comm):
-    """One member keeps what the others drop."""
+    """One member keeps blocks that the others release."""
     keep = []
     for number in range(9):
         whole = comm.all_gather(np.full(4, 10 * number + comm.rank)).wait()
@@ -64,7 +64,7 @@ def kept(comm):
 
 
 def sizes(comm):
-    """One member brings a larger block than the others."""
+    """One member passes a larger block than the others."""
     comm.all_gather(np.zeros(10 if comm.rank else 1000)).wait()
 
 
@@ -76,8 +76,8 @@ def order(comm):
 
 
 def many(comm):
-    """More calls in flight than a member's line in the flag page remembers, all of one member
-    before most of the other."""
+    """More calls are in flight than a member's line in the flag page can hold: one member posts
+    all of them before the other posts most of its calls."""
     blocks = [np.full(3, 10 * number + comm.rank) for number in range(20)]
     early = 3 if comm.rank else len(blocks)
     pending = [comm.all_gather(block) for block in blocks[:early]]

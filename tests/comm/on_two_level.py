@@ -17,7 +17,7 @@ ROUNDED = (5, 70001)  # long for 5 members
 
 
 def same_bits(comm):
-    """All members have one sum, though sums of such numbers depend on their order."""
+    """All members get bitwise the same sum, although such sums depend on their order."""
     mine = np.random.default_rng(comm.rank).normal(size=ROUNDED).astype(np.float32)
     total = comm.all_reduce(mine).wait().view(np.uint32)
     whole = comm.all_gather(total[None]).wait()
@@ -25,7 +25,7 @@ def same_bits(comm):
 
 
 def message_between(comm):
-    """A message is no part of a collective that is posted after it was asked for."""
+    """A message is not mixed up with a collective that is posted after it."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     block = np.full((comm.size, *ROUNDED), comm.rank + 10.0)
     coming = comm.recv(ROUNDED, block.dtype, before)

@@ -14,7 +14,7 @@ TOP = {"float32": 30, "float64": 62}  # the highest bit of the exponent
 
 
 def flip(block, bit, place=0):
-    """A copy of a block with one bit of one element flipped."""
+    """Return a copy of a block with one bit of one element flipped."""
     block = np.array(block)
     flat = block.reshape(-1)
     flat.view(f"u{flat.itemsize}")[place % flat.size] ^= np.array(1 << bit, f"u{flat.itemsize}")
@@ -22,7 +22,7 @@ def flip(block, bit, place=0):
 
 
 class Faulty(Communicator):
-    """Moves blocks as `comm` does, but flips a bit in what comes out of `op` on this member."""
+    """Communicator that flips a bit in results of `op` on this member."""
 
     def __init__(self, comm, op, bit):
         super().__init__(comm.rank, comm.size, comm.members, comm.pool)
@@ -55,7 +55,7 @@ def drawn(comm, shape, dtype="float32"):
 
 
 def swap(comm, block):
-    """A message to the next member and one from that before."""
+    """Send a message to the next member, and receive one from the previous member."""
     sent = comm.send(block, (comm.rank + 1) % comm.size)
     comm.recv(block.shape, block.dtype, (comm.rank - 1) % comm.size).wait()
     sent.wait()
@@ -85,7 +85,7 @@ EXACT = ("_all_gather", "_broadcast", "_all_to_all", "_recv")
 
 
 def found(op, bit, work, dtype="float32"):
-    """What each member finds when a bit flips in what the faulty one gets from `op`."""
+    """Return the findings of each member if a bit flips in a result of `op` on the faulty one."""
 
     def rank(mesh):
         comm, ledger, trace = mesh.comm("x"), AbftChecker(mesh.rank), NullRecorder()
@@ -150,7 +150,7 @@ def product(dtype="float32", m=96, k=48, n=64, seed=0):
 
 
 def finds(a, b, c):
-    """What a ledger says of a product."""
+    """Return the findings of a ledger for a product."""
     ledger, trace = AbftChecker(4), NullRecorder()
     trace.step, trace.layer, trace.phase = 3, 1, "forward"
     ledger.begin(3, trace)
@@ -160,7 +160,7 @@ def finds(a, b, c):
 
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 23 - 7), ("float64", 52 - 36)])
 def test_bit_flip_in_a_product_is_detected(dtype, least):
-    """Sign, exponent and the upper bits of the mantissa, of average elements."""
+    """Tests the sign, the exponent and the upper mantissa bits of average elements."""
     a, b, c = product(dtype)
     row, column = np.argwhere(np.abs(c) > np.abs(c).mean())[5]
     for bit in range(least, TOP[dtype] + 2):
@@ -224,7 +224,7 @@ def test_rounding_of_products_is_not_reported(kind, dtype):
 
 
 def sums(blocks):
-    """What the members of an axis say of a reduce-scatter of their blocks."""
+    """Return the findings of the members of an axis for a reduce-scatter of their blocks."""
 
     def rank(mesh):
         ledger = AbftChecker(mesh.rank)
@@ -241,7 +241,7 @@ def sums(blocks):
 @pytest.mark.parametrize("kind", HARD)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:hpc3d.comm.communicator")
 def test_rounding_of_reductions_is_not_reported(kind):
-    """Of what is not finite the sum itself is invalid; what is made of it must be quiet."""
+    """A non-finite sum is reported itself; results computed from it are not reported."""
     for seed in range(5):
         blocks = [HARD[kind](*product("float64", 90, 40, 60, 4 * seed + i)[:2]) for i in range(4)]
         parts = [(a[:88].astype("float32"), b.astype("float32")) for a, b in blocks]

@@ -29,8 +29,8 @@ def test_checksums_depend_on_every_element(shape):
     ],
 )
 def test_rounding_bound_counts_at_most_4096_terms_per_row(shape, count):
-    """Those are summed in the type of the block, the rest in float64: the bound is 4 u sqrt n, u
-    half the distance of 1 to the next number (Higham and Mary 2019)."""
+    """Up to 4096 terms are summed in the type of the block, the rest in float64. The bound is
+    4 u sqrt n; u is half the distance from 1 to the next number (Higham and Mary 2019)."""
     block = np.zeros(shape, np.float32)
     assert terms(block) == count
     assert slack(block.dtype, terms(block), 9) == pytest.approx(4 * 2**-24 * (count**0.5 + 3))

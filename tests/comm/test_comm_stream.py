@@ -9,7 +9,7 @@ from tests.comm.test_device_communicators import fresh, on_devices
 
 
 def test_memory_of_a_posted_call_is_not_reused_before_it_ends():
-    """Blocks are dropped as soon as they are posted, and others are asked for at once."""
+    """Blocks are released as soon as they are posted, and new ones are allocated at once."""
 
     def rank(comm):
         pending = [comm.all_gather(fresh(comm, number)) for number in range(20)]
@@ -28,7 +28,7 @@ def test_memory_of_a_call_without_wait_is_not_reused_early():
 
 
 class Careless(CommStream):
-    """Forgets the arrays of its calls."""
+    """Stream that does not keep the arrays of its calls."""
 
     def post(self, call, *arrays, **how):
         flight = super().post(call, *arrays, **how)
@@ -37,7 +37,7 @@ class Careless(CommStream):
 
 
 class Hasty(CommStream):
-    """Lets calls follow nothing, or nothing follow them."""
+    """Stream whose calls do not wait for earlier work, or are not waited for by later work."""
 
     def __init__(self, device, group, queue, forgets):
         super().__init__(device, group, queue)
@@ -61,7 +61,7 @@ class Hasty(CommStream):
     ids=["arrays forgotten", "nothing before", "nothing after"],
 )
 def test_fake_device_detects_missing_stream_ordering(traffic):
-    """Each rule of CommStream, left out, is found: by rubbish in a result, or by the device."""
+    """Each missing rule of CommStream is detected, by a wrong result or by the device."""
 
     def rank(comm):
         for number in range(20):

@@ -28,7 +28,7 @@ cuda = SimpleNamespace(is_available=lambda: {available}, runtime=runtime)
 
 
 def gpu(folder, available=True, driver=13000, nccl="available = True"):
-    """The findings with a CuPy that reports this."""
+    """Return the findings with a CuPy that reports this."""
     (folder / "cupy" / "cuda").mkdir(parents=True)
     text = CUPY.format(available=available, driver=driver)
     (folder / "cupy" / "__init__.py").write_text(text)

@@ -13,7 +13,7 @@ from tests.strided import strided
 
 
 def on_devices(size, function, *how):
-    """`function(comm)` once a rank, on communicators of devices."""
+    """Call `function(comm)` on every rank, with communicators of devices."""
 
     def rank(mesh):
         with on_device(mesh, beside[mesh.rank], *how) as device:
@@ -25,14 +25,14 @@ def on_devices(size, function, *how):
 
 
 def fresh(comm, value, dtype=np.float64):
-    """A block in the pool's memory."""
+    """Return a block in the pool's memory."""
     block = comm.pool.empty((64, 8), dtype)
     block[...] = value
     return block
 
 
 class Brought:
-    """A communicator of a device for blocks of the host, there and back."""
+    """Device communicator for host blocks, which are copied to the device and back."""
 
     def __init__(self, comm):
         self.comm, self.rank, self.size, self.members = comm, comm.rank, comm.size, comm.members
@@ -79,8 +79,8 @@ def test_device_communicator_calls(transport, dtype, size, case, monkeypatch):
 
 @pytest.mark.slow
 def test_device_communicators_on_mpi_ranks():
-    """The calls as mpi4py takes them, along two axes of a mesh, and by NCCL over a plane of all
-    ranks, whose order is not theirs."""
+    """Tests the calls of mpi4py along two axes of a mesh, and of NCCL over a plane of all ranks,
+    whose order differs from that of the ranks."""
     out = checked(4, "-m", "tests.comm.on_mpi_devices", timeout=200)
     assert out.splitlines() == [
         "mpi CudaAwareMpi CudaAwareMpi Self",
@@ -93,7 +93,7 @@ def test_device_communicators_on_mpi_ranks():
 
 @pytest.mark.parametrize("transport", ["host-staged", "mpi"], ids="by {}".format)  # mpi is a mark
 def test_16_bit_blocks_move_unchanged_and_are_summed_in_float32(transport):
-    """What no float16 holds in between comes out right, and bits of no number survive a move."""
+    """Sums may exceed float16 before rounding, and moves preserve all bits, also those of NaNs."""
 
     def rank(comm):
         block = fresh(comm, [60000.0, 60000.0, -60000.0][comm.rank], np.float16)
@@ -106,7 +106,7 @@ def test_16_bit_blocks_move_unchanged_and_are_summed_in_float32(transport):
 
 
 def test_grouped_messages_in_both_directions_do_not_deadlock():
-    """Each sends before it receives: without `together` both would wait for ever on a device."""
+    """Each member sends before it receives; without `together`, both would wait forever."""
 
     def rank(comm):
         block = np.full((4, 2), comm.rank, np.float64).view(DeviceArray)
@@ -122,7 +122,7 @@ def test_grouped_messages_in_both_directions_do_not_deadlock():
 
 
 def test_tensor_parallel_calls_do_not_wait_for_gradient_reduction():
-    """Replicas 1 post theirs only when the pass is over; in one queue nobody would come so far."""
+    """Replicas 1 post theirs only after the pass, so a single queue would cause a deadlock."""
 
     def rank(mesh):
         with on_device(mesh, beside[mesh.rank]) as device:

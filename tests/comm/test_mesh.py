@@ -17,8 +17,8 @@ def test_each_axis_of_a_mesh_has_its_own_communicator():
 
 
 def replicas(sizes):
-    """Of every rank: the name of the group of ranks with other tokens and the same dense weights,
-    its members, this rank's place among them; and the same of experts' weights."""
+    """Return, for each rank, the name and members of its group with other tokens and the same
+    dense weights, and its index in the group; and the same for expert weights."""
 
     def rank(mesh):
         def group(axes):

@@ -15,7 +15,7 @@ from tests.strided import strided
 
 @pytest.fixture
 def folder():
-    """A folder of this test's own in shared memory."""
+    """Folder in shared memory for this test only."""
     path = tempfile.mkdtemp(dir=shared_memory.SHARED)
     yield path
     shutil.rmtree(path)

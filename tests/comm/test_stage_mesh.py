@@ -29,8 +29,8 @@ def test_replicas_split_all_rows_in_order(rows, replicas):
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 2), (2, 1), (1, 3), (3, 2, 2), (2, 1, 1, 3)])
 @pytest.mark.parametrize("each", [1, 4])
 def test_rows_reach_the_replicas_of_the_next_stage_and_return(replicas, each):
-    """Forward and back again, `each` rows of a block for a sample: every rank has its own rows of
-    what the first stage had."""
+    """Send `each` rows per sample forward and back; every rank receives its rows of the first
+    stage's block."""
     whole = np.arange(ROWS * each * 2.0).reshape(-1, 2)
 
     def rank(mesh, _):
@@ -54,7 +54,7 @@ def test_rows_reach_the_replicas_of_the_next_stage_and_return(replicas, each):
 
 
 def test_unequal_stages_send_each_row_once():
-    """From 3 replicas with rows 0 1, 2 3, 4 5 to 2 with 0 1 2, 3 4 5: four messages."""
+    """There are four messages from 3 replicas (rows 0 1, 2 3, 4 5) to 2 (rows 0 1 2, 3 4 5)."""
     sent = {}
 
     def rank(mesh, _):
@@ -72,7 +72,7 @@ def test_unequal_stages_send_each_row_once():
 
 
 def test_arrays_of_the_world_may_be_in_host_memory():
-    """Messages between stages with other numbers of replicas are on the device."""
+    """Messages between stages with different numbers of replicas are in device memory."""
     world, host = Self(Pool(), 0), Self(Pool(), 0)
     mesh = stage_mesh((1,), 4, world, lambda members: world, host)
     assert mesh.world is host and mesh.pool is world.pool is not host.pool

@@ -48,7 +48,7 @@ NONE, P2P, FULL = ("none", "it says no"), ("p2p", "it is said"), ("full", "it wa
     ],
 )
 def test_transport_is_chosen_by_devices_and_mpi_support(asked, seats, mpi, way, why, monkeypatch):
-    """`mpi` is None where it must not be asked for: that takes seconds."""
+    """`mpi` is None if MPI must not be probed, because a probe takes seconds."""
     monkeypatch.setattr(transport, "cuda_aware_support", lambda devices: mpi)
     found, reason = choose(asked, seats)
     assert found == way and re.search(elided(why), reason)
@@ -96,7 +96,7 @@ AWARE = [device._replace(aware=True) for device in OWN]
 def test_mpi_device_support_is_probed_or_set_by_the_user(
     seats, does, said, what, tmp_path, monkeypatch
 ):
-    """It is tried where all ranks' MPI says yes, unless the user has said it."""
+    """MPI is probed if the MPI of all ranks claims support, unless the user has set it."""
     script(tmp_path / "mpirun", does)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv(transport.OVERRIDE, raising=False)
@@ -134,7 +134,7 @@ def missing(monkeypatch, cupy, asked="auto", dtype="float32", nccl=23203):
 
 
 def runtime(**answers):
-    """A CuPy whose runtime answers this."""
+    """Return a CuPy whose runtime reports this."""
     fake = FakeCupy()
     vars(fake.cuda.runtime).update({name: lambda *_, a=a: a for name, a in answers.items()})
     return fake
@@ -205,7 +205,7 @@ def test_refuse_without_problems_does_nothing():
 
 
 class Library:
-    """NCCL, whose calls are written down; its communicators must be made in one order."""
+    """Fake NCCL that records its calls; all ranks must create communicators in the same order."""
 
     class NcclError(RuntimeError):
         pass
@@ -226,7 +226,7 @@ class Library:
 
 
 def rank_of(rank, size):
-    """MPI's communicator of all ranks, of which 0 has the name."""
+    """Communicator of all ranks in MPI; rank 0 provides the id for NCCL."""
     return SimpleNamespace(rank=rank, size=size, bcast=lambda name: name or b"x" * 128)
 
 

@@ -18,7 +18,7 @@ def sized(changes, *more):
 
 
 def problems(*options, ranks=8, text="", folder=None):
-    """The lines that a file with `text` and the command line `options` are refused with."""
+    """Return the error messages for a file with `text` and the command line `options`."""
     path = None
     if text:
         path = folder / "input.toml"

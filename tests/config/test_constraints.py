@@ -30,7 +30,7 @@ RANGES = {  # inclusive, of whole numbers
 
 
 def edges():
-    """Each finite bound with a value within it and one beyond it."""
+    """Yield each finite bound with a value within it and one beyond it."""
     for key, bounds in BOUNDS.items():
         for bound in bounds:
             kind = int if key in RANGES or key == "seed" else float

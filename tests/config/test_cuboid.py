@@ -49,7 +49,7 @@ def test_modified_default_model_is_not_enlarged():
 
 
 def test_best_cuboid_has_the_least_communication_volume():
-    """[MK (n-1) + KN (m-1) + MN (k-1)] / P for the four products of a block, by hand."""
+    """The volume is [MK (n-1) + KN (m-1) + MN (k-1)] / P, for the four products of a block."""
 
     def by_hand(config):
         sizes, hidden = config.sizes(), config.model.hidden
@@ -76,8 +76,8 @@ def test_best_cuboid_has_the_least_communication_volume():
 
 
 def test_expert_traffic_counts_capacity_slots_not_routed_tokens():
-    """Along y, X of qkv and of up and Y of proj and of down; a router's weights.  Two experts have
-    9 slots each for 12 tokens, so 3/2 rows a token; choices would be 2."""
+    """Along y: X of qkv and up, Y of proj and down, and a router's weights. Two experts have 9
+    slots each for 12 tokens, so 3/2 rows per token; counting choices would give 2."""
     words = "--model.experts 2 --model.top_k 2 --model.capacity 0.75 --model.sequence 12"
     sizes = sized({"--mesh.x": 1, "--mesh.y": 2, "--mesh.z": 1})
     config = resolve(load(None, [*sizes, *words.split()]), 2)

@@ -52,7 +52,7 @@ every_key = pytest.mark.parametrize(("old", "text", "new", "value"), KEYS_RENAME
 
 @pytest.fixture
 def file(tmp_path):
-    """A function that writes an input file."""
+    """Return a function that writes an input file."""
 
     def write(text):
         path = tmp_path / "input.toml"
@@ -64,7 +64,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """A copy of the old run."""
+    """Copy of the old run."""
     return Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
 
 
@@ -190,7 +190,7 @@ def test_run_older_than_a_key_has_the_same_workload():
 
 
 def text_of(value):
-    """A value as TOML has it."""
+    """Return a value in TOML syntax."""
     texts = {bool: lambda: "true", str: lambda: f'"{value}"', tuple: lambda: str([*value])}
     return texts.get(type(value), lambda: str(value))()
 
@@ -205,7 +205,7 @@ def test_old_checkpoint_is_read(run, capsys):
 
 @pytest.mark.slow
 def test_old_run_resumes_without_a_warning(run, tmp_path):
-    """Its losses, of both versions, are those of a run of the same length with new names."""
+    """The losses of both versions equal those of a run of the same length with new names."""
     anew = tmp_path / "anew.toml"
     anew.write_text(to_toml(load(run / "config.toml", [], of_run=True)), encoding="utf-8")
     steps = ["--train.steps", "5", "--run.out", tmp_path / "anew"]
@@ -222,7 +222,7 @@ def test_old_run_resumes_without_a_warning(run, tmp_path):
 
 
 def test_old_trace_is_reported(run, capsys):
-    """Its clock counts CPU time, of which no rate is reported."""
+    """Its times are CPU times, for which no rates are reported."""
     with hpc3d.trace.open(trace_of(run)) as trace:
         assert 'clock = "processor"' in trace.attrs["config"]
         assert not one_time(trace)

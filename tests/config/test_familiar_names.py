@@ -39,7 +39,7 @@ def test_file_keys_of_other_programs_suggest_our_keys(tmp_path):
 
 
 def test_nested_tables_of_other_programs_get_a_suggestion_per_key():
-    """As torchtitan and DeepSpeed have them; tables are near to tables, not to keys."""
+    """The tables are those of torchtitan and DeepSpeed; tables suggest tables, not keys."""
     deep = ["--optimizer.params", "{lr=1,betas=[0.9,0.95],name='x'}", "--trainer.max_steps", "3"]
     optimizer, *keys, trainer, steps = problems(*deep, "--trainer.seed", "1")
     assert optimizer.startswith("optimizer: unknown key; use one of mesh, parallel, ")

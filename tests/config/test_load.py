@@ -59,7 +59,7 @@ def test_invalid_toml_is_rejected(text, line, tmp_path):
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.95, "run = 3\n"])
 def test_an_empty_or_truncated_file_of_a_run_is_refused(kept, tmp_path):
-    """As an input file it is read with defaults, but these are not the settings of the run."""
+    """As an input file, it would give the defaults, which are not the settings of the run."""
     text = to_toml(Config())
     cut = text.rfind("\n", 0, int(kept * len(text))) + 1 if isinstance(kept, float) else 0
     path = tmp_path / "config.toml"
@@ -130,7 +130,7 @@ def test_toml_round_trips(path):
 
 
 def write_and_load(config):
-    """`config` by way of the text that a run saves."""
+    """Convert `config` to the text that a run saves, and load this text."""
     from hpc3d.config.load import validate
 
     return validate(tomllib.loads(to_toml(config)))

@@ -29,7 +29,7 @@ def test_8_bit_adamw_accepts_full_blocks_of_columns(words):
     "words", ["--model.hidden 256 --mesh.x 2 --parallel.scheme 1d", "--model.hidden 128"]
 )
 def test_8_bit_adamw_rejects_partial_blocks_of_columns(words):
-    """Narrow matrices are in full: of hidden = 128 the first that is not is qkv."""
+    """Narrow matrices use full precision; with hidden = 128, qkv is the first that does not."""
     with pytest.raises(ValueError) as refused:
         resolved(words)
     assert str(refused.value) == (

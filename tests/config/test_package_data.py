@@ -81,7 +81,7 @@ def test_pipeline_and_data_parallel_inputs_train_the_same_model():
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """An empty folder, which is the current one."""
+    """Empty current folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -180,7 +180,7 @@ def test_generated_machine_file_is_found_by_name(elsewhere):
 
 
 def described():
-    """{package folder: patterns} of what setup.cfg names, and what it leaves out."""
+    """Return {package folder: patterns} of setup.cfg, and the files that it omits."""
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
     sections = "options.package_data", "options.exclude_package_data"

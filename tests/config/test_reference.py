@@ -23,7 +23,7 @@ TABLES = {name: kind for name, kind in TYPES.items() if is_dataclass(kind)}
 
 
 def entries():
-    """{key, with its section: its lines} of the manual."""
+    """Return {key with its section: its lines} of the manual."""
     found, section = {}, ""
     for line in manual().splitlines():
         left, _, _ = line.removeprefix("# ").partition("#")

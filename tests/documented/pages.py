@@ -36,7 +36,7 @@ ALTERNATIVES = re.compile(r"(?<= )[a-z]+(?:\|[a-z]+)+(?= |$)")
 
 
 class Documented(NamedTuple):
-    """A command of a page: logical line `text`, without its comment, that begins in `line`."""
+    """Command of a page: logical line `text` without its comment, which begins in `line`."""
 
     page: str
     line: int
@@ -52,7 +52,7 @@ def files_on(page):
 
 
 def commands(page, text=None):
-    """The lines of the blocks of a page that have commands."""
+    """Return the lines with commands in the blocks of a page."""
     text = (ROOT / page).read_text(encoding="utf-8") if text is None else text
     found = []
     for first, lines in _blocks(text):
@@ -61,8 +61,8 @@ def commands(page, text=None):
 
 
 def _blocks(text):
-    """(number of its first line, lines) of each block that may have commands: those of a shell
-    as they are, others where a line is a command."""
+    """Yield (number of the first line, lines) of each block with commands: shell blocks, and other
+    blocks with lines that are commands."""
     fences = [*FENCE.finditer(text)]
     for fence in fences:
         lines = fence[3].split("\n")[:-1]
@@ -91,14 +91,14 @@ def _of_block(page, first, lines):
 
 
 def _alternatives(text):
-    """The commands of which `show|verify RUN` is short."""
+    """Return the commands that `show|verify RUN` abbreviates."""
     found = ALTERNATIVES.search(text)
     choices = found[0].split("|") if found else []
     return [text[: found.start()] + each + text[found.end() :] for each in choices] or [text]
 
 
 def spans(page):
-    """The commands with words in the running text of a page."""
+    """Return the commands with arguments in the text of a page."""
     lines = (ROOT / page).read_text(encoding="utf-8").split("\n")
     found = [(number, span) for number, line in enumerate(lines, 1) for span in SPAN.findall(line)]
     return [
@@ -110,8 +110,8 @@ def spans(page):
 
 
 def simple(text):
-    """The simple commands of a line, each a list of words, without settings before it and files
-    that it reads from or writes to."""
+    """Return the simple commands of a line, each a list of words, without environment settings and
+    redirections."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|<>")
     lexer.whitespace_split, lexer.commenters = True, ""
     found = [[]]

@@ -49,8 +49,8 @@ MODULES = {  # of `partition`, which has several parsers
 
 
 def wrong(text, whole=True):
-    """What is wrong with a documented command, or an empty text.  One in a running text need not
-    be `whole`, as one that ends with `...`."""
+    """Return the error in a documented command, or an empty text. A command in running text need
+    not be `whole`, like one that ends with `...`."""
     try:
         for words in simple(SYNOPSIS.sub(r"\1", text)):
             ours = [SAMPLES.get(word, word) for word in words]
@@ -105,7 +105,7 @@ def _make(words):
 
 
 def _job(words):
-    """Keys after jobs/train.sbatch and jobs/resume.sbatch are those of train."""
+    """Check keys after jobs/train.sbatch and jobs/resume.sbatch, which are those of train."""
     for name, ranks in {"jobs/train.sbatch": None, "jobs/resume.sbatch": 12}.items():
         if name in words:
             rest = words[words.index(name) + 1 :]
@@ -113,8 +113,8 @@ def _job(words):
 
 
 def _command(words):
-    """(verb, place of the word after it) of `python -m hpc3d.VERB` and `hpc3d VERB`, also after a
-    launcher or in a container."""
+    """Return (verb, index of the next word) of `python -m hpc3d.VERB` or `hpc3d VERB`, also after
+    a launcher or in a container."""
     for place, word in enumerate(words):
         if word == "-m" and words[place + 1 :]:
             module = words[place + 1]
@@ -135,7 +135,7 @@ def _there(module):
 
 
 def _ranks(launcher):
-    """The number that a launcher is asked for; None: as many as a job has."""
+    """Return the number of ranks passed to a launcher; None means all ranks of a job."""
     for word, value in pairwise(launcher):
         if RANKS.fullmatch(word):
             return int(value)
@@ -143,7 +143,7 @@ def _ranks(launcher):
 
 
 def _parsed(verb, words, ranks):
-    """Words of a command, through its own parser; keys and machines are those that there are."""
+    """Parse the words of a command with its own parser; keys and machines must exist."""
     rest = REST in words
     words = [word for word in words if word != REST]
     if not words:
@@ -161,14 +161,14 @@ def _parsed(verb, words, ranks):
 
 
 def _options(words):
-    """Keys and values of a command line that may go on with a run."""
+    """Return keys and values of a command line that may resume a run."""
     words = words[next((n for n, word in enumerate(words) if word[:1] == "-"), len(words)) :]
     _taken(words, "--resume")
     return words
 
 
 def _taken(words, option):
-    """The value of an option, if it is there, which is taken out of the words."""
+    """Remove an option from the words, and return its value, if present."""
     if option not in words:
         return None
     place = words.index(option)
@@ -191,7 +191,7 @@ def _train(words, ranks):
 
 
 def _called(verb, words, rest):
-    """`main` of a command without its work; keys are those of its input, if it has one."""
+    """Call `main` of a command without its work; keys are those of its input, if it has one."""
     part = words[0] if verb == "partition" and words[0] in MODULES else ""
     module = import_module(MODULES[part] if verb == "partition" else f"hpc3d.{verb}")
     also = ("--name", "--seed") if verb == "checkpoint" else ()
@@ -224,7 +224,7 @@ _KNOWN = Parser.parse_known_args
 
 
 def _all_known(parser, words=None, namespace=None):
-    """Keys, which some commands leave to others, have been taken out."""
+    """Reject unknown arguments; keys, which some commands pass on, have already been removed."""
     found, unknown = _KNOWN(parser, words, namespace)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -232,7 +232,7 @@ def _all_known(parser, words=None, namespace=None):
 
 
 class _Idle:
-    """`run` of hpc3d.console.command_line, or hpc3d.runtime.launch, that start nothing."""
+    """Replacement of `run` in hpc3d.console.command_line or hpc3d.runtime.launch."""
 
     def __call__(self, *_, **__):
         return 0

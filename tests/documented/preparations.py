@@ -68,7 +68,7 @@ def _nano(path):
 
 
 def _validation(path):
-    """The same ids as in train.bin, in reverse order."""
+    """Write the ids of train.bin in reverse order."""
     np.fromfile(path.with_name("train.bin"), np.uint16)[::-1].tofile(path)
 
 
@@ -80,7 +80,7 @@ def _parquet(path):
 
 
 def _indexed(path):
-    """NAME.bin and NAME.idx of Megatron-LM."""
+    """Write NAME.bin and NAME.idx of Megatron-LM."""
     megatron(path.parent, [[[1, 2, 3]], [[4, 5], [6]]])
     for suffix in (".bin", ".idx"):
         (path.parent / "a").with_suffix(suffix).rename(path.with_suffix(suffix))

@@ -26,8 +26,8 @@ KEYWORD = re.compile(r"for |done$")
 
 
 def script(commands):
-    """The text of a script that ends at the first of `commands`, (text, its exit code), that goes
-    wrong."""
+    """Return the text of a script that ends at the first of `commands`, pairs (text, exit code),
+    with another exit code."""
     lines = [HEAD]
     for text, code in commands:
         lines.append(SOME_RUN.sub(lambda found: f'"$(newest {found[1] or ""})"', text))
@@ -37,8 +37,8 @@ def script(commands):
 
 
 def reduced(text, words):
-    """A command with other words at its end, but before a `&`; if they begin with -np, those
-    ranks."""
+    """Append words to a command, before a final `&`; words that begin with -np replace the number
+    of ranks."""
     ranks = re.match(r"-np \d+", words)
     if ranks:
         text, words = re.sub(r"-np \d+", ranks[0], text), words[ranks.end() :].strip()
@@ -47,7 +47,7 @@ def reduced(text, words):
 
 
 def output_of(text, folder, seconds):
-    """What a script printed that went well in `folder`; AssertionError otherwise."""
+    """Return the output of a script that succeeded in `folder`; raise AssertionError otherwise."""
     with JOB_LOCK:
         process = _begun(text, folder)
         try:
@@ -69,6 +69,6 @@ def _begun(text, folder):
 
 
 def _end(session):
-    """End all processes of a session: jobs of a shell have groups of their own."""
+    """Kill all processes of a session, because shell jobs have their own process groups."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         subprocess.run(["pkill", f"-{number}", "-s", str(session)], check=False)

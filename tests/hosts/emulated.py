@@ -75,7 +75,7 @@ exit $code
 
 @functools.cache
 def available():
-    """Why there can be no hosts here, or None: all that they need is tried."""
+    """Try everything that hosts require; return the reason if hosts are impossible, or None."""
     missing = [name for name in PROGRAMS if not shutil.which(name, path=PATH)]
     if missing:
         return f"hosts cannot be emulated: no {', '.join(missing)} here"
@@ -89,10 +89,10 @@ def available():
 
 
 class Emulated:
-    """Hosts hn1, hn2, ... and the login host hn0, as long as the context is.
+    """Hosts hn1, hn2, ... and the login host hn0, for the duration of the context.
 
-    `clocks`: (number of a host from 1, seconds that its monotonic clock is ahead) each.
-    `shared`: folders in /tmp that all hosts see; the sources and the environment they do anyway.
+    `clocks`: pairs (number of a host from 1, offset of its monotonic clock in seconds).
+    `shared`: folders in /tmp that all hosts share; sources and environment are always shared.
     """
 
     def __init__(self, hosts=2, clocks=(), shared=()):
@@ -116,7 +116,7 @@ class Emulated:
         self.stack.close()
 
     def _write(self):
-        """What the hosts find: names, and the agent that reaches them from the login host."""
+        """Write the files of the hosts: names, and the agent with which mpirun reaches them."""
         lines = [f"{_address(number)} hn{number}" for number in range(self.count + 1)]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         agent = self.folder / "agent"
@@ -124,7 +124,7 @@ class Emulated:
         agent.chmod(0o755)
 
     def _begin(self, words):
-        """The process id that a process says when it is ready, and which ends with the context."""
+        """Start a process that prints its id when it is ready, and ends with the context."""
         process = subprocess.Popen(
             [*MORTAL, *words],
             env={**os.environ, "PATH": PATH},
@@ -141,7 +141,7 @@ class Emulated:
         return int(said)
 
     def _host(self, number):
-        """A host on the bridge.  The login host sees all processes, to reach the others."""
+        """Start a host on the bridge. The login host sees all processes, to reach other hosts."""
         ahead = self.clocks.get(number)
         words = ["--time", f"--monotonic={ahead}", f"--boottime={ahead}"] if ahead else []
         words += ["--pid"] if number else []
@@ -161,12 +161,12 @@ class Emulated:
         _run(*own, "link", "set", "eth0", "up")
 
     def mpirun(self, ranks_by_host, *words, env=None, timeout=120, meanwhile=None, cwd=ROOT):
-        """`words` by mpirun, (2, 2) for two ranks on hn1 and two on hn2; a hang is a failure.
+        """Run `words` with mpirun; (2, 2) means two ranks on hn1 and two on hn2.
 
-        `env` is handed on to the ranks; a variable that is None is unset.  `meanwhile()` runs
-        beside the job, in a thread; what it raises is raised here.  Processes that end at once,
-        before all are started, make the launcher of Open MPI 5 wait for ever.  Returns a
-        CompletedProcess with text in stdout and stderr.
+        A hang is a failure. `env` is passed to the ranks; `None` unsets a variable. `meanwhile()`
+        runs in a thread during the job; its exceptions are raised here. If processes end before
+        all others have started, the launcher of Open MPI 5 hangs. Returns a CompletedProcess with
+        text in stdout and stderr.
         """
         each = [f"hn{1 + place}:{count}" for place, count in enumerate(ranks_by_host) if count]
         given = {"PATH": PATH, "PYTHONPATH": str(ROOT), **(env or {})}
@@ -182,7 +182,7 @@ class Emulated:
                 beside.result()
 
     def launch(self, command, settings, timeout, cwd):
-        """A command on the login host; at the timeout all that runs on the hosts is killed."""
+        """Run a command on the login host; after the timeout, kill everything on the hosts."""
         agent = str(self.folder / "agent")
         settings |= {"PRTE_MCA_plm_ssh_agent": agent, "OMPI_MCA_plm_rsh_agent": agent}
         process = subprocess.Popen(
@@ -205,7 +205,7 @@ class Emulated:
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def on(self, number, *words, check=True, timeout=60):
-        """A command on a host, 0 for the login host: what it says."""
+        """Run a command on a host (0: the login host); return its output."""
         spaces = ["-a"] if number else ["-n", "-u", "-i", "-m"]
         return _run(*self._enter(number, *spaces), *words, check=check, timeout=timeout).stdout
 
@@ -213,11 +213,11 @@ class Emulated:
         return ["nsenter", "-t", str(self.pids[number]), *spaces, "--"]
 
     def root(self, number):
-        """The root folder of a host as it is seen from outside, /tmp and /dev/shm in it."""
+        """Return the root folder of a host as seen from outside; it contains /tmp and /dev/shm."""
         return Path(f"/proc/{self.pids[number]}/root")
 
     def rate(self, rate):
-        """Limit every card both ways to "200mbit", or not at all for None."""
+        """Limit every network card in both directions, as in "200mbit"; None means no limit."""
         for number, pid in enumerate(self.pids):
             for place, card in ((pid, "eth0"), (self.switch, f"v{number}")):
                 tc = ["nsenter", "-t", str(place), "-n", "tc", "qdisc"]
@@ -227,7 +227,7 @@ class Emulated:
                     _run(*tc, "add", "dev", card, *limit)
 
     def sent_and_received(self, number):
-        """Bytes that the card of a host has carried."""
+        """Return the bytes that the network card of a host has sent and received."""
         (line,) = [
             line
             for line in Path(f"/proc/{self.pids[number]}/net/dev").read_text().splitlines()
@@ -237,25 +237,25 @@ class Emulated:
         return int(counts[8]), int(counts[0])
 
     def kill(self, number):
-        """A host and all that runs on it is gone at once."""
+        """Kill a host and all its processes at once."""
         os.kill(self.pids[number], signal.SIGKILL)
 
     def clear(self, number):
-        """All that runs on a host is killed; the host stays."""
+        """Kill all processes on a host; the host remains."""
         for pid in self.processes(number):
             if pid != self.pids[number]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def cut(self, number):
-        """The cable of a host is drawn."""
+        """Disconnect a host from the network."""
         _run("nsenter", "-t", str(self.switch), "-n", "ip", "link", "set", f"v{number}", "down")
 
     def mend(self, number):
         _run("nsenter", "-t", str(self.switch), "-n", "ip", "link", "set", f"v{number}", "up")
 
     def processes(self, number):
-        """The processes on a host other than the login host."""
+        """Return the processes on a host other than the login host."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -264,7 +264,7 @@ class Emulated:
         return found
 
     def left(self, number):
-        """How many processes of Python run on a host."""
+        """Return the number of Python processes on a host."""
         count = 0
         for pid in self.processes(number):
             with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ KEEPALIVE = {"time": 6, "intvl": 3, "probes": 3}
 
 @pytest.fixture
 def keepalive(monkeypatch):
-    """What make setup writes for mpirun."""
+    """Options that make setup writes for mpirun."""
     for name, value in KEEPALIVE.items():
         monkeypatch.setenv(f"PRTE_MCA_oob_tcp_keepalive_{name}", str(value))
 
@@ -29,7 +29,7 @@ def hosts(tmp_path):
 
 
 def lost(hosts, out, what, **values):
-    """How a run ends of which host 2 is lost in its second step or later."""
+    """Return the result of a run whose host 2 is lost in the second step or later."""
 
     def meanwhile():
         wait_for(lambda: any("   1 " in log.read_text() for log in out.glob("*/train.log")))
@@ -42,7 +42,7 @@ def lost(hosts, out, what, **values):
 
 
 def assert_failed(done, tmp_path):
-    """What jobs/ makes of the launcher's end is a failure."""
+    """Assert that jobs/ treats the exit of the launcher as a failure."""
     output = tmp_path / "said"
     output.write_text(done.stdout)
     words = ["bash", "-c", "source jobs/kept.sh; kept $0 $1", str(done.returncode), output]

@@ -30,13 +30,13 @@ def test_doctor_reports_no_problem_between_connected_hosts(hosts):
 
 
 def drop(hosts, number, other):
-    """What a host sends to another one is lost."""
+    """Drop all packets from one host to another."""
     hosts.on(number, "ip", "neigh", "replace", f"10.77.0.{other + 1}", "lladdr",
              "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")  # fmt: skip
 
 
 def test_doctor_reports_a_firewall_between_two_hosts(hosts):
-    """They are not those of rank 0."""
+    """None of these hosts has rank 0."""
     drop(hosts, 2, 3)
     drop(hosts, 3, 2)
     code, said = doctor(hosts)

@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def command(folder):
-    """Slurm's commands on its first node, which is there as long as the hosts are."""
+    """Run Slurm commands on its first node, which exists as long as the hosts."""
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
     own = {"SLURM_CONF": folder / "slurm.conf", "PATH": PATH, "PYTHONPATH": ROOT, **ENVIRONMENT}
     given = ["env", "-C", folder, *(f"{name}={text}" for name, text in own.items())]

@@ -34,12 +34,12 @@ def hosts(folder):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """The losses of one process."""
+    """Losses of one process."""
     return losses(train(1, folder / "alone", train__steps=STEPS + 1))
 
 
 def run(hosts, ranks, out, *more, **values):
-    """The folder of a run that must go well."""
+    """Return the folder of a run that must succeed."""
     command = ["python", "-m", "hpc3d.train", *words(out, **values), *more]
     done = hosts.mpirun(ranks, *command)
     assert done.returncode == 0, done.stdout + done.stderr

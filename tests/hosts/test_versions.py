@@ -26,7 +26,7 @@ def hosts(folder):
 
 
 def versions(hosts, folder):
-    """The exit code and the row of the doctor on three hosts."""
+    """Return the exit code and the result of the doctor on three hosts."""
     words = ["python", "-m", "hpc3d.doctor", "--together", "--json", "--out", folder]
     done = hosts.mpirun((1, 2, 1), *words)
     (result,) = [line for line in done.stdout.splitlines() if line.startswith('{"verdict"')]
@@ -36,7 +36,7 @@ def versions(hosts, folder):
 
 
 def instead(hosts, number, path, other):
-    """A host sees another file or folder there."""
+    """Replace a file or folder on one host."""
     hosts.on(number, "mount", "--bind", other, path)
 
 

@@ -11,7 +11,7 @@ from hpc3d.library.completion import script
 
 @pytest.fixture(scope="module")
 def bash(tmp_path_factory):
-    """What bash offers for the words of a command line, of which the last is completed."""
+    """Return bash's completions of the last word of a command line."""
     path = tmp_path_factory.mktemp("completion") / "hpc3d.bash"
     path.write_text(script("bash", COMMANDS))
 

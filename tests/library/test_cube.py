@@ -34,7 +34,7 @@ def test_every_scheme_computes_the_product_and_its_gradients(scheme, matrices):
 
 
 def test_received_bytes_of_a_rank_match_the_formula(matrices):
-    """Of a block that q ranks share, each gathers the (q - 1) shares of the others."""
+    """Of a block shared by q ranks, each rank gathers the q - 1 shards of the others."""
     x, w, _ = matrices
     cube = CUBES["3d"]
     cube.matmul(x, w)

@@ -42,7 +42,7 @@ def test_notebook_representation_shows_the_best_layout(layouts):
 
 @pytest.mark.slow
 def test_technique_is_proposed_if_nothing_fits(tmp_path):
-    """400 kB are wanted as it is."""
+    """The unchanged input requires 400 kB."""
     less = hpc3d.find_layouts("gpt-serial", 1, TINY, memory=3e5, top=1)
     assert less.technique == "train.optimizer=adafactor"
     assert less[0]["peak_bytes"] <= 3e5

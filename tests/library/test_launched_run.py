@@ -70,7 +70,7 @@ def test_run_training_resumes_on_another_layout(tmp_path, capfd, monkeypatch):
 
 @pytest.mark.slow
 def test_keyboard_interrupt_ends_the_ranks(tmp_path):
-    """As that of a notebook's button: SIGINT to this process alone."""
+    """As with a notebook's stop button, only this process receives SIGINT."""
     options = TINY | {"train.steps": 100_000, "mesh.d": 2}
     code = f"import hpc3d; hpc3d.run_training('gpt-serial', {options}, 2, {str(tmp_path)!r})"
     with JOB_LOCK:

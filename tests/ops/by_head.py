@@ -4,7 +4,7 @@ import numpy as np
 
 
 def by_head(qkv, heads, form):
-    """qkv [rows, heads*(g+2)*D] as [rows, heads, g + 2, D]: the queries of a key, the key, v."""
+    """Reshape qkv [rows, heads*(g+2)*D] to [rows, heads, g + 2, D]: g queries, key, value."""
     rows, (width, g) = len(qkv), form
     if g == 1:
         return qkv.reshape(rows, heads, 3, width)

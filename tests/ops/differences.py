@@ -4,7 +4,7 @@ import numpy as np
 
 
 def difference(function, x, dy, step=1e-6):
-    """The gradient of sum(dy function(x)) by central differences."""
+    """Return the gradient of sum(dy function(x)) by central differences."""
     gradient = np.empty_like(x)
     for place in np.ndindex(x.shape):
         old = x[place]

@@ -14,8 +14,8 @@ RNG = np.random.default_rng(7)
 
 
 def by_row(q, k, v, factors, seen):
-    """Attention of one head [T, D], row by row; `factors` and `seen` [key, query] of its
-    probabilities.  A query that sees no key has 0."""
+    """Attention of one head [T, D], row by row, with `factors` of the probabilities and a mask
+    `seen`, [key, query]. The output of a query that sees no key is 0."""
     rows = []
     for t in range(len(q)):
         keys = np.flatnonzero(seen[:, t])
@@ -25,7 +25,7 @@ def by_row(q, k, v, factors, seen):
 
 
 def masked(rate, *shape):
-    """Dropout of probabilities [B, heads, key, query], and all of its factors."""
+    """Return the dropout of probabilities [B, heads, key, query], and all of its factors."""
     batch, heads, sequence, _ = shape
     if not rate:
         return None, np.ones(shape)
@@ -52,7 +52,7 @@ SIZES = {"a sample a chunk": (1 << 20, 64), "a head a chunk": (1, 64), "2 querie
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("padding", strided(PADDED, 3, 2))
 def test_attention_and_its_gradient(scores, queries, rate, g, causal, padding, monkeypatch):
-    """Of heads of keys with g queries each."""
+    """Tests key heads with g queries each."""
     monkeypatch.setattr("hpc3d.ops.attention.SCORES", scores)
     monkeypatch.setattr("hpc3d.ops.attention._QUERIES", queries)
     empty = Pool().empty

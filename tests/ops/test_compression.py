@@ -16,7 +16,7 @@ def matrix(rows, columns, rank=99, seed=0):
 @pytest.mark.parametrize("rows", [3, 4, 5, 9])
 @pytest.mark.parametrize("scale", [1.0, 1e-150, 1e150])
 def test_orthonormalized_columns_span_the_same_space(rows, rank, scale):
-    """Also where the rows leave no room for more, as those of padding do."""
+    """This also holds if the rows are too few, or zero because of padding."""
     given = np.concatenate([matrix(rows, 5, rank), np.zeros((2, 5))]) * scale
     basis = given.copy()
     orthonormalise(basis)

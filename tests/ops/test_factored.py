@@ -9,7 +9,7 @@ SHAPES = [(300, 200), (90, 4, 60), (1, 20000), (0, 3)]
 
 
 def drawn(shape):
-    """A block, and factors of its rows and of its columns."""
+    """Return a block, and factors of its rows and of its columns."""
     draw = np.random.default_rng(len(shape))
     rows, columns = (*shape[:-1], 1), (1, *shape[1:])
     return draw.normal(size=shape), draw.random(rows), draw.random(columns)

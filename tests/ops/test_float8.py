@@ -34,7 +34,7 @@ def test_float8_saturates_and_preserves_nan(dtype):
 
 
 def rounded(x, tiles, dtype=E4M3):
-    """x[m, e, n] rounded, and the maxima."""
+    """Return x[m, e, n] rounded, and the maxima."""
     down, across = tiles.grid(len(x), x.shape[2])
     maxima = np.full((down, x.shape[1], across), -1, np.result_type(x, np.float32))
     tile_maxima(x, tiles, maxima)
@@ -42,7 +42,7 @@ def rounded(x, tiles, dtype=E4M3):
 
 
 def by_tile(x, tiles, dtype):
-    """The same tile by tile, in torch; maxima as a dict."""
+    """Return the same tile by tile, with torch; maxima as a dict."""
     out, maxima = torch.empty(x.shape, dtype=torch.float64), {}
     x = torch.tensor(x)
     down, across = tiles.grid(len(x), x.shape[2])

@@ -23,7 +23,7 @@ EMPTY = Pool().empty
 
 
 class Case:
-    """A norm, of torch and with what it is given; of RMSNorm beta is None."""
+    """Norm in torch with its arguments; for RMSNorm, beta is None."""
 
     def __init__(self, centred):
         self.x, self.dy, self.residual = RNG.normal(size=(3, ROWS, COLUMNS)) + 0.5
@@ -63,7 +63,7 @@ def test_norm_and_gradient_of_full_rows_match_torch(case, blocks):
 
 
 def test_norm_and_gradient_of_split_columns_match_torch(case, blocks):
-    """As ranks do it that have some of the columns each."""
+    """Each rank has some of the columns."""
     parts = [slice(at, at + 4) for at in range(0, COLUMNS, 4)]
     x, dy, residual = (
         [np.ascontiguousarray(each[:, part]) for part in parts]
@@ -95,7 +95,7 @@ def test_norm_and_gradient_of_split_columns_match_torch(case, blocks):
 
 
 def test_moments_avoid_cancellation(blocks):
-    """Mean 1e8, deviation 1: E[x^2] - E[x]^2 would leave nothing of it."""
+    """The mean is 1e8 and the deviation 1, so E[x^2] - E[x]^2 would lose all digits."""
     x = RNG.normal(size=(50, 64)) + 1e8
     mean, squares = moments(x)
     exact = x - x.mean(1, keepdims=True)

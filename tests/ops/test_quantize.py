@@ -26,7 +26,7 @@ def test_256_levels_range_from_a_millionth_to_1(levels):
 
 
 def test_levels_of_a_decade_are_equally_spaced():
-    """The last has 64 of each sign, or 128."""
+    """The last decade has 64 levels of each sign, or 128."""
     signed, unsigned = LEVELS
     for levels, count in ((signed, 64), (unsigned, 128)):
         last = levels[(levels > 0.1) & (levels < 1)]
@@ -52,7 +52,7 @@ def test_quantize_selects_the_nearest_level_of_its_block(levels):
 
 
 def drawn(blocks, steps):
-    """Gradients of some steps: of many sizes, with zeros."""
+    """Return gradients of some steps, with many magnitudes and zeros."""
     draw = np.random.default_rng(7)
     size = blocks * BLOCK
     for _ in range(steps):
@@ -60,8 +60,8 @@ def drawn(blocks, steps):
 
 
 def by_hand(w, grads, factors):
-    """The step, a block after the other and a number after the other: moments are kept as the
-    levels that are nearest by looking at all."""
+    """Compute the update block by block and number by number; the moments are rounded to the
+    nearest level by a search over all levels."""
     beta1, beta2, epsilon = CONSTANTS["adamw"].values()
     signed, unsigned = LEVELS.astype(float)
     kept = [([0.0] * BLOCK, [0.0] * BLOCK) for _ in range(len(w) // BLOCK)]

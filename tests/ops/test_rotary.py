@@ -17,7 +17,7 @@ BATCH, HEADS, SEQUENCE = 2, 3, 5
 
 
 def turned(x, base, form):
-    """By head, q and k of qkv, the pair (a, b) as a + ib times exp(i angle)."""
+    """Return q and k of qkv by head, with each pair (a, b) = a + ib times exp(i angle)."""
     parts = torch.tensor(by_head(x, HEADS, form).reshape(BATCH, SEQUENCE, HEADS, -1, form.width))
     i = torch.arange(form.width // 2, dtype=torch.float64)
     positions = torch.arange(SEQUENCE, dtype=torch.float64)
@@ -45,7 +45,7 @@ def test_rotary_embedding_rotates_queries_and_keys_but_not_values(form):
 
 
 def published(rotation, width):
-    """The frequencies of a head, each by the branch that its wavelength is in."""
+    """Return the frequencies of a head, each by the branch for its wavelength."""
     found = []
     for i in range(width // 2):
         f = rotation.base ** (-2 * i / width)

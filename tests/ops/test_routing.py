@@ -23,7 +23,7 @@ FORMS = [
 
 
 def logits_of(rows=ROWS, dtype=np.float64):
-    """With ties: two experts have the same logit everywhere, others in single tokens."""
+    """Return logits with ties: two experts are equal for all tokens, others for single tokens."""
     logits = RNG.normal(size=(rows, COUNT)).astype(dtype)
     logits[:, 4] = logits[:, 1]
     logits[: rows // 3, 2] = logits[: rows // 3, 0]
@@ -32,7 +32,7 @@ def logits_of(rows=ROWS, dtype=np.float64):
 
 
 def chosen(scores, top_k):
-    """The experts of one token by their scores, of equal ones the lower first."""
+    """Return the experts of one token by their scores; on ties, the lower index is first."""
     left, found = dict(enumerate(scores)), []
     for _ in range(top_k):
         best = min(expert for expert in left if left[expert] == max(left.values()))
@@ -42,7 +42,7 @@ def chosen(scores, top_k):
 
 
 def placed(choices, form):
-    """The slots of choices, one token after the other."""
+    """Return the slots of choices, token by token."""
     tokens, count, capacity, parts, held = form
     slots = np.full(choices.shape, -1)
     for sequence in range(len(choices) // tokens):
@@ -60,7 +60,7 @@ def placed(choices, form):
 
 
 def drawn(top_k, form=FORMS[0], rows=ROWS, dtype=np.float64):
-    """Routes, slots and how many rows have one of them."""
+    """Return routes, slots, and the number of rows with a slot."""
     routes = routing.route(logits_of(rows, dtype), top_k)
     slots = routing.slots_of(routes.experts, form)
     return routes, slots, form.parts * form.rows * (form.count // form.parts)
@@ -80,7 +80,7 @@ def close(found, expected):
 @pytest.mark.parametrize("top_k", CHOICES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_top_k_experts_and_weights_of_each_token(top_k, biased):
-    """It is weighed by its probabilities, whatever it is chosen by."""
+    """The weights are probabilities, whatever the scores of the selection are."""
     logits = logits_of()
     bias = RNG.normal(size=COUNT) if biased else None
     routes = routing.route(logits, top_k, bias)
@@ -120,7 +120,7 @@ def test_slots_are_assigned_in_token_order(top_k, form):
 
 
 def test_second_choices_are_placed_after_all_first_choices():
-    """Of two slots the last token's first choice takes one, the first token's second none."""
+    """One of two slots goes to the last token's first choice, none to the first token's second."""
     choices = np.array([[1, 0], [0, 1], [0, 1]])
     slots = routing.slots_of(choices, SlotForm(3, 2, 2, 1, 2))
     assert slots.tolist() == [[1, -1], [0, 3], [2, -1]]
@@ -222,7 +222,7 @@ def test_dropped_token_is_zero_and_has_no_gradient():
 @pytest.mark.parametrize("top_k", CHOICES)
 @pytest.mark.parametrize("first", [0, 4, 20])
 def test_router_losses_and_logit_gradients_match_torch(top_k, first):
-    """Of some rows from `first` on; the shares are those of all, and have no gradient."""
+    """Tests rows from `first` on; the shares are those of all rows, and have no gradient."""
     every, scale = logits_of(), 0.7
     bias = RNG.normal(size=COUNT) * 0.1
     loss = loss_of(routing.route(every, top_k, bias), first)
@@ -246,7 +246,7 @@ def test_router_losses_and_logit_gradients_match_torch(top_k, first):
 
 
 def passed(routes, slots, loss, held, empty):
-    """What each of them gives."""
+    """Return the results of each function."""
     x, y = empty((len(slots), WIDTH)), empty((held, WIDTH))
     dweights = empty(slots.shape)
     return [
@@ -285,7 +285,7 @@ def test_routing_results_are_contiguous():
 
 
 def test_weights_of_experts_selected_by_the_bias_are_accurate():
-    """Their probabilities are 0 in float32, and the softmax of their logits is not."""
+    """Their probabilities are 0 in float32, but the softmax of their logits is not."""
     logits, bias = np.float32([[0, 0, -200, -201]]), np.float32([-1, -1, 1, 1])
     found = routing.route(logits, 2, bias)
     assert found.experts.tolist() == [[2, 3]]

@@ -20,7 +20,7 @@ ON_DEVICES_ONLY = {"accumulate_product", "multiply_coded"}
 
 
 def lacks(ops):
-    """{op: the rules that it lacks}."""
+    """Return {op: its missing rules}."""
     found = {}
     for each in ops:
         missing = {

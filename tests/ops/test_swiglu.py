@@ -33,7 +33,7 @@ def test_swiglu_gradient_matches_finite_differences(blocks):
 
 
 def test_swiglu_of_large_gates_does_not_overflow():
-    """Where exp(-a) is beyond the largest number, nothing is NaN."""
+    """If exp(-a) overflows, no result is NaN."""
     h = np.array([[-800.0, 3.0, 800.0, 3.0]])
     out = np.empty((1, 2))
     with np.errstate(all="raise"):

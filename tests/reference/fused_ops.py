@@ -15,9 +15,9 @@ from hpc3d.ops.rows import add_bias, add_repeated
 
 
 def add_norm(x, residual, gamma, beta, epsilon):
-    """s = x + residual and y = norm(s), with the mean and rstd of every row of s.
+    """Return s = x + residual and y = norm(s), with the mean and rstd of every row of s.
 
-    Without a residual (None) s is x itself, and without beta it is RMSNorm, whose mean is None.
+    If residual is None, s is x itself. If beta is None, the norm is RMSNorm, and the mean is None.
     """
     s = x if residual is None else x + residual
     mean, squares = (None, np.square(s).sum(1)) if beta is None else moments(s)
@@ -27,8 +27,8 @@ def add_norm(x, residual, gamma, beta, epsilon):
 
 
 def norm_grad(s, mean, rstd, dy, gamma, residual):
-    """The gradients of s (plus `residual` unless None), gamma and beta; of RMSNorm without a
-    mean, which has no beta."""
+    """Return the gradients of s (plus `residual` unless None), gamma and beta. If the mean is
+    None, the norm is RMSNorm, which has no beta."""
     n = (s if mean is None else s - mean[:, None]) * rstd[:, None]
     sums, dgamma, dbeta = normalise_sums(n, dy, gamma, mean is not None)
     means = sums / s.shape[1]
@@ -37,20 +37,20 @@ def norm_grad(s, mean, rstd, dy, gamma, residual):
 
 
 def bias_gelu(h, bias, out, kind):
-    """out = gelu(h + bias); h becomes the slope."""
+    """Compute out = gelu(h + bias); h is replaced by the derivative."""
     return GELU[kind](add_bias(h, bias, h), out)
 
 
 def embed(table, index, positions, first):
-    """Rows of the table by token plus rows of the positions, again and again from `first` on."""
+    """Return rows of the table by token, plus rows of the positions, repeated from `first` on."""
     x = gather_rows(table, index)
     return add_repeated(x, positions, first, x)
 
 
 def cross_entropy(logits, targets, vocabulary, scale):
-    """The loss of every row; logits become its gradient times `scale`.
+    """Return the loss of every row; logits are replaced by their gradient times `scale`.
 
-    Columns from `vocabulary` on are padding, rows whose target is IGNORE count for nothing.
+    Columns from `vocabulary` on are padding, and rows with the target IGNORE do not count.
     """
     top, valid = row_max(logits, vocabulary), targets != IGNORE
     sums, at = local_sums(logits, top, targets)
@@ -59,8 +59,8 @@ def cross_entropy(logits, targets, vocabulary, scale):
 
 
 def causal_softmax(scores, scale, factors=None, mask=CAUSAL):
-    """p = softmax(scale scores + mask) over the keys of [B, heads, key, query], in the scores'
-    memory; and p times dropout's factors, p itself without.  Queries that see no key have 0."""
+    """Compute p = softmax(scale scores + mask) over the keys of [B, heads, key, query], in place,
+    and p times the dropout factors (p itself without dropout). Queries that see no key get 0."""
     scores *= scale
     if mask.causal:
         scores += np.tril(np.full(scores.shape[-2:], -np.inf, scores.dtype), -1)
@@ -74,7 +74,7 @@ def causal_softmax(scores, scale, factors=None, mask=CAUSAL):
 
 
 def causal_softmax_grad(p, dweights, scale, factors=None):
-    """ds = scale p (dp - sum(dp p)) with dp = dweights times the factors, in its memory."""
+    """Compute ds = scale p (dp - sum(dp p)) in place, with dp = dweights times the factors."""
     if factors is not None:
         dweights *= factors
     dweights -= (dweights * p).sum(-2, keepdims=True)

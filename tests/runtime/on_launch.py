@@ -22,7 +22,7 @@ def environment(job):
 
 
 def fail(job):
-    """One rank raises, the others wait for it inside of MPI."""
+    """One rank raises an exception, while the others wait for it inside MPI."""
     if job.rank == 1:
         raise RuntimeError("a message of rank 1")
     job.barrier()
@@ -77,7 +77,7 @@ def agree(job):
 
 
 def terminated(job, wait):
-    """Rank 0 ends rank 1, which waits in `wait`, as a launcher ends it."""
+    """Rank 0 terminates rank 1, which waits in `wait`, as a launcher does."""
     pids = job.comm.allgather(os.getpid())
     if job.rank == 1:
         wait()
@@ -104,8 +104,8 @@ def terminated_at_work(job):
 
 
 def told_amid_products(job):
-    """A job that stops by itself is told to end while BLAS, whose threads do not bear that their
-    process is copied, multiplies on two of them; what it keeps is there before it goes on."""
+    """A job that can stop itself is told to end while BLAS computes with two threads, which do not
+    survive a fork; what it saves is complete before it continues."""
     import numpy as np
 
     job.requests, a = {signal.SIGTERM}, np.ones((600, 600), np.float32)
@@ -122,7 +122,7 @@ def told_amid_products(job):
 
 
 def terminated_in_products(job):
-    """The same of a job that does not stop by itself: it ends."""
+    """The same situation, but the job cannot stop itself, so it ends."""
     import numpy as np
 
     a = np.ones((600, 600), np.float32)
@@ -132,14 +132,14 @@ def terminated_in_products(job):
 
 
 def interrupted_twice_in_products(job):
-    """The first signal is a request, and the second one comes while the trace is saved for it."""
+    """The first signal is a stop request; the second one arrives while the trace is saved."""
     job.requests = {signal.SIGINT, signal.SIGTERM}
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     terminated_in_products(job)
 
 
 def interrupted_while_saving(job):
-    """The second signal comes while the copy of this process takes its time."""
+    """The second signal arrives while the forked copy of this process is still busy."""
 
     def linger():
         Path(sys.argv[2], str(os.getpid())).touch()
@@ -154,7 +154,7 @@ def interrupted_while_saving(job):
 
 
 def unheard(job):
-    """Rank 0 fails while the launcher sleeps, which is woken when that rank has ended."""
+    """Rank 0 fails while the launcher is stopped, which is continued when this rank has ended."""
     launcher, here = os.getppid(), Path(f"/proc/{os.getpid()}/cmdline")
     if job.rank == 1:
         job.comm.recv(source=0)

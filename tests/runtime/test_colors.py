@@ -55,7 +55,7 @@ def test_own_colors_pass_the_sanitizer_and_others_are_escaped(monkeypatch):
 
 
 def test_launcher_streams_decide_about_color(monkeypatch):
-    """This process is taken for the launcher: a rank's stream has the number of one of its."""
+    """This process plays the launcher: a rank's stream is identified by its number there."""
     monkeypatch.setattr(colors, "launcher", lambda: (os.getpid(), None))
     ends = *os.pipe(), *pty.openpty()
     try:

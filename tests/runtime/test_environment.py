@@ -13,7 +13,7 @@ YIELD = "OMPI_MCA_mpi_yield_when_idle"
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A function that makes this a rank of another machine, as far as the launch can see."""
+    """Return a function that simulates a rank on another machine."""
     for name in (*environment.THREAD_VARIABLES, *environment.LOCAL_RANKS, YIELD):
         monkeypatch.setenv(name, "")  # so that what is set on the way is undone
         monkeypatch.delenv(name)

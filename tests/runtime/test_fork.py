@@ -19,7 +19,7 @@ print(fork.fork_or_end())
 
 
 def test_forked_copy_and_parent_both_continue(monkeypatch):
-    """The end of this process is planned before the copy is made, and called off after it."""
+    """The end of this process is scheduled before the fork, and cancelled after it."""
     done = []
     alarm = SimpleNamespace(
         dump_traceback_later=lambda seconds, **how: done.append((seconds, how["exit"])),

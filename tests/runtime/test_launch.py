@@ -28,7 +28,7 @@ UNBOUND = {
 
 
 def job(ranks, mode, folder, **environment):
-    """The finished job, and the ranks that did at their end what was to be done."""
+    """Return the finished job, and the ranks that completed their clean-up."""
     words = ("-m", "tests.runtime.on_launch", mode, folder)
     done = mpirun(ranks, *words, environment=environment)
     return done, sorted(int(name) for name in os.listdir(folder))
@@ -36,7 +36,7 @@ def job(ranks, mode, folder, **environment):
 
 @pytest.fixture
 def one_core():
-    """This process and those that it starts, bound to one core."""
+    """Bind this process and its child processes to one core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     yield
@@ -202,7 +202,7 @@ def test_error_during_cleanup_is_reported_and_the_rest_runs(tmp_path):
 
 
 def test_full_disk_on_stdout_ends_the_job_like_other_commands(monkeypatch):
-    """As text that rank 0 generates, between two collective calls."""
+    """The output is text that rank 0 generates, between two collective calls."""
     told = []
     job = SimpleNamespace(
         first_to_fail=lambda: True, ending=threading.Lock(), exit_hooks=[], name="generate", rank=0

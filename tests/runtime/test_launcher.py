@@ -17,7 +17,7 @@ WAITS = "import time; print(flush=True); time.sleep(999)"
 
 @pytest.fixture
 def begun(monkeypatch):
-    """A function that begins a process of Python; it is gone after the test."""
+    """Return a function that starts a Python process, which is killed after the test."""
     monkeypatch.setattr(launcher, "HEARD", 0.3)
     monkeypatch.setattr(launcher, "AGAIN", 0.3)
     processes = []
@@ -44,7 +44,7 @@ def test_launcher_is_terminated_then_killed(text, code, begun):
 
 
 def test_other_process_with_a_reused_pid_is_not_killed(begun, monkeypatch):
-    """The process that would end it has ended, and it is still alive."""
+    """The process that would kill it has ended, and the other process is still alive."""
     process, children = begun(WAITS), []
     copy = launcher.fork_or_end
     monkeypatch.setattr(launcher, "fork_or_end", lambda: children.append(copy()) or children[-1])

@@ -193,7 +193,7 @@ def test_launcher_of_another_mpi_is_detected(variable, foreign_to, no_launcher, 
 
 
 def test_mismatch_report_starts_no_process(no_launcher):
-    """No process, of those that the doctor asks, and not MPI."""
+    """It starts neither the processes that the doctor queries, nor MPI."""
     program = """
 import sys
 from hpc3d.runtime.mpi_library import mismatch_report

@@ -18,7 +18,7 @@ class Refused(Exception):
 
 
 class Job:
-    """A rank of `size` threads, of which each calls the same."""
+    """Rank of `size` threads, which all make the same calls."""
 
     def __init__(self, rank, size, table, meet):
         self.rank, self.size, self.table, self.meet = rank, size, table, meet
@@ -36,7 +36,7 @@ class Job:
 
 
 def asked(homes, folder):
-    """What each rank of a job on these hosts is told, None where it may go on."""
+    """Return the error of each rank of a job on these hosts, or None if the rank may continue."""
     size = len(homes.hosts)
     table, meet, said = [None] * size, threading.Barrier(size), [None] * size
 
@@ -55,14 +55,14 @@ def asked(homes, folder):
 
 
 def assert_refused(said, line):
-    """Rank 0 says so, and no rank goes on."""
+    """Assert that rank 0 prints the error, and that no rank continues."""
     assert said[0] == line and None not in said
 
 
 @pytest.fixture
 def views(monkeypatch):
-    """{rank: how many looks it takes to see what others write}, for ranks with a view of their
-    own, and the files that were looked for."""
+    """Return {rank: number of checks until it sees others' files}, for ranks with their own view,
+    and the files that were checked."""
     delays, looked, exists = {}, [], Path.exists
 
     def seen(path):

@@ -15,7 +15,7 @@ from tests.runs import interruptible, losses, newest, train, when_running, witho
 
 
 def ranks_of(run):
-    """The processes of the ranks of a run, by their command line; the launcher is none of them."""
+    """Return the processes of the ranks of a run, without the launcher."""
     found = subprocess.run(
         ["pgrep", "-f", f"^{sys.executable} .*{run.parent}"],
         capture_output=True,
@@ -96,7 +96,7 @@ def test_stop_with_passes_in_flight_reports_that_nothing_is_saved(tmp_path):
 
 
 class Job:
-    """A job of which only this rank is looked at."""
+    """Job in which only this rank is tested."""
 
     def __init__(self, rank=0, signals=(), started=0.0):
         self.rank, self.signals, self.started = rank, [*signals], started

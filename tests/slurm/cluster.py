@@ -57,12 +57,12 @@ PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
 
 
 def missing():
-    """The programs of Slurm that are not on this machine."""
+    """Return the programs of Slurm that are missing on this machine."""
     return [name for name in PROGRAMS if not shutil.which(name, path=PATH)]
 
 
 class Cluster:
-    """Slurm's commands, given from `site`, a folder as jobs are submitted from."""
+    """Slurm commands, run in `site`, the folder from which jobs are submitted."""
 
     def __init__(self, folder, site):
         self.folder, self.site, self.daemons = folder, site, []
@@ -72,7 +72,7 @@ class Cluster:
         self.environment = {**kept, **surroundings(), **own}
 
     def command(self, *words, check=True, **environment):
-        """What a command of Slurm says."""
+        """Return the output of a Slurm command."""
         return subprocess.run(
             list(map(str, words)),
             cwd=self.site,
@@ -84,16 +84,16 @@ class Cluster:
         ).stdout.strip()
 
     def submit(self, *words, **environment):
-        """The number of a new job."""
+        """Submit a job; return its number."""
         return self.command("sbatch", "--parsable", *words, **environment)
 
     def job(self, number):
-        """What Slurm knows of a job, by Slurm's names."""
+        """Return the properties of a job, by Slurm's names."""
         words = self.command("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, number, state, seconds=500):
-        """What Slurm knows of a job when it is in `state`; a failure if it ends in another one."""
+        """Return the properties of a job once it is in `state`; fail if it ends otherwise."""
         wait_for(lambda: self.job(number)["JobState"] in {state, *ENDS}, seconds)
         found = self.job(number)
         assert found["JobState"] == state, self.log(number)
@@ -104,7 +104,7 @@ class Cluster:
         return path.read_text()
 
     def processes(self):
-        """All processes of this cluster, also those of its jobs: they know its configuration."""
+        """Return all processes of this cluster and its jobs, which use its configuration."""
         mark, found = self.environment["SLURM_CONF"].encode(), []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
@@ -114,7 +114,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def running(folder):
-    """A Cluster that is there as long as the context is, however that ends."""
+    """Context manager of a Cluster, which is always stopped at the end."""
     cluster = Cluster(folder, site_in(folder))
     before = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("told to end"))
     try:
@@ -126,7 +126,7 @@ def running(folder):
 
 
 def site_in(folder):
-    """A folder like the repository's root, with results of its own."""
+    """Create a folder like the repository's root, with its own results."""
     site = folder / "site"
     (site / "results").mkdir(parents=True)
     for name in ("jobs", "inputs"):
@@ -136,7 +136,7 @@ def site_in(folder):
 
 
 def start(cluster):
-    """The daemons; the cluster when its node is there."""
+    """Start the daemons; return the cluster when its node is available."""
     folder, host = cluster.folder, socket.gethostname()
     user = pwd.getpwuid(os.getuid()).pw_name
     text = CONFIGURATION.format(folder=folder, host=host, user=user, ports=free_ports(2))
@@ -159,7 +159,7 @@ def free_ports(count):
 
 
 def stop(cluster):
-    """End all jobs, then the daemons, then whatever is left."""
+    """Cancel all jobs, stop the daemons, and kill the remaining processes."""
     with contextlib.suppress(subprocess.SubprocessError, AssertionError):
         cluster.command("scancel", "--user", os.getuid())
         wait_for(lambda: not cluster.command("squeue", "-h"))

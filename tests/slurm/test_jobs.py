@@ -35,31 +35,31 @@ def cluster(tmp_path_factory):
 
 
 def train(cluster, launch, steps, ranks=4):
-    """The number of a new job that trains, and saves after the last step."""
+    """Submit a training job that saves after the last step; return its number."""
     words = options(SMALL | {"train.steps": steps, "checkpoint.every": 1_000_000})
     return cluster.submit("-n", ranks, "jobs/train.sbatch", *words, LAUNCH=launch)
 
 
 def run_of(cluster, job):
-    """The only run of a job."""
+    """Return the only run of a job."""
     (run,) = cluster.site.glob(f"results/*-{job}/*")
     return run
 
 
 def lines(run):
-    """The steps that the log of a run has, and their losses as printed."""
+    """Return the steps in the log of a run, with their printed losses."""
     return LINE.findall((run / "train.log").read_text())
 
 
 def begun(cluster, job):
-    """Wait until a job has done its second step."""
+    """Wait until a job has completed its second step."""
     logs = f"results/*-{job}/*/train.log"
     wait_for(lambda: any("   1 " in log.read_text() for log in cluster.site.glob(logs)))
 
 
 @pytest.fixture(scope="module")
 def steps(cluster):
-    """As many steps as take SECONDS here."""
+    """Number of steps that take SECONDS here."""
     job = train(cluster, "mpirun", 10)
     cluster.wait(job, "COMPLETED")
     rates = re.findall(r"^ +\d+ +\S+ +\S+ +\S+ +(\d+) ", cluster.log(job), re.MULTILINE)
@@ -68,7 +68,7 @@ def steps(cluster):
 
 @pytest.fixture(scope="module")
 def whole(cluster, steps):
-    """A run that nothing disturbs, two steps longer than the others."""
+    """Uninterrupted run, two steps longer than the others."""
     job = train(cluster, "mpirun", steps + 2)
     cluster.wait(job, "COMPLETED")
     return run_of(cluster, job)
@@ -82,18 +82,18 @@ def test_slurm_accepts_every_script(cluster, script):
 
 
 def preempt(cluster, job):
-    """Let a job that is more urgent want the whole node."""
+    """Submit a job with higher priority that requires the whole node."""
     cluster.submit("-p", "urgent", "-n", 64, "-o", "/dev/null", "--wrap", "true")
 
 
 def remind(cluster, job):
-    """Signal the job's script as Slurm does before the time is over."""
+    """Signal the job's script, as Slurm does before the time limit."""
     cluster.command("scancel", "--batch", "--signal=USR1", job)
 
 
 @pytest.fixture(scope="module", params=[*zip(LAUNCHERS, (preempt, remind), strict=True)])
 def continued(request, cluster, steps):
-    """A job that was told to stop, queued again and is done: its number and Slurm's view of it."""
+    """Wait for a job that was stopped and requeued; return its number and its properties."""
     launch, act = request.param
     job = train(cluster, launch, steps)
     begun(cluster, job)

@@ -20,8 +20,8 @@ TASKS = range(10)
 
 @pytest.fixture
 def site(tmp_path):
-    """A folder like the repository's root, with an empty environment and a scontrol that notes
-    what it is asked for."""
+    """Folder like the repository's root, with an empty environment and a scontrol that records its
+    arguments."""
     for name in ("jobs", "inputs"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("results", ".venv/bin", "bin"):
@@ -38,7 +38,7 @@ def program(path, text):
 
 
 def begin(site, script, *words, launch="launch", task=None):
-    """A script as Slurm starts it, in job 7."""
+    """Start a script as Slurm does, in job 7."""
     job = {"JOB_ID": "7", "JOB_NAME": "job", "JOB_NODELIST": "node", "SUBMIT_DIR": str(site)}
     job |= {} if task is None else {"ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": str(task)}
     environment = {f"SLURM_{key}": text for key, text in job.items()}
@@ -52,7 +52,7 @@ def begin(site, script, *words, launch="launch", task=None):
 
 
 def started(*arguments, **how):
-    """What a script starts, here `launch` or `report`, with its words."""
+    """Return the commands that a script starts, here `launch` or `report`, with arguments."""
     process = begin(*arguments, **how)
     said, _ = process.communicate(timeout=500)
     assert process.returncode == 0
@@ -67,14 +67,14 @@ def test_shell_accepts_every_script(path):
 
 
 def settled(words):
-    """The ranks and the configuration of `launch -n RANKS python -m hpc3d.train INPUT ...`."""
+    """Return ranks and configuration of `launch -n RANKS python -m hpc3d.train INPUT ...`."""
     _, _, ranks, _, _, verb, path, *rest = words
     assert verb == "hpc3d.train"
     return int(ranks), resolve(load(ROOT / path, rest), int(ranks))
 
 
 def work(config):
-    """hidden^2 tokens, in proportion."""
+    """Return a number proportional to hidden^2 tokens."""
     return config.model.hidden**2 * config.train.batch
 
 
@@ -98,14 +98,14 @@ def test_train_script_accepts_an_input_and_options(site):
 
 
 def test_array_tasks_train_separate_runs(site):
-    """Otherwise the second would go on with the run of the first."""
+    """Otherwise, the second task would continue the run of the first."""
     (site / "results/job-7_1/a/checkpoints/step-00000004").mkdir(parents=True)
     assert started(site, "train.sbatch", task=0)[-2:] == ["--run.out", "results/job-7_0"]
     assert started(site, "train.sbatch", task=1)[-1] == "results/job-7_1/a"
 
 
 def test_ranks_receive_the_environment_of_the_job(site, monkeypatch):
-    """After `sbatch --export=NONE` too, which Slurm would pass on to srun."""
+    """This also holds after `sbatch --export=NONE`, which Slurm would pass on to srun."""
     monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
     program(site / "bin/launch", 'echo "$SLURM_EXPORT_ENV"; echo "run kept in results"')
     assert started(site, "train.sbatch") == ["ALL"]

@@ -16,7 +16,7 @@ SPLITS = {**SCHEMES, **EXTRA}
 
 
 def sizes(name, cuboid):
-    """The tensor axes of a mesh for a scheme: those of the cuboid that it splits along."""
+    """Return the tensor axes of a mesh for a scheme: the axes of the cuboid that it uses."""
     if name in ("1d", "1d-sequence", "data", "fsdp", "own-1d"):
         return {"x": cuboid[0] * cuboid[1] * cuboid[2]}
     if name in ("2d", "2d-summa"):
@@ -25,7 +25,7 @@ def sizes(name, cuboid):
 
 
 def distinct():
-    """(name, cuboid) of all schemes on all cuboids, each mesh once."""
+    """Return (name, cuboid) of all schemes on all cuboids, each mesh once."""
     found = {}
     for name in SPLITS:
         for cuboid in CUBOIDS:
@@ -34,6 +34,6 @@ def distinct():
 
 
 def splits(name, data=1):
-    """The split of a layer and of the next one, on every replica of a data axis."""
+    """Return the splits of a layer and of the next one, over d if there are `data` > 1 replicas."""
     split = SPLITS[name] if data == 1 else SPLITS[name].over("d")
     return [replace(split, defer=""), replace(split.next(), defer="")]

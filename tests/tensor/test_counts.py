@@ -21,7 +21,7 @@ from hpc3d.trace.schema import EVENTS, OP, record_type
 
 
 class Still(Communicator):
-    """A communicator that moves nothing; blocks come out with the right shape."""
+    """Communicator that moves no data, but returns blocks of the correct shape."""
 
     def _all_gather(self, block):
         return ready(np.zeros((self.size * block.shape[0], *block.shape[1:]), block.dtype))
@@ -47,7 +47,7 @@ def still_mesh(sizes, coords=None):
 
 
 def counted(recorder):
-    """Elements received in all, and the number of calls of every op."""
+    """Return the total number of received elements, and the number of calls of every op."""
     events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
     events = events[events["seq"] >= 0]
     calls = Counter(OP[op] for op in events["op"])
@@ -55,7 +55,7 @@ def counted(recorder):
 
 
 def linear(split, sizes, shape, keep="xw", backward=True, coords=None):
-    """Words and calls of a linear layer [M, K, N] on one rank of a mesh."""
+    """Return the words and calls of a linear layer [M, K, N] on one rank of a mesh."""
     m, k, n = shape
     mesh, recorder = still_mesh(sizes, coords)
     matmul = sharded_matmul(mesh, split, keep)
@@ -68,13 +68,13 @@ def linear(split, sizes, shape, keep="xw", backward=True, coords=None):
 
 
 def cuboid_words(shape, grid):
-    """[MK (p_n - 1) + KN (p_m - 1) + MN (p_k - 1)] / P: one pass (facts 1.10)."""
+    """Return [MK (p_n - 1) + KN (p_m - 1) + MN (p_k - 1)] / P, for one pass (facts 1.10)."""
     (m, k, n), (pm, pk, pn) = shape, grid
     return (m * k * (pn - 1) + k * n * (pm - 1) + m * n * (pk - 1)) / (pm * pk * pn)
 
 
 def lower_bound(shape, ranks):
-    """Al Daas et al., SPAA'22, arXiv:2205.13407, theorem 3."""
+    """Lower bound of Al Daas et al., SPAA'22, arXiv:2205.13407, theorem 3."""
     m, n, k = sorted(shape, reverse=True)
     if ranks <= m / n:
         words = (m * n + m * k) / ranks + n * k
@@ -131,7 +131,7 @@ def test_1d_with_sequence_parallelism_gathers_and_reduce_scatters(ranks):
 
 @pytest.mark.parametrize("q", [2, 3, 4])
 def test_summa_communication_volume_and_calls(q):
-    """3 (MK + KN) (q - 1) / q^2 in 6 q calls, of which those along axes of 1 are not made."""
+    """3 (MK + KN) (q - 1) / q^2 in 6 q calls; calls along axes of size 1 are not made."""
     m, k, n = SHAPE
     sizes = {"x": q, "y": q}
     each = [
@@ -147,7 +147,7 @@ def test_summa_communication_volume_and_calls(q):
 @pytest.mark.parametrize("deep", ["z", "x"])
 @pytest.mark.parametrize(("q", "depth"), [(2, 2), (4, 2), (2, 3)])
 def test_25d_reduces_weight_gradients_over_its_depth(q, depth, deep, split):
-    """When the blocks are small, whatever the axes are called and in whichever order they lie."""
+    """This holds if the blocks are small, for any names and order of the axes."""
     m, k, n = SHAPE
     sizes = {"x": q, "y": q, "z": q} | {deep: depth}
     gathers = m * k * (q - 1) / (q * q * depth) + k * n * (q - 1) / q**2
@@ -167,7 +167,7 @@ def test_fsdp_gathers_weights_twice(ranks):
 
 @pytest.mark.parametrize("q", [2, 3])
 def test_broadcast_scheme_moves_full_blocks_to_all_but_one(q):
-    """Of each of 8 moves (X, W, Y; dY, X and W again, dX, dW), q - 1 blocks a group."""
+    """For each of 8 blocks (X, W, Y; dY, X and W again, dX, dW), q - 1 copies per group."""
     m, k, n = SHAPE
     split = SCHEMES["3d-broadcast"]
 
@@ -199,7 +199,7 @@ GOLDEN = [
 
 @pytest.mark.parametrize(("shape", "grid"), GOLDEN, ids=str)
 def test_best_cuboid_attains_the_lower_bound(shape, grid, monkeypatch):
-    """Shapes only: the local product is left out."""
+    """Only shapes are used; the local product is omitted."""
     monkeypatch.setattr(Matmul, "multiply", still_multiply)
     pm, pk, pn = grid
     sizes = {"x": pm, "y": pn, "z": pk}

@@ -12,7 +12,7 @@ SIZES = {"x": 2, "y": 3, "z": 2}
 
 
 def of_ranks(look):
-    """`look(mesh)` by the coordinates of the rank."""
+    """Return {coordinates of a rank: `look(mesh)`}."""
     return dict(run(SIZES, lambda mesh: (tuple(map(mesh.coord, "xyz")), look(mesh))))
 
 
@@ -46,7 +46,7 @@ def test_owned_block_exists_once_along_its_axis():
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_ranks_have_a_part_of_each_section(dim):
-    """Sections of 6, 12 and 6 elements on the six ranks of x and y."""
+    """Sections of 6, 12 and 6 elements are sharded over the six ranks of x and y."""
     sections, whole = (6, 12, 6), np.arange(24 * 24).reshape(24, 24)
     axes = ["", ""]
     axes[dim] = "x y"

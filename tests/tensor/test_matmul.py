@@ -20,7 +20,7 @@ M, K, N = 48, 48, 96
 
 @cache
 def operands(integers=False):
-    """X, W and dY, and Y, dX and dW of them."""
+    """Return X, W and dY, and the expected Y, dX and dW."""
     generator = np.random.default_rng(0)
     shapes = (M, K), (K, N), (M, N)
     if integers:
@@ -38,7 +38,7 @@ def stored(matrix, layout, mesh):
 
 
 def products(mesh, split, keep, transposed, integers=False, chunks=1):
-    """[(what, ours, expected)] of one rank: its blocks of Y, dX and dW."""
+    """Return [(name, result, expected)] of one rank, for its blocks of Y, dX and dW."""
     x, w, dy, y, dx, dw = operands(integers)
     if transposed:
         w, dw = w.T, dw.T
@@ -53,7 +53,7 @@ def products(mesh, split, keep, transposed, integers=False, chunks=1):
 
 
 def compare(mesh, integers=False, keeps=("xw", "x", "w", ""), chunks=1):
-    """Every way to run both layers of a pair; raises where a block differs."""
+    """Run both layers of a pair in every way; raise an error if a block differs."""
     for split in mesh.splits:
         count = 1 if split.panels or split.own else chunks
         for keep in keeps:
@@ -151,7 +151,7 @@ FUSED = {
 @pytest.mark.parametrize("what", FUSED)
 @pytest.mark.parametrize("on_device", [True, False])
 def test_fusable_products_on_devices_are_detected(what, on_device):
-    """`whole` where Y is no partial sum, `sums` where dW is none, `alone` where nothing is."""
+    """`whole`: Y is not a partial sum; `sums`: dW is not a partial sum; `alone`: neither is."""
     split, sizes, expected = FUSED[what]
     mesh = SimpleNamespace(
         pool=SimpleNamespace(on_device=on_device), size=lambda axis: sizes.get(axis, 1)

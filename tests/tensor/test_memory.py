@@ -15,7 +15,7 @@ Q = 2
     ("transport", "size"), strided([("auto", 64), ("mpi", 64), ("mpi", 1024)], 3)
 )
 def test_cube_product_peak_memory_matches_the_formula(transport, size):
-    """(MK + KN + MN) / q^2 at the peak of forward, and 1 / q^3 of each between the products."""
+    """The peak is (MK + KN + MN) / q^2 in forward, and 1 / q^3 of each between products."""
     out = checked(Q**3, "-m", "tests.tensor.on_memory", size, Q, transport)
     ranks = json.loads(out)
     assert len(ranks) == Q**3

@@ -20,7 +20,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """Ranks share the cores, and the first one speaks for all."""
+    """Let the ranks share the cores, and only the first rank print."""
     if config.getoption("--with-mpi"):
         set_environment()
         first = not number_in(OWN_RANK, 0)
@@ -31,8 +31,8 @@ def pytest_configure(config):
 
 
 def _wrong_size(meant):
-    """What is wrong where the launcher and MPI do not agree on the number of ranks, or it does not
-    suit the tests; or nothing."""
+    """Return the error if the launcher and MPI disagree on the number of ranks, or if the number
+    does not suit the tests; otherwise an empty text."""
     from hpc3d.runtime.mpi_library import mismatch_report
 
     try:
@@ -51,7 +51,7 @@ def _wrong_size(meant):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """A rank that fails says why and ends the job: the others may wait for it."""
+    """A rank that fails prints the reason and ends the job, because others may wait for it."""
     report = yield
     if report.failed and item.config.getoption("--with-mpi"):
         from mpi4py import MPI
@@ -64,7 +64,7 @@ def pytest_runtest_makereport(item):
 
 @pytest.fixture
 def world():
-    """All ranks of the job."""
+    """Communicator of all ranks."""
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
@@ -72,7 +72,7 @@ def world():
 
 @pytest.fixture
 def few(world):
-    """FEW ranks, evenly far apart so that they are on all nodes; the others skip the test."""
+    """FEW ranks at equal distances, so that they are on all nodes; the others skip the test."""
     apart = max(1, world.size // FEW)
     chosen = world.Split(world.rank % apart == 0)
     if world.rank % apart:
