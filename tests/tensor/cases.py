@@ -34,6 +34,6 @@ def distinct():
 
 
 def splits(name, data=1):
-    """Return the splits of a layer and of the next one, over d if there are `data` > 1 replicas."""
+    """Return the splits of a layer and of the next one, over d if `data` > 1."""
     split = SPLITS[name] if data == 1 else SPLITS[name].over("d")
     return [replace(split, defer=""), replace(split.next(), defer="")]

@@ -33,7 +33,7 @@ def in_float8(matrix, tiles, dtype):
 
 @cache
 def operands(scales):
-    """X, W and dY, and Y, dX and dW of their roundings."""
+    """Return X, W and dY, and Y, dX and dW of the rounded operands."""
     rng = np.random.default_rng(0)
     shapes = (M, K), (K, N), (M, N)
     whole = [rng.normal(size=shape) * 2.0 ** rng.integers(-6, 6, shape) for shape in shapes]
@@ -154,8 +154,8 @@ def test_float8_losses_are_close_to_exact_ones(dtype):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_hundred_float8_steps_end_within_two_percent_of_float32(tmp_path):
-    """The default input with a 24th of its batch, and a warm-up without which float32 itself is
-    not stable: the mean loss of the last ten steps."""
+    """Trains the default input with a 24th of its batch, and with a warm-up, without which float32
+    itself is unstable; compares the mean loss of the last ten steps."""
     steady = "--train.batch", "8", "--train.learning_rate", "1e-3", "--train.warmup", "20"
 
     def loss(*words):

@@ -16,13 +16,13 @@ slow = pytest.mark.slow
 
 
 def lists(axes):
-    """Some of the axes in any order, as text."""
+    """Return some of the axes in any order, as text."""
     some = (each for count in range(len(axes) + 1) for each in combinations(axes, count))
     return [" ".join(order) for each in some for order in permutations(each)]
 
 
 def on_loops(axes):
-    """m, n and k with each of the axes on one of them, in any order."""
+    """Return m, n and k, with each axis on one of them, in any order."""
     for order in permutations(axes):
         for letters in product("mnk", repeat=len(axes)):
             found = {letter: [] for letter in "mnk"}
@@ -32,8 +32,8 @@ def on_loops(axes):
 
 
 def there_are(axes):
-    """All splits of the axes: each on a loop, its blocks sharded, replicated or owned, or in
-    panels where it is alone on n and none is on k."""
+    """Return all splits of the axes. Each axis is on a loop; its blocks are sharded, replicated or
+    owned, or in panels if it is the only axis on n and no axis is on k."""
     for loops in on_loops(axes):
         ways = [
             [
@@ -53,7 +53,7 @@ def there_are(axes):
 
 
 def in_order(split):
-    """A split with the axes of a storage in alphabetical order, which means nothing."""
+    """Sort the axes of a storage in a split alphabetically, as their order is irrelevant."""
     stored = (split.replicate, split.own, split.panels)
     return (split.m, split.n, split.k, *(" ".join(sorted(axes.split())) for axes in stored))
 
@@ -73,8 +73,8 @@ def test_valid_splits_of_two_axes_are_enumerated():
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [None, *(pytest.param(zero, marks=slow) for zero in (0, 2, 3))])
 def test_every_valid_split_computes_the_product(zero):
-    """2 and 3 ranks tell the axes of one letter apart; a dW that has another owner than W is left
-    out."""
+    """Sizes 2 and 3 distinguish two axes of the same loop. A dW whose owner differs from that of W
+    is omitted."""
     found = {in_order(split): split for split in there_are("xy")}.values()
     if zero == 2:
         found = [split for split in found if not {*split.own.split()} & {*split.m.split()}]

@@ -32,7 +32,7 @@ TYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.fl
 
 
 def wrote(folder, line, dtype, act):
-    """A checkpoint of trainers in `dtype` after `act(trainer)`."""
+    """Save a checkpoint of trainers in `dtype` after `act(trainer)`."""
     config = config_of(f"{MODEL} {line}")
     text = to_toml(config)
     config = replace(config, train=replace(config.train, dtype=dtype))
@@ -53,7 +53,7 @@ def wrote(folder, line, dtype, act):
 
 
 def updated(trainer):
-    """Two updates with random gradients."""
+    """Make two updates with random gradients."""
     draw = np.random.default_rng(5)
     for _ in range(2):
         trainer.parameters.grad[...] = draw.normal(size=trainer.parameters.grad.shape)
@@ -61,7 +61,7 @@ def updated(trainer):
 
 
 def stored(opened):
-    """{(name, kind): array} of a checkpoint, whole; all of it is sound."""
+    """Return {(name, kind): array} of a checkpoint, complete and valid."""
     assert problems(opened.folder) == []
     shapes = shapes_of(config_of(f"{MODEL} {SERIAL}").model)
     found = {}
@@ -74,7 +74,7 @@ def stored(opened):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """A checkpoint of a serial run in a type."""
+    """Checkpoint of a serial run in a type."""
     found = {}
 
     def opened(dtype):
@@ -110,7 +110,7 @@ def test_run_in_any_type_resumes_from_any_other_on_any_layout(first, tmp_path, b
 
 
 def test_16_bit_value_is_its_rounded_master_weight(first):
-    """Else a run could not go on from a checkpoint as if it had not ended."""
+    """Otherwise, a resumed run would differ from an uninterrupted one."""
     for dtype in ("float16", "bfloat16"):
         known = stored(first(dtype))
         for (name, kind), array in known.items():
@@ -146,7 +146,7 @@ def test_unknown_dtype_name_is_rejected(first, tmp_path, name):
 
 
 def test_export_and_import_use_the_master_weights(first, tmp_path):
-    """A run in 16 bits that begins with weights of 32 has all of them in its master copies."""
+    """A 16-bit run that starts from 32-bit weights keeps all their bits in its master weights."""
     opened = first("bfloat16")
     known = stored(opened)
     export(opened, tmp_path / "exported")
@@ -174,7 +174,7 @@ LEARNED = "layers=2 hidden=32 heads=4 sequence=16 batch=8 steps=100 microbatches
 
 
 class Counting:
-    """Every sequence counts upwards from a token of its own, which a model learns soon."""
+    """Batches whose sequences count up from different tokens, which a model learns quickly."""
 
     def __init__(self, config):
         self.shape, self.vocabulary = (config.train.batch, config.model.sequence), 29
@@ -212,7 +212,7 @@ def test_hundred_16_bit_steps_end_within_one_percent_of_float32(line, dtype):
 
 @pytest.mark.parametrize("kind", ["kind=gpt2", "kind=bert"])
 def test_bfloat16_loss_matches_torch(kind):
-    """Its loss of the same rounded weights; and that of both in float32 is near."""
+    """The loss is torch's loss of the same rounded weights, and near the float32 loss."""
     config = config_of(f"{SERIAL} layers=2 batch=24 dtype=bfloat16 steps=1 {kind}")
 
     def rank(mesh):
@@ -231,7 +231,7 @@ def test_bfloat16_loss_matches_torch(kind):
 
 
 class OneBatch(Tokens):
-    """The same batch in every step, which a model learns by heart."""
+    """Batches that are the same in every step, which a model memorizes."""
 
     def batch(self, step):
         return super().batch(0)
@@ -241,7 +241,7 @@ RATES = {"lion": 1e-3, "sgd": 0.3, "muon": 0.01}
 
 
 def learned(optimizer, dtype):
-    """The losses of some steps on one batch."""
+    """Return the losses of some steps on one batch."""
     line = f"optimizer={optimizer} learning_rate={RATES.get(optimizer, 3e-3)} steps=4 layers=1"
     sizes = "hidden=256 heads=16 batch=12 schedule=none microbatches=1"
     config = config_of(f"{line} {sizes} dtype={dtype}")
@@ -257,7 +257,7 @@ def learned(optimizer, dtype):
 @pytest.mark.parametrize("dtype", strided(["bfloat16", "float16"], 2, days=1))
 @pytest.mark.parametrize("optimizer", strided(OPTIMIZERS, 99, 1))
 def test_every_optimizer_learns_in_16_bits_as_in_float32(optimizer, dtype):
-    """Its steps reach the values, not their master copies alone."""
+    """Its updates change the values, not only the master weights."""
     wide, narrow = learned(optimizer, "float32"), learned(optimizer, dtype)
     assert wide[-1] < 0.6 * wide[0], wide
     np.testing.assert_allclose(narrow, wide, rtol=0, atol=0.02 * wide[0])

@@ -26,7 +26,7 @@ STEPS = 2
 
 
 class Held:
-    """Two batches with targets that count for nothing, the second ends in whole sequences."""
+    """Two batches with ignored targets; the second ends with sequences of ignored targets only."""
 
     count = 2
 
@@ -54,7 +54,7 @@ def blocks_of(trainer):
 
 
 def trained(config, evaluate=True):
-    """Of each rank the evaluations after each step, the weights then, and its training."""
+    """Return, for each rank, the evaluation and the weights after each step, and its training."""
 
     def rank(mesh):
         trainer, found, weights, steps = trainer_of(mesh, config), [], [], []
@@ -112,7 +112,7 @@ ASYNCHRONOUS = [
 
 @pytest.mark.parametrize("line", strided(ASYNCHRONOUS, 2))
 def test_asynchronous_schedules_evaluate_the_newest_weights(line):
-    """Those that one rank has after as many updates, although passes are in flight."""
+    """They are the weights of one rank after as many updates, although passes are in flight."""
     held = trained(config_for(line))
     alike, without = trained(config_for(line), evaluate=False), serial_of(line, held)
     for (found, _, totals), (_, _, undisturbed) in zip(held, alike):
@@ -121,7 +121,7 @@ def test_asynchronous_schedules_evaluate_the_newest_weights(line):
 
 
 def serial_of(line, found_by):
-    """The evaluations of one rank with the weights that all ranks together have after a step."""
+    """Return the evaluations of one rank with the weights that all ranks have after a step."""
 
     def rank(mesh):
         trainer, found = trainer_of(mesh, config_for(alone(line))), []
@@ -140,7 +140,7 @@ def serial_of(line, found_by):
 
 @pytest.mark.parametrize("line", ASYNCHRONOUS)
 def test_no_message_is_in_flight_at_the_end_of_a_step(line):
-    """Then those of an evaluation cannot be taken for it."""
+    """Otherwise, it could be mistaken for a message of an evaluation."""
     config = config_for(line)
     program = program_of(config)
     on_way = {}
@@ -192,7 +192,7 @@ def test_evaluation_disables_dropout_and_ignores_microbatches():
     ["schedule=none microbatches=2", "p=2 e=2 x=2 schedule=1f1b microbatches=2"],
 )
 def test_evaluation_excludes_router_losses(line):
-    """In training they do."""
+    """In training, they are included."""
 
     def rank(mesh, config):
         trainer = trainer_of(mesh, config)
@@ -225,7 +225,7 @@ def planted(monkeypatch, fault):
 
 
 def fewer(program):
-    """Both stages leave the last microbatch out."""
+    """Omit the last microbatch on both stages."""
     stages = [[group for group in groups if group[0].mb != 3] for groups in program.stages]
     return program._replace(stages=stages)
 
@@ -252,7 +252,7 @@ PEAKS = {
 
 @pytest.mark.parametrize(("line", "most"), strided(PEAKS.items(), 3))
 def test_evaluation_uses_less_memory_than_a_step(line, most):
-    """And leaves nothing behind."""
+    """An evaluation also releases all of its memory."""
 
     def rank(mesh):
         trainer, pool = trainer_of(mesh, config_for(f"hidden=48 sequence=8 {line}")), mesh.pool
@@ -269,7 +269,7 @@ def test_evaluation_uses_less_memory_than_a_step(line, most):
 
 
 class Counting(Evaluator):
-    """One whose evaluations have these losses."""
+    """Evaluator with given losses."""
 
     def __init__(self, losses, **train):
         config = Config()
@@ -313,7 +313,7 @@ def test_best_evaluation_is_reset_if_it_is_not_comparable(section, change):
 
 
 def test_best_evaluation_is_identified_by_the_text_hash():
-    """By its hash; by its absolute path in checkpoints of earlier versions."""
+    """It is identified by its hash, or by its absolute path in checkpoints of earlier versions."""
 
     def texts(sha256):
         return {"data.validation": {"sha256": sha256}}
@@ -330,7 +330,7 @@ def test_best_evaluation_is_identified_by_the_text_hash():
 
 
 def test_uneven_last_batch_is_averaged_over_its_tokens():
-    """10 windows in batches of 48 and of 2: one loss."""
+    """10 windows in batches of 48 and of 2 give the same loss."""
     losses = []
     for batch in (48, 2):
         config = config_of(f"steps=1 batch={batch} vocabulary=41")

@@ -15,7 +15,7 @@ LAST = "step-00000002"
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A run that has saved steps 1 and 2."""
+    """Run that has saved steps 1 and 2."""
     folder = tmp_path_factory.mktemp("sound")
     run_until(folder, "x=2", 2)
     return folder
@@ -28,7 +28,7 @@ def base(sound, tmp_path):
 
 @pytest.fixture(scope="module", params=["layers=2", "heads=6", "tied=false", "optimizer=sgd"])
 def another(request, tmp_path_factory):
-    """A run of another model or optimizer."""
+    """Run of another model or optimizer."""
     folder = tmp_path_factory.mktemp("another")
     with pytest.MonkeyPatch.context() as patch:
         words = LAYOUTS["serial"].replace("layers=1 ", "") + " layers=1 " + request.param
@@ -42,7 +42,7 @@ def content(folder):
 
 
 def said(folder):
-    """What the log is told by a run that goes on, and makes no step."""
+    """Return the log lines of a run that resumes without making a step."""
     (folder / "said").unlink()
     run_until(folder, "x=2", 0)
     return (folder / "said").read_text().splitlines()
@@ -120,7 +120,7 @@ def test_run_without_intact_checkpoints_is_rejected_with_all_reasons(base):
 
 
 def test_run_that_skips_damaged_checkpoints_keeps_its_own(sound, base):
-    """Of steps 1 to 4 the last two are damaged: after step 3 was saved again, 2 is there, too."""
+    """The last two of steps 1 to 4 are damaged; after step 3 is saved again, step 2 remains."""
     run_until(base, "x=2", 4)
     shutil.copytree(sound / "checkpoints", base / "checkpoints", dirs_exist_ok=True)
     for number in (3, 4):

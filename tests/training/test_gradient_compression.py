@@ -36,14 +36,14 @@ RANK, SHARE, MEMBERS, STEPS = 2, 0.1, 3, 4
 
 
 def gradient(name, shape, member, step):
-    """Of a rank that decays, as gradients have, with another one in every step."""
+    """Return a gradient with a decaying spectrum, different in every step."""
     draw = np.random.default_rng([*name.encode(), member, step])
     left, right = draw.normal(size=(*shape[:-1], 8)), draw.normal(size=(8, shape[-1]))
     return left * 0.5 ** np.arange(8) @ right if len(shape) > 1 else draw.normal(size=shape)
 
 
 def summed(kind, shapes, zero=0, gradient=gradient, size=1e6):
-    """By rank: the sums of all steps, the last residuals and the first factors, by name."""
+    """Return, for each rank, the sums of all steps, the last residuals and the first factors."""
 
     def rank(mesh):
         parameters = Parameters(mesh, "float64", zero)
@@ -70,14 +70,14 @@ def summed(kind, shapes, zero=0, gradient=gradient, size=1e6):
 
 
 def low_rank(stacks, q):
-    """PowerSGD of the members' matrices by projections: (the sum, what each leaves out, Q)."""
+    """PowerSGD of the members' matrices by projections; return (sum, residuals, Q)."""
     q, _ = np.linalg.qr(sum(stacks) @ q)
     projected = [q @ (q.T @ m) for m in stacks]
     return sum(projected), [m - p for m, p in zip(stacks, projected)], sum(stacks).T @ q
 
 
 def largest(blocks, _):
-    """Top-k of the members' blocks by sorting: (the sum, what each leaves out, None)."""
+    """Top-k of the members' blocks by sorting; return (sum, residuals, None)."""
     kept = []
     for block in blocks:
         count = round(SHARE * block.size)
@@ -88,7 +88,7 @@ def largest(blocks, _):
 
 
 def expected(rule, name, shape, q, turned):
-    """The sums of all steps and the last residuals of one matrix, by plain NumPy."""
+    """Return the sums of all steps and the last residuals of one matrix, by plain NumPy."""
     left, sums = [np.zeros(shape)] * MEMBERS, []
     for step in range(STEPS):
         given = [gradient(name, shape, i, step) + left[i] for i in range(MEMBERS)]
@@ -119,7 +119,7 @@ def test_compressed_sums_and_residuals_match_a_reference(kind, zero):
 
 @pytest.mark.parametrize("kind", ["powersgd", "top-k"])
 def test_compression_preserves_the_total_gradient_and_skips_vectors(kind):
-    """Sums over the steps and residuals are the gradients; with buckets of any size."""
+    """Sums plus residuals equal the gradients, for buckets of any size."""
     for size in (0, 1e6):
         found = summed(kind, SHAPES | STACK, size=size)
         for name, shape in (SHAPES | STACK).items():
@@ -137,7 +137,7 @@ def test_compression_preserves_the_total_gradient_and_skips_vectors(kind):
 
 
 def test_experts_are_compressed_separately():
-    """Each of a stack is summed as if it were alone, with its own part of Q."""
+    """Each expert is reduced as if it were the only one, with its own part of Q."""
     ((name, shape),) = STACK.items()
     found = summed("powersgd", STACK)
     for expert in range(shape[1]):
@@ -167,7 +167,7 @@ def test_flops_of_low_rank_compression():
 
 
 def test_low_rank_gradient_is_exact_after_a_zero_gradient():
-    """Experts that no token chose have one of 0: the directions of the step before stay."""
+    """Experts without tokens have a zero gradient; the directions of the previous step remain."""
 
     def of_rank_2(name, shape, member, step):
         draw = np.random.default_rng([*name.encode(), member])
@@ -237,7 +237,7 @@ def test_compressed_replicas_stay_equal_and_the_loss_falls(line):
 
 
 def sizes_of(config):
-    """Shapes of the blocks that are summed on a rank, of those compressed and of others."""
+    """Return the shapes of the reduced blocks of a rank, compressed ones and others."""
 
     def rank(mesh):
         trainer = trainer_of(mesh, config)
@@ -252,7 +252,7 @@ def sizes_of(config):
 
 
 def test_received_bytes_of_compression_match_the_formulas():
-    """2 (1 - 1/d) r (m + n) e and (d - 1) k (e + 4) of matrices, 2 (1 - 1/d) m e of vectors."""
+    """Matrices: 2 (1 - 1/d) r (m + n) e and (d - 1) k (e + 4); vectors: 2 (1 - 1/d) m e."""
     config = config_of(LOW)
     taken, others = sizes_of(config)
     assert len(taken) == 18 and min(map(len, taken)) == 2

@@ -68,7 +68,7 @@ def axes_of(config):
 
 
 class Hurt(Communicator):
-    """Moves blocks as `comm` does; while it is `armed` the first one that comes is hurt."""
+    """Communicator that corrupts the first block that it receives while it is `armed`."""
 
     def __init__(self, comm, bit):
         super().__init__(comm.rank, comm.size, comm.members, comm.pool)
@@ -100,7 +100,7 @@ class Hurt(Communicator):
 
 
 class Slip(AbftChecker):
-    """A ledger below which a product goes wrong: number `countdown` from when it is set."""
+    """Checker whose product number `countdown`, counted from when it is set, is wrong."""
 
     countdown = -1
 
@@ -112,9 +112,9 @@ class Slip(AbftChecker):
 
 
 def trained(line, hurt_rank=None, fault=None, guards=True):
-    """What each rank raises, or its losses, norms and weights after the last step.
+    """Return each rank's exception, or its losses, norms and weights after the last step.
 
-    `fault(mesh, trainer, number, comms)` is called on the rank that is hurt before each step.
+    `fault(mesh, trainer, number, comms)` is called on the faulty rank before each step.
     """
     config = settled(line)
 
@@ -142,7 +142,7 @@ def trained(line, hurt_rank=None, fault=None, guards=True):
 
 
 def on_one_rank(ranks, hurt, kind=Corrupt):
-    """The lines of the rank that is hurt; all raise, and no other has anything to say."""
+    """Return the error lines of the faulty rank; all ranks raise, and the others have no lines."""
     assert [type(each) for each in ranks] == [kind] * len(ranks), ranks
     assert [number for number, each in enumerate(ranks) if each.found] == [hurt]
     return [find.line for find in ranks[hurt].found]
@@ -185,7 +185,7 @@ def test_bit_flip_in_a_message_stops_all_ranks_and_names_one(line):
 
 
 def nan_in(kind):
-    """A fault that puts a NaN into a layer's matrix, or into its gradient."""
+    """Return a fault that puts a NaN into a matrix of a layer, or into its gradient."""
 
     def fault(mesh, trainer, number, comms):
         items = [i for i in trainer.parameters if i.name.endswith("up.weight") and i.value.size]
@@ -312,7 +312,7 @@ def test_replica_check_detects_flips_in_parameters_and_states(line, kind, name, 
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
 def test_every_bit_flip_changes_the_hash(dtype):
-    """In a block of several rounds, of which the last is shorter."""
+    """The block requires several rounds, and the last one is shorter."""
     block, factors = np.random.default_rng(3).normal(size=(3, 5)).astype(dtype), odd_numbers(4)
     bits = 8 * block.itemsize
     flipped = [flip(block, bit, place) for bit in range(bits) for place in range(block.size)]

@@ -26,7 +26,7 @@ def trainer_of(mesh, config):
 
 
 def trained(line, act=lambda trainer, number: None, dtype="float16", start=None, steps=4):
-    """(trainer, step, what `act` says before it) of every step of rank 0; all see the same."""
+    """Return (trainer, step, result of `act` before it) of rank 0's steps; all ranks agree."""
     config = config_of(f"{MODEL} steps={steps} dtype={dtype} {line}")
 
     def rank(mesh):
@@ -56,7 +56,7 @@ def test_float16_losses_and_norms_match_float32(line):
 
 
 def kept(trainer, number):
-    """A copy of all that an update changes."""
+    """Return a copy of everything that an update changes."""
     optimizer = trainer.optimizer
     arrays = trainer.parameters.value, *optimizer.states.values()
     return [array.copy() for array in arrays], optimizer.steps
@@ -65,7 +65,7 @@ def kept(trainer, number):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("line", LAYOUTS)
 def test_overflowing_update_is_skipped_and_the_scale_is_halved(line):
-    """Until it fits: the loss of the first step is that of the steps that change nothing."""
+    """Skipped steps repeat the loss of the first step, until the scale is small enough."""
     done = trained(line, kept, start=2.0**24, steps=12)
     left = [skipped for _, skipped, *_ in done]
     count = left.index(False)

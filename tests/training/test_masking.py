@@ -16,7 +16,7 @@ SEQUENCE, BATCH, VOCABULARY, MASK = 100, 300, 50, 49
 
 
 class Text(Numbers):
-    """Token i is i modulo 49, so that all but [MASK] are as frequent."""
+    """Text in which token i is i modulo 49, so that all but [MASK] are equally frequent."""
 
     def read(self, start, stop):
         return super().read(start, stop) % (VOCABULARY - 1)
@@ -32,13 +32,13 @@ def masked(step=0, seed=7, padding=None, batch=BATCH):
 
 
 def whole(step=0):
-    """The batch before it is masked: there are as many windows as sequences, all of the text."""
+    """Return the batch before masking, which contains the full text."""
     numbers = MaskedBatches(TEXT, SEQUENCE, BATCH, 7, Masking(VOCABULARY, MASK))
     return super(MaskedBatches, numbers).batch(step)[0]
 
 
 def near(share, expected, count):
-    """Within five standard deviations of a share of so many draws."""
+    """Return True if a fraction is within five standard deviations of the expected one."""
     return abs(share - expected) < 5 * (expected * (1 - expected) / count) ** 0.5
 
 
@@ -79,7 +79,7 @@ def test_masks_differ_by_step_and_seed(other):
 
 
 def test_masking_is_stable_across_numpy_versions():
-    """A run goes on with another NumPy: what is masked must not have moved."""
+    """A run may be resumed with another NumPy version, so the masks must not change."""
     inputs, targets = MaskedBatches(TEXT, 8, 2, 1234, Masking(VOCABULARY, MASK, 3)).batch(0)
     assert np.argwhere(targets != IGNORE).tolist() == [[0, 0], [0, 7], [1, 2]]
     assert inputs.tolist() == [[49, 36, 37, 38, 39, 40, 41, 49], [14, 15, 49, 17, 18, 19, 20, 21]]
@@ -96,7 +96,7 @@ def test_padding_is_never_a_target_or_replacement():
 
 @pytest.mark.parametrize("name", ["[MASK]", "<mask>"])
 def test_mask_token_of_the_tokenizer_is_used(name):
-    """As 103 of BERT's vocabulary: other tokens are replaced by any but that one."""
+    """In BERT's vocabulary, it is 103; other tokens are replaced by any token except this one."""
     config, text = Config(), Text(SEQUENCE * BATCH)
     text.json = json.dumps(
         {"added_tokens": [{"id": 1, "content": "a"}, {"id": 5, "content": name}]}
@@ -121,7 +121,7 @@ def test_batch_type_follows_the_model_family(kind, made):
 
 
 def test_evaluation_masks_do_not_depend_on_the_seed():
-    """And none of the sequences that fill its last batch: of a batch of 192 there are 20."""
+    """Padding sequences of its last batch are excluded: 20 of the 192 sequences are real."""
     config, windows = Config(), 20
     model = replace(config.model, kind="bert", vocabulary=VOCABULARY)
     text = Text(windows * model.sequence + 1)

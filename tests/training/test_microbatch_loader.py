@@ -14,9 +14,9 @@ from tests.pipeline.test_program import STEPS, config
 
 
 class Counting:
-    """Batches of which sequence i of step s is filled with 100 s + i; some targets do not count.
+    """Batches in which sequence i of step s is filled with 100 s + i; some targets are ignored.
 
-    `read` has the steps in the order of their reading.
+    `read` contains the steps in the order in which they were read.
     """
 
     def __init__(self):
@@ -31,7 +31,7 @@ class Counting:
 
 
 def fed(schedule, stages, micros, ranks=1):
-    """number -> Micro of every step, a rank each, and the steps that rank 0 read."""
+    """Return {number: Micro} of every step for each rank, and the steps that rank 0 read."""
     settled = config(schedule, stages, micros, batch=6)
     plan, batches = program_of(settled), Counting()
 
@@ -44,12 +44,12 @@ def fed(schedule, stages, micros, ranks=1):
 
 
 def about(micro):
-    """Step, first sequence, what fills the sequences, scale."""
+    """Return step, first sequence, tokens of the sequences, and scale."""
     return micro.step, micro.first, micro.tokens[:, 0].tolist(), micro.scale
 
 
 def test_synchronous_microbatches_are_numbered_from_0():
-    """All are scaled by the targets that count in the batch, and all ranks see the same."""
+    """All are scaled by the number of valid targets in the batch, and all ranks get the same."""
     ranks, read = fed("1f1b", 2, 3, ranks=2)
     scale = 1 / (5 * 64 + 1)
     assert read == [*range(STEPS)]
@@ -87,7 +87,7 @@ def test_microbatch_without_targets_has_a_finite_scale():
 
 
 def test_evaluation_microbatches_have_their_own_cache(monkeypatch):
-    """Also where a CUDA graph keeps the place of the arrays of training."""
+    """This also holds if a CUDA graph keeps the addresses of the training arrays."""
     settled = config("1f1b", 2, 3, batch=6)
     graphed = replace(settled, train=replace(settled.train, cuda_graph=True))
     monkeypatch.setattr(Pool, "on_device", True)

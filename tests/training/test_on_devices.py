@@ -44,7 +44,7 @@ from_host.register(DeviceArray, written)
 
 @pytest.fixture(autouse=True)
 def devices(monkeypatch):
-    """Devices that take arrays of the host, and all types that NCCL knows."""
+    """Devices that accept host arrays, and all types that NCCL supports."""
 
     def bring(pool, host):
         host = np.asarray(host)
@@ -62,7 +62,7 @@ def devices(monkeypatch):
 
 
 def ranks(config, function, transport):
-    """`function(mesh)` on every rank, with arrays of NumPy or on devices."""
+    """Call `function(mesh)` on every rank, with NumPy arrays or on devices."""
     sizes = config.sizes()
     beside = threads.meshes(sizes)[0]
 
@@ -75,8 +75,8 @@ def ranks(config, function, transport):
 
 
 def life(folder, line, transport, until):
-    """Make the steps of a run up to `until`, from its newest checkpoint on, with one behind the
-    last; what each rank has Trained."""
+    """Train a run up to step `until`, from its newest checkpoint, and one more step; return what
+    each rank has Trained."""
     config = config_of(f"{MODEL} {line}")
     header = {"run_id": folder.name, "config": to_toml(config), "position": None}
     begun = steps_of(folder / "checkpoints")
@@ -136,8 +136,8 @@ def shards(folder):
 
 
 def test_devices_save_the_same_values_as_numpy(tmp_path):
-    """Each rank's file, and the weights that are exported; and a run that begins with those
-    weights.  Sums on devices have another order."""
+    """Compares each rank's file, the exported weights, and a run that starts from these weights.
+    Sums on devices have another order."""
     found = {}
     for transport in ("nccl", None):
         folder = tmp_path / str(transport)
@@ -157,7 +157,7 @@ def test_devices_save_the_same_values_as_numpy(tmp_path):
 
 
 class OnHost(ReplicaCheck):
-    """Replicas whose hashes must have come to the host."""
+    """Replica check that asserts that its hashes are in host memory."""
 
     def gathered(self, comm, hashes):
         found = super().gathered(comm, hashes)
@@ -166,8 +166,8 @@ class OnHost(ReplicaCheck):
 
 
 def hurt(line, fault, transport="nccl"):
-    """What each rank raises, of which number 1 calls `fault(trainer, number)` before each step and
-    what that returns behind it."""
+    """Return the exception of each rank. Rank 1 calls `fault(trainer, number)` before each step,
+    and the function that it returns after the step."""
     config = config_of(f"{MODEL} {line}")
 
     def rank(mesh):
@@ -231,7 +231,7 @@ def test_bit_flip_in_a_replica_is_detected_and_named(line, kind, name, who):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("kinds", "what"), [(["grad"], "gradient"), (["grad", "value"], "value")])
 def test_nan_is_located(kinds, what):
-    """Those of parameters before those of gradients."""
+    """NaNs in parameters are reported before those in gradients."""
 
     def fault(trainer, number):
         item, wait = named(trainer, "up.weight"), trainer.buckets.wait

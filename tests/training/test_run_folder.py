@@ -17,7 +17,7 @@ from tests.trace.test_previous_attempts import attempt, steps_of
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run that was killed while it saved step 3; it had a trace, and was asked to stop."""
+    """Run with a trace and a stop request, killed while it saved step 3."""
     run = tmp_path_factory.mktemp("runs") / "run"
     run.mkdir()
     attempt(run, 0, 3)

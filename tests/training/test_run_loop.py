@@ -16,7 +16,7 @@ STEPS = 5
 
 
 class Recorded:
-    """Everything that the loop asks of others, as a list of what it asked."""
+    """Fake objects that record all calls of the loop in a list."""
 
     def __init__(self, stop_after=None, fails_in=None, saves=True):
         self.stop_after, self.fails_in, self.saves = stop_after, fails_in, saves
@@ -48,7 +48,7 @@ class Recorded:
 
 
 def run(tmp_path, monkeypatch, evaluator=None, **how):
-    """(what the loop said, the exit code that it ended with, or None)."""
+    """Return (messages of the loop, exit code or None)."""
     monkeypatch.setattr(run_loop.launch, "finish", lambda job: None)
     config = Config(train=TrainConfig(steps=STEPS))
     one = Recorded(**how)
@@ -85,7 +85,7 @@ def test_failed_check_ends_the_run(tmp_path, monkeypatch):
 
 
 class Evaluating:
-    """Evaluates after every second step and the last; the one after step 3 is the best."""
+    """Evaluator after every second step and the last one; that after step 3 is the best."""
 
     def __init__(self, one):
         self.one, self.best = one, None

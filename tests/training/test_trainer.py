@@ -29,7 +29,7 @@ def test_training_defaults_match_gpt_3():
 
 
 def scheduled(optimizer, decay, steps=STEPS, warmup=WARMUP):
-    """torch's schedule of an optimizer: linear warm-up, then to a tenth at step `steps`."""
+    """Return torch's schedule of an optimizer: linear warm-up, decay to a tenth at `steps`."""
     names, rest = torch.optim.lr_scheduler, steps - warmup
     rate = optimizer.param_groups[0]["lr"]
     after = {
@@ -76,8 +76,8 @@ def test_learning_rate_of_three_steps(decay, warmup, shares):
 
 
 def reference(config):
-    """Losses, norms and learning rates of a serial model that torch trains by its own clipping,
-    schedule and optimizer, and its weights after the last step."""
+    """Return losses, norms, learning rates and final weights of a serial model trained by torch,
+    with its own clipping, schedule and optimizer."""
     torch.set_num_threads(1)
     (trainer,) = run({}, lambda mesh: trainer_of(mesh, config))
     weights, settings = torch_reference.weights_of(trainer.parameters), config.train
@@ -102,8 +102,8 @@ def reference(config):
 
 
 def optimizer_of(weights, settings):
-    """Only matrices decay.  SGD adds the decay to the gradient after
-    it is clipped: w - lr (g + decay w) is (1 - lr decay) w - lr g."""
+    """Return torch's optimizer; only matrices decay. SGD adds the decay to the clipped gradient:
+    w - lr (g + decay w) is (1 - lr decay) w - lr g."""
     groups = [
         {"params": [w for w in weights.values() if (w.ndim > 1) == many], "weight_decay": decay}
         for many, decay in ((True, settings.weight_decay), (False, 0.0))
@@ -132,8 +132,8 @@ CLIPPED = {
 
 @pytest.mark.parametrize(("line", "above"), CLIPPED.items(), ids=CLIPPED)
 def test_training_matches_torch(line, above):
-    """Norms lie on both sides of the limit, under SGD: Adam divides by the size of the gradient,
-    so it would hardly see by how much that was scaled."""
+    """The norms are on both sides of the clipping limit with SGD. Adam normalizes gradients, so it
+    would hardly detect a wrong scale."""
     line = f"{line} steps=5"
     config, (rates, expected) = config_of(line), reference(config_of(alone(line)))
     assert sum(norm > config.train.clip for _, norm in expected.totals) == above
@@ -145,14 +145,14 @@ def test_training_matches_torch(line, above):
 
 
 def steps_of(mesh, config):
-    """The learning rate of every step, and what they came to."""
+    """Return the learning rate of every step, and the results of the steps."""
     trainer = trainer_of(mesh, config)
     steps = [trainer.step(number) for number in range(config.train.steps)]
     return [step.learning_rate for step in steps], trained_of(trainer, steps)
 
 
 def close(found, expected):
-    """As far as torch's clipping goes, which divides by 1e-6 more than the norm."""
+    """Compare with a tolerance for torch's clipping, which divides by the norm plus 1e-6."""
     np.testing.assert_allclose(found.totals, expected.totals, rtol=1e-6)
     for name, (where, block) in found.weights.items():
         part = expected.weights[name][1][where]
@@ -160,7 +160,7 @@ def close(found, expected):
 
 
 def test_stages_have_their_layers_and_the_peer_of_a_tied_table():
-    """On two pipeline stages."""
+    """Tests two pipeline stages."""
     config = config_of("p=2 layers=4")
     asked = {}
 
@@ -184,7 +184,7 @@ WIDE = "hidden=192 heads=4 vocabulary=500 sequence=40 layers=8 tied=false"
 
 @pytest.fixture(scope="module")
 def started():
-    """A trainer of 8 layers, as it starts."""
+    """Return a new trainer of 8 layers."""
     config = config_of(WIDE)
     return run({}, lambda mesh: Trainer(mesh, config, config.model.vocabulary, None))[0]
 
@@ -201,8 +201,8 @@ def started():
     ids=str,
 )
 def test_initial_weights_match_gpt_2(started, ends, mean, std):
-    """Normal numbers of std 0.02; those of residual layers, of which a block has two, are scaled
-    by 1 / sqrt(N), where N is the number of them (Radford et al. 2019, section 2.3)."""
+    """Normal numbers with std 0.02. Those of residual layers, two per block, are scaled by
+    1 / sqrt(N); N is the number of residual layers (Radford et al. 2019, section 2.3)."""
     found = [item for item in started.parameters if item.name.endswith(ends)]
     assert {end for end in ends if any(item.name.endswith(end) for item in found)} == {*ends}
     for item in found:
@@ -218,7 +218,7 @@ def test_every_parameter_kind_has_a_known_initialization(started):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_matrices_decay_and_vectors_do_not(optimizer):
-    """By 1 - lr decay, where the gradient is 0."""
+    """If the gradient is 0, a matrix is multiplied by 1 - lr decay."""
     config = config_of(f"optimizer={optimizer} weight_decay=0.25 tied=false")
 
     def rank(mesh):

@@ -21,11 +21,11 @@ from tests.runs import wait_for
 
 
 class Ended(Exception):
-    """The process would have ended here."""
+    """Raised instead of ending the process."""
 
 
 class Job:
-    """A rank of three, which only notes what it says."""
+    """Rank of three that only records its messages."""
 
     name, size, launcher = "test", 3, None
 
@@ -48,14 +48,14 @@ def end(code):
 
 @pytest.fixture
 def homes():
-    """Those of ranks on one host; a test may have others."""
+    """Hosts of the ranks, a single one by default."""
     return Homes(["hn1"] * 3, [0, 0, 0])
 
 
 @pytest.fixture
 def watched(monkeypatch, tmp_path, homes):
-    """A function that lets one second pass, in which some ranks move, and the watchdogs of three
-    ranks that may be silent for 20."""
+    """Return a function that advances the time by one second, in which some ranks make progress,
+    with the watchdogs of three ranks and a timeout of 20 s."""
     clock = [0.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: None)
@@ -156,7 +156,7 @@ def test_one_rank_reports_all_positions_and_the_job_ends(watched, tmp_path):
 
 @pytest.mark.parametrize("homes", [Homes(["hn1", "hn2", "hn2"], [0, 1, 1])])
 def test_rank_0_host_reports_for_all_hosts(watched, tmp_path, homes):
-    """The others may be heard by nobody: they end the job only if that one does not."""
+    """Other hosts' messages may be lost, so they end the job only if rank 0's host does not."""
     second, dogs = watched
     second(0, 1, 2)
     dogs[0].position.comms["x"].waiting = "all_gather", 3, 8, None
@@ -234,7 +234,7 @@ def test_signaled_rank_exits_if_its_peers_do_not_respond(told, waits, before, af
 
 
 def test_communicator_shows_the_call_it_waits_in():
-    """Rank 1 looks at what rank 0 waits for, then sends it."""
+    """Rank 1 reads which call rank 0 waits in, and then sends the message."""
     seen, comms, both = [], {}, threading.Barrier(2)
 
     def work(mesh):

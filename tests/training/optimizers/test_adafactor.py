@@ -56,8 +56,8 @@ LAYOUTS = [
 
 
 def without_noise(trained):
-    """The gradient of a key's bias is 0, and steps are made of what rounding leaves of it: they
-    stay near 0, and no other bias does."""
+    """Set the biases of keys to 0 if they are near 0: their gradient is 0 up to rounding, so their
+    steps are noise. No other bias stays near 0."""
     for name, (where, block) in trained.weights.items():
         if name.endswith("qkv.bias"):
             trained.weights[name] = where, np.where(abs(block) < 1e-3, 0, block)
@@ -79,7 +79,7 @@ SHAPES = {"w": (6, 4), "stack": (5, 3, 4), "v": (7,), "u": (2,)}
 
 
 def allocated(mesh):
-    """Parameters on one rank, wide enough that some updates are clipped."""
+    """Return parameters on one rank, wide enough that some updates are clipped."""
     parameters = Parameters(mesh, "float64", whole_matrices=is_matrix)
     for name, shape in SHAPES.items():
         parameters.add(
@@ -90,13 +90,13 @@ def allocated(mesh):
 
 
 def matrices_of(name, array):
-    """Those of a stack, or the array itself."""
+    """Return the matrices of a stack, or the array itself."""
     return [*array.swapaxes(0, 1)] if name == "stack" else [array]
 
 
 def test_adafactor_step_matches_torch():
-    """torch scales the learning rate by max(eps2, rms(w)): eps2 = 10 is a constant.  Each matrix
-    of a stack is one of its own."""
+    """torch scales the learning rate by max(eps2, rms(w)), so eps2 = 10 gives a constant. Each
+    matrix of a stack is updated separately."""
     rate, decay = 0.02, 0.1
     mesh = Mesh({}, {}, {}, Self())
     parameters = allocated(mesh)
@@ -124,7 +124,7 @@ def test_adafactor_step_matches_torch():
 
 
 def elements_of(trainer):
-    """Elements of the states of this rank, by the shapes of its blocks."""
+    """Return the number of elements in the states of this rank, from the shapes of its blocks."""
     total = 0
     for item in trainer.parameters:
         if not is_matrix(item.name, item.shape):
@@ -140,7 +140,7 @@ COUNTED = [*LAYOUTS[:3], "d=2 z=2 zero=2", "p=2 d=2 y=2 schedule=zb-h1 microbatc
 
 @pytest.mark.parametrize("layout", strided(COUNTED, 3))
 def test_predicted_state_memory_and_traffic_match_a_run(layout):
-    """States are rows and columns of matrices, and whole vectors."""
+    """The states are rows and columns of matrices, and full vectors."""
     config = config_of(f"{LINE} {layout}")
     predicted = every_rank(config, config.model.vocabulary)
 
@@ -157,8 +157,8 @@ def test_predicted_state_memory_and_traffic_match_a_run(layout):
 
 @pytest.mark.parametrize("layout", ["x=4 scheme=1d", "x=2 y=2 scheme=2d", "e=2 z=2 experts=4"])
 def test_adafactor_sends_only_row_and_column_sums(layout):
-    """Of a block A x B: A + 1 elements along an axis that cuts columns, B + 2 along one that cuts
-    rows, 1 of a vector, and 2 (1 - 1/g) times as many are received; SGD sends none of them."""
+    """For a block A x B, a rank sends A + 1 elements along an axis that shards columns, B + 2 along
+    one that shards rows, and 1 for a vector; it receives 2 (1 - 1/g) times as many. SGD has none."""
     line = f"{LINE} {layout}"
     config, plain = config_of(line), config_of(line.replace("adafactor", "sgd"))
 
@@ -192,7 +192,7 @@ WAYS = ["d=2 x=2 zero=1 scheme=1d", "d=2 y=2 zero=3", "p=2 x=2 y=2 scheme=2d zer
 
 @pytest.mark.parametrize(("before", "after"), strided([*pairwise([*WAYS, WAYS[0]])], 3))
 def test_adafactor_state_resumes_on_another_layout(before, after, tmp_path):
-    """Three steps on one, two more on another."""
+    """Three steps on one layout are followed by two on another."""
     line = LINE.replace("steps=4", "steps=5")
     opened = checkpoint(f"{line} {before}", tmp_path)
     assert problems(opened.folder) == []
@@ -217,7 +217,7 @@ def test_adafactor_state_resumes_on_another_layout(before, after, tmp_path):
 
 
 def test_differing_row_means_of_replicas_are_named():
-    """Ranks along x have other columns of the same rows."""
+    """Ranks along x have different columns of the same rows."""
     config = config_of(f"{LINE} x=2 scheme=1d")
 
     def rank(mesh):

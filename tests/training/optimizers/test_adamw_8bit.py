@@ -79,7 +79,7 @@ def test_footprint_of_8_bit_states_is_smaller():
 
 @slow
 def test_8_bit_state_resumes_on_another_layout(tmp_path):
-    """Three steps on one, one more on another."""
+    """Three steps on one layout are followed by one on another."""
     line = LINE.replace("steps=2", "steps=4")
     opened = checkpoint(f"{line} d=2 x=2 zero=1", tmp_path)
     assert problems(opened.folder) == []
@@ -106,7 +106,7 @@ def test_8_bit_state_resumes_on_another_layout(tmp_path):
 
 
 class Text:
-    """Batches of a text in bytes, at random places."""
+    """Batches of a byte text, at random positions."""
 
     def __init__(self, config):
         self.shape = config.train.batch, config.model.sequence
@@ -121,7 +121,7 @@ class Text:
 
 @slow
 def test_8_bit_adamw_learns_as_adamw():
-    """The mean loss of the last ten of 100 steps, within 1 %."""
+    """The mean losses of the last ten of 100 steps differ by at most 1 %."""
 
     def loss(name):
         config = config_of(f"optimizer={name} {LEARNING}")

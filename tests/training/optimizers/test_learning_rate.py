@@ -34,7 +34,7 @@ def cosine(part):
     ],
 )
 def test_learning_rate_decays_once(decay, rates):
-    """Over the steps of the run where it has no decay_steps, and stays at its last after them."""
+    """Without decay_steps, it decays over the whole run; afterwards, it stays constant."""
     train = replace(TRAIN, decay=decay)
     last = 1 if decay == "constant" else 0.1
     assert curve(train, 6) == pytest.approx(rates, rel=1e-12)
@@ -61,7 +61,7 @@ def test_learning_rate_is_stable_until_the_cooldown(cooldown, stable):
 
 
 def test_learning_rate_matches_torch():
-    """A cosine and a line of torch's schedulers, whose step 0 is the end of the warm-up."""
+    """Compared with torch's cosine and linear schedulers; their step 0 is the end of warm-up."""
     weight = torch.zeros(1, requires_grad=True)
     ends = {
         "cosine": {"T_max": 4, "eta_min": 0.1},
@@ -151,7 +151,7 @@ def test_resumed_run_reports_its_learning_rate(begun, train, done, lines):
     ],
 )
 def test_every_changed_learning_rate_key_is_reported(key, value):
-    """Also one that a run was begun without; 8 steps are done of 10, 2 of which cool down."""
+    """Tests also a key that the run did not set; 8 of 10 steps are done, 2 of them cool down."""
     begun = replace(TEN, decay="wsd")
     changed = replace(begun, **{key: value})
     (line,) = rate_notes(begun, changed, 8)

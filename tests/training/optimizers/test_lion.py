@@ -12,7 +12,7 @@ LINE = "optimizer=lion learning_rate=0.002"
 
 
 class Lion(torch.optim.Optimizer):
-    """Program 1 of arXiv:2302.06675."""
+    """Lion optimizer, program 1 of arXiv:2302.06675."""
 
     def __init__(self, groups, lr, betas):
         super().__init__(groups, {"lr": lr, "betas": betas})
@@ -81,8 +81,8 @@ def test_lion_on_several_ranks_matches_one_rank(layout):
 
 
 def without_keys_bias(trained):
-    """The bias of a key adds the same to all scores of a query: its gradient is 0 but for
-    rounding, the sign of which is noise.  It changes nothing else."""
+    """Return the weights without the biases of keys, which add the same to all scores of a query.
+    Their gradient is 0 up to rounding, so its sign is noise, but they do not affect results."""
     noise = ("qkv.bias", "qkv.k.bias")
     kept = {name: part for name, part in trained.weights.items() if not name.endswith(noise)}
     return Trained(trained.totals, kept)

@@ -36,7 +36,7 @@ GATED = 40  # features between up and down, where up has a gate
 
 
 def newton_schulz(g):
-    """`zeropower_via_newtonschulz5` of the post, in the type of g."""
+    """`zeropower_via_newtonschulz5` of the blog post, in the type of g."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = g.T if g.shape[0] > g.shape[1] else g
     x = x / (x.norm() + 1e-30)
@@ -47,7 +47,7 @@ def newton_schulz(g):
 
 
 class Muon:
-    """The update of one matrix, its state beside it."""
+    """Muon update of one matrix, with its state."""
 
     def __init__(self, weight, momentum=0.95):
         self.weight, self.momentum, self.m = weight, momentum, torch.zeros_like(weight)
@@ -60,7 +60,7 @@ class Muon:
 
 
 def apart(item, array):
-    """The matrices of a parameter: of each expert, q, k and v of all heads, gate and up."""
+    """Return the matrices of a parameter: of each expert; q, k and v of all heads; gate and up."""
     stack = array.swapaxes(0, 1) if array.ndim == 3 else array[None]
     gated = item.name.endswith("up.weight") and stack.shape[2] == 2 * GATED
     kinds, width = (3, 24 // 12) if "qkv.weight" in item.name else (1 + gated, 1)
@@ -100,7 +100,7 @@ def test_muon_steps_match_a_torch_reference(words):
 
 
 def test_muon_update_is_close_to_torch():
-    """As far as torch goes, which orthogonalises in bfloat16."""
+    """The tolerance accounts for torch's orthogonalization in bfloat16."""
     config, draw = config_of(f"{LINE} layers=1"), np.random.default_rng(2)
 
     def rank(mesh):
@@ -149,8 +149,8 @@ def test_muon_on_several_ranks_matches_one_rank(layout):
 
 
 def without_keys_bias(trained):
-    """The bias of a key adds the same to all scores of a query: its gradient is 0 but for
-    rounding, of which AdamW makes steps.  It changes nothing else."""
+    """Return the weights without the biases of keys, which add the same to all scores of a query.
+    Their gradient is 0 up to rounding, so their steps are noise, but they do not affect results."""
     noise = ("qkv.bias", "qkv.k.bias")
     kept = {name: part for name, part in trained.weights.items() if not name.endswith(noise)}
     return Trained(trained.totals, kept)
@@ -174,7 +174,7 @@ def test_predicted_muon_memory_traffic_and_flops_match_a_run(layout):
 
 
 def matrices_of(trainer):
-    """(axes that cut it, rows, columns, matrices in them) -> how many a rank has blocks of."""
+    """Return {(axes that shard them, rows, columns, matrices): number of blocks of a rank}."""
     found = Counter()
     for item in trainer.parameters:
         if is_hidden(item.name, item.shape):
@@ -186,7 +186,7 @@ def matrices_of(trainer):
 
 
 def moved_by_all_to_all(rank):
-    """Axis of tensors -> bytes."""
+    """Return {axis of tensors: bytes}."""
     found = Counter()
     for (axis, op, _), (_, received) in rank.moved().items():
         found[axis] += received * (op == "all_to_all" and axis in "xyz")
@@ -195,8 +195,8 @@ def moved_by_all_to_all(rank):
 
 @pytest.mark.parametrize("layout", ["x=4 scheme=1d", "x=2 y=2 scheme=2d", "e=2 z=2 experts=4"])
 def test_full_matrices_are_assigned_to_ranks_round_robin(layout):
-    """Of n matrices of A x B that g ranks have cut, a rank has ceil(n / g) whole or fewer; along
-    an axis of s ranks it receives 2 (1 - 1/s) of ceil(n / g) of them."""
+    """Of n matrices A x B sharded by g ranks, a rank updates at most ceil(n / g) full ones. Along
+    an axis of s ranks, it receives 2 (1 - 1/s) of ceil(n / g) matrices."""
     config = config_of(f"{LINE} {layout} layers=3")
     adamw = replace(config, train=replace(config.train, optimizer="adamw"))
     sizes, flops, expected = config.sizes(), 0.0, 0.0
@@ -217,7 +217,7 @@ def test_full_matrices_are_assigned_to_ranks_round_robin(layout):
 
 
 def test_muon_state_resumes_on_another_layout(tmp_path):
-    """Three steps on one, two more on another."""
+    """Three steps on one layout are followed by two on another."""
     line = f"{LINE} steps=5 layers=2"
     opened = checkpoint(f"{line} d=2 x=2 zero=1 scheme=1d", tmp_path)
     assert problems(opened.folder) == []

@@ -22,8 +22,8 @@ slow = pytest.mark.slow
 
 
 class RowNorm(Optimizer):
-    """v = 0.9 v + g, stored in float32; w = (1 - lr decay) w - lr v / (norm of v's row + 1e-3) for
-    matrices, and w - lr v for vectors."""
+    """Optimizer with v = 0.9 v + g, stored in float32, and w = (1 - lr decay) w - lr v / (norm of
+    v's row + 1e-3) for matrices, w - lr v for vectors."""
 
     STATES = (StateSpec("velocity"), StateSpec("longest", "float32"))
     WHOLE_MATRICES = is_matrix
@@ -54,7 +54,7 @@ class RowNorm(Optimizer):
 
 @pytest.fixture(autouse=True)
 def row_norm(monkeypatch):
-    """It stands in for SGD: `optimizer=sgd`."""
+    """Install RowNorm in place of SGD: `optimizer=sgd`."""
     monkeypatch.setitem(OPTIMIZERS, "sgd", RowNorm)
 
 
@@ -119,7 +119,7 @@ def test_predicted_full_matrix_states_match_a_run():
 
 
 def checkpoint(line, folder):
-    """A whole checkpoint of a run after its steps."""
+    """Return a full checkpoint of a run after its steps."""
     config = config_of(line)
     folder = folder / "step-00000003.tmp"
     folder.mkdir()

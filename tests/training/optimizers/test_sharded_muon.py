@@ -75,8 +75,8 @@ def test_predicted_sharded_muon_memory_traffic_and_flops_match_a_run(layout):
 
 
 def matrices_of(trainer):
-    """(shorter side, longer side, ranks that cut the one, and the other) of all that a rank has
-    blocks of."""
+    """Return (shorter side, longer side, ranks that shard each) of all matrices of which a rank
+    has blocks."""
     found = []
     for item in trainer.parameters:
         if is_hidden(item.name, item.shape):
