@@ -110,7 +110,7 @@ def want(condition, status=INVALID_VALUE):
 
 
 def matrices(pointer, dtype, rows, columns, step, count, stride):
-    """[count, rows, columns] of column-major matrices in memory: (i, j) lies at i + j step."""
+    """Return [count, rows, columns] of column-major matrices in memory: (i, j) is at i + j*step."""
     size = np.dtype(dtype).itemsize
     extent = rows + (columns - 1) * step + (count - 1) * stride
     memory = (ctypes.c_byte * (extent * size)).from_address(pointer)
@@ -129,8 +129,8 @@ def slope(x):
 
 
 class FakeLt:
-    """What ctypes.CDLL is of the real one.  `refused` are epilogues without an algorithm, `fails`
-    the names of functions that end with INTERNAL_ERROR; `calls` counts calls by name."""
+    """Fake ctypes.CDLL of cuBLASLt. `refused` are epilogues without an algorithm, `fails` the names
+    of functions that return INTERNAL_ERROR, and `calls` counts calls by name."""
 
     def __init__(self, refused=(), fails=()):
         self.refused, self.fails, self.calls = refused, fails, Counter()
@@ -146,7 +146,7 @@ class FakeLt:
         )
 
     def guarded(self, name):
-        """A method of this class as C has it: no exceptions, a status."""
+        """Convert a method to a C function, which returns a status instead of raising errors."""
         method = getattr(self, f"do_{name.removeprefix('cublasLt')}")
 
         def function(*arguments):
@@ -241,14 +241,14 @@ def alignment(address):
 
 
 def problem(operation, layouts):
-    """What an algorithm is for: all but addresses."""
+    """Return the problem of an algorithm: everything except addresses."""
     addresses = BIAS, AUX, A_SCALE, B_SCALE
     described = {number: value for number, value in operation.items() if number not in addresses}
     return described, layouts
 
 
 def check(operation, layouts):
-    """Refuse what the documentation does."""
+    """Reject what the documentation excludes."""
     a, b, c, d = layouts
     want(operation[COMPUTE_TYPE] in (68, 77) and operation[SCALE_TYPE] == R_32F)
     want(operation[COMPUTE_TYPE] == 68 or a[TYPE] == R_32F)
@@ -267,7 +267,7 @@ def check(operation, layouts):
 
 
 def check_float8(operation, layouts):
-    """Only op(A) = A' and op(B) = B, sizes and steps of a multiple of 16, and not twice e5m2."""
+    """Only op(A) = A' and op(B) = B, sizes and steps divisible by 16, and not e5m2 for both."""
     a, b, _, d = layouts
     want({a[TYPE], b[TYPE]} <= {E4M3, E5M2} and E4M3 in (a[TYPE], b[TYPE]), NOT_SUPPORTED)
     want(operation[TRANSA] and not operation[TRANSB] and d[TYPE] in (R_32F, R_16F, R_16BF))
@@ -301,12 +301,12 @@ def wide(matrix):
 
 
 def factor(pointer):
-    """The number at an address; 1 where there is none."""
+    """Return the number at an address, or 1 if the address is null."""
     return np.float32(c_float.from_address(pointer).value if pointer else 1)
 
 
 def compute(operation, layouts, pointers, alpha, beta):
-    """D = epilogue(alpha op(A) op(B) + beta C)."""
+    """Compute D = epilogue(alpha op(A) op(B) + beta C)."""
     a, b, c, d = (view(*each) for each in zip(layouts, pointers, strict=True))
     left = wide(a.transpose(0, 2, 1) if operation[TRANSA] else a)
     right = wide(b.transpose(0, 2, 1) if operation[TRANSB] else b)

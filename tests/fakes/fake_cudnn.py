@@ -24,11 +24,11 @@ BITS = {"HALF": np.float16, "BFLOAT16": ml_dtypes.bfloat16, "FLOAT": np.float32}
 
 
 class NotSupportedError(Exception):
-    """No RuntimeError, as in the real module."""
+    """Not a RuntimeError, as in the real module."""
 
 
 class FakeCudnn:
-    """The module, with what was made of it; `holds(pointer, size)` tells whether an array does."""
+    """Fake module with its graphs; `holds(pointer, size)` tells if an array contains the memory."""
 
     cudnnGraphNotSupportedError = NotSupportedError
     data_type = Enum("data_type", ["NOT_SET", *BITS])
@@ -60,7 +60,7 @@ class FakeCudnn:
 
 
 class Tensor:
-    """One in a graph."""
+    """Tensor of a graph."""
 
     def __init__(self, dim=None, stride=None, data_type=None, uid=-1, made=False):
         self.dim, self.stride, self.data_type, self.uid = dim, stride, data_type, uid
@@ -83,7 +83,7 @@ class Tensor:
         assert self.stride[3] == 1 and self.data_type.name in BITS
 
     def at(self, pointer, holds):
-        """The array that lies at `pointer`."""
+        """Return the array at `pointer`."""
         assert type(pointer) is int and pointer % 16 == 0
         dtype = np.dtype(BITS[self.data_type.name])
         strides = [step * dtype.itemsize for step in self.stride]
@@ -95,7 +95,7 @@ class Tensor:
 
 
 class Graph:
-    """One operation and its tensors."""
+    """Graph of one operation and its tensors."""
 
     def __init__(self, cudnn, handle):
         assert handle in cudnn.streams
@@ -129,7 +129,7 @@ class Graph:
         return self.tensors[-3:]
 
     def describe(self, inputs, compute, results, scale, bound):
-        """Take the operation: its inputs, and the tensors that it makes."""
+        """Store the operation with its inputs; return its output tensors."""
         assert not self.compute and list(inputs) and type(scale) is float
         assert bound is None or type(bound) is int
         outputs = [Tensor(made=True) for _ in range(results)]
@@ -156,8 +156,8 @@ class Graph:
             raise NotSupportedError("s_q = s_kv = 1\n is not supported.")
 
     def check_shapes(self):
-        """q and what is like it has [B, heads, T, D], k and v a divisor of the heads, and a length
-        of their own."""
+        """Tensors of queries have the shape [B, heads, T, D]. The number of heads of k and v divides
+        that of q, and their length may differ."""
         (batch, heads, tokens, width), results = self.tensors[0].dim, self.tensors[-3:]
         keys, length = self.tensors[1].dim[1:3]
         assert heads % keys == 0
@@ -197,18 +197,18 @@ class Graph:
 
 
 def of_every_query(x, heads):
-    """[B, heads of keys, T, D] of k or v, each as often as neighboring queries share it."""
+    """Repeat k or v, [B, key heads, T, D], for the adjacent queries that share each head."""
     return np.repeat(x, heads // x.shape[1], axis=1)
 
 
 def summed(dx, heads):
-    """Its gradient, of what every query has."""
+    """Return the gradient of `of_every_query`."""
     batch, _, *rest = dx.shape
     return dx.reshape(batch, heads, -1, *rest).sum(2)
 
 
 def scores(q, k, scale, bound):
-    """Of queries and keys up to `bound` places to the right of the diagonal, all without one."""
+    """Return scores of queries and keys up to `bound` right of the diagonal; None: all keys."""
     s = np.einsum("bhid,bhjd->bhij", q, k) * np.float32(scale)
     if bound is None:
         return s

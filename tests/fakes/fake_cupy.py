@@ -16,7 +16,7 @@ READY, NOT_READY, LOST = 0, 600, 700
 
 
 class Memory:
-    """Bytes at a place, kept by an owner, as NumPy and CuPy see them."""
+    """Bytes at an address with an owner, as exposed by NumPy and CuPy."""
 
     def __init__(self, ptr, size, owner, device):
         self.owner, self.device = owner, device
@@ -29,7 +29,7 @@ class Memory:
 
 
 class Array(DeviceArray):
-    """cupy.ndarray"""
+    """Fake of cupy.ndarray."""
 
     def __new__(cls, shape, dtype=float, memptr=None):
         if memptr is None:
@@ -45,7 +45,7 @@ class Array(DeviceArray):
 
 
 def unkept(host):
-    """The memory of an array of the host, as a copy that is under way has it: nobody keeps it."""
+    """Return the memory of a host array without an owner, as during an asynchronous copy."""
     memory = (ctypes.c_byte * host.nbytes).from_address(host.ctypes.data)
     return np.frombuffer(memory, host.dtype).reshape(host.shape)
 
@@ -99,8 +99,8 @@ class Event:
 
 
 class FakeCupy:
-    """The module.  `log` has what was done in order, `most` bytes fit the device; calls are
-    `stuck` where peers do not answer, and the device is `lost` after an error."""
+    """Fake module. `log` contains the operations in order, and `most` bytes fit on the device.
+    Calls hang if peers are `stuck`, and the device is `lost` after an error."""
 
     __version__ = "14.2.0"
 

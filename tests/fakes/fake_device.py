@@ -32,14 +32,14 @@ HERE = threading.local()  # `still`: whether the device of this thread was waite
 
 
 class Address:
-    """Of an array, as CuPy has it."""
+    """Address of an array, as in CuPy."""
 
     def __init__(self, ptr):
         self.ptr = ptr
 
 
 class DeviceArray(np.ndarray):
-    """A NumPy array with CuPy's address; like CuPy's it takes none of the host beside it."""
+    """NumPy array with CuPy's address; like CuPy arrays, it cannot be combined with host arrays."""
 
     data = property(lambda self: Address(self.ctypes.data))
 
@@ -74,7 +74,7 @@ class DeviceArray(np.ndarray):
 
 
 def leaves(value):
-    """The arrays in a nest of lists."""
+    """Return the arrays in nested lists."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -88,7 +88,7 @@ def refuse_host(values):
 
 
 def mapped(function, value):
-    """`function` of the arrays in a nest of lists."""
+    """Apply `function` to the arrays in nested lists."""
     if isinstance(value, dict):
         return {key: mapped(function, each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -106,7 +106,7 @@ def brought(value, kind=DeviceArray):
 
 
 def by_numpy(primitive):
-    """Let a primitive do on device arrays what it does on those of NumPy."""
+    """Apply NumPy's rule of a primitive to device arrays."""
     if not primitive.__module__.startswith("hpc3d.ops"):
         return None
 
@@ -132,7 +132,7 @@ on_host.register(DeviceArray, lambda array: plain(array).copy())
 
 
 class Hosts:
-    """The communicator of the world, which hosts talk through."""
+    """World communicator, with which hosts communicate."""
 
     def __init__(self, comm):
         self.comm = comm
@@ -166,7 +166,7 @@ class DevicePool(Pool):
 
 
 class Event:
-    """A place in a stream."""
+    """Position in a stream."""
 
     def __init__(self, stream, reached):
         self.stream, self.reached = stream, reached
@@ -183,7 +183,7 @@ class Event:
 
 
 class Compute:
-    """The stream of computation: the host itself, with NumPy, so nothing is ever pending."""
+    """Compute stream: the host itself with NumPy, so no work is ever pending."""
 
     def __init__(self):
         self.recorded, self.errors = 0, []
@@ -203,7 +203,7 @@ GO_OUT, COME_IN, ARE_OVER = range(3)
 
 
 class Sending:
-    """The stream of communication: a thread that does what is posted, in order, after a while."""
+    """Communication stream: a thread that executes posted operations in order, after a delay."""
 
     ptr = 1
 
@@ -223,7 +223,7 @@ class Sending:
 
     @contextmanager
     def grouped(self):
-        """The calls of this context are one, of which the parts have an order."""
+        """Combine the calls of this context into one, whose parts have an order."""
         self.group = []
         yield
         posted, self.group = self.group, None
@@ -233,7 +233,7 @@ class Sending:
         self.work.put(lambda: [go() for _, go, _ in sorted(posted, key=lambda part: part[0])])
 
     def later(self, sources, act, order=GO_OUT, target=None):
-        """Do `act` on the stream, whose sources must not have changed until then."""
+        """Execute `act` on the stream; its sources must not change until then."""
         assert self.fresh, "the call does not follow what was computed"
         before = [source.copy() for source in sources]
 
@@ -272,7 +272,7 @@ class Device:
 
 
 class FakeNccl:
-    """NCCL's calls on the stream of a Device, carried out by a communicator of threads."""
+    """NCCL calls on the stream of a device, executed by a communicator of threads."""
 
     def __init__(self, comm, receipts, stream):
         self.comm, self.receipts, self.stream = comm, receipts, stream
@@ -288,7 +288,7 @@ class FakeNccl:
             raise self.stream.errors[0]
 
     def move(self, source, target, counts, number, function):
-        """Call `function` on the source; its result becomes the target."""
+        """Call `function` on the source, and write its result to the target."""
         given = array_at(source, counts[0], number)
         taken = array_at(target, counts[1], number)
         self.stream.later([given], lambda: np.copyto(taken, function(given.copy()).reshape(-1)))
@@ -320,7 +320,7 @@ class FakeNccl:
         self.move(source, target, (count, count), number, function)
 
     def send(self, source, count, number, peer, stream):
-        """A message is over when its receiver has it."""
+        """A send is complete when the receiver has the message."""
         given, receipt = array_at(source, count, number), ((1,), np.int8, peer)
         self.stream.later([given], lambda: self.comm.send(given.copy(), peer).wait(), GO_OUT)
         self.stream.later([given], lambda: self.receipts.recv(*receipt).wait(), ARE_OVER)
@@ -336,7 +336,7 @@ class FakeNccl:
 
 
 class Host:
-    """What Nccl asks of MPI: the number of rows that the root has."""
+    """Fake MPI for Nccl: provides the number of rows of the root."""
 
     def __init__(self, comm):
         self.comm = comm
@@ -348,8 +348,8 @@ class Host:
 
 @contextmanager
 def on_device(mesh, beside, transport="nccl", kind=CommStream, pool=DevicePool):
-    """The mesh of a rank on threads, with its arrays on a device.  Those of `beside`, the same on
-    threads of its own, carry what hosts and receipts say."""
+    """Return the mesh of a rank on threads, with arrays on a device. `beside` is an equal mesh on
+    its own threads, which carries messages of hosts and receipts."""
     device, pool = Device(mesh.rank), pool()
     pool.device = device
     pool.store = PinnedStore(pool)

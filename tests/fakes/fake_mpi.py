@@ -7,13 +7,13 @@ from tests.fakes.fake_device import HERE, plain
 
 
 class FakeMpi:
-    """MPI's calls on memory of a device, which must be at rest, by a communicator of threads."""
+    """MPI calls on idle device memory, executed by a communicator of threads."""
 
     def __init__(self, comm):
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
 
     def done(self, call, source, target, *how):
-        """Write the result of a call to its target; MPI has no word of what follows it."""
+        """Write the result of a call to its target; MPI ignores streams."""
         assert HERE.still, "MPI reads or writes what is still computed"
         assert np.dtype(source.dtype) != np.float16, "not every MPI knows this type"
         result = call(plain(source).copy(), *how).wait()
@@ -54,7 +54,7 @@ class FakeMpi:
 
 
 class Request:
-    """Of a call of MPI, which is done when somebody asks."""
+    """Request of an MPI call, which completes when it is queried."""
 
     def __init__(self, act):
         self.act = act

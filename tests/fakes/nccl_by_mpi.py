@@ -10,7 +10,7 @@ OPS = {0: MPI.SUM, 2: MPI.MAX}
 
 
 class NcclCommunicator:
-    """Of the ranks of COMM_WORLD, or of a part of them."""
+    """Communicator of the ranks of COMM_WORLD, or of a part of them."""
 
     def __init__(self, size, name, rank, comm=MPI.COMM_WORLD):
         assert (size, rank, len(name)) == (comm.size, comm.rank, 128)
@@ -67,7 +67,7 @@ POSTED = []
 
 
 def group_end():
-    """Wait for all messages.  NCCL hangs or fails if sender and receiver differ in size."""
+    """Wait for all messages. NCCL hangs or fails if sender and receiver differ in size."""
     for request, size in POSTED:
         status = MPI.Status()
         request.Wait(status)

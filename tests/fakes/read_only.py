@@ -2,7 +2,7 @@
 
 
 def read_only(mesh):
-    """The `mesh`, its communicators along axes changed."""
+    """Return the mesh with read-only results of the communicators along axes."""
     for comm in mesh.comms.values():
         for name in ("_all_gather", "_all_reduce", "_broadcast"):
             setattr(comm, name, locked(getattr(comm, name)))

@@ -16,7 +16,7 @@ POST, REACH, WAKE = 1_000, 2_000, 3_000  # ns to post, until an idle stream begi
 
 
 class Simulated:
-    """The time of a host that passes as it works and waits; `lag` of a wait is ns more."""
+    """Simulated host time, which advances with work and waits; `lag` is extra ns of each wait."""
 
     def __init__(self):
         self.now, self.lag = 7_000_000_000, deque()
@@ -34,7 +34,7 @@ class Simulated:
 
 
 class Real:
-    """The time of this host."""
+    """Real time of this host."""
 
     def __call__(self):
         return time.monotonic_ns()
@@ -62,13 +62,13 @@ class Event:
 
 
 class Stream:
-    """What is posted runs in order; `free` is when the last of it ends."""
+    """Stream that runs posted operations in order; `free` is the end of the last one."""
 
     def __init__(self, device):
         self.device, self.free, self.grouped, self.captures = device, 0, False, False
 
     def work(self, duration, start=0):
-        """Post what takes `duration` ns; when it begins and ends."""
+        """Post work of `duration` ns; return its start and end."""
         self.device.host.skip(POST)
         start = max(start, self.free, self.device.host() + REACH)
         self.free = start + duration
@@ -90,7 +90,7 @@ class Stream:
 
 
 class TimedDevice:
-    """Its clock runs faster by `drift` than the clock of the host."""
+    """Device whose clock is faster than the host's clock by the factor `drift`."""
 
     def __init__(self, host, drift=0.0):
         self.host, self.drift, self.created, self.waits = host, drift, 0, 0
@@ -106,7 +106,7 @@ class TimedDevice:
         return lambda: Event(self), self.elapsed
 
     def elapsed(self, first, second):
-        """As cudaEventElapsedTime: ms in float32, of events that are past."""
+        """Return the ms between two past events in float32, like cudaEventElapsedTime."""
         now = self.host()
         assert first.time <= second.time <= now, "not ready, or in the wrong order"
         ticks = [int(each.time * (1 + self.drift)) // TICK for each in (first, second)]
@@ -114,9 +114,9 @@ class TimedDevice:
 
 
 class Comm(Communicator):
-    """Members whose calls run on the device's stream of communication, each for `lasts` ns, from
-    when all of them have come: `meet(start)` tells the last start.  `host` is the time that a call
-    takes the host.  What ran, and when, is `ran`."""
+    """Communicator whose calls run on the communication stream of the device, each for `lasts` ns
+    after all members have arrived; `meet(start)` returns the last arrival. `host` is the host time
+    of a call. `ran` lists the executed calls with their times."""
 
     def __init__(self, device, rank=0, size=2, lasts=100_000, meet=int, host=0, queue="blocks"):
         super().__init__(rank, size)
@@ -126,7 +126,7 @@ class Comm(Communicator):
 
     @contextmanager
     def group(self):
-        """What is posted here runs at its end, as one."""
+        """Calls posted in this context run as one call at its end."""
         self.stream.grouped, before = True, self.stream.free
         yield
         self.stream.grouped = False

@@ -18,7 +18,7 @@ MESSAGES = ("send", "recv")
 
 
 class Clock:
-    """The clock of a rank [ns]; each reading advances it by 0.1 to 2 us, drawn by rank."""
+    """Clock of a rank in ns; each reading advances it by 0.1 to 2 us, drawn for each rank."""
 
     def __init__(self, rank=0, start=START):
         self.now, self.random = start, random.Random(rank)
@@ -35,11 +35,11 @@ class Clock:
 
 
 class Network:
-    """The arrivals of all ranks at their calls; it wraps the communicators of each rank.
+    """Arrival times of all ranks at their calls; wraps the communicators of each rank.
 
-    A collective ends for all members `lasts` ns (by operation) after the last one arrived, and
-    not before the rank's previous collective in the group has ended.  A message arrives `latency`
-    ns after it was sent.
+    A collective ends for all members `lasts` ns (by operation) after the last arrival, and not
+    before the rank's previous collective in the group has ended. A message arrives `latency` ns
+    after it was sent.
     """
 
     def __init__(self, **lasts):
@@ -49,12 +49,12 @@ class Network:
         return Timed(comm, axis, clock, self)
 
     def latency(self, clock):
-        """ns that a message takes to the rank that has this clock."""
+        """Return the latency in ns of a message to the rank with this clock."""
         return 0
 
 
 class Timed:
-    """A communicator of hpc3d.comm.threads whose waits take virtual time."""
+    """Communicator of hpc3d.comm.threads whose waits take virtual time."""
 
     def __init__(self, comm, axis, clock, network):
         self.comm, self.clock, self.network = comm, clock, network
@@ -67,7 +67,7 @@ class Timed:
         return partial(getattr(self, f"_{name}"), value) if name in MESSAGES else value
 
     def arrive(self, *what):
-        """Note that this rank makes its next call of this kind.  Returns the key of the call."""
+        """Record that this rank makes its next call of this kind; return the key of the call."""
         number = self.numbers[what] = self.numbers.get(what, -1) + 1
         key = self.group, *what, number
         self.network.arrivals.setdefault(key, {})[self.comm.rank] = self.clock.now

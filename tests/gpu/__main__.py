@@ -44,7 +44,7 @@ def main(words=None):
 
 
 def keep(given, results):
-    """Write what there is, after every part."""
+    """Write the current results after every part."""
     if given.json:
         found = {"fake": given.fake, "quick": given.quick, "parts": results}
         given.json.write_text(json.dumps(found, indent=1))
@@ -61,14 +61,14 @@ def arguments(words):
 
 
 def positive(text):
-    """A number above 0."""
+    """Parse a positive number."""
     if not (number := float(text)) > 0:
         raise argparse.ArgumentTypeError(f"{text}: must be above 0")
     return number
 
 
 def writable(path):
-    """A file that can be written, found out before anything runs."""
+    """Check that a file can be written, before anything runs."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).touch()
@@ -89,7 +89,7 @@ def outcomes(result):
 
 
 def show(results, seconds):
-    """The table, the figures of the benchmark, what failed, what was skipped."""
+    """Print the table, the numbers of the benchmark, and failed and skipped cases."""
     print(f"\n{'part':12s} passed failed skipped  seconds  problem")
     for result in results:
         count, problem = outcomes(result), result["problem"] or result["skipped"]
@@ -118,7 +118,7 @@ def figures(results):
 
 
 def reasons(results, outcome):
-    """(part: case, why) of all cases, and of parts as a whole, that ended so."""
+    """Return (part: case, reason) of all cases and parts with this outcome."""
     whole = {"failed": "problem", "skipped": "skipped"}[outcome]
     for result in results:
         if result[whole]:
@@ -129,13 +129,13 @@ def reasons(results, outcome):
 
 
 def wrong(case):
-    """The first check of a case that is wrong, in a few words."""
+    """Return the first failed check of a case, as a short text."""
     bad = next((check for check in case["checks"] if not check["right"]), None)
     return f" ({bad['what']}: {json.dumps(bad)})" if bad else ""
 
 
 def verdict(results, fake):
-    """The exit code, with the line that says why."""
+    """Return the exit code, with the line that explains it."""
     on_device = {part.name for part in PARTS if part.device}
     total = sum((outcomes(result) for result in results), Counter())
     seen = [r for r in results if r["part"] in on_device and outcomes(r)["passed"]]

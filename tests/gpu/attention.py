@@ -50,7 +50,7 @@ def cases(device, quick):
 
 
 class Problem:
-    """qkv, the gradient of out, and what must come of them."""
+    """qkv, the gradient of the output, and the expected results."""
 
     def __init__(self, device, real, shape, rate=0.0, causal=True):
         self.shape, random = shape, np.random.default_rng(17)
@@ -71,13 +71,13 @@ class Problem:
         self.dqkv = attend_grad(self.wide[1], self.wide[0], p, *how)
 
     def mask(self, key):
-        """Dropout of the probabilities, [B, heads * T * T], or None."""
+        """Return the dropout mask of the probabilities, [B, heads * T * T], or None."""
         if not self.rate:
             return None
         return Mask(key, self.rate, range(self.shape[0]), range(self.row), self.row)
 
     def stats(self):
-        """log(sum(exp(scores))) of every query [B, heads, T, 1]."""
+        """Return log(sum(exp(scores))) of every query, [B, heads, T, 1]."""
         q, k, _ = heads_of(self.wide[0], *self.sizes)
         scores = q @ k[:, :, None].swapaxes(-1, -2) / self.form.width**0.5
         if self.causal:
@@ -110,7 +110,7 @@ def ours(device, real, shape, rate, notes):
 
 
 def by_chunks(device, real, shape, rate, notes):
-    """The same of two chunks, each pair by itself as in a ring."""
+    """Compute the same with two chunks, each pair separately, as in ring attention."""
     problem, pool = Problem(device, real, shape, rate), device.pool()
     sequence, form = problem.sizes
     heads = shape[1] * form.queries
@@ -136,7 +136,7 @@ def by_chunks(device, real, shape, rate, notes):
 
 
 def two_chunks(sequence):
-    """Those pairs in which queries see keys."""
+    """Return the pairs of chunks in which queries see keys."""
     halves = slice(0, sequence // 2), slice(sequence // 2, sequence)
     return tuple(
         ChunkPair(queries, keys, queries is keys, queries.start, keys.start)
@@ -147,7 +147,7 @@ def two_chunks(sequence):
 
 
 def gradients(device, notes, dqkv, problem, real):
-    """Those of q, k and v, each by itself."""
+    """Return the gradients of q, k and v separately."""
     got = heads_of(device.download(dqkv), *problem.sizes)
     for name, mine, right in zip(("dq", "dk", "dv"), got, heads_of(problem.dqkv, *problem.sizes)):
         notes.near(name, mine, right, BOUND[real])

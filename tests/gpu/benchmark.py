@@ -64,7 +64,7 @@ def real_of(device):
 
 
 def rates(device, measured, notes):
-    """Products of 8,192^3 by our binding and by torch, and a copy in the device's memory."""
+    """Time products of 8,192^3 by hpc3d and by torch, and a copy in device memory."""
     random, lt = np.random.default_rng(1), device.lt()
     real = np.dtype(real_of(device))
     a, b = (
@@ -99,7 +99,7 @@ def rates(device, measured, notes):
 
 
 def float8_product(device, lt, out):
-    """A product of two matrices in e4m3."""
+    """Time a product of two e4m3 matrices."""
     some = np.random.default_rng(2).standard_normal((SIDE, 128), np.float32)
     codes = np.tile(encode(some, E4M3).view(np.uint8), SIDE // 128)
     scale = device.upload(np.ones(1, np.float32))
@@ -108,8 +108,8 @@ def float8_product(device, lt, out):
 
 
 def routed(device, form, notes):
-    """Rows to their slots and back, capacity 1.25: bytes that are read and written once, over the
-    time; and the choices and their slots, which move little."""
+    """Time dispatch and combine with capacity 1.25, as bytes read and written once per second, and
+    the routing itself, which moves few bytes."""
     tokens, sequences, columns, count, top_k = form
     pool, random, real = device.pool(), np.random.default_rng(1), np.dtype(real_of(device))
     rows, capacity = tokens * sequences, -(-5 * tokens * top_k // (4 * count))
@@ -153,16 +153,16 @@ def per_second(device, function, amount):
 
 
 def flops_of(shape):
-    """Floating-point operations of a step by arXiv:2204.02311, appendix B: 6 for every weight of
-    a product and token, and 12 T h a layer and token of attention."""
+    """Return the FLOPs of a step by arXiv:2204.02311, appendix B: 6 per weight of a product and
+    token, plus 12 T h per layer and token for attention."""
     weights = 12 * shape["layers"] * shape["hidden"] ** 2 + shape["vocabulary"] * shape["hidden"]
     attention = 12 * shape["layers"] * shape["hidden"] * shape["sequence"]
     return (6 * weights + attention) * shape["batch"] * shape["sequence"]
 
 
 def ours_of(device, name, how):
-    """Functions that make a step: without a graph, and with one; where two would not fit the
-    memory, without."""
+    """Return functions that run a step without and with a graph, or only without, if both do not
+    fit in memory."""
     ways = {"eager": {}, "graph": {"cuda_graph": True}}
     if not device.fake:
         ways["graph, GELU in products"] = {"cuda_graph": True, "fused_gelu": True}
@@ -192,7 +192,7 @@ def theirs_of(device, how, compiled):
 
 
 def in_turn(device, ways, block, notes):
-    """Median seconds a step of each way, in blocks of steps that alternate; and every block."""
+    """Run blocks of steps alternately; return the median seconds per step, and all blocks."""
     for name, step in ways.items():
         start = time.perf_counter()
         found = [step() for _ in range(WARM)]
@@ -212,7 +212,7 @@ def in_turn(device, ways, block, notes):
 
 
 def tell(notes, how, seconds, measured):
-    """Speed, and the utilization: the rate of the model's operations over that of products."""
+    """Report the speed, and the FLOP rate of the model divided by that of products."""
     tokens = how["batch"] * how["sequence"]
     notes.fact("tokens a step", tokens)
     for name, each in seconds.items():
@@ -223,7 +223,7 @@ def tell(notes, how, seconds, measured):
 
 
 def fitting(device, wanted):
-    """The most sequences a batch that the memory has room for, or None."""
+    """Return the largest number of sequences per batch that fits in memory, or None."""
     total = 0.0 if device.fake else device.cupy.cuda.runtime.memGetInfo()[1]
     return next((batch for batch, nbytes in wanted.items() if nbytes <= total), None)
 
@@ -234,7 +234,7 @@ def fits(how):
 
 
 def released(function):
-    """`function`, and then all memory that nobody uses goes back to the device."""
+    """Call `function`, then release all unused memory to the device."""
 
     def run(device, *given):
         try:
@@ -270,7 +270,7 @@ def ours(device, measured, name, how, block, notes):
 
 @released
 def against(device, measured, name, how, block, compiled, notes):
-    """Goal: at most the time of torch.compile."""
+    """The goal is at most the time of torch.compile."""
     fits(how)
     if device.fake and compiled:
         raise Skip("a fake device compiles nothing")
@@ -284,7 +284,7 @@ def against(device, measured, name, how, block, compiled, notes):
 
 @released
 def kernels(device, how, notes):
-    """Where a step goes: time and calls of every kernel, as NVIDIA's own tracing has them."""
+    """Report the time and calls of every kernel of a step, traced by CUPTI."""
     no_fake(device)
     fits(how)
     count = 3
@@ -304,7 +304,7 @@ def no_fake(device):
 
 
 def torch_on(device):
-    """torch, which knows the device."""
+    """Return torch if it finds the device."""
     torch = torch_or_skip()
     if not device.fake and not torch.cuda.is_available():
         raise Skip("torch finds no device")
@@ -312,7 +312,7 @@ def torch_on(device):
 
 
 def traced(device, step, count):
-    """name -> (seconds, calls) of all that the device does in `count` steps."""
+    """Return {name: (seconds, calls)} of all device work in `count` steps."""
     torch = torch_on(device)
     for _ in range(WARM):
         step()
@@ -336,7 +336,7 @@ def traced(device, step, count):
 
 @released
 def launches_a_layer(device, notes):
-    """By what two layers more launch; the goal is 25, forward, backward and update together."""
+    """Count the launches of two additional layers; the goal is 25 per layer and step."""
     no_fake(device)
     sizes, counts = {**TRAIN, **GPT2, "batch": 2, "vocabulary": 1024}, []
     for layers in (2, 4):

@@ -29,7 +29,7 @@ def main(name, path, *options):
 
 
 def made(notes, device, cases):
-    """Make the cases that have not had their turn; the exit code."""
+    """Run the remaining cases; return the exit code."""
     done = begun(notes.path)
     notes.write("cases", names=[case for case, _ in cases])
     for case, function in cases:
@@ -42,7 +42,7 @@ def made(notes, device, cases):
 
 
 def opened(fake):
-    """The GPU, or what stands for one."""
+    """Return the GPU, or its replacement."""
     if fake:
         from tests.gpu.fake import Fake
 

@@ -40,7 +40,7 @@ class Gpu:
         self.cupy.cuda.runtime.deviceSynchronize()
 
     def alive(self):
-        """Whether the device still answers: after a fault it does not, in this process."""
+        """Return True if the device still responds, which it does not do after a fault."""
         try:
             self.synchronize()
             return True
@@ -48,7 +48,7 @@ class Gpu:
             return False
 
     def memory(self, nbytes):
-        """Bytes of the device, as long as the result lives."""
+        """Allocate bytes on the device for the lifetime of the result."""
         return self.cupy.cuda.alloc(nbytes)
 
     def array(self, memory, offset, shape, dtype):
@@ -63,7 +63,7 @@ class Gpu:
             (memory + offset).copy_to_host(ctypes.c_void_p(host.ctypes.data), host.nbytes)
 
     def upload(self, host):
-        """A contiguous copy on the device, of any type."""
+        """Return a contiguous copy on the device, of any type."""
         host = np.ascontiguousarray(host)
         memory = self.memory(max(1, host.nbytes))
         self.write(memory, 0, host)
@@ -79,13 +79,13 @@ class Gpu:
         return host
 
     def cuda(self):
-        """The program's view of this device."""
+        """Return the program's object for this device."""
         from hpc3d.cuda.device import Cuda
 
         return Cuda(0)
 
     def pool(self):
-        """The pool of the program's arrays on it, with the rules of all kernels."""
+        """Return the program's pool of device arrays, with the rules of all kernels."""
         from hpc3d.comm.pinned_store import PinnedStore
         from hpc3d.cuda.device import DevicePool
         from hpc3d.cuda.gpu import use
@@ -97,23 +97,23 @@ class Gpu:
         return self.shared
 
     def launch(self):
-        """The program's own launcher: launch(name, rows, columns, **given)."""
+        """Return the program's launcher: launch(name, rows, columns, **given)."""
         from hpc3d.cuda.kernel_loader import Kernels
 
         return Kernels()
 
     def direct(self):
-        """A launcher of the check's own, should that of the program not start."""
+        """Return a separate launcher, in case the program's launcher does not start."""
         return Direct(self.cupy)
 
     def lt(self, tf32=False):
-        """Products on the current stream."""
+        """Return products on the current stream."""
         self.workspace = self.memory(WORKSPACE)
         stream = self.cupy.cuda.get_current_stream().ptr
         return lt_on(stream, self.workspace, tf32)
 
     def flash(self):
-        """Fused attention on the current stream."""
+        """Return fused attention on the current stream."""
         from hpc3d.cuda.cudnn_attention import Flash
 
         if missing := Flash.missing():
@@ -121,7 +121,7 @@ class Gpu:
         return flash_on(self.cupy, self.cupy.cuda.get_current_stream().ptr)
 
     def seconds(self, function, repeats):
-        """Of a call of `function`, by the device's clock, the median of `repeats`."""
+        """Return the median time of `repeats` calls of `function`, by the device's clock."""
         event = self.cupy.cuda.Event
         times = []
         for _ in range(repeats):
@@ -148,8 +148,8 @@ def flash_on(cupy, stream):
 
 
 def options():
-    """The compiler's, as the program has them if it can be asked: CuPy keeps what is compiled with
-    the same ones."""
+    """Return the compiler options, those of the program if possible, because CuPy caches compiled
+    kernels by their options."""
     try:
         from hpc3d.cuda import kernel_loader
     except Exception:
@@ -159,13 +159,13 @@ def options():
 
 
 class Direct:
-    """The kernels by CuPy's RawModule, on the current stream."""
+    """Kernels loaded with CuPy's RawModule, on the current stream."""
 
     def __init__(self, cupy):
         self.cupy, self.modules = cupy, {}
 
     def module(self, source):
-        """All instances of a source."""
+        """Compile all instances in a source file."""
         if source not in self.modules:
             found = [k for k in launch_table.kernels().values() if k.source == source]
             instances = [each for kernel in found for each in kernel.instances]

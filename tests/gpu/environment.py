@@ -70,7 +70,7 @@ def packages(notes):
 
 
 def the(name):
-    """A module that may be missing."""
+    """Return a module; skip the case if it is missing."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -108,7 +108,7 @@ def nccl(notes):
 
 
 def cudnn(notes):
-    """The library's own version number, where it is found."""
+    """Report the version number returned by the library."""
     import ctypes
 
     for path in libraries("libcudnn.so*"):
@@ -120,7 +120,7 @@ def cudnn(notes):
 
 
 def libraries(pattern):
-    """Paths of shared libraries in the packages of this Python."""
+    """Return the paths of shared libraries in the packages of this Python."""
     folders = [Path(path) / "nvidia" for path in sys.path if path]
     return [str(path) for folder in folders for path in folder.glob(f"**/lib/{pattern}")]
 
@@ -142,7 +142,7 @@ def torch(notes):
 
 
 def mpi(notes):
-    """mpi4py, the MPI behind it, and the launchers."""
+    """Report mpi4py, its MPI, and the launchers."""
     from tests.gpu.ranks import launcher
 
     notes.fact("launcher", launcher())

@@ -15,7 +15,7 @@ LIBRARIES = Path(__file__).parents[2] / ".pytest_cache" / "d" / "cuda-emulator"
 
 
 class Fake:
-    """What device.Gpu has, slow and for small sizes."""
+    """Slow replacement of device.Gpu, for small sizes."""
 
     fake = True
     where = "cpu"
@@ -59,7 +59,7 @@ class Fake:
         return SimpleNamespace(number=0, name="fake")
 
     def pool(self):
-        """Arrays with the rules of a device, whose kernels the emulator runs."""
+        """Return a pool of arrays with device rules, whose kernels run in the emulator."""
         from hpc3d.training import graphed_step
         from tests.cuda import rules
 
@@ -71,7 +71,7 @@ class Fake:
             self.ruled = True
 
         class HostPool(rules.CudaPool):
-            """Knows bfloat16, of which NumPy's own way to describe memory does not."""
+            """Pool that supports bfloat16, which NumPy's buffer protocol does not."""
 
             def empty(self, shape, dtype, kind="activation"):
                 stored = np.uint16 if np.dtype(dtype).name == "bfloat16" else dtype
@@ -80,7 +80,7 @@ class Fake:
         return HostPool()
 
     def launch(self):
-        """The emulator of the kernels' tests."""
+        """Launch a kernel in the emulator of the kernel tests."""
         from tests.cuda import emulator
 
         if emulator.compiler() is None:
@@ -117,7 +117,7 @@ def product(
     gelu_at=None,
     scale=1.0,
 ):
-    """What Lt.product does, in NumPy."""
+    """Compute Lt.product in NumPy."""
     whole = scale * np.matmul(wide(a), wide(b)) + wide(add) + wide(bias)
     if bias_grad is not None:
         np.asarray(bias_grad)[...] = wide(b).sum(0)
@@ -128,12 +128,12 @@ def product(
 
 
 def wide(array):
-    """In float64; 0 for what is not given."""
+    """Convert to float64; None becomes 0."""
     return 0.0 if array is None else np.asarray(array).astype(np.float64)
 
 
 def gelu(x):
-    """The tanh-GELU and its slope."""
+    """Return the tanh GELU and its derivative."""
     slope, out = x.copy(), np.empty_like(x)
     gelu_tanh(slope, out)
     return out, slope

@@ -9,8 +9,8 @@ FILL = 0xA5
 
 
 class Place:
-    """An array of the host on the device, as far from an address that divides by 16 as there, and
-    with guards around it."""
+    """Copy of a host array on the device, with guards around it, and with the same offset from an
+    address divisible by 16."""
 
     def __init__(self, device, host, dtype):
         self.device, self.host = device, host
@@ -23,7 +23,7 @@ class Place:
         self.array = device.array(self.memory, self.before, host.shape, dtype)
 
     def take_back(self, name, written):
-        """Bring what the device holds to the host; what is wrong with it, or None."""
+        """Copy the data back to the host; return an error text or None."""
         found = np.empty_like(self.whole)
         self.device.read(self.memory, 0, found)
         changed = found != self.whole
@@ -41,12 +41,12 @@ class Place:
 
 
 class Overrun(AssertionError):
-    """A kernel wrote where it must not."""
+    """A kernel wrote outside of its arrays."""
 
 
 def guarded(device, launch):
-    """A launcher of arrays of the host: they go to the device with guards around them, and come
-    back; 16-bit integers stand for bfloat16 where a kernel takes T."""
+    """Return a launcher of host arrays, which are copied to the device with guards and back.
+    16-bit integers stand for bfloat16 if a kernel takes T."""
 
     def launched(name, rows, columns, /, **given):
         kinds = launch_table.kernels()[name].parameters
@@ -70,6 +70,6 @@ def guarded(device, launch):
 
 
 def type_for(kind, host):
-    """The dtype on the device."""
+    """Return the dtype on the device."""
     half = kind in ("T*", "const T*") and host.dtype == np.uint16
     return np.dtype("bfloat16") if half else host.dtype

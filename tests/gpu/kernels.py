@@ -27,7 +27,7 @@ def run(notes, device, quick, done):
 
 
 class OnDevice:
-    """A plugin of pytest: it launches on the device and writes down how each test ended."""
+    """Pytest plugin that launches kernels on the device and records the result of each test."""
 
     def __init__(self, notes, device, every, done):
         self.notes, self.device, self.every, self.done = notes, device, every, done
@@ -39,7 +39,7 @@ class OnDevice:
         config.stash[ELSEWHERE] = guarded(self.device, launcher(self.device))
 
     def pytest_collection_modifyitems(self, session, items):
-        """Those that launch what the program launches."""
+        """Select the tests that launch kernels of the program."""
         self.session = session
         items[:] = [item for item in items if self.suits(item)][:: self.every]
         self.notes.write("cases", names=[name_of(item.nodeid) for item in items])
@@ -52,7 +52,7 @@ class OnDevice:
         return known and "emulate" in item.fixturenames and not NOT_HERE & {*item.fixturenames}
 
     def pytest_sessionfinish(self, session):
-        """Let the terminal be spared what is written down."""
+        """Do not repeat the recorded results on the terminal."""
         session.config.option.tbstyle = "no"
 
     def pytest_runtest_logstart(self, nodeid):
@@ -80,6 +80,6 @@ def name_of(nodeid):
 
 
 def said(text):
-    """The lines of a report that say what is wrong."""
+    """Return the lines of a report that state the error."""
     lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
     return " ".join(lines) or text[-200:]

@@ -70,7 +70,7 @@ def torch_or_skip():
 
 
 def gradients(torch, where, weights, shape, batch, dtype):
-    """The mean loss and name -> gradient of torch's model, as float64 of the host."""
+    """Return the mean loss and {name: gradient} of torch's model, as float64 on the host."""
     from hpc3d.benchmarks import torch_reference
 
     def leaf(array):
@@ -85,7 +85,7 @@ def gradients(torch, where, weights, shape, batch, dtype):
 
 
 def check(notes, real, name, ours, exact, theirs):
-    """By the norm of the difference, relative to that of the gradient."""
+    """Compare the norm of the difference with that of the gradient."""
     size = np.linalg.norm(exact) or 1.0
     error, usual = (np.linalg.norm(each - exact) / size for each in (ours, theirs))
     bound = EXACT if real == "float32" else max(LEAST, TIMES * usual)

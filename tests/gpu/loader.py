@@ -22,7 +22,7 @@ def cases(device, quick):
 
 
 def compiled(source, direct, device, notes):
-    """Seconds (CuPy keeps machine code on disk: a second run is fast), registers and spills."""
+    """Report seconds (a second run is fast, because CuPy caches on disk), registers and spills."""
     if device.fake:
         raise Skip("a fake device compiles nothing")
     start = time.perf_counter()
@@ -38,7 +38,7 @@ def compiled(source, direct, device, notes):
 
 
 def launched(device, real, notes):
-    """Two sums of 1,000 elements."""
+    """Launch a kernel that adds two arrays of 1,000 elements."""
     launch = guarded(device, device.launch())
     x = np.arange(1000, dtype=np.float32).astype(real)
     out = np.full(1000, np.nan, np.float32).astype(real)
@@ -48,7 +48,7 @@ def launched(device, real, notes):
 
 
 def launcher(device):
-    """The program's, or where it does not start one of the check's own."""
+    """Return the program's launcher, or a separate one if it does not start."""
     try:
         return Once(device.launch())
     except Exception:
@@ -56,7 +56,7 @@ def launcher(device):
 
 
 class Once:
-    """A launcher that does not compile again what did not compile."""
+    """Launcher that does not retry failed compilations."""
 
     def __init__(self, launch):
         self.launch, self.refused = launch, {}

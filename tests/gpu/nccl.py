@@ -21,7 +21,7 @@ SIZES = ((1, 1), (4, 33), (1024, 1024))
 
 
 class Alone:
-    """What is asked of MPI, with one member."""
+    """Fake MPI with one member."""
 
     rank, size = 0, 1
 
@@ -54,7 +54,7 @@ def version(notes):
 
 
 class Lazy:
-    """The communicator of one rank, begun when it is first asked for."""
+    """Communicator of one rank, created when it is first used."""
 
     def __init__(self, device):
         self.device, self.made = device, None
@@ -82,7 +82,7 @@ def begun(device):
 
 
 def call(device, comm, name, dtype, notes):
-    """What comes back is what went in."""
+    """The output equals the input."""
     if dtype == "bfloat16" and dtype not in device.reals:
         raise Skip("no bfloat16")
     comm, random = comm.get(), np.random.default_rng(3)

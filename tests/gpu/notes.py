@@ -14,11 +14,11 @@ SHOWN = 300  # characters of a figure or a reason on the terminal
 
 
 class Skip(Exception):
-    """A case that cannot run here; why."""
+    """Raised, with a reason, by a case that cannot run here."""
 
 
 class Notes:
-    """The events of one process; `case` is the one that runs."""
+    """Events of one process; `case` is the current case."""
 
     def __init__(self, path):
         self.path = path
@@ -40,29 +40,29 @@ class Notes:
             print(text[:SHOWN], flush=True)
 
     def fact(self, key, value):
-        """A figure, or a text, that is neither right nor wrong."""
+        """Record a number or a text without a verdict."""
         self.write("fact", key=key, value=value)
         print(f"    {self.case}: {key} = {' '.join(str(value).split())}"[:SHOWN], flush=True)
 
     def check(self, what, right, **details):
-        """Something that is right or wrong; the case goes on either way."""
+        """Record a check, passed or failed; the case continues."""
         self.write("check", what=what, right=bool(right), **details)
         if not right:
             self.wrong += 1
             print(f"    WRONG {self.case}: {what}: {details}"[:SHOWN], flush=True)
 
     def same(self, what, got, expected, rtol, atol=0.0):
-        """|got - expected| <= atol + rtol |expected|, element by element; atol may be an array."""
+        """Check |got - expected| <= atol + rtol |expected| elementwise; atol may be an array."""
         self.check(what, **compared(got, expected, rtol, atol))
 
     def near(self, what, got, expected, bound):
-        """|got - expected| <= bound |expected| for the arrays as vectors."""
+        """Check |got - expected| <= bound |expected| for the arrays as vectors."""
         found = compared(got, expected, bound, 0.0)
         found["right"] = found["norm_error"] <= bound and not found["not_finite"]
         self.check(what, **found)
 
     def run(self, case, function):
-        """Make a case; whatever it raises is written down."""
+        """Run a case, and record any exception."""
         self.begin(case)
         start, trace = time.perf_counter(), ""
         try:
@@ -79,14 +79,14 @@ class Notes:
 
 
 def plain(value):
-    """What JSON does not know: numbers of NumPy, and anything else as text."""
+    """Convert objects unknown to JSON: NumPy numbers, and all others to text."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return str(value)
 
 
 def compared(got, expected, rtol, atol):
-    """How two arrays differ, and where they first do by more than the bound."""
+    """Return how two arrays differ, and the first place where the difference exceeds the bound."""
     got, expected = np.asarray(got), np.asarray(expected)
     if got.shape != expected.shape:
         return {"right": False, "shape": got.shape, "expected_shape": expected.shape}

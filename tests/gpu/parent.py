@@ -19,9 +19,9 @@ BETWEEN = "before the first or between two cases"
 
 
 class Watched:
-    """A process that writes events to one file and prints to another, which is shown as it grows.
+    """Process that writes events to one file, and prints to another one, which is shown live.
 
-    `case` is the one that runs, `since` when it began, `ended` whether it is over.
+    `case` is the current case, `since` its start, and `ended` is True after its end.
     """
 
     def __init__(self, command, events, log, environment):
@@ -39,7 +39,7 @@ class Watched:
             )
 
     def look(self):
-        """Show what is new, and follow the cases; the exit code of a process that has ended."""
+        """Show new output, and follow the cases; return the exit code of an ended process."""
         code = self.process.poll()
         with self.log.open(errors="replace") as file:
             file.seek(self.shown)
@@ -61,7 +61,7 @@ class Watched:
             self.case, self.since = None, time.monotonic()
 
     def kill(self):
-        """End the process and all that it started."""
+        """Kill the process and all its children."""
         for how in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.process.pid, how)
@@ -72,8 +72,8 @@ class Watched:
 
 
 def run(part, folder, seconds, options=(), command=(sys.executable, "-m", "tests.gpu.child")):
-    """The cases of a part and how they ended, within `seconds`; what went wrong with its
-    processes."""
+    """Run the cases of a part within `seconds`; return the cases with their results, and the
+    errors of its processes."""
     events, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
     events.touch()
     log.touch()
@@ -100,8 +100,8 @@ def run(part, folder, seconds, options=(), command=(sys.executable, "-m", "tests
 
 
 def watch(watched, part, seconds):
-    """Wait for a process: its exit code, None if it was killed; and the case that it died in,
-    with outcome and reason: to have run out of time is no failure."""
+    """Wait for a process. Return its exit code, or None if it was killed, and the case that was
+    running, with its outcome and the reason. A timeout of the whole part is not a failure."""
     deadline = time.monotonic() + seconds
     while True:
         code = watched.look()
@@ -119,7 +119,7 @@ def watch(watched, part, seconds):
 
 
 def write_end(events, case, outcome, reason):
-    """Write down how a case ended whose process could not."""
+    """Record the end of a case whose process could not."""
     how = {"outcome": outcome, "seconds": 0.0, "reason": reason, "traceback": ""}
     with events.open("a") as file:
         for event in ({"event": "begin"}, {"event": "end", **how}):
@@ -134,7 +134,7 @@ def environment():
 
 
 def read(part, events, log, problem, seconds):
-    """All that is known of a part."""
+    """Read all results of a part."""
     result = {"part": part.name, "seconds": seconds, "skipped": "", "problem": problem}
     cases = {}
     for event in map(json.loads, events.read_text(encoding="utf-8").splitlines()):
@@ -158,6 +158,6 @@ def read(part, events, log, problem, seconds):
 
 
 def fresh():
-    """A case that has not had its turn."""
+    """Return the entry of a case that has not run yet."""
     rest = {"reason": "no time left", "traceback": "", "seconds": 0.0}
     return {"outcome": "skipped", "facts": {}, "checks": [], **rest}

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """A module of this package with `cases(device, quick)`, in a process of its own.
+    """Module of this package with `cases(device, quick)`, which runs in its own process.
 
-    It may take `limit` seconds, one of its cases `case_limit`; `reserved` of them no earlier part
-    can use up.  `device` says whether it wants a GPU.
+    The part may take `limit` seconds, and each of its cases `case_limit`. Earlier parts cannot use
+    `reserved` of these seconds. `device` is True if the part requires a GPU.
     """
 
     name: str

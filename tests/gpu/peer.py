@@ -12,7 +12,7 @@ BETAS, EPSILON = (0.9, 0.95), 1e-8
 
 
 class Block(nn.Module):
-    """x + proj(attention(qkv(norm(x)))), then x + down(gelu(up(norm(x))))."""
+    """Transformer block: x + proj(attention(qkv(norm(x)))), then x + down(gelu(up(norm(x))))."""
 
     def __init__(self, hidden, heads):
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Gpt2(nn.Module):
-    """The mean loss of tokens and targets [B, T]."""
+    """GPT-2 that returns the mean loss of tokens and targets [B, T]."""
 
     def __init__(self, layers, hidden, heads, sequence, vocabulary):
         super().__init__()
@@ -56,8 +56,8 @@ class Gpt2(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def compile_parts(self):
-        """Compile one block, which all of them run, and the head: a deep model as one graph takes
-        minutes to compile."""
+        """Compile one block, which all layers use, and the head, because compiling a deep model as
+        one graph takes minutes."""
         for block in self.blocks:
             block.compile()
         self.head = torch.compile(self.head)
@@ -65,7 +65,7 @@ class Gpt2(nn.Module):
 
 
 def start(module):
-    """Weights of standard deviation 0.02, biases 0."""
+    """Initialize weights with standard deviation 0.02, and biases with 0."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):
@@ -76,7 +76,7 @@ COMPILED = {"": lambda model: model, "whole": torch.compile, "parts": Gpt2.compi
 
 
 class Peer:
-    """The training of a Gpt2 on one device, eager or compiled."""
+    """Training of a Gpt2 on one device, eager or compiled."""
 
     def __init__(self, where, dtype, train, sizes, compiled=""):
         torch.manual_seed(1)
@@ -96,7 +96,7 @@ class Peer:
         self.optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, **how)
 
     def step(self, batch):
-        """One step with tokens and targets of the host; its loss."""
+        """Run one step with host tokens and targets; return its loss."""
         tokens, targets = (torch.from_numpy(each).to(self.where).long() for each in batch)
         loss = self.loss(tokens, targets)
         loss.backward()

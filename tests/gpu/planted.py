@@ -46,7 +46,7 @@ def skips(notes):
 
 
 def misroutes(notes):
-    """The first token and the last one have each other's slots."""
+    """Swap the slots of the first and the last token."""
     device = Fake()
     right = guarded(device, device.launch())
 
@@ -63,7 +63,7 @@ def sleeps(notes):
 
 
 class Lost:
-    """A device that answers no more after the second case of a process."""
+    """Device that stops responding after the second case of a process."""
 
     def __init__(self):
         self.asked = 0

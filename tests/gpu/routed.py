@@ -13,7 +13,7 @@ FORMS = ((1, 1, 1), (8, 2, 2), (40, 8, 8), (300, 3, 3))
 
 
 def ruled(bench):
-    """CUDA's rule of a primitive, on arrays of the host that the bench's launcher takes."""
+    """Return the CUDA rule of a primitive, for host arrays that the bench's launcher accepts."""
 
     def empty(shape, dtype):
         array = np.empty(shape, dtype)
@@ -25,7 +25,7 @@ def ruled(bench):
 
 
 def logits_of(bench, rows, count):
-    """Multiples of 1/16, which every type has: experts that are equal are exactly that."""
+    """Return multiples of 1/16, which are exact in every type, so that ties remain ties."""
     x = np.round(16 * bench.random.standard_normal((rows, count))) / 16
     return x.astype(bench.real), x
 
@@ -47,7 +47,7 @@ def route(bench, notes):
 
 
 def slots(bench, notes):
-    """Slots, and all that is counted."""
+    """Check slots and all counts."""
     rule, tokens = ruled(bench), bench.sizes.sequence
     groups = next(number for number in (2, 7, 1) if tokens % number == 0)
     for count, top_k, parts in FORMS:
@@ -76,7 +76,7 @@ def slots(bench, notes):
 
 
 def rows_of_slots(bench, notes):
-    """Rows to their slots and back, with gradients: a third of the choices finds no slot."""
+    """Check dispatch and combine with their gradients; a third of the choices has no slot."""
     rule, tokens, columns = ruled(bench), bench.sizes.sequence, bench.sizes.hidden
     for count, top_k, parts in FORMS[:3]:
         choices, what = choices_of(bench, count, top_k), f", {top_k} of {count}"
@@ -104,7 +104,7 @@ def rows_of_slots(bench, notes):
 
 
 def router_losses(bench, notes):
-    """Of rows in the middle of the sequences, which a rank along k has, and their gradient."""
+    """Check router losses of rows inside the sequences (a rank along k), and their gradients."""
     rule, tokens = ruled(bench), bench.sizes.sequence
     first, rows = tokens // 2, 2 * tokens
     for count, top_k, _ in FORMS:
@@ -128,7 +128,7 @@ def router_losses(bench, notes):
 
 
 def choices_of(bench, count, top_k):
-    """The experts of SEQUENCES of tokens, some of which are chosen much more often."""
+    """Return the experts of tokens in SEQUENCES; some experts are chosen much more often."""
     logits = bench.random.standard_normal((SEQUENCES * bench.sizes.sequence, count))
     logits += np.linspace(2, 0, count)
     return routing.route(logits, top_k).experts

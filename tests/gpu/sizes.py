@@ -36,14 +36,14 @@ SMALL = Sizes(6, 136, 300, 304, 2, 40, 3001)
 
 
 class Bench:
-    """Random arrays of one type and the launcher that takes them."""
+    """Random arrays of one type, and the launcher that accepts them."""
 
     def __init__(self, launch, real, sizes):
         self.launch, self.real, self.sizes = launch, np.dtype(real), sizes
         self.unit, self.random = UNITS[real], np.random.default_rng(11)
 
     def draw(self, *shape):
-        """Normal numbers of the type, and the float64 that they are."""
+        """Return normal numbers of the type, and their float64 values."""
         x = self.random.standard_normal(shape, np.float32).astype(self.real)
         return x, x.astype(np.float64)
 
@@ -104,7 +104,7 @@ def norm_grad(bench, notes):
 
 
 def rms_norm(bench, notes):
-    """The norm without mean and beta, of whole rows and its part for split ones."""
+    """Check RMSNorm of full rows, and its part for split rows."""
     rows, columns = size = bench.sizes.rows, bench.sizes.hidden
     (x, wide_x), (dy, wide_dy), (r, wide_r) = (bench.draw(*size) for _ in range(3))
     gamma, wide_gamma = bench.draw(columns)
@@ -124,7 +124,7 @@ def rms_norm(bench, notes):
 
 
 def gated(bench, notes):
-    """SwiGLU and its gradient."""
+    """Check SwiGLU and its gradient."""
     rows, width = size = bench.sizes.rows, bench.sizes.hidden
     (h, wide), (dg, wide_dg) = bench.draw(rows, 2 * width), bench.draw(*size)
     out, expected = bench.empty(*size), np.empty(size)
@@ -180,7 +180,7 @@ def cross_entropy(bench, notes):
 
 
 def embedding(bench, notes):
-    """2 to the 13 tokens of which one is much more frequent than the others."""
+    """Check 2^13 tokens, one of which is much more frequent than the others."""
     rows, columns, table_rows = bench.sizes.rows, bench.sizes.hidden, bench.sizes.vocabulary
     (table, wide), (positions, wide_p) = bench.draw(table_rows, columns), bench.draw(97, columns)
     index = bench.random.integers(0, table_rows, rows)
@@ -219,7 +219,7 @@ def causal_softmax(bench, notes):
 
 
 def chunked_attention(bench, notes):
-    """A tile on the diagonal, of two queries a key, and what is left of the output before it."""
+    """Check a tile on the diagonal, with two queries per key, and the scaling of earlier output."""
     heads, size, group, width = bench.sizes.heads, bench.sizes.sequence // 2, 2, 64
     shape, where = (heads, size, group, size), (heads * group, size)
     (scores, wide), (dweights, wide_d) = bench.draw(*shape), bench.draw(*shape)
@@ -282,7 +282,7 @@ def rotary(bench, notes):
 
 
 def update(bench, notes):
-    """AdamW with a master copy, and the sum of squares."""
+    """Check AdamW with master weights, and the sum of squares."""
     size = bench.sizes.flat
     grad, first, second, master = bench.random.standard_normal((4, size), np.float32)
     second = np.abs(second)

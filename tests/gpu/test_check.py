@@ -99,7 +99,7 @@ def test_part_that_fails_to_start_is_a_problem(tmp_path):
 
 
 def check(folder, *words, hide=()):
-    """The check in a process of its own, which does not find the packages `hide`."""
+    """Run the check in its own process, in which the packages `hide` are missing."""
     for name in hide:
         (folder / f"{name}.py").write_text(HIDDEN)
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
@@ -176,7 +176,7 @@ def run_on_a_fake(folder, *parts):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_parts_run_on_a_fake_device(tmp_path):
-    """All but those that tests/simulated_cuda/test_cupy.py runs on CuPy itself."""
+    """Parts that tests/simulated_cuda/test_cupy.py runs on CuPy are omitted."""
     names = [part.name for part in PARTS if part.name not in ("kernels", "sizes", "attention")]
     found = run_on_a_fake(tmp_path, *names)
     assert [*found] == names
@@ -251,7 +251,7 @@ def test_comparison_locates_the_differences():
 
 
 def test_gpt_2_flops_per_token():
-    """6 x 123.6 M weights of products, and 113 M of attention, a token."""
+    """Per token: 6 x 123.6 M weights of products, and 113 M of attention."""
     shape = {**benchmark.GPT2, "batch": 1}
     assert benchmark.flops_of(shape) / 1024 == pytest.approx(854.7e6, rel=1e-3)
 

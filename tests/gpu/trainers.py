@@ -20,7 +20,7 @@ MIXTRAL = {"kind": "llama", "experts": 4, "top_k": 2, "capacity": 0.0, "shared_e
 
 
 def config_of(backend, **values):
-    """A Config with these values, whatever section they are in, for a mesh of their sizes."""
+    """Return a Config with these values of any section, for a mesh of their sizes."""
     config = Config(name="gpu-check")
     for key, value in {**values, "backend": backend}.items():
         section = next(s for s in SECTIONS if key in keys_of(getattr(config, s)))
@@ -46,24 +46,24 @@ class Noise:
 
 
 def on_numpy():
-    """The mesh of one rank of hosts."""
+    """Return the mesh of one rank on a host."""
     return Mesh({}, {}, {}, Self(Pool()))
 
 
 def on(device):
-    """The mesh of one rank of a device."""
+    """Return the mesh of one rank on a device."""
     return Mesh({}, {}, {}, Self(Pool()), pool=device.pool())
 
 
 def trainer_of(device, kind=Trainer, /, batches=None, **values):
-    """A trainer on the device, or on NumPy where that is None."""
+    """Return a trainer on the device, or on NumPy if the device is None."""
     config = config_of("numpy" if device is None else "cupy", **values)
     mesh = on_numpy() if device is None else on(device)
     return kind(mesh, config, config.model.vocabulary, batches or Noise(config))
 
 
 class Watching(Trainer):
-    """A trainer that keeps the gradients of its last step, on the host."""
+    """Trainer that copies the gradients of its last step to the host."""
 
     def update(self):
         self.gradients = {item.name: host(item.grad) for item in self.parameters}
@@ -75,6 +75,6 @@ def values_of(trainer):
 
 
 def host(array):
-    """A copy on the host, in float32 at least."""
+    """Return a copy on the host, in float32 or wider."""
     copy = np.array(to_host(array))
     return copy.astype(np.promote_types(copy.dtype, np.float32))

@@ -157,8 +157,8 @@ def test_predicted_state_memory_and_traffic_match_a_run(layout):
 
 @pytest.mark.parametrize("layout", ["x=4 scheme=1d", "x=2 y=2 scheme=2d", "e=2 z=2 experts=4"])
 def test_adafactor_sends_only_row_and_column_sums(layout):
-    """For a block A x B, a rank sends A + 1 elements along an axis that shards columns, B + 2 along
-    one that shards rows, and 1 for a vector; it receives 2 (1 - 1/g) times as many. SGD has none."""
+    """For a block A x B, a rank sends A + 1 elements along an axis that shards columns, B + 2
+    along one that shards rows, and 1 for a vector, and receives 2 (1 - 1/g) times as many."""
     line = f"{LINE} {layout}"
     config, plain = config_of(line), config_of(line.replace("adafactor", "sgd"))
 

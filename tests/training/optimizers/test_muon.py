@@ -150,7 +150,7 @@ def test_muon_on_several_ranks_matches_one_rank(layout):
 
 def without_keys_bias(trained):
     """Return the weights without the biases of keys, which add the same to all scores of a query.
-    Their gradient is 0 up to rounding, so their steps are noise, but they do not affect results."""
+    Their gradient is 0 up to rounding; their steps are noise, but do not affect results."""
     noise = ("qkv.bias", "qkv.k.bias")
     kept = {name: part for name, part in trained.weights.items() if not name.endswith(noise)}
     return Trained(trained.totals, kept)
