@@ -30,7 +30,7 @@ if settings:
 
 
 def pytest_collection_finish():
-    """What was imported stays: without it, to look for garbage is cheap, and done in time."""
+    """Freeze imported objects, so that garbage collection is fast and does not cause timeouts."""
     gc.collect()
     gc.freeze()
 
@@ -46,21 +46,21 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol():
-    """A command in this process chooses its threads; the ranks of the next test choose theirs."""
+    """Restore the environment, because a command in this process sets thread counts."""
     with patch.dict(os.environ):
         return (yield)
 
 
 @pytest.fixture
 def chance(request):
-    """The random numbers of a test that draws its cases by hand."""
+    """Random numbers of a test that draws its own cases."""
     seed = request.config.getoption("--hypothesis-seed", None)
     return random.Random(f"{seed or 1} {request.node.name}")
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """No word from a command that takes long because the machine is busy."""
+    """Disable progress messages, which commands print if the machine is busy."""
     monkeypatch.setattr("hpc3d.console.progress.FIRST", 3600)
 
 

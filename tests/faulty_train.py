@@ -23,7 +23,7 @@ WAITS = 30  # of the step, before the one in which a rank fails
 
 
 def fail(error):
-    """What raises `error`, whatever it is called with."""
+    """Return a function that raises `error` for any arguments."""
 
     def act(*_):
         raise error
@@ -71,13 +71,13 @@ def in_the_writer(act):
 
 
 def first_rank():
-    """The process of rank 0."""
+    """Return the process id of rank 0."""
     (path,) = Path(sys.argv[sys.argv.index("--run.out") + 1]).glob("*/environment.json")
     return json.loads(path.read_text())["ranks"][0]["pid"]
 
 
 def desert():
-    """Tell rank 0 to end, which then waits for this rank."""
+    """Terminate rank 0, which then waits for this rank."""
     os.kill(first_rank(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGSTOP)
 

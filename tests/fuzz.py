@@ -21,11 +21,11 @@ TEST = 400  # seconds that a test without examples may take
 
 
 class TimeIsUp(KeyboardInterrupt):
-    """Hypothesis discards an interrupted example; a skipped one it would take as a shorter one."""
+    """Raised at the end: Hypothesis discards the interrupted example, unlike a skipped one."""
 
 
 class Hang(BaseException):
-    """What took too long.  Hypothesis does not try smaller ones, which would take as long."""
+    """Raised by slow examples; Hypothesis does not shrink them, which would take as long."""
 
 
 def pytest_addoption(parser):
@@ -38,7 +38,7 @@ def pytest_configure(config):
 
 
 class Fuzz:
-    """A session whose tests run until `end`; round r has the seed `seed` + r."""
+    """Session whose tests run until `end`; round r has the seed `seed` + r."""
 
     def __init__(self, config):
         self.config, self.end = config, time.monotonic() + 60 * config.getoption("--minutes")
@@ -53,7 +53,7 @@ class Fuzz:
         return f"fuzz: {self.config.getoption('--minutes'):g} minutes from seed {self.seed} on"
 
     def pytest_collection_modifyitems(self, config, items):
-        """Only tests that draw; each of their examples is looked at here before it is tried."""
+        """Select the tests that draw, and record each of their examples before it runs."""
         drawing = [item for item in items if is_property(item) or "chance" in item.fixturenames]
         config.hook.pytest_deselected(items=[item for item in items if item not in drawing])
         items[:] = drawing
@@ -81,7 +81,7 @@ class Fuzz:
         return example
 
     def watch(self, seconds, what=None):
-        """Give what begins here so many seconds; 0: it has ended."""
+        """Limit the time of what begins here to some seconds; 0 ends the limit."""
         self.what = what
         signal.alarm(seconds)
         faulthandler.cancel_dump_traceback_later()

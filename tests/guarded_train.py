@@ -29,7 +29,7 @@ def flip(block, place):
 
 
 def product(trainer, hit):
-    """In the result of a product."""
+    """Flip a bit in the result of a product."""
 
     def check(self, a, b, c):
         hit(lambda: flip(c, c.size // 2))
@@ -39,7 +39,7 @@ def product(trainer, hit):
 
 
 def received(trainer, hit):
-    """In a block that this rank got from another."""
+    """Flip a bit in a received block."""
 
     def _all_gather(self, block):
         pending = plain(self, block)
@@ -49,7 +49,7 @@ def received(trainer, hit):
 
 
 def replica(trainer, hit):
-    """In a parameter that other ranks have, too, when the step is done."""
+    """Flip a bit in a replicated parameter after the step."""
     end = trainer.mesh.guard.end
 
     def late():
@@ -61,13 +61,13 @@ def replica(trainer, hit):
 
 
 def weight(trainer, hit):
-    """A NaN in a matrix."""
+    """Put a NaN into a matrix."""
     (item,) = (item for item in trainer.parameters if item.name == "layers.1.up.weight")
     hit(lambda: item.value.__setitem__((0, 0), np.nan))
 
 
 def gradient(trainer, hit):
-    """A NaN in the gradient of a matrix."""
+    """Put a NaN into the gradient of a matrix."""
     (item,) = (item for item in trainer.parameters if item.name == "layers.0.qkv.weight")
     wait = trainer.buckets.wait
 
@@ -85,7 +85,7 @@ def main(fault, file, *words):
     plain = loop.Trainer.step
 
     def hit(act):
-        """Do it, the first time in a process."""
+        """Write the time to the file and act, unless this was done before."""
         if not Path(file).exists():
             Path(file).write_text(str(time.time()))
             act()

@@ -26,14 +26,14 @@ NOT_STARTED = "PMIx server's listener thread failed to start"  # of the launcher
 
 
 def surroundings():
-    """The environment of a job, with a folder of its own for its launcher: over what a killed one
-    leaves behind, a later one with the same process id does not start."""
+    """Return the environment of a job, with a separate folder for its launcher, because files of a
+    killed launcher prevent a later one with the same process id from starting."""
     return {**ENVIRONMENT, "PRTE_MCA_prte_tmpdir_base": tempfile.mkdtemp(dir=SESSIONS.name)}
 
 
 class JobLock:
-    """Lock that lets one test process at a time start MPI jobs: two would disturb each other.
-    A test may start a job beside its own."""
+    """Lock that lets one test process at a time start MPI jobs, as two would disturb each other.
+    A test may start several jobs."""
 
     def __init__(self):
         self.mutex, self.jobs = threading.Lock(), 0
@@ -57,9 +57,9 @@ JOB_LOCK = JobLock()
 
 
 def mpirun(*arguments, meanwhile=lambda: None, **how):
-    """`launch`, again if the launcher itself did not start, as happens on a crowded machine.
+    """Call `launch`, again if the launcher itself did not start, as happens on a busy machine.
 
-    `meanwhile()` runs beside the job, in a thread; what it raises is raised here.
+    `meanwhile()` runs in a thread during the job; its exceptions are raised here.
     """
     with JOB_LOCK, ThreadPoolExecutor(1) as pool:
         beside = pool.submit(meanwhile)
@@ -74,8 +74,8 @@ def mpirun(*arguments, meanwhile=lambda: None, **how):
 
 
 def launch(ranks, *arguments, timeout=250, cwd=None, environment=None, program=sys.executable):
-    """`mpirun -np ranks python ARGUMENTS`, or another `program` than python; a hang is a failure,
-    and the whole group is killed.
+    """Run `mpirun -np ranks python ARGUMENTS`, or another `program`. A hang is a failure, and the
+    process group is killed.
 
     Returns a CompletedProcess with text in stdout and stderr, and `seconds`.
     """
@@ -96,7 +96,7 @@ def launch(ranks, *arguments, timeout=250, cwd=None, environment=None, program=s
 
 
 def end(process):
-    """End a launcher, which ends its ranks: they have groups of their own.  Returns its output."""
+    """End a launcher, which ends its ranks in their own process groups. Returns its output."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(10)
@@ -106,7 +106,7 @@ def end(process):
 
 
 def started(ranks, *arguments, cwd=None, environment=None, program=sys.executable):
-    """The launcher of such a job, a Popen in a session of its own."""
+    """Start the launcher of a job, a Popen in its own session."""
     command = [launcher(), "-np", str(ranks), str(program), *map(str, arguments)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {**os.environ, **surroundings(), "PYTHONPATH": path, **(environment or {})}
@@ -116,13 +116,13 @@ def started(ranks, *arguments, cwd=None, environment=None, program=sys.executabl
 
 
 def launcher():
-    """The path of mpirun: that of this Python's environment, otherwise the first one on PATH."""
+    """Return the path of mpirun: in this Python's environment, otherwise the first one on PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
 def checked(*arguments, **how):
-    """`mpirun`, and its standard output if it exits with 0."""
+    """Call `mpirun`, and return its standard output; it must exit with 0."""
     done = mpirun(*arguments, **how)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout

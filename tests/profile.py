@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def spent():
-    """Wall seconds, CPU seconds, and the processes started so far."""
+    """Return wall seconds, CPU seconds, and the number of started processes so far."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return [
         time.perf_counter(),
@@ -84,7 +84,7 @@ def pytest_runtest_makereport(item, call):
 
 
 class Costs:
-    """Collects the costs of all tests, also those of pytest-xdist's workers."""
+    """Costs of all tests, also of those in workers of pytest-xdist."""
 
     def __init__(self, path):
         self.path, self.rows = path, []
@@ -121,7 +121,7 @@ def kind_of(row):
 
 
 def table(title, key, rows, most=60):
-    """Rows of a Markdown table, most expensive first."""
+    """Return rows of a Markdown table, the most expensive ones first."""
     sums = defaultdict(lambda: [0] * 5)
     for row in rows:
         for at, value in enumerate((1, row["wall"], row["cpu"], row["jobs"], row["processes"])):

@@ -25,14 +25,14 @@ SMALL = {
 
 
 def words(out, **values):
-    """The command line of a small run under `out`; a section's dot is written `__`."""
+    """Return the command line of a small run under `out`; `__` stands for the dot of a key."""
     given = {key.replace("__", "."): value for key, value in values.items()}
     options = {**SMALL, "run.out": out, **given}
     return [str(word) for key, value in options.items() for word in (f"--{key}", value)]
 
 
 def train(ranks, out, timeout=250, **values):
-    """The folder of a run that must go well."""
+    """Return the folder of a run that must succeed."""
     checked(ranks, "-m", "hpc3d.train", *words(out, **values), timeout=timeout)
     return newest(out)
 
@@ -51,13 +51,13 @@ def newest(out):
 
 
 def said(done):
-    """What hpc3d said on standard error, but for how long it is at work; the launcher's own words
-    may stand on the same line."""
+    """Return hpc3d's messages on standard error, without progress lines; messages of the launcher
+    may be on the same line."""
     return re.findall(r"hpc3d\.\w+: (?!\d+ s: ).*", done.stderr)
 
 
 def without_progress(text):
-    """Standard error without the lines that say for how long a command is at work."""
+    """Return standard error without progress lines."""
     return re.sub(r"hpc3d\.\w+: \d+ s: .*\n", "", text)
 
 
@@ -69,13 +69,13 @@ def losses(path):
 
 
 def interruptible():
-    """Heed SIGINT and SIGHUP in a new process, which those in a background shell ignore."""
+    """Restore SIGINT and SIGHUP in a child process; in a background shell, they are ignored."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def wait_for(condition, seconds=500, said=str):
-    """Wait until `condition()`.  The limit only catches hangs; `said()` is the error message."""
+    """Wait until `condition()`. The limit only catches hangs; `said()` is the error message."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, said()
@@ -83,7 +83,7 @@ def wait_for(condition, seconds=500, said=str):
 
 
 def processes(word):
-    """The command lines of all processes that contain `word`, which may have NULs for spaces."""
+    """Return the command lines that contain `word`; NULs separate their arguments."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
@@ -98,7 +98,7 @@ def assert_gone(word):
 
 
 def time_is_up_when(monkeypatch, condition, limit):
-    """Let a wait of `limit` seconds for a process end when `condition()` holds, as if they had
+    """End a wait of `limit` seconds for a process when `condition()` holds, as if this time had
     passed."""
 
     class Waited(subprocess.Popen):
@@ -112,7 +112,7 @@ def time_is_up_when(monkeypatch, condition, limit):
 
 
 def when_running(out, act):
-    """For `mpirun(meanwhile=)`: `act(run folder)` when a run in `out` has done its second step."""
+    """Return a `meanwhile` that calls `act(run folder)` after the second step of a run."""
 
     def wait():
         wait_for(lambda: any("   1 " in log.read_text() for log in out.glob("*/train.log")))
@@ -122,7 +122,7 @@ def when_running(out, act):
 
 
 def ended(main, *words):
-    """The exit code of a command in this process."""
+    """Return the exit code of a command in this process."""
     try:
         return main([str(word) for word in words])
     except SystemExit as end:

@@ -31,7 +31,7 @@ daily = rotating(0, days=1)
 
 @cache
 def costs():
-    """CPU seconds by test function, as `make test-profile` has measured them."""
+    """Return the CPU seconds of each test function, as measured by `make test-profile`."""
     return json.loads((Path(__file__).parent / "costs.json").read_text(encoding="utf-8"))
 
 
@@ -63,22 +63,22 @@ def _places():
 
 
 def days_of(item):
-    """The days of a week on which a test runs."""
+    """Return the days of a week on which a test runs."""
     pairs = _rotations(item)
     return [day for day in range(7) if all(day % days == turn for days, turn in pairs)]
 
 
 def _rotations(item):
-    """The pairs (days, turn) of the marks `rotating` of a test."""
+    """Return the pairs (days, turn) of the marks `rotating` of a test."""
     reasons = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")]
     found = filter(None, map(REASON.fullmatch, reasons))
     return [tuple(map(int, each.groups())) for each in found]
 
 
 def strided(cases, every, first=0, ids=str, days=7):
-    """All cases as parameters, of which one in `every`, from `first` on, is quick.
+    """Return all cases as parameters; one in `every`, from `first` on, is fast.
 
-    Of the others, which are slow, each runs on one of `days` days.
+    The other cases are slow, and each runs on one of `days` days.
     """
     return [
         pytest.param(
@@ -91,7 +91,7 @@ def strided(cases, every, first=0, ids=str, days=7):
 
 
 def rotated(rows, columns, count):
-    """Tuples (row, *column): each row with `count` columns, the next row with the following."""
+    """Return tuples (row, *column): each row with the next `count` columns."""
     return [
         (row, *columns[(place * count + offset) % len(columns)])
         for place, row in enumerate(rows)
@@ -100,9 +100,9 @@ def rotated(rows, columns, count):
 
 
 def covering(lines, keys=None):
-    """The lines of key=value words, in their order, that have a word which no line before has.
+    """Return the lines of key=value words that contain a word which no earlier line has.
 
-    If `keys` are given, only their words count.
+    If `keys` are given, only words with these keys count.
     """
     seen, chosen = set(), []
     for line in lines:

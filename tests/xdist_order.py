@@ -32,7 +32,7 @@ def file_of(unit):
 
 
 class LongestFirst(LoadFileScheduling):
-    """Hands out units of work."""
+    """Scheduler that hands out units of work, longest first."""
 
     def __init__(self, config, log=None):
         super().__init__(config, log)

@@ -110,7 +110,7 @@ def want(condition, status=INVALID_VALUE):
 
 
 def matrices(pointer, dtype, rows, columns, step, count, stride):
-    """Return [count, rows, columns] of column-major matrices in memory: (i, j) is at i + j*step."""
+    """Return column-major matrices in memory, [count, rows, columns]: (i, j) is at i + j step."""
     size = np.dtype(dtype).itemsize
     extent = rows + (columns - 1) * step + (count - 1) * stride
     memory = (ctypes.c_byte * (extent * size)).from_address(pointer)
@@ -129,8 +129,8 @@ def slope(x):
 
 
 class FakeLt:
-    """Fake ctypes.CDLL of cuBLASLt. `refused` are epilogues without an algorithm, `fails` the names
-    of functions that return INTERNAL_ERROR, and `calls` counts calls by name."""
+    """Fake ctypes.CDLL of cuBLASLt. `refused` are epilogues without an algorithm, `fails` names
+    functions that return INTERNAL_ERROR, and `calls` counts calls by name."""
 
     def __init__(self, refused=(), fails=()):
         self.refused, self.fails, self.calls = refused, fails, Counter()

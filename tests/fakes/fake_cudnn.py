@@ -28,7 +28,7 @@ class NotSupportedError(Exception):
 
 
 class FakeCudnn:
-    """Fake module with its graphs; `holds(pointer, size)` tells if an array contains the memory."""
+    """Fake module with its graphs; `holds(pointer, size)` tells if an array has this memory."""
 
     cudnnGraphNotSupportedError = NotSupportedError
     data_type = Enum("data_type", ["NOT_SET", *BITS])
@@ -156,8 +156,8 @@ class Graph:
             raise NotSupportedError("s_q = s_kv = 1\n is not supported.")
 
     def check_shapes(self):
-        """Tensors of queries have the shape [B, heads, T, D]. The number of heads of k and v divides
-        that of q, and their length may differ."""
+        """Tensors of queries have the shape [B, heads, T, D]. The number of heads of k and v
+        divides that of q, and their length may differ."""
         (batch, heads, tokens, width), results = self.tensors[0].dim, self.tensors[-3:]
         keys, length = self.tensors[1].dim[1:3]
         assert heads % keys == 0

@@ -39,7 +39,7 @@ class Address:
 
 
 class DeviceArray(np.ndarray):
-    """NumPy array with CuPy's address; like CuPy arrays, it cannot be combined with host arrays."""
+    """NumPy array with CuPy's address; like CuPy arrays, it cannot be mixed with host arrays."""
 
     data = property(lambda self: Address(self.ctypes.data))
 

@@ -219,7 +219,7 @@ def causal_softmax(bench, notes):
 
 
 def chunked_attention(bench, notes):
-    """Check a tile on the diagonal, with two queries per key, and the scaling of earlier output."""
+    """Check a tile on the diagonal, with two queries per key, and the scaling of old output."""
     heads, size, group, width = bench.sizes.heads, bench.sizes.sequence // 2, 2, 64
     shape, where = (heads, size, group, size), (heads * group, size)
     (scores, wide), (dweights, wide_d) = bench.draw(*shape), bench.draw(*shape)

@@ -40,7 +40,7 @@ def factory_of(name: str) -> str:
 
 
 def _lengths(length=LENGTH):
-    """Return the decreasing lengths of the rows: no two microbatches have as many targets."""
+    """Return decreasing row lengths, so that microbatches have different numbers of targets."""
     return length - torch.arange(BATCH) * (length - 2) // (BATCH - 1)
 
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, daily]
 
 @pytest.fixture(scope="module", autouse=True)
 def seldom_collected():
-    """Collect garbage as seldom as `hpc3d.partition` does: programs are many live objects."""
+    """Run the garbage collector as rarely as `hpc3d.partition`: programs are many live objects."""
     before = gc.get_threshold()
     gc.set_threshold(200_000)
     yield
@@ -58,9 +58,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
 def test_public_model_trains_as_in_torch(name):
-    """On two stages, with replicas, and on two stages of two tensor-parallel ranks.
+    """Train on two stages with replicas, and on two stages of two tensor-parallel ranks.
 
-    A model with BatchNorm has one replica per stage: statistics are those of a replica.
+    A model with BatchNorm has one replica per stage, because each replica has its own statistics.
     """
     with in_double():
         case = prepared(factory_of(name))

@@ -30,7 +30,7 @@ def command(*words):
 
 @pytest.fixture(scope="module")
 def fast():
-    """A tokenizer of theirs, whose end has a name of its own."""
+    """Tokenizer of transformers with an unusual end token."""
     rules = train_bpe([TEXT.encode()], 299).json.replace("<|end|>", "<|over|>")
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=BpeTokenizer(rules)._tokenizer,
@@ -41,7 +41,7 @@ def fast():
 
 
 def test_imported_model_trains_and_exports_with_its_tokenizer(tmp_path, fast):
-    """On 8 ranks; what is exported makes the tokens that the run was trained on."""
+    """Uses 8 ranks; the exported tokenizer gives the tokens that the run was trained on."""
     theirs, run, out = (tmp_path / name for name in ("theirs", "run", "out"))
     torch.manual_seed(4)
     config = transformers.AutoConfig.for_model("gpt2", **GPT2)
@@ -98,7 +98,7 @@ def test_transformers_reads_the_exported_tokenizer(tmp_path, name):
 
 
 def test_tiktoken_ranks_encode_as_tiktoken(tmp_path):
-    """Of a vocabulary learned here, which they cut as GPT-2 does."""
+    """The vocabulary is learned here, and text is split as in GPT-2."""
     tiktoken = pytest.importorskip("tiktoken")
     model = json.loads(train_bpe([TEXT.encode()], 330).json)["model"]
     letters = {letter: byte for byte, letter in tiktoken_letters().items()}
@@ -126,7 +126,7 @@ def test_tiktoken_ranks_encode_as_tiktoken(tmp_path):
 
 
 def tiktoken_letters():
-    """The letter of each byte in GPT-2's vocabulary, as transformers has it."""
+    """Return the character of each byte in GPT-2's vocabulary, as in transformers."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return bytes_to_unicode()

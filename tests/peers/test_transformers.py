@@ -103,7 +103,7 @@ def command(*words):
 
 
 def logits(model, tokens):
-    """Those of a model of theirs, without dropout."""
+    """Return the logits of a model of transformers, without dropout."""
     with torch.no_grad():
         return model.eval()(torch.from_numpy(tokens)).logits.numpy()
 
@@ -114,14 +114,14 @@ def same(found, expected):
 
 
 def auto(kind):
-    """Their class for models of a kind."""
+    """Return the Auto class of transformers for a kind of model."""
     masked, causal = transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM
     return masked if kind == "bert" else causal
 
 
 def theirs(seed=4, kind="gpt2", **settings):
-    """A model of theirs, every number of it random, and none so large that their own float32 is
-    further than 1e-5 from float64."""
+    """Return a model of transformers with random numbers, which are small enough that float32 is
+    within 1e-5 of float64."""
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(kind, **{**OF_KIND[kind], **settings})
     model = auto(kind).from_config(config)
@@ -165,7 +165,7 @@ def test_saved_transformers_model_is_imported_with_the_same_logits(tmp_path, set
 
 
 def test_bfloat16_shards_are_imported_with_the_same_logits(tmp_path):
-    """bfloat16 in shards, as large models are given away."""
+    """Large models are often published as bfloat16 shards."""
     model = theirs(tie_word_embeddings=False).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "out", max_shard_size="4KB")
     assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1
@@ -211,7 +211,7 @@ LIKE_MIXTRAL |= {"num_hidden_layers": 2, "router_aux_loss_coef": 0.0}
     ],
 )
 def test_resumed_import_has_the_loss_of_transformers(tmp_path, settings, layout):
-    """The first step of 8 ranks has the loss that they compute for its batch."""
+    """The first step on 8 ranks has the loss that transformers computes for its batch."""
     model = theirs(**settings)
     model.save_pretrained(tmp_path / "out")
     command("import", tmp_path / "out", "-o", tmp_path / "run", "--train.batch", 48)
@@ -243,7 +243,7 @@ def test_transformers_generates_from_the_export(tmp_path):
     "settings", [{"n_positions": 40}, {"kind": "llama"}, {"kind": "qwen2"}, {"kind": "mixtral"}]
 )
 def test_greedy_generation_matches_transformers(tmp_path, settings):
-    """Of a folder of theirs whose vocabulary of 256 is bytes; three queries share a key."""
+    """The model of transformers has a vocabulary of 256 bytes, and three queries per key."""
     model = theirs(**settings, vocab_size=256).eval()
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     room = model.config.max_position_embeddings
@@ -262,7 +262,7 @@ def test_greedy_generation_matches_transformers(tmp_path, settings):
 
 
 def test_balance_loss_of_one_layer_matches_transformers(tmp_path):
-    """Of several they multiply means over all of them; here each has a product of its own."""
+    """With several layers, transformers multiplies means over all layers, unlike hpc3d."""
     model = theirs(kind="mixtral", num_hidden_layers=1, router_aux_loss_coef=0.3)
     model.save_pretrained(tmp_path / "out")
     command("import", tmp_path / "out", "-o", tmp_path / "run")

@@ -20,7 +20,7 @@ WHEEL = Path(sys.prefix) / "cupy"  # where `make test-slow` puts CuPy, so that o
 
 
 def install():
-    """Let CuPy find the simulated CUDA.  Before its first import."""
+    """Make CuPy load the simulated CUDA; must be called before its first import."""
     if WHEEL.exists():
         sys.path.append(str(WHEEL))
     os.environ |= {

@@ -24,7 +24,7 @@ SKIP = "__pyx_skip_dispatch"  # from here on, parameters are Cython's own
 
 
 def replace(module, functions):
-    """Let those of the dict take the places of those of the same names."""
+    """Replace the functions of a module by those with the same names in the dict."""
     for name, function in functions.items():
         setattr(module, name, function)
         if name in module.__pyx_capi__:
@@ -37,7 +37,7 @@ def replace(module, functions):
 
 
 def in_c(function, signature):
-    """A C function of this signature that calls `function` without Cython's own parameters."""
+    """Return a C function of this signature that calls `function` without Cython's parameters."""
     result, listed = re.fullmatch(r"(.*?) ?\((.*)\)", signature).groups()
     words = [word.strip() for word in listed.split(",") if word != "void"]
     count = next((n for n, word in enumerate(words) if SKIP in word), len(words))

@@ -29,13 +29,13 @@ posted = Counter()  # what was posted on streams, by name, and what graphs launc
 
 
 class Memory:
-    """Blocks by their addresses."""
+    """Memory blocks by their addresses."""
 
     def __init__(self):
         self.blocks, self.starts = {}, []
 
     def take(self, size, _=None):
-        """All bits are set: floating-point numbers are NaN."""
+        """Allocate a block with all bits set, so that floating-point numbers are NaN."""
         on_device()
         memory = np.full(size + 512, 0xFF, np.uint8)
         start = memory.ctypes.data // 512 * 512 + 512
@@ -50,7 +50,7 @@ class Memory:
             self.starts.remove(start)
 
     def around(self, address):
-        """(start, bytes) of the block that an address lies in, or None."""
+        """Return (start, bytes) of the block that contains an address, or None."""
         place = bisect_right(self.starts, address) - 1
         if place >= 0 and address < self.starts[place] + self.blocks[self.starts[place]][1]:
             return self.starts[place], self.blocks[self.starts[place]][1]
@@ -58,8 +58,8 @@ class Memory:
 
 
 class Tape:
-    """What is captured: (stream, name, function, what it follows).  The last is, for each stream,
-    how many of its posts come before: a vector clock (Fidge; Mattern, 1988)."""
+    """Captured operations: (stream, name, function, predecessors). For each stream, predecessors
+    contain the number of its earlier operations: a vector clock (Fidge; Mattern, 1988)."""
 
     def __init__(self, origin):
         self.origin, self.posts, self.clocks, self.open = origin, [], {origin: Counter()}, True
@@ -74,14 +74,14 @@ class Tape:
         self.clocks[stream] = self.clocks.get(stream, Counter()) | clock
 
     def close(self):
-        """Only what its first stream has waited for can be a graph."""
+        """Only operations that its first stream has waited for form a graph."""
         self.open = False
         unjoined = Counter(stream for stream, *_ in self.posts) - self.clocks[self.origin]
         refuse(unjoined, "a capture ends with streams that are not joined")
 
     def launch(self):
-        """In an order that it allows: of its streams the first, and in the next launch the last,
-        goes on for as long as it can."""
+        """Execute in an allowed order: the first stream runs as far as possible; in the next
+        launch, the last one does."""
         lines = {stream: deque() for stream in self.clocks}
         for stream, *post in self.posts:
             lines[stream].append(post)
@@ -97,7 +97,7 @@ class Tape:
 
 
 class Stream:
-    """Does what is posted in order, in a thread; while it is captured, adds it to `tape`."""
+    """Thread that executes operations in order; during a capture, it adds them to `tape`."""
 
     def __init__(self):
         self.tape, self.waiting, self.idle = None, deque(), True
@@ -136,8 +136,8 @@ class Stream:
 
 
 class Event:
-    """`reached` is set when its stream has come to it; `tape` and `clock` are those of a captured
-    one."""
+    """Event of a stream; `reached` is set when the stream has passed it. A captured event has a
+    `tape` and a `clock`."""
 
     def __init__(self, flags=0):
         self.reached, self.tape, self.clock = threading.Event(), None, None
@@ -163,7 +163,7 @@ def refuse(condition, what):
 
 
 class Table(dict):
-    """Things by handles."""
+    """Objects by handles."""
 
     def new(self, thing):
         self[len(self) + 16] = thing  # CUDA's own streams have low numbers
@@ -183,7 +183,7 @@ def choose(number):
 
 
 def current():
-    """The device of this thread: the first, if it has not chosen."""
+    """Return the device of this thread: the first one, if it has not selected any."""
     return getattr(chosen, "number", 0)
 
 
@@ -192,7 +192,7 @@ def on_device():
 
 
 def check_size(address, size):
-    """Of a copy to or from an address, where it is in a block."""
+    """Check the size of a copy to or from an address within a block."""
     start, length = memory.around(address) or (address, size)
     refuse(address + size > start + length, f"{size} bytes beyond the end of a block")
 
@@ -246,7 +246,7 @@ def wait_for_event(event):
 
 
 def follow(stream, event, flags=0):
-    """A stream waits for an event; for one that is captured, it is captured, too."""
+    """Make a stream wait for an event; if the event is captured, the stream is captured too."""
     stream, event = streams[stream], events[event]
     if event.tape is not None:
         refuse(not event.tape.open, "a wait for an event of a capture that is over")

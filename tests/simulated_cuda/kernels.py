@@ -44,7 +44,7 @@ PARAMETER = re.compile(
 
 
 def watch(nvrtc):
-    """Note what NVRTC compiles, and the names of its kernels."""
+    """Record compilations by NVRTC, and the names of the compiled kernels."""
     programs = {}
     make, lower, finish = nvrtc.createProgram, nvrtc.getLoweredName, nvrtc.getCUBIN
 
@@ -80,7 +80,7 @@ def told(image):
 
 
 def launched(image, name, grid, block, parameters):
-    """(Name, function without arguments) of a launch; the arguments are read now."""
+    """Return (name, function without arguments) of a launch; the arguments are read now."""
     text, names = told(image).values()
     if name in names:
         return names[name], partial(ours, names[name], grid, block, words(names[name], parameters))
@@ -107,7 +107,7 @@ def library(source):
 
 
 def words(name, parameters):
-    """Copies of the arguments, of 8 bytes at most each."""
+    """Return copies of the arguments, of at most 8 bytes each."""
     count = len(kernels()[name].parameters)
     cells = (ctypes.c_void_p * count).from_address(parameters)
     return [ctypes.create_string_buffer(ctypes.string_at(cell, 8), 8) for cell in cells]
@@ -141,7 +141,7 @@ def emulate(name, grid, block, held, blocks):
 
 
 def arguments(text, name, parameters):
-    """Arrays, as views, and numbers; no indexers."""
+    """Return arrays, as views, and numbers; indexers are omitted."""
     head = re.search(rf"void {name}\((.*?)\) \{{", text, re.DOTALL)[1]
     kinds = [*PARAMETER.finditer(head)]
     cells = (ctypes.c_void_p * len(kinds)).from_address(parameters)
@@ -155,7 +155,7 @@ def number(kind, cell):
 
 
 def array(kind, cell):
-    """Of {T* data; ptrdiff_t size, shape[dims], strides[dims];}"""
+    """Read the struct {T* data; ptrdiff_t size, shape[dims], strides[dims];}."""
     dtype, dims = np.dtype(TYPES[kind["type"]]), int(kind["dims"])
     told = np.frombuffer(ctypes.string_at(cell, 16 * (1 + dims)), np.int64)
     start, size, shape, steps = int(told[0]), told[1], told[2 : 2 + dims], told[2 + dims :]

@@ -51,7 +51,7 @@ SUCCESS, FAILED, VERSION = 0, 3, 22807
 
 
 def library():
-    """The shared library whose functions call those that are put into it by `put`."""
+    """Build the shared library whose functions call those set with `put`."""
     names = {**PROTOTYPES, "Init": INIT}
     lines = ["#include <stddef.h>", "#include <string.h>", "struct Id { char bytes[128]; };"]
     lines += ['extern "C" {']
@@ -78,8 +78,8 @@ def library():
 
 
 class AtImport:
-    """A finder of modules that loads this library just before CuPy's bindings want one.  Not
-    sooner: a torch for GPUs wants the real one, under the same name."""
+    """Module finder that loads this library just before CuPy's NCCL bindings are imported. If it
+    were loaded earlier, a torch for GPUs, which requires the real one, would find it."""
 
     @staticmethod
     def find_spec(name, path, target=None):
@@ -88,12 +88,12 @@ class AtImport:
 
 
 def install():
-    """Let NCCL be MPI."""
+    """Replace NCCL by MPI."""
     sys.meta_path.insert(0, AtImport)
 
 
 class Nccl:
-    """The functions, by the names of PROTOTYPES; communicators of MPI by their handles."""
+    """NCCL functions, named as in PROTOTYPES; MPI communicators by their handles."""
 
     def __init__(self):
         self.comms, self.group, self.depth, self.kept = Table(), [], 0, []
@@ -123,7 +123,7 @@ class Nccl:
         ctypes.memset(place, 7, 128)
 
     def Init(self, made, count, name, rank, _):
-        """Of COMM_WORLD, or of this rank alone."""
+        """Create a communicator of COMM_WORLD, or of this rank only."""
         from mpi4py import MPI
 
         comm = MPI.COMM_WORLD if count == MPI.COMM_WORLD.size else MPI.COMM_SELF
@@ -168,7 +168,7 @@ class Nccl:
             self.post(stream, [act for _, act in calls])
 
     def later(self, stream, act):
-        """`act()` may return a request of MPI."""
+        """Post `act()`, which may return an MPI request."""
         if self.depth:
             self.group.append((stream, act))
         else:
@@ -238,7 +238,7 @@ class Nccl:
 
 
 def summed(comm, given, op):
-    """The blocks of all members summed in their order."""
+    """Return the sum of the blocks of all members, in their order."""
     whole = np.empty((comm.size, given.size), given.dtype)
     comm.Allgather(given.view("u1"), whole.view("u1"))
     wide = np.promote_types(given.dtype, np.float32) if given.itemsize == 2 else given.dtype

@@ -11,7 +11,7 @@ ALGORITHM = 64  # bytes
 
 class SimulatedLt(fake_cublaslt.FakeLt):
     def do_Matmul(self, *given):
-        """What descriptions and numbers of the host say now holds when it is computed."""
+        """Read descriptors and host scalars now, and compute the product later."""
         given, kept = list(given), copy.copy(self)
         kept.things = {
             handle: (table, dict(thing)) for handle, (table, thing) in self.things.items()

@@ -40,8 +40,8 @@ CLOSE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 
 
 def run(ranks, out, posted=None, **values):
-    """The folder of a run with options `section__key`, which must go well; what its first rank
-    posted on streams comes to the file `posted`."""
+    """Return the folder of a run with options `section__key`, which must succeed. The operations
+    that its first rank posted on streams are written to the file `posted`."""
     options = {**TINY, "run.out": out, **{k.replace("__", "."): v for k, v in values.items()}}
     words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
     simulated = ["-m", "tests.simulated_cuda", "hpc3d.train"]
@@ -54,7 +54,7 @@ def run(ranks, out, posted=None, **values):
 
 
 def told(folder):
-    """Loss and norm of the gradient, a row a step; and what communication moved, by operation."""
+    """Return loss and gradient norm of each step, and the communicated bytes by operation."""
     with hpc3d.trace.open(folder) as trace:
         assert violations(trace) == []
         mine, moved = trace.steps["rank"] == 0, Counter()
@@ -64,14 +64,14 @@ def told(folder):
 
 
 def routed(folder):
-    """The tables of what routers decided, and of their losses."""
+    """Return the tables of router decisions and of router losses."""
     with hpc3d.trace.open(folder) as trace:
         return np.array(trace.experts), np.array(trace.routers)
 
 
 @pytest.fixture(scope="module")
 def on_numpy(tmp_path_factory):
-    """What a run on NumPy in float32 tells, computed once."""
+    """Results of a run on NumPy in float32, computed once."""
     known = {}
 
     def told_by(ranks=1, **values):
@@ -138,7 +138,7 @@ def _id(case):
     ],
 )
 def test_cupy_training_matches_numpy(ranks, dtype, values, on_numpy, tmp_path):
-    """Losses and norms; and, of the same type, every byte that is counted."""
+    """Tests losses and norms, and, with the same type, all counted bytes."""
     got, moved = told(run(ranks, tmp_path, train__backend="cupy", train__dtype=dtype, **values))
     own = {key: value for key, value in values.items() if "fused" not in key}
     expected, counted = on_numpy(ranks, **{k: v for k, v in own.items() if "transport" not in k})
@@ -158,7 +158,7 @@ def test_cupy_training_matches_numpy(ranks, dtype, values, on_numpy, tmp_path):
     ids=["1d-sequence", "1f1b", "ZeRO"],
 )
 def test_cupy_training_without_a_trace_matches_numpy(values, on_numpy, tmp_path):
-    """A trace orders streams, and keeps arrays, by itself; nothing may depend on that."""
+    """A trace synchronizes streams and keeps arrays alive; results must not depend on this."""
     how = {"train__dtype": "float32", "train__backend": "cupy", "trace__enabled": "false"}
     log = (run(2, tmp_path, **values, **how) / "train.log").read_text()
     rows = re.findall(r"^ +\d+ +(\d+\.\d{4}) +\S+ +(\d+\.\d{4})", log, re.MULTILINE)
@@ -192,7 +192,7 @@ def test_cuda_graph_step_matches_the_launched_step(ranks, values, tmp_path):
 
 
 def test_number_of_launches_per_layer(tmp_path):
-    """26 beside attention, whatever CuPy launches by itself among them."""
+    """There are 26 launches besides attention, including those of CuPy itself."""
 
     def counted(layers, steps):
         posted = tmp_path / "posted"
@@ -232,7 +232,7 @@ def test_checkpoint_resumes_on_the_other_backend(first, on_numpy, tmp_path):
     ],
 )
 def test_gpu_check_passes_on_fake_cupy(part, tmp_path):
-    """The parts of `make gpu-check` that are quick enough here."""
+    """Runs the parts of `make gpu-check` that are fast enough."""
     events = tmp_path / "events"
     events.touch()
     words = ["-m", "tests.simulated_cuda", "tests.gpu.child", part, events, "--quick"]

@@ -16,7 +16,7 @@ def small(machine, hidden, batch, count):
 
 
 def parted(counts=(1, 2, 4)):
-    """Rows of 8 layers and 4 microbatches."""
+    """Return the rows for 8 layers and 4 microbatches."""
     rows = partitions(MACHINE, 8, 64, 4, 512, counts)
     return rows[: len(counts)], rows[len(counts) :]
 

@@ -14,7 +14,7 @@ from tests.studies.small import APART, parted, small, summed
 
 
 def few():
-    """The tables of fewer and smaller steps."""
+    """Return the tables of fewer and smaller steps."""
     cells = [
         small(machine, hidden, batch, 4)
         for machine in (APART, slowed(APART, 16))

@@ -21,7 +21,7 @@ HALF = np.dtype(np.float16)
 
 
 def flop(asked):
-    """Of the products that use tensor cores: those of one row are sums over tokens."""
+    """Return the FLOPs of tensor-core products; products with one row are sums over tokens."""
     products = [(args, n) for (method, args), n in asked.items() if method == "product"]
     return sum(2 * prod([*args[:3], args[4]]) * n for args, n in products if args[0] > 1)
 
@@ -32,8 +32,8 @@ def calls(asked):
 
 @pytest.mark.parametrize("t", [1, 2, 4])
 def test_block_queries_match_the_megatron_formulas(t):
-    """24 b s h^2 + 4 b s^2 h forward (arXiv:2205.05198, appendix A), and twice that backward; two
-    all-reduces of b s h each way (arXiv:2104.04473, section 3.2)."""
+    """Forward: 24 b s h^2 + 4 b s^2 h (arXiv:2205.05198, appendix A); backward: twice as much; two
+    all-reduces of b s h in each pass (arXiv:2104.04473, section 3.2)."""
     b, s, h = 3, 64, 128
     work = work_of(ModelSizes(1, h, 4, s, 256), SCHEMES["1d"], {"p": 1, "x": t}, b, HALF, BLOCK)
     forward = (24 * b * s * h**2 + 4 * b * s**2 * h) // t
@@ -46,7 +46,7 @@ def test_block_queries_match_the_megatron_formulas(t):
 
 
 def test_head_and_embedding_queries_match_the_table_products():
-    """The logits' product and its two gradients, 2 b s h V each; the embedding has none."""
+    """The logits have a product and two gradients, 2 b s h V each; the embedding has none."""
     b, s, h, v = 2, 32, 64, 512
     how = ModelSizes(1, h, 4, s, v), SCHEMES["1d"], {"p": 1}, b, HALF
     head, embedding = (work_of(*how, PARTS[name]) for name in ("head", "embedding"))
@@ -57,7 +57,7 @@ def test_head_and_embedding_queries_match_the_table_products():
 
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_tallied_pass_times_match_simulated_ones(p):
-    """From the first forward pass to the last backward pass, and for every microbatch more."""
+    """Compares the time from the first forward to the last backward pass."""
     found = {m: (by_tally(p, m), by_clock(p, m)) for m in (4, 9)}
     for tallied, simulated in found.values():
         assert tallied == pytest.approx(simulated, rel=2e-3)
@@ -96,7 +96,7 @@ def by_clock(p, micros):
 
 
 def test_equal_stages_match_the_closed_form():
-    """(m + p - 1)(t_f + t_b), arXiv:2104.04473 eq. 1, and two messages a boundary each way."""
+    """(m + p - 1)(t_f + t_b), arXiv:2104.04473 eq. 1, plus two messages per boundary each way."""
     p, m, passes = 4, 6, np.empty((4, 2, 2))
     passes[:, 0], passes[:, 1] = [1.0, 3.0], [2.0, 5.0]
     none, some = one_f_one_b(passes, m, np.zeros(2)), one_f_one_b(passes, p, np.full(2, 0.25))

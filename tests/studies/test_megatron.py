@@ -42,14 +42,14 @@ def test_steps_of_arxiv_2205_05198_are_within_10_percent(recomputation):
 
 @pytest.mark.slow
 def test_gain_of_sequence_parallelism_and_selective_recomputation(recomputation):
-    """Published: 1.29 and 1.32 times as fast."""
+    """The published speedups are 1.29 and 1.32."""
     for full, selective in zip(recomputation[::2], recomputation[1::2], strict=True):
         gain, published = (full[key] / selective[key] for key in ("predicted_s", "published_s"))
         assert gain == pytest.approx(published, rel=0.06)
 
 
 def test_layer_times_of_arxiv_2205_05198_are_within_10_percent(machine):
-    """Forward and backward together within 5 % on average."""
+    """Forward plus backward times are within 5 % on average."""
     found = layers(machine)
     ratios = [sum(row["predicted_ms"]) / sum(row["published_ms"]) for row in found]
     assert len(ratios) == len(LAYERS)
@@ -58,7 +58,7 @@ def test_layer_times_of_arxiv_2205_05198_are_within_10_percent(machine):
 
 
 def test_parameter_and_optimizer_memory_is_within_2_percent():
-    """The figures are 18 bytes for each of 12 L h^2 / n parameters."""
+    """The published values are 18 bytes for each of 12 L h^2 / n parameters."""
     found = states()
     for row, (_, count, hidden, _, p, published) in zip(found, STATES, strict=True):
         assert 18 * 12 * count * hidden**2 / (8 * p) / 2**30 == published
@@ -67,7 +67,7 @@ def test_parameter_and_optimizer_memory_is_within_2_percent():
 
 
 def test_published_flop_rates_convert_to_seconds():
-    """Equation 3 of 2104.04473 for its largest model: 502 PFLOP/s of 3,072 GPUs, 102.6 s."""
+    """Equation 3 of 2104.04473, for its largest model: 502 PFLOP/s of 3,072 GPUs, 102.6 s."""
     row = weak(WEAK_SCALING[-1])
     assert row.seconds == pytest.approx(102.63, abs=0.01)
     config = config_of(row)
@@ -83,7 +83,7 @@ def test_smaller_steps_of_sc21_are_within_10_percent(machine):
 
 @pytest.mark.slow
 def test_each_machine_parameter_affects_the_step_time(machine):
-    """Without it a step of 22B is another one; with none of the kernels it is far off."""
+    """Without a parameter, the step time of 22B changes; without all, the error is large."""
     found = facts(machine)
     everything = found.pop("with all")
     assert len(found) == len(machine.kernels) + 2
@@ -92,7 +92,7 @@ def test_each_machine_parameter_affects_the_step_time(machine):
 
 
 def test_slower_machine_exceeds_the_error_bound(machine):
-    """The goal does not hold for any machine: products at four fifths of their rate."""
+    """Other machines exceed the bound, such as one with products at 80 % of their rate."""
     rates = machine.gemm["float16"]
     slow = replace(rates, rate=tuple(0.8 * rate for rate in rates.rate))
     found = rows(RECOMPUTATION[:2], replace(machine, gemm={"float16": slow}))

@@ -14,7 +14,7 @@ NAMES = "ours", "RaNNC", "Megatron-LM", "Megatron-LM, pipeline", "GPipe hybrid"
 
 
 def point(billions, rates, names=NAMES):
-    """Samples/s by planner, None where it does not fit."""
+    """Return samples/s by planner; None means that the model does not fit."""
     rows = {
         name: {"fits": rate is not None, "samples_s": rate} for name, rate in zip(names, rates)
     }
@@ -38,7 +38,7 @@ def test_all_claims_hold_on_favorable_points():
 
 
 def test_no_claim_holds_for_a_slower_rannc():
-    """A slower RaNNC that fits no more than Megatron-LM, on models that GPipe trains, too."""
+    """RaNNC is slower and fits only models that Megatron-LM fits; GPipe trains them too."""
     other = point(2.0, (4, 5, 9, None, 6))
     found = claims([point(1.0, (8, 5, 9, None, 4)), other], [])
     assert "does not hold; 2.000 against 2.000" in found["five times larger"]
@@ -49,7 +49,7 @@ def test_no_claim_holds_for_a_slower_rannc():
 
 
 def test_claims_are_undecided_if_models_are_too_small():
-    """RaNNC trains all of them, Megatron-LM all but the largest; then none trains that."""
+    """RaNNC trains all models, and Megatron-LM all but the largest; then no planner trains it."""
     middle, none = point(3.0, (3, 2, None, None, None)), point(9.0, (1, None, None, None, None))
     found = claims([SMALL, middle], [])["five times larger"]
     assert "not decided; 3.000 against 1.000" in found and "at least 3.0 times" in found

@@ -8,7 +8,7 @@ from tests.studies.small import FLOAT, parted
 
 @pytest.mark.slow
 def test_total_activations_match_the_microbatches_in_flight():
-    """But for what a stage works with, which is the same on each, and what it has received."""
+    """Working memory, which is equal on all stages, and received data are excluded."""
     even, poor = parted()
     assert [row["in_flight"] for row in even] == [(row["count"] + 1) * 8 / 2 for row in even]
     assert [row["in_flight"] for row in poor] == [8, 2 * 7 + 1, 4 * 5 + 3 + 2 + 1]

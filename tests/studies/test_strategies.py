@@ -32,8 +32,8 @@ def test_zero_stages_shard_the_states(rows):
 
 
 def test_tensor_parallelism_moves_the_same_bytes_with_sequence_parallelism(rows):
-    """Four all-reduces of the output of a sub-block per layer, of which each half is a gather or
-    a scatter; tables, norms and biases add less than a tenth."""
+    """There are four all-reduces of sub-block outputs per layer; each half of one is an all-gather
+    or a reduce-scatter. Tables, norms and biases add less than a tenth."""
     output = BATCH * SEQUENCE * HIDDEN * FLOAT
     moved = 4 * LAYERS * 2 * (1 - 1 / RANKS) * output
     for name in ("TP", "TP, sequence"):

@@ -17,7 +17,7 @@ def row(hidden, seed, repetition, **measures):
 
 
 def test_samples_are_the_means_of_the_seeds():
-    """Repetitions of a seed do not narrow the interval."""
+    """Repetitions with the same seed do not narrow the interval."""
     losses = [5.0, 5.3, 5.1]
     rows = [
         row(64, seed, repetition, loss=loss, step_s=0.01 * seed + 0.001 * repetition)

@@ -46,7 +46,7 @@ def test_1d_exceeds_gpu_memory_at_the_published_size(machine):
 
 
 def test_published_speedups_are_not_reproduced_everywhere(machine):
-    """Small matrices: 1-D moves much more; large ones: products hide what is moved."""
+    """With small matrices, 1-D communicates much more; with large ones, products hide this."""
     small, large = (point(machine, 64, hidden, "float32") for hidden in (2048, 32768))
     assert small["speedup"]["1d"] > 3 > PAPER["1d"] > 1.5 > large["speedup"]["1d"]
     assert not reproduces(small) and not reproduces(large)
@@ -81,7 +81,7 @@ def test_planned_cuboid_is_the_cube_only_if_tokens_match_features(machine):
 
 
 def test_free_communication_gives_equal_speed(machine):
-    """Network and memory free, and products of all sizes as quick: there are as many of them."""
+    """If network, memory and launches are free, all schemes take the same time."""
     free = tuple(
         replace(link, alpha_s=0, bandwidth=1e18, node_bandwidth=0, pair_bandwidth=0)
         for link in machine.links

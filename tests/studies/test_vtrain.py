@@ -35,7 +35,7 @@ def rows():
 
 
 def test_published_rows_are_linear_in_the_layers(rows):
-    """To the last digit on lines over the layers: no clock did that; a row that is off shows."""
+    """They are on straight lines to the last digit, so they were not measured by a clock."""
     assert bends(rows) < 2e-6
     bent = rows.copy()
     place = np.flatnonzero((rows["d"] == 1) & (rows["layers"] == 16))[0]
@@ -45,7 +45,7 @@ def test_published_rows_are_linear_in_the_layers(rows):
 
 @pytest.mark.slow
 def test_known_machine_and_profile_factors_are_recovered(rows):
-    """From steps that it was given; a profile that no row tells about has the factor 1."""
+    """The steps are generated with known values; a profile without a row has the factor 1."""
     few = rows[::EVERY].copy()
     truth = ProfileFactors(*with_values(load(MACHINE), (30e-6, 7e11, 2.5)), {})
     steps = Steps(few)
@@ -73,7 +73,7 @@ def test_recomputation_adds_a_forward_pass_and_padding_adds_tokens():
 
 
 def test_step_time_is_the_sum_of_passes_messages_reduction_and_update():
-    """On two nodes of 8: replicas of 8 tensor ranks one on each, two stages one on each."""
+    """There are two nodes of 8 GPUs, with a replica of 8 tensor ranks or a stage on each."""
     machine = replace(FIXED, gemm={"float16": Rates(1e12, (1.0,), (1e12,))})
     rows = [(16, 4, 1, 128, 8, 4, 64, 8, 2, 1, 1.0), (16, 4, 1, 128, 8, 4, 64, 2, 4, 2, 1.0)]
     calibration = ProfileFactors(machine, 1.0, {Profile(128, 8, 64, 8, 1): 3.0})
@@ -97,7 +97,7 @@ def test_step_time_is_the_sum_of_passes_messages_reduction_and_update():
 
 
 def test_choices_select_the_best_prediction_and_report_the_loss(rows):
-    """Of two layouts of one model the one that is predicted faster, though it is not."""
+    """The second prediction prefers the slower one of two layouts of a model."""
     same = (rows["ranks"] == 2) & (rows["hidden"] == 1024) & (rows["layers"] == 24)
     two = rows[same & (rows["batch"] == 2)]
     order = np.argsort(two["ms"])

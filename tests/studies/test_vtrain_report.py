@@ -16,7 +16,7 @@ def found():
 
 @pytest.mark.slow
 def test_steps_and_chosen_layouts_are_accurate(found):
-    """Mean 10 %, median 6 %; for every model the layout chosen is within 3 % of the best."""
+    """Mean 10 %, median 6 %; the chosen layout of each model is within 3 % of the best."""
     result = found["with a factor a profile"]
     assert found["calibrate"] * 10 <= found["rows"] == 1440
     assert result["errors"]["all"]["mean"] <= 0.10
@@ -27,7 +27,7 @@ def test_steps_and_chosen_layouts_are_accurate(found):
 
 @pytest.mark.slow
 def test_machine_without_profile_factors_reaches_the_mean_error(found):
-    """Without factors of profiles; and the values are such as an A100 has."""
+    """No profile factors are used, and the fitted values are plausible for an A100."""
     result = found["the machine alone"]
     assert result["errors"]["all"]["mean"] <= 0.10
     assert result["values"]["attention_GB_per_s"] < 2039
@@ -47,7 +47,7 @@ def test_machine_file_has_the_calibrated_values(found):
 
 @pytest.mark.slow
 def test_multi_node_steps_are_predicted_from_single_node_ones(found):
-    """From the rows of one node alone; the largest models, which are the steadiest, best."""
+    """Fitted to rows of one node; predictions of the largest models are the most accurate."""
     errors = found["measured"]["errors"]
     assert errors["all"]["mean"] <= 0.10
     assert errors["all"]["median"] <= 0.06
