@@ -44,7 +44,7 @@ DEEP = "a=" + "[" * 5000
 
 
 def refused(words):
-    """The lines with which rank 0 refuses the words of a command line; None if it does not."""
+    """Return the lines with which rank 0 rejects a command line, or None if it does not."""
     try:
         plan_of(words)
     except ValueError as error:
@@ -174,7 +174,7 @@ def test_any_options_are_accepted_or_rejected(options, ranks):
 
 
 def damaged(text, chance):
-    """A text of bytes with a few changes."""
+    """Return a byte text with a few changes."""
     content = bytearray(text)
     for _ in range(chance.randint(1, 4)):
         place = chance.randrange(len(content))
@@ -240,7 +240,7 @@ def test_damaged_texts_and_token_files_are_rejected(chance, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of two ranks with a checkpoint and a trace."""
+    """Run of two ranks with a checkpoint and a trace."""
     out = tmp_path_factory.mktemp("run")
     return run_of(2, out, train__steps=2, checkpoint__every=2, model__layers=1)
 
@@ -311,7 +311,7 @@ def test_trace_times_are_bounded(run, tmp_path, capsys, column, value):
 
 
 def spoil(path, manifest, chance):
-    """Write a manifest of which one value is another."""
+    """Write a manifest in which one value is changed."""
     tree = json.loads(json.dumps(manifest))
     node, key = chance.choice([*places(tree)])
     node[key] = chance.choice(ODD)
@@ -319,7 +319,7 @@ def spoil(path, manifest, chance):
 
 
 def places(tree):
-    """(container, key) of every value of a tree."""
+    """Yield (container, key) of every value in a tree."""
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         yield tree, key
         if isinstance(value, dict | list):
@@ -327,7 +327,7 @@ def places(tree):
 
 
 def is_bad(folder, number):
-    """Whether a checkpoint is refused, which must be in one line; all of it is read else."""
+    """Return True if a checkpoint is rejected, with one line; otherwise, read all of it."""
     try:
         opened = Checkpoint(folder)
         if line := opened.damage():

@@ -10,7 +10,7 @@ from tests.mpi import ROOT, checked
 
 
 def test_calls_benchmark_requires_several_ranks():
-    """On one rank, in a process of its own: MPI is not started in that of the tests."""
+    """Uses a separate process of one rank, so that MPI does not start in this process."""
     words = [sys.executable, "-m", "hpc3d.bench", "calls"]
     done = subprocess.run(
         words, cwd=ROOT, text=True, capture_output=True, check=False, timeout=250

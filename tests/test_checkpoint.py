@@ -23,7 +23,7 @@ STEPS = ["step-00000002", "step-00000001"]
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """A run with two checkpoints."""
+    """Run with two checkpoints."""
     run = tmp_path_factory.mktemp("original") / "run"
     for step in (1, 2):
         drawn_models.saved(run, LINE, step)
@@ -32,12 +32,12 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def run(original, tmp_path):
-    """A copy of it that may be damaged."""
+    """Copy of the run that may be damaged."""
     return Path(shutil.copytree(original, tmp_path / "run"))
 
 
 def call(capsys, *words):
-    """Exit code, lines on stdout and on stderr; the latter all begin with the command."""
+    """Return exit code, stdout lines, and stderr lines, which all begin with the command."""
     code = ended(main, *words)
     out, err = capsys.readouterr()
     lines = err.splitlines()
@@ -76,8 +76,8 @@ def test_show_marks_the_best_checkpoint(run, capsys):
 
 
 def test_show_prints_the_active_parameters_of_a_mixture(tmp_path, capsys):
-    """A token meets 2 of 4 experts in every other block, each of 2 x 24 x 96 weights and the
-    biases; no other parameter is less than all."""
+    """A token uses 2 of 4 experts in every other block, each with 2 x 24 x 96 weights and the
+    biases; all other parameters are active."""
     line = "e=2 microbatches=2 experts=4 top_k=2 shared_experts=1 moe_every=2"
     folder = drawn_models.saved(tmp_path / "run", line)
     code, lines, _ = call(capsys, "show", folder, "--json")
@@ -152,7 +152,7 @@ def test_verify_names_every_changed_file(run, capsys):
 
 
 def rewrite(folder, change):
-    """Change the manifest, and with it the digests that it keeps."""
+    """Change the manifest, and update the digests in it."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps(change(manifest) or manifest))
@@ -167,7 +167,7 @@ def drop_piece(manifest):
 
 
 def twice(manifest):
-    """The boxes of another rank's piece of the same size."""
+    """Use the slices of another rank's piece of the same size."""
     first, other = (manifest["files"][rank]["pieces"][0] for rank in (0, 4))
     assert first[0] == other[0] and first[4] != other[4]
     first[4] = other[4]
@@ -195,7 +195,7 @@ def without(key):
 
 
 def settings(before, after):
-    """Another text in the stored configuration."""
+    """Change the text of the stored configuration."""
 
     def change(manifest):
         assert before in manifest["config"]
@@ -284,7 +284,7 @@ def test_export_overwrites_only_with_force(original, tmp_path, capsys):
 
 
 def test_export_removes_files_of_an_earlier_export(original, tmp_path, capsys):
-    """Files of its names are removed, where weights are among them, and no others."""
+    """Files with its names are removed if the folder contains weights; no other files are."""
     target = tmp_path / "out"
     target.mkdir()
     names = "generation_config.json", "tokenizer.json", "README.md", "LICENSE"
@@ -321,7 +321,7 @@ def test_import_creates_a_run_and_prints_how_to_resume_it(original, tmp_path, ca
 
 @pytest.fixture
 def places(original, tmp_path):
-    """What the bad command lines below name."""
+    """Create the files and folders that the invalid command lines below name."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
     (tmp_path / "pickled").mkdir()
@@ -413,7 +413,7 @@ def test_help_lists_subcommands_and_exit_codes():
 
 @pytest.mark.slow
 def test_exported_and_reimported_run_resumes_with_the_same_loss(tmp_path, capsys):
-    """The rate is 0, so the weights that are saved are the first ones, and so is the loss."""
+    """The learning rate is 0, so the saved weights are the initial ones, and the losses equal."""
     same = {"train__learning_rate": 0, "train__steps": 1, "checkpoint__every": 1}
     first = train(2, tmp_path / "first", **same)
     assert call(capsys, "export", first, "-o", tmp_path / "out")[0] == 0

@@ -45,7 +45,7 @@ def test_links_and_paths_exist(page):
 
 @cache
 def anchors(page):
-    """The anchors of the headings of a page, as GitHub and MyST make them."""
+    """Return the anchors of the headings of a page, as created by GitHub and MyST."""
     headings = re.findall(r"^#+ (.+)", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -69,7 +69,7 @@ def test_documented_commands_exist(page):
 
 @cache
 def sources():
-    """{dotted name of a module: its syntax tree}."""
+    """Return {dotted name of a module: its syntax tree}."""
     paths = {path.relative_to(ROOT): path for path in (ROOT / "hpc3d").rglob("*.py")}
     return {
         ".".join(name.with_suffix("").parts).removesuffix(".__init__"): ast.parse(
@@ -81,7 +81,7 @@ def sources():
 
 @cache
 def identifiers(module):
-    """The names that a module defines or uses."""
+    """Return the names that a module defines or uses."""
     fields = "name", "id", "attr", "arg", "asname"
     nodes = [*ast.walk(sources()[module])]
     found = {getattr(node, field, None) for node in nodes for field in fields}
@@ -94,7 +94,7 @@ def all_identifiers():
 
 
 def unknown(text):
-    """The modules, functions and classes in a text that do not exist."""
+    """Return the modules, functions and classes named in a text that do not exist."""
     wrong = [name for name in CLASS.findall(text) if name not in all_identifiers()]
     for name in DOTTED.findall(text):
         module, rest = name, set()

@@ -30,7 +30,7 @@ LONG = 250  # seconds, which a busy machine does not exceed
 
 
 def run(*words, path=(), cwd=None, **environment):
-    """The doctor from a shell, with folders before those of PATH."""
+    """Run the doctor from a shell, with some folders at the front of PATH."""
     settings = {
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
         **surroundings(),
@@ -51,7 +51,7 @@ def run(*words, path=(), cwd=None, **environment):
 
 
 def findings(done):
-    """{subject: row} of the JSON on the last line, which says what the lines above say."""
+    """Return {subject: row} of the JSON in the last line, which must match the lines above."""
     result = json.loads(done.stdout.splitlines()[-1])
     rows = {row["subject"]: row for row in result["findings"]}
     for row in result["findings"]:
@@ -117,7 +117,7 @@ def test_planted_problems_on_ranks_are_found(tmp_path):
 
 
 def test_clock_offsets_add_up_along_the_tree():
-    """Host 3 asks host 1, which asks host 0; each is 2 s behind the one it asks."""
+    """Host 3 compares its clock with host 1, and host 1 with host 0; each is 2 s behind."""
     compared = SimpleNamespace(leaders=[0, 4, 8, 12])
     samples = [[] for _ in range(16)]
     for leader, peer in ((4, 0), (8, 0), (12, 4)):
@@ -147,7 +147,7 @@ def test_help_is_complete_and_invalid_options_are_rejected(capsys):
 
 @pytest.mark.slow
 def test_mpirun_of_another_mpi_is_detected(tmp_path):
-    """It starts two processes that Open MPI does not see together."""
+    """It starts two processes that do not join one Open MPI job."""
     one = f'PMI_SIZE=2 MPI_LOCALNRANKS=2 PMI_RANK=$rank "{sys.executable}" "$@"'
     script(
         tmp_path / "mpirun",
@@ -228,7 +228,7 @@ def test_launcher_that_starts_no_ranks_is_detected(does, remedy, options, tmp_pa
 
 @pytest.mark.parametrize("trap", strided(["", "trap '' TERM\n"], 2))
 def test_hanging_launcher_is_killed(trap, options, tmp_path, monkeypatch):
-    """When its time is up, it has printed something and started a process of its own."""
+    """Before the timeout, it has printed a text and started a process."""
     forever, began = f"sleep 9999.{os.getpid()}", tmp_path / "began"
     text = f"{trap}echo began\n{forever} & touch {began}\n{forever}"
     launcher = script(tmp_path / "mpirun", text)

@@ -24,17 +24,17 @@ RUNS = "python", "hpc3d", "mpirun", "ls", "for", "until", "do", "done", "sleep",
 
 
 def named(page):
-    """{"PAGE COMMAND": command} of a page."""
+    """Return {"PAGE COMMAND": command} of a page."""
     return {f"{page} {each.text}": each for each in commands(page)}
 
 
 def entry(table, name):
-    """The first pattern of a table that fits, or None."""
+    """Return the first matching pattern of a table, or None."""
     return next((pattern for pattern in table if re.search(pattern, name)), None)
 
 
 def here(page):
-    """Those of a page that are run here."""
+    """Return the commands of a page that are run here."""
     return {name: each for name, each in named(page).items() if not entry(ELSEWHERE, name)}
 
 
@@ -47,7 +47,7 @@ def test_every_documented_command_parses(page):
 
 
 def unclassified(name, each):
-    """What is to be done about a command that this module cannot run as it stands."""
+    """Return what to do about a command that this module cannot run unchanged."""
     where = "tests/documented/tables.py"
     unknown = [words for words in simple(each.text) if words[0] not in RUNS]
     if unknown and not each.text.startswith("RUN="):
@@ -69,7 +69,7 @@ def test_every_documented_command_is_run_or_its_exception_is_listed(page):
 
 
 def test_exception_tables_have_no_stale_entries():
-    """A pattern that fits no command, or only those that another one takes before, is stale."""
+    """A pattern is stale if it matches no command, or only commands of earlier patterns."""
     names = [name for page in PAGES for name in named(page)]
     ours = [name for page in PAGES for name in here(page)]
     stale = {*ELSEWHERE} - {entry(ELSEWHERE, name) for name in names}
@@ -107,7 +107,7 @@ def test_expected_output_appears_on_the_page(page):
 
 @pytest.fixture(scope="module")
 def some_run(tmp_path_factory):
-    """The folder of a small run, which pages name results/RUN."""
+    """Folder of a small run, which pages call results/RUN."""
     folder = tmp_path_factory.mktemp("run")
     output_of(script([(preparations.TRAIN, 0)]), folder, 60)
     (run,) = (folder / "results").iterdir()
@@ -115,7 +115,7 @@ def some_run(tmp_path_factory):
 
 
 def as_typed(name, page, text):
-    """A command with a reader's own names, and made shorter."""
+    """Return a command with a reader's own names, in its shorter form."""
     for word, value in SETTINGS.get(page, {}).items():
         text = text.replace(word, value)
     pattern = entry(REDUCED, name)
@@ -144,7 +144,7 @@ def test_commands_of_a_page_run(page, tmp_path, some_run):
 
 @pytest.mark.slow
 def test_first_tutorial_run_has_healthy_losses(tmp_path):
-    """Its losses and gradient norms, of 16 steps, on one rank, whose losses are those of four."""
+    """Tests losses and gradient norms of 16 steps on one rank, which equal those of four ranks."""
     (text,) = (each.text for each in commands("docs/tutorial.md") if "--name tour " in each.text)
     short = "--train.steps 16 --train.decay_steps 40 --checkpoint.every 0"
     output_of(

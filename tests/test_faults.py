@@ -21,7 +21,7 @@ SILENT = 10  # seconds until the watchdog ends the job of a rank that is silent
 
 
 class Fault:
-    """A job with a fault, which ends it soon: how it ended, and what it left."""
+    """Job with a fault, which ends it soon; contains the result and the remaining files."""
 
     def __init__(self, out, fault, ranks, who, prompt=PROMPT, **values):
         name, file = f"fault-{uuid.uuid4().hex}", out / "time"
@@ -37,7 +37,7 @@ class Fault:
         self.run = newest(out / "results")
 
     def assert_trace(self):
-        """It can be read, has the rank's whole steps, and says which ranks it lacks."""
+        """Assert that it is readable, has all steps of the rank, and names the missing ranks."""
         with hpc3d.trace.open(merge(self.run)) as trace:
             steps, ranks = trace.steps["step"], trace.steps["rank"]
             present = set(np.unique(trace.events["rank"]).tolist())
@@ -45,14 +45,14 @@ class Fault:
             assert_all_accounted_for(self.ranks, present, trace.attrs["missing"])
 
     def assert_checkpoint(self):
-        """What was said to be saved is there and whole."""
+        """Assert that all announced checkpoints exist and are complete."""
         latest = (self.run / "checkpoints" / "latest").read_text().strip()
         assert Checkpoint(self.run / "checkpoints" / latest).damage() is None
         announced = re.findall(r"checkpoint (step-\d+):", self.done.stdout)
         assert latest >= max([*announced, "step-00000001"])
 
     def assert_reports(self):
-        """All ranks but the silent one have left where they are, and their stacks."""
+        """Assert that all ranks except the silent one have written their positions and stacks."""
         (line,) = said(self.done)
         silent = f"no progress for {SILENT} s: rank {self.who} silent: stopped or terminated; rank"
         assert line.startswith(f"hpc3d.train: {silent}")
@@ -198,7 +198,7 @@ def test_stuck_rank_is_named_without_a_trace_as_well(tmp_path):
 @slow
 @pytest.mark.timeout(900)
 def test_signaled_rank_that_waits_for_a_stuck_peer_exits(tmp_path):
-    """After 10 s, or twice as long as it waited before: minutes on a busy machine."""
+    """After 10 s, or twice its longest earlier wait, which may be minutes on a busy machine."""
     ended = Fault(tmp_path, "desert", 4, 2, prompt=700)
     assert ended.done.returncode == 128 + 15
     (line,) = said(ended.done)
@@ -208,7 +208,7 @@ def test_signaled_rank_that_waits_for_a_stuck_peer_exits(tmp_path):
 
 
 def assert_all_accounted_for(ranks, present, missing):
-    """Every rank is in the trace, or the trace says that it is not."""
+    """Every rank is in the trace, or is listed there as missing."""
     absent = {int(rank) for rank in re.findall(r"rank (\d+): no segment", missing)}
     assert present | absent == set(range(ranks))
     assert not present & absent

@@ -56,7 +56,7 @@ def test_of_numbers(number):
 
 
 def pytest_on(folder, text, *words):
-    """pytest on a file with this text, in a process of its own."""
+    """Run pytest on a file with this text, in a separate process."""
     (folder / "test_cases.py").write_text(CASES + text, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", folder]
     return subprocess.run(
@@ -87,7 +87,7 @@ def fuzz(folder, text, *words, minutes=100):
 
 @pytest.mark.slow
 def test_fuzzing_without_a_failure_ends_on_time(tmp_path):
-    """A clock that advances by 10 ms when it is read, which is before each example, too."""
+    """The clock advances by 10 ms per reading, and is also read before each example."""
     (tmp_path / "clock.py").write_text(CLOCK)
     done = fuzz(tmp_path, "", "-p", "clock", "--hypothesis-seed", "7", minutes=0.1)
     assert done.returncode == 0, done.stdout + done.stderr

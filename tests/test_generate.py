@@ -34,7 +34,7 @@ LAYOUTS = """
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run on eight ranks, with stages and replicas."""
+    """Run on eight ranks, with stages and replicas."""
     folder = tmp_path_factory.mktemp("run")
     drawn_models.saved(folder, f"{TRAINED_ON} {MODEL}", 3)
     return folder
@@ -42,7 +42,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def endless(run):
-    """The same model as files of transformers, which name no token that ends a text."""
+    """The same model as files of transformers, without an end token."""
     export(Checkpoint(run / "checkpoints" / "step-00000003"), run / "theirs")
     return run / "theirs"
 
@@ -58,7 +58,7 @@ def alone(*arguments, **how):
 
 @pytest.fixture(scope="module")
 def expected(run):
-    """What one rank prints."""
+    """Output of one rank."""
     done = alone(*words(run))
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -168,7 +168,7 @@ def test_every_layout_on_mpi_ranks_prints_the_same_text(layout, run, expected):
 
 @pytest.mark.slow
 def test_mixture_generates_the_same_text_from_run_export_and_ranks(tmp_path):
-    """Of a run whose experts dropped tokens, and as files of transformers."""
+    """Tests a run whose experts dropped tokens, and its export to transformers."""
     mixture = "e=2 x=2 microbatches=2 experts=4 top_k=2 capacity=0.5"
     folder = drawn_models.saved(tmp_path / "run", f"{mixture} {MODEL}")
     export(Checkpoint(folder), theirs := tmp_path / "theirs")
@@ -204,7 +204,7 @@ def test_ctrl_c_ends_all_ranks(to, endless):
 
 
 def rank_0(process):
-    """The process of rank 0 of a launcher."""
+    """Return the process of rank 0 of a launcher."""
     found = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(process.pid)],
         capture_output=True,

@@ -27,7 +27,7 @@ parsed = cache(ast.parse)
 
 
 def several(found):
-    """The names that were found more than once, with their places."""
+    """Return the names that occur more than once, with their places."""
     return [f"{name}: {', '.join(places)}" for name, places in found.items() if len(places) > 1]
 
 
@@ -65,7 +65,7 @@ def long_functions(sources):
 
 
 def many_parameters(sources):
-    """Functions with more than seven."""
+    """Return functions with more than seven parameters."""
     found = []
     for path, node in nodes(sources, ast.FunctionDef):
         given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -75,7 +75,7 @@ def many_parameters(sources):
 
 
 def public_functions(sources):
-    """Functions and methods that others may call, each with its path and its parameters."""
+    """Return public functions and methods, each with its path and its parameters."""
     for path, source in sources.items():
         tree = parsed(source)
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -86,14 +86,14 @@ def public_functions(sources):
 
 
 def parameters(function, of_class):
-    """Those of a function but `self` and `cls`, and `*args` and `**named`."""
+    """Return the parameters of a function except `self`, `cls`, `*args` and `**named`."""
     given = function.args
     static = "staticmethod" in map(ast.unparse, function.decorator_list)
     return [*given.posonlyargs, *given.args][of_class and not static :] + given.kwonlyargs
 
 
 def untyped(sources):
-    """Public functions that do not say of what type their parameters and results are."""
+    """Return public functions without type annotations of parameters or results."""
     return [
         f"{path}:{node.lineno} {node.name}"
         for path, node, given in public_functions(sources)
@@ -102,7 +102,7 @@ def untyped(sources):
 
 
 def foreign_underscores(sources):
-    """What a module imports although it is private to another one."""
+    """Return imported names that are private to another module."""
     return [
         f"{path}: {node.module}.{each.name}"
         for path, node in nodes(sources, ast.ImportFrom)
@@ -112,7 +112,7 @@ def foreign_underscores(sources):
 
 
 def lonely_names(sources):
-    """Functions and constants that only their own module uses, and no underscore says so."""
+    """Return public functions and constants that only their own module uses."""
     return [
         f"{path}: {name}"
         for path, source in sources.items()
@@ -123,7 +123,7 @@ def lonely_names(sources):
 
 @cache
 def users():
-    """The files that mention a name."""
+    """Return the files that mention each name."""
     found = defaultdict(set)
     for path, source in USERS.items():
         for name in mentions(parsed(source)):
@@ -132,8 +132,8 @@ def users():
 
 
 def mentions(tree):
-    """What a source takes from others: imports, attributes, and names in texts, such as of what a
-    test replaces or a command finds by name."""
+    """Yield the names that a source uses from others: imports, attributes, and names in strings,
+    which a test replaces or a command looks up."""
     for node in ast.walk(tree):
         if isinstance(node, ast.alias):
             yield node.name
@@ -144,8 +144,8 @@ def mentions(tree):
 
 
 def own_names(tree):
-    """The public functions and constants of a module, but for functions that a decorator or a
-    public table holds, and constants that its docstrings name."""
+    """Return the public functions and constants of a module, except decorated functions, those in
+    a public table, and constants named in its docstrings."""
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     constants = {
         target.id: node.value

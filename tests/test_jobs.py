@@ -13,7 +13,7 @@ CASES = [Case(2, "auto", name) for name in "abcd"]
 
 
 def fake_launcher(failing, hanging=()):
-    """A launcher whose job ends in the first case of `failing`; the cases of each job."""
+    """Fake launcher whose job ends in the first case of `failing`; records the cases of jobs."""
     started = []
 
     def mpirun(ranks, flag, program, module, transport, *names, **how):

@@ -36,8 +36,8 @@ TINY = {
 
 
 def nothing_lost(folder, log):
-    """The newest checkpoint that is whole is the last one that was announced, or later, and of at
-    most one step less than the last one that was begun."""
+    """Assert that the newest intact checkpoint is the last announced one or later, and at most one
+    step behind the last step that was begun."""
     (kept, *_), announced = whole_ones(folder), [0, *map(int, SAID.findall(log.read_text()))]
     assert kept >= announced[-1]
     assert kept >= max(losses(folder)) - 1
@@ -45,7 +45,7 @@ def nothing_lost(folder, log):
 
 @pytest.mark.parametrize(("layout", "kills", "seed"), [("serial", 40, 1), ("x=2", 35, 2)])
 def test_run_killed_many_times_on_threads_loses_nothing(layout, kills, seed, tmp_path):
-    """Every third ends while it begins."""
+    """Every third process is killed while it starts."""
     draw, file = random.Random(seed), tmp_path / "losses"
     run_until(tmp_path, layout, 1)
     for number in range(kills):
@@ -68,7 +68,7 @@ def test_run_killed_many_times_on_threads_loses_nothing(layout, kills, seed, tmp
 
 
 def started(printed, *line):
-    """Three ranks, in the background, with what they print in a file."""
+    """Start three ranks in the background, with their output in a file."""
     command = [launcher(), "-np", "3", sys.executable]
     environment = {**os.environ, **surroundings(), "PYTHONPATH": str(ROOT)}
     with printed.open("wb") as out:
@@ -82,14 +82,14 @@ def started(printed, *line):
 
 
 def kill_all(process, word):
-    """Kill -9 the ranks, which have groups of their own, and their launcher."""
+    """Kill -9 the ranks, which have their own process groups, and their launcher."""
     subprocess.run(["pkill", "-9", "-f", str(word)], check=False)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def test_run_killed_25_times_on_mpi_ranks_loses_nothing(tmp_path):
-    """Every fifth ends while it begins."""
+    """Every fifth job is killed while it starts."""
     draw, file, printed = random.Random(3), tmp_path / "losses", tmp_path / "printed"
     file.touch()
     line = words(tmp_path / "results", **TINY)
@@ -113,7 +113,7 @@ def test_run_killed_25_times_on_mpi_ranks_loses_nothing(tmp_path):
 
 
 def assert_went_on(folder, file, out):
-    """A last life ends well; losses and trace are those of a run that nothing disturbed."""
+    """Assert that a last process succeeds, with losses and trace of an uninterrupted run."""
     found = losses(folder)
     steps = 2 + max(found)
     checked(

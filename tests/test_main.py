@@ -23,7 +23,7 @@ def python(*words):
 
 
 def loaded(done):
-    """The modules that a process of `python` has imported."""
+    """Return the modules that a `python` process has imported."""
     lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
     return {line.rpartition("|")[2].strip() for line in lines}
 
@@ -59,7 +59,7 @@ def test_command_list_imports_no_numpy_and_starts_no_mpi():
 
 @pytest.mark.parametrize("words", [("train", "--train.steps"), ("plan", "--help")])
 def test_hpc3d_script_imports_no_more_than_the_module(words):
-    """The ranks of a job come this way: 64 of them pay for what is imported."""
+    """All ranks of a job start this way, so extra imports would cost time on 64 ranks."""
     command, *rest = words
     straight = loaded(python(f"hpc3d.{command}", *rest))
     assert "hpc3d.console.exit_codes" in straight

@@ -10,7 +10,7 @@ MOST = 40  # modules whose tests have another name
 
 
 def mapped():
-    """{module: its tests} of the page."""
+    """Return {module: its tests} of the page."""
     page = (TESTS / "README.md").read_text(encoding="utf-8")
     return {module: re.findall(r"`(.+?)`", tests) for module, tests in LINE.findall(page)}
 

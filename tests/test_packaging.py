@@ -28,7 +28,7 @@ def setup():
 
 
 def bounds(text):
-    """{package: its lower bound} of lines `package>=bound`."""
+    """Return {package: its lower bound} of lines `package>=bound`."""
     return {name.lower(): bound for name, bound in re.findall(r"^(\w+)\s*>=(\S+)$", text, re.M)}
 
 
@@ -37,7 +37,7 @@ def required(setup):
 
 
 def optional(setup):
-    """{extra: {package: bound}} of the extras that the recipes have."""
+    """Return {extra: {package: bound}} of the extras in the recipes."""
     return {extra: bounds(setup["options.extras_require"][extra]) for extra in EXTRAS}
 
 
@@ -58,7 +58,7 @@ def test_versions_match_the_package(path, pattern):
 
 
 class Spack:
-    """What a package.py calls, and what it said: {(package, variant): (bound, types)}."""
+    """Fake of Spack's functions in package.py; stores {(package, variant): (bound, types)}."""
 
     def __init__(self):
         self.needs, self.variants, self.context = {}, set(), {}
@@ -82,7 +82,7 @@ class Spack:
         self.variants.add(name)
 
     def modules(self):
-        """The modules that it imports from."""
+        """Fake modules that package.py imports."""
         build, package = ModuleType("python"), ModuleType("package")
         build.PythonPackage = object
         for name in ("default_args", "depends_on", "variant", "when"):

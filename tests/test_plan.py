@@ -40,7 +40,7 @@ def plan(capsys, *words):
 
 
 def planned(capsys, *words):
-    """The object of the last line."""
+    """Return the object in the last line."""
     code, out, err = plan(capsys, *words, "--json")
     assert (code, err) == (0, "")
     return json.loads(out.splitlines()[-1])
@@ -60,7 +60,7 @@ def test_first_layout_does_not_depend_on_the_number_shown(capsys):
 
 @pytest.fixture(scope="module")
 def best():
-    """The lines of a plan that shows three layouts; the last one is an object."""
+    """Lines of a plan with three layouts; the last one is an object."""
     with redirect_stdout(out := io.StringIO()):
         assert main([*SMALL, "--top", "3", "--json"]) == 0
     return out.getvalue().splitlines()
@@ -166,7 +166,7 @@ def test_single_rank_has_one_layout(capsys):
 
 @pytest.mark.slow
 def test_zero_is_only_considered_if_it_divides_the_model(capsys):
-    """18 features do not divide over 4 or 8 replicas, which ZeRO 2 and 3 would cut them into."""
+    """18 features are not divisible by 4 or 8 replicas, as ZeRO 2 and 3 would require."""
     words = ["--model.hidden", "18", "--model.heads", "2", "--model.layers", "4"]
     found = planned(capsys, *SMALL, *words, "--memory", "0.5MB")
     assert found["layouts"][0]["peak_bytes"] <= 0.5e6
@@ -183,7 +183,7 @@ def test_16384_ranks_can_be_planned(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_mixture_that_fits_no_gpu_uses_expert_and_tensor_parallelism(capsys):
-    """600 billion parameters on 512 H100 of 80 GB."""
+    """The model has 600 billion parameters, on 512 H100 with 80 GB."""
     words = ["gshard-600b", "--ranks", "512", "--machine", "h100", "--json"]
     code, out, _ = plan(capsys, *words)
     found = json.loads(out.splitlines()[-1])
@@ -250,7 +250,7 @@ def test_all_invalid_keys_are_reported(capsys):
 
 
 def function_calls(*words):
-    """Of a plan, in millions: some 1.5 a second, on any machine."""
+    """Return the function calls of a plan in millions, a measure independent of the machine."""
     profile = cProfile.Profile()
     assert profile.runcall(main, [*words]) == 0
     return sum(entry.callcount for entry in profile.getstats()) / 1e6
@@ -293,7 +293,7 @@ WITH = ["--model.layers", "2", "--memory"]  # and how much of it
 
 
 def resorted(capsys, memory, path):
-    """Lines, the object of the last one, and what was written."""
+    """Return the lines, the object in the last line, and the written input."""
     words = [*SMALL, *WITH, memory, "--top", "2", "--apply", str(path), "--json"]
     code, out, _ = plan(capsys, *words)
     *lines, last = out.splitlines()
@@ -303,7 +303,7 @@ def resorted(capsys, memory, path):
 
 @pytest.mark.slow
 def test_exact_technique_comes_first_if_nothing_fits(capsys, tmp_path):
-    """8.62 MB at least, of which AdamW's states are 3.88."""
+    """The model requires 8.62 MB, of which AdamW's states are 3.88 MB."""
     lines, found, written = resorted(capsys, "8.5MB", tmp_path / "planned.toml")
     text = "\n".join(lines)
     assert "No layout fits without memory-saving techniques: " in text

@@ -23,7 +23,7 @@ def test_summary_reports_errors_and_the_chosen_plan_of_each_model(capsys):
 
 @pytest.mark.slow
 def test_every_plan_of_a_small_model_is_run(monkeypatch, capsys):
-    """How long it takes says nothing on a machine that is busy."""
+    """Times on a busy machine are meaningless, so they are not tested."""
     pytest.importorskip("torch")
     pytest.importorskip("networkx")
     model = "tests.partition.execution.modules:in_double"
@@ -36,7 +36,7 @@ def test_every_plan_of_a_small_model_is_run(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_plans_of_two_planners_run_alternately(monkeypatch, capsys, tmp_path):
-    """RaNNC reorders the operations of the model; its stages have the pieces of its own order."""
+    """RaNNC reorders the operations of the model; its stages contain pieces in its own order."""
     pytest.importorskip("torch")
     pytest.importorskip("networkx")
     from hpc3d.config.package_data import default_machine

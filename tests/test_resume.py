@@ -23,7 +23,7 @@ LINE = re.compile(r"^ *(\d+) +(\d+\.\d+) ", re.MULTILINE)
 
 
 def undisturbed(ranks, folder):
-    """The losses of a run that nothing disturbs."""
+    """Return the losses of an uninterrupted run."""
     return losses(train(ranks, folder, train__steps=STEPS))
 
 
@@ -33,7 +33,7 @@ def whole(tmp_path_factory):
 
 
 def part(folder, steps=4, ranks=RANKS, **values):
-    """A run that saves every second step and ends."""
+    """Run some steps, and save every second step."""
     return train(ranks, folder, train__steps=steps, checkpoint__every=2, **values)
 
 
@@ -44,7 +44,7 @@ def resumed(ranks, run, *options, steps=STEPS):
 
 
 def by_step(run):
-    """{step: loss} of a trace that may lack some: of a killed run, what was not written yet."""
+    """Return {step: loss} of a trace, which may lack the last steps of a killed run."""
     with hpc3d.trace.open(run) as trace:
         mine = trace.steps["rank"] == 0
         steps, found = (trace.steps[name][mine].tolist() for name in ("step", "loss"))
@@ -54,7 +54,7 @@ def by_step(run):
 @daily
 @pytest.mark.slow
 def test_resume_on_the_same_layout_is_bitwise_equal(whole, tmp_path):
-    """Log and trace go on, too."""
+    """Log and trace are continued, too."""
     run = part(tmp_path)
     said = resumed(RANKS, run)
     assert losses(run).tolist() == whole.tolist()
@@ -77,7 +77,7 @@ def rates(run):
 
 @pytest.mark.slow
 def test_extended_run_does_not_raise_the_learning_rate(tmp_path, capsys):
-    """Unless one asks for it; what it does is said, and stays in the configuration."""
+    """The schedule stays, unless the user changes it; it is printed and saved."""
     how = {"train__decay": "cosine", "train__warmup": 1, "checkpoint__every": 2}
     run = train(2, tmp_path, train__steps=4, **how)
     (run / "config.toml").write_text(
@@ -101,7 +101,7 @@ def test_extended_run_does_not_raise_the_learning_rate(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_resumed_run_finds_its_text_and_rejects_a_changed_one(tmp_path):
-    """The refusal changes nothing: with the first text the run resumes."""
+    """After the rejection, the run can still be resumed with the original text."""
     for folder, content in (("here", "first text " * 900), ("there", "other text " * 900)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "text.txt").write_text(content)
@@ -142,8 +142,8 @@ def test_resume_on_other_layouts_and_rank_counts_keeps_the_losses(whole, tmp_pat
 
 @pytest.mark.slow
 def test_killed_run_resumes_from_its_announced_checkpoint(tmp_path_factory):
-    """kill -9 of all ranks, somewhere after the second checkpoint; of one rank, at every point, it
-    is tests/checkpoints/test_saver.py."""
+    """All ranks are killed with kill -9 after the second checkpoint;
+    tests/checkpoints/test_saver.py kills one rank at every write."""
     tmp_path = tmp_path_factory.mktemp("killed")
 
     def kill():
@@ -190,7 +190,7 @@ def test_run_in_progress_cannot_be_resumed(tmp_path):
 
 
 def evaluations(run):
-    """(step, loss, tokens, accuracy) of each, from the trace."""
+    """Return (step, loss, tokens, accuracy) of each evaluation in the trace."""
     with hpc3d.trace.open(run) as trace:
         assert violations(trace) == []
         columns = [trace.evaluation[key] for key in ("step", "loss", "tokens", "accuracy")]
@@ -202,8 +202,8 @@ HELD = {"data__validation": 0.003, "train__eval_every": 3, "checkpoint__keep_bes
 
 @pytest.mark.slow
 def test_evaluations_match_one_rank_and_continue_after_resume(tmp_path):
-    """After the last step there is one, and a run that goes on makes none of those again.  The
-    best is known to it."""
+    """There is an evaluation after the last step. A resumed run does not repeat evaluations, and
+    knows the best one."""
     expected = evaluations(train(1, tmp_path / "alone", train__steps=STEPS, **HELD))
     assert expected[:, 0].tolist() == [2, 5, 7]
     run = part(tmp_path / "parts", 6, mesh__p=2, parallel__microbatches=4, **HELD)
@@ -258,7 +258,7 @@ def files_of(runs):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run, and what is left of it without its checkpoints."""
+    """Run, and what remains of it without its checkpoints."""
     folder = tmp_path_factory.mktemp("runs")
     run = part(folder / "one", ranks=2)
     empty = shutil.copytree(run, folder / "two", ignore=shutil.ignore_patterns("checkpoints"))

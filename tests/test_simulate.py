@@ -114,7 +114,7 @@ def test_invalid_input_is_one_line_and_exits_with_2(capsys, words, line):
     [((21, 19, 5, 15), 573), ((19, 3, 18, 20), 600)],
 )
 def test_stages_may_have_different_times(loads, seconds, capsys):
-    """Two cuts of loads 8 11 2 1 18 5 4 11: the one with the lighter heaviest stage is slower."""
+    """Of two partitions of the loads 8 11 2 1 18 5 4 11, the better balanced one is slower."""
     times = ["--forward", ",".join(map(str, loads)), "--weight", "0"]
     times += ["--backward", ",".join(str(2 * load) for load in loads)]
     sizes = ["--stages", "4", "--microbatches", "8", "--json"]
@@ -123,7 +123,7 @@ def test_stages_may_have_different_times(loads, seconds, capsys):
 
 
 def test_single_time_is_per_stage_and_a_list_per_chunk(capsys):
-    """Two chunks of 1 s are a stage of 2 s; a border takes its time both ways."""
+    """Two chunks of 1 s form a stage of 2 s; a boundary takes its time in both directions."""
     line = ["--name", "interleaved", "--stages", "2", "--microbatches", "2", "--json"]
     found = []
     for forward, comm in (("2", "0.5"), ("1,1,1,1", "0.5,0.5,0.5")):

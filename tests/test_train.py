@@ -62,7 +62,7 @@ def short_validation(tmp_path):
 
 
 def no_validation(tmp_path):
-    """A share that rounds to no token."""
+    """A validation fraction that rounds to no token."""
     return {"data__validation": 1e-9, "train__eval_every": 1}, [
         "data.validation: 0 tokens, but model.sequence = 4 needs at least 5; hold out a larger"
     ]
@@ -144,7 +144,7 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of RANKS ranks, with a secret in its environment."""
+    """Run of RANKS ranks, with a secret in its environment."""
     out = tmp_path_factory.mktemp("out")
     line = words(out, name="four", train__steps=3)
     secret = {"SOME_TOKEN": "do-not-write-this"}
@@ -153,7 +153,7 @@ def run(tmp_path_factory):
 
 
 def test_tokenizer_with_a_mask_token_adds_no_vocabulary(tmp_path):
-    """As BERT's own: the vocabulary of the model is that of the tokenizer."""
+    """As with BERT's tokenizer, the vocabulary of the model is that of the tokenizer."""
     pytest.importorskip("tokenizers")
     known = library().Tokenizer.from_str(train_bpe([TEXT.encode()], 275).json)
     known.add_special_tokens(["[MASK]", "[CLS]"])
@@ -171,7 +171,7 @@ def test_tokenizer_with_a_mask_token_adds_no_vocabulary(tmp_path):
 
 
 def test_run_completes_with_closed_standard_streams(tmp_path):
-    """One rank whose standard output is a closed pipe and that has no other standard stream."""
+    """The standard output of the rank is a closed pipe, and it has no other standard streams."""
     end, start = os.pipe()
     os.close(end)
     options = words(tmp_path, train__steps=3, model__layers=1)
@@ -263,7 +263,7 @@ def test_every_rank_records_every_step_with_the_same_loss(run):
 
 @slow
 def test_passes_and_steps_use_the_same_cpu_clock(tmp_path):
-    """Four ranks that take turns: on the wall their passes take longer than they compute."""
+    """On four ranks that share cores, passes take more wall time than CPU time."""
     sizes = {"train__steps": 2, "train__batch": 24, "model__hidden": 48}
     path = train(4, tmp_path, trace__clock="cpu", **sizes)
     with hpc3d.trace.open(path) as trace:
@@ -343,7 +343,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def serial(tmp_path_factory):
-    """The losses of the first steps on one rank."""
+    """Losses of the first steps on one rank."""
     found = losses(train(1, tmp_path_factory.mktemp("serial"), train__steps=STEPS))
     assert len(found) == STEPS and found[-1] < found[0]
     return found

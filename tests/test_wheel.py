@@ -22,7 +22,7 @@ SMALL = [f"--{option}" for option in ("model.hidden=128", "train.batch=16", "tra
 
 
 def run(*command, cwd):
-    """Standard output of a command that must end with 0."""
+    """Return the standard output of a command that must exit with 0."""
     settings = {**os.environ, **surroundings(), "PYTHONPATH": ""}
     command = [*map(str, command)]
     done = subprocess.run(
@@ -34,7 +34,7 @@ def run(*command, cwd):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A copy of the source with a wheel and an sdist in dist/, and in again/ the wheel of that."""
+    """Copy of the source with a wheel and an sdist in dist/, and the sdist's wheel in again/."""
     source = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -51,7 +51,7 @@ def built(tmp_path_factory):
 
 
 def contents(path):
-    """{name: bytes} of the package in a wheel."""
+    """Return {name: bytes} of the package in a wheel."""
     with zipfile.ZipFile(path) as wheel:
         return {name: wheel.read(name) for name in wheel.namelist() if name.startswith("hpc3d/")}
 
@@ -73,8 +73,8 @@ def test_sdist_and_wheel_contain_every_package_file(built):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """The script `hpc3d` of a new environment with the wheel of the sdist; other packages are
-    those of this one."""
+    """Script `hpc3d` of a new environment with the sdist's wheel; other packages are those of this
+    environment."""
     folder = tmp_path_factory.mktemp("environment")
     (wheel,) = built.glob("again/*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", ".", cwd=folder)
@@ -88,7 +88,7 @@ def installed(built, tmp_path_factory):
 
 @pytest.fixture
 def surrounding(monkeypatch):
-    """The environment in which that finds mpirun and the MPI of this one."""
+    """Environment in which the new one finds mpirun and MPI of this one."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     for library in Path(sys.prefix, "lib").glob("libmpi.so.*"):
         monkeypatch.setenv("MPI4PY_LIBMPI", str(library))
@@ -96,7 +96,7 @@ def surrounding(monkeypatch):
 
 @pytest.fixture
 def hpc3d(installed, surrounding, tmp_path):
-    """A function that runs `hpc3d WORDS` in an empty folder; or on several ranks."""
+    """Return a function that runs `hpc3d WORDS` in an empty folder, on one or several ranks."""
 
     def call(*words, ranks=None):
         if ranks is None:
@@ -131,7 +131,7 @@ def test_installed_command_runs_in_an_empty_folder(words, said, hpc3d):
 
 
 def test_installed_package_predicts_published_steps(installed, tmp_path):
-    """The first of its rows: all of them take minutes."""
+    """Only the first row is predicted, because all rows take minutes."""
     settings = {**os.environ, "PYTHONPATH": ""}
     how = {"cwd": tmp_path, "env": settings, "text": True, "stdout": subprocess.PIPE}
     with subprocess.Popen([installed, "bench", "published"], **how) as process:
