@@ -11,8 +11,8 @@ from hpc3d.ops.cross_entropy import IGNORE
 
 
 def mixture(weights, name, x, shape):
-    """(y, the losses of the router) of x [B, T, h].  The bias that balances experts has the excess
-    of their choices as its gradient, and adds nothing to the losses."""
+    """Return (y, router losses) of x [B, T, h]. The balancing bias has the excess of the expert
+    choices as its gradient, and adds nothing to the losses."""
     form = shape.experts
     tokens = x.shape[1]
     logits = x @ weights[f"{name}.router.weight"]
@@ -45,7 +45,7 @@ def mixture(weights, name, x, shape):
 
 
 def with_a_slot(choices, count, room):
-    """Whether each choice [B][T][k] finds one of the `room` slots of its expert."""
+    """Return, for each choice [B][T][k], if it gets one of the `room` slots of its expert."""
     kept = [[[False] * len(sequence[0]) for _ in sequence] for sequence in choices]
     for here, sequence in zip(kept, choices, strict=True):
         left = [room] * count
@@ -76,7 +76,7 @@ def _activated(h, shape, times=1):
 
 
 def loss(weights, shape, tokens, targets):
-    """The mean loss of tokens and targets [B, T], with the losses of the routers."""
+    """Return the mean loss of tokens and targets [B, T], including the router losses."""
     table = weights["embedding.token"]
     x = table[tokens]
     if (positions := weights.get("embedding.position")) is not None:

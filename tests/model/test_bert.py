@@ -21,13 +21,13 @@ def model(**more):
 
 
 def batch(seed=3):
-    """Two samples, none with a token of padding."""
+    """Two samples without padding tokens."""
     tokens, targets = np.random.default_rng(seed).integers(6, 28, (2, 2, 6))
     return tokens, targets
 
 
 def gradients(made, tokens, targets):
-    """The loss, and {name: gradient}."""
+    """Return the loss, and {name: gradient}."""
     made.parameters.grad[...] = 0
     loss = made.gradients(tokens, targets)
     return loss, {item.name: item.grad.copy() for item in made.parameters}
@@ -36,7 +36,7 @@ def gradients(made, tokens, targets):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("zero", [None, 0, 2, 3])
 def test_head_product_has_equal_input_and_output_layouts(scheme, zero):
-    """Where blocks have owners its rows are those of more ranks, all but one without any."""
+    """If blocks have owners, its rows are split over more ranks, and only the owner has rows."""
     split = SCHEMES[scheme] if zero is None else SCHEMES[scheme].over("d", zero)
     alike = split.alike()
     assert alike.x == alike.y
@@ -46,7 +46,7 @@ def test_head_product_has_equal_input_and_output_layouts(scheme, zero):
 
 
 def test_head_product_weights_are_sharded_over_all_tensor_axes():
-    """W of the head is cut over all ranks, but along axes that hold replicas of all weights."""
+    """W of the head is sharded over all ranks, except along axes of full replicas."""
     for name, split in SCHEMES.items():
         axes = {axis for dim in split.alike().w for axis in dim}
         loops = {axis for letter in (split.m, split.n, split.k) for axis in letter.split()}
@@ -55,7 +55,7 @@ def test_head_product_weights_are_sharded_over_all_tensor_axes():
 
 @pytest.mark.parametrize("scheme", ["1d-sequence", "2d-summa", "3d", "3d-broadcast"])
 def test_head_product_matches_a_single_rank(scheme):
-    """With integers, to the bit; X as a block leaves it."""
+    """With integers, the results are bitwise equal; X has the layout of a block's output."""
     random = np.random.default_rng(2)
     x, w, dy = (random.integers(-4, 5, shape).astype(float) for shape in ((8, 8), (8, 8), (8, 8)))
     split = SCHEMES[scheme]
@@ -81,7 +81,7 @@ def test_every_token_belongs_to_segment_0():
 
 
 def test_bert_attention_is_bidirectional():
-    """Of one target, the first token, the gradient reaches the last position."""
+    """With a single target, the first token, the gradient reaches the last position."""
     tokens, targets = batch()
     targets[...] = IGNORE
     targets[0, 0] = 3
@@ -90,8 +90,8 @@ def test_bert_attention_is_bidirectional():
 
 
 def test_padding_is_masked_and_has_no_gradient():
-    """Rows of positions at padding get no gradient; what stands there is nothing to the others,
-    and a sample of padding alone is no reason for NaN."""
+    """Position rows of padding get no gradient, and padding does not affect other tokens. A sample
+    of padding only does not cause NaN."""
     made, (tokens, targets) = model(padding=PADDING), batch()
     tokens[0, 4:], targets[0, 4:] = PADDING, IGNORE
     tokens[1], targets[1] = PADDING, IGNORE
@@ -107,7 +107,7 @@ def test_padding_is_masked_and_has_no_gradient():
 
 
 def test_gradient_descent_reduces_the_loss():
-    """Descent by its own gradients lowers the loss."""
+    """Gradient descent with the model's own gradients reduces the loss."""
     made, (tokens, targets) = model(), batch()
     first = 0.0
     for _ in range(30):

@@ -104,7 +104,7 @@ RECOMPUTED = [line for line in MIXES if ranks(line) == 8 and "pipedream" not in 
     "case", [Case(8, "auto", f"{line} steps=3 recompute=full") for line in RECOMPUTED], ids=str
 )
 def test_recomputation_on_mpi_ranks(run_in_job, case):
-    """Ranks take shared memory and give it back in the same order."""
+    """Ranks allocate and release shared memory in the same order."""
     run_in_job("tests.pipeline.on_mpi", case)
 
 
@@ -122,13 +122,13 @@ def block_on(mesh, scheme="1d", keep="", recompute="none"):
 
 
 def live(mesh):
-    """Elements of all arrays but parameters and gradients."""
+    """Return the number of elements of all arrays except parameters and gradients."""
     kinds = mesh.pool.live
     return (kinds.total() - kinds["parameter"] - kinds["gradient"]) / 8
 
 
 def kept(mesh, *how):
-    """Elements that stay for backward when X and Y are gone elsewhere."""
+    """Return the saved elements that remain after X and Y are released elsewhere."""
     block, shape = block_on(mesh, *how)
     saved = block.forward(mesh.zeros(shape, "float64"), None)[1]
     assert saved
@@ -186,7 +186,7 @@ def test_saved_activations_of_a_block(form):
 @pytest.mark.parametrize("recompute", ["none", "selective", CHEAP, PRODUCTS, "full"], ids=str)
 def test_only_the_operands_of_dw_are_saved_between_b_and_w(recompute):
     """X (1 + 1 + 1 + 4) and dY (3 + 1 + 4 + 1) of four products: M_W of arXiv:2401.10241, 32 s b h
-    bytes in numbers of 2 bytes."""
+    bytes with 2 bytes per number."""
 
     def rank(mesh):
         block, shape = block_on(mesh, recompute=recompute)
@@ -225,7 +225,7 @@ def test_peak_memory_grows_per_layer_by_its_saved_activations(recompute, dropout
 
 
 def peak(line):
-    """Elements of the activations and messages at the peak of a step on one rank."""
+    """Return the elements of activations and messages at the peak of a step on one rank."""
     config = config_of(f"schedule=none {line}")
 
     def rank(mesh):

@@ -9,7 +9,7 @@ CONTEXTS = [Context(24, *sizes) for sizes in ((1, 1), (1, 2), (2, 1), (3, 1), (4
 
 
 def drawn(context):
-    """The rank of every chunk of a sequence, of 2 r u pieces."""
+    """Return the rank of every chunk of a sequence, as a text of 2 r u characters."""
     owner = np.empty(context.length, int)
     for part in range(context.parts):
         owner[context.positions(part)] = part
@@ -32,7 +32,7 @@ def test_every_token_is_on_exactly_one_rank(context):
 
 @pytest.mark.parametrize("context", CONTEXTS, ids=str)
 def test_rows_of_virtual_sequences_are_tokens_of_the_batch(context):
-    """Tokens of sequences 5 to 7 of a batch, numbered as the rows of its tensor are."""
+    """Tokens are numbered as the rows of the batch; the sequences 5 to 7 are used."""
     numbers = np.arange(8 * 24).reshape(8, 24)
     cut = context.cut(numbers[5:])
     assert cut.shape == (3 * context.parts, context.tokens)
@@ -43,7 +43,7 @@ def test_rows_of_virtual_sequences_are_tokens_of_the_batch(context):
 
 @pytest.mark.parametrize("rings", [2, 3, 4])
 def test_causal_work_is_equal_on_all_ring_ranks(rings):
-    """Of pairs of chunks, in every hop: 3 of its own, 2 of every other's; 2 r + 1 in all."""
+    """A rank has 3 pairs of chunks in its own hop and 2 in each other hop; 2 r + 1 in total."""
     context = Context(24, rings)
     for place in range(rings):
         mine = context.chunks(place)

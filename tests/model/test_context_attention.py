@@ -56,7 +56,7 @@ def spec_of(kind, context, chunked):
 
 
 def blocks(kind):
-    """[q|k|v] of whole sequences, and the gradient of the output."""
+    """Return [q|k|v] of full sequences, and the gradient of the output."""
     sizes = KINDS[kind][1]
     shapes = (B * T, sizes.qkv), (B * T, sizes.hidden)
     draw = np.random.default_rng(5)
@@ -69,7 +69,7 @@ def micro_of(context):
 
 
 def attended(mesh, kind, context, chunked=True):
-    """Output and gradient of [q|k|v] of this rank's rows, and which rows these are."""
+    """Return output and gradient for this rank's rows of [q|k|v], and the row indices."""
     layer = attention_of(mesh, "layers.0.drop_p", spec_of(kind, context, chunked))
     part = slice(mesh.coord("c") * B * context.tokens, (mesh.coord("c") + 1) * B * context.tokens)
     rows = np.array(context.rows(part, B * context.parts, 0))
@@ -114,7 +114,7 @@ def test_unchunked_attention_exchanges_full_sequences():
 
 
 def counted(kind, context, dtype="float64"):
-    """(op, phase) -> bytes received by a rank along c, and the operations of attention."""
+    """Return {(op, phase): bytes received by a rank along c}, and the attention FLOPs."""
     recorder = MemoryRecorder(0, lambda: 0)
     bare = abstract_mesh({"c": context.parts}, {"c": 0})
     mesh = bare.traced(recorder)
@@ -139,7 +139,7 @@ def counted(kind, context, dtype="float64"):
 @pytest.mark.parametrize("kind", ["causal", "both"])
 @pytest.mark.parametrize("c", [2, 3, 4])
 def test_received_bytes_of_ring_attention(c, kind, dtype, item, wide):
-    """2 (c-1) K e forward, 2 (c-1) K (e + w) backward."""
+    """Forward 2 (c-1) K e, backward 2 (c-1) K (e + w)."""
     keys = B * T // c * KINDS[kind][1].kv_heads * WIDTH
     received, _ = counted(kind, Context(T, c), dtype)
     assert received["recv", "forward"] == 2 * (c - 1) * keys * item
@@ -149,7 +149,7 @@ def test_received_bytes_of_ring_attention(c, kind, dtype, item, wide):
 @pytest.mark.parametrize("kind", ["causal", "both"])
 @pytest.mark.parametrize("u", [2, 3])
 def test_received_bytes_of_ulysses_attention(u, kind):
-    """(1 - 1/u) (2 Q + 2 K) e, in each direction: all_to_all, or among neighbors messages."""
+    """(1 - 1/u) (2 Q + 2 K) e in each pass, with all_to_all or with messages between neighbors."""
     sizes = KINDS[kind][1]
     for rings, op in ((1, "all_to_all"), (2, "recv")):
         context = Context(T, rings, u)
@@ -164,8 +164,8 @@ def test_received_bytes_of_ulysses_attention(u, kind):
 
 @pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
 def test_flops_of_chunked_attention(context):
-    """4 D a score forward and 10 backward, where p is made again: of the square (2r+1) / (4r)
-    under a causal mask, all of it without; T / 256 chunks on one rank are one here."""
+    """Per score 4 D forward and 10 backward, because p is recomputed; (2r+1) / (4r) of the square
+    with a causal mask, all of it without. A rank with T / 256 chunks counts as one chunk here."""
     square, chunks = B * HEADS * T * T * WIDTH // context.parts, 2 * context.rings
     share = 1 if context.rings == 1 else (chunks + 1) / (2 * chunks)
     for kind, seen in (("causal", share), ("bidirectional", 1)):
@@ -175,7 +175,7 @@ def test_flops_of_chunked_attention(context):
 
 
 def kept(length, rings=1, chunked=True):
-    """Elements that attention keeps beside [q|k|v], of a sequence on `rings` ranks."""
+    """Return the elements that attention saves besides [q|k|v], with a ring of `rings` ranks."""
     sizes = ModelSizes(1, HEADS * WIDTH, HEADS, length, 5)
     spec = ModelSpec(
         GPT2,
@@ -194,7 +194,7 @@ def kept(length, rings=1, chunked=True):
 
 
 def test_saved_memory_is_linear_in_the_sequence_and_shrinks_with_the_ring():
-    """The output and a sum per row and head; whole attention keeps T per row and head, too."""
+    """The output and a sum per row and head are saved; full attention saves T per row and head."""
     per_token = HEADS * WIDTH + HEADS
     assert kept(1024) == 1024 * per_token
     assert kept(4096) == 4096 * per_token

@@ -48,7 +48,7 @@ y=2 z=2 scheme=3d-broadcast
 
 
 def forward_of(line):
-    """The forward pass of training on one rank: tokens [sequences, t] -> logits
+    """Return the forward pass of training on one rank, which maps tokens [sequences, t] to logits
     [sequences, t, vocabulary]."""
     config = config_of(line)
     family, count = family_of(config.model), config.model.vocabulary
@@ -72,7 +72,7 @@ def forward_of(line):
 
 
 def decoder_of(mesh, config, capacity=SEQUENCE):
-    """With numbers by name, in the type of the configuration."""
+    """Return a decoder with weights that depend on names, in the type of the configuration."""
     spec = spec_of(config, config.model.vocabulary)
     decoder = Decoder(mesh, spec, config.train.dtype, capacity)
     for item in decoder.parameters:
@@ -81,7 +81,7 @@ def decoder_of(mesh, config, capacity=SEQUENCE):
 
 
 def step_by_step(line, tokens, parts):
-    """The logits that each rank has after each of the `parts` of the tokens."""
+    """Return the logits of each rank after each of the `parts` of the tokens."""
     config = config_of(line)
 
     def rank(mesh):

@@ -33,7 +33,7 @@ def micro(first, sequences, context, step=2):
 
 
 def whole(sequences, dtype):
-    """x, and the factors of all of it: draw e of the key belongs to element e of the batch."""
+    """Return x, and the factors of all elements: element e of the batch uses random number e."""
     shape = sequences * ROWS, COLUMNS
     kept = keep_mask(
         philox_key((SEED, "drop", 2)), RATE, *(slice(0, size) for size in shape), COLUMNS
@@ -42,7 +42,7 @@ def whole(sequences, dtype):
 
 
 def in_parts(x, context):
-    """The rows of whole sequences as virtual ones have them, by positions alone."""
+    """Return the rows of full sequences in the order of virtual sequences."""
     sequences = x.reshape(-1, ROWS, COLUMNS)
     parts = [sequences[:, context.positions(part)] for part in range(context.parts)]
     return np.stack(parts).reshape(x.shape)
@@ -92,7 +92,7 @@ def test_zero_dropout_returns_its_input():
 
 
 def beside(function, *results):
-    """Bytes that a function takes, at most, beside its results."""
+    """Return the peak bytes that a function allocates in addition to its results."""
     arrays = [np.empty(shape, np.float32) for shape in results]
 
     def empty(shape, dtype):
@@ -108,7 +108,7 @@ def beside(function, *results):
 
 
 def test_dropout_factors_are_generated_piecewise():
-    """Of 8 MiB of elements, and of as many probabilities: 16 samples of 8 heads."""
+    """Tests 8 MiB of elements, and as many probabilities: 16 samples with 8 heads."""
     x, columns = np.ones((2048, 1024), np.float32), 8 * 128**2
     mask = Mask(philox_key((1, "x")), RATE, range(2048), range(1024), 1024)
     assert beside(lambda empty: dropped(x, mask, empty(x.shape, x.dtype)), x.shape) < 1 << 20

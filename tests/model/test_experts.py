@@ -27,7 +27,7 @@ def test_mixture_loss_and_gradients_match_torch(family, how, experts):
 
 
 def a_slot_too_far(right):
-    """The slots of the forward pass are those of the next choice that has one."""
+    """Fault: each choice uses the forward slot of the next choice with a slot."""
 
     def combine(y, slots, weights, out):
         return right(y, np.where(slots < 0, -1, (slots + 1) % len(y)), weights, out)
@@ -36,7 +36,7 @@ def a_slot_too_far(right):
 
 
 def gradients_of_dropped_tokens(right):
-    """A token without a slot gets the gradient of the last one, as an index of -1 does."""
+    """Fault: a token without a slot gets the gradient of the last one, as with index -1."""
 
     def dispatch_grad(dslots, slots, out):
         return right(dslots, np.where(slots < 0, len(dslots) - 1, slots), out)
@@ -45,8 +45,8 @@ def gradients_of_dropped_tokens(right):
 
 
 def padding_with_a_gradient(right):
-    """What lies in slots without a token has a gradient: biases alone see it, whose rows of X are
-    zeros."""
+    """Fault: slots without a token have a gradient, which only affects biases, because their rows
+    of X are zero."""
 
     def combine_grad(dy, y, slots, weights, out):
         _, dweights = right(dy, y, slots, weights, out)
@@ -73,7 +73,7 @@ def test_planted_fault_in_expert_routing_is_detected(monkeypatch, name, fault, f
 
 @pytest.mark.parametrize(("family", "how"), FAMILIES, ids=["gpt2", "llama"])
 def test_single_expert_with_full_capacity_equals_the_dense_model(family, how):
-    """Its weight is 1, whatever the router says, which so has no gradient."""
+    """Its weight is 1 for any router output, so the router has no gradient."""
     alone = Experts(1, capacity=0, balance_loss=0, z_loss=0)
     mixture, dense = serial(sizes(alone, **how), family), serial(sizes(None, **how), family)
     of_dense = {item.name: item for item in dense.parameters}

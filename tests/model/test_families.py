@@ -36,14 +36,14 @@ PLANTED = {"gpt2": GPT2, "narrow": replace(GPT2, sizes=narrow_sizes), "bert": BE
 
 @pytest.fixture(params=PLANTED)
 def factor(request, monkeypatch):
-    """The width of the MLP over that of the model."""
+    """Ratio of the widths of the MLP and the model."""
     monkeypatch.setitem(families.FAMILIES, "gpt2", PLANTED[request.param])
     return 3 if request.param == "narrow" else 4
 
 
 @pytest.fixture
 def dense():
-    """The matrices of h^2 in the head, beside that of the table."""
+    """Number of h^2 matrices in the head, besides the table."""
     return int(families.FAMILIES["gpt2"] is BERT)
 
 
@@ -133,14 +133,14 @@ MIXTURES = {
 
 @pytest.fixture(params=MIXTURES)
 def mixture(request):
-    """A configuration with experts in all of its 5 blocks, or in 2."""
+    """Configuration with experts in all of its 5 blocks, or in 2."""
     return replace(
         Config(), model=replace(model_of(Config()), layers=5, **MIXTURES[request.param])
     )
 
 
 def parameters_of(config, part, mesh=None, **how):
-    """The Parameters of a part of the model on one rank, and its stage."""
+    """Return the Parameters of a part of the model on one rank, and its stage."""
     family = families.family_of(config.model)
     sizes = family.sizes(config.model, config.model.vocabulary)
     mesh = mesh or abstract_mesh({}, {})
@@ -207,7 +207,7 @@ def test_saved_activations_of_a_mixture_match_the_family_formula(mixture, recomp
 )
 @pytest.mark.parametrize(("capacity", "slots"), strided([(1, 2), (1.5, 3), (2, 4)], 3, 1))
 def test_mixture_flops_match_the_recorded_ones_except_empty_slots(mesh, capacity, slots, tmp_path):
-    """Of 4 tokens each goes to 2 of 4 experts; every other of 8 blocks has them."""
+    """Each of 4 tokens uses 2 of 4 experts; every other one of 8 blocks is a mixture."""
     how = {"model__experts": 4, "model__top_k": 2, "model__capacity": capacity}
     how |= {"model__moe_every": 2, "model__shared_experts": 1}
     trace = trained(tmp_path / "run", 8 if mesh else 1, train__steps=1, **how, **mesh)
@@ -225,8 +225,8 @@ def test_mixture_flops_match_the_recorded_ones_except_empty_slots(mesh, capacity
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("axes", ["", "e", "d e", "c e"])
 def test_parameter_memory_of_a_rank_matches_the_footprint(axes, zero):
-    """Values, gradients and states of float32, but for the padding of equal parts; with ZeRO 2 and
-    3 values and gradients of vectors and positions are whole, too."""
+    """Counts values, gradients and states in float32, without padding of equal shards. With ZeRO 2
+    and 3, values and gradients of vectors and positions are unsharded, too."""
     mesh = dict.fromkeys(axes.split(), 2)
     model = replace(Config().model, hidden=64, heads=4, vocabulary=256, experts=4, layers=2)
     config = replace(

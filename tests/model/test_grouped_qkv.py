@@ -28,7 +28,7 @@ def layer(mesh, scheme, kv_heads, keep="xw"):
 
 
 def whole(kv_heads):
-    """{name: value} on one rank."""
+    """Return {name: value} on one rank."""
     items = run({}, lambda mesh: [*layer(mesh, "3d", kv_heads)[1]])[0]
     return {item.name: item.value for item in items}
 
@@ -41,7 +41,7 @@ CASES = [
 
 @pytest.mark.parametrize(("axes", "scheme", "kv_heads"), CASES)
 def test_rank_computes_its_queries_and_their_shared_keys(axes, scheme, kv_heads):
-    """Its columns are those of its queries, and head by head of the keys that these share."""
+    """A rank has the columns of its queries, and the key heads that these queries share."""
     x, values = np.random.default_rng(1).normal(size=(ROWS, HIDDEN)), whole(kv_heads)
 
     def columns(mesh):
@@ -63,7 +63,7 @@ def test_rank_computes_its_queries_and_their_shared_keys(axes, scheme, kv_heads)
 
 
 def by_head(values, name, x, heads):
-    """The product and bias of each of some heads."""
+    """Return the product and the bias for each of some heads."""
     places = (slice(head * WIDTH, (head + 1) * WIDTH) for head in heads)
     return [x @ values[f"{name}.weight"][:, at] + values[f"{name}.bias"][at] for at in places]
 
@@ -71,7 +71,7 @@ def by_head(values, name, x, heads):
 @pytest.mark.parametrize("keep", ["", "x", "xw"])
 @pytest.mark.parametrize(("axes", "gathered"), [({"x": 2}, True), ({"y": 2}, False)])
 def test_only_gathered_weights_are_saved_for_backward(axes, gathered, keep):
-    """A copy of the weights a microbatch in flight would be large: they are joined again."""
+    """A copy of the weights per microbatch in flight would be large, so they are joined again."""
 
     def kept(mesh):
         made, parameters = layer(mesh, "3d", 1, keep)
@@ -85,8 +85,8 @@ def test_only_gathered_weights_are_saved_for_backward(axes, gathered, keep):
 
 
 def test_weight_owner_saves_the_broadcast_copy(monkeypatch):
-    """It gets its own block back from a broadcast by MPI, and in backward must broadcast no more
-    than the others wait for."""
+    """Its own block is returned by an MPI broadcast. In the backward pass, it must not broadcast
+    more than the other ranks wait for."""
 
     def broadcast(comm, block, root):
         whole = comm.share(block)[root].copy()
@@ -103,7 +103,7 @@ def test_weight_owner_saves_the_broadcast_copy(monkeypatch):
 
 
 def test_replicated_key_heads_have_partial_gradients():
-    """Zero where its queries need nothing."""
+    """Gradients are 0 for heads that its queries do not use."""
     x, dy = np.random.default_rng(1).normal(size=(2, ROWS, HIDDEN))
 
     def gradients(mesh):

@@ -50,7 +50,7 @@ ROUNDED = {"bfloat16": in_bfloat16, "int8": in_int8, "float8": in_float8}
 
 
 def functions(rounded):
-    """The layers of a block as functions of torch that keep rounded activations."""
+    """Return the layers of a block as torch functions that save rounded activations."""
 
     class Linear(torch.autograd.Function):
         @staticmethod
@@ -115,12 +115,12 @@ def functions(rounded):
 
 
 def heads_of(qkv):
-    """q, k and v [B, heads, T, D] of [q|k|v] of head after head."""
+    """Return q, k and v [B, heads, T, D] of [q|k|v], which is ordered by heads."""
     return qkv.view(B, T, HEADS, 3, -1).permute(3, 0, 2, 1, 4)
 
 
 def in_torch(weights, x, dy, rounded):
-    """Y, dX and the gradients of all parameters."""
+    """Return Y, dX and the gradients of all parameters."""
     w = {name: torch.tensor(value, requires_grad=True) for name, value in weights.items()}
     linear, norm, gelu, attention = functions(rounded)
 
@@ -138,7 +138,7 @@ def in_torch(weights, x, dy, rounded):
 
 
 def by_hand(mesh, keep_dtype, x, dy):
-    """The same, and the weights."""
+    """Return the same results, and the weights."""
     spec = ModelSpec(GPT2, SIZES, {"dense": Split()}, keep_dtype=keep_dtype)
     parameters = Parameters(mesh, "float64")
     (stage,) = build(mesh, parameters, spec, [LAYER])
@@ -258,7 +258,7 @@ class SquareSaved(NamedTuple):
 
 
 class Square:
-    """Y = X^2, a layer that saves an activation by a name of its own."""
+    """Layer Y = X^2, which saves an activation under its own name."""
 
     adds_residual = False
 
@@ -271,7 +271,7 @@ class Square:
 
 
 def test_types_of_all_saved_fields_are_known_at_run_time():
-    """A type that only type checkers import ends a run that offloads activations."""
+    """A type that is only imported for type checking breaks a run with offloaded activations."""
     names = [each.name for each in pkgutil.iter_modules(hpc3d.model.__path__, "hpc3d.model.")]
     found = [vars(import_module(name)).items() for name in names]
     kinds = {kind for items in found for name, kind in items if name.endswith("Saved")}

@@ -19,7 +19,7 @@ from tests.tensor.cases import SPLITS, sizes
 
 
 def parameters_of(mesh, build):
-    """The value of `build(mesh, parameters)` with the parameters' arrays in place."""
+    """Return the result of `build(mesh, parameters)`, with allocated parameter arrays."""
     parameters = Parameters(mesh, "float64")
     layers = build(mesh, parameters)
     parameters.allocate(1)
@@ -47,7 +47,7 @@ def branches(mesh, split):
 
 
 def twice(mesh, split):
-    """Y = A (B (A x)): a layer that is used twice, each use with what it saved."""
+    """Y = A (B (A x)): a layer that is used twice, each time with its own saved data."""
 
     def build(mesh, parameters):
         return [
@@ -65,7 +65,7 @@ def twice(mesh, split):
 
 
 def odd(mesh, split):
-    """Three layers and a norm: the layout changes an odd number of times."""
+    """Three layers and a norm, so that the layout changes an odd number of times."""
     splits = [split, split.next(), split]
 
     def build(mesh, parameters):

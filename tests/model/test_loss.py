@@ -16,8 +16,8 @@ TARGETS = np.array([0, 9, IGNORE, 4, 5, 9, IGNORE])
 @pytest.mark.parametrize("size", [1.0, 1e4, -1e4], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 12])
 def test_cross_entropy_and_gradient_match_torch(ranks, size):
-    """Logits around 1e4 and -1e4, too, whose exponentials are no numbers; on 12 ranks two have
-    nothing but padding."""
+    """Tests also logits near 1e4 and -1e4, whose exponentials overflow or vanish; on 12 ranks, two
+    have only padding."""
     logits = np.random.default_rng(2).normal(size, 3, (ROWS, COLUMNS))
     given = torch.tensor(logits[:, :VOCABULARY], requires_grad=True)
     how = {"ignore_index": IGNORE, "reduction": "sum"}
@@ -39,7 +39,7 @@ def test_cross_entropy_and_gradient_match_torch(ranks, size):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 12])
 def test_score_returns_the_loss_and_the_correct_predictions(ranks):
-    """Of one target two rows have the highest logit, one of them with another: a tie is right."""
+    """For one target, two rows share the highest logit, and a tie counts as correct."""
     logits = np.random.default_rng(3).normal(0, 3, (ROWS, COLUMNS))
     logits[1, 9], logits[2, 4], logits[4, 5] = 20, 20, 20
     logits[4, 3] = 20  # a tie

@@ -30,7 +30,7 @@ def activated(h, family, gelu):
 
 
 def passes(mesh, family, gelu):
-    """(where its blocks lie, Y, dX, {name: (where, value, gradient)}) of a rank."""
+    """Return (slices of its blocks, Y, dX, {name: (slices, value, gradient)}) of a rank."""
     parameters = Parameters(mesh, "float64")
     spec = spec_of(family, gelu)
     mlp = Mlp(mesh, parameters, spec, "mlp", FFN, 0.2)
@@ -48,7 +48,7 @@ def passes(mesh, family, gelu):
 
 
 def of_torch(weights, family, gelu):
-    """(Y, dX, {name: gradient})."""
+    """Return (Y, dX, {name: gradient})."""
     weights = {name: torch.tensor(each, requires_grad=True) for name, each in weights.items()}
     x = torch.tensor(X, requires_grad=True)
 

@@ -29,7 +29,7 @@ KINDS = {
 
 
 def batch():
-    """Uneven: some targets count for nothing."""
+    """Batch in which some targets are ignored."""
     tokens = np.random.default_rng(3).integers(0, 29, (2, SEQUENCES, 3))
     tokens[1, 0] = IGNORE
     tokens[1, 7, 1] = IGNORE
@@ -37,7 +37,7 @@ def batch():
 
 
 def gradients(mesh, split, kind):
-    """Loss, norm of the gradient, and name -> (global shape, slices, value, gradient)."""
+    """Return loss, gradient norm, and {name: (global shape, slices, value, gradient)}."""
     family, shape = kind
     model = Model(mesh, shape, split, family=family)
     totals = [model.gradients(*batch(), step=4), model.norm()]
@@ -58,7 +58,7 @@ def kind(request):
 
 
 def same(found, expected):
-    """All blocks of a rank are the slices of the serial model's; padding is zero."""
+    """Assert that blocks are slices of the serial model's tensors, and that padding is zero."""
     totals, blocks = found
     np.testing.assert_allclose(totals, expected[0], rtol=1e-10)
     assert blocks.keys() == expected[1].keys()
@@ -72,7 +72,7 @@ def same(found, expected):
 
 
 def padded(whole, where):
-    """The serial tensor with rows of zeros as far as `where` reaches."""
+    """Pad the serial tensor with zero rows up to the end of `where`."""
     more = max(0, where[0].stop - whole.shape[0])
     return np.pad(whole, [(0, more)] + [(0, 0)] * (whole.ndim - 1))
 
@@ -104,7 +104,7 @@ ZEROS = (0, 0), (3, 0), (0, 3)
 
 @pytest.mark.parametrize("name", strided(SPLITS, 99, [*SPLITS].index("2d")))
 def test_data_and_context_replicas_match_the_serial_model(name, kind):
-    """Replicas along d and along c.  ZeRO 3 along one of them shards the weights only there."""
+    """Replicas along d and along c. ZeRO 3 along one of them shards the weights only there."""
     turn = [*SPLITS].index(name) + [*KINDS.values()].index(kind[0])
     zeros = ZEROS[turn % len(ZEROS)]
     split = SPLITS[name]

@@ -18,7 +18,7 @@ def is_matrix(name, shape):
 
 
 def replica(data, rank, zero, add, whole_matrices=no_matrix, **sizes):
-    """The parameters that `add(parameters)` adds, on one of `data` replicas; nothing is sent."""
+    """Return the parameters from `add(parameters)` on one of `data` replicas, without messages."""
     mesh = Mesh({"d": data, **sizes}, {"d": rank}, {}, Self())
     parameters = Parameters(mesh, "float64", zero, whole_matrices)
     add(parameters)
@@ -31,7 +31,7 @@ def replicas(data, zero, add):
 
 
 def updated(parameters):
-    """The elements that a rank updates."""
+    """Return the elements that a rank updates."""
     return sum(place.own for place in parameters.slices.values())
 
 
@@ -52,7 +52,7 @@ def test_every_replica_owns_everything_without_zero():
 
 
 def test_each_replica_owns_an_equal_share_of_each_parameter_with_zero():
-    """The last parameter comes first; 5 elements are padded to two parts of 3."""
+    """The last parameter comes first; 5 elements are padded to two shards of 3."""
     own = [[(0, 3), (6, 9)], [(3, 6), (9, 12)]]
     for parameters, (of_b, of_a) in zip(replicas(2, 1, two_vectors), own):
         b, a = (parameters.slices[item] for item in parameters)
@@ -63,7 +63,7 @@ def test_each_replica_owns_an_equal_share_of_each_parameter_with_zero():
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_frozen_parameter_has_no_gradient_or_state(zero):
-    """It lies between two others; the first of the replicas has the copy that counts."""
+    """It is between two others; the first replica has the valid copy."""
 
     def add(parameters):
         parameters.add("a", (6,), Layout(""), **SUMMED)
@@ -192,7 +192,7 @@ def matrices_and_a_vector(parameters):
 
 
 def test_matrices_are_assigned_to_replicas_and_vectors_are_split():
-    """The tied table first, then the largest to whoever has the least."""
+    """The tied table is first; then the largest matrix goes to the least loaded replica."""
     found = [replica(2, rank, 1, matrices_and_a_vector, is_matrix) for rank in range(2)]
     for parameters in found:
         owners = {item.name: owner for item, owner in parameters.owners.items()}
@@ -228,7 +228,7 @@ def test_matrix_of_zero_2_and_3_is_a_block_of_rows(zero):
 
 @pytest.mark.parametrize("zero", range(4))
 def test_sum_of_squares_counts_each_element_once_over_all_ranks(zero):
-    """Gradients of 1: as many as there are elements, the twin of a table not among them."""
+    """All gradients are 1, so the sum is the number of elements, without the copy of a table."""
 
     def rank(mesh):
         parameters = Parameters(mesh, "float64", zero)

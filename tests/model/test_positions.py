@@ -29,7 +29,7 @@ TABLE = np.random.default_rng(2).normal(size=(T, H))
     ids=str,
 )
 def test_position_table_rows_and_gradient_on_every_layout(sizes, context):
-    """dX of a row is its number in the batch, so that sums tell which rows they are of."""
+    """dX of a row is its number in the batch, so that sums show which rows they contain."""
     split = Split(m="c x", replicate="c x")
     spec = ModelSpec(GPT2, ModelSizes(1, H, 1, T, 5), {"dense": split}, context=context)
     numbers = np.arange(SEQUENCES * T).reshape(SEQUENCES, T)

@@ -16,7 +16,7 @@ def test_widths_of_llama():
 
 
 def test_weight_product_flops_count_its_rows():
-    """Two operations an element of W and row; experts have more or fewer rows than tokens."""
+    """Two FLOPs per element of W and row; experts have more or fewer rows than tokens."""
     assert WeightProduct("up", 3, 5).flops == 30 and WeightProduct("up", 3, 5).weights == 15
     assert WeightProduct("expert", 3, 5, rows=2).flops == 60
 

@@ -71,7 +71,7 @@ def names_of(shape, family):
 
 
 def same_as(loss_of, shape, family=GPT2):
-    """Loss and gradients of a batch are those of `loss_of`(weights, shape, tokens, targets)."""
+    """Compare loss and gradients with those of `loss_of`(weights, shape, tokens, targets)."""
     model = serial(shape, family)
     tokens, targets = batch(shape)
     loss = model.gradients(tokens, targets, step=STEP)
@@ -88,8 +88,8 @@ def same_as(loss_of, shape, family=GPT2):
 
 
 class Dropped:
-    """GPT-2 with dropout where it was published: behind the embeddings, on the probabilities of
-    attention, and at the end of both branches of a block; which elements is what ours draw."""
+    """GPT-2 with dropout in the published positions: after the embeddings, on the attention
+    probabilities, and at the end of both branches of a block; the random numbers are hpc3d's."""
 
     causal = True
 
@@ -97,7 +97,7 @@ class Dropped:
         self.rate = rate
 
     def drop(self, x, name):
-        """x [B, ...], a sample in one row of draws; what is left is scaled by 1 / (1 - p)."""
+        """Apply dropout to x [B, ...], one sample per row of draws, scaled by 1 / (1 - p)."""
         rows, width = len(x), x[0].numel()
         kept = keep_mask(
             philox_key((SEED, name, STEP)), self.rate, slice(0, rows), slice(0, width), width
@@ -137,8 +137,8 @@ class Dropped:
 
 
 class DroppedBert(Dropped):
-    """BERT with dropout where it was published: behind the norm of the embeddings, on the
-    probabilities of attention, and before the residual of both branches of a block."""
+    """BERT with dropout in the published positions: after the norm of the embeddings, on attention
+    probabilities, and before the residual of both branches of a block."""
 
     causal = False
 

@@ -11,7 +11,7 @@ from hpc3d.pipeline.gradient_buckets import Buckets
 
 
 class Model:
-    """A stage with all layers and both ends, and its parameters."""
+    """Stage with all layers, embedding and head, and its parameters."""
 
     def __init__(self, mesh, shape, split, dtype="float64", seed=5, zero=0, family=GPT2):
         self.mesh = mesh
@@ -25,7 +25,7 @@ class Model:
         self.buckets = Buckets(self.parameters, 1e4)
 
     def gradients(self, tokens, targets, step=0):
-        """Mean loss of the batch over all ranks; the gradients are in the parameters."""
+        """Return the mean loss of the batch over all ranks; store gradients in the parameters."""
         self.buckets.begin()
         (micro,) = microbatches(step, tokens, targets, 1)
         loss, saved = self.stage.forward(None, micro)

@@ -61,7 +61,7 @@ def rendered(words):
 
 @st.composite
 def models(draw):
-    """Words of a model, its optimizer and its number types."""
+    """Draw the words of a model, its optimizer and its number types."""
     kind = draw(st.sampled_from(["gpt2", "llama", "qwen2", "bert"]))
     rotary = kind in ("llama", "qwen2")
     hidden = draw(st.sampled_from([24, 48, 12]))
@@ -103,10 +103,10 @@ def models(draw):
 
 @st.composite
 def optimizers(draw, rotary):
-    """Words of an optimizer.
+    """Draw the words of an optimizer.
 
-    Adafactor divides by the norm of each bias.  In the families without rotary positions, the
-    gradient of the key bias is rounding noise: they do not train with it.
+    Adafactor divides by the norm of each bias. In the families without rotary positions, the
+    gradient of the key bias is rounding noise, so they do not train with Adafactor.
     """
     name = draw(st.sampled_from([each for each in RATES if rotary or each != "adafactor"]))
     words = {"optimizer": name, "learning_rate": RATES[name], "warmup": 0, "decay": "constant"}
@@ -117,7 +117,7 @@ def optimizers(draw, rotary):
 
 @st.composite
 def splits(draw, experts):
-    """Letters of a split: the loop of each axis and how it stores blocks; seldom an extra one."""
+    """Draw the text of a split: the loop and the storage of each axis, rarely an extra axis."""
     storage = ["", "", "replicate", *["own"] * (not experts or not draw(MOST))]
     axes = draw(st.permutations("xyz"))[: draw(st.integers(1, 3))]
     panels = draw(st.integers(0, 4)) == 4
@@ -136,7 +136,7 @@ def splits(draw, experts):
 
 @st.composite
 def ways(draw, model):
-    """Words of a scheme or a split, and the tensor axes of its loops."""
+    """Draw the words of a scheme or a split, and the tensor axes of its loops."""
     if draw(SELDOM):
         name = draw(st.sampled_from([*SCHEMES]))
         words, letters = {"scheme": name}, vars(SCHEMES[name])
@@ -150,7 +150,7 @@ def ways(draw, model):
 
 @st.composite
 def meshes(draw, model, axes):
-    """Axis -> size, at most RANKS ranks."""
+    """Draw {axis: size} for at most RANKS ranks."""
     fits = {
         "p": lambda n: n <= model["layers"],
         "c": lambda n: model["sequence"] % (2 * n) == 0,
@@ -166,7 +166,7 @@ def meshes(draw, model, axes):
 
 @st.composite
 def schedules(draw, model, mesh):
-    """Words of a schedule, its microbatches and the layers of its stages."""
+    """Draw the words of a schedule, its microbatches and the layers of its stages."""
     stages, micros = mesh["p"], [2, 1, 3, 4]
     chunks = {name: each.chunks or 2 for name, each in SCHEDULES.items()}
     names = [
@@ -199,7 +199,7 @@ def schedules(draw, model, mesh):
 
 @st.composite
 def contexts(draw, ranks):
-    """Words of context parallelism and attention."""
+    """Draw the words of context parallelism and attention."""
     kinds = ["ring", "all-to-all"] if ranks > 1 else ["ring"]
     words = {"context": draw(st.sampled_from([*kinds, "both"] if ranks == 4 else kinds))}
     if words["context"] == "both":
@@ -211,7 +211,7 @@ def contexts(draw, ranks):
 
 @st.composite
 def offloads(draw, model, schedule):
-    """Words of offloading, where there is something to offload."""
+    """Draw the words of offloading, if the model has data to offload."""
     names = {"activations"}
     names |= set() if model["optimizer"] in ("sgd", "adafactor") else {"optimizer"}
     names |= set() if SCHEDULES[schedule].asynchronous else {"parameters"}
@@ -229,7 +229,7 @@ def recomputations(draw, layers):
 
 @st.composite
 def layouts(draw, model):
-    """Words of the mesh and of [parallel] for a model."""
+    """Draw the words of the mesh and of [parallel] for a model."""
     way, axes = draw(ways(model))
     mesh = draw(meshes(model, axes))
     schedule = draw(schedules(model, mesh))
@@ -263,7 +263,7 @@ def layouts(draw, model):
 
 @st.composite
 def cases(draw):
-    """A mix, or two of them with ` then ` between."""
+    """Draw a mix, or two of them with ` then ` between."""
     model = draw(models())
     mixes = [{**model, **draw(layouts(model))}]
     if draw(st.booleans()) and not (mixes[0]["schedule"].startswith("pipedream") and draw(MOST)):

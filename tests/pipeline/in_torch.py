@@ -20,7 +20,7 @@ from tests.pipeline.mixes import Tokens, Trained, trainer_of
 
 
 class Model:
-    """The model of a configuration: all versions of its weights, and gradients at any of them."""
+    """Model of a configuration, with all versions of its weights and their gradients."""
 
     def __init__(self, config):
         torch.set_num_threads(1)
@@ -36,7 +36,7 @@ class Model:
         return {name: weight.detach().clone() for name, weight in self.newest.items()}
 
     def gradients(self, weights, tokens, targets):
-        """The summed loss, and the gradients of the mean over the targets that count."""
+        """Return the summed loss, and the gradients of the mean over valid targets."""
         weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
         valid = int((targets != IGNORE).sum())
         if not valid and not self.shape.experts:
@@ -48,7 +48,7 @@ class Model:
         )
 
     def update(self, step, gradients):
-        """Make the next version; the norm of the gradient before it is clipped."""
+        """Create the next version; return the norm of the gradient before clipping."""
         signs = {name: gradients.pop(name).sign() for name in self.by_sign}
         norm = torch.nn.utils.get_total_norm(gradients.values()).item()
         limit = self.train.clip
@@ -82,7 +82,7 @@ def optimizer_of(parameters, weights, train):
 
 
 def by_batches(config, late):
-    """W(t+1) = update(W(t), gradient of batch t at W(t - late)); those before W(0) are W(0)."""
+    """W(t+1) = update(W(t), gradient of batch t at W(t - late)); versions before W(0) are W(0)."""
     model, totals = Model(config), []
     for step in range(config.train.steps):
         tokens, targets = model.batches.batch(step)
@@ -93,9 +93,9 @@ def by_batches(config, late):
 
 
 def by_microbatches(config):
-    """Every microbatch is a minibatch: an update by the gradient of its own mean loss.
+    """Treat every microbatch as a minibatch: update with the gradient of its own mean loss.
 
-    Stage i of p works on microbatch k with its weights after max(0, k - (p-1-i)) updates.  The
+    Stage i of p processes microbatch k with its weights after max(0, k - (p-1-i)) updates. The
     norm of a step is that of its last microbatch.
     """
     model, micros, totals = Model(config), config.parallel.microbatches, []
@@ -114,13 +114,13 @@ def by_microbatches(config):
 
 
 def met_by(micro, config, versions):
-    """The weights that a microbatch meets on its way down the stages."""
+    """Return the weights that a microbatch uses on the stages."""
     behind = {name: config.mesh.p - 1 - stage_of(config, name) for name in versions[0]}
     return {name: versions[max(0, micro - late)][name] for name, late in behind.items()}
 
 
 def stage_of(config, name):
-    """The stage that has a weight, of stages with one chunk each."""
+    """Return the stage of a weight, for stages with one chunk each."""
     unit, number, *_ = name.split(".")
     if unit != "layers":
         return {"embedding": 0, "head": config.mesh.p - 1}[unit]

@@ -189,7 +189,7 @@ WIDER = 10
 
 
 def words_of(line):
-    """Key -> value of a mix; {here} is the folder of the tests."""
+    """Return {key: value} of a mix; {here} is the folder of the tests."""
     words = shlex.split(line.replace("{here}", str(Path(__file__).parent)))
     return dict(word.split("=", 1) for word in words)
 
@@ -207,13 +207,13 @@ def ranks(line):
 
 
 def alone(line):
-    """The words of a mix that a serial model has, too."""
+    """Return the words of a mix that also apply to the serial model."""
     words = words_of(line).items()
     return " ".join(f"{k}={v}" for k, v in words if KEYS[k].startswith(("model.", "train.")))
 
 
 class Tokens:
-    """Random batches whose targets count the less the later the sequence, the last not at all."""
+    """Random batches; later sequences have fewer valid targets, and the last one has none."""
 
     def __init__(self, config):
         self.shape = config.train.batch, config.model.sequence
@@ -227,14 +227,14 @@ class Tokens:
 
 
 class Trained(NamedTuple):
-    """Loss and norm of every step; name -> (slices, block) of the weights after the last."""
+    """Loss and norm of every step; {name: (slices, block)} of the final weights."""
 
     totals: list
     weights: dict
 
 
 def trainer_of(mesh, config):
-    """A trainer with random batches and wide matrices."""
+    """Return a trainer with random batches and large matrices."""
     batches = Tokens(config) if mesh.rank == 0 else None
     trainer = Trainer(mesh, config, config.model.vocabulary, batches)
     for item in trainer.parameters:
@@ -250,7 +250,7 @@ def train(mesh, config):
 
 
 def trained_of(trainer, steps):
-    """What `steps` of a trainer came to."""
+    """Return the results of `steps` of a trainer."""
     weights = {
         item.name: (item.layout.slices(item.shape, trainer.mesh), item.value.copy())
         for item in trainer.parameters
@@ -260,12 +260,12 @@ def trained_of(trainer, steps):
 
 @cache
 def serial(line):
-    """A mix of no words of mesh and parallel, on one rank."""
+    """Train a mix without words of the mesh and of [parallel], on one rank."""
     return run({}, lambda mesh: train(mesh, config_of(line)))[0]
 
 
 def same(found, expected):
-    """The blocks of a rank are slices of the serial weights, with zeros as padding."""
+    """Assert that the blocks of a rank are slices of the serial weights, padded with zeros."""
     np.testing.assert_allclose(found.totals, expected.totals, rtol=1e-10)
     for name, (where, block) in found.weights.items():
         part = expected.weights[name][1][where]  # fewer rows where the block has padding
@@ -275,7 +275,7 @@ def same(found, expected):
 
 
 def cover(found, expected):
-    """The blocks of all ranks leave no weight out."""
+    """Assert that the blocks of all ranks cover all weights."""
     missing = {name: np.ones(whole.shape, bool) for name, (_, whole) in expected.weights.items()}
     for trained in found:
         for name, (where, _) in trained.weights.items():

@@ -16,7 +16,7 @@ def case(job, transport, line):
 
 
 def expected(line):
-    """What a mix must come to: the serial model, or what its asynchronous rule says."""
+    """Return the expected result of a mix: of the serial model, or of its asynchronous rule."""
     from tests.pipeline.mixes import alone, serial, words_of
 
     if not words_of(line)["schedule"].startswith("pipedream"):
@@ -27,7 +27,7 @@ def expected(line):
 
 
 def is_buffered(comm):
-    """Whether a message is gone although nobody receives it: the eager protocol."""
+    """Return True if a message is sent without a receive: the eager protocol."""
     import time
 
     import numpy as np

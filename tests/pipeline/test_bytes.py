@@ -22,8 +22,8 @@ TABLE = VOCABULARY * HIDDEN
 
 
 class Counted(NamedTuple):
-    """Of one rank: (axis, op) -> bytes of each call, and when it was posted; the elements of its
-    parameters by kind; when the last product began."""
+    """Counts of one rank: {(axis, op): bytes and posting time of each call}, elements of its
+    parameters by kind, and the start of the last product."""
 
     stage: int
     calls: dict
@@ -40,7 +40,7 @@ class Counted(NamedTuple):
 
 @cache
 def counted(line):
-    """The first step of a mix: `Counted` of every rank."""
+    """Return the `Counted` of every rank in the first step of a mix."""
     config = config_of(f"steps=1 vocabulary={VOCABULARY} {line}")
     return run(config.sizes(), lambda mesh: first_step(mesh, config))
 
@@ -95,10 +95,10 @@ BETWEEN = {
 
 @pytest.mark.parametrize("line", strided(BETWEEN, 4))
 def test_stages_exchange_activations_and_their_gradients(line):
-    """2 v M b s h e / ranks sent and received by a stage of v chunks, less at the ends.
+    """2 v M b s h e / ranks are sent and received by a stage of v chunks, less at the ends.
 
-    A chunk sends every microbatch forward, but the last chunk does not, and back, but the first
-    does not; at the turn of a V both chunks are on one stage.
+    Each chunk sends every microbatch forward, except the last chunk, and its gradient back, except
+    the first chunk. At the turn of a V schedule, both chunks are on the same stage.
     """
     words = words_of(line)
     stages, chunks, micros = (int(words.get(k, 1)) for k in ("p", "chunks", "microbatches"))
@@ -127,7 +127,7 @@ ON_DATA = {
 
 
 def on_data(zero, data, elements):
-    """op -> bytes that a replica moves in a step."""
+    """Return {op: bytes} of a replica in a step."""
     kinds = "vectors", "matrices", "embedding.token", "head.table"
     totals = {}
     for (op, stage), factors in ON_DATA.items():
@@ -138,7 +138,7 @@ def on_data(zero, data, elements):
 
 
 def elements_of(stage, stages, layers):
-    """Elements of an untied model's stage by kind: 12 h^2 + 13 h a layer, and the ends."""
+    """Return the elements of an untied model's stage by kind: 12 h^2 + 13 h per layer, and ends."""
     first, last = stage == 0, stage == stages - 1
     return {
         "matrices": 12 * HIDDEN**2 * layers,
@@ -152,8 +152,8 @@ def elements_of(stage, stages, layers):
     ("zero", "data", "overlap"), strided([*product(range(4), (2, 4), ("true", "false"))], 5)
 )
 def test_data_parallel_bytes_match_the_formula_for_every_zero_stage(zero, data, overlap):
-    """2 psi e (d-1)/d with ZeRO 0 and 1; psi e (d-1)/d more for every microbatch with 2, and twice
-    that with 3."""
+    """2 psi e (d-1)/d with ZeRO 0 and 1. Per further microbatch, ZeRO 2 adds psi e (d-1)/d, and
+    ZeRO 3 twice as much."""
     pipeline = f"p=2 schedule=1f1b microbatches={MICROS} layers_per_stage=[1,3] tied=false"
     for rank in counted(f"{pipeline} d={data} zero={zero} overlap={overlap}"):
         elements = elements_of(rank.stage, 2, (1, 3)[rank.stage])
@@ -165,8 +165,8 @@ def test_data_parallel_bytes_match_the_formula_for_every_zero_stage(zero, data, 
     ("context", "zero"), strided([*product(["ring", "all-to-all"], range(4))], 5)
 )
 def test_context_ranks_reduce_gradients_as_replicas(zero, context):
-    """2 psi e (1 - 1/(c d)), in one collective over the plane c d; what ZeRO 2 and 3 move in a
-    pass goes along d and along c, and is as much."""
+    """2 psi e (1 - 1/(c d)), in one collective over the plane c d. The bytes of ZeRO 2 and 3 in a
+    pass are as many, along d and along c."""
     line = f"d=2 c=2 sequence=4 context={context} microbatches={MICROS} tied=false zero={zero}"
     elements = elements_of(0, 1, 4)
     elements["vectors"] += (4 - SEQUENCE) * HIDDEN  # of positions
@@ -183,7 +183,7 @@ def test_context_ranks_reduce_gradients_as_replicas(zero, context):
 
 @pytest.mark.parametrize("zero", strided([1, 2, 3], 2))
 def test_hybrid_sharding_bytes_match_the_formula_within_and_between_groups(zero):
-    """As of 2 replicas within a group of 4; between groups of 2, psi e / 2 of each own shard."""
+    """Within groups of 2: as with 2 replicas; between groups: psi e / 2 of each rank's shard."""
     elements = elements_of(0, 1, 4)
     for rank in counted(f"d=4 shard=2 microbatches={MICROS} tied=false zero={zero}"):
         assert {op: rank.bytes("d", op) for op in rank.ops("d")} == on_data(zero, 2, elements)
@@ -194,7 +194,7 @@ def test_hybrid_sharding_bytes_match_the_formula_within_and_between_groups(zero)
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero", "bucket"), strided([*product(range(4), (0.001, 25))], 3))
 def test_zero_bytes_match_for_any_scheme_schedule_and_bucket(zero, bucket):
-    """The elements are those of the rank's own blocks, which ZeRO-3 stores in d parts."""
+    """The elements are those of the rank's own blocks, which ZeRO-3 stores in d shards."""
     line = f"p=2 d=2 x=2 microbatches={MICROS} tied=false schedule=zb-h1 bucket_mb={bucket}"
     whole = counted(line)
     for rank, stored in zip(counted(f"{line} zero={zero}"), whole):
@@ -227,7 +227,7 @@ WEIGHTS, VECTORS = 2 * 4 + 1, 2 * 8 + 1  # of a stage of two layers and the embe
     ],
 )
 def test_one_collective_per_bucket(zero, op, one, many):
-    """One bucket holds all that is summed alike; without bytes a bucket is a parameter."""
+    """A bucket holds all parameters with the same reduction; with size 0, only one parameter."""
     line = f"p=2 d=2 microbatches=2 tied=false zero={zero}"
     for size, number in ((25, one), (0, many)):
         stage = counted(f"{line} bucket_mb={size}")[0]
@@ -236,7 +236,7 @@ def test_one_collective_per_bucket(zero, op, one, many):
 
 @pytest.mark.parametrize(("zero", "op"), [(0, "all_reduce"), (1, "reduce_scatter")])
 def test_buckets_are_filled_before_the_next_one_starts(zero, op):
-    """About as many calls as buckets of 20 kB fit into the gradients, of which some are larger."""
+    """The number of calls is about that of 20 kB buckets in the gradients; some are larger."""
     line = f"p=2 d=2 microbatches=2 tied=false zero={zero}"
     parameters, buckets = (counted(f"{line} bucket_mb={size}")[0] for size in (0, 0.02))
     size = 20_000 if op == "all_reduce" else 20_000 // 2  # of two replicas each moves a half
@@ -252,7 +252,7 @@ def test_buckets_are_filled_before_the_next_one_starts(zero, op):
     ["p=2 schedule=1f1b", "p=4 schedule=zb-h2", "p=2 schedule=interleaved chunks=2"],
 )
 def test_tied_table_gradient_is_exchanged_once_between_ends(pipeline, zero):
-    """Its gradient, or with ZeRO a rank's part of it, on the communicator of all ranks."""
+    """The gradient, or with ZeRO a rank's shard of it, uses the communicator of all ranks."""
     part = TABLE * ITEM // (2 if zero else 1)
     ranks = counted(f"{pipeline} d=2 microbatches=4 zero={zero}")
     last = max(rank.stage for rank in ranks)
@@ -272,8 +272,8 @@ def test_untied_or_single_stage_models_exchange_no_table(line):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_gradient_reductions_start_during_the_last_backward_pass(schedule):
-    """A bucket a parameter: those of all but a stage's first layer are posted while it runs, and
-    all after it where a stage waits for the gradient that it hands on."""
+    """With a bucket per parameter, all buckets except those of a stage's first layer are posted
+    during the pass, or all after it, if a stage waits for the gradient that it passes on."""
     line = f"p=2 d=2 microbatches=4 schedule={schedule} tied=false bucket_mb=0"
     layer, embedding, head = 12, 2, 3
     hands_on = schedule != "zb-h1"  # whose last pass is W
@@ -286,15 +286,15 @@ def test_gradient_reductions_start_during_the_last_backward_pass(schedule):
 
 
 def posted_around_the_last_product(rank):
-    """The number of sums over replicas that are posted before the last product, and after."""
+    """Return the number of gradient reductions posted before and after the last product."""
     early = [posted < rank.last_product for posted in rank.posted["d", "all_reduce"]]
     return early.count(True), early.count(False)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_replicated_key_gradients_are_reduced_at_the_end_of_a_step(kv_heads):
-    """2 (1 - 1/n) e of the elements of Wk, Wv and their biases, which a rank stores whole along
-    n's axes; biases are longer along m's; all else is what ranks with a key each receive."""
+    """2 (1 - 1/n) e times the elements of Wk, Wv and their biases, unsharded along n's axes; biases
+    are longer along m's axes. All other bytes are those of ranks with one key each."""
     layers, x, n, width = 2, 2, 4, HIDDEN // 12
     line = f"x={x} y={n} schedule=none microbatches=2 layers={layers} kind=qwen2 kv_heads="
     columns = 2 * kv_heads * width
@@ -308,14 +308,14 @@ def test_replicated_key_gradients_are_reduced_at_the_end_of_a_step(kv_heads):
 
 
 def test_rank_gathers_the_columns_of_its_keys():
-    """(1 - 1/m) e of [Wq | Wk | Wv], h (h / n + 2 D) elements."""
+    """(1 - 1/m) e times the elements of [Wq | Wk | Wv], h (h / n + 2 D)."""
     (rank, *_) = counted("x=2 y=4 microbatches=1 schedule=none layers=1 kind=llama kv_heads=2")
     assert HIDDEN * (HIDDEN // 4 + 2 * HIDDEN // 12) * ITEM // 2 in rank.calls["x", "all_gather"]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rms_norm_reduces_one_number_per_row(ranks):
-    """2 (1 - 1/g) rows e bytes forward, as many backward, of two norms a layer and the last."""
+    """2 (1 - 1/g) rows e bytes in each pass, for two norms per layer and the last one."""
     layers, micros = 2, 2
     line = f"z={ranks} schedule=none microbatches={micros} layers={layers} kind=llama kv_heads=4"
     rows = BATCH // micros * SEQUENCE
@@ -338,7 +338,7 @@ EXPERT_MESHES = {  # and the ranks that sequences and X's columns are cut over
 @pytest.mark.parametrize(("line", "ranks"), strided(EXPERT_MESHES.items(), 8))
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_dispatch_and_combine_bytes_match_the_formula(line, ranks, top_k):
-    """4 (1 - 1/e) E C S h' e in a mixture, forward and backward, of S sequences of its own."""
+    """4 (1 - 1/e) E C S h' e per mixture and pass, with S sequences per rank."""
     experts, micros, tokens, layers = 4, 2, 8, 4
     model = f"sequence={tokens} experts={experts} top_k={top_k} capacity=1 layers={layers}"
     schedule = "" if "schedule" in line else "schedule=none"
@@ -411,7 +411,7 @@ SHARED = "p=2 d=2 x=2 schedule=1f1b microbatches=4 scheme=1d zero=1"
     ),
 )
 def test_bytes_depend_on_the_value_and_reduction_types(types, of_values, of_gradients):
-    """In float64 they are so many times as many; sums of the loss, along x, are in float32."""
+    """In float64, they are a multiple; sums of the loss, along x, are in float32."""
     of_data = {"reduce_scatter": of_gradients, "all_gather": of_values}
     for rank, wide in zip(counted(f"{SHARED} {types}"), counted(SHARED), strict=True):
         for axis, op in wide.calls:

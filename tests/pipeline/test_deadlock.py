@@ -55,13 +55,13 @@ def test_mpi_buffers_small_messages(run_in_job, case):
 
 
 def test_message_blocks_exceed_the_buffered_size():
-    """Larger than the message whose buffer is looked for, and some larger than 64 KiB."""
+    """They exceed the message that is tested for buffering, and some exceed 64 KiB."""
     sizes = [block(config_of(line)) for line in LINES]
     assert {ranks(line) for line in LINES} == {4}
     assert min(sizes) > BLOCK and max(sizes) > 1 << 16
 
 
 def block(config):
-    """Bytes between two stages, which d replicas share."""
+    """Return the bytes of a message between two stages, which d replicas share."""
     rows = config.train.batch // config.parallel.microbatches * config.model.sequence
     return rows * config.model.hidden * 8 // config.mesh.d

@@ -40,13 +40,13 @@ FACTOR = 2.0**8  # loss scale at which no gradient overflows
 
 
 def exact(line):
-    """The words of a mix that leave its results exact."""
+    """Return the words of a mix that leave its results exact."""
     inexact = {key for words in INEXACT for key in words}
     return rendered({k: v for k, v in words_of(line).items() if k not in inexact})
 
 
 def alone(line):
-    """The words of a mix that a serial model has, too."""
+    """Return the words of a mix that also apply to the serial model."""
     ours = "model.", "train.", "data."
     return rendered({k: v for k, v in words_of(line).items() if KEYS[k].startswith(ours)})
 
@@ -54,8 +54,8 @@ def alone(line):
 def train(mesh, config, steps, folder=None):
     """Train `steps` of a mix.
 
-    In a `folder`, all but the first resume from its checkpoint, and all but the last save one.
-    Returns the totals of every step and the weights.
+    In a `folder`, all parts except the first resume from a checkpoint, and all except the last
+    save one. Returns the totals of every step and the weights.
     """
     trainer, saving = trainer_of(mesh, config), {"run_id": "run", "config": to_toml(config)}
     trainer.scaling.factor = min(FACTOR, trainer.scaling.factor)
@@ -78,7 +78,7 @@ def train(mesh, config, steps, folder=None):
 
 
 def widen_masters(optimizer):
-    """Multiply the master copies as `trainer_of` does the values."""
+    """Multiply the master weights by the same factors as `trainer_of` does the values."""
     for item in optimizer.parameters:
         for spec, state in optimizer.states_of(item):
             if spec is MASTER and item.std:
@@ -86,7 +86,7 @@ def widen_masters(optimizer):
 
 
 def evaluates(config):
-    """Whether a mix has evaluations.  Asynchronous schedules evaluate weights of several steps."""
+    """Return True if evaluations are compared; asynchronous ones mix weight versions."""
     return config.train.eval_every and not find(config.parallel.schedule).asynchronous
 
 
@@ -95,7 +95,7 @@ def on_threads(config, *arguments):
 
 
 def trained(lines):
-    """The training of each rank of the last mix, with the totals of all mixes."""
+    """Return the training of each rank of the last mix, with the totals of all mixes."""
     configs = [config_of(line) for line in lines]
     steps = configs[0].train.steps
     if len(lines) == 1:
@@ -109,8 +109,8 @@ def trained(lines):
 
 @cache
 def serial(line):
-    """The training of a model on one rank, which is also that of torch if it has the optimizer
-    and nothing is dropped."""
+    """Return the training of a model on one rank, which is compared with torch if torch has the
+    optimizer and no token is dropped."""
     config = config_of(line)
     (found,) = on_threads(config, range(config.train.steps))
     exact = config.train.dtype == "float64" and not config.train.product_dtype
@@ -122,9 +122,9 @@ def serial(line):
 
 
 def expected_of(line):
-    """The exact training of a mix.
+    """Return the exact training of a mix.
 
-    Routing is discontinuous: mixtures are compared with one rank of the same number types.
+    Routing is discontinuous, so mixtures are compared with one rank of the same number types.
     """
     schedule = words_of(line).get("schedule")
     if schedule in ("pipedream", "pipedream-2bw"):
@@ -135,10 +135,10 @@ def expected_of(line):
 
 
 def without_noise(trained, config):
-    """Training without rounding noise in biases of keys.
+    """Remove the rounding noise in biases of keys.
 
-    Their exact gradient is 0.  AdamW divides rounding noise by its own size plus epsilon, and Lion
-    takes the sign of it.
+    Their exact gradient is 0. AdamW divides rounding noise by its own size plus epsilon, and Lion
+    uses its sign.
     """
     weights = dict(trained.weights)
     for name in [each for each in weights if each.endswith("qkv.bias")]:
@@ -167,7 +167,7 @@ BOUNDS = {
 
 
 def near(found, expected, bounds):
-    """Losses, norms and weights of a rank are within `bounds` of the exact ones.
+    """Assert that losses, norms and weights of a rank are within `bounds` of the exact ones.
 
     The error of a weight is relative to the norm of all weights of the rank.
     """
@@ -186,14 +186,14 @@ def near(found, expected, bounds):
 
 
 def without_drops(lines):
-    """The mixes, without a capacity if one of them shards sequences: drops then depend on it."""
+    """Remove the capacity if a mix shards sequences, because dropped tokens then depend on it."""
     configs = [config_of(line) for line in lines if "experts" in words_of(line)]
     sharded = any(each.routing_group() < each.model.sequence for each in configs)
     return [f"{line} capacity=0" for line in lines] if sharded else lines
 
 
 def right(case):
-    """Raise an error if a case that the rules allow does not train as one rank does."""
+    """Raise an error if a case that the rules allow does not train like one rank."""
     lines = without_drops(case.split(" then "))
     config = config_of(lines[-1])
     expected = without_noise(expected_of(lines[-1]), config)
@@ -212,7 +212,7 @@ def right(case):
 
 
 def is_allowed(case):
-    """Whether the rules allow all mixes of a case; else each line of the error names a problem."""
+    """Return True if the rules allow all mixes; otherwise, each error line must name a problem."""
     try:
         for line in case.split(" then "):
             config_of(line)

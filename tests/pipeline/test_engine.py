@@ -30,7 +30,7 @@ FLIGHTS = [
 
 
 def held(line, look):
-    """`look(mesh, trainer)` on every rank after two steps of a mix, or three in flight."""
+    """Call `look(mesh, trainer)` on every rank after two steps of a mix, or three in flight."""
     config = config_of(f"steps={3 if 'pipedream' in line else 2} vocabulary=48 {line}")
 
     def rank(mesh):
@@ -53,7 +53,7 @@ def test_memory_of_a_microbatch_is_reused(line):
 
 
 def test_engine_sums_seconds_by_operation():
-    """By a clock that advances by a second per call, each instruction takes one second."""
+    """The clock advances by a second per call, so each instruction takes one second."""
     config = config_of("p=2 schedule=1f1b microbatches=3")
 
     def rank(mesh):
@@ -98,7 +98,7 @@ def test_activations_in_flight_match_the_published_numbers():
 
 
 def activations(schedule, micros):
-    """The peak of each stage in bytes, for microbatches of six sequences."""
+    """Return the peak of each stage in bytes, for microbatches of six sequences."""
     line = f"p=4 schedule={schedule} microbatches={micros} batch={6 * micros}"
     return held(line, lambda mesh, trainer: mesh.pool.peak["activation"])[1]
 
@@ -114,7 +114,7 @@ def test_activation_bytes_follow_the_microbatches_in_flight():
 
 
 def bytes_by_kind(line):
-    """Of rank 0: kind -> bytes; the elements of matrices and tables, and of all parameters."""
+    """Return, for rank 0, {kind: bytes}, and the elements of matrices and of all parameters."""
 
     def look(mesh, trainer):
         sizes = {item.name: item.value.size for item in trainer.parameters}
@@ -139,7 +139,7 @@ def test_zero_shards_optimizer_state_gradients_and_parameters(data, pipeline):
 
 
 def versions(line):
-    """Of each stage of four: copies of its weights at the peak of a step, and after it."""
+    """Return the weight copies of each of four stages, at the peak of a step and after it."""
 
     def look(mesh, trainer):
         size, pool = trainer.parameters.value.nbytes, mesh.pool
@@ -149,7 +149,7 @@ def versions(line):
 
 
 def test_weight_versions_of_asynchronous_schedules():
-    """PipeDream p - i on stage i, and two when it updates; PipeDream-2BW two in all."""
+    """PipeDream has p - i on stage i, and at least two; PipeDream-2BW has two."""
     assert versions("schedule=1f1b") == [(1, 1)] * 4
     stashed = versions("schedule=pipedream tied=false clip=0")
     assert stashed == [(4, 1), (3, 1), (2, 1), (2, 1)]

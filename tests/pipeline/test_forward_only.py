@@ -41,7 +41,7 @@ def test_forward_only_streams_pass_the_check_without_an_update(placement, micros
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_forward_only_stages_wait_only_while_the_pipeline_fills(placement):
-    """Parts of equal time: stages wait while the pipeline fills and drains alone."""
+    """Stages of equal time wait only while the pipeline fills and drains."""
     micros = 4 * placement.stages
     rows = timeline(forward_only(placement, micros), placement, Cost(placement.chunks, 0, 0))
     for stage, row in enumerate(rows):

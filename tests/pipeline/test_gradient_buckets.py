@@ -13,7 +13,7 @@ from hpc3d.training.optimizers.optimizer import is_matrix
 
 
 class Diary(Communicator):
-    """Writes down the elements of every post and wait; what comes back is what went in."""
+    """Communicator that records the elements of every post and wait; outputs equal inputs."""
 
     def __init__(self, axis, size, lines):
         super().__init__(0, size)
@@ -39,7 +39,7 @@ class Diary(Communicator):
 
 
 def diary(add, size, zero=0):
-    """The buckets of the parameters that `add` adds, on two replicas, and what they say."""
+    """Return the buckets of the parameters from `add`, on two replicas, and the records."""
     lines = []
     comms = {axis: Diary(axis, 2, lines) for axis in "xd"}
     mesh = Mesh({"d": 2, "x": 2}, {"d": 0, "x": 0}, comms, Self())
@@ -71,7 +71,7 @@ def filling(buckets):
 )
 @pytest.mark.parametrize("zero", [0, 1])
 def test_bucket_holds_adjacent_parameters_up_to_its_size(size, expected, zero):
-    """Of 80 bytes each, in the order in which a backward pass completes them."""
+    """Parameters have 80 bytes each, in the order of their completion in the backward pass."""
     buckets, _ = diary(three_layers, size, zero)
     assert filling(buckets.sums) == expected
     assert filling(buckets.gathers) == (expected if zero else [])
@@ -105,7 +105,7 @@ def test_bucket_is_posted_when_its_last_gradient_is_complete():
 
 
 def test_unit_finished_twice_is_posted_once():
-    """As where a Reduce follows a backward pass that has posted its sums."""
+    """This happens if a Reduce follows a backward pass that has posted its buckets."""
     buckets, lines = diary(three_layers, 160)
     for unit in ("layers.2", "layers.1", "layers.2", "layers.1"):
         buckets.finished(unit)
@@ -184,7 +184,7 @@ SIZES = {"layers.0.a": 7, "layers.0.b": 4, "layers.1.a": 1, "head.b": 12}
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("data", [2, 3])
 def test_reductions_and_gathers_of_real_replicas(data, zero, size):
-    """Gradient g + 10 rank of element g; the update of an own part is seen by all."""
+    """Element g has the gradient g + 10 rank; all replicas see the update of each shard."""
 
     def rank(mesh):
         parameters = Parameters(mesh, "float64", zero)
@@ -209,7 +209,7 @@ def test_reductions_and_gathers_of_real_replicas(data, zero, size):
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_tied_tables_receive_the_sum_of_both_gradients(zero):
-    """On stages 0 and 2 of three, each with two replicas."""
+    """The tables are on stages 0 and 2 of three, with two replicas each."""
 
     def rank(mesh):
         parameters, stage = Parameters(mesh, "float64", zero), mesh.coord("p")
@@ -237,7 +237,7 @@ def test_tied_tables_receive_the_sum_of_both_gradients(zero):
 @pytest.mark.parametrize(("zero", "whole"), [(0, no_matrix), (1, no_matrix), (1, is_matrix)])
 @pytest.mark.parametrize("reduced", ["bfloat16", "float16"])
 def test_16_bit_gradients_are_summed_in_float32(reduced, zero, whole, size):
-    """Of three replicas: rounded when posted, and once more when summed."""
+    """Gradients of three replicas are rounded when posted, and once more when summed."""
 
     def add(parameters):
         parameters.add("layers.0.w", (6, 5), Layout("", ""), partial=("d",), std=0.1)

@@ -83,7 +83,7 @@ ON_MPI = "tests.pipeline.on_mpi"
 
 
 def cases(lines):
-    """The lines on real ranks, alternately in shared memory and as messages."""
+    """Return the lines on real ranks, alternately with shared memory and with messages."""
     transports = cycle(("auto", "mpi"))
     return [Case(ranks(line), next(transports), line) for line in lines]
 

@@ -42,8 +42,8 @@ SHARED = {
 
 
 def note(mixture, layer, rows, found):
-    """Let a mixture on X's `rows` note under (step, layer): the numbers of its own tokens in the
-    batch, their routes, whether these have slots, its bias."""
+    """Let a mixture on X's `rows` record under (step, layer): the indices of its tokens in the
+    batch, their routes, which of these have slots, and its bias."""
     decide = mixture._decide
 
     def noting(routes, choices, form, micro):
@@ -64,7 +64,7 @@ def note(mixture, layer, rows, found):
 
 @cache
 def noted(line):
-    """(step, layer) -> what the mixtures of all ranks noted in a training of two steps."""
+    """Return {(step, layer): records of all ranks} of a training of two steps."""
     config, found = config_of(f"{line} {MODEL}"), defaultdict(list)
     rows = Layout(" ".join(config.splits["dense"].x[0]), "")
 
@@ -82,7 +82,7 @@ def noted(line):
 
 @cache
 def decided(line):
-    """(step, layer) -> the choices [B T, k] and whether they have slots."""
+    """Return {(step, layer): the choices [B T, k] and which of them have slots}."""
     decisions = {}
     for key, notes in noted(line).items():
         numbers = np.concatenate([own for own, *_ in notes])
@@ -129,8 +129,8 @@ def test_ranks_that_share_a_sequence_have_slots_for_their_own_tokens(line):
 
 
 def test_balance_bias_moves_towards_underloaded_experts():
-    """Equation 3 of arXiv:2408.15664: choices are those of the largest p + b, weights are of p,
-    and b_i += u sign(mean - c_i) after a step."""
+    """Equation 3 of arXiv:2408.15664: the largest p + b are chosen, the weights are p, and
+    b_i += u sign(mean - c_i) after a step."""
     notes, layer = noted("schedule=none"), "layers.1"
     ((_, routes, _, bias),) = notes[1, layer]
     ((_, first, _, zeros),) = notes[0, layer]
@@ -146,8 +146,8 @@ def test_balance_bias_moves_towards_underloaded_experts():
 
 @pytest.mark.parametrize("shared", [0, 1])
 def test_shared_experts_overlap_with_the_dispatch(shared):
-    """Forward two products lie between the post and the wait of the first exchange, backward their
-    four; the router's backward passes are there in any case."""
+    """In forward, two products are between the post and the wait of the first exchange; in
+    backward, all four. The router's backward passes are always there."""
     line = f"e=2 schedule=none microbatches=1 experts=4 layers=1 shared_experts={shared} steps=1"
     config = config_of(line)
 

@@ -16,7 +16,7 @@ def text(programs):
 
 
 def programs(*texts):
-    """The groups of stages from texts such as "F0 SendF0+RecvB0"."""
+    """Return the groups of stages, from texts such as "F0 SendF0+RecvB0"."""
     return [
         [tuple(map(parse, group.split("+"))) for group in stage_text.split()]
         for stage_text in texts
@@ -64,7 +64,7 @@ def test_asynchronous_schedule_reduces_in_each_step():
 
 
 def cases(name, stages, micros):
-    """(p, m, v, steps) of all that a schedule runs, up to so many stages and microbatches."""
+    """Yield all supported (p, m, v, steps) of a schedule, up to some stages and microbatches."""
     schedule = SCHEDULES[name]
     for p, m, v in product(range(1, stages + 1), range(1, micros + 1), (1, 2, 3)):
         if schedule.forbids(p, m, v) is None:
@@ -161,7 +161,7 @@ def test_unmatched_send_or_receive_is_detected():
 
 
 def test_unfused_blocking_sends_deadlock():
-    """1F1B whose messages are posted one by one deadlocks where the fused one does not."""
+    """1F1B deadlocks if its messages are posted one by one, but not if they are fused."""
     passes, placement = instruction_streams("1f1b", 2, 4)
     fused = lower(passes, placement)
     check(fused, placement, 4)

@@ -42,7 +42,7 @@ def test_asynchronous_schedules_continue_and_update_between_passes():
 
 
 def updates_before(stream):
-    """Microbatch -> number of Steps before its F."""
+    """Return {microbatch: number of Steps before its F}."""
     steps, found = 0, {}
     for op, mb, _ in stream:
         steps += op == "Step"

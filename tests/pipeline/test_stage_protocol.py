@@ -14,8 +14,8 @@ MEMBERS = {name: member for name, member in vars(PipelineStage).items() if name[
 
 
 def violations(kind):
-    """Where a class is no PipelineStage: a member that it lacks, or another signature.  What it
-    has more must have defaults."""
+    """Return the violations of PipelineStage in a class: missing members, and different signatures.
+    Extra parameters must have defaults."""
     for name, wanted in MEMBERS.items():
         found = getattr(kind, name, None)
         if isinstance(wanted, property):
@@ -89,7 +89,7 @@ def test_different_signature_is_reported(name):
 
 
 class Bare:
-    """A stage with the members of the protocol and no other."""
+    """Stage with the members of the protocol only."""
 
     def __init__(self, stage):
         self._stage = stage

@@ -16,7 +16,7 @@ SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v
 
 
 def drawn(seed, name, chunks, most_stages, micros):
-    """Random sizes and costs, and the ends of the stages by the timeline."""
+    """Return random sizes and costs, and the ends of the stages on the timeline."""
     draw = random.Random(seed)
     sizes = name, draw.randint(2, most_stages), draw.randint(*micros), chunks
     costs = [Cost(*(draw.uniform(0, 3) for _ in range(4))) for _ in range(sizes[1] * chunks)]
@@ -132,8 +132,8 @@ def most_held(model, stage, *sizes):
 
 
 def test_chunks_are_in_flight_together():
-    """Stage 0 begins with F0 F1 1F0 1F1 F2 1B0 F3: of chunk 0 it holds four microbatches with one
-    of chunk 1, or three with two."""
+    """Stage 0 begins with F0 F1 1F0 1F1 F2 1B0 F3, so it holds four microbatches of chunk 0 with
+    one of chunk 1, or three with two."""
     model = step_model("interleaved", 2, 4, 2)
     assert model.most_in_flight == [5, 3]
     assert most_held(model, 0, [10, 1], [0, 0]) == 41
@@ -141,7 +141,7 @@ def test_chunks_are_in_flight_together():
 
 
 def test_each_kind_of_pass_has_its_moments():
-    """1F1B on the last stage but one: F1 starts with one microbatch, B0 and B1 with two."""
+    """In 1F1B on the second-to-last stage, F1 starts with one microbatch, B0 and B1 with two."""
     found = step_model("1f1b", 2, 4, 1).held(0, [10], [0])
     assert sorted(found) == [(("BW", 0), 20), (("F", 0), 10)]
 
@@ -154,7 +154,7 @@ def test_inputs_of_weight_gradients_are_held_until_they_are_computed():
 
 
 def test_peaks_record_whether_gradients_are_in_flight():
-    """Under GPipe, and 1F1B of as many microbatches as stages, the fullest moment is before it."""
+    """With GPipe, or 1F1B with m = p, the peak is before the gradients are in flight."""
     for name, micros in (("gpipe", 3), ("1f1b", 2)):
         model = step_model(name, 2, micros, 1)
         assert most_held(model, 0, [10], [10], 4) == 10 * micros

@@ -93,7 +93,7 @@ def test_chunks_on_the_same_stage_send_no_message():
 
 @pytest.mark.parametrize("backward", ["B", "BW"])
 def test_deadlocked_streams_are_reported(backward):
-    """What is wrong has the names that the streams have: that of a B stays B."""
+    """The error uses the names in the streams: a B remains a B."""
     texts = "F0 B0 F1 B1".replace("B", backward), "F1 B1 F0 B0"
     orders, place = [list(map(parse, text.split())) for text in texts], Placement(2, 1)
     for run in (lambda: timeline(orders, place, EQUAL), lambda: lower(orders, place)):
@@ -110,7 +110,7 @@ def test_pass_before_its_input_is_a_deadlock():
 
 
 def test_timeline_uses_the_cost_of_each_chunk_and_border():
-    """Two stages of two chunks; borders take longer down the model."""
+    """There are two stages of two chunks; boundaries take longer down the model."""
     costs = [Cost(2.0**part, 3.0**part, 0.0, 0.1 * 2**part) for part in range(4)]
     passes, placement = instruction_streams("interleaved", 2, 2, 2)
     rows = timeline(passes, placement, costs)
@@ -132,8 +132,8 @@ def test_timeline_uses_the_cost_of_each_chunk_and_border():
 
 
 def test_optimal_cut_of_uneven_loads_depends_on_the_schedule():
-    """Loads 8 11 2 1 18 5 4 11, backward twice that, 8 microbatches: 1F1B prefers other borders
-    than those of the lightest heaviest stage, which are GPipe's."""
+    """Loads 8 11 2 1 18 5 4 11, backward twice as long, 8 microbatches: the best boundaries of
+    1F1B differ from those with the smallest maximum load, which are best for GPipe."""
 
     def seconds(name, loads):
         return makespan(run(name, 4, 8, cost=[Cost(load, 2 * load, 0) for load in loads]))

@@ -58,7 +58,7 @@ def reference(line):
 
 
 def rule_of(line):
-    """The words of a mix that the update rules look at."""
+    """Return the words of a mix that affect the update rules."""
     words, keys = words_of(line), ("schedule", "p", "microbatches", "layers_per_stage")
     return " ".join([*(f"{key}={words[key]}" for key in keys if key in words), alone(line)])
 
@@ -73,7 +73,7 @@ def test_asynchronous_pipeline_follows_its_update_rule(line):
 
 
 def distance(one, other):
-    """The largest difference of a weight."""
+    """Return the largest difference of a weight."""
     pairs = [(block, other.weights[name][1]) for name, (_, block) in one.weights.items()]
     return max(np.abs(ours - theirs).max() for ours, theirs in pairs)
 
