@@ -11,7 +11,7 @@ from tests.cuda import emulator, rules
 
 @pytest.fixture(scope="session")
 def library_of(request):
-    """Builds and opens a library of programs {name: text}, unless it is there already."""
+    """Compile and load a library of programs {name: text}, unless it is cached."""
     if emulator.compiler() is None:
         pytest.skip("no g++: the CUDA kernels are not run on the host")
     folder = request.config.cache.mkdir("cuda-emulator")
@@ -23,8 +23,8 @@ ELSEWHERE = pytest.StashKey()  # of what launches the kernels where it is not th
 
 @pytest.fixture(scope="session")
 def emulate(request):
-    """Launches a kernel by name, (name, rows, columns, **parameters): on the host, or where
-    tests/gpu/kernels.py says."""
+    """Return a function that launches a kernel, (name, rows, columns, **parameters), on the host
+    or with the launcher of tests/gpu/kernels.py."""
     if ELSEWHERE in request.config.stash:
         return request.config.stash[ELSEWHERE]
     library_of = request.getfixturevalue("library_of")
@@ -37,7 +37,7 @@ def emulate(request):
 
 @pytest.fixture(scope="module")
 def launcher(emulate):
-    """The rules of a device, whose kernels the emulator runs."""
+    """Device rules whose kernels run in the emulator."""
     launcher = rules.Launcher(emulate)
     rules.register(launcher)
     return launcher
@@ -50,14 +50,14 @@ def counts_from_zero(launcher):
 
 
 class Real(NamedTuple):
-    """A type of numbers; `unit` is its largest relative error of rounding."""
+    """Number type; `unit` is its maximum relative rounding error."""
 
     name: str
     dtype: type
     unit: float
 
     def cast(self, x, offset=0):
-        """x in this type, `offset` elements behind an address that divides by 16."""
+        """Return x in this type, `offset` elements after an address divisible by 16."""
         bits = emulator.to_bfloat16(x) if self.name == "bfloat16" else x.astype(self.dtype)
         memory = np.empty(bits.size + 16, self.dtype)
         first = -memory.ctypes.data % 16 // memory.itemsize + offset
@@ -66,16 +66,16 @@ class Real(NamedTuple):
         return placed
 
     def back(self, x):
-        """Numbers of this type as float32."""
+        """Convert numbers of this type to float32."""
         wide = emulator.from_bfloat16(x) if self.name == "bfloat16" else x.astype(np.float32)
         return wide.reshape(x.shape)
 
     def empty(self, *shape, offset=0):
-        """An array that holds nothing but NaN."""
+        """Return an array of NaN."""
         return self.cast(np.full(shape, np.nan, np.float32), offset)
 
     def same(self, got, expected, atol=2e-6):
-        """`got` of this type is `expected` but for rounding."""
+        """Assert that `got` (of this type) equals `expected` up to rounding."""
         close = 2e-6 if self.name == "float32" else 1.001 * self.unit
         np.testing.assert_allclose(self.back(got), expected, rtol=close, atol=atol)
 
@@ -91,7 +91,7 @@ def real(request):
 
 @pytest.fixture
 def draw():
-    """Normal numbers of a type, and the float32 that they are."""
+    """Return normal numbers of a type, and their float32 values."""
     random = np.random.default_rng(7)
 
     def drawn(real, *shape, offset=0):

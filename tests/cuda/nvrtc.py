@@ -15,11 +15,11 @@ OLD = "Architectures prior to"  # a warning about sm_70 that no option turns off
 
 
 class Refused(Exception):
-    """A text that does not compile, or not without a warning; what the compiler says."""
+    """Source that does not compile without warnings, with the compiler's message."""
 
 
 class Code(NamedTuple):
-    """Machine code for one architecture, the PTX it comes from, and the assembler's report."""
+    """Machine code for one architecture, its PTX, and the report of the assembler."""
 
     cubin: bytes
     ptx: str
@@ -27,12 +27,12 @@ class Code(NamedTuple):
 
     @property
     def spilled(self):
-        """Bytes that did not fit into registers, of all kernels."""
+        """Number of register spill bytes of all kernels."""
         return sum(map(int, re.findall(r"(\d+) bytes spill", self.report)))
 
 
 def folder(part):
-    """That of a part of CUDA in the wheels; None where it is not installed."""
+    """Return the folder of a CUDA component in the wheels, or None if it is not installed."""
     try:
         found = importlib.util.find_spec(f"nvidia.{part}")
     except ModuleNotFoundError:
@@ -41,11 +41,11 @@ def folder(part):
 
 
 class Compiler:
-    """Compiles texts with the options of launches."""
+    """Compiler with the options of launches."""
 
     @staticmethod
     def missing():
-        """What is not there, or None."""
+        """Return the missing component, or None."""
         here = folder("cuda_nvrtc") and folder("cuda_runtime")
         return None if here else f"{' and '.join(WHEELS)}: pip install 'hpc3d[test]'"
 
@@ -62,7 +62,7 @@ class Compiler:
         return f"{numbers[0].value}.{numbers[1].value}"
 
     def compile(self, text, instances, architecture):
-        """The Code of `instances` for an architecture such as "sm_90"; or Refused."""
+        """Return the Code of `instances` for an architecture such as "sm_90", or raise Refused."""
         program = ctypes.c_void_p()
         self.do("CreateProgram", ctypes.byref(program), text.encode(), b"kernels", 0, None, None)
         try:
@@ -89,7 +89,7 @@ class Compiler:
         assert not code, self.nvrtc.nvrtcGetErrorString(code).decode()
 
     def result(self, what, program):
-        """The bytes of one of the results of a program."""
+        """Return the bytes of one of the results of a program."""
         size = ctypes.c_size_t()
         self.do(f"Get{what}Size", program, ctypes.byref(size))
         taken = ctypes.create_string_buffer(size.value)
@@ -98,6 +98,6 @@ class Compiler:
 
 
 def complaints(report):
-    """The lines of a report that are not the assembler's numbers."""
+    """Return the lines of a report that are not the assembler's numbers."""
     lines = [line for line in report.splitlines() if line and not line.startswith(NUMBERS)]
     return "\n".join(line for line in lines if OLD not in line)

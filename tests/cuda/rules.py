@@ -23,9 +23,9 @@ from tests.pipeline.mixes import config_of
 
 
 class Tape:
-    """A CUDA graph: between `begin` and `end` nothing is done but noted, and `launch` does it all.
+    """CUDA graph: between `begin` and `end`, operations are only recorded; `launch` executes them.
 
-    What it took memory for holds rubbish when it is launched.
+    Memory allocated during the capture contains arbitrary values at the launch.
     """
 
     on = None  # the one that is noting
@@ -47,7 +47,7 @@ class Tape:
 
 
 def do(function):
-    """Do it, or note it."""
+    """Execute an operation, or record it."""
     return Tape.on.noted.append(function) if Tape.on else function()
 
 
@@ -56,7 +56,7 @@ def host_waits():
 
 
 class CudaArray(DeviceArray):
-    """An array of the device whose kernels are CUDA's."""
+    """Device array with the rules of CUDA kernels."""
 
     def fill(self, value):
         do(lambda: plain(self).fill(value))
@@ -72,7 +72,7 @@ class CudaArray(DeviceArray):
 
 
 def made(function, *arguments, **options):
-    """The result of a function of arrays; of one that is noted its place is known at once."""
+    """Return the result of a function of arrays; during a capture, only its memory is known."""
     if not Tape.on:
         return function(*arguments, **options)
     if options.get("out"):
@@ -103,7 +103,7 @@ class CudaPool(DevicePool):
 
 
 def some(lines, *quick):
-    """All of them; those that are not `quick` are slow."""
+    """Return all cases; those that are not `quick` are slow."""
     slow = pytest.mark.slow
     return [
         line
@@ -114,7 +114,7 @@ def some(lines, *quick):
 
 
 def on_devices(line, function):
-    """`function(mesh, config)` on every rank of a mix."""
+    """Call `function(mesh, config)` on every rank of a mix."""
     config = config_of(line)
     beside, _ = threads.meshes(config.sizes())
 
@@ -126,7 +126,7 @@ def on_devices(line, function):
 
 
 def empty(shape, dtype):
-    """Full of bytes that are no number of any type."""
+    """Return an array of bytes that are NaN in every type."""
     array = np.empty(shape, dtype)
     array.reshape(-1).view(np.uint8).fill(0xFF)
     if Tape.on:
@@ -135,7 +135,7 @@ def empty(shape, dtype):
 
 
 class Launcher:
-    """Launches one kernel at a time, and counts."""
+    """Launcher that runs one kernel at a time, and counts the launches."""
 
     def __init__(self, emulate):
         self.emulate, self.one = emulate, threading.Lock()
@@ -153,14 +153,14 @@ class Launcher:
                 do(lambda: self.emulate(name, rows, columns, **given))
 
     def multiply(self, a, b, out, bias=None, add=None, **fused):
-        """What Lt.product does."""
+        """Compute the product of Lt.product."""
         *batch, rows, inner = a.shape
         self.count["product"] += 1
         self.products[rows, b.shape[-1], inner, a.dtype.name, prod(batch)] += 1
         do(lambda: multiply(a, b, out, (bias, add), **fused))
 
     def multiply_coded(self, a, b, out):
-        """What Lt.coded_product does."""
+        """Compute the product of Lt.coded_product."""
         assert not a.turned and b.turned and not any(size % 16 for size in (*a.shape, *b.shape))
         self.count["coded product"] += 1
         self.products[*out.shape, a.shape[1], E4M3, 1] += 1
@@ -168,13 +168,13 @@ class Launcher:
 
 
 def decoded(matrix):
-    """A matrix in float8 as it is."""
+    """Return the values of a float8 matrix."""
     codes = plain(matrix.codes).view(matrix.kind).astype(np.float32) * plain(matrix.scale)
     return codes.T if matrix.turned else codes
 
 
 def multiply(a, b, out, terms, bias_grad=None, gelu_input=None, gelu_at=None):
-    """out = a b + terms, summed in float32; the sums of b's rows; GELU of out or its gradient."""
+    """Compute out = a b + terms in float32, row sums of b, and the GELU of out or its gradient."""
     factors = wide(a), wide(b)
     total = factors[0] @ factors[1]
     for term in terms:
@@ -192,7 +192,7 @@ def multiply(a, b, out, terms, bias_grad=None, gelu_input=None, gelu_at=None):
 
 
 class Flash:
-    """Fused attention, which takes what cuDNN's takes, by NumPy's."""
+    """Fused attention in NumPy, for the same arguments as cuDNN's."""
 
     def suits(self, dtype, width, drop):
         return drop is None and dtype.itemsize == 2
@@ -225,13 +225,13 @@ class Flash:
 
 
 def by_head(view):
-    """One of queries [B, heads, g, T, D] as [B, heads g, T, D], on the host."""
+    """Reshape queries [B, heads, g, T, D] to [B, heads g, T, D], on the host."""
     view = plain(view)
     return view if view.ndim == 4 else view.reshape(len(view), -1, *view.shape[3:])
 
 
 def scaled(q, causal):
-    """The factor of the scores, and how far to the right of the diagonal keys are seen."""
+    """Return the scale of the scores, and how far right of the diagonal keys are seen."""
     return q.shape[-1] ** -0.5, 0 if causal else None
 
 
@@ -244,7 +244,7 @@ def kept(array, dtype):
 
 
 def register(launcher, flash=None):
-    """Let CudaArray take the rules."""
+    """Register the rules for CudaArray."""
     bring, coded = CudaPool().bring, launcher.multiply_coded
     add_gpu(CudaArray, Gpu(launcher, launcher.multiply, flash, empty, bring, coded))
     writeable.register(CudaArray, lambda array: True)

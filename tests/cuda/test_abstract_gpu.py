@@ -56,7 +56,7 @@ FLOAT8 = "product_dtype=float8 product_scale=tensor layers=1 batch=8 sequence=8 
 
 
 def observed(mesh, config):
-    """The peaks of a rank in its second step."""
+    """Return the peaks of a rank in its second step."""
     batches = Tokens(config) if mesh.rank == 0 else None
     mesh = mesh.traced(Recorder(None, {"rank": mesh.rank}, 1 << 15, every_s=inf))
     trainer = Trainer(mesh, config, config.model.vocabulary, batches)
@@ -66,7 +66,7 @@ def observed(mesh, config):
 
 
 class Counts(CostMeter):
-    """Counts what is told, as a Launcher does what is launched."""
+    """Meter that counts kernels as a Launcher counts launches."""
 
     def __init__(self):
         self.count, self.bytes, self.products = Counter(), Counter(), Counter()
@@ -87,7 +87,7 @@ class Counts(CostMeter):
 
 
 def launched(counter):
-    """Of our kernels; CuPy has an `add`, too."""
+    """Count the launches of hpc3d's kernels; CuPy has an `add`, too."""
     return {
         name: counter[name] for name in launch_table.kernels() if name != "add" and counter[name]
     }
@@ -125,7 +125,7 @@ def test_predicted_float8_products_match_a_device_run(line, launcher, monkeypatc
 
 @pytest.mark.slow
 def test_attention_by_products_copies_q_k_v_and_the_output():
-    """Where products do attention: q, k and v are copied, and what comes out."""
+    """If matrix products compute attention, q, k, v and the output are copied."""
     pool = abstract_gpu.DeviceShapes(Counts())
     qkv = pool.empty((2 * 8, 4 * 3 * 8), np.float32)
     out, _ = attend(qkv, 8, HeadForm(8), pool.empty)

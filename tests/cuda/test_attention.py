@@ -28,7 +28,7 @@ SCALE = 0.3
 
 
 def masked(rate, sequence, heads=HEADS):
-    """Dropout on the second of three ranks, and its factors [B, heads, key, query]."""
+    """Return the dropout of the second of three ranks, and its factors [B, heads, key, query]."""
     columns = heads * sequence**2
     mask = Mask(
         philox_key((3, "p")), rate, range(4, 4 + BATCH), range(columns, 2 * columns), 3 * columns
@@ -38,7 +38,7 @@ def masked(rate, sequence, heads=HEADS):
 
 
 def dropout_of(mask):
-    """The parameters of dropout, of none at all without a mask."""
+    """Return the dropout parameters, which disable dropout without a mask."""
     if mask is None:
         names = "first_row", "first_column", "width", "limit", "factor"
         return {"dropout_key": None, **dict.fromkeys(names, 0)}
@@ -48,7 +48,7 @@ def dropout_of(mask):
 
 
 def padded(sequence):
-    """Keys of BATCH samples that are padding: all of the first, or some."""
+    """Return the padding keys of BATCH samples: all keys of the first sample, or some."""
     return np.arange(BATCH * sequence).reshape(BATCH, sequence) % (sequence + 3) < sequence
 
 
@@ -115,7 +115,7 @@ def test_softmax_with_surrounding_products_equals_attention(rate):
 @pytest.mark.parametrize("sees", MASKS)
 @pytest.mark.parametrize("queries", strided([1, 2], 2, 1))
 def test_attention_with_grouped_queries_matches_numpy(flash, rate, sees, queries, launcher):
-    """Padding and dropout go by products even where there is a fused kernel; against NumPy."""
+    """With padding or dropout, products are used even if there is a fused kernel."""
     rules.register(launcher, flash)
     sequence, form, empty = 5, HeadForm(4, queries), Pool().empty
     seen = MASKS[sees](sequence)

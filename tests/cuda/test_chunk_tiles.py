@@ -44,7 +44,7 @@ def pairs_of(causal, keys, queries=(0, 3)):
 
 
 def attention(qkv, dout, others, form, chunks, empty):
-    """The output, log-sum-exps and gradients of these queries, from their own keys and others."""
+    """Return output, log-sum-exps and gradients of these queries, for their own and other keys."""
     how = 2 * CHUNK, form, empty
     merged = begin_merging(qkv, *how)
     blocks = keys_and_values(qkv, *how), keys_and_values(others, *how)
@@ -72,7 +72,7 @@ def attention(qkv, dout, others, form, chunks, empty):
 def test_tiled_attention_matches_float64(
     queries, causal, rate, padded, dtype, launcher, monkeypatch
 ):
-    """Chunks of six tokens in tiles of two to six, a head of keys at a time or two."""
+    """Chunks of six tokens are split into tiles of two to six, with one or two key heads each."""
     monkeypatch.setattr(chunk_tiles, "_TILE", max(4, 2 * queries))
     monkeypatch.setattr(chunk_tiles, "_SCORES", 2 * 4 * 4 * 2)
     form, heads, random = HeadForm(8, queries), 3, np.random.default_rng(4)
@@ -103,8 +103,8 @@ def test_tiled_attention_matches_float64(
     ("queries", "causal", "first"), strided([(3, True, 0), (1, True, 1), (2, False, 0)], 3)
 )
 def test_fused_hops_match_float64(queries, causal, first, launcher, monkeypatch):
-    """At the first place of the ring, half of the queries see all of the other place's keys; at
-    the second place, all queries see half of them."""
+    """On the first rank of the ring, half of the queries see all keys of the other rank; on the
+    second, all queries see half of them."""
     monkeypatch.setitem(sys.modules, "cudnn", FakeCudnn(lambda pointer, size: True))
     rules.register(launcher, Flash(rules.empty, stream=1, capability="90"))
     form, heads, random = HeadForm(8, queries), 3, np.random.default_rng(4)

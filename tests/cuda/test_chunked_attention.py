@@ -12,7 +12,7 @@ TILES = [(1, 1, 1, None), (5, 9, 2, None), (40, 72, 1, 3), (33, 16, 3, -2), (70,
 
 
 def dropped(rate, shape):
-    """A `Mask` of a tile, and its factors [heads, key, group, query]."""
+    """Return the `Mask` of a tile, and its factors [heads, key, group, query]."""
     heads, keys, group, queries = shape
     if not rate:
         return None, np.ones(shape)
@@ -25,7 +25,7 @@ def dropped(rate, shape):
 
 
 class Tile:
-    """Random scores, sums so far, and what hides keys."""
+    """Tile with random scores and previous sums, and with masks."""
 
     def __init__(self, draw, real, size, rate, padded):
         keys, queries, group, ahead = size
@@ -50,7 +50,7 @@ class Tile:
         self.given |= cuda_mask(self.mask, "dropout_key")
 
     def total(self):
-        """The log-sum-exps [heads, group, query] with this tile."""
+        """Return the log-sum-exps [heads, group, query] including this tile."""
         with np.errstate(divide="ignore"):
             return np.logaddexp(self.sums[self.here], np.log(np.exp(self.s).sum(1)))
 
@@ -70,7 +70,7 @@ def base_of(total):
 
 @cases
 def test_chunk_softmax_kernel_matches_float64(size, rate, padded, real, draw, emulate):
-    """A query that sees no key, here or before, has sums of -inf and weights of 0."""
+    """A query that has seen no key has sums of -inf and weights of 0."""
     tile = Tile(draw, real, size, rate, padded)
     total, before = tile.total(), tile.sums.astype(np.float64)
     kept = FLOAT.empty(HEADS, tile.shape[2], tile.shape[3])
@@ -100,7 +100,7 @@ def test_chunk_softmax_gradient_kernel_matches_float64(size, rate, padded, real,
 @pytest.mark.parametrize("width", [3, 8])
 @pytest.mark.parametrize("known", [True, False])
 def test_tile_output_is_rescaled_and_accumulated(width, known, draw, emulate):
-    """Of two of four heads of queries."""
+    """Tests two of four query heads."""
     queries, heads, all_heads = 5, 2, 4
     out, before = draw(FLOAT, queries, all_heads, width)
     added, wide = draw(FLOAT, heads, queries, width)
@@ -127,7 +127,7 @@ def test_row_dots_kernel(heads, width, real, draw, emulate):
 @pytest.mark.parametrize(("heads", "width"), [(1, 5), (9, 64)])
 @pytest.mark.parametrize("merged", [True, False])
 def test_hop_is_merged_by_its_log_sum_exps_or_added(heads, width, merged, real, draw, emulate):
-    """Of 2 samples; the first query has seen no key before."""
+    """Tests two samples; the first query has seen no key before."""
     samples, queries, here = 2, 5, np.s_[:, :, FIRST : FIRST + 5]
     shape = samples, queries, heads, width
     (out, before), (added, wide) = draw(FLOAT, *shape), draw(real, *shape)

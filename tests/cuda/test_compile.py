@@ -27,19 +27,19 @@ def wheels():
 
 
 def instances(source, reals):
-    """What is compiled of a source where T is one of `reals`."""
+    """Return the instances of a source file for which T is one of `reals`."""
     ours = [kernel for kernel in launch_table.kernels().values() if kernel.source == source]
     return [*dict.fromkeys(kernel.expression(real) for kernel in ours for real in reals)]
 
 
 def spilled(source, architecture):
-    """Bytes that the kernels of a source keep in memory for want of registers."""
+    """Return the register spill bytes of the kernels in a source file."""
     listed = instances(source, ARCHITECTURES[architecture])
     return COMPILER.compile(launch_table.text(source), listed, architecture).spilled
 
 
 def digest(source, architecture):
-    """Of all that the outcome depends on."""
+    """Return the digest of everything that affects the result."""
     headers = sorted(path.read_text() for path in launch_table.FOLDER.glob("*.cuh"))
     listed = instances(source, ARCHITECTURES[architecture])
     texts = [launch_table.text(source), *headers, *launch_table.OPTIONS, *listed]
@@ -49,8 +49,8 @@ def digest(source, architecture):
 
 @pytest.fixture(scope="module")
 def outcomes(request):
-    """What `spilled` gives of every source that is asked for and architecture, two at a time.
-    What compiled once with the same text and compiler, without spilling, is not compiled again."""
+    """Return `spilled` of every requested source and architecture, computed two at a time. Sources
+    that the same compiler has compiled before without spilling are skipped."""
     passed = request.config.cache.mkdir("cuda-compiled")
     names = {item.name for item in request.session.items}
     pairs = [

@@ -42,7 +42,7 @@ STREAM = 0x5EA_0000_1234
 
 
 def aligned(shape, dtype, offset=0):
-    """Memory with rubbish in it, `offset` bytes after a multiple of 256."""
+    """Return memory with arbitrary values, `offset` bytes after a multiple of 256."""
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = np.full(nbytes + 512, 0x5A, np.uint8)
     start = -memory.ctypes.data % 256 + offset
@@ -50,7 +50,7 @@ def aligned(shape, dtype, offset=0):
 
 
 def placed(shape, dtype, layout="rows", offset=0):
-    """A device array of zeros that lies in memory as `layout` says."""
+    """Return a device array of zeros with the given memory layout."""
     *count, rows, columns = shape
     across = "columns" in layout
     inner = [columns, rows] if across else [rows, columns]
@@ -62,7 +62,7 @@ def placed(shape, dtype, layout="rows", offset=0):
 
 
 def numbers(shape, dtype, seed, layout="rows"):
-    """Small integers: their products and sums are exact in every type."""
+    """Return small integers, whose products and sums are exact in every type."""
     array = placed(shape, dtype, layout)
     array[...] = np.random.default_rng(seed).integers(-2, 3, shape).astype(dtype).view(DeviceArray)
     return array
@@ -95,14 +95,14 @@ def exact(array):
 
 
 def gelu(x):
-    """The GELU of the model, and its slope."""
+    """Return the GELU of the model, and its derivative."""
     h, out = x.copy(), np.empty_like(x)
     gelu_tanh(h, out)
     return out, h
 
 
 def fuse(fused, shape, dtype):
-    """Arrays for the parameters `fused`."""
+    """Return arrays for the parameters `fused`."""
     given = {}
     for role in fused:
         matrix = numbers(shape, dtype, 4, "padded rows")
@@ -114,7 +114,7 @@ def fuse(fused, shape, dtype):
 
 
 def expected(a, b, add, scale, fused):
-    """out and, by name, the other arrays that are written, in float64."""
+    """Return out and, by name, the other written arrays, in float64."""
     x = scale * (exact(a) @ exact(b))
     x = x if add is None else x + exact(add)
     x = x + exact(fused["bias"]) if "bias" in fused else x
@@ -137,7 +137,7 @@ def expected(a, b, add, scale, fused):
     ],
 )
 def test_products_with_all_layouts_and_epilogues(lt, factors, dtype, count):
-    """Of any transposes, paddings, sums and epilogues."""
+    """Tests all transposes, row paddings, sums and epilogues."""
     ways = itertools.product(LAYOUTS, LAYOUTS, ("none", "same", "other"), FUSED)
     for of_a, of_b, adding, fused in ways:
         if "bias_grad" in fused and (count or "columns" in of_b):
@@ -160,7 +160,7 @@ def test_products_with_all_layouts_and_epilogues(lt, factors, dtype, count):
 
 
 def test_product_does_not_write_to_row_padding(lt):
-    """What lies between the rows of out belongs to others."""
+    """The memory between the rows of out belongs to other arrays."""
     whole = numbers((M, 2 * N), np.float32, 1)
     before, out = whole.copy(), whole[:, :N]
     lt.product(numbers((M, K), np.float32, 2), numbers((K, N), np.float32, 3), out)
@@ -172,7 +172,7 @@ def test_product_does_not_write_to_row_padding(lt):
 @pytest.mark.parametrize("of_a", LAYOUTS)
 @pytest.mark.parametrize("of_b", LAYOUTS)
 def test_products_with_a_dimension_of_one(lt, m, n, k, of_a, of_b):
-    """Where a side is 1 its stride says nothing."""
+    """If a size is 1, its stride is meaningless."""
     a, b = numbers((m, k), np.float32, 1, of_a), numbers((k, n), np.float32, 2, of_b)
     out = placed((m, n), np.float32, "padded rows")
     lt.product(a, b, out)
@@ -180,7 +180,7 @@ def test_products_with_a_dimension_of_one(lt, m, n, k, of_a, of_b):
 
 
 def test_bfloat16_products_accumulate_in_float32(lt):
-    """256 + 1 + 1 + ... is lost in a sum of bfloat16."""
+    """In bfloat16, 256 + 1 + 1 + ... would remain 256."""
     a, b = placed((M, 64), BF16), placed((64, N), BF16)
     a.fill(1)
     b.fill(1)
@@ -211,7 +211,7 @@ ASKED = "cublasLtMatmulAlgoGetHeuristic"
 
 
 def test_heuristics_are_queried_once_per_problem(lt, fake):
-    """Then a product is one call, and one more for every address of what is fused."""
+    """After that, a product makes one call, and one more for the address of each fused array."""
     for seed in range(3):
         a, b = numbers((M, K), np.float32, seed), numbers((K, N), np.float32, seed + 5)
         out, given = placed((M, N), np.float32), fuse(("bias", "gelu_input"), (M, N), np.float32)
@@ -224,7 +224,7 @@ def test_heuristics_are_queried_once_per_problem(lt, fake):
 
 
 def test_each_distinct_problem_queries_the_heuristics(lt, fake):
-    """Shapes, strides, types, what is fused and the alignment of an address make a kind."""
+    """Problems differ in shapes, strides, types, fused operations and alignments."""
     f4, f2 = np.dtype("f4"), np.dtype("f2")
 
     def product(m=M, dtype=f4, of_a="rows", out_type=f4, offset=0, add=None, **given):
@@ -291,7 +291,7 @@ def test_unsupported_product_is_rejected_before_any_write(lt, fake, why, given):
 
 
 def test_epilogue_without_an_algorithm_raises_unsupported(memory):
-    """The same product without it is the way."""
+    """The same product is possible without the epilogue."""
     lt = Lt(STREAM, (memory.ctypes.data, memory.nbytes), library=FakeLt(refused=(4,)))
     a, b, out = (numbers(shape, np.float32, 1) for shape in ((M, K), (K, N), (M, N)))
     with pytest.raises(Unsupported, match=f"^{ASKED}: CUBLAS_STATUS_NOT_SUPPORTED$"):
@@ -302,7 +302,7 @@ def test_epilogue_without_an_algorithm_raises_unsupported(memory):
 
 @pytest.mark.parametrize("nbytes", [0, 1 << 12])
 def test_workspace_that_is_too_small_raises_unsupported(memory, nbytes):
-    """The heuristics find nothing, or what they find is marked."""
+    """The heuristics find no algorithm, or mark it as unusable."""
     lt = Lt(STREAM, (memory.ctypes.data, nbytes), library=FakeLt())
     a, b, out = (numbers(shape, BF16, 1) for shape in ((M, K), (K, N), (M, N)))
     with pytest.raises(Unsupported, match=r"bfloat16 \(6, 8\) = bfloat16 \(6, 5\) x \(5, 8\) wit"):
@@ -338,7 +338,7 @@ def test_invalid_operands_are_rejected(lt):
 
 @pytest.mark.parametrize("adding", ["none", "same", "other"])
 def test_product_with_k_of_0_writes_zeros(lt, fake, adding):
-    """X' dY of no tokens: an expert that nobody asked."""
+    """The product is X' dY without tokens, for an expert that no token chose."""
     a, b = placed((M, 0), BF16, "columns"), placed((0, N), BF16)
     out, other = numbers((M, N), np.float32, 1), numbers((M, N), np.float32, 2)
     add = {"none": None, "same": out, "other": other}[adding]
@@ -354,7 +354,7 @@ def test_product_with_k_of_0_writes_zeros(lt, fake, adding):
 
 
 def test_product_with_0_rows_makes_no_call(lt, fake):
-    """Tokens of which there are none."""
+    """There are no tokens."""
     a, b, out = placed((0, K), BF16), numbers((K, N), BF16, 1), placed((0, N), BF16)
     lt.product(a, b, out, bias=vector(BF16, 1), gelu_input=placed((0, N), BF16))
     with pytest.raises(Unsupported, match="no rows"):
@@ -363,7 +363,7 @@ def test_product_with_0_rows_makes_no_call(lt, fake):
 
 
 def in_the_middle(x):
-    """Matrices [e, m, k] as the stack [m, e, k] of them."""
+    """Return matrices [e, m, k] as a stack [m, e, k]."""
     stack = placed((x.shape[1], x.shape[0], x.shape[2]), x.dtype)
     stack[...] = x.swapaxes(0, 1)
     return stack
@@ -372,7 +372,7 @@ def in_the_middle(x):
 @pytest.mark.parametrize(("factors", "dtype"), TYPES)
 @pytest.mark.parametrize("size", [(3, M, N, K), (1, M, N, K), (4, 1, N, K), (4, M, 1, 1)])
 def test_batched_expert_products(lt, factors, dtype, size):
-    """The experts are the middle dim of all, which is not copied; `.T` transposes each matrix."""
+    """The experts are the middle dimension, without copies; `.T` transposes each matrix."""
     count, m, n, k = size
     gpu = Gpu(None, lt.product, None, None, None)
     a, b = numbers((count, m, k), factors, 1), numbers((count, k, n), factors, 2)
@@ -403,7 +403,7 @@ def test_batched_product_with_0_rows(lt):
 
 
 class Turning(Gpu):
-    """A device that copies what is to lie otherwise."""
+    """Device that copies matrices to another layout."""
 
     def __init__(self, lt):
         super().__init__(None, lt.product, None, None, None, lt.coded_product)
@@ -415,7 +415,7 @@ class Turning(Gpu):
 
 
 def coded(shape, kind, dtype, scale=1.0, turned=False):
-    """A matrix in float8, and its numbers."""
+    """Return a float8 matrix, and its values."""
     codes, scales = placed(shape[::-1] if turned else shape, np.uint8), placed((1, 1), np.float32)
     draw = np.random.default_rng(len(kind)).standard_normal(codes.shape).astype(kind)
     codes[...], scales[...] = draw.view(np.uint8).view(DeviceArray), scale
@@ -426,7 +426,7 @@ def coded(shape, kind, dtype, scale=1.0, turned=False):
 @pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 @pytest.mark.parametrize("dtype", [np.dtype("f4"), np.dtype("f2"), BF16])
 def test_float8_products_with_all_layouts(lt, kinds, dtype):
-    """However the factors lie: those that lie otherwise are turned first."""
+    """Factors in other layouts are transposed first."""
     gpu, out = Turning(lt), placed((32, 48), dtype)
     for turned in itertools.product((False, True), repeat=2):
         a, left = coded((32, 64), kinds[0], dtype, 0.5, turned[0])

@@ -13,7 +13,7 @@ from tests.cuda.test_cublaslt import BF16, K, M, N, placed, vector
 
 
 def test_library_is_loaded_from_the_wheel_or_by_the_linker(monkeypatch):
-    """cuda.pathfinder names it; without that the linker is asked, and an absence is said."""
+    """cuda.pathfinder finds it; otherwise, the dynamic linker does, or a message is printed."""
     pathfinder = ModuleType("cuda.pathfinder")
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", pathfinder)
@@ -33,7 +33,7 @@ def test_library_is_loaded_from_the_wheel_or_by_the_linker(monkeypatch):
 
 @pytest.fixture
 def real():
-    """The real library, which describes products without a GPU."""
+    """The real library, which can describe products without a GPU."""
     try:
         return load()
     except ValueError as absent:
@@ -51,8 +51,7 @@ def read(real, kind, thing, number, c_type):
 
 
 def test_descriptors_of_the_real_library_have_the_given_attributes(real):
-    """A batch of a b with a transposed a and all of GELU_AUX_BIAS, read back attribute by
-    attribute."""
+    """Tests a batched product with transposed a and GELU_AUX_BIAS; all attributes are read."""
     a, b = placed((3, M, K), BF16, "columns"), placed((3, K, N), BF16, "padded rows")
     out, bias, aux = placed((3, M, N), BF16), vector(BF16, 1), placed((3, M, N), BF16)
     key = tuple(map(operand_of, (a, b, out, None, bias, None, aux, None)))

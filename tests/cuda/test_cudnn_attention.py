@@ -39,7 +39,7 @@ ONE = HeadForm(8)
 
 
 class Memory:
-    """Of a device: arrays full of rubbish, each between two guards."""
+    """Device memory: arrays of arbitrary values, each between two guards."""
 
     def __init__(self):
         self.arrays, self.guarded = [], []
@@ -59,7 +59,7 @@ class Memory:
         return array
 
     def holds(self, pointer, size):
-        """Whether one of the arrays has these bytes."""
+        """Return True if one of the arrays contains these bytes."""
         at = [(memory.ctypes.data + first, last - first) for memory, first, last in self.guarded]
         return any(start <= pointer and pointer + size <= start + n for start, n in at)
 
@@ -93,7 +93,7 @@ def normal(*shape, seed=3):
 
 
 def given(memory, shape, dtype):
-    """qkv and the gradient of out on the device, as they are after rounding."""
+    """Return qkv and the gradient of out on the device, after rounding."""
     batch, sequence, heads, form = shape
     qkv = memory.bring(normal(batch * sequence, heads * form.columns), dtype)
     columns = heads * form.queries * form.width
@@ -159,7 +159,7 @@ def test_cudnn_attention_matches_torch(attention, memory, queries):
 
 @pytest.mark.parametrize("queries", [1, 3])
 def test_hop_of_some_queries_and_keys_matches_torch(attention, memory, queries):
-    """Of the last 4 of 6 queries and the last 3 of 4 keys."""
+    """Tests the last 4 of 6 queries and the last 3 of 4 keys."""
     batch, sequence, heads, form = 2, 6, 3, HeadForm(32, queries)
     qkv, dout = given(memory, (batch, sequence, heads, form), "bfloat16")
     k, v = memory.bring(normal(2, batch, heads, 4, 32, seed=5), "bfloat16")[:, :, :, 1:]
@@ -314,7 +314,7 @@ def test_cudnn_import_does_not_load_torch(monkeypatch, tmp_path, loaded):
 
 
 def test_libraries_are_preloaded_from_packages(monkeypatch, tmp_path):
-    """Of those that are asked for one is not there, and one has its other half beside it."""
+    """One requested library is missing, and one has a second part in the same folder."""
     asked, opened = [], []
 
     def load(name):

@@ -17,7 +17,7 @@ from tests.fakes.fake_cupy import FakeCupy
 
 
 def slow():
-    """A device that does nothing before it is asked for."""
+    """Device that executes operations only when it is queried."""
     fake = FakeCupy(slow=True)
     return fake, Cuda(0, fake)
 
@@ -152,7 +152,7 @@ def test_value_of_waits_for_pending_work():
 
 
 def test_finished_call_releases_device_arrays_but_keeps_host_buffers():
-    """Computation follows the call, so its memory may be used again; the host follows nothing."""
+    """Computation waits for the call, so its memory can be reused; the host does not wait."""
     _, device = slow()
     traffic = CommStream(device, nullcontext)
     array, host = device.empty(3, float), np.ones(3)
@@ -171,7 +171,7 @@ def test_finished_call_releases_device_arrays_but_keeps_host_buffers():
 
 
 class Receiving(Self):
-    """Hosts that receive 1, 2, 3 into memory that is pinned."""
+    """Hosts that receive 1, 2, 3 in pinned memory."""
 
     def _recv(self, shape, dtype, peer):
         block = self.pool.empty(shape, dtype, "communication")
@@ -188,7 +188,7 @@ def test_host_staged_receive_does_not_overwrite_pending_uploads():
 
 
 def test_fake_cupy_defines_only_names_of_cupy():
-    """The fake has only what CuPy has; CuPy needs no GPU for that."""
+    """All names in the fake exist in CuPy, whose import requires no GPU."""
     cupy = pytest.importorskip("cupy")
     for name in vars(FakeCupy().cuda):
         assert hasattr(cupy.cuda, name)

@@ -17,7 +17,7 @@ CASES = [
 
 
 class OnHost:
-    """A device whose kernels the emulator runs."""
+    """Device whose kernels run in the emulator."""
 
     def __init__(self, emulate):
         self.launch, self.empty = emulate, np.empty

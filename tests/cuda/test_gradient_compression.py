@@ -21,7 +21,7 @@ LINES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("line", some(LINES, 0))
 def test_gradient_compression_on_devices_matches_numpy(line, launcher):
-    """Rounding decides which of the elements near the threshold of top-k are sent."""
+    """Rounding decides which elements near the top-k threshold are sent."""
     config, least = config_of(line), 0.99 if "top-k" in line else 1
     expected = threads.run(config.sizes(), lambda mesh: train(mesh, config))
     for found, wanted in zip(on_devices(line, train), expected, strict=True):

@@ -28,13 +28,13 @@ def size(request):
 
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{'layer' if case[1] else 'RMS'}")
 def case(request):
-    """The size of a matrix and whether its norm is centred, that is, has a mean and beta."""
+    """Size of a matrix, and whether its norm is centered, with a mean and beta."""
     return request.param
 
 
 @pytest.fixture
 def vectors(draw):
-    """Gamma and beta, and the float32 that they are; None for beta where `centred` is false."""
+    """Return gamma and beta with their float32 values; beta is None if not `centred`."""
 
     def drawn(real, columns, centred):
         gamma, beta = draw(real, columns), draw(real, columns)
@@ -60,7 +60,7 @@ def test_row_squares_kernel(size, real, draw, emulate):
 
 
 def test_moments_kernel_avoids_cancellation(emulate):
-    """Mean 1e4, deviation 1: in float, E[x^2] - E[x]^2 would be wrong by several."""
+    """The mean is 1e4 and the deviation 1, so E[x^2] - E[x]^2 would be wrong by several units."""
     x = np.random.default_rng(5).normal(size=(2, 300)).astype(np.float32) + np.float32(1e4)
     result = FLOAT.empty(2, 2)
     emulate("moments", 2, 300, x=x, result=result, columns=300)
@@ -154,13 +154,13 @@ def test_gamma_and_beta_gradient_kernel(given, rows, columns, real, draw, emulat
 
 
 def test_gamma_gradient_kernel_of_rms_norm(real, draw, emulate):
-    """What is given of RMS norm is x and rstd."""
+    """RMSNorm requires only x and rstd."""
     stored = {"mean": None, "rstd": np.abs(draw(FLOAT, 7)[0])}
     columns_are_summed(stored, 7, 300, real, draw, emulate)
 
 
 def columns_are_summed(stored, rows, columns, real, draw, emulate):
-    """norm_columns with that mean and rstd."""
+    """Check norm_columns with this mean and rstd."""
     (x, wide), (dy, wide_dy) = draw(real, rows, columns), draw(real, rows, columns)
     centre, factor = stored["mean"], stored["rstd"]
     n = wide if centre is None else wide - centre[:, None]

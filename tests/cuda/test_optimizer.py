@@ -14,7 +14,7 @@ SIZES = [1, 7, 16, 5003]
 
 @pytest.fixture(params=SIZES)
 def arrays(request, real, draw):
-    """Gradient, state and values; of 16 bits a master copy and, at an odd place, values."""
+    """Return gradient, state and values; in 16 bits, also master weights, and an odd offset."""
     size = request.param
     grad, first, second, master = (draw(FLOAT, size)[0] for _ in range(4))
     value = master if real.name == "float32" else real.empty(size, offset=1)
@@ -54,7 +54,7 @@ def test_lion_kernel(arrays, real, emulate):
 
 @pytest.mark.parametrize("blocks", [1, 5])
 def test_8_bit_adamw_kernel(blocks, real, emulate, draw):
-    """Codes are the same but where a number lies between two levels to rounding."""
+    """Codes are equal, unless a number is halfway between two levels up to rounding."""
     size = blocks * BLOCK
     grad, master = (draw(FLOAT, size)[0] for _ in range(2))
     grad[:BLOCK] = 0

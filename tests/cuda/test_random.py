@@ -9,7 +9,7 @@ from tests.cuda.conftest import FLOAT
 
 
 def drawn_by(mask):
-    """The parameters that say of a kernel which draws its block has."""
+    """Return the arguments that tell a kernel which random numbers its block has."""
     stretch = isinstance(mask.rows, range)
     return {
         "key": mask.key,
@@ -61,7 +61,7 @@ def test_draw_equal_to_the_dropout_limit_is_kept(emulate):
 
 
 def initial(real, emulate, rows, columns, width):
-    """A block of initial weights, and what NumPy says."""
+    """Return a block of initial weights, and NumPy's values."""
     shape, key = (len(rows), len(columns)), philox_key((7, "layers.0.up.weight"))
     value = real.empty(*shape)
     place = {"first_row": rows.start, "first_column": columns.start, "width": width}
@@ -77,7 +77,7 @@ def test_initial_weights_kernel(block, real, emulate):
 
 
 def test_largest_initial_weight_is_accurate(emulate):
-    """Where log u is steep, an error in the last place of u shows."""
+    """Where log u is steep, an error in the last bit of u is visible."""
     many = 1 << 22
     key = philox_key((7, "layers.0.up.weight"))
     at = int(np.argmin(philox_draws(key, 0, many) >> np.uint64(32)))

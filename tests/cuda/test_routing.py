@@ -16,7 +16,7 @@ COUNTS = [1, 6, 40, 300]
 
 @pytest.fixture
 def by_cuda(emulate):
-    """CUDA's rule of a primitive, on arrays of the host."""
+    """Return the CUDA rule of a primitive, for host arrays."""
 
     def empty(shape, dtype):
         array = np.empty(shape, dtype)
@@ -28,14 +28,14 @@ def by_cuda(emulate):
 
 
 def numbers(x):
-    """Of experts, with two that are equal everywhere and some in single rows."""
+    """Return logits of experts, with ties of two experts everywhere and of others in some rows."""
     x[:, -1] = x[:, len(x.T) // 2]
     x[::3, 0] = x[::3, len(x.T) // 3]
     return x
 
 
 def chosen(rows, count, top_k, dtype=np.float32):
-    """Routes of random logits."""
+    """Return the routes of random logits."""
     logits = np.random.default_rng(5).normal(size=(rows, count)).astype(dtype)
     return routing.route(numbers(logits), top_k)
 
@@ -73,7 +73,7 @@ def test_route_kernel_weights_of_experts_selected_by_the_bias(real, by_cuda):
 
 
 def test_route_kernel_with_non_finite_rows_selects_valid_experts(real, by_cuda):
-    """What is not finite is seen in the weights, and no other memory is touched."""
+    """Non-finite values appear in the weights, and no other memory is written."""
     for odd in (np.nan, np.inf):
         logits = np.zeros((2, 5), np.float32)
         logits[1, 2] = odd

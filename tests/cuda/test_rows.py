@@ -41,7 +41,7 @@ def test_elementwise_add_and_multiply_kernels(size, offset, real, draw, emulate)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("offset", [0, 3, 8])
 def test_accumulate_columns_kernel_leaves_other_columns(size, offset, real, draw, emulate):
-    """Of wider matrices; what stands beside the columns stays."""
+    """The sum is over some columns of wider matrices; their other columns are unchanged."""
     rows, columns = size
     (x, wide), (grad, before) = draw(real, rows, columns + 8), draw(FLOAT, rows, columns + 16)
     some, expected = slice(offset, offset + columns), before.copy()

@@ -74,9 +74,9 @@ MUON = [
 
 
 def same(found, expected):
-    """In float32: steps and weights of a rank are those of NumPy on one.
+    """Assert that float32 steps and weights of a rank are those of NumPy on one rank.
 
-    The gradient of a key's bias is 0, and AdamW makes steps of what rounding leaves of it.
+    The gradient of a key's bias is 0 up to rounding, so AdamW's steps for it are noise.
     """
     np.testing.assert_allclose(found.totals, expected.totals, rtol=2e-5)
     learnt = {name: what for name, what in found.weights.items() if "qkv.bias" not in name}
@@ -109,8 +109,8 @@ def test_8_bit_moments_match_numpy_except_for_rounding_ties(launcher):
 @pytest.mark.slow
 @pytest.mark.parametrize("scales", ["block", "tensor"])
 def test_float8_products_on_a_device_match_numpy(scales, launcher):
-    """Sums in another order round a few of the operands that follow to the other side: after four
-    steps, on some processors, norms differ by 3 %."""
+    """Another order of sums changes the rounding of some operands, so after four steps norms
+    differ by up to 3 % on some processors."""
     line = f"{ONE} hidden=144 microbatches=1 steps=2 product_dtype=float8 product_scale={scales}"
     (found,) = on_devices(line, train)
     expected = serial(alone(line)).totals
@@ -139,7 +139,7 @@ def test_native_float8_products_match_numpy(line, launcher, monkeypatch):
     ("recompute", "dtype"), some([("none", "int8"), ("full", "int8"), ("none", "float8")], 2)
 )
 def test_8_bit_saved_activations_match_numpy(recompute, dtype, launcher):
-    """A device keeps X of a norm, NumPy its rows, and so they round other numbers."""
+    """A device rounds X of a norm, and NumPy the normalized rows, so the results differ."""
     line = f"{ONE} recompute={recompute} keep_dtype={dtype}"
     (found,) = on_devices(line, train)
     expected = serial(alone(line)).totals
@@ -176,7 +176,7 @@ def test_muon_on_devices_matches_numpy(line, launcher):
 @pytest.mark.slow
 @pytest.mark.parametrize("line", some(LINES[:-1], 0))
 def test_replayed_cuda_graph_matches_the_launched_step(line, launcher, monkeypatch):
-    """From the third step on nothing is launched one by one but the update."""
+    """From the third step on, only the update is launched separately."""
     expected, launched = serial(alone(line)).totals, []
     replay_of = "hpc3d.training.graphed_step.replay_of"
     monkeypatch.setattr(replay_of, lambda trainer: GraphedStep(trainer, rules.Tape()))
@@ -203,7 +203,7 @@ def test_replayed_cuda_graph_matches_the_launched_step(line, launcher, monkeypat
     some([ONE, f"{ONE} gelu=exact dropout=0.25", SEVERAL[1], LINES[3], SEVERAL[8], LINES[-1]], 0),
 )
 def test_16_bit_training_matches_float32(kind, line, launcher):
-    """With master weights in float32, and a scaled loss in float16."""
+    """Tests float32 master weights, and loss scaling in float16."""
 
     def steps(mesh, config):
         batches = Tokens(config) if mesh.rank == 0 else None
@@ -225,7 +225,7 @@ def test_16_bit_training_matches_float32(kind, line, launcher):
     ("recompute", "dropout"), strided([*product(("none", "selective"), (0, 0.25))], 4)
 )
 def test_fused_attention_is_used_only_without_dropout(recompute, dropout, launcher):
-    """Where it suits: with dropout it goes by products, in all passes."""
+    """With dropout, all passes use products."""
     rules.register(launcher, rules.Flash())
     line = f"{ONE} recompute={recompute} dropout={dropout}"
     test_16_bit_training_matches_float32("bfloat16", line, launcher)

@@ -77,7 +77,7 @@ def test_fused_cross_entropy_and_gradient_kernel(vocabulary, padding, real, draw
 
 @pytest.mark.parametrize("valid", [7, 3, 0, -4])
 def test_cross_entropy_kernels_with_a_split_vocabulary(valid, real, draw, emulate):
-    """Both halves of 20 columns, of which the second half has `valid` that are not padding."""
+    """Both halves have 20 columns; in the second one, all but `valid` are padding."""
     rows, half = 5, 10
     logits, wide = draw(real, rows, 2 * half)
     targets = np.array([0, 9, IGNORE, 3, 10 + max(valid, 1) - 1 if valid > 0 else 4])
@@ -106,7 +106,7 @@ def test_cross_entropy_kernels_with_a_split_vocabulary(valid, real, draw, emulat
 
 
 def test_cross_entropy_with_logits_of_minus_infinity(real, draw, emulate):
-    """A thread may see -infinity before, or instead of, any number."""
+    """A thread may process -infinity before, or instead of, any other number."""
     logits, wide = draw(real, 2, 40)
     logits[:, :30], wide[:, :30] = real.cast(np.float32([-np.inf])), -np.inf
     targets, losses = np.array([39, 31]), FLOAT.empty(2)
@@ -117,7 +117,7 @@ def test_cross_entropy_with_logits_of_minus_infinity(real, draw, emulate):
 
 
 def test_cross_entropy_propagates_nan(draw, emulate):
-    """A NaN among the logits must not vanish in a maximum."""
+    """A NaN among the logits must not be lost in a maximum."""
     for column in (0, 1, 64, 99):
         logits, _ = draw(FLOAT, 1, 100)
         logits[0, column] = np.nan

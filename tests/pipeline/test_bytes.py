@@ -138,7 +138,7 @@ def on_data(zero, data, elements):
 
 
 def elements_of(stage, stages, layers):
-    """Return the elements of an untied model's stage by kind: 12 h^2 + 13 h per layer, and ends."""
+    """Return the elements of an untied model's stage by kind: 12 h^2 + 13 h per layer, ends."""
     first, last = stage == 0, stage == stages - 1
     return {
         "matrices": 12 * HIDDEN**2 * layers,
@@ -293,8 +293,8 @@ def posted_around_the_last_product(rank):
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_replicated_key_gradients_are_reduced_at_the_end_of_a_step(kv_heads):
-    """2 (1 - 1/n) e times the elements of Wk, Wv and their biases, unsharded along n's axes; biases
-    are longer along m's axes. All other bytes are those of ranks with one key each."""
+    """2 (1 - 1/n) e times the elements of Wk, Wv and their biases, unsharded along n's axes; the
+    biases are longer along m's axes. All other bytes are those of ranks with one key each."""
     layers, x, n, width = 2, 2, 4, HIDDEN // 12
     line = f"x={x} y={n} schedule=none microbatches=2 layers={layers} kind=qwen2 kv_heads="
     columns = 2 * kv_heads * width

@@ -14,7 +14,7 @@ MEMBERS = {name: member for name, member in vars(PipelineStage).items() if name[
 
 
 def violations(kind):
-    """Return the violations of PipelineStage in a class: missing members, and different signatures.
+    """Return the violations of PipelineStage in a class: missing members, different signatures.
     Extra parameters must have defaults."""
     for name, wanted in MEMBERS.items():
         found = getattr(kind, name, None)

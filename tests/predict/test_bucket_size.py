@@ -31,7 +31,7 @@ def replicated(d, zero=0, model=LARGE):
 
 
 def latency(config, machine, size):
-    """The fraction of a bucket's reduction that is not spent on its bytes."""
+    """Return the fraction of a bucket's reduction time that is latency."""
     op, count = ("reduce_scatter", "all_reduce")[not config.parallel.zero], config.mesh.d
     nbytes, members = 1e6 * size * received_share(op, count), range(count)
     per_byte = machine.call(op, 1e6 * nbytes, members) / (1e6 * nbytes)

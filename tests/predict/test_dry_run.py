@@ -8,7 +8,7 @@ from hpc3d.predict.dry_run import taken
 
 @pytest.fixture
 def said(capsys, tmp_path, monkeypatch):
-    """The lines of `train --dry-run` with other words, which write nothing."""
+    """Return a function that runs `train --dry-run` with other options, and returns its lines."""
 
     def lines(ranks, *words):
         monkeypatch.chdir(tmp_path)

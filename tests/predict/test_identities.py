@@ -23,7 +23,7 @@ RECOMPUTE = PHASE.index("recompute")
 
 
 def rank_of(stage=0, **words):
-    """The Prediction of the first rank of a pipeline stage, of `last word of a key`=value."""
+    """Return the Prediction of the first rank of a stage, with keys by their last words."""
     options = [str(part) for key, value in words.items() for part in (f"--{KEYS[key]}", value)]
     config = load(None, options)
     config = resolve(config, prod(config.sizes().values()))
@@ -32,8 +32,8 @@ def rank_of(stage=0, **words):
 
 
 class Model(NamedTuple):
-    """A published model and its ranks: `billions` of parameters as printed, t tensor parallel, p
-    stages."""
+    """Published model and its ranks: `billions` of parameters as printed, tensor parallel size t,
+    and p stages."""
 
     billions: str
     heads: int
@@ -75,8 +75,8 @@ def named(model):
 
 @cache
 def stages(model, recompute="none", **mesh):
-    """Predictions of the stages of a model, for one sequence, with how many there are of each:
-    those between the first and the last are alike."""
+    """Return predictions of the stages of a model, for one sequence, with the number of equal
+    stages: all stages between the first and the last are equal."""
     words = model.words(recompute) | {"batch": 1} | mesh
     number = {0: 1, model.p - 1: 1} | ({1: model.p - 2} if model.p > 2 else {})
     return [(rank_of(stage, **words), count) for stage, count in number.items()]
@@ -86,7 +86,7 @@ def stages(model, recompute="none", **mesh):
 def test_parameter_count_matches_the_published_equation(model):
     """12 L h^2 (1 + 13 / (12 h) + (V + s) / (12 L h)): equation 2 of arXiv:2104.04473.
 
-    It leaves out the norm before the head, 2 h; and the last stage has a copy of the table.
+    It omits the norm before the head, 2 h; and the last stage has a copy of the table.
     """
     _, _, h, layers, _, p, s, v = model
     counted = sum(found.peak["parameter"] * count for found, count in stages(model)) / 2  # bytes
@@ -97,8 +97,8 @@ def test_parameter_count_matches_the_published_equation(model):
 
 
 def operations(model, recompute, again=True):
-    """FLOP of products and attention of a sequence, on the published ranks; repeated ones only
-    if `again`."""
+    """Return the FLOPs of products and attention of a sequence on the published ranks; only
+    repeated ones if `again`."""
     total = 0
     for found, count in stages(model, recompute, x=model.t):
         rows = found.events[(found.events["phase"] != RECOMPUTE) | again]
@@ -107,14 +107,14 @@ def operations(model, recompute, again=True):
 
 
 def equation_7(model):
-    """Of arXiv:2205.05198: model FLOP, of a sequence."""
+    """Equation 7 of arXiv:2205.05198: model FLOPs of a sequence."""
     _, _, h, layers, _, _, s, v = model
     return 72 * layers * s * h**2 * (1 + s / (6 * h) + v / (12 * h * layers))
 
 
 @pytest.mark.parametrize("model", [M22, M175, M530, M1000], ids=named)
 def test_flops_match_the_published_equations(model):
-    """And equation 3 of arXiv:2104.04473, where blocks are repeated."""
+    """With repeated blocks, they match equation 3 of arXiv:2104.04473."""
     _, _, h, layers, _, _, s, v = model
     equation_3 = 96 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
     assert operations(model, "none") == pytest.approx(equation_7(model), rel=1e-14)
@@ -128,9 +128,9 @@ MEASURED = {M22: (4, 8, 1.10, 41.5, 43.7), M175: (64, 64, 13.75, 51.4, 52.8)}
 
 @pytest.mark.parametrize("model", MEASURED, ids=named)
 def test_published_utilization_follows_from_published_times(model):
-    """As far as two decimals of the seconds and one of the result tell.
+    """The tolerance is two decimals of the seconds and one of the result.
 
-    The published HFU is that of equation 8, 12 L s^2 h more than equation 7; the program repeats
+    The published HFU uses equation 8, 12 L s^2 h more than equation 7; the program repeats
     2 L s^2 h of them (test_recompute.py).
     """
     batch, gpus, seconds, mfu, hfu = MEASURED[model]
@@ -146,7 +146,7 @@ def test_published_utilization_follows_from_published_times(model):
 
 
 def kept(model, scheme, t, recompute, keep_gathered):
-    """Bytes of activations by which the peak of a step grows with every layer; one sequence."""
+    """Return the bytes of activations that each layer adds to the peak of a step; one sequence."""
     few = (
         rank_of(
             **model._replace(p=1, layers=layers).words(recompute)
@@ -171,10 +171,10 @@ TABLE_2 = {
 @pytest.mark.parametrize("form", TABLE_2)
 @pytest.mark.parametrize("model", [M22, M175], ids=named)
 def test_saved_activations_match_the_published_table(model, form):
-    """Table 2 without masks and what they leave, which are drawn and made again here.
+    """Table 2 without masks and their results, which are recomputed here.
 
-    Those are two masks of a byte for every element of X, and for the probabilities a mask and
-    their product with it, 3 of 5 bytes.
+    These are two masks of one byte per element of X, and, for the probabilities, a mask and their
+    product with it, 3 of 5 bytes.
     """
     scheme, t, keep_gathered, whole, part = TABLE_2[form]
     _, a, h, _, _, _, s, _ = model
@@ -206,7 +206,7 @@ WORDS = {
 
 
 def products(tokens, grid):
-    """M, K, N and p_m, p_k, p_n of a layer's four products."""
+    """Return M, K, N and p_m, p_k, p_n of the four products of a layer."""
     m, one, two = grid
     columns = [(H, 3 * H, (m, one, two)), (H, H, (m, two, one))]
     columns += [(H, 4 * H, (m, one, two)), (4 * H, H, (m, two, one))]
@@ -214,7 +214,7 @@ def products(tokens, grid):
 
 
 def calls(tokens, ranks, scheme="3d", keep_gathered="true", **mesh):
-    """(phase, words) of every call of a layer on one rank, in their order."""
+    """Return (phase, words) of every call of a layer on one rank, in order."""
     sizes = {"hidden": H, "heads": 512, "layers": 1, "vocabulary": 512}
     sizes |= {"batch": ranks, "sequence": tokens // ranks}
     how = {"scheme": scheme, "keep_gathered": keep_gathered}
@@ -226,19 +226,19 @@ def calls(tokens, ranks, scheme="3d", keep_gathered="true", **mesh):
 
 
 def words(*how, **mesh):
-    """Of a layer, forward and backward: the sums of its vectors' gradients come later."""
+    """Return the words of a layer, in both passes, without gradient reductions of vectors."""
     return sum(words for phase, words in calls(*how, **mesh) if phase != "optimizer")
 
 
 def of_norms(rows, g):
-    """Two norms of `rows` whose features lie on g ranks: two numbers a row are gathered, and two
-    are summed backward."""
+    """Return the words of two norms of `rows`, whose features are split over g ranks: two numbers
+    per row are gathered, and two are reduced in the backward pass."""
     return 2 * ((g - 1) * 2 * rows + 2 * (g - 1) / g * 2 * rows)
 
 
 @pytest.mark.parametrize(("share", "ranks"), WORDS)
 def test_communication_volume_of_a_layer_matches_the_formulas(share, ranks):
-    """Megatron-LM, FSDP, Optimus, and the saved schedule of a cuboid with its norms."""
+    """Tests Megatron-LM, FSDP, Optimus, and the saved schedule of a cuboid with its norms."""
     tokens = int(share * H)
     m, w, away = tokens * H, H * H, (ranks - 1) / ranks
     line, sharded, plane, cube, best, grid = WORDS[share, ranks]
@@ -261,8 +261,8 @@ def test_communication_volume_of_a_layer_matches_the_formulas(share, ranks):
 
 
 def test_mlp_products_attain_the_communication_lower_bound():
-    """16 tokens a feature on 512 ranks, the third case of arXiv:2205.13407, theorem 3; those of
-    attention would want another grid."""
+    """16 tokens per feature on 512 ranks, the third case of arXiv:2205.13407, theorem 3; the
+    attention products would require another grid."""
     tokens, grid = 16 * H, (32, 2, 8)
     mesh = dict(zip(("x", "z", "y"), grid))
     forward = [n for phase, n in calls(tokens, 512, **mesh) if phase == "forward"]
@@ -275,7 +275,7 @@ def test_mlp_products_attain_the_communication_lower_bound():
 
 
 def test_all_layer_products_attain_the_communication_lower_bound():
-    """The first case, from four tokens a feature and rank on: weights alone are gathered."""
+    """First case: from four tokens per feature and rank on, only weights are gathered."""
     tokens, ranks = 4 * H * 8, 8
     forward = [n for phase, n in calls(tokens, ranks, x=ranks) if phase == "forward"]
     assert forward == [lower_bound(shape, ranks) for shape, _ in products(tokens, (ranks, 1, 1))]

@@ -25,7 +25,7 @@ WATCHED = "-fsanitize=thread"  # shows accesses to the machine
 
 
 class Fault(Exception):
-    """What a kernel did that a GPU would not forgive."""
+    """Kernel error that would be undefined behavior on a GPU."""
 
 
 def compiler():
@@ -33,15 +33,15 @@ def compiler():
 
 
 def program(text, instances):
-    """A text of CUDA with its instances registered by name."""
+    """Return CUDA source text with its instances registered by name."""
     lines = ['#include "cuda.hpp"', text]
     lines += [f'static Registered<{i}> number{n}("{i}");' for n, i in enumerate(instances)]
     return "\n".join(lines)
 
 
 def build(programs, folder, watched=WATCHED):
-    """The library of programs {name: text}, compiled unless `folder` holds it already; `watched`
-    is how, so that accesses are looked at."""
+    """Return the library of programs {name: text}, compiled unless it is in `folder`. `watched` is
+    the compiler flag that enables checks of memory accesses."""
     headers = sorted(path for at in (HERE, launch_table.FOLDER) for path in at.glob("*.*h*"))
     machine = (HERE / "machine.cpp").read_text()
     texts = [*FLAGS, watched, *programs.values(), machine, *(path.read_text() for path in headers)]
@@ -58,27 +58,27 @@ def build(programs, folder, watched=WATCHED):
 
 
 def compiled(made, text, flags):
-    """Compile one text to the file `made`."""
+    """Compile one source text to the file `made`."""
     command = ["g++", *FLAGS, *flags, "-x", "c++", "-", "-c", "-o", made]
     subprocess.run(command, input=text, text=True, check=True)
 
 
 class Emulator:
-    """The kernels of a library, launched as `launches` says."""
+    """Kernels of a library, launched as `launches` describes."""
 
     def __init__(self, library):
         self.library = ctypes.CDLL(str(library))
         self.library.emulate.restype = ctypes.c_char_p
 
     def __call__(self, name, rows, columns, /, **given):
-        """Launch a kernel on work of that size; Fault where it goes wrong."""
+        """Launch a kernel for work of this size; raise Fault if it is wrong."""
         kernel = launch_table.kernels()[name]
         real, values = kernel.bind(dtype_of, given)
         launch = kernel.launch(real, rows, columns)
         self.run(kernel.expression(real), launch, dict(zip(kernel.parameters, values)))
 
     def run(self, expression, launch, values):
-        """Launch what was registered under a name, on arrays, numbers and None by name."""
+        """Launch a registered kernel with arrays, numbers and None by name."""
         arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
         assert all(array.flags.c_contiguous for array in arrays.values())
         held = [in_memory(value) for value in values.values()]
@@ -98,7 +98,7 @@ class Emulator:
 
 
 def in_memory(value):
-    """A number, or the address of an array, where a pointer can point to it."""
+    """Return a 0-d array that holds a number, or the address of an array."""
     if isinstance(value, np.ndarray):
         value = value.ctypes.data
     return np.array(0 if value is None else value, getattr(value, "dtype", np.uint64))
@@ -109,7 +109,7 @@ def dtype_of(array):
 
 
 def to_bfloat16(x):
-    """float32 to the nearest bfloat16, of two equally near ones to the even one."""
+    """Round float32 to the nearest bfloat16; ties go to the even one."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 

@@ -26,8 +26,8 @@ def test_trace_with_too_few_steps_is_rejected(tmp_path):
 
 @pytest.mark.slow
 def test_real_trace_is_aligned_and_all_its_time_is_attributed(tmp_path):
-    """p=2 has messages, d=2 sums that are waited for later.  A step is made of its
-    rows and what lies between them, and of the reading of data."""
+    """p=2 has messages, and d=2 has reductions that are waited for later. A step consists of its
+    rows, the time between them, and the reading of data."""
     mesh = {"mesh__p": 2, "mesh__d": 2, "mesh__x": 1, "mesh__y": 1, "mesh__z": 1}
     sizes = {"parallel__microbatches": 2, "train__steps": 3, "model__dropout": 0.1}
     mesh["mesh__transport"] = "mpi"

@@ -36,9 +36,9 @@ OTHERS = ("x=2 y=2 hidden=144 batch=8", "p=2 z=2 hidden=144 batch=12 microbatche
 
 
 class Worked(HostDrivenClock):
-    """The clock of a core, which stands still while its rank waits.
+    """Clock of a core, which stops while its rank waits.
 
-    To look at it takes a nanosecond: no two rows end at one time, as on a real machine.
+    Reading it takes a nanosecond, so no two rows end at the same time, as on a real machine.
     """
 
     @property
@@ -52,7 +52,7 @@ class Worked(HostDrivenClock):
 
 
 def traced(folder, line, clock="cpu", said=None):
-    """The trace of a simulated run on the known machine; in the file it is the run of `said`."""
+    """Return the trace of a simulated run on the known machine, stored as the run of `said`."""
     config = config_of(line, clock=clock)
     program = program_of(config)
     stages = StageTurns(config.mesh.p)

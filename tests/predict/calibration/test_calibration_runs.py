@@ -18,8 +18,8 @@ def test_calibration_runs_use_one_to_eight_ranks():
 
 
 def test_ranks_that_share_cores_are_slower():
-    """Ranks that do nothing but work need as much longer as there are more of them than cores; a
-    pipeline's bubble is time for others."""
+    """The time of ranks that only compute is proportional to the ranks per core; others can
+    compute during a pipeline's bubble."""
     config = config_of("p=4 layers=4 hidden=96 batch=8 microbatches=4 schedule=gpipe")
     alone = simulate(config, 256, replace(KNOWN, cores=4))
     shared = simulate(config, 256, replace(KNOWN, cores=2))

@@ -31,7 +31,7 @@ OPS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all
 
 
 def hosts(ranks, cores=1, wake=0.0):
-    """Hosts of so many ranks whose cards carry 200 Mbit/s."""
+    """Return hosts with `ranks` ranks each, whose network cards have 200 Mbit/s."""
     near = (Link(ranks, NEAR_ALPHA, NEAR),) if ranks > 1 else ()
     return Machine(
         name="hosts",
@@ -94,14 +94,14 @@ def test_nic_volume_on_three_hosts():
 
 
 def test_reduce_scatter_time_on_two_hosts():
-    """Half of the block leaves each card, both ways at once."""
+    """Half of the block leaves each network card, in both directions at once."""
     found = legs(hosts(1), "reduce_scatter", MB / 2, (0, 1))
     assert found.wired == pytest.approx(ALPHA + MB / 2 / WIRE, rel=1e-12)
     assert found.work == pytest.approx(LAUNCH + MB / 2 / MEMORY, rel=1e-12)
 
 
 def test_two_level_call_time():
-    """Inside a host 3/4 of the block of a rank, then 1/8 of it across from each."""
+    """A host moves 3/4 of a rank's block internally, and each rank sends 1/8 of it to its peer."""
     machine = hosts(4)
     found = legs(machine, "reduce_scatter", 7 / 8 * MB, range(8))
     inside = machine.call("reduce_scatter", 3 / 4 * MB, (0, 1, 2, 3))
@@ -120,7 +120,7 @@ def test_call_inside_a_host_uses_no_network(op):
 
 
 def test_concurrent_groups_share_the_nic():
-    """Four pairs across send four blocks; two groups of two ranks a host send two."""
+    """Four pairs between the hosts send four blocks; two groups of two ranks per host send two."""
     four = legs(hosts(4), "all_gather", MB / 2, (0, 4)).wired
     two = legs(hosts(4), "all_gather", 3 / 4 * MB, (0, 1, 4, 5)).wired
     assert four == pytest.approx(ALPHA + 4 * MB / 2 / WIRE, rel=1e-12)
@@ -130,7 +130,7 @@ def test_concurrent_groups_share_the_nic():
 
 
 def test_messages_share_the_nic_with_others_that_leave_the_host():
-    """Of stages of two ranks on hosts of four, the second sends to the next host."""
+    """Stages have two ranks, on hosts of four; the second stage sends to the next host."""
     assert legs(hosts(4), "send", MB, (2, 4)).wired == pytest.approx(ALPHA + 2 * MB / WIRE)
     assert legs(hosts(4), "send", MB, (0, 4)).wired == pytest.approx(ALPHA + 4 * MB / WIRE)
 
@@ -214,7 +214,7 @@ LANES = {
 
 @pytest.mark.parametrize("line", strided([line for line in LAYOUTS if "p=2" not in line], 3))
 def test_step_time_adds_the_work_of_ranks_on_a_core_to_the_network_time(line):
-    """At a wire ever faster; lanes that take turns hide some of it from each other."""
+    """The network gets faster and faster; alternating lanes hide some of its time."""
     config, lanes = layout(line), LANES.get(line, 1)
     for rate in (1, 1e2, 1e4):
         slow = hosts(4)
@@ -230,8 +230,8 @@ def test_step_time_adds_the_work_of_ranks_on_a_core_to_the_network_time(line):
 
 
 def test_waiting_stages_leave_cores_only_to_ranks_of_their_node():
-    """One microbatch: the ranks of a host work at the same time and wait at the same time.  On a
-    node with the cores of both each stage has all of them while the other one waits."""
+    """With one microbatch, the ranks of a host compute at the same time and wait at the same time.
+    On a node with the cores of both hosts, each stage has all cores while the other one waits."""
     config, quick = layout("p=2 x=4"), (Link(0, 1e-9, 1e12),)
     for machine, times in ((hosts(4), 4), (hosts(8, cores=2), 2)):
         machine = replace(machine, links=quick)
@@ -241,7 +241,7 @@ def test_waiting_stages_leave_cores_only_to_ranks_of_their_node():
 
 
 def test_shared_cores_hide_more_network_time():
-    """A rank sums along d beside its backward pass, which takes longer where cores are shared."""
+    """A rank reduces gradients along d during its backward pass, slower with shared cores."""
     config = settled(f"{SMALL} d=8 bucket_mb=0.5")
     machine = replace(hosts(4), links=(Link(4, NEAR_ALPHA, NEAR), Link(0, ALPHA, 1e8, 1e8)))
     (alone,) = simulate(config, 256, replace(machine, cores=4))
@@ -261,8 +261,8 @@ def test_simulation_runs_once_without_shared_cores():
 
 
 def test_step_takes_at_least_the_work_of_all_ranks_on_a_core():
-    """Of a step of 100 ns four ranks of a core work 60 ns each; their cores are slowed down until
-    it takes 240."""
+    """In a step of 100 ns, four ranks of a core compute for 60 ns each; their cores are slowed
+    down until the step takes 240 ns."""
 
     def runs(share):
         return [SimpleNamespace(step=(0, 0, 0, 60 + 40 * share), mean_busy=60, wired=0)]
@@ -277,7 +277,7 @@ def test_tensor_axes_inside_a_host_have_no_network_lanes():
 
 @pytest.mark.slow
 def test_plan_simulates_cube_layouts():
-    """2 hosts of 4 on one core each: it ties for the first place where there are no stages."""
+    """With 2 hosts of 4 ranks and one core each, a cube is as good as the best layouts."""
     machine = hosts(4, wake=2e-5)
     line = "model.layers=1 model.hidden=256 model.heads=8 model.sequence=64 train.batch=16"
     search = Search(config_of(line), 8, 256, machine, 16e9)

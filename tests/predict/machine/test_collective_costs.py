@@ -76,7 +76,7 @@ def test_single_member_call_costs_nothing(op, nbytes, alpha, beta):
 
 @given(OPS, SIZES, BYTES, LATENCIES, BYTE_TIMES)
 def test_call_costs_respect_the_lower_bounds(op, g, nbytes, alpha, beta):
-    """The last member is reached after log2 g messages, and every byte has to arrive."""
+    """The last member is reached after log2 g messages, and every byte must arrive."""
     seconds = best(op, g, nbytes, alpha, beta)
     steps = 1 if op in ("send", "recv") else ceil(log2(g))
     assert seconds >= max(steps * alpha, nbytes * beta) * (1 - 1e-12)
@@ -141,8 +141,8 @@ def test_ring_and_chain_use_the_adjacent_hop_latency():
 
 
 def test_hierarchical_all_reduce_cost():
-    """4 members on each of 2 nodes, a block of 4 MB: 3/4 of it twice inside, in 3 steps each as it
-    is long; across, each with its peer, a quarter of it: 1 MB in and out, in 2 steps."""
+    """4 members on each of 2 nodes, with a block of 4 MB: 3/4 of it twice within a node, in 3
+    steps each, as it is long; between nodes, a quarter of it, 1 MB in and out, in 2 steps."""
     nbytes = 2 * 7 / 8 * 4e6
     inside, across = (4, 1e-6, 1e-11), (2, 1e-5, 1e-10)
     seconds = 2 * (3e-6 + 3e6 * 1e-11) + 2e-5 + 1e6 * 1e-10

@@ -154,8 +154,8 @@ def test_product_takes_at_least_the_launch_time():
 
 
 def test_product_time_is_limited_by_memory_bandwidth_on_devices():
-    """Of [10000, 1] [1, 10000] it writes 4e8 bytes, at 1e12 a second; a core counts as computing
-    2e8 operations at 10**12.15."""
+    """[10000, 1] [1, 10000] writes 4e8 bytes, at 1e12 bytes per second; on a core, only the 2e8
+    FLOPs count, at 10**12.15 per second."""
     seconds = (4e8 + 8e4) / 1e12
     assert CLUSTER.product(10_000, 10_000, 1, "float32") == pytest.approx(seconds, rel=1e-12)
     computed = 2e8 / (1e12 * 2**0.5)
@@ -214,7 +214,7 @@ def test_all_gather_times_along_cube_axes():
 
 
 def test_bandwidth_scales_with_adapters_per_node():
-    """Where only adapters limit, a group has as many as it has ranks on a node."""
+    """If only adapters limit, a group has as many as it has ranks per node."""
     machine = replace(CLUSTER, links=(NEAR, replace(FAR, node_bandwidth=40e9)))
     for members, bandwidth in (
         (axis(0, 4, 4), 10e9),
@@ -232,7 +232,7 @@ def test_ranks_of_a_node_share_memory_bandwidth():
 
 
 def test_pair_links_limit_the_bandwidth_of_small_groups():
-    """A ring of 4 has three wires of each rank to go by, a pair one, wherever it lies."""
+    """In a ring of 4, each rank has three links; in a pair, it has one, wherever the pair is."""
     machine = replace(CLUSTER, links=(replace(NEAR, pair_bandwidth=30e9), FAR))
     for members, bandwidth in (((0, 1), 30e9), ((1, 2, 3), 60e9), ((0, 1, 2, 3), 90e9)):
         assert machine.route(members).beta == pytest.approx(1 / bandwidth, rel=1e-12)
@@ -252,15 +252,15 @@ def test_message_time_depends_on_its_pair():
 
 
 def test_all_to_all_sends_every_block_separately():
-    """8 ranks on 2 nodes: 4/7 of what each receives comes from the other node, at 2.5 GB/s, in 7
-    messages of (2 * 2 + 10) / 3 us."""
+    """With 8 ranks on 2 nodes, 4/7 of the received bytes come from the other node, at 2.5 GB/s, in
+    7 messages of (2 * 2 + 10) / 3 us."""
     seconds = 5e-6 + 7 * 14e-6 / 3 + 4 / 7 * 1e8 / 2.5e9
     assert CLUSTER.call("all_to_all", 1e8, axis(0, 1, 8)) == pytest.approx(seconds, rel=1e-12)
 
 
 def test_all_reduce_is_hierarchical_if_that_is_cheaper():
-    """Between slow nodes 7 ranks of each exchange their seventh with a peer, in 2 messages; a ring
-    of 14 has 26 hops, of which every seventh is slow."""
+    """Between slow nodes, 7 ranks of each exchange a seventh with a peer, in 2 messages; a ring of
+    14 has 26 hops, and every seventh hop is slow."""
     links = (Link(7, 2e-6, 100e9), Link(0, 1e-3, 10e9, node_bandwidth=70e9))
     machine = replace(CLUSTER, ranks_per_node=7, links=links)
     nbytes = 2 * 13 / 14 * 7e6
@@ -338,7 +338,7 @@ def test_concurrent_measurement_has_priority_over_an_isolated_one():
 
 
 def test_isolated_measurement_does_not_apply_to_contended_groups():
-    """4 ranks on 4 nodes: on each node 3 more ranks send at the same time."""
+    """There are 4 ranks on 4 nodes, and on each node 3 more ranks send at the same time."""
     far = replace(TABLE, stride=4)
     machine, members = replace(CLUSTER, measured=(far,)), axis(0, 4, 4)
     assert machine.call("all_gather", 1e3, members) == CLUSTER.call("all_gather", 1e3, members)
@@ -353,8 +353,8 @@ def test_isolated_measurement_applies_to_groups_of_full_nodes():
 
 
 def test_all_reduce_of_two_dgx_a100_has_the_published_bandwidth():
-    """192 GB/s of busbw over 8 adapters (NVIDIA/nccl issue 812), which is what a rank receives a
-    second."""
+    """A busbw of 192 GB/s with 8 adapters (NVIDIA/nccl issue 812), which is the received bytes of
+    a rank per second."""
     machine = load(next(path for path in SHIPPED if path.stem == "a100-selene"))
     busbw = 1e10 / machine.call("all_reduce", 1e10, range(16))
     assert busbw == pytest.approx(192e9, rel=0.01)
@@ -372,7 +372,7 @@ def test_group_with_a_stride_is_placed_as_its_list_of_ranks(start, stride, size,
 
 
 def test_time_of_a_call_is_known_at_once_for_any_number_of_ranks():
-    """2^60 ranks, of which no machine could make a list."""
+    """With 2^60 ranks, no machine could create a list of all ranks."""
     members = range(1 << 60)
     assert CLUSTER.nodes(members) == (1 << 58, [0, 1, 2, 3])
     assert CLUSTER.call("all_reduce", 8, members) > CLUSTER.call("all_reduce", 8, range(8))

@@ -42,7 +42,7 @@ CURVE = TEXT[TEXT.index("flop = ") : TEXT.index("\n\n", TEXT.index("flop = ")) +
 
 
 def said(text, tmp_path):
-    """The lines that loading this text gives, without the path with which each begins."""
+    """Return the error lines for this text, without the path at their beginning."""
     path = tmp_path / "machine.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError) as error:

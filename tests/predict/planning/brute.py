@@ -15,9 +15,9 @@ WAYS = [*product((True, False), ("none", "selective", MODULES, "full"))]
 
 
 def every_layout(config, ranks, orders=False, cut=False, schemes=SCHEMES):
-    """The settled layouts of an unsettled `config` under synchronous schedules, with every order
-    of the axes and every context if asked for; those left out are others' equals, step by
-    step."""
+    """Return the resolved layouts of an unresolved `config` with synchronous schedules, and on
+    request with every order of the axes and every context. Omitted layouts are equivalent to
+    others in every step."""
     base = layouts.bare(config)
     sizes = base.model.layers, base.train.batch
     for c, e in product(layouts.divisors(ranks) if cut else [1], parts_of_experts(base, ranks)):
@@ -34,12 +34,12 @@ def every_layout(config, ranks, orders=False, cut=False, schemes=SCHEMES):
 
 
 def parts_of_experts(config, ranks):
-    """The sizes of e that divide both experts and ranks."""
+    """Return the sizes of e that divide both experts and ranks."""
     return [e for e in layouts.divisors(ranks) if (config.model.experts or 1) % e == 0]
 
 
 def ordered(config):
-    """The orders of the axes that have ranks."""
+    """Return the orders of the axes with more than one rank."""
     sizes = config.sizes()
     split = [axis for axis in AXES if sizes[axis] > 1]
     rest = [axis for axis in AXES if sizes[axis] == 1]
@@ -48,7 +48,7 @@ def ordered(config):
 
 
 def variants(config):
-    """What may be done on a mesh, allowed or not."""
+    """Return all options on a mesh, allowed or not."""
     mesh, train = config.mesh, config.train
     gathers = mesh.x * mesh.y * mesh.z > 1
     ways = [(keep, again) for keep, again in WAYS if keep or gathers]
@@ -62,7 +62,7 @@ def variants(config):
 
 
 def schedules(stages, layers):
-    """(name, chunks) of the synchronous schedules; of one stage there is one, in one piece."""
+    """Return (name, chunks) of the synchronous schedules; for one stage, there is only one."""
     for name, schedule in SCHEDULES.items():
         chunks = [schedule.chunks] if schedule.chunks else range(2, layers // stages + 1)
         if not schedule.asynchronous and (name == "none") == (stages == 1):
@@ -70,7 +70,7 @@ def schedules(stages, layers):
 
 
 def step(config, vocabulary, machine):
-    """Seconds and peak bytes by simulation."""
+    """Return seconds and peak bytes by simulation."""
     runs = simulate(config, vocabulary, machine)
     start, end = min(run.step[2] for run in runs), max(run.step[3] for run in runs)
     return (end - start) / 1e9, max(run.peak["all"] for run in runs)

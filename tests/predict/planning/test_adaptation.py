@@ -36,7 +36,7 @@ GB = 1e9
 
 
 def offered(config, memory=16 * GB, machine=CLUSTER):
-    """The estimate of a settled layout, and its uneven ones."""
+    """Return the estimate of a resolved layout, and its uneven proposals."""
     estimator = Estimator(config.model.vocabulary, machine)
     candidates = Candidates(estimator, config.grid().size, memory)
     even = estimator.estimate(config)
@@ -88,7 +88,7 @@ def test_proposed_layer_counts_are_the_fastest_in_simulation(line):
 
 
 def test_uneven_layers_fit_if_even_layers_do_not():
-    """The stage with the head has as many layers as others; without them it has room."""
+    """The stage with the head fits only if it has fewer layers than the others."""
     config = settled(LARGE + LINE, 4)
     _, peak = step(config, vocabulary=TABLE)
     memory = 0.95 * peak
@@ -99,7 +99,7 @@ def test_uneven_layers_fit_if_even_layers_do_not():
 
 
 def test_memory_limit_changes_the_best_layer_counts():
-    """With a short table all stages are as quick, but the first one has most in flight."""
+    """With a short table, all stages are equally fast, but the first one has most in flight."""
     config = settled(SMALL + "p=2 schedule=1f1b microbatches=8 model.layers=8", 2)
     estimator = Estimator(256, CLUSTER)
     free = layer_pipeline(estimator, config, 16 * GB)
@@ -212,7 +212,7 @@ def test_plan_uses_the_bucket_size_that_is_fastest_in_simulation():
 
 @pytest.mark.slow
 def test_plan_simulates_hybrid_sharding_of_the_best_layouts():
-    """Of four slowly connected pairs, with too little memory for whole optimizer states."""
+    """There are four slowly connected pairs, and no memory for unsharded optimizer states."""
     config = config_of(
         "model.layers=1 model.hidden=256 model.heads=1 model.sequence=128 model.vocabulary=4096 "
         "train.batch=512"

@@ -28,7 +28,7 @@ def test_layout_kind_follows_the_axes_in_use(line, name):
 
 
 def test_bound_of_a_mixture_counts_capacity_slots():
-    """An expert has slots for a quarter of its even share: a fourth of what choices would take."""
+    """An expert has slots for a quarter of its even share, so the bytes are a fourth."""
     line = "model.hidden=1024 model.heads=8 model.layers=4 model.sequence=512 train.batch=32"
     config = settled(f"{line} model.experts=4 model.capacity=0.25 e=4 x=2")
     bounds = Bounds(config, 8, 256, CLUSTER)
@@ -48,7 +48,7 @@ def test_bound_of_a_mixture_counts_capacity_slots():
     ],
 )
 def test_volumes_are_the_bytes_of_the_matrices(line):
-    """The simulation also moves tables, biases and norms: up to 15 % more."""
+    """The simulation also moves tables, biases and norms, up to 15 % more."""
     ranks = prod(int(word[2:]) for word in line.split() if word[1] == "=")
     config = settled(f"{SMALL} train.dtype=float32 {line}", ranks)
     moved = summary.moved(simulate(config, 256, CLUSTER)[0])

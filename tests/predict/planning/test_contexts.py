@@ -18,7 +18,7 @@ model.kind=llama model.layers=2 model.hidden=64 model.heads=2 model.sequence=819
 
 @pytest.fixture(scope="module")
 def whole():
-    """What layouts of 4 ranks that cut no sequence hold, with all that saves memory."""
+    """Return the peaks of layouts of 4 ranks with unsplit sequences and all memory techniques."""
     searched = Search(config_of(LONG), 4, 256, CLUSTER, 1.0)
     every = (
         offer.peak
@@ -45,7 +45,7 @@ def test_context_parallelism_is_used_if_nothing_else_fits(whole):
 
 
 def test_context_parallelism_is_not_used_if_data_parallelism_suffices():
-    """As much work of a rank, fewer words: a batch that divides over all, and room for it."""
+    """With equal work per rank, data parallelism moves less, if the batch divides and fits."""
     many = layouts.bare(config_of("model.layers=4 model.sequence=128 train.batch=32"))
     found = {config.mesh.c for (config,) in filter(None, layouts.every_mesh(many, 8, 16 * GB))}
     assert found == {1}
@@ -85,7 +85,7 @@ c=4 y=2 scheme=3d context=both ulysses=2 microbatches=2 train.dtype=float16
 
 @pytest.mark.parametrize("line", WORDS)
 def test_context_traffic_estimate_matches_the_counted_bytes(line):
-    """Of all layers and microbatches, the sums of gradients left out."""
+    """Compares all layers and microbatches, without gradient reductions."""
     base = "model.layers=2 model.kind=llama model.heads=8 model.kv_heads=4 model.hidden=64"
     config = settled(f"{base} model.sequence=32 train.batch=4 {line}")
     coords = dict.fromkeys(config.sizes(), 0)
@@ -107,7 +107,7 @@ def test_bounds_of_context_layouts_are_below_their_estimates():
 
 
 def test_bound_ignores_ring_messages_hidden_by_attention():
-    """Messages that take as long as what a rank computes, and four fifths of them beside it."""
+    """Tests messages as long as the work of a rank, and four fifths of them."""
     machine = replace(CLUSTER, links=(Link(0, 1e-6, 5e9),))
     config = settled(f"{LONG} train.batch=2 c=8")
     searched = Search(config, 8, 256, machine, 16 * GB)

@@ -42,8 +42,8 @@ def test_tied_table_copies_exchange_their_gradients(line, messages):
 )
 @pytest.mark.parametrize("way", ["in-turn", "sharded"])
 def test_ranks_share_the_products_of_a_muon_update(line, sharing, way):
-    """Those of q, k, v, proj, up and down in all layers of a stage; with them go kernels, which
-    take no longer."""
+    """Tests the products of q, k, v, proj, up and down in all layers of a stage, and their
+    kernels, which take no longer."""
     config = config_of(f"{line} layers=16 dtype=float32 optimizer=muon hidden=192")
     adamw = replace(config, train=replace(config.train, optimizer="adamw"))
     config = replace(config, train=replace(config.train, orthogonalize=way))

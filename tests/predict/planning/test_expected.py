@@ -22,7 +22,7 @@ class TwoCandidates(Search):
 
 
 def first(memory):
-    """The mesh on which a budget of one cost is spent, and the step times of both in seconds."""
+    """Return the mesh on which a budget of one estimate is spent, and both step times in s."""
     machine = load_machine(ROOT / "inputs" / "machines" / "h100.toml")
     searched = TwoCandidates(config_of(MODEL), 32, VOCABULARY, machine, memory)
     found = searched.run(top=1, most=1)

@@ -16,7 +16,7 @@ MANY = 10**9
 
 
 def every(layers, parts):
-    """All ways to give so many layers to parts."""
+    """Yield all distributions of a number of layers over parts."""
     for cuts in combinations_with_replacement(range(layers + 1), parts - 1):
         yield tuple(after - before for before, after in pairwise((0, *cuts, layers)))
 
@@ -30,12 +30,12 @@ def no_sums(stage, layers):
 
 
 def bytes_held(stage, layers):
-    """Of a stage of 1F1B with as many microbatches in flight as there are stages from it on."""
+    """Return the bytes of a 1F1B stage, whose microbatches in flight are the stages from it on."""
     return (4 - stage) * sum(layers) * GB
 
 
 def pipeline(name, stages, micros, chunks, ends, layer, **more):
-    """A LayerPipeline whose first and last parts have `ends` beside layers."""
+    """Return a LayerPipeline whose first and last parts have `ends` in addition to layers."""
     bare = [Cost(0, 0, 0, layer.comm) for _ in range(stages * chunks)]
     bare[0], bare[-1] = ends
     given = {"sums": no_sums, "held": lambda stage, layers: 0, **more}
@@ -43,7 +43,7 @@ def pipeline(name, stages, micros, chunks, ends, layer, **more):
 
 
 def step(asked, counts):
-    """Seconds of a step with all its microbatches on the clock."""
+    """Return the seconds of a step with all its microbatches on the timeline."""
     costs = [
         Cost(*(one + count * each for one, each in zip(bare[:3], asked.layer[:3])), bare.comm)
         for bare, count in zip(asked.bare, counts, strict=True)
@@ -60,7 +60,7 @@ def step(asked, counts):
 
 
 def drawn(seed, name, chunks):
-    """A pipeline of 2 to 4 stages."""
+    """Return a random pipeline of 2 to 4 stages."""
     draw = random.Random(f"{seed} {name}")
     stages = draw.randint(2, 2 if chunks > 1 else 4)
     weight = name.startswith("zb")
@@ -82,7 +82,7 @@ def drawn(seed, name, chunks):
 )
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
 def test_layer_counts_nearly_minimize_the_step_time(name, chunks, seeds, layers):
-    """For nearly all pipelines; and none takes 4 % longer than it could."""
+    """This holds for nearly all pipelines; no result is 4 % slower than the optimum."""
     best = 0
     for seed in range(seeds):
         asked = drawn(seed, name, chunks)

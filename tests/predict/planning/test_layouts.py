@@ -37,7 +37,7 @@ def meshes_of(schemes, ranks=4):
 
 
 def test_added_scheme_is_searched_on_its_own_meshes(monkeypatch):
-    """Its meshes are new where no published scheme is equivalent: with both axes."""
+    """Its meshes are new if no published scheme is equivalent, that is, if both axes are used."""
     before = meshes_of(SCHEMES)
     monkeypatch.setitem(SCHEMES, "own", Split(m="x", n="y", replicate="y"))
     assert meshes_of(SCHEMES) - before == {("own", 2, 2, 1)}
@@ -48,7 +48,7 @@ def test_added_scheme_is_searched_on_its_own_meshes(monkeypatch):
 
 
 def test_equivalent_schemes_are_searched_once():
-    """m and n exchanged with k are others; renamed axes are not."""
+    """Swapping m and n with k gives another scheme; renaming axes does not."""
     assert len(meshes_of({"2d": SCHEMES["2d"], "same": Split(m="y", n="x")})) == len(
         meshes_of({"2d": SCHEMES["2d"]})
     )

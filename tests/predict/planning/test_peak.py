@@ -18,7 +18,7 @@ def pipelines():
     "first", [pytest.param(first, marks=pytest.mark.slow) for first in (0, 41, 83, 131, 197)]
 )
 def test_estimated_pipeline_memory_matches_the_simulation(first, pipelines):
-    """Of every schedule, with few and many microbatches, with every ZeRO and recomputation."""
+    """Tests each schedule, with few and many microbatches, all ZeRO stages and recomputation."""
     estimator, wrong = Estimator(256, CLUSTER), []
     for config in islice(pipelines, first, None, 241):
         _, peak = step(config, 256, CLUSTER)

@@ -31,7 +31,7 @@ EIGHT, OTHER = "model.experts=8 model.top_k=4", "model.moe_every=2 model.shared_
 
 
 class Space(NamedTuple):
-    """A model on so many ranks of a machine; `memories` in bytes, less and less."""
+    """A model on a number of ranks of a machine; `memories` in bytes, in decreasing order."""
 
     model: str
     ranks: int
@@ -57,7 +57,7 @@ def machine(name):
 
 
 def chosen(space, memory):
-    """The seconds and the peak of what a plan says is the fastest."""
+    """Return the seconds and the peak of the best layout of a plan."""
     _, ranking = ranked(space.config(), space.ranks, space.machine, memory, 10)
     row = ranking.best(10)[0]
     assert row.simulated

@@ -24,14 +24,14 @@ WORDS = [word for key, value in SIZES.items() for word in (f"--{key}", str(value
 
 
 def searched(memory):
-    """Of two ranks with so many bytes: the search, and what it found."""
+    """Return a search on two ranks with limited memory, and its results."""
     search = Search(load(None, WORDS), 2, 64, MACHINE, memory)
     return search, search.run(10, 500)
 
 
 @pytest.fixture(scope="module")
 def least():
-    """Bytes of the layout that comes closest to fitting next to nothing."""
+    """Return the bytes of the layout that is nearest to fitting in almost no memory."""
     _, found = searched(1e4)
     return min(each.best.peak for each in found.timed)
 
@@ -61,7 +61,7 @@ def test_techniques_that_help_are_found_and_fit_in_simulation(least):
 
 @pytest.mark.slow
 def test_techniques_that_the_rules_reject_are_omitted(least):
-    """SGD has next to no states that could be offloaded."""
+    """SGD has almost no states that could be offloaded."""
     search, found = searched(0.8 * least)
     words = [*WORDS, "--train.optimizer", "sgd"]
     texts = [fit.resort.text for fit in fits(None, words, search, found)]

@@ -36,7 +36,7 @@ SMALL = "model.layers=4 model.hidden=256 model.heads=8 model.sequence=128 train.
 
 
 def config_of(line):
-    """The unsettled Config of a line of key=value; without a section they are of the layout."""
+    """Return the unresolved Config of a line; keys without a section are [mesh] or [parallel]."""
     options = []
     for word in line.split():
         key, value = word.split("=")
@@ -52,7 +52,7 @@ def settled(line, ranks=8):
 
 
 def step(config, machine=CLUSTER, vocabulary=256):
-    """Seconds and peak bytes by simulation."""
+    """Return seconds and peak bytes by simulation."""
     runs = simulate(config, vocabulary, machine)
     start, end = min(run.step[2] for run in runs), max(run.step[3] for run in runs)
     return (end - start) / 1e9, max(run.peak["all"] for run in runs)
@@ -64,7 +64,7 @@ def search(line=SMALL, ranks=8, machine=CLUSTER, memory=16 * GB, most=400, top=1
 
 
 def fastest(searched, timed):
-    """The fastest offer of a place that fits by its estimate, or None."""
+    """Return the fastest option of a mesh that fits by its estimate, or None."""
     return next(filter(searched.candidates.fits, timed.offers), None)
 
 
@@ -74,7 +74,7 @@ def small():
 
 
 def test_llama_is_planned_on_more_ranks_than_kv_heads():
-    """The model that shows what launches take has as many as queries."""
+    """The model that has as many key heads as queries measures the launch times."""
     line = f"{SMALL} model.kind=llama model.kv_heads=2 model.ffn=640"
     searched, found = search(line, most=40, top=3)
     assert found.timed and over(searched) == {1, 2, 4, 8}
@@ -93,7 +93,7 @@ def test_every_estimate_is_counted():
 
 
 def over(searched):
-    """Over how many ranks the candidates of a search cut heads."""
+    """Return the numbers of ranks over which the candidates of a search split heads."""
     configs = [candidate.config for candidate in searched.allowed_candidates()]
     sizes = [(config.sizes(), config.splits["dense"].y[1]) for config in configs]
     return {prod(size[axis] for axis in axes) for size, axes in sizes}
@@ -107,7 +107,7 @@ def test_bounds_are_below_the_estimates(small):
 
 
 def test_bound_uses_the_interleaved_bubble():
-    """As many microbatches as stages, and a stage of four chunks: a bubble of 3/16, not of 3/4."""
+    """With m = p and four chunks per stage, the bubble is 3/16, not 3/4."""
     line = "model.layers=16 model.hidden=1024 model.heads=8 model.sequence=512 train.batch=4 p=4"
     config = settled(f"{line} microbatches=4 schedule=interleaved chunks=4", 4)
     searched = Search(config, 4, 256, CLUSTER, 16 * GB)
@@ -120,7 +120,7 @@ def test_bound_uses_the_interleaved_bubble():
 
 
 def every_layout(searched, ways):
-    """All layouts of a search, with some ways to save memory."""
+    """Return all layouts of a search, with some memory-saving techniques."""
     for candidate in searched.allowed_candidates():
         mesh = candidate.config.mesh
         zeros = (0, 1) if mesh.d > 1 else (0,)
@@ -238,7 +238,7 @@ def test_search_reports_that_nothing_fits():
 
 @pytest.mark.slow
 def test_fewer_microbatches_with_recomputation_are_considered():
-    """One microbatch with recomputation can be faster than several without, and fit as well."""
+    """One microbatch with recomputation can be faster than several without, and also fit."""
     line = "model.hidden=4096 model.heads=64 model.layers=8 model.sequence=2048 train.batch=32"
     line += " train.dtype=float16"
     machine = load_machine(ROOT / "inputs" / "machines" / "h100.toml")
@@ -260,7 +260,7 @@ BIG = (
 
 @pytest.mark.slow
 def test_experts_too_large_for_a_rank_use_expert_and_tensor_parallelism():
-    """An expert has 3 x 1024 x 4096 weights with 16 bytes of each: 0.2 GB."""
+    """An expert has 3 x 1024 x 4096 weights with 16 bytes each: 0.2 GB."""
     searched, found = search(BIG, 16, memory=0.15 * GB)
     fitting = [each.best for each in found.timed if each.fits]
     best = min(fitting, key=lambda each: each.seconds).config
@@ -270,7 +270,7 @@ def test_experts_too_large_for_a_rank_use_expert_and_tensor_parallelism():
 
 
 def test_experts_are_replicated_if_memory_allows():
-    """Nothing is sent along e then; the sums of gradients are as long as with fewer experts."""
+    """No tokens are sent along e then; gradient reductions are as long as with fewer experts."""
     _, found = search(f"{SMALL} model.experts=2 model.top_k=2", 2)
     fastest = min((each.best for each in found.timed if each.fits), key=lambda each: each.seconds)
     exchanged = [each.best for each in found.timed if each.best.config.mesh.e > 1]
@@ -279,7 +279,7 @@ def test_experts_are_replicated_if_memory_allows():
 
 
 def test_estimated_mixture_traffic_matches_the_simulation():
-    """The bounds' words along e and of the sums, of a whole step, as a simulation counts them."""
+    """Compares the bounds' bytes along e and of gradient reductions with a simulated step."""
     line = "model.experts=8 model.top_k=2 model.layers=4 model.capacity=1 train.dtype=float32"
     config = settled(f"{SMALL} {line} d=2 e=4 p=1".replace("model.layers=4", "", 1))
     words = volumes(config)
@@ -308,7 +308,7 @@ def test_split_of_the_input_is_searched():
 
 
 def test_scheme_without_a_valid_mesh_gets_a_line():
-    """8 heads are not divided by 3 ranks, nor are 32 x 128 tokens."""
+    """3 ranks divide neither 8 heads nor 32 x 128 tokens."""
     line = "scheme 2d was not searched: no mesh of 3 ranks is valid for it"
     assert Search(config_of(f"{SMALL} scheme=2d"), 3, 256, CLUSTER, 16 * GB).unsearched == line
     for ranks, scheme in ((4, "2d"), (3, "3d")):

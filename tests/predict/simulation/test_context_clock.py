@@ -29,14 +29,14 @@ MB = 10**6
 
 
 def ring_of(clock, size=4, heads=1, length=64):
-    """The Ring of a rank whose clock this is, and a block of a MB."""
+    """Return the Ring of a rank with this clock, and a block of 1 MB."""
     context = Context(length, size // heads, heads)
     mesh = representative(Grid({"p": 1, "c": size}), AbstractPool(clock), context=context)
     return Ring(mesh.comm("c"), context), mesh.empty((MB,), np.uint8)
 
 
 def around(clock, work, size=4):
-    """Seconds in which a block goes round a ring while each one takes `work` seconds."""
+    """Return the seconds of a trip of a block around a ring, with `work` seconds per hop."""
     ring, block = ring_of(clock, size)
     for _ in ring.around(block):
         clock.work(work)
@@ -45,7 +45,7 @@ def around(clock, work, size=4):
 
 @pytest.mark.parametrize("work", [0.0, 2e-5, 1e-3])
 def test_ring_hop_takes_the_longer_of_message_and_work(work):
-    """The message or the work beside it; nothing is beside the last work."""
+    """A hop takes the maximum of its message and its work; the last work has no message."""
     message = LAUNCH + ALPHA + MB / LINE
     expected = 3 * max(work, message) + work
     assert around(Clock(MACHINE), work) == pytest.approx(expected, rel=1e-4)
@@ -53,8 +53,8 @@ def test_ring_hop_takes_the_longer_of_message_and_work(work):
 
 @pytest.mark.parametrize(("ranks", "work"), [(4, 1e-3), (1, 1e-3), (1, 0.1)])
 def test_core_moves_the_blocks_of_a_ring(ranks, work):
-    """It sends and takes one for each of three hops; between hosts a card carries while it
-    works."""
+    """A core sends and receives a block in each of three hops; between hosts, the network card
+    moves blocks while the core computes."""
     machine = hosts(ranks)
     send, recv = (legs(machine, op, MB, (0, 1)) for op in ("send", "recv"))
     assert send.wired == pytest.approx((FAR + MB / WIRE) * (ranks == 1))
@@ -71,8 +71,8 @@ def test_message_waits_for_earlier_calls_of_its_queue():
 
 
 def test_slowest_message_of_a_ring_and_of_ulysses():
-    """Nodes of four: a ring of eight crosses, an exchange among four does not, nor its ring more
-    than it must."""
+    """On nodes of four, a ring of eight crosses nodes. An exchange among four does not, and its
+    ring crosses only as often as necessary."""
     machine = replace(MACHINE, ranks_per_node=4, links=(Link(4, 1e-6, 1e11), Link(0, 1e-5, 1e9)))
     ring, _ = ring_of(Clock(machine), 8)
     assert ring.comm.slowest(ring.after) == (3, 4)
@@ -111,8 +111,8 @@ RING = "c=4 schedule=none microbatches=2 sequence=64 batch=4 layers=3 kind=llama
 
 
 def test_ring_wait_equals_its_message_time_without_work():
-    """2 (r - 1) of keys and values and r - 1 of their gradients, in a layer and microbatch; K are
-    2 sequences of 16 tokens with 4 heads of 2 features."""
+    """2 (r - 1) keys and values and r - 1 gradients of them per layer and microbatch; K has 2
+    sequences of 16 tokens with 4 heads of 2 features."""
     config = config_of(RING)
     (run,) = simulate(config, 29, NO_WORK)
     message = ALPHA + 2 * (2 * 16 * 4 * 2) * 8 / LINE
@@ -126,7 +126,7 @@ def test_free_links_cause_no_wait():
 
 
 def test_mfu_counts_full_attention_and_hfu_the_executed_work():
-    """A causal ring of four does 9/16 of it, and 14/12 of that since it makes scores again."""
+    """A causal ring of four computes 9/16 of it, times 14/12 because it recomputes scores."""
     config = config_of(RING)
     runs = simulate(config, 29, MACHINE)
     found = summary(runs, config, MACHINE)

@@ -32,7 +32,7 @@ x=16 scheme=1d hidden=32 heads=16
 
 
 def counted(config):
-    """What every rank of a real run does in its second step, as a Prediction."""
+    """Return the second step of every rank of a real run, as a Prediction."""
 
     def rank(mesh):
         recorder = Recorder(None, {"rank": mesh.rank}, 1 << 15, every_s=inf)
@@ -109,7 +109,7 @@ EVALUATED = [
 
 
 def evaluated(mesh, config, feed, batches):
-    """What a rank does in an evaluation of two batches, as a Prediction."""
+    """Return an evaluation of two batches on a rank, as a Prediction."""
     recorder = Recorder(None, {"rank": mesh.rank}, 1 << 15, every_s=inf)
     mesh = mesh.traced(recorder)
     trainer = Trainer(mesh, config, config.model.vocabulary, batches, feed=feed)
@@ -136,8 +136,8 @@ def test_predicted_evaluation_traffic_matches_the_counted_one(line):
 
 
 def test_moved_and_flops_sum_the_event_rows():
-    """Rows (category, op, phase, group, bytes, flops) by hand: `moved` of two runs that are
-    compared would be wrong in both."""
+    """Rows (category, op, phase, group, bytes, flops) with known sums, because an error in `moved`
+    would affect both of two compared runs."""
     rows = [
         ("comm", "all_gather", "forward", 0, 30, 0),
         ("comm", "all_gather", "forward", 0, 12, 0),
@@ -164,7 +164,7 @@ def test_moved_and_flops_sum_the_event_rows():
 
 
 def test_model_that_exceeds_memory_is_predicted_quickly():
-    """175 B parameters on 1,024 ranks: a rank of the middle of the pipeline."""
+    """175 B parameters on 1,024 ranks; the rank is in the middle of the pipeline."""
     words = (
         "--model.layers 96 --model.hidden 12288 --model.heads 96 --model.sequence 2048 "
         "--model.vocabulary 51200 --train.batch 1024 --parallel.microbatches 16 "

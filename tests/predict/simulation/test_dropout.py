@@ -32,7 +32,7 @@ p=4 d=2 schedule=zb-h2 microbatches=4 zero=3
 
 
 def peaks(line):
-    """Of every rank by kind: predicted and counted."""
+    """Return the predicted and counted peaks of every rank by kind."""
     config = config_of(f"{line} dropout=0.25")
 
     def rank(mesh):
@@ -60,7 +60,7 @@ def test_predicted_pipeline_activations_match_a_run(line):
 
 @pytest.mark.slow
 def test_predicted_peaks_match_mpi_ranks(tmp_path):
-    """Every kind of memory of a cube of ranks, in the second step."""
+    """Tests every kind of memory of a cube of ranks, in the second step."""
     layout = {"mesh__x": 2, "mesh__y": 2, "mesh__z": 2, "parallel__recompute": "selective"}
     layout["model__dropout"] = 0.1
     folder = train(8, tmp_path, train__steps=2, **layout)
@@ -85,7 +85,7 @@ class Told(CostMeter):
 
 @pytest.mark.parametrize("dropout", [False, True])
 def test_attention_reports_its_dropout_traffic(dropout):
-    """The probabilities are read and written once more, forward and backward."""
+    """The probabilities are read and written once more in each pass."""
     batch, heads, sequence, width = 3, 4, 16, 8
     pool = AbstractPool(Told())
     qkv = pool.empty((batch * sequence, heads * 3 * width), np.float32)

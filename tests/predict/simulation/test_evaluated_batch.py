@@ -32,8 +32,8 @@ def test_replayed_passes_take_the_same_time(line, monkeypatch):
     "words", ["", "c=2 context=ring sequence=8", "c=2 context=all-to-all sequence=8"]
 )
 def test_evaluation_batch_takes_the_forward_time_of_a_step(words):
-    """On one stage; of more stages a batch takes the time to fill the pipeline besides.  Messages
-    along c take most of the time."""
+    """This holds for one stage; with more stages, a batch also takes the time to fill the
+    pipeline. Messages along c take most of the time."""
     config = config_of(f"{words} schedule=none microbatches=4 dtype=float32")
     machine = replace(MACHINE, links=(Link(8, 1e-5, 1e6), Link(0, 1e-5, 1e6)))
     (run,) = simulate(config, 29, machine)

@@ -23,7 +23,7 @@ LAYOUTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["compression", "context"])
 def test_predicted_peaks_match_measured_ones(layout, tmp_path):
-    """With shared memory; within 2 % a kind, as far as a kind is 1 % of the whole."""
+    """With shared memory, kinds with at least 1 % of the total are within 2 %."""
     folder = train(4, tmp_path, train__steps=2, **layout)
     config = load_resolved(None, words(tmp_path, **layout), 4)
     predicted = every_rank(config, config.model.vocabulary)

@@ -51,14 +51,14 @@ def test_overlap_never_lengthens_a_step(line, kind):
 
 @pytest.mark.parametrize("line", [f"{LAYOUTS[0]} sequence=1024", LAYOUTS[-1]])
 def test_overlap_hides_gradient_reduction_on_devices(line):
-    """Whether or not stages hand on their gradients."""
+    """This holds for stages that pass on gradients, and for those that do not."""
     config = layout(line)
     assert seconds(config, H100, True) < 0.99 * seconds(config, H100, False)
 
 
 @pytest.mark.slow
 def test_overlap_shortens_a_published_step():
-    """145.6 B parameters on 1,536 A100 (SC 2021), where each stage once handed on its delay."""
+    """145.6 B parameters on 1,536 A100 (SC 2021), where each stage used to pass on its delay."""
     row = next(row for row in megatron.WEAK_SCALING if row[0] == "145.6B")
     config = megatron.config_of(megatron.weak(row))
     beside, after = (seconds(config, SELENE, overlap) for overlap in (True, False))

@@ -39,7 +39,7 @@ def simulated(line):
 
 
 def of_passes(rows):
-    """The rows of passes: along d, ranks split their updates at different parameters."""
+    """Return the rows of passes: along d, ranks split their updates at different parameters."""
     return rows[(rows["category"] != COPY) & (rows["phase"] != PHASE.index("optimizer"))]
 
 
@@ -94,8 +94,8 @@ def test_summary_counts_the_ranks_of_each_class(line):
 
 @pytest.mark.parametrize("line", strided(LINES, 99, 99))
 def test_first_rank_determines_step_time_and_peak(line, monkeypatch):
-    """Simulated alone, it takes as long as with the others, and every rank with its own clock
-    gives the same times and peaks as one rank of each class."""
+    """Simulated alone, it takes as long as with the others. Simulating every rank with its own
+    clock gives the same times and peaks as simulating one rank of each class."""
     config, runs = simulated(line)
     assert all(run.peak["all"] >= each.peak["all"] for run in runs for each in run.others)
     assert all(run.busy >= each.busy for run in runs for each in run.others)

@@ -29,7 +29,7 @@ x=2 y=2 z=2 schedule=none microbatches=1 layers=2 keep_gathered=false
 
 
 def repeated(prediction, phase):
-    """The work of blocks in a phase, in all of its details, and how often it was done."""
+    """Return the work of blocks in a phase, with all details and the number of repetitions."""
     events = prediction.events
     chosen = (events["phase"] == phase) & (events["layer"] >= 0)
     chosen &= events["category"] != CATEGORY.index("copy")
@@ -76,7 +76,7 @@ def test_recomputed_modules_repeat_only_their_part_of_the_forward_pass(line, mod
 
 
 def flops_of(work):
-    """FLOP of products of weights."""
+    """Return the FLOPs of products with weights."""
     return sum(count * row[-1] for row, count in work.items() if row[4] == OP.index("gemm"))
 
 
@@ -89,7 +89,7 @@ def test_listed_layers_are_recomputed():
 
 
 def of_scores(work):
-    """Of attention the product q k', half of its operations."""
+    """Return the FLOPs of q k', half of those of attention."""
     attention = {row: count for row, count in work.items() if row[4] == OP.index("attention")}
     return Counter({(*what, flops / 2): count for (*what, flops), count in attention.items()})
 
@@ -117,7 +117,7 @@ def test_recomputation_happens_within_the_b_pass(how):
 
 
 def block_phases(events, layer, micro):
-    """The phases in which a block computes products, in their order."""
+    """Return the phases in which a block computes products, in order."""
     own = events[(events["layer"] == layer) & (events["microbatch"] == micro)]
     phases = own["phase"][np.isin(own["op"], [OP.index("gemm"), OP.index("attention")])]
     return " ".join(PHASE[number] for number, _ in groupby(phases))
@@ -135,10 +135,10 @@ SIZES = f"batch={B} sequence={S} hidden={H} heads=4 layers={L} vocabulary={V}"
 def test_hardware_flops_match_the_published_formulas(recompute, blocks, attention, head, mesh):
     """blocks B L s h^2 + attention B L s^2 h + head B s h V.
 
-    "none" is equation 7 of arXiv:2205.05198, "full" equation 3 of arXiv:2104.04473.  "selective"
-    repeats q k', 2 B L s^2 h, and "mlp" the up projection, 8 B L s h^2.  Equation 8 of
-    arXiv:2205.05198 has 12 more than equation 7, as though the product with v and the backward
-    pass of attention were repeated, too.
+    "none" is equation 7 of arXiv:2205.05198, and "full" is equation 3 of arXiv:2104.04473.
+    "selective" repeats q k', 2 B L s^2 h, and "mlp" the up projection, 8 B L s h^2. Equation 8 of
+    arXiv:2205.05198 has 12 more than equation 7, as if the product with v and the backward pass of
+    attention were repeated, too.
     """
     config = config_of(f"{SIZES} {mesh} recompute={quote(recompute)}")
     total = sum(
@@ -164,7 +164,7 @@ def eq3():
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_saved_activations_grow_with_microbatches_in_flight(recompute):
-    """1F1B: a layer more on every stage is min(m, p - i) times more to keep on stage i of p."""
+    """In 1F1B, a further layer per stage adds min(m, p - i) times its activations on stage i."""
     stages, micros = 4, 3
     n, scores = 6 * 8 * 12, 6 * 4 * 8 * 8
     kept = {"none": 16 * n + scores, "selective": 16 * n, "full": n}[recompute]

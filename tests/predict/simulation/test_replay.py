@@ -12,7 +12,7 @@ from tests.predict.fixed import MACHINE
 
 
 def pass_recorder():
-    """One of a rank without peers, whose clock stands still."""
+    """Return a recorder of a rank without peers, whose clock does not advance."""
     pool, ledger = AbstractPool(Clock(MACHINE)), MemoryRecorder(0, lambda: 0)
     return PassRecorder(SimpleNamespace(pool=pool, comms={}, trace=ledger))
 
@@ -21,8 +21,8 @@ def pass_recorder():
     ("freed", "taken"), [("activation", "gradient"), ("gradient", "activation")]
 )
 def test_replayed_pass_frees_memory_before_it_allocates(freed, taken):
-    """800 bytes go, then 500 come: in none of three passes are there more than when it began,
-    though the two together would be."""
+    """800 bytes are released, then 500 are allocated. In none of three passes is the memory above
+    its initial value, although it would be in the reverse order."""
     recorder, micro = pass_recorder(), SimpleNamespace(cache=SimpleNamespace(arrays={}))
     pool = recorder.mesh.pool
     pool.count(taken, 0)  # neither the order in which kinds came nor that of their names matters

@@ -11,7 +11,7 @@ from tests.predict.machine.test_between_hosts import ALPHA, MB, WIRE, hosts
 
 
 def call(clock, members=(0, 1), axis="x"):
-    """A waited-for call about half a MB."""
+    """Return a call with half a MB that is waited for."""
     end = clock.post("all_gather", MB / 2, members, axis)
     return clock.until(end, Done())
 
@@ -22,7 +22,7 @@ class Done:
 
 
 def test_rank_that_waits_for_the_nic_does_not_need_a_core():
-    """Three times as long with a third of a core is what it does itself, not what it waits."""
+    """With a third of a core, the rank's own work takes three times as long, but not its waits."""
     taken = []
     for slowdown in (1.0, 3.0):
         clock = HostDrivenClock(hosts(1), slowdown)
@@ -45,7 +45,7 @@ def test_work_overlaps_with_network_time():
 
 
 def test_calls_of_both_queues_share_the_nic():
-    """The second waits for the first, whichever queue it is in."""
+    """The second call waits for the first, in the same or in another queue."""
     clock, one = HostDrivenClock(hosts(1)), ALPHA + MB / 2 / WIRE
     first, second = call(clock), call(clock, axis="d")
     second.wait()
@@ -66,7 +66,7 @@ def test_reading_the_clock_does_not_change_it():
 
 
 def test_mesh_of_any_number_of_ranks_is_simulated_at_once():
-    """2^60 ranks, of which neither a mesh nor its recorder could have a list."""
+    """With 2^60 ranks, neither a mesh nor its recorder could have a list of all ranks."""
     grid = Grid({"p": 1, "d": 1 << 57, "x": 8})
     mesh = representative(grid, AbstractPool(Clock(MACHINE)))
     mesh = mesh.traced(MemoryRecorder(0, lambda: 0))

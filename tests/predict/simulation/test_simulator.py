@@ -52,7 +52,7 @@ def simulated(line):
     [*strided(PIPELINES, 28), *strided(REPLAYED, 4), *strided(MIXTURES, 8, 1)],
 )
 def test_replayed_passes_equal_executed_ones(line):
-    """Every value of every row but times, and the peak of every kind of memory."""
+    """Compares all values of all rows except times, and the peaks of every kind of memory."""
     config, runs = simulated(line)
     for stage, run in enumerate(runs):
         coords = dict.fromkeys(config.sizes(), 0) | {"p": stage}
@@ -65,7 +65,7 @@ def test_replayed_passes_equal_executed_ones(line):
 
 @pytest.mark.parametrize("line", strided(BLOCKS, len(BLOCKS)))
 def test_replayed_blocks_equal_executed_ones(line, monkeypatch):
-    """Every value of every row, and the memory; they are the same number in either case."""
+    """Compares all values of all rows, and the memory; the number of rows is the same."""
     dtype = "" if "dtype" in line else "dtype=float32"
     config = config_of(f"{line} backend=cupy {dtype}")
     machine = replace(MACHINE, gemm={**MACHINE.gemm, "bfloat16": MACHINE.gemm["float32"]})
@@ -90,7 +90,7 @@ def test_product_and_call_times_are_those_of_the_machine():
 
 
 def test_expert_products_and_exchanges_take_the_machine_time():
-    """Of 16 experts, on 4 ranks, S C e rows each: C = ceil(3/2 1.25) for 2 sequences of 3."""
+    """16 experts on 4 ranks have S C e rows each: C = ceil(3/2 1.25) for 2 sequences of 3."""
     _, (run,) = simulated("e=4 experts=16 top_k=8 hidden=240 heads=12 batch=8 layers=1")
     gemm = run.rows[run.rows["op"] == OP.index("gemm")]
     rows = 2 * 2 * 4
@@ -115,7 +115,7 @@ def test_cuda_graph_step_equals_the_launched_step():
 
 
 def test_gpu_attention_saves_no_scores():
-    """In 16 bits: half of 2 products of 2 T^2 D a head forward, and what goes in and out."""
+    """In 16 bits; half of 2 products of 2 T^2 D per head in forward, with inputs and outputs."""
     machine = replace(MACHINE, gemm={**MACHINE.gemm, "bfloat16": MACHINE.gemm["float32"]})
     line = f"{GPU} dtype=bfloat16 sequence=1024 batch=4 layers=1"
     (run,) = simulate(config_of(line), 29, machine)
@@ -130,7 +130,7 @@ def test_gpu_attention_saves_no_scores():
 
 
 def test_ring_hop_on_a_gpu_is_a_fused_kernel_and_a_merge():
-    """All keys of the other rank are seen by half of the queries, of each of 2 sequences."""
+    """Half of the queries see all keys of the other rank, in each of 2 sequences."""
     machine = replace(MACHINE, gemm={**MACHINE.gemm, "bfloat16": MACHINE.gemm["float32"]})
     line = f"{GPU} dtype=bfloat16 sequence=1024 batch=4 layers=1 c=2"
     (run,) = simulate(config_of(line), 29, machine)
@@ -146,7 +146,7 @@ def test_ring_hop_on_a_gpu_is_a_fused_kernel_and_a_merge():
 
 
 def test_kernel_time_is_launch_plus_moved_bytes():
-    """The first of a norm whose rows are split: moments read x and write two numbers a row."""
+    """The first kernel of a norm with split rows: it reads x, and writes two numbers per row."""
     _, (run,) = simulated("z=2 scheme=3d hidden=32 heads=4 batch=4")
     norm = run.rows[(run.rows["op"] == OP.index("norm"))][0]
     rows = 4 * 3

@@ -9,7 +9,7 @@ from hpc3d.predict.simulation.stage_turns import StageTurns
 
 
 def test_stages_exchange_times_and_only_one_runs_at_a_time():
-    """Messages are received in the order in which they are expected, not in that of the waits."""
+    """Messages are received in the order in which they are expected, not in the order of waits."""
     running = threading.Lock()
 
     def stage(step, peers):

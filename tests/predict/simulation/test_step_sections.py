@@ -39,7 +39,7 @@ def total(run, quantity):
 @pytest.mark.parametrize("line", strided(LINES, 8))
 @pytest.mark.parametrize("machine", [MACHINE, hosts(2, wake=2e-5)], ids=["GPUs", "CPUs"])
 def test_sections_sum_to_the_simulated_step(line, machine):
-    """In integer nanoseconds, bytes and FLOPs: exactly."""
+    """Integer nanoseconds, bytes and FLOPs sum exactly."""
     if "float32" not in line and machine is not MACHINE:
         line += " dtype=float32"
     if "cupy" in line and machine is not MACHINE:
@@ -65,7 +65,7 @@ def test_sections_sum_to_the_simulated_step(line, machine):
 
 @pytest.mark.parametrize("line", strided(LINES, 8))
 def test_replayed_passes_have_the_sections_of_executed_ones(line, monkeypatch):
-    """Bytes and FLOPs are the same; so are the times where no stage waits for another."""
+    """Bytes and FLOPs are equal, and so are times, if no stage waits for another."""
     _, replayed = simulated(line)
     monkeypatch.setattr(simulator, "replay_passes", lambda *_: {})
     for ours, theirs in zip(replayed, simulated(line)[1], strict=True):
@@ -88,7 +88,7 @@ def test_sub_blocks_have_their_products():
 
 
 def test_tensor_parallelism_moves_the_bytes_of_its_sub_blocks():
-    """1-D: an all-reduce of the output of each of the two sub-blocks, forward and backward."""
+    """1-D: an all-reduce of the output of both sub-blocks in each pass."""
     _, (run,) = simulated("x=2 scheme=1d microbatches=1 layers=2 hidden=24 batch=4")
     received = {(row["part"], row["phase"]): row["bytes"] for row in sections(run, 10**12)}
     output = 2 * 4 * 3 * 24 * 8  # layers x tokens x hidden x bytes; twice (2 - 1) / 2
@@ -98,8 +98,8 @@ def test_tensor_parallelism_moves_the_bytes_of_its_sub_blocks():
 
 
 def test_saved_activations_are_those_of_the_sub_blocks():
-    """Of n = T h elements per layer, 16 n + a T s: q, k, v, the output and the probabilities in
-    attention, rows and output of each norm, and the input and output of GELU in the MLP."""
+    """With n = T h elements per layer, 16 n + a T s: q, k, v, output and probabilities of
+    attention, rows and output of each norm, and input and output of GELU in the MLP."""
     line = "microbatches=1 layers=2 hidden=24 heads=12 sequence=3 batch=4 attention=full"
     _, (run,) = simulated(line)
     tokens, hidden, heads, layers, size = 12, 24, 12, 2, 8

@@ -6,7 +6,7 @@ from tests.predict.simulation.test_simulator import simulated
 
 
 def test_summary_reports_token_tables_and_logits():
-    """The first stage and the last have a table; the last has logits, of 72 tokens."""
+    """The first and the last stage have a table; the last stage has logits of 72 tokens."""
     config, runs = simulated("p=4 schedule=1f1b microbatches=2 vocabulary=29")
     found = summary(runs, config, MACHINE)["memory"]["stages"]
     assert [stage["tables"] for stage in found] == [29 * 24 * 8, 0, 0, 29 * 24 * 8]
@@ -14,7 +14,7 @@ def test_summary_reports_token_tables_and_logits():
 
 
 def test_bubble_of_a_two_stage_pipeline():
-    """Two stages, one microbatch: the second waits for a forward pass, the first for both."""
+    """With one microbatch, stage 2 waits for a forward pass, and stage 1 for both passes."""
     line = "p=2 schedule=gpipe microbatches=1 hidden=32 heads=4 batch=4 vocabulary=8"
     config, runs = simulated(line)
     assert 0.4 < summary(runs, config, MACHINE)["bubble"] < 0.6
