@@ -28,7 +28,7 @@ MACHINE = Machine(
 
 
 def line(seconds, nbytes, batch=8):
-    """A chain of atoms that take so many seconds a row, with so many bytes between them."""
+    """Return a chain of atoms with seconds per row, and bytes between them."""
 
     def graph(rows):
         atoms = [Atom((n,), each * rows, 2 * each * rows) for n, each in enumerate(seconds)]
@@ -39,8 +39,8 @@ def line(seconds, nbytes, batch=8):
 
 
 def random_costs(seed, most=5):
-    """Of a chain of 3 to `most` atoms, whose ends sometimes share a weight; a memory in bytes that
-    may be tight; and 2 to 4 ranks."""
+    """Return random costs of a chain of 3 to `most` atoms, whose ends may share a weight, a memory
+    size in bytes that may be tight, and 2 to 4 ranks."""
     draw = random.Random(seed)
     count = draw.randint(3, most)
     numbers = [[draw.randint(1, 9) for _ in range(6)] for _ in range(count)]
@@ -62,7 +62,7 @@ def random_costs(seed, most=5):
 
 
 def arrangements(costs, ranks, micros):
-    """All of them under three schedules, with two chunks of one that is interleaved."""
+    """Yield all arrangements under three schedules, with two chunks for an interleaved one."""
     for (name, chunks), width in product(
         (("1f1b", 1), ("gpipe", 1), ("interleaved", 2)), range(1, ranks + 1)
     ):
@@ -84,7 +84,7 @@ def _cuts(count, replicas):
 
 
 def quickest_arrangement(costs, memory, ranks, micros):
-    """The seconds of the shortest step of all, or None."""
+    """Return the seconds of the shortest step, or None."""
     return min(
         (
             evaluated(costs, choice).seconds

@@ -7,8 +7,8 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def captured_programs_stay():
-    """They are kept for other tests, and are many small objects: whoever comes after them should
-    not wait for the garbage collector to go through all of these."""
+    """Freeze captured programs, which are kept for other tests, so that the garbage collector does
+    not visit their many small objects."""
     yield
     gc.collect()
     gc.freeze()

@@ -26,7 +26,7 @@ class Layers(nn.Module):
 
 
 def values(*shape, seed=1):
-    """Random values, with the same rows in every call."""
+    """Return random values, with the same rows in every call."""
     draws = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, dtype=torch.float64, generator=draws)
 
@@ -36,7 +36,7 @@ def captured_function(function):
 
 
 def refusal(function):
-    """Return the message with which a function is refused, or `None`."""
+    """Return the error message for a function, or `None`."""
     try:
         checked(captured_function(function))
     except ValueError as error:

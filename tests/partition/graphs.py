@@ -13,13 +13,13 @@ LOADS = (8, 11, 2, 1, 18, 5, 4, 11)
 
 
 def chain(loads=LOADS, nbytes=0.0):
-    """Atoms one after the other, backward twice as long as forward."""
+    """Return a chain of atoms whose backward pass takes twice as long as forward."""
     atoms = [Atom((number,), each, 2 * each) for number, each in enumerate(loads)]
     return Graph(atoms, [Value(number, (number + 1,), nbytes) for number in range(len(loads) - 1)])
 
 
 def random_graph(seed, most=9, dense=0.45):
-    """Up to `most` atoms with whole numbers as costs; values of one or several readers."""
+    """Return up to `most` atoms with integer costs; values have one or several readers."""
     draw = random.Random(seed)
     count = draw.randint(3, most)
     atoms = [
@@ -43,7 +43,7 @@ def random_limits(seed, stages):
 
 
 def partitions(graph, stages):
-    """All of them into so many stages: lists of downsets, by closure under inputs."""
+    """Return all partitions into stages: lists of downsets, which contain their inputs."""
     everything = graph.everything
 
     def closed(members):
@@ -77,7 +77,7 @@ def fits(graph, stages, limits, flights):
 
 
 def lightest_of_all(graph, limits):
-    """The least load of the heaviest stage of all partitions, or None."""
+    """Return the smallest maximum load of all partitions, or None."""
     found = []
     for count in range(1, min(limits.ranks, len(graph)) + 1):
         flights = [min(limits.microbatches, count - stage) for stage in range(count)]
@@ -89,7 +89,7 @@ def lightest_of_all(graph, limits):
 
 
 def seconds(graph, downsets, limits, schedule):
-    """A step of a partition, its borders counted value by value."""
+    """Return the step time of a partition, with boundary bytes counted value by value."""
     costs = []
     for downset, members in zip(downsets, stages_of(downsets), strict=True):
         crossing = sum(
@@ -105,7 +105,7 @@ def seconds(graph, downsets, limits, schedule):
 
 
 def quickest_of_all(graph, limits, schedule):
-    """The shortest step of all partitions, or None."""
+    """Return the shortest step of all partitions, or None."""
     found = []
     for count in range(1, min(limits.ranks, len(graph)) + 1):
         name = schedule if count > 1 else "none"

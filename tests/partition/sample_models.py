@@ -14,18 +14,18 @@ HERE = "tests.partition.sample_models"
 
 @cache
 def captured(name):
-    """The Captured of `MODULE:FACTORY`."""
+    """Return the Captured of `MODULE:FACTORY`."""
     return capture(*made(name))
 
 
 def small(name):
-    """That of one of inputs/partition."""
+    """Return the small model of one of inputs/partition."""
     return captured(f"inputs.partition.{name}:small")
 
 
 class Branches(nn.Module):
-    """A value with two readers, a mean that goes back to all rows, memory that is written to, and
-    a mask that no input decides."""
+    """A value with two readers, a mean broadcast to all rows, memory that is written to, and a
+    mask that no input affects."""
 
     def __init__(self, width=8):
         super().__init__()
@@ -79,7 +79,7 @@ def one_sample():
 
 
 class Sequence(nn.Module):
-    """Its batch is in dimension 1: nothing can be cut."""
+    """The batch is in dimension 1, so the model cannot be cut."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ def time_first():
 
 
 def by_name():
-    """Inputs by their names, of which one is a number."""
+    """Inputs by their names, one of which is a number."""
 
     class Scaled(nn.Linear):
         def forward(self, x, scale):
@@ -105,7 +105,7 @@ def by_name():
 
 
 def copies_of_a_layer():
-    """As nn.TransformerEncoder makes them."""
+    """Copies of a layer, as in nn.TransformerEncoder."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     return nn.TransformerEncoder(layer, 2), torch.zeros(4, 3, 8)
 
@@ -132,7 +132,7 @@ def held():
 
 
 class Function(nn.Module):
-    """A layer, and what a function makes of its result and the input."""
+    """A layer, and a function of its result and the input."""
 
     def __init__(self, function):
         super().__init__()
@@ -159,9 +159,8 @@ def fixes_its_batch():
 
 
 class Untaught(nn.Module):
-    """Blocks without gradient: of values, of an average and a counter, one in the other, one that
-    turns gradients on again, one of a value that the outside goes on with, and autocast that is
-    off."""
+    """Blocks without gradient: of values, of an average and a counter (nested), one that enables
+    gradients, one with a value that is used outside, and disabled autocast."""
 
     def __init__(self):
         super().__init__()
@@ -193,7 +192,7 @@ def untaught():
 
 
 class Shrinks(nn.Linear):
-    """A layer that changes its bias itself."""
+    """A layer that changes its own bias."""
 
     def forward(self, x):
         with torch.no_grad():
@@ -206,7 +205,7 @@ def trains_itself():
 
 
 class Rounded(torch.autograd.Function):
-    """Straight through: its gradient is not that of its operations."""
+    """Straight-through estimator, whose gradient is not that of its operations."""
 
     @staticmethod
     def forward(ctx, x):

@@ -32,7 +32,7 @@ def test_every_weight_is_read_by_a_piece(model):
 
 
 def test_each_piece_can_run_with_its_copies_and_inputs(model):
-    """In the order in which they stand: so every piece can be run by itself."""
+    """Each piece runs by itself, in the original order."""
     for place, piece in enumerate(model.pieces):
         there = {*model.weights, *model.inputs, *model.readers}
         for node in sorted((*piece.copies, *piece.nodes), key=[*model.program.graph.nodes].index):
@@ -49,7 +49,7 @@ def test_tied_weight_is_read_by_both_pieces():
 
 
 def millions(name):
-    """Parameters of one of inputs/partition."""
+    """Return the number of parameters of one of inputs/partition, in millions."""
     module, _ = made(f"inputs.partition.{name}")
     return sum(each.numel() for each in module.parameters()) / 1e6
 
@@ -70,8 +70,8 @@ def millions(name):
     ],
 )
 def test_parameter_counts_match_the_published_models(name, count):
-    """The numbers of parameters that arXiv:1810.04805, 1512.03385, 1608.06993 and RaNNC's
-    (2103.16063) give; 1706.03762 has 213 for words that it does not count."""
+    """The numbers are those of arXiv:1810.04805, 1512.03385, 1608.06993 and RaNNC's (2103.16063);
+    1706.03762 has 213, including words that are not counted here."""
     assert round(millions(name)) == count
 
 
@@ -84,7 +84,7 @@ def test_parameter_counts_match_the_published_models(name, count):
     ],
 )
 def test_enlarged_bert_parameter_counts_match_the_published_ones(hidden, counts):
-    """In 10^9, with 24 to 256 layers, each as large as the next."""
+    """The numbers are in 10^9, for 24 to 256 layers of equal size."""
     first, second = (millions(f"bert:enlarged({hidden}, {n})") for n in (1, 2))
     found = [first + (layers - 1) * (second - first) for layers in (24, 48, 96, 144, 192, 256)]
     assert tuple(round(each / 1e3, 3) for each in found) == counts

@@ -12,7 +12,7 @@ from tests.partition.arrangements import MACHINE, line, random_costs
 
 
 def test_long_chain_is_cut_where_little_crosses():
-    """Every fourth of 399 borders is crossed by nothing."""
+    """No bytes cross every fourth of 399 boundaries."""
     costs = line([1.0] * 400, [0.0 if n % 4 == 3 else 99.0 for n in range(399)])
     places = positions_of(costs, 4, 48)
     assert len(places) == 49 and places[0] == 0 and places[-1] == 400
@@ -37,7 +37,7 @@ def test_ranges_match_the_costs_between_two_cuts(seed):
 
 
 def test_border_and_reduction_times_are_those_of_the_machine():
-    """Borders lie between nodes of two ranks as soon as there are more of them."""
+    """Nodes have two ranks, so boundaries of larger groups are between nodes."""
     costs = line([1.0], [])
     assert border_of(costs, 2).seconds(50.0) == pytest.approx(6.0)
     assert border_of(costs, 3).seconds(50.0) == pytest.approx(52.0, rel=0.02)

@@ -12,12 +12,12 @@ from tests.partition.graphs import LOADS
 
 @pytest.fixture
 def costs(tmp_path):
-    """The file of a chain of LOADS, with 2 bytes to hold and 1 to keep of each node."""
+    """Return the file of a chain of LOADS; each node has 2 bytes, and saves 1."""
     return costs_in(tmp_path, second=1, byte=1)
 
 
 def costs_in(folder, second, byte):
-    """The same file with other units."""
+    """Return the same file with other units."""
     memory = {"memory": 2 * byte, "saved": byte}
     nodes = [
         {"id": number, "forward": load * second, "backward": 2 * load * second, **memory}
@@ -95,7 +95,7 @@ def test_times_and_bytes_have_the_units_that_are_printed(
 
 
 def test_memory_counts_the_microbatches_in_flight(costs, capsys):
-    """Of two nodes a stage, all 4 or at most 4, 3, 2 and 1 of 8 microbatches are in flight."""
+    """Stages have two nodes; all 4, or at most 4, 3, 2 and 1, of 8 microbatches are in flight."""
     words = "--microbatches", "8", "--memory"
     _, found = planned(capsys, costs, *words, "12B", "--schedule", "1f1b")
     assert found["memory"] <= 12 and found["proven"]
@@ -258,7 +258,7 @@ def test_loss_is_named_and_required_for_a_plan_file(model, line, problem, capsys
 
 @pytest.mark.slow
 def test_opaque_modules_are_listed(capsys, tmp_path):
-    """Those of a class in one line; they have no source for torchrun."""
+    """Modules of the same class share a line; they have no source for torchrun."""
     pytest.importorskip("torch")
     model = "tests.partition.untraceable_models:of('Choosy', 'Choosy', 'Experts')"
     words = model, "--ranks", "2", "--replicas", "1", "--microbatches", "2"

@@ -31,7 +31,7 @@ def test_downsets_are_complete_and_closed_under_inputs(seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_cut_sums_and_bytes_match_a_recount(seed, monkeypatch):
-    """Counted anew from the graph, value by value."""
+    """The sums are recounted from the graph, value by value."""
     graph = random_graph(seed)
     shared = [Shared((0, 1, len(graph) - 1), 2.0, 1.0), Shared((0, 2), 1.0, 0.5)]
     graph = Graph(graph.atoms, graph.values, shared)

@@ -25,7 +25,7 @@ QUIET = replace(MACHINE, links=(Link(0, 0.0, 1e30),))
 
 
 def costs(loads=(1, 1, 1, 1), machine=MACHINE, batch=4, shared=(), nbytes=3.0, run=None):
-    """Of atoms with 10 bytes of parameters, that need 2 bytes of working memory."""
+    """Return atoms with 10 bytes of parameters and 2 bytes of working memory."""
 
     def graph(rows):
         atoms = [
@@ -44,14 +44,14 @@ def choice(*stages, micros=1, **how):
 
 @pytest.mark.parametrize(("schedule", "expected"), [("1f1b", 573), ("gpipe", 621)])
 def test_step_time_matches_the_schedule(schedule, expected):
-    """The cut of the published loads that is best under 1F1B only."""
+    """Uses the partition of the published loads that is the best only with 1F1B."""
     quiet = costs(LOADS, QUIET, batch=8)
     stages = choice((3,), (5,), (6,), (8,), micros=8, schedule=schedule)
     assert evaluated(quiet, stages).seconds == expected
 
 
 def test_replicas_share_rows_and_reduce_gradients():
-    """Of 4 rows 2 each; 20 bytes to sum, of which each of two ranks receives 20."""
+    """Each replica has 2 of 4 rows, and receives 20 bytes in the all-reduce of 20 bytes."""
     found = evaluated(costs((1, 1)), choice((2, 2)))
     assert found.forward == (4.0,) and found.backward == (8.0,)
     sums = MACHINE.call("all_reduce", 20, range(2))
@@ -70,7 +70,7 @@ def test_three_replicas_receive_four_thirds_of_the_gradient_bytes():
     [((1, 1), 12, 1), ((2, 2), 6, 1), ((2, 1), 12, 2), ((1, 4), 12, 4), ((3, 2), 6, 2)],
 )
 def test_messages_between_unequal_replicas(replicas, nbytes, peers):
-    """3 bytes a row: the stage with fewer ranks sends or receives most, to or from several."""
+    """With 3 bytes per row, the stage with fewer ranks moves most, to or from several ranks."""
     found = evaluated(costs(), choice((2, replicas[0]), (4, replicas[1])))
     latency, second = (1.0, 10.0) if sum(replicas) <= 2 else (2.0, 1.0)
     assert found.sent == (nbytes,)
@@ -81,8 +81,9 @@ def test_messages_between_unequal_replicas(replicas, nbytes, peers):
     ("schedule", "flights"), [("1f1b", (2, 1)), ("gpipe", (4, 4)), ("zb-h1", (2, 2))]
 )
 def test_memory_counts_activations_in_flight(schedule, flights):
-    """Weights, gradients and moments; 5 bytes a row and atom saved, 3 a row received; 2 bytes, and
-    the gradient of what was sent; one that is on its way where more microbatches follow."""
+    """Weights, gradients and moments; 5 bytes per saved row and atom, 3 per received row; 2 bytes
+    of working memory, and the gradient of sent rows; one in transit if more microbatches
+    follow."""
     stages = choice((1,), (4,), micros=4, schedule=schedule)
     found = evaluated(costs(), stages)
     assert found.in_flight == flights
@@ -106,7 +107,7 @@ def test_interleaved_chunks_are_in_flight_together():
 
 
 def test_zero_1_shards_the_optimizer_moments():
-    """Of 80 bytes 40 are moments."""
+    """40 of 80 bytes are moments."""
     held = [evaluated(costs((1, 1)), choice((2, 2), zero=zero)).held[0] for zero in (0, 1)]
     assert held[0] - held[1] == 20
 
@@ -141,8 +142,8 @@ def test_split_backward_delays_weight_gradients():
 
 
 def test_overheads_per_stage_and_per_step_are_added():
-    """Two microbatches of 2 rows on two stages, of 5 and 1 atoms of 12 s, of which all take an
-    eighth more forward and a quarter more backward; 10 bytes of each atom are updated."""
+    """Two microbatches of 2 rows on two stages, of 5 and 1 atoms of 12 s; passes take an eighth
+    more forward and a quarter more backward, and 10 bytes of each atom are updated."""
     run = RunCosts(0.125, 0.25, 1000.0, 2.0)
     stages = choice((5,), (6,), micros=2)
     plain, more = (evaluated(costs((1,) * 6, QUIET, run=each), stages) for each in (None, run))

@@ -61,7 +61,7 @@ def test_missing_factory_is_rejected(name):
 
 
 def test_factory_data_depends_only_on_the_seed():
-    """And torch's own generator stays as it was."""
+    """The state of torch's own generator does not change."""
     before = torch.get_rng_state()
     (one, _), (same, _), (other, _) = (
         made_with_data(f"{MODULES}:chain", seed) for seed in (1, 1, 2)

@@ -28,7 +28,7 @@ ANY = Allowed(4, 1e9, (4,), ("1f1b",))
 
 
 def test_poor_arrangement_is_improved_to_a_local_optimum():
-    """Of 12 s for a row in 3 stages, one of them on two ranks."""
+    """A row takes 12 s in 3 stages, one of them on two ranks."""
     choice, step = improved(COSTS, POOR, ANY, np.arange(0))
     assert sorted(choice.replicas) == [1, 1, 2] and choice.ranks == 4
     assert step == evaluated(COSTS, choice, 1e9) and step.seconds < 0.6 * 2 * 9 * 3 * 4
@@ -38,7 +38,7 @@ def test_poor_arrangement_is_improved_to_a_local_optimum():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_improvement_moves_all_borders(seed):
-    """Among all ways to cut a chain into three, with other times for every atom."""
+    """Compares all partitions of a chain into three stages, with different atom times."""
     draw = random.Random(seed)
     costs = line([draw.uniform(1, 9) for _ in range(24)], [draw.uniform(0, 9) for _ in range(23)])
     poor = PipelineChoice((StageChoice(6), StageChoice(14, 2), StageChoice(24)), 4)
@@ -75,7 +75,7 @@ def test_border_moves_to_adjacent_and_given_positions():
     ("memory", "end", "instead", "tight"), [(1e9, 3, 4, False), (9.0, 2, None, True)]
 )
 def test_faster_step_that_does_not_fit_is_reported(memory, end, instead, tight):
-    """Of two rows the first of two stages saves 4 bytes an atom, the other 2."""
+    """With two rows, the first of two stages saves 4 bytes per atom, and the second 2."""
 
     def graph(rows):
         atoms = [Atom((n,), 1.0 * rows, 2.0 * rows, saved=1.0 * rows) for n in range(6)]
@@ -101,7 +101,7 @@ def test_improvement_ends_where_no_single_border_move_helps():
 
 
 def test_cuts_that_do_not_fit_are_skipped():
-    """Two microbatches in flight on the first stage keep 2 bytes an atom, of 8."""
+    """Two microbatches in flight on the first stage save 2 bytes per atom, of 8 bytes."""
     graph = chain([1.0] * 6)
     cuts = Chain(Graph([atom._replace(saved=1.0) for atom in graph.atoms], graph.values))
     limits = Limits(2, microbatches=2)

@@ -24,7 +24,7 @@ ANY = Allowed(4, 1e9, (1, 2, 4), ("1f1b", "gpipe"))
 
 
 def test_estimated_gpipe_step_matches_the_simulator():
-    """Without messages exactly, where stages are alike and GPipe fills and drains."""
+    """The times are equal without messages, if stages are equal in GPipe."""
     costs = line([1.0] * 8, [0.0] * 7)
     search = JointSearch(costs, ANY._replace(schedules=("gpipe",), replicas=(1,)))
     best = search.found()[0]
@@ -47,7 +47,7 @@ def test_estimate_of_a_split_backward_pass_is_a_lower_bound(schedule):
 
 
 def test_estimate_includes_pass_overhead_and_update():
-    """Of one stage exactly: 4 microbatches take 4 times what comes with a part."""
+    """This is exact for one stage: 4 microbatches have 4 times the overhead of a pass."""
 
     def graph(rows):
         return Graph([Atom((n,), 1.0 * rows, 2.0 * rows, parameters=5.0) for n in range(8)], [])
@@ -70,7 +70,7 @@ def test_found_arrangements_are_valid_and_fit(seed):
 
 
 def test_recomputation_is_used_only_if_memory_requires_it():
-    """Stages of 4 atoms save 4 bytes a row; the first has two microbatches in flight."""
+    """Stages of 4 atoms save 4 bytes per row; the first has two microbatches in flight."""
 
     def graph(rows):
         atoms = [Atom((n,), 1.0 * rows, 2.0 * rows, saved=1.0 * rows) for n in range(8)]
@@ -88,7 +88,7 @@ def test_recomputation_is_used_only_if_memory_requires_it():
 
 
 def test_interleaved_stage_that_does_not_fit_recomputes():
-    """Of four parts of 2 atoms, which save 4 bytes in both rows, 5 are in flight on stage 0."""
+    """Stage 0 has 5 in flight of four parts of 2 atoms, which save 4 bytes in both rows."""
 
     def graph(rows):
         atoms = [Atom((n,), 1.0 * rows, 2.0 * rows, saved=1.0 * rows) for n in range(8)]
@@ -154,7 +154,7 @@ def test_quickest_is_the_optimum_of_all_partitions(schedule, seed):
 
 @pytest.mark.parametrize(("schedule", "expected"), [("1f1b", 573), ("gpipe", 600)])
 def test_quickest_partition_of_uneven_loads(schedule, expected):
-    """Loads whose lightest heaviest stage takes 600 under 1F1B."""
+    """The smallest maximum load takes 600 under 1F1B."""
     limits = Limits(4, microbatches=8)
     found = fastest(cuts_of(chain()), limits, (schedule,))
     assert (found.seconds, found.schedule, found.proven) == (expected, schedule, True)
@@ -171,7 +171,7 @@ def test_partition_time_matches_the_simulator():
 
 
 def test_received_inputs_count_for_every_microbatch_in_flight():
-    """Of 3 stages under GPipe 2 have received 4 bytes for each of 5 microbatches."""
+    """In GPipe, 2 of 3 stages have received 4 bytes for each of 5 microbatches."""
     cuts, limits = cuts_of(chain((3, 3, 3), nbytes=4.0)), Limits(3, 20.0, None, 5)
     kept = limits._replace(keeps_received=True)
     assert timed(cuts, kept, "gpipe", [1, 2, 3]) and timed(cuts, limits, "gpipe", [1, 2, 3])
@@ -186,7 +186,7 @@ def test_truncated_search_proves_nothing(monkeypatch):
 
 
 def test_searches_share_one_budget(monkeypatch):
-    """Of 20 numbers of stages and two schedules, with 16 microbatches."""
+    """Searches 20 numbers of stages and two schedules, with 16 microbatches."""
     run, passes = StepModel.ends, []
 
     def counted(model, costs):
@@ -204,7 +204,7 @@ def test_searches_share_one_budget(monkeypatch):
 
 
 def heaviest(graph, limits):
-    """The load of the heaviest stage of what `lightest` finds, computed anew."""
+    """Return the recomputed maximum load of the partition that `lightest` finds."""
     cuts = cuts_of(graph)
     ends = lightest(cuts, limits)
     if ends is None:
@@ -223,7 +223,7 @@ def test_lightest_load_over_downsets_is_optimal(seed):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_lightest_load_of_a_chain_is_optimal(seed, monkeypatch):
-    """What crosses several borders is counted as over all downsets."""
+    """Values that cross several boundaries count as in a search over all downsets."""
     graph, limits = random_graph(seed, most=7), random_limits(seed, 2 + seed % 3)
     exact = heaviest(graph, limits)
     monkeypatch.setattr(downsets, "MOST_WORK", 0)
@@ -236,7 +236,7 @@ def test_lightest_load_of_a_chain_is_optimal(seed, monkeypatch):
 
 
 def test_downset_search_beats_the_sorted_chain_on_branches(monkeypatch):
-    """Nodes 0 2 | 1 3, sorted as 0 1 2 3: two stages of 2 need another order."""
+    """For nodes 0 2 | 1 3, sorted as 0 1 2 3, two stages of 2 need another order."""
     atoms = [Atom((number,), 1.0, 0.0) for number in range(4)]
     graph = Graph(atoms, [Value(0, (2,), 9.0), Value(1, (3,), 9.0)])
     limits = Limits(2, None, 1.0)
@@ -255,7 +255,7 @@ def test_lightest_returns_none_if_nothing_fits():
 
 
 def test_received_inputs_require_memory():
-    """Two nodes of 3 s and 4 bytes between them: the second holds these for a microbatch."""
+    """There are two nodes of 3 s with 4 bytes between them, saved by the second per microbatch."""
     cuts = cuts_of(chain((3, 3), nbytes=4.0))
     assert lightest(cuts, Limits(2, memory=3.0)) == [1, 2]
     assert lightest(cuts, Limits(2, memory=4.0, keeps_received=True)) == [1, 2]

@@ -26,7 +26,7 @@ RUN = {"forward": 0.25, "backward": 0.5, "step": 8.0, "update": 0.01}
 
 
 def profile(name="mlp", **how):
-    """Piece n of a model takes 1 + n s and (n + 1) / 4 a row forward, twice that backward."""
+    """Piece n takes 1 + n s plus (n + 1) / 4 per row forward, and twice that backward."""
     captured = small(name)
     rows, pieces = [1, 2, 4], {}
     for number in range(len(captured.pieces)):
@@ -55,8 +55,8 @@ def test_seconds_are_extrapolated_by_rows():
 
 
 def test_profile_keeps_the_byte_counts():
-    """And the share of backward that is for weights: half of a product, but not of the first,
-    whose input needs no gradient."""
+    """It also keeps the fraction of weight gradients in backward: half of each product, except the
+    first, whose input needs no gradient."""
     plain = graph_of(Operations(small("mlp")), FLOP, 4)
     found = costs().graph(4)
     assert found.values == plain.values and found.shared == plain.shared
@@ -68,7 +68,7 @@ def test_profile_keeps_the_byte_counts():
 
 
 def test_step_includes_measured_overheads_and_the_update():
-    """Of 4 rows on one rank; and of two stages of them, with a message."""
+    """Tests 4 rows on one rank, and on two stages with a message."""
     found, parameters = costs(), 6 * (64 * 64 + 64) * 4
     passes = 3 * sum(1 + number + number + 1 for number in range(12))
     one = evaluated(found, PipelineChoice((StageChoice(12),)))
@@ -98,7 +98,7 @@ def test_zero_1_replicas_share_the_update_time():
 
 
 def test_planner_considers_the_overhead_per_stage():
-    """Without it two stages and many microbatches are faster, with much of it one rank is."""
+    """With no overhead, two stages and many microbatches are faster; with much, one rank is."""
     quick = [{**each, "bytes": [1, 2], "seconds": [1e-9, 2e-9]} for each in CALLS]
     nothing = {**RUN, "step": 0.0, "update": 0.0, "forward": 0.0}
     wanted = Wanted(2, recompute="none", replicas=(1,))

@@ -19,7 +19,7 @@ def graph(name, batch):
 
 
 def test_stage_memory_counts_values_gradients_and_two_moments():
-    """Of 6 layers of 64 x 64 with biases, in float32."""
+    """There are 6 layers of 64 x 64 with biases, in float32."""
     found = graph("mlp", 16)
     parameters = 6 * (64 * 64 + 64) * 4
     assert found.total("parameters", found.everything) == parameters
@@ -49,13 +49,13 @@ def test_buffers_have_neither_gradients_nor_moments():
 
 
 def test_values_have_the_bytes_that_cross():
-    """[16, 64] in float32 between any two operations of a perceptron."""
+    """They are [16, 64] in float32 between any two operations of a perceptron."""
     found = graph("mlp", 16)
     assert [each.nbytes for each in found.values if each.nbytes] == 11 * [16 * 64 * 4]
 
 
 def test_saved_values_of_other_pieces_are_separate():
-    """Of a perceptron every Linear but the first and every GELU saves what the one before made."""
+    """In a perceptron, all Linear but the first, and all GELU, save the previous result."""
     array = 16 * 64 * 4
     found = [each for each in graph("mlp", 16).values if each.saved]
     assert [each[1:] for each in found] == [((each.source + 1,), 0.0, array) for each in found]
@@ -78,7 +78,7 @@ def test_operation_costs_scale_with_the_batch():
 
 @pytest.mark.slow
 def test_tied_embedding_counts_once():
-    """Of BERT: 64 tokens of 32, in float32."""
+    """BERT has 64 tokens of width 32, in float32."""
     found, table = graph("bert", 8), 64 * 32 * 4
     state = small("bert").program.state_dict
     parameters = sum({id(each): each.numel() * 4 for each in state.values()}.values())
@@ -95,7 +95,7 @@ def test_atoms_reference_their_pieces():
 
 
 def test_working_memory_of_a_layer_is_that_of_its_widest_operation():
-    """Gradients of a weight, a bias, and of what is read and made."""
+    """It has the gradients of a weight, a bias, the input and the output."""
     found = graph("mlp", 16)
     assert found.atoms[2].working == (64 * 64 + 64 + 2 * 16 * 64) * 4
     assert found.atoms[1].working == 2 * 16 * 64 * 4

@@ -37,8 +37,8 @@ def planned(name="unet", ranks=2, batch=None, **how):
     "seeds", [range(3), pytest.param(range(3, 200), marks=pytest.mark.slow)], ids=["few", "all"]
 )
 def test_plan_is_close_to_the_fastest_of_all_arrangements(seeds):
-    """Replicas, recomputation, microbatches, schedule and borders together; of 200 models four
-    come out up to a fifth slower, those where little memory or slow messages decide."""
+    """Searches replicas, recomputation, microbatches, schedule and boundaries together; four of
+    200 models are up to a fifth slower, with little memory or slow messages."""
     missed = []
     for seed in seeds:
         costs, memory, ranks = random_costs(seed)
@@ -64,7 +64,7 @@ def test_no_arrangement_with_equal_replicas_is_faster():
 
 
 def test_model_is_cut_if_it_does_not_fit_on_a_rank():
-    """Of 6 layers, of which replicas have all."""
+    """There are 6 layers, and replicas would store all of them."""
     whole = planned("mlp", 4, batch=64, schedule="1f1b")
     assert len(whole.choice.stages) == 1 and max(whole.step.held) > 6 * LAYER
     cut = planned("mlp", 4, batch=64, memory=5.4 * LAYER)
@@ -77,8 +77,8 @@ def test_memory_margin_is_reserved():
 
 
 def test_stage_memory_includes_saved_inputs_and_workspace():
-    """A perceptron that has room for 4 of 6 layers: Linear and GELU both keep what they read; one
-    operation has the gradients of a layer and two arrays, and the first stage one that it got."""
+    """4 of 6 layers of a perceptron fit: Linear and GELU both save their inputs; one operation has
+    the gradients of a layer and two arrays, and the first stage one received gradient."""
     array, working = 16 * 64 * 4, LAYER / 4 + 2 * 16 * 64 * 4
     how = {"replicas": (1,), "microbatches": 1, "recompute": "none", "schedule": "1f1b"}
     cut = planned("mlp", 2, batch=16, memory=4.6 * LAYER, **how)
@@ -97,7 +97,7 @@ def test_recompute_option_forces_full_or_none():
 
 
 def test_zero_1_shards_moments():
-    """With room for four of the six layers and their moments: one half of these."""
+    """Four of six layers with their moments fit; ZeRO 1 halves the moments."""
     how = {"ranks": 2, "batch": 64, "replicas": (2,), "memory": 5.5 * LAYER}
     with pytest.raises(ValueError, match="--zero 1"):
         planned("mlp", **how)
@@ -139,7 +139,7 @@ def test_stage_pieces_cover_the_module():
 
 
 def test_gradient_reduction_ends_the_step():
-    """On 2 ranks with all of the model: the passes of half of the batch, and one sum."""
+    """Two ranks have the whole model: passes of half of the batch, and one all-reduce."""
     half = planned("mlp", 1, batch=1 << 9, microbatches=1).step.seconds
     both = planned("mlp", 2, batch=1 << 10, replicas=(2,), microbatches=1).step.seconds
     parameters = 6 * (64 * 64 + 64) * 4
@@ -155,7 +155,7 @@ def test_each_border_reports_its_next_best_alternative():
 
 
 def test_branches_are_cut_in_another_order():
-    """Nodes 0 2 | 1 3, sorted as 0 1 2 3: two stages of 2 need another chain of them."""
+    """For nodes 0 2 | 1 3, sorted as 0 1 2 3, two stages of 2 need another chain."""
     from hpc3d.partition.atom_graph import Atom, Graph, Value
 
     def graph(rows):

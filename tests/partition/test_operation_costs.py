@@ -34,7 +34,7 @@ BYTES = replace(FLOP, memory_bandwidth=1.0)
 
 
 def counted(module, inputs):
-    """What torch counts of a pass forward and back with data."""
+    """Return torch's FLOP count of a forward and backward pass with data."""
     with FlopCounterMode(display=False) as counter:
         module(*inputs).sum().backward()
     return counter.get_total_flops()
@@ -64,7 +64,7 @@ def test_opaque_module_flops_match_the_torch_counter():
 
 
 def test_opaque_module_saves_its_inputs_and_results():
-    """Choosy in the run with data: of 4 numbers in float32 what it takes, and what tanh makes."""
+    """Choosy runs with data; it saves its input of 4 float32 numbers, and the result of tanh."""
     found = captured_of(f"{UNTRACEABLE}:of('Choosy')")
     saved = {node.name: each.saved for node, each in Operations(found).costs(FLOP, 6).items()}
     (opaque,) = found.opaque
@@ -82,7 +82,7 @@ def test_data_type_without_rates_is_refused_with_a_remedy():
 
 @pytest.mark.slow
 def test_attention_flops_follow_the_formula():
-    """Of BERT with 4 layers, 4 heads of 8 and 8 x 16 tokens; torch counts its other products."""
+    """BERT has 4 layers, 4 heads of 8 and 8 x 16 tokens; torch counts its other products."""
     attention = 4 * 4 * 8 * 4 * 16 * 16 * 8
     rows, tokens, hidden, vocabulary = 8, 8 * 16, 32, 64
     products = 4 * 2 * tokens * 12 * hidden**2 + 2 * tokens * (hidden**2 + hidden * vocabulary)
@@ -99,13 +99,13 @@ def test_half_the_batch_costs_half():
 
 
 def test_saved_values_count_once():
-    """Of Linear and GELU: the inputs of both but that of the model, and no weight."""
+    """Linear and GELU save their inputs, except the model's input, and no weights."""
     found = Operations(small("mlp")).costs(FLOP, 16)
     assert sum(each.saved for each in found.values()) == 11 * 16 * 64 * 4
 
 
 def test_einsum_flops_match_the_torch_counter():
-    """einsum of [b, 4] and [b, 4] to [b], of 4 samples, behind a layer."""
+    """einsum maps [b, 4] and [b, 4] to [b], for 4 samples, after a layer."""
     forward, _ = total(captured(f"{HERE}:contracts"), 4)
     assert forward == 2 * 4 * 4 * 4 + 2 * 4 * 4
 
@@ -118,7 +118,7 @@ def test_copy_moves_bytes_and_a_view_does_not():
 
 
 def test_half_of_the_backward_products_are_weight_gradients():
-    """Of the first layer, whose input needs no gradient, the only one."""
+    """The first layer, whose input needs no gradient, has only the weight gradient."""
     found = Operations(small("mlp")).costs(FLOP, 16)
     layers = [each for node, each in found.items() if "linear" in node.name]
     product = 2 * 16 * 64 * 64
@@ -129,8 +129,8 @@ def test_half_of_the_backward_products_are_weight_gradients():
 
 
 def test_only_product_weights_delay_their_gradients():
-    """A table and a normalization have theirs at once; three layers and a product with the table's
-    transpose do not."""
+    """A table and a normalization have them at once; those of three layers and of a product with
+    the table's transpose are delayed."""
     found = Operations(captured("tests.partition.execution.modules:everything")).costs(FLOP, 12)
     waiting = {
         node.name: each.weight / each.backward for node, each in found.items() if each.weight

@@ -16,7 +16,7 @@ CHAIN = f"{HERE}:chain"
 
 
 def plan_of(model, replicas, micros, schedule, chunks=1, recompute=False, **how):
-    """That of a model which is cut into equal parts."""
+    """Return the plan of a model in equal parts."""
     dtype = how.get("dtype")
     captured = captured_of(model, dtype) if dtype else prepared(model)[-1]
     count = len(replicas) * chunks
@@ -52,7 +52,7 @@ def test_plan_round_trips(tmp_path):
 
 
 def test_plan_without_a_data_type_is_read(tmp_path):
-    """Plans of earlier versions."""
+    """Plans of earlier versions have none."""
     path, tree = tmp_path / "plan.json", json.loads(saved().text())
     del tree["dtype"]
     path.write_text(json.dumps(tree))
@@ -60,7 +60,7 @@ def test_plan_without_a_data_type_is_read(tmp_path):
 
 
 def test_plan_without_tensor_parallelism_is_read(tmp_path):
-    """Files that were written before plans had this field."""
+    """Files of earlier versions do not have this field."""
     path, fields = tmp_path / "plan.json", json.loads(saved().text())
     del fields["tensor"]
     path.write_text(json.dumps(fields))
@@ -69,7 +69,7 @@ def test_plan_without_tensor_parallelism_is_read(tmp_path):
 
 
 def test_digest_depends_on_the_computation_not_on_the_batch():
-    """Not of the batch, nor of values; but of operations, constants and shapes."""
+    """It depends on operations, constants and shapes, but not on the batch or on values."""
     import torch
 
     def digest(function, width=4, batch=6):

@@ -10,7 +10,7 @@ HERE = "tests.partition.untraceable_models"
 
 
 class Choosy(nn.Module):
-    """Every sample goes to one of two layers, by its values."""
+    """Every sample uses one of two layers, depending on its values."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -22,7 +22,7 @@ class Choosy(nn.Module):
 
 
 class Experts(nn.Module):
-    """The same with as many rows for each layer as there are; and which one it was."""
+    """The same with any number of rows per layer; also returns the selected layer."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -37,7 +37,7 @@ class Experts(nn.Module):
 
 
 class Straight(nn.Module):
-    """A gradient of its own, and an average that it keeps."""
+    """A custom gradient, and a stored average."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -49,7 +49,7 @@ class Straight(nn.Module):
 
 
 class Between(nn.Module):
-    """Some of these between layers that can be traced."""
+    """Some of these modules between layers that can be traced."""
 
     def __init__(self, *parts):
         super().__init__()
@@ -89,7 +89,7 @@ def straight():
 
 
 class Around(nn.Module):
-    """A module whose only way out is around another one."""
+    """A module inside which another untraceable module is the only problem."""
 
     def __init__(self, inner):
         super().__init__()
@@ -161,13 +161,13 @@ KINDS = (Number, Picks, Draws, Remembers, Writes, Borrows, Holds, Raises)
 
 
 def alone(kind):
-    """One of these in a model that does nothing else."""
+    """One of these modules in a model that does nothing else."""
     (found,) = (each for each in KINDS if each.__name__ == kind)
     return Between(found()).double(), samples()
 
 
 def of(*kinds):
-    """Several of those that may stay whole, in float32."""
+    """Several of those that may remain single operations, in float32."""
     parts = [globals()[kind]() for kind in kinds]
     return Between(*parts), tuple(each.float() for each in samples())
 

@@ -48,7 +48,7 @@ class Cache:
 
 
 class Returns(Base):
-    """What a function makes of the loss."""
+    """Returns a function of the loss."""
 
     def __init__(self, function):
         super().__init__()

@@ -23,7 +23,7 @@ from tests.partition.test_evaluation import QUIET
 
 
 def task(ranks=4, memory=1e9, parameters=(1.0,) * 8, batch=8):
-    """Layers with LOADS for a row forward, that hold 6 bytes, and save and hand on 1 a row."""
+    """Return layers with LOADS per row forward and 6 bytes, which save and send 1 byte per row."""
 
     def graph(rows):
         atoms = [
@@ -40,7 +40,7 @@ def ends(contender):
 
 
 def test_data_parallel_replicas_have_equal_shares():
-    """60 s forward and 120 s backward for 2 of 8 rows."""
+    """A rank with 2 of 8 rows takes 60 s forward and 120 s backward."""
     found = data_parallel(task())
     assert found.choice.replicas == (4,) and found.step.seconds == 360
 
@@ -50,16 +50,16 @@ def test_data_parallel_replicas_have_equal_shares():
     [(gpipe, [2, 4, 6, 8], 4 * (60 + 7 * 23)), (torchgpipe, [1, 4, 5, 8], 4 * (60 + 7 * 20))],
 )
 def test_gpipe_and_torchgpipe_cut_layers_into_stages(contender, cut, seconds):
-    """Even layers, of which a stage has 5 + 18 s; the lightest heaviest stage has 5 + 4 + 11.
-    They go forward twice, and backward for twice as long."""
+    """With even layers, a stage takes 5 + 18 s; with the smallest maximum load, 5 + 4 + 11 s.
+    Microbatches pass twice, and backward takes twice as long."""
     found = contender(task())
     assert ends(found) == cut and found.choice.microbatches == 8
     assert found.step.seconds == seconds and found.step.fits
 
 
 def test_hybrid_selects_the_fastest_replicas_and_stages_that_fit():
-    """Two stages of 22 and 38 s, of which each replica has one of four rows of a microbatch; half
-    of the layers hold 24 bytes, a quarter 12."""
+    """There are two stages of 22 and 38 s; each replica has one of four rows of a microbatch. Half
+    of the layers have 24 bytes, a quarter 12."""
     halves = gpipe_hybrid(task())
     assert halves.choice.replicas == (2, 2) and halves.step.seconds == 4 * (60 + 3 * 38)
     assert all(stage.recompute for stage in halves.choice.stages)
@@ -72,20 +72,20 @@ def test_hybrid_that_does_not_fit_uses_the_least_memory():
 
 
 def test_parameters_are_balanced_over_stages():
-    """All 48 bytes have no room; of two stages the first has a layer, with half of the bytes."""
+    """All 48 bytes do not fit; the first of two stages has one layer with half of the bytes."""
     found = by_parameters(task(2, 45.0, (7.0, 1, 1, 1, 1, 1, 1, 1)))
     assert ends(found) == [1, 8] and found.choice.schedule == "1f1b"
 
 
 def test_pipedream_predicts_the_throughput_of_its_slowest_stage():
-    """Four replicas, which sum nothing that takes time: 2 samples every 2 x 180 / 4 s."""
+    """Four replicas reduce at no cost: 2 samples every 2 x 180 / 4 s."""
     found = pipedream(task())
     assert found.choice.replicas == (4,) and found.step.seconds == 360
     assert found.note.endswith("0.02222 samples/s")
 
 
 def test_layerwise_recomputation_saves_one_layer_at_a_time():
-    """A stage of 8 layers and 8 rows: instead of 8 x 8 bytes the inputs of 7 and one layer's 8."""
+    """A stage of 8 layers and 8 rows saves the inputs of 7 layers and 8 bytes, not 8 x 8."""
     costs = task().costs
     choice = PipelineChoice((StageChoice(8, 1, True),))
     whole, parts = (step(costs, choice, 1e9) for step in (evaluated, layer_by_layer))
@@ -96,9 +96,10 @@ def test_layerwise_recomputation_saves_one_layer_at_a_time():
 
 
 def test_microbatches_in_flight_save_the_layer_inputs():
-    """Of four layers and two rows: three inputs of a layer for each of two microbatches, and of
-    the second stage, which has one in flight, four; what a layer saves; of the first what is made
-    again to be sent and its gradient, of the second the gradient that is on its way."""
+    """There are four layers and two rows. The first stage saves three layer inputs for each of two
+    microbatches, and the second stage, with one in flight, four. Each stage also has the
+    activations of one layer; the first has the recomputed output and its gradient, and the second
+    the gradient that it sends."""
     choice = PipelineChoice((StageChoice(4, 1, True), StageChoice(8, 1, True)), 4)
     found = layer_by_layer(task().costs, choice, 1e9)
     assert found.held == (4 * 6 + 2 * 3 * 2 + 2 + 2 * 2, 4 * 6 + 4 * 2 + 2 + 2)

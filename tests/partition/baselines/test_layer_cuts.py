@@ -35,7 +35,7 @@ def test_function_belongs_to_the_layer_before_it():
 
 
 def runs(count):
-    """An embedding, so many layers of two atoms, and a head."""
+    """Return an embedding, layers of two atoms each, and a head."""
     layers = [LayerRun(2 * number + 3, True) for number in range(count)]
     return [LayerRun(1, False), *layers, LayerRun(2 * count + 2, False)]
 

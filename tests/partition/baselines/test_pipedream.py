@@ -20,26 +20,26 @@ def costs(seconds, parameters=None, crossing=None):
 
 
 def test_heavy_unit_gets_more_replicas():
-    """3 of 4 workers for 9 s, 1 for 3 s: a minibatch every 3 s; four replicas of both would take
-    4 (4 - 1) 80 / (4 x 10) = 24 s for the sum, and have one every 6 s."""
+    """3 of 4 workers have 9 s, and 1 has 3 s: a minibatch every 3 s. Four replicas of both would
+    take 4 (4 - 1) 80 / (4 x 10) = 24 s for the all-reduce: a minibatch every 6 s."""
     found = asynchronous(costs([9.0, 3.0], [0.0, 80.0]), (WorkerLevel(4, 10.0),))
     assert found == (3.0, [AsynchronousStage(1, 3), AsynchronousStage(2, 1)])
 
 
 def test_expensive_gradient_reduction_favors_a_pipeline():
-    """4 (2 - 1) 30 / (2 x 2) = 30 s for the sum against 10 s: two stages of 5 s."""
+    """The all-reduce takes 4 (2 - 1) 30 / (2 x 2) = 30 s, more than 10 s: two stages of 5 s."""
     found = asynchronous(costs([5.0, 5.0], [0.0, 30.0]), (WorkerLevel(2, 2.0),))
     assert found == (5.0, [AsynchronousStage(1, 1), AsynchronousStage(2, 1)])
 
 
 def test_slow_boundary_is_not_cut():
-    """2 x 9 / 2 = 9 s for what crosses: two replicas take (5 + 5) / 2."""
+    """The boundary takes 2 x 9 / 2 = 9 s, and two replicas (5 + 5) / 2 s."""
     found = asynchronous(costs([5.0, 5.0], crossing=[9.0, 0.0]), (WorkerLevel(2, 2.0),))
     assert found == (5.0, [AsynchronousStage(2, 2)])
 
 
 def test_boundary_traffic_counts_forward_and_backward():
-    """2 x 7 / 2 s for what crosses, where replicas would take 30 s for the sum."""
+    """The boundary takes 2 x 7 / 2 s, and the all-reduce of replicas 30 s."""
     found = asynchronous(costs([5.0, 5.0], [0.0, 30.0], [7.0, 0.0]), (WorkerLevel(2, 2.0),))
     assert found == (7.0, [AsynchronousStage(1, 1), AsynchronousStage(2, 1)])
 
@@ -49,7 +49,7 @@ def compositions(total, parts):
 
 
 def least(given, workers, bandwidth, start, end, alone):
-    """Of all cuts of units start to end and all shares of the workers."""
+    """Return the minimum over all cuts of units start to end and all distributions of workers."""
     found = []
     for stages in range(1, min(end - start, workers) + 1):
         for cut in combinations(range(start + 1, end), stages - 1):

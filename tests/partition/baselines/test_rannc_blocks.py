@@ -13,7 +13,7 @@ ANY = 1e30
 
 
 def chained(seconds, nbytes):
-    """Atoms of so many seconds, and the bytes between them."""
+    """Return atoms with these seconds, and with bytes between them."""
     atoms = [Atom((number,), each, 0.0) for number, each in enumerate(seconds)]
     return Graph(atoms, [Value(number, (number + 1,), each) for number, each in enumerate(nbytes)])
 
@@ -37,14 +37,14 @@ def test_number_of_blocks_is_limited():
 
 
 def test_widest_value_is_merged_first():
-    """Atom 1 of 7 may join 0 or 2; the latter receives more."""
+    """Atom 1 of 7 may join 0 or 2; atom 2 receives more."""
     found = blocks(chained([9, 1, 9, 9, 9, 9, 9], [3, 5, 0, 0, 0, 0]), ANY, 1.0)
     assert [1, 2] in found
 
 
 def test_heaviest_neighbor_is_merged_first_among_many_groups():
-    """Atom 0 reads nothing and is read by 1 and 2; pairs of the others are merged as well.  Later
-    nothing is, since nothing fits."""
+    """Atom 0 has no inputs and is read by 1 and 2; pairs of the others are merged, too. After
+    that, nothing is merged, because nothing fits."""
     loads = [0.5, 1.2, 1.0, *(201 * [0.6, 1.4])]
     values = [Value(0, (1,), 0.0), Value(0, (2,), 0.0)]
     values += [Value(n, (n + 1,), 0.0) for n in range(3, len(loads), 2)]
@@ -54,7 +54,7 @@ def test_heaviest_neighbor_is_merged_first_among_many_groups():
 
 
 def test_groups_that_do_not_fit_stay_separate():
-    """Of 6 bytes each, one, two or four atoms."""
+    """One, two or four atoms of 6 bytes each fit."""
     graph = chain([1.0, 5.0] * 6)
     heavy = Graph([atom._replace(memory=6.0) for atom in graph.atoms], graph.values)
     for memory, atoms in ((8.0, 1), (12.0, 2)):

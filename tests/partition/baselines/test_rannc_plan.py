@@ -24,16 +24,16 @@ def task(graph_of, ranks, memory, batch=8):
 
 
 def branches(rows):
-    """Two chains of four atoms that take turns, and one atom that reads both; each atom holds 6
-    bytes, and saves and hands on a byte a row."""
+    """Return two alternating chains of four atoms, and one atom that reads both. Each atom has 6
+    bytes, and saves and sends one byte per row."""
     atoms = [Atom((n,), (1 + n % 3) * rows, 2 * rows, 6.0, 1.0 * rows, 1.0) for n in range(9)]
     values = [Value(n, (min(n + 2, 8),), 1.0 * rows) for n in range(8)]
     return Graph(atoms, values)
 
 
 def test_stages_of_branches_read_only_from_earlier_stages():
-    """Six stages at least: what a microbatch has received counts, too; gradients that arrive do
-    not by its own estimate, and the second stage needs three bytes more."""
+    """At least six stages are required, because received inputs count. RaNNC's estimate omits
+    received gradients, so the second stage needs three bytes more."""
     found = rannc(task(branches, 8, 26.0))
     ends = [stage.end for stage in found.choice.stages]
     assert max(found.step.held) == 29 and ends == sorted({*ends}) and ends[-1] == 9
@@ -41,22 +41,23 @@ def test_stages_of_branches_read_only_from_earlier_stages():
 
 
 def twins(rows):
-    """Two chains that take turns, of light and heavy pairs; one of them hands on twice as much."""
+    """Return two alternating chains of light and heavy pairs; one chain sends twice as much."""
     loads = [(0.2, 0.2, 2.0, 2.0)[n % 4] * rows for n in range(12)]
     atoms = [Atom((n,), load, 0.0, 6.0, 1.0 * rows, 1.0) for n, load in enumerate(loads)]
     return Graph(atoms, [Value(n, (n + 2,), (1.0 + n % 2) * rows) for n in range(10)])
 
 
 def test_rannc_may_interleave_parallel_chains():
-    """Pairs of one chain and the other in turn, a stage each: of two rows, or of one where two
-    replicas send to two, cross a value of the first, of both, ... of the second."""
+    """Each stage has a pair of one chain or the other, alternately. With two rows, or with one row
+    from two replicas to two, the boundaries are crossed by values of the first, of both, ... of
+    the second."""
     found = rannc(task(twins, 8, 26.0))
     assert found.choice.replicas == (1, 1, 2, 2, 1, 1) and found.choice.microbatches == 4
     assert found.step.sent == (2, 6, 3, 6, 4)
 
 
 def test_activations_in_host_memory_do_not_count():
-    """Of eight microbatches of one row two are on the device: six bytes less on the second."""
+    """Two of eight microbatches of one row are on the device: six bytes less on stage 2."""
 
     def chain(rows):
         atoms = [Atom((n,), 1.0 * rows, 2.0 * rows, 6.0, 1.0 * rows, 1.0) for n in range(2)]
@@ -83,7 +84,7 @@ def test_no_partition_fits():
     ],
 )
 def test_rannc_finds_the_published_plans(model, batch, replicas):
-    """On 8 and 32 V100 of 32 GB (rannc-examples)."""
+    """The plans are for 8 and 32 V100 with 32 GB (rannc-examples)."""
     operations = Operations(capture(*made(f"inputs.partition.{model}")))
     found = rannc(Task.of(operations, V100, batch, sum(replicas), 0.9 * 32e9))
     assert found.choice.replicas == replicas and found.step.fits

@@ -32,7 +32,7 @@ def compared(capsys, *words):
 
 
 def test_compare_prints_a_row_for_every_planner(capsys):
-    """A step and its samples a second, beside ours, which no other is shorter than."""
+    """A row has the step time and the samples/s, and none is faster than hpc3d's."""
     code, printed = compared(capsys, "--batch", "4096", "--machine", "v100-8x4", "--json")
     *text, last = printed.out.splitlines()
     found = json.loads(last)
@@ -47,8 +47,8 @@ def test_compare_prints_a_row_for_every_planner(capsys):
 
 
 def test_compare_reports_planners_that_do_not_fit(capsys):
-    """Weights, gradients and moments of six layers take 399,360 bytes; ours need a rank for
-    three, and only what has one rank for all of them lacks room."""
+    """Weights, gradients and moments of six layers take 399,360 bytes. hpc3d's plan needs a rank
+    for three layers, so only planners with all layers on one rank fail."""
     code, printed = compared(capsys, "--memory", "320000B", "--json")
     assert code == 0, printed.err
     rows = {row["name"]: row for row in json.loads(printed.out.splitlines()[-1])["rows"]}

@@ -25,13 +25,13 @@ FREE = replace(
 
 
 def modules(name, nodes):
-    """Of some operations of a model the modules, in their order."""
+    """Return the modules of some operations of a model, in order."""
     found = small(name)
     return [found.pieces[place].module for place in sorted(found.piece_of[node] for node in nodes)]
 
 
 def test_linear_layers_alternate_column_and_row_splits():
-    """The head's first layer stays whole: a norm reads all of its result."""
+    """The head's first layer is not split, because a norm reads all of its result."""
     roles = split_roles(small("bert"), 2)
     layers = range(4)
     names = [f"layers.{n}.{part}" for n in layers for part in ("qkv", "up")]
@@ -50,7 +50,7 @@ def test_both_attentions_of_a_decoder_are_split():
 
 
 def test_indivisible_heads_are_not_split():
-    """Of 4 heads on 8 ranks all but attention is shared."""
+    """With 4 heads on 8 ranks, everything except attention is split."""
     rows = modules("bert", split_roles(small("bert"), 8).rows)
     assert rows == [*(f"layers.{n}.down" for n in range(4)), "following"]
 
@@ -64,8 +64,8 @@ def total(graph, name):
 
 
 def test_split_layer_has_two_all_reduces_forward_and_two_backward():
-    """On a machine where only messages take time, one second each; one more of the loss's second
-    output forward, three for the loss by words, and two for the inputs of both heads."""
+    """Each message takes one second, and nothing else takes time. The second output of the loss
+    adds one forward, the loss over words three, and the inputs of both heads two."""
     operations = Operations(small("bert"))
     graph = graph_of(MegatronOperations(operations, 2), FREE, 8)
     assert total(graph, "forward") == pytest.approx(4 * 2 + 1 + 3)
@@ -73,7 +73,7 @@ def test_split_layer_has_two_all_reduces_forward_and_two_backward():
 
 
 def test_flops_of_split_products_are_shared():
-    """Of 8 x 16 tokens all but the dense layer of the head, forward and backward."""
+    """For 8 x 16 tokens, all FLOPs except those of the head's dense layer are split."""
     quiet = replace(FLOP, links=(Link(0, 0.0, 1e30),))
     operations = Operations(small("bert"))
     whole = graph_of(operations, quiet, 8)
@@ -85,7 +85,7 @@ def test_flops_of_split_products_are_shared():
 
 
 def test_column_splits_divide_n_and_row_splits_divide_k():
-    """Products (batch, m, n, k) of [2, 64] and [64, 64], and backward for input and weight."""
+    """Products (batch, m, n, k) of [2, 64] and [64, 64], and those of both gradients."""
     found = MegatronOperations(Operations(small("mlp")), 2)
     works = {node.name: kind[0] for node, kind in found.kinds.items()}
     assert works["linear_2"].forward.products == ((1, 2, 32, 64),)
@@ -96,15 +96,15 @@ def test_column_splits_divide_n_and_row_splits_divide_k():
 
 
 def test_rank_stores_its_shard_of_the_weights():
-    """Of a perceptron by columns and rows in turn, half but for the biases of rows."""
+    """For a perceptron split by columns and rows alternately, half, except the biases of rows."""
     operations = Operations(small("mlp"))
     graph = graph_of(MegatronOperations(operations, 2), FLOP, 8)
     assert total(graph, "parameters") == 4 * (6 * 64 * 64 / 2 + 3 * 64 / 2 + 3 * 64)
 
 
 def test_activations_between_split_layers_are_saved_in_shards():
-    """Of [16, 64]: six linear layers and as many functions save what they read, the model's input
-    aside, of which two in the middle of each pair in half."""
+    """[16, 64]: six linear layers and six functions save their inputs, except the model's input;
+    the two in the middle of each pair are halved."""
     graph = graph_of(MegatronOperations(Operations(small("mlp")), 2), FLOP, 16)
     assert total(graph, "saved") == 16 * 64 * 4 * (11 - 3 * 2 / 2)
 

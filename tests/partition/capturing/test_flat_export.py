@@ -19,7 +19,7 @@ def exported(module, *inputs):
 
 
 def assert_as_in_torch(module, *inputs):
-    """Outputs, gradients and buffers of the program on data."""
+    """Compare outputs, gradients and buffers of the program on data."""
     program, state = exported(module, *inputs), dict(module.state_dict(keep_vars=True))
     targets = [spec.target for spec in program.graph_signature.input_specs]
     held = {name: value.detach().clone() for name, value in state.items()}
@@ -44,7 +44,7 @@ def test_no_grad_blocks_match_torch():
 
 
 def changed_inside(y, x):
-    """It keeps its gradient, its parts do not have one."""
+    """The result has a gradient, but its parts do not."""
     with torch.no_grad():
         y.mul_(2.0).add_(x)
         first, second = y.chunk(2, 1)
@@ -53,7 +53,7 @@ def changed_inside(y, x):
 
 
 def changed_later(y, x):
-    """What was made without a gradient gets one."""
+    """A value created without a gradient gets one."""
     with torch.no_grad():
         z = y * 2
     z.add_(y)

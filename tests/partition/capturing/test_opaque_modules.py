@@ -22,7 +22,7 @@ from tests.partition.untraceable_models import HERE, Between, Choosy, Experts, s
 
 
 class Named(torch.nn.Module):
-    """A model with a module called `inner`."""
+    """Model with a module called `inner`."""
 
     def __init__(self, inner):
         super().__init__()
@@ -98,7 +98,7 @@ def test_opaque_module_on_fake_tensors_has_shapes_and_gradients():
 
 
 class Again(torch.nn.Linear):
-    """Backward runs its forward pass again."""
+    """Operation whose backward pass repeats its forward pass."""
 
     def forward(self, x):
         return checkpoint(
@@ -118,7 +118,7 @@ def test_checkpointed_module_recomputes_with_the_same_weights():
 
 
 class Fickle(torch.nn.Module):
-    """Well behaved in the run with data."""
+    """Operation that is only deterministic in the run with data."""
 
     def forward(self, x):
         if x.shape[0] == 7:

@@ -57,7 +57,7 @@ def test_attribute_that_every_call_changes_is_rejected(function, name, value):
 
 
 class Ticking(Layers):
-    """A class attribute that every call changes."""
+    """Module with a class attribute that every call changes."""
 
     ticks = 0
 
@@ -73,7 +73,7 @@ def test_class_attribute_that_every_call_changes_is_rejected():
 
 
 def caches(model, x):
-    """Sizes, a table keyed by size, a setting, and outputs for inspection."""
+    """Cache sizes, a table by size, a setting, and outputs for inspection."""
     kept = model.a
     if kept.width != x.shape[1]:
         kept.width, kept.samples = x.shape[1], x.shape[0]

@@ -23,7 +23,7 @@ from tests.partition.untraceable_models import (
 
 
 class Model(nn.Module):
-    """A module that is called with some rows, and after a layer."""
+    """Module that is called with some rows, and after a layer."""
 
     def __init__(self, inner, given=lambda x: (x,)):
         super().__init__()
@@ -56,7 +56,7 @@ def test_recorded_call_scales_with_the_number_of_samples():
 
 
 def test_flops_of_a_call_are_counted_forward_and_backward():
-    """Of a layer with 4 x 4 weights 32 operations a sample, and backward twice as many."""
+    """A layer with 4 x 4 weights has 32 FLOPs per sample, and twice as many backward."""
     (call,) = recorded(nn.Linear(4, 4))
     assert call.flop == (32, 64) and call.saved == 0, "its input is not its own"
     (call,) = recorded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
@@ -81,7 +81,7 @@ def test_written_buffers_are_recorded():
 
 
 class Loose(nn.Module):
-    """It takes anything."""
+    """Module that accepts any arguments."""
 
     def forward(self, x, *others):
         return x

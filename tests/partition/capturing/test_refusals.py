@@ -22,7 +22,7 @@ HERE = "tests.partition.capturing.test_refusals"
 
 
 class Reads(Base):
-    """A number that is read from a tensor."""
+    """Model that reads a number from a tensor."""
 
     def forward(self, x):
         return self.loss(x) * x.sum().item()
@@ -39,7 +39,7 @@ class Reentrant(Base):
 
 
 class Hidden(Base):
-    """A layer that is no submodule."""
+    """Model with a layer that is not a submodule."""
 
     def __init__(self):
         super().__init__()

@@ -16,7 +16,7 @@ from tests.partition.functions_of_samples import captured_function
 
 
 def orders(model, x):
-    """Rows in several orders, each with its own name."""
+    """Return rows in several orders, each with its own name."""
     apart = x.view(x.shape[0], 2, 3)
     return {
         "sample_major": apart.flatten(0, 1).sin(),
@@ -44,7 +44,7 @@ def test_layout_of_merged_dimensions():
 
 
 def test_reshape_follows_the_elements_of_a_sample():
-    """The product of the sizes before the batch dimension, and that of the sizes behind it."""
+    """A layout is the product of the sizes before the batch dimension, and of those after it."""
     graph = captured_function(lambda model, x: model.a(x)).program.graph
     batch = next(iter(graph.output_node().all_input_nodes)).meta["val"].shape[0]
     assert reshaped(SampleLayout(1), (4, batch, 6), (4 * batch, 6)) == SampleLayout(0, 4, 1)

@@ -18,7 +18,7 @@ ALONG, STATISTIC = "an operation along the batch dimension", "a statistic of the
 
 
 def of(change):
-    """A mean over the samples, of inputs that a function changes."""
+    """Return a mean over the samples of inputs changed by a function."""
     return lambda model, x: model.squares(change(x)).mean()
 
 
@@ -84,7 +84,7 @@ class Averages(Layers):
 
 
 def averaged():
-    """A table with as many rows as the batch."""
+    """Return a table with as many rows as the batch."""
     return Averages(None), (values(8, 6), values(8, 6, seed=2))
 
 

@@ -75,7 +75,7 @@ def test_mode_of_each_submodule_is_restored():
 
 
 class Merged(nn.Linear):
-    """A module that computes other weights for evaluation."""
+    """Module that computes other weights for evaluation."""
 
     def train(self, mode=True):
         self.weight.data.mul_(1.0)

@@ -23,8 +23,8 @@ from tests.partition.execution.modules import config_of
 
 
 class CountedBytes(TorchDispatchMode):
-    """The most `peak` of all memory that operations of this thread read or make, a storage from
-    the first operation that has it until nothing refers to it."""
+    """Count the `peak` memory of all storages that operations of this thread read or create, each
+    from its first operation until nothing refers to it."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class CountedBytes(TorchDispatchMode):
 
 
 def _forwarded(program, rows):
-    """Bytes of the received tensors that a chunk only forwards, which it does not save."""
+    """Return the bytes of received tensors that a chunk only forwards and does not save."""
     (output,) = [node for node in program.module.graph.nodes if node.op == "output"]
     found = [
         node.meta["val"]
@@ -71,8 +71,8 @@ def _placeholders(program):
 
 
 def peaks(name, replicas, micros, schedule, recompute, ways=1):
-    """[(predicted, counted)] bytes of every rank in its second step, by a plan of MODULE:FACTORY
-    in float32."""
+    """Return [(predicted, counted)] bytes of every rank in its second step, with a plan of
+    MODULE:FACTORY in float32."""
     module, inputs = made_with_data(name, 0)
     captured, ranks = capture(module, inputs), ways * sum(replicas)
     how = {"replicas": replicas, "microbatches": micros, "recompute": recompute}

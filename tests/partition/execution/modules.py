@@ -27,7 +27,7 @@ STEPS, RATE, DECAY, CLIP = 3, 1e-2, 0.1, 0.5
 
 
 class Everything(nn.Module):
-    """A table that is read at both ends, a value that skips parts, two branches, normalization
+    """Module with a table read at both ends, a value that skips parts, two branches, normalization
     over the batch, a value without gradient, and several outputs."""
 
     def __init__(self, width=6, classes=5):
@@ -107,8 +107,8 @@ def time_major(batch=12):
 
 
 def with_data(name, seed=0, dtype=torch.float64):
-    """A module without dropout of its own, in float64 or another type unless `dtype` is None, and
-    inputs that are no zeros."""
+    """Return a module without dropout, in float64 or another type unless `dtype` is None, and
+    nonzero inputs."""
     torch.manual_seed(seed)
     module, inputs, *_ = function_at(name)()
     module = module.to(dtype) if dtype else module
@@ -129,7 +129,7 @@ def with_data(name, seed=0, dtype=torch.float64):
 
 
 def prepared(name, dtype=torch.float64):
-    """(module, inputs, Captured) of `MODULE:FACTORY`, none of which may be changed."""
+    """Return (module, inputs, Captured) of `MODULE:FACTORY`; they must not be changed."""
     return _prepared(name, dtype)
 
 
@@ -142,7 +142,7 @@ def _prepared(name, dtype):
 
 
 def exact(name, dtype=torch.float64):
-    """A module that drops nothing unless its name says so, and its inputs."""
+    """Return a module and its inputs, without dropout unless its name contains it."""
     module, inputs = with_data(name, dtype=dtype)
     for part in () if "dropping" in name else module.modules():
         if isinstance(part, nn.Dropout):
@@ -153,12 +153,12 @@ def exact(name, dtype=torch.float64):
 
 
 def dropping():
-    """Every layer drops a third."""
+    """Every layer drops a third of its elements."""
     return chain(dropout=1 / 3)
 
 
 class Shifted(nn.Module):
-    """Noise in a buffer, and in memory that is written in place."""
+    """Noise in a buffer, and in memory that is modified in place."""
 
     def __init__(self, width):
         super().__init__()
@@ -170,7 +170,7 @@ class Shifted(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Random operations of many kinds."""
+    """Module with random operations of many kinds."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -197,7 +197,7 @@ def noisy(batch=12):
 
 
 class Diffusion(nn.Module):
-    """Noise that the first layer adds and the loss compares with."""
+    """Model whose first layer adds noise, which the loss compares with its result."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -220,7 +220,7 @@ def diffusion():
 
 
 def called(module, inputs):
-    """What a module returns, and its loss."""
+    """Return the results of a module, and its loss."""
     outputs = NamedOutputs(module)
     given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     found = module(*given[0], **given[1])
@@ -230,7 +230,7 @@ def called(module, inputs):
 
 
 def part_of(inputs, batch, rows):
-    """The inputs for some samples."""
+    """Return the inputs of some samples."""
 
     def cut(value):
         carries = isinstance(value, torch.Tensor) and value.dim() and len(value) == batch
@@ -242,11 +242,11 @@ def part_of(inputs, batch, rows):
 
 
 def trained_by_torch(name, micros, replicas=1, dtype=torch.float64):
-    """(parameters and buffers by name, losses) after STEPS steps of torch on the whole module, a
-    microbatch of a replica at a time.
+    """Train the whole module with torch for STEPS steps, one microbatch of a replica at a time.
 
-    In 16 bits, gradients are added and parameters updated in float32. In float16, losses are
-    scaled, and steps are skipped whose gradients overflow."""
+    Returns (parameters and buffers by name, losses). In 16 bits, gradients are added and
+    parameters updated in float32. In float16, losses are scaled, and steps with overflowing
+    gradients are skipped."""
     module, inputs, captured = prepared(name, dtype)
     module, batch = copy.deepcopy(module), captured.batch
     masters = [(each, _master(each)) for each in module.parameters()]
@@ -290,7 +290,7 @@ def _add_gradients(masters, scale):
 
 
 def torch_optimizer(parameters):
-    """The optimizer of `config_of` in torch."""
+    """Return the torch optimizer for `config_of`."""
     wide = [each for each in parameters if each.dim() > 1]
     narrow = [each for each in parameters if each.dim() < 2]
     groups = [{"params": wide, "weight_decay": DECAY}, {"params": narrow, "weight_decay": 0.0}]
@@ -298,7 +298,7 @@ def torch_optimizer(parameters):
 
 
 def state(module):
-    """Copies of the parameters and buffers of a module, by all of their names."""
+    """Return copies of the parameters and buffers of a module, with all their names."""
     held = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -307,19 +307,19 @@ def state(module):
 
 
 def copied(tensor):
-    """The values of a tensor, in float32 if it has 16 bits."""
+    """Return the values of a tensor, in float32 if it has 16 bits."""
     wide = tensor.float() if tensor.dtype.itemsize == 2 else tensor
     return wide.detach().numpy().copy()
 
 
 def even_parts(captured, count):
-    """The pieces of a model in so many parts."""
+    """Split the pieces of a model into equal parts."""
     size = len(captured.pieces)
     return [range(size * part // count, size * (part + 1) // count) for part in range(count)]
 
 
 def config_of(captured, replicas, micros, schedule, chunks=1, **how):
-    """A Config that trains as `trained_by_torch` does."""
+    """Return a Config for the training of `trained_by_torch`."""
     (dtype,) = {each.dtype for each in state_of(captured).values() if each.requires_grad}
     parallel = ParallelConfig(
         microbatches=micros, schedule=schedule, chunks=chunks, bucket_mb=1e-4, **how
@@ -339,7 +339,7 @@ def config_of(captured, replicas, micros, schedule, chunks=1, **how):
 
 
 def trained(*how, **more):
-    """(tensors by name, losses) of every rank after STEPS steps; see `on_ranks`."""
+    """Return (tensors by name, losses) of every rank after STEPS steps; see `on_ranks`."""
 
     def steps(trainer):
         losses = [trainer.step(number).loss for number in range(STEPS)]
@@ -360,8 +360,8 @@ def on_ranks(
     ways=1,
     **how,
 ):
-    """`work(trainer)` of every rank, on threads, of a module that is cut into equal parts;
-    `watched(mesh)` is the mesh that it trains on."""
+    """Call `work(trainer)` on every rank, with threads as ranks, for a module in equal parts;
+    `watched(mesh)` is the mesh of the training."""
     module, inputs, captured = prepared(name, dtype)
     config = config_of(captured, replicas, micros, schedule, **how)
     count = len(replicas) * config.parallel.chunks
@@ -382,7 +382,7 @@ def on_ranks(
 
 
 def unsplit(weights):
-    """Copies of all tensors of a rank, with those of its tensor-parallel peers put together."""
+    """Return copies of all tensors of a rank, joined with those of tensor-parallel peers."""
     found = {}
     for name, value in weights.tensors.items():
         split = weights.splits.get(name)
@@ -392,7 +392,7 @@ def unsplit(weights):
 
 
 def assert_trained_alike(found, expected, close=1e-10):
-    """All ranks have what torch has, and have seen its losses."""
+    """Assert that all ranks have torch's tensors and losses."""
     tensors, losses = expected
     names = set()
     for ours, seen in found:
@@ -412,7 +412,7 @@ def in_double():
 
 
 def batch_of(step):
-    """The inputs of `in_double` in a step."""
+    """Return the inputs of `in_double` in a step."""
     ids = (torch.arange(12) + step) % 5
     return {"ids": ids, "labels": (3 * ids + 1 + step) % 5}
 
@@ -428,7 +428,7 @@ def eight_layers():
 
 
 def points_of(step):
-    """The inputs of `dropping_in_double` in a step."""
+    """Return the inputs of `dropping_in_double` in a step."""
     numbers = torch.arange(48, dtype=torch.float64).reshape(12, 4) + step
     return torch.sin(numbers), torch.cos(numbers)
 

@@ -79,7 +79,7 @@ def test_saved_activations_of_16_bits_are_offloaded_and_rounded(dtype):
 
 
 def of_small_steps(monkeypatch):
-    """Eight updates, each of less than half of the distance of two weights in bfloat16."""
+    """Eight updates, each less than half of the distance of adjacent bfloat16 numbers."""
     monkeypatch.setattr(modules, "STEPS", 8)
     monkeypatch.setattr(modules, "RATE", 5e-4)
     return trained(CHAIN, (1, 1), 2, "1f1b", dtype=torch.bfloat16)
@@ -111,7 +111,7 @@ HOW = [((1, 1), "1f1b", {}), ((1, 1, 1, 1), "zb-h1", {}), ((2, 2), "1f1b", {"zer
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "replicas", "schedule", "how"), rotated(NARROW, HOW, 1))
 def test_losses_of_sample_models_match_torch(name, replicas, schedule, how):
-    """Until the gradients of weights that hardly matter differ in sign."""
+    """Stops before the gradients of unimportant weights differ in sign."""
     found = trained(name, replicas, 2, schedule, dtype=torch.bfloat16, **how)
     split = replicas[0] if "res" in name or "dense" in name else 1
     _, losses = trained_by_torch(name, 2, split, torch.bfloat16)

@@ -28,7 +28,7 @@ def body(model, y, x):
 
 
 def turned():
-    """The layers in another order than in training."""
+    """Module whose layers have another order than in training."""
 
     class Turned(Blocks):
         def forward(self, x, labels):
@@ -48,7 +48,7 @@ def without_loss():
 
 
 def merging():
-    """Weights that the method `eval` merges, as implementations of LoRA do."""
+    """Weights that the method `eval` merges, as in implementations of LoRA."""
 
     class Merging(nn.Linear):
         def train(self, mode=True):
@@ -60,7 +60,7 @@ def merging():
 
 
 def masked_by_norm():
-    """A mask that depends on running statistics."""
+    """Mask that depends on running statistics."""
 
     class Masked(nn.Module):
         def __init__(self):
@@ -75,7 +75,7 @@ def masked_by_norm():
 
 
 def evaluated(name, stages=2):
-    """(training, evaluation) of a module in float64 on so many stages."""
+    """Return (training, evaluation) of a module in float64 on several stages."""
     module, inputs = made_with_data(name, 0)
     captured = capture(copy.deepcopy(module), inputs)
     parts = even_parts(captured, stages)
@@ -133,7 +133,7 @@ def test_parameters_that_only_training_reads_are_named():
 
 
 def averaging():
-    """A buffer that training modifies, and only evaluation reads."""
+    """Buffer that training modifies, and only evaluation reads."""
 
     class Averaging(Blocks):
         def forward(self, x, labels):

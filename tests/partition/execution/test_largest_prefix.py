@@ -51,7 +51,7 @@ def changed():
 
 
 def ends(module, captured, samples=4):
-    """Submodules that end the largest prefix, as the memory grows from 0 by 64 bytes."""
+    """Return the ends of the largest prefix, for memory from 0 in steps of 64 bytes."""
     found = []
     for memory in range(0, 10**5, 64):
         prefix = largest_prefix(captured, module, samples, memory)

@@ -37,7 +37,7 @@ class Tokens(nn.Module):
 
 
 def tokens(loss):
-    """The tokens of sample n, of which 0 to LENGTH have a label; a microbatch has none."""
+    """Return tokens; sample n has 0 to LENGTH labels, and one microbatch has none."""
     ids = (torch.arange(BATCH * LENGTH) ** 2).reshape(BATCH, LENGTH) % CLASSES
     labels = (3 * ids + 1) % CLASSES
     for row in range(BATCH):
@@ -52,7 +52,7 @@ def padded():
 
 
 def flattened():
-    """The next token, of a model that shifts and pads the labels itself."""
+    """Next-token loss of a model that shifts and pads the labels itself."""
 
     def loss(model, logits, labels):
         labels = functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
@@ -72,7 +72,7 @@ def likelihood():
 
 
 def masked():
-    """A mean over the tokens with a label, written as a quotient."""
+    """Mean over the labeled tokens, written as a quotient."""
 
     def loss(model, logits, labels):
         mask = (labels != -100).to(logits.dtype)
@@ -83,7 +83,7 @@ def masked():
 
 
 def scaled():
-    """Factors around sums and counts."""
+    """Loss with factors of sums and counts."""
 
     def loss(model, logits, labels):
         mask = (labels != -100).to(logits.dtype)
@@ -95,7 +95,7 @@ def scaled():
 
 
 def by_class():
-    """The mean over classes of the means in each class, weighted by their frequency."""
+    """Weighted mean over classes of the means in each class."""
 
     def loss(model, logits, labels):
         classes = functional.one_hot(labels.clamp(min=0), CLASSES).to(logits.dtype).flatten(0, 1)
@@ -121,7 +121,7 @@ def two_terms():
 )
 @pytest.mark.parametrize(("replicas", "micros"), [((1, 1), 4), ((2,), 3)])
 def test_microbatches_are_weighted_by_their_valid_targets(name, replicas, micros):
-    """Torch computes the loss of the whole batch."""
+    """Torch computes the loss of the full batch."""
     name = f"{HERE}:{name}"
     found = trained(name, replicas, micros, "1f1b" if replicas[1:] else "none")
     assert_trained_alike(found, trained_by_torch(name, 1))
@@ -203,7 +203,7 @@ def pseudo():
 
 
 def ignoring():
-    """Targets that the model ignores by its own results."""
+    """Loss that ignores targets depending on the model's own results."""
 
     def loss(model, logits, labels):
         target = logits.detach().argmax(-1)
@@ -219,7 +219,7 @@ def test_unknown_number_of_targets_is_refused():
 
 
 def soft():
-    """Targets are probabilities: a mean over the samples."""
+    """Loss whose targets are probabilities: a mean over the samples."""
 
     def loss(model, logits, labels):
         target = functional.one_hot(labels.clamp(min=0), CLASSES).to(logits.dtype)

@@ -46,7 +46,7 @@ class Blocks(nn.Module):
 
 
 def inputs_of(number, batch=12):
-    """Labels, a varying number of which are -100."""
+    """Return labels, a varying number of which are -100."""
     draws = torch.Generator().manual_seed(number)
     x = torch.randn(batch, 4, generator=draws, dtype=torch.float64)
     labels = torch.randint(0, 4, (batch,), generator=draws)
@@ -71,7 +71,7 @@ def paired():
 
 
 def skipping():
-    """Stochastic depth by hand, and different constants in both modes."""
+    """Stochastic depth, and different constants in both modes."""
 
     def body(model, y, x):
         if model.training:
@@ -117,7 +117,7 @@ def recurrent():
 
 
 def auxiliary():
-    """A second loss, whose layer only training reads."""
+    """Second loss with a layer that only training uses."""
 
     class Auxiliary(Blocks):
         def __init__(self):
@@ -152,7 +152,7 @@ def in_evaluation_mode(name):
 
 
 def expected_loss(module):
-    """The mean loss of torch over the validation batches."""
+    """Return torch's mean loss over the validation batches."""
     module.eval()
     with torch.no_grad():
         copies = [copy.deepcopy(module) for _ in range(BATCHES)]
@@ -160,7 +160,7 @@ def expected_loss(module):
 
 
 def trained(name, replicas, micros, schedule, evaluate=True, recompute=False, ways=1, **how):
-    """Of each rank (evaluations, losses, tensors after each step)."""
+    """Return (evaluations, losses, tensors after each step) of each rank."""
     module, inputs, captured = prepared(name)
     config = config_of(captured, replicas, micros, schedule, **how)
     count = len(replicas) * config.parallel.chunks
@@ -236,7 +236,7 @@ def test_evaluation_matches_torch_and_does_not_affect_training(
 
 
 def test_weights_that_evaluation_splits_differently_are_refused():
-    """In evaluation, all columns of the first layer are needed at once."""
+    """In evaluation, all columns of the first layer are required at once."""
 
     def body(model, y, x):
         return functional.gelu(y) if model.training else y.softmax(-1)
@@ -252,6 +252,6 @@ def test_weights_that_evaluation_splits_differently_are_refused():
 
 
 def double(name):
-    """One of the modules, as runs on real ranks take it."""
+    """Return one of the modules, for runs on real ranks."""
     module, inputs = globals()[name]()
     return module.double(), inputs

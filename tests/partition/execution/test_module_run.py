@@ -58,7 +58,7 @@ def written(path, model, replicas, micros=2, schedule="1f1b", **how):
 
 
 def tensors(run, step):
-    """{(name, kind): array} of a checkpoint, which is whole."""
+    """Return {(name, kind): array} of a checkpoint, which must be complete."""
     folder = run / "checkpoints" / f"step-{step:08d}"
     assert problems(folder) == []
     opened, found = Checkpoint(folder), {}
@@ -76,7 +76,7 @@ def assert_same(found, expected):
 
 
 def assert_exported(run, name, target):
-    """A checkpoint as the state_dict of the module, by all of its names."""
+    """Assert that a checkpoint exports the state_dict of the module, with all its names."""
     (newest_one, *_) = sorted((run / "checkpoints").glob("step-????????"), reverse=True)
     export(Checkpoint(newest_one), target)
     module, _, _ = prepared(name)
@@ -98,8 +98,8 @@ CHANGES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "first", "second"), strided(CHANGES, 3, 1))
 def test_run_killed_and_resumed_with_another_plan_matches_one_rank(model, first, second, tmp_path):
-    """A rank is killed in the third step or later, and the run goes on by another plan; against
-    one rank that makes all steps."""
+    """A rank is killed in the third step or later, and the run resumes with another plan. It is
+    compared with a single rank that runs all steps."""
     name, *words = model
     words += ["--checkpoint.every", 1, "--checkpoint.keep", 1000, "--train.decay", "constant"]
     alone = written(tmp_path / "alone.json", name, (1,))
@@ -152,7 +152,7 @@ SCHEDULES = {  # by ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", SCHEDULES)
 def test_every_schedule_matches_torch_training(ranks, tmp_path):
-    """Parameters and losses of the whole module after three steps."""
+    """Compares parameters and losses of the whole module after three steps."""
     name, plans = f"{HERE}:eight_layers", []
     for schedule, replicas in SCHEDULES[ranks].items():
         chunks, path = 2 if schedule == "interleaved" else 1, tmp_path / f"{schedule}.json"
@@ -238,7 +238,7 @@ def test_16_bit_run_resumes_with_its_master_weights(tmp_path):
 
 
 def settled(tmp_path, *words, replicas=(1, 1), **how):
-    """The configuration of a command line."""
+    """Return the resolved configuration of a command line."""
     plan = written(tmp_path / "plan.json", DROPPING[0], replicas, **how)
     asked = asked_for([str(plan), *map(str, words)])
     return configuration(asked, "float64")
@@ -389,7 +389,7 @@ def test_validation_batches_are_checked_before_the_first_step():
 
 
 def scaled():
-    """A module with a number, a flag and nothing among its inputs."""
+    """Module whose inputs include a number, a flag and None."""
 
     class Scaled(torch.nn.Linear):
         def forward(self, x, scale, negative, mask):

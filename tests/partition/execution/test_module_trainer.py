@@ -43,7 +43,7 @@ SMALL = [f"inputs.partition.{name}:small" for name in MODELS]
     ],
 )
 def test_pipeline_training_matches_torch(replicas, micros, schedule, how):
-    """Parameters and buffers after three steps: BatchNorm meets one microbatch after the other."""
+    """Compares parameters and buffers after three steps; BatchNorm sees single microbatches."""
     found = trained(EVERYTHING, replicas, micros, schedule, **how)
     assert_trained_alike(found, trained_by_torch(EVERYTHING, micros))
 
@@ -59,7 +59,7 @@ def test_replicated_stages_match_torch(replicas, micros, how):
 
 @pytest.mark.parametrize("replicas", [(1, 2), pytest.param((3, 1, 2), marks=pytest.mark.slow)])
 def test_time_major_rows_are_split_by_samples(replicas):
-    """The border is in the middle of [T, B] rows."""
+    """The stage boundary is in the middle of [T, B] rows."""
     found = trained(f"{HERE}:time_major", replicas, 2, "1f1b")
     assert_trained_alike(found, trained_by_torch(f"{HERE}:time_major", 2))
 
@@ -79,8 +79,8 @@ def test_delayed_weight_gradients_are_reduced(replicas, micros, schedule, how):
 
 @pytest.mark.parametrize(("replicas", "schedule"), [((2,), "none"), ((2, 1), "1f1b")])
 def test_replicas_average_their_batch_norm_buffers(replicas, schedule):
-    """Each normalizes by its own rows, and moves its averages towards those; the step ends with
-    the mean of all replicas."""
+    """Each replica normalizes by its own rows, and updates its running averages with them; at the
+    end of the step, the averages are the mean over all replicas."""
     (one, _), (other, _), *_ = trained(EVERYTHING, replicas, 2, schedule)
     start = state(with_data(EVERYTHING)[0])
     for name in ("norm.running_mean", "norm.running_var"):
@@ -89,7 +89,7 @@ def test_replicas_average_their_batch_norm_buffers(replicas, schedule):
 
 
 def test_samples_keep_the_order_of_the_batch():
-    """Uneven microbatches: 12 samples in 5, of two replicas."""
+    """Two replicas have uneven microbatches: 12 samples in 5."""
     found = trained(CHAIN, (2, 2), 5, "1f1b")
     assert_trained_alike(found, trained_by_torch(CHAIN, 5))
 
@@ -125,7 +125,7 @@ OF_USERS += ("idle", "initialized", "read_rates")
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_models_as_users_write_them_match_torch(name):
-    """In two stages, one of which recomputes; torch leaves parameters without a gradient alone."""
+    """There are two stages, one of which recomputes; torch skips parameters without gradient."""
     name = f"{USERS}:{name}"
     found = trained(name, (1, 1), 2, "1f1b", recompute=True)
     assert_trained_alike(found, trained_by_torch(name, 2))
@@ -174,7 +174,7 @@ def test_replicas_of_every_sample_model_match_torch(name, replicas, micros, sche
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SMALL if "res" in name or "dense" in name])
 def test_replicas_with_local_batch_norm_match_torch(name):
-    """As torch with the rows of one replica after the other; averages of buffers aside."""
+    """Torch processes the rows of each replica separately; running averages may differ."""
     found = trained(name, (2, 2), 2, "1f1b", zero=1)
     tensors, losses = trained_by_torch(name, 2, replicas=2)
     kept = {key: value for key, value in tensors.items() if "running" not in key}
@@ -206,14 +206,14 @@ PEAKS = [
     rotated([f"inputs.partition.{name}" for name in WIDE], PEAKS, 4),
 )
 def test_peak_memory_of_a_rank_matches_its_plan(name, replicas, micros, schedule, recompute):
-    """All tensors of a step, and the moments."""
+    """Counts all tensors of a step, and the moments."""
     for predicted, counted in peaks(name, replicas, micros, schedule, recompute):
         assert predicted == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_tied_gradients_are_summed_over_all_owners(zero):
-    """b on ranks 0 and 3, 4; c on 1, 2 and 3, 4: each brings its rank, 1 to 5."""
+    """b is on ranks 0 and 3, 4, and c on 1, 2 and 3, 4; rank r contributes r + 1."""
     replicas, size = (1, 2, 2), 3
 
     def rank(mesh, line):
@@ -241,7 +241,7 @@ def test_tied_gradients_are_summed_over_all_owners(zero):
 
 
 def test_gradient_norm_counts_a_tied_weight_once():
-    """`everything` is clipped: a table that counted twice would be clipped to another norm."""
+    """A table of `everything` that counted twice would change the clipping."""
     name = f"{HERE}:everything"
     found = trained(name, (1, 1, 1), 2, "1f1b", zero=0)
     assert_trained_alike(found, trained_by_torch(name, 2))

@@ -32,7 +32,7 @@ CHAIN, DROPPING, EVERYTHING = (f"{HERE}:{name}" for name in ("chain", "dropping"
 
 
 def trained_on_devices(name, replicas, schedule, transport, dtype, **how):
-    """As `trained` of modules.py."""
+    """Train as `trained` of modules.py does, on devices."""
     module, inputs, captured = prepared(name, dtype)
     config = config_of(captured, replicas, 2, schedule, **how)
     parts, split = even_parts(captured, len(replicas)), find(schedule).splits_backward

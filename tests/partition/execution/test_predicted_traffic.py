@@ -27,7 +27,7 @@ EVERYTHING, CHAIN = f"{HERE}:everything", f"{HERE}:chain"
 
 
 class Counting(NullRecorder):
-    """Wraps communicators, and counts what the ranks send and sum in their steps."""
+    """Wrap communicators, and count what the ranks send and reduce in their steps."""
 
     def __init__(self, counts):
         self.counts = counts
@@ -54,7 +54,7 @@ class Counting(NullRecorder):
 
 
 def counted(name, replicas, micros, dtype):
-    """{(axis, what): number} of all ranks in STEPS steps."""
+    """Return {(axis, kind): number} of all ranks in STEPS steps."""
     counts = Counter()
     how = {"watched": lambda mesh: mesh.traced(Counting(counts)), "dtype": dtype}
     trained(name, replicas, micros, "1f1b", **how)
@@ -100,7 +100,7 @@ def test_predicted_traffic_matches_the_counted_one(name, replicas, micros, dtype
 def test_predicted_traffic_of_tensor_parallel_ranks_matches_the_counted_one(
     name, replicas, recompute
 ):
-    """Each of two ranks of a replica; a stage sends as much as without them, from either."""
+    """This holds for both ranks of a replica; each sends as much as a stage without them."""
     name, counts = f"{TENSOR}:{name}", Counter()
     how = {"watched": lambda mesh: mesh.traced(Counting(counts)), "ways": 2}
     trained(name, replicas, 2, "1f1b" if replicas[1:] else "none", recompute, **how)

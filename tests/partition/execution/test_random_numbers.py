@@ -20,7 +20,7 @@ def numbers(draw=WHOLE, dim=0, dtype=torch.float64, name="noise"):
 
 
 def distance(values, cumulative):
-    """The Kolmogorov-Smirnov statistic times sqrt(n): below 1.95 in 999 of 1000 samples."""
+    """Return the Kolmogorov-Smirnov statistic times sqrt(n): below 1.95 in 99.9 % of samples."""
     values = np.sort(values.double().numpy().ravel())
     exact, count = np.array([cumulative(each) for each in values]), len(values)
     above = np.arange(1, count + 1) / count - exact

@@ -31,7 +31,7 @@ from tests.partition.sample_models import Function
 
 
 def programmed(function, shape=(400, 4), dtype=torch.float32):
-    """`run(Draw, x)` of a module that applies a function to an input, as one part."""
+    """Return `run(Draw, x)` of a module that applies a function to an input, as one part."""
     module = Function(lambda y, x: function(x) + 0 * y.sum())
     module.layer = nn.Linear(shape[-1], 1, dtype=dtype)
     captured = capture(module, (torch.ones(shape, dtype=dtype),))
@@ -75,7 +75,7 @@ def test_two_dropout_operations_use_different_masks():
 
 
 def test_dropout_finds_a_batch_in_another_dimension():
-    """Tokens first: the mask of a sample is that of its column."""
+    """Tokens are in dimension 0, so the mask of a sample is that of its column."""
     run = programmed(lambda x: dropped(x.T).T)
     whole = run(Draw(0, 0, 0, 40), torch.ones(40, 4))
     assert (run(Draw(0, 0, 30, 10), torch.ones(10, 4)) == whole[30:]).all()
@@ -98,8 +98,8 @@ def test_in_place_dropout_changes_its_operand():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_drops_probabilities(causal):
-    """Those that are kept, by 1 / (1 - p), times the values: ones, so that rows sum to the kept
-    share of them."""
+    """The kept probabilities are scaled by 1 / (1 - p); all values are 1, so rows sum to the kept
+    fraction times this scale."""
 
     def attend(x):
         return functional.scaled_dot_product_attention(x, x, x, None, 0.5, causal)
@@ -126,7 +126,7 @@ def test_inactive_dropout_is_unchanged():
 
 
 def selected(names, telling):
-    """All names, of which those that are not telling are slow."""
+    """Return all names; less important ones are slow."""
     slow = pytest.mark.slow
     return [pytest.param(name, marks=() if name in telling else slow) for name in names]
 
@@ -194,7 +194,7 @@ TELLING = ["stochastic_depth", "randn_like", "rand", "multinomial"]
 
 @pytest.mark.parametrize("form", selected(FORMS, TELLING))
 def test_random_operation_draws_by_sample(form):
-    """Any rows of the batch are what they are in the whole batch; steps differ."""
+    """Any rows of the batch are equal to those in the full batch, and steps differ."""
     run, x = programmed(FORMS[form], (40, 4)), torch.rand(40, 4)
     whole = run(Draw(1, 2, 0, 40), x)
     for first, stop in [(0, 7), (7, 25), (25, 40)]:
@@ -270,7 +270,7 @@ def test_rate_of_1_drops_everything(function):
 
 
 def test_in_place_fill_keeps_the_memory_layout():
-    """The layout decides which views of the result are possible."""
+    """The memory layout decides which views of the result are possible."""
 
     def function(x):
         y = torch.rand_like(x.view(-1, 2, 2, 2).to(memory_format=torch.channels_last))
@@ -283,7 +283,7 @@ RARELY = 1e-12  # a rate that drops nothing
 
 
 class Recurrent(nn.Module):
-    """The output of recurrent layers and their states, for [samples, time, width]."""
+    """Outputs and states of recurrent layers, for [samples, time, width]."""
 
     def __init__(self, cell):
         super().__init__()
@@ -352,7 +352,7 @@ def test_attention_with_masked_rows_computes_what_torch_does(causal, scale):
 
 
 def test_inactive_random_operations_are_unchanged():
-    """Numbers of torch would not be the same twice."""
+    """Torch's random numbers would differ in the second pass."""
 
     def function(x):
         return functional.rrelu(functional.alpha_dropout(x, 0.5, False) - 0.5)
@@ -397,7 +397,7 @@ def lengthened(x):
     ],
 )
 def test_unsupported_random_operation_is_rejected(function, problem):
-    """When a model is planned, and when stages are made of an old plan."""
+    """It is rejected when a model is planned, and when stages are built from an old plan."""
     module = Function(lambda y, x: function(torch.sigmoid(y)).sum())
     captured = capture(module, (torch.ones(8, 4),))
     parts = [range(len(captured.pieces))]
@@ -414,7 +414,7 @@ def counting():
 
 
 def test_planner_rejects_unsupported_random_operations(tmp_path, capsys):
-    """Unless the plan is for torchrun, whose operations draw from torch's generator."""
+    """Plans for torchrun are exempt, because their operations use torch's generator."""
     words = [f"{__name__}:counting", "--ranks", "1"]
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -438,7 +438,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("noisy", "droppi
 @pytest.mark.parametrize("name", ["diffusion", *SLOW])
 @pytest.mark.parametrize("replicas, micros, schedule, how", ARRANGEMENTS)
 def test_training_draws_the_same_numbers_on_every_split(name, replicas, micros, schedule, how):
-    """Stages, replicas and microbatches of every kind against one rank and one microbatch."""
+    """Compares all kinds of stages, replicas and microbatches with one rank and one microbatch."""
     expected, losses = whole(name)
     for ours, seen in trained(f"{HERE}:{name}", replicas, micros, schedule, **how):
         np.testing.assert_allclose(seen, losses, rtol=1e-10)
@@ -448,7 +448,7 @@ def test_training_draws_the_same_numbers_on_every_split(name, replicas, micros, 
 
 @cache
 def whole(name):
-    """(tensors by name, losses) of the module on one rank."""
+    """Return (tensors by name, losses) of the module on one rank."""
     ((tensors, losses),) = trained(f"{HERE}:{name}", (1,), 1, "none")
     assert len({*losses}) == len(losses)
     return tensors, losses
@@ -456,7 +456,7 @@ def whole(name):
 
 @pytest.mark.parametrize("micros", [1, 3])
 def test_training_with_noise_matches_torch_with_the_same_noise(micros):
-    """Torch gets the numbers of the operations as tensors."""
+    """Torch gets the random numbers of the operations as tensors."""
     module, (x,), captured = prepared(f"{HERE}:diffusion")
     module = copy.deepcopy(module)
 

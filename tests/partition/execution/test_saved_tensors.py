@@ -32,7 +32,7 @@ CHAIN, NOISY = f"{HERE}:chain", f"{HERE}:noisy"
 
 
 def watching(meshes):
-    """A function for `watched` that collects the mesh of each rank."""
+    """Return a function for `watched` that collects the mesh of each rank."""
 
     def watched(mesh):
         meshes[mesh.rank] = mesh
@@ -63,7 +63,7 @@ def test_offloading_is_bitwise_identical(name, schedule, how):
 
 
 class _Spans(NullRecorder):
-    """A recorder whose events must not overlap."""
+    """Recorder whose events must not overlap."""
 
     def __init__(self):
         self.open, self.names = None, set()
@@ -92,7 +92,7 @@ def test_copies_interrupt_the_events_of_a_pass():
 
 
 def peaks(name, schedule="gpipe", micros=4, **how):
-    """[(live and peak bytes by kind)] of both ranks, in the last step."""
+    """Return [(live and peak bytes by kind)] of both ranks, in the last step."""
     meshes = {}
     trained(name, (1, 1), micros, schedule, watched=watching(meshes), **how)
     return [meshes[rank].pool for rank in range(2)]
@@ -118,7 +118,7 @@ def test_rounded_activations_have_the_bytes_of_their_type(dtype, nbytes):
 
 
 def rounding(held, dtype, shapes=None):
-    """Hooks that round all saved tensors (of some shapes) but those in memory that is held."""
+    """Hooks that round all saved tensors (of some shapes), except those in memory of `held`."""
     held = {each.untyped_storage().data_ptr() for each in held}
 
     def pack(tensor):
@@ -132,7 +132,7 @@ def rounding(held, dtype, shapes=None):
 @pytest.mark.parametrize("dtype", ROUNDED)
 @pytest.mark.parametrize("replicas", [(1,), (2, 1)])
 def test_keep_dtype_matches_rounded_saved_tensors_of_torch(dtype, replicas, monkeypatch):
-    """A chain of linear layers and tanh, whose results are saved once for two operations."""
+    """In a chain of linear layers and tanh, each result is saved once for two operations."""
     schedule = "1f1b" if replicas[1:] else "none"
     found = trained(CHAIN, replicas, 2, schedule, keep_dtype=dtype)
     module, inputs, _ = prepared(CHAIN)
@@ -148,7 +148,7 @@ def test_keep_dtype_matches_rounded_saved_tensors_of_torch(dtype, replicas, monk
 
 
 def gradients(run, inputs, **how):
-    """Gradients of the sum of `run(*inputs)`, whose operations save by `how`."""
+    """Return gradients of the sum of `run(*inputs)`, whose operations save with `how`."""
     mesh = Mesh({}, {}, {}, Self())
     inputs = [each.clone().requires_grad_() for each in inputs]
     saved = SavedTensors(mesh, "float64", **how).microbatch(inputs)

@@ -28,7 +28,7 @@ EVERYTHING, CHAIN = f"{HERE}:everything", f"{HERE}:chain"
 
 
 class Computes(nn.Module):
-    """A function of an input and a parameter."""
+    """Function of an input and a parameter."""
 
     def __init__(self, function, shape):
         super().__init__()
@@ -44,8 +44,9 @@ def captured_with(function, shape, rows):
 
 
 def passed(function, shape, rows):
-    """(gradients of input and parameter by torch, those before W, those after it, calls of W,
-    operations that wait as the planner has it) of the sum of squares of what a function makes."""
+    """Return (torch's gradients of input and parameter, those before W, those after it, number of
+    W calls, deferred operations according to the planner) for the sum of squares of a function's
+    result."""
     module, captured = captured_with(function, shape, rows)
     (program,) = stage_programs(captured, [range(len(captured.pieces))], split=True)
     inputs = torch.randn(rows, dtype=torch.float64, requires_grad=True)
@@ -152,7 +153,7 @@ def test_planner_does_not_delay_gradients_of_derived_weights(function):
 
 
 def test_weight_gradient_is_complete_after_its_last_product():
-    """Of a table also that of its transpose, after an embedding has added to it at once."""
+    """A table used twice is complete after its transpose, as an embedding is added at once."""
     (stage,), weights, micro = stages(EVERYTHING, 1, split=True)
     _, kept = stage.forward(None, micro)
     calls, units = [], []
@@ -174,7 +175,7 @@ def test_weight_gradient_is_complete_after_its_last_product():
 
 
 class Noting(NullRecorder):
-    """Notes what a rank does: the spans of its passes by phase, and its sends over borders."""
+    """Records the spans of a rank's passes by phase, and its sends to other stages."""
 
     def __init__(self, noted):
         self.noted = noted
@@ -197,7 +198,7 @@ class Noting(NullRecorder):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_input_gradient_is_sent_before_the_weight_gradient(recompute):
-    """Of the second of two stages with four microbatches."""
+    """Tests the second of two stages with four microbatches."""
     noted = {}
 
     def watched(mesh):

@@ -27,7 +27,7 @@ slow = pytest.mark.slow
 
 
 def convex_parts(captured, count):
-    """Pieces in so many parts between which values only flow forward."""
+    """Split pieces into parts such that values only flow forward."""
     atoms = [Atom((number,), 0.0, 0.0) for number in range(len(captured.pieces))]
     values = [
         Value(captured.piece_of[node], readers, 1.0) for node, readers in captured.readers.items()
@@ -42,7 +42,7 @@ def convex_parts(captured, count):
 
 
 def outputs_of_parts(module, inputs, captured, count):
-    """(programs, what they put out, the weights that they had, by name)."""
+    """Return (programs, their outputs, their weights by name)."""
     programs = stage_programs(captured, convex_parts(captured, count))
     weights = {name: value.clone() for name, value in values_in(module, captured)}
     for name, parameter in module.named_parameters():
@@ -63,7 +63,7 @@ def outputs_of_parts(module, inputs, captured, count):
     "name", [f"{HERE}:noisy", pytest.param("inputs.partition.translation:small", marks=slow)]
 )
 def test_program_creates_its_tensors_on_its_device(name):
-    """On torch's device `meta`, which refuses to compute with tensors of the CPU."""
+    """Torch's device `meta` refuses to compute with tensors on the CPU."""
     module, inputs, captured = prepared(name)
     (program,) = stage_programs(captured, [range(len(captured.pieces))])
     meta = torch.device("meta")
@@ -114,7 +114,7 @@ MODELS += [pytest.param(name, marks=pytest.mark.slow) for name in LONG]
 @pytest.mark.parametrize("count", strided([1, 2, 3, 100], 2, 1))
 @pytest.mark.parametrize("name", MODELS)
 def test_stage_programs_compute_what_the_module_does(name, count):
-    """Outputs, gradients and buffers, also where every part is one atom."""
+    """Compares outputs, gradients and buffers, also if every part is one atom."""
     assert_computes_the_same(*prepared(name), count)
 
 
@@ -126,7 +126,7 @@ def test_stage_programs_of_models_compute_what_they_do(name, count):
 
 
 def from_memory(y, x):
-    """What is written to a row of a constant, and to a column by the batch."""
+    """Constants are written to a row of a tensor, and values of the batch to a column."""
     constant, column = torch.zeros(4, dtype=x.dtype), torch.zeros_like(x)
     constant.fill_(2.0)
     constant[1] = 5
@@ -141,7 +141,7 @@ def test_in_place_writes_are_visible_to_later_stages():
 
 
 def test_received_value_has_its_captured_strides():
-    """The result of an attention is stored by tokens, so that a view can merge its heads."""
+    """The result of attention is stored by tokens, so that a view can merge its heads."""
 
     def attention(y, x):
         heads = y.view(-1, 2, 2, 2).transpose(1, 2)
@@ -155,7 +155,7 @@ def test_received_value_has_its_captured_strides():
 
 
 def test_border_passes_on_values_that_later_stages_need():
-    """The first value of a chain of three is read by the last part, too: it is handed on."""
+    """The last part of a chain of three also reads the first value, which is passed on."""
 
     def function(y, x):
         return functional.gelu(torch.tanh(y)) + y
@@ -170,7 +170,7 @@ def test_border_passes_on_values_that_later_stages_need():
 
 
 def test_values_without_gradient_are_detected():
-    """Of `everything`: integers, a comparison, and what depends on no parameter."""
+    """In `everything`: integers, a comparison, and values that depend on no parameter."""
     _, _, captured = prepared(f"{HERE}:everything")
     programs = stage_programs(captured, convex_parts(captured, 100))
     crossing = {node for program in programs for node in program.sent}

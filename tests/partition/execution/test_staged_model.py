@@ -21,7 +21,7 @@ def staged(captured, replicas, chunks=1, parts=None):
 
 
 def test_weights_belong_to_the_stages_of_their_chunks():
-    """In two chunks: parts 0 and 2 are on the first stage, 1 and 3 on the second."""
+    """With two chunks, parts 0 and 2 are on the first stage, and 1 and 3 on the second."""
     _, _, captured = prepared(f"{HERE}:chain")
     model = staged(captured, (1, 2), chunks=2)
     assert (len(model.programs), model.dtype) == (4, "float64")

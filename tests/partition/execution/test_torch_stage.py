@@ -27,7 +27,7 @@ def test_torch_stage_implements_the_stage_protocol():
 
 
 def stages(name, count, recompute=False, split=False):
-    """All parts of a module on one rank, and a microbatch of half of its samples."""
+    """Return all parts of a module on one rank, and a microbatch of half of its samples."""
     module, inputs, captured = prepared(name)
     parts, again = even_parts(captured, count), [recompute] * count
     model = staged_model(captured, parts, [1] * count, again, split=split)

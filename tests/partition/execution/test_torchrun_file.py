@@ -40,7 +40,7 @@ RATE = 1e-2
 
 
 def plan_of(captured, model, replicas, micros, schedule, chunks=1, recompute=False):
-    """A SavedPlan of equal parts."""
+    """Return a SavedPlan of equal parts."""
     count = len(replicas) * chunks
     parts = [[names_of(captured)[piece] for piece in part] for part in even_parts(captured, count)]
     return SavedPlan(
@@ -59,13 +59,13 @@ def plan_of(captured, model, replicas, micros, schedule, chunks=1, recompute=Fal
 
 
 def written(name, *how, **more):
-    """The file of a module that drops nothing, in float64."""
+    """Return the file of a module without dropout, in float64."""
     _, _, captured = prepared(name)
     return torchrun_file(plan_of(captured, f"{HERE}:exact({name!r})", *how, **more), captured)
 
 
 def methods(text):
-    """The source of the forward pass of every part."""
+    """Return the source of the forward pass of every part."""
     classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
     return [ast.unparse(node.body[-1]) for node in classes if re.fullmatch(r"Part\d+", node.name)]
 
@@ -97,7 +97,7 @@ def test_dropout_remains_a_torch_operation():
 
 @pytest.mark.slow
 def test_random_operations_remain_torch_operations():
-    """`exact` seeds the generator, so that one chunk draws what the module draws."""
+    """`exact` seeds the generator, so that one chunk draws the numbers of the module."""
     text = written(f"{HERE}:noisy", (1,), 1, "none")
     for name in ("rand", "randn_like", "bernoulli_", "normal_", "uniform_", "rrelu_"):
         assert f"aten.{name}." in "".join(methods(text))
@@ -107,7 +107,7 @@ def test_random_operations_remain_torch_operations():
 
 
 def test_random_numbers_read_by_two_chunks_are_rejected():
-    """Torch would draw other ones in each of them."""
+    """Torch would draw different numbers in each chunk."""
     with pytest.raises(ValueError, match=r"^randn: several model chunks .*modules.py:\d+\)"):
         written(f"{HERE}:diffusion", (1, 1), 2, "gpipe")
     assert "aten.randn.default" in written(f"{HERE}:diffusion", (1,), 2, "gpipe")
@@ -119,9 +119,8 @@ def _borders(text):
 
 
 class Unusual(nn.Module):
-    """Inputs in lists and dicts, one without samples and with names that the file uses, too;
-    tensors that are made on the way, attributes, sizes and infinities among the operands, and a
-    value that does not lie in order."""
+    """Inputs in lists and dicts, including one without samples and names used in the file; tensors
+    created in forward; attributes, sizes and infinities as operands; and a noncontiguous value."""
 
     def __init__(self):
         super().__init__()
@@ -151,8 +150,8 @@ def unusual_in_float32():
 
 
 def parts_run(text, device="cpu"):
-    """The loss and the gradients by name of a file's parts, one after the other on a batch, whose
-    values are as its borders say."""
+    """Return the loss and the gradients by name of a file's parts, which run one after the other
+    on a batch, and check the values against the file's borders."""
     names = {"__name__": "plan"}
     exec(compile(text, "plan.py", "exec"), names)
     cut = names["CUT"]
@@ -174,7 +173,7 @@ def parts_run(text, device="cpu"):
 
 
 def _moved(tensor, device):
-    """A copy that is a parameter if the tensor is."""
+    """Return a copy, which is a parameter if the tensor is one."""
     moved = tensor.detach().to(device, copy=True)
     trained = isinstance(tensor, nn.Parameter)
     return nn.Parameter(moved, tensor.requires_grad) if trained else moved
@@ -275,7 +274,7 @@ def test_file_search_skips_schedules_that_torch_lacks(tmp_path):
 
 
 def test_generated_stages_run_on_the_device_of_their_inputs():
-    """What they make themselves is there, too."""
+    """Tensors that they create are on this device, too."""
     loss, gradients = parts_run(written(UNUSUAL, (1, 1, 1), 2, "gpipe"), "meta")
     assert loss.is_meta and gradients and all(each.is_meta for each in gradients.values())
 
@@ -285,8 +284,8 @@ def test_single_microbatch_may_use_any_number_of_stages():
 
 
 def trained_by_torch(name, micros, replicas):
-    """(state by name, losses) after STEPS steps on the whole module: copies of it on their rows,
-    with the sum of all gradients and the mean of their buffers."""
+    """Train copies of the whole module on their rows for STEPS steps, with summed gradients and
+    averaged buffers; return (state by name, losses)."""
     copies = [exact(name)[0] for _ in range(replicas)]
     inputs, batch, losses = exact(name)[1], prepared(name)[2].batch, []
     optimizers = [torch.optim.AdamW(module.parameters(), lr=RATE) for module in copies]
@@ -316,7 +315,7 @@ def trained_by_torch(name, micros, replicas):
 
 
 def run_by_torchrun(text, folder, processes):
-    """(losses, what the file of every stage has) of a file that torchrun runs."""
+    """Run a file with torchrun; return (losses, state in the file of every stage)."""
     path = folder / "plan.py"
     path.write_text(text)
     root = str(Path(__file__).parents[3])

@@ -25,7 +25,7 @@ RATE, SHIFT = 1e-2, torch.tensor([1.0, 2.0, 3.0])
 
 
 class Model(nn.Module):
-    """The mean square of a layer after a normalization."""
+    """Mean square of a layer after a normalization."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 class Whole(ModelPart):
-    """The same as a part."""
+    """The same model as a part."""
 
     reads_weights = (
         *(f"norm.{name}" for name in ("weight", "bias", "running_mean", "running_var")),
@@ -81,7 +81,7 @@ def cut(processes=1, recompute=False):
 
 @pytest.fixture
 def mesh():
-    """That of a world of one process."""
+    """Mesh of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("stage", "replica"))
     dist.destroy_process_group()
@@ -89,7 +89,7 @@ def mesh():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_trainer_step_matches_torch(recompute, mesh):
-    """Two of them: gradients begin anew, and buffers are written to once a microbatch."""
+    """After two steps, gradients were reset, and buffers were written once per microbatch."""
     model, (x,) = made()
     trainer = PartTrainer(cut(recompute=recompute), mesh, model, 8, RATE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -108,7 +108,7 @@ def test_trainer_step_matches_torch(recompute, mesh):
 
 
 def test_recomputation_restores_buffers_and_random_state():
-    """Two passes are in flight before the first is run again."""
+    """Two passes are in flight before the first is recomputed."""
     weights = {**made()[0].state_dict(keep_vars=True), "factor": torch.ones(3)}
 
     class Shifted(Whole):

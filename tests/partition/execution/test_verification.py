@@ -66,7 +66,7 @@ def invalid():
 
 
 class Deciding(nn.Module):
-    """A module that returns something else while it is traced."""
+    """A module that returns another result during tracing."""
 
     def forward(self, x):
         return x if torch.compiler.is_compiling() else x.sin()
@@ -94,7 +94,7 @@ def mapping():
 
 
 def differentiating():
-    """A gradient of the second order."""
+    """A gradient of second order."""
 
     def gradient(layer, x):
         return torch.autograd.grad(layer(x).tanh().sum(), x, create_graph=True)[0]
@@ -332,7 +332,7 @@ def test_comparison_without_gradients_saves_no_activations(name):
 
 
 def prefix_lines(name, memory=None, training=True):
-    """Lines for the largest prefix that fits; by default, all but the submodule `last` fits."""
+    """Return lines for the largest prefix that fits; by default, only `last` does not fit."""
     module, inputs, captured = prepared(f"{HERE}:{name}")
     if not training:
         with in_evaluation(module):

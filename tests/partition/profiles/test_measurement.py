@@ -24,7 +24,7 @@ def test_measured_rows_are_powers_of_two_and_the_batch(batch, rows):
 
 
 def test_piece_times_add_up_to_the_measured_pass():
-    """The clock, read before a pass, between and behind, says one second for each direction."""
+    """The clock, read before, between and after both passes, gives one second for each pass."""
     run = run_of("chain")
     found = [*measured_pieces(run, [1, 4], 2)]
     assert len(found) == 2
@@ -35,7 +35,7 @@ def test_piece_times_add_up_to_the_measured_pass():
 
 
 def test_per_stage_overhead_is_measured(monkeypatch):
-    """Three seconds forward and five backward in every part, however many there are."""
+    """Three seconds forward and five backward are added to every part."""
     run = run_of("chain")
     now = [0.0]
     run.clock = lambda: now[0]
@@ -56,7 +56,7 @@ def test_per_stage_overhead_is_measured(monkeypatch):
 
 
 def test_step_overhead_and_update_time_are_measured(monkeypatch):
-    """Of 640 bytes of parameters."""
+    """Tests 640 bytes of parameters."""
     run = run_of("chain")
     found = measured_run(run, 2)
     step = run.step()
@@ -65,7 +65,7 @@ def test_step_overhead_and_update_time_are_measured(monkeypatch):
 
 
 class FewRanks:
-    """A job on threads, as rank `rank` sees it: what is asked of one."""
+    """Job on threads, as seen by rank `rank`."""
 
     def __init__(self, size, rank=0, barrier=None, values=None):
         self.size, self.rank, self.comm = size, rank, self
@@ -104,7 +104,7 @@ def test_send_and_all_reduce_are_timed_at_several_sizes(tables):
 
 
 def test_timed_bytes_are_the_received_ones(tables):
-    """Of a sum of three, two thirds come twice."""
+    """In an all-reduce of three ranks, each receives two thirds of the bytes twice."""
     send, total = tables
     assert total["bytes"] == pytest.approx([4 / 3 * each for each in send["bytes"]])
 

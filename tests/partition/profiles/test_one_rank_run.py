@@ -42,7 +42,7 @@ def test_larger_batch_repeats_the_inputs():
 
 
 def test_trained_bytes_count_parameters():
-    """Of four layers of 4 x 4 with biases, in float64."""
+    """Four layers of 4 x 4 with biases, in float64."""
     assert run_of("chain").trained_bytes == 4 * (16 + 4) * 8
 
 

@@ -18,7 +18,7 @@ from tests.partition.untraceable_models import HERE as UNTRACEABLE
 
 
 def reading():
-    """A clock that is one second later every time."""
+    """Clock that advances by one second per reading."""
     return count().__next__
 
 
@@ -33,7 +33,7 @@ def chain():
 
 
 def test_every_operation_and_autograd_node_is_timed(chain):
-    """Of a layer with tanh: its product and two sums of gradients; one node of its own."""
+    """A layer with tanh has a product, two gradient sums, and an autograd node."""
     forward, backward = PieceTimer(chain.captured, chain.clock).timed(
         chain.micro(4), chain.weights
     )
@@ -48,7 +48,7 @@ def test_every_operation_and_autograd_node_is_timed(chain):
 
 
 class Masked(nn.Module):
-    """Two layers whose results have the same mask, which is made of three operations."""
+    """Two layers whose results share a mask, which takes three operations."""
 
     def __init__(self):
         super().__init__()

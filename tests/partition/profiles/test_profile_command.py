@@ -17,7 +17,7 @@ PROFILE = ("-m", "hpc3d.partition", "profile")
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The file that two ranks have made, and what they have printed."""
+    """The file that two ranks have written, and their output."""
     path = tmp_path_factory.mktemp("profiles") / "profile.json"
     words = (f"{HERE}:in_double", "-o", path, "--repeats", 1)
     return path, checked(2, *PROFILE, *words)
@@ -38,7 +38,7 @@ def test_profile_measures_every_piece_and_overhead(written):
 
 @pytest.mark.slow
 def test_plan_uses_the_seconds_of_the_profile(written, tmp_path, capsys):
-    """One rank and one microbatch take what all pieces take."""
+    """One rank with one microbatch takes the sum of all pieces."""
     path, _ = written
     words = [f"{HERE}:in_double", "--profile", str(path), "--json"]
     plan = tmp_path / "plan.json"

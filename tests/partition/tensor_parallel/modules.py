@@ -97,8 +97,8 @@ def dropping_encoder():
 
 
 class Special(nn.Module):
-    """Two linear layers with values that depend on weights through complex numbers or through
-    memory that is written in place, or with a product for each head."""
+    """Two linear layers with values that depend on weights through complex numbers or in-place
+    writes, or with a product for each head."""
 
     def __init__(self, kind, width=8):
         super().__init__()

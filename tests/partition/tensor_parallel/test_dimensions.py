@@ -24,7 +24,7 @@ def test_outermost_part_of_a_divided_dimension_is_split():
 
 
 def test_sections_do_not_depend_on_the_batch():
-    """Heads that are merged with the batch, as the outer dimension."""
+    """Heads are merged with the batch, as the outer dimension."""
     assert after((4, 1_000_003, 3), (4 * 1_000_003, 3), SplitDim(0, (4,))) is None
 
 

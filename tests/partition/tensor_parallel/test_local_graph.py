@@ -38,7 +38,7 @@ def attention(x, q, k, v):
 
 
 def eager_attention(x, q, k, v):
-    """The ranks have other heads of the queries than of the one key head, which is repeated."""
+    """Each rank has some query heads, but all of the single key head, which is repeated."""
     keys, values = (heads(f(x))[:, :1].expand(-1, HEADS, -1, -1) for f in (k, v))
     return merged((heads(q(x)) @ keys.transpose(-1, -2)).softmax(-1) @ values)
 
@@ -84,7 +84,7 @@ class Drawn(nn.Module):
 
 
 def results(programs, captured, weights, x, ranks):
-    """Loss and gradients of the trained weights; the values are passed from chunk to chunk."""
+    """Return loss and gradients of the trained weights; values pass from chunk to chunk."""
     sent, outputs, inputs = (), (), dict.fromkeys(captured.inputs, x)
     for program in programs:
         sent, outputs = program.run(Draw(0, 0, 0, ROWS), sent, inputs, weights, ranks=ranks)
@@ -96,7 +96,7 @@ def results(programs, captured, weights, x, ranks):
 @pytest.mark.parametrize("large", [1 / 16, 2])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_modules_on_shards_match_full_tensors(seed, large, monkeypatch):
-    """In one chunk or two; with and without weights that are large enough to be split alone."""
+    """Tests one and two chunks, with and without weights large enough to be split alone."""
     monkeypatch.setattr(propagation, "_LARGE", large)
     torch.manual_seed(seed)
     module, x = Drawn(seed).double(), torch.randn(ROWS, 3, 8, dtype=torch.float64)

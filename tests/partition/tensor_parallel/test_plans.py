@@ -48,8 +48,8 @@ def test_auto_is_the_fastest_of_all_numbers_of_ranks():
 
 @pytest.mark.slow
 def test_layer_that_exceeds_a_device_is_split():
-    """A table of 512,000 bytes, with its gradient and moments, which both the embedding and the
-    head read. One sample saves 80,000 bytes of logits."""
+    """The embedding and the head read a table of 512,000 bytes, with gradient and moments. One
+    sample saves 80,000 bytes of logits."""
     how = {"ranks": 2, "name": LARGE, "microbatches": 16}
     with pytest.raises(ValueError, match="fits"):
         plan(1, memory=700_000, **how)

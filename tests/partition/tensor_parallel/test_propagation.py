@@ -31,7 +31,7 @@ def linear(**sizes):
 
 
 def splits(function, *inputs, ways=2, **layers):
-    """{weight: (dim, sections)} of a model; the last layer is so large that no other one is."""
+    """Return {weight: (dim, sections)} of a model whose last layer is by far the largest."""
     layers["padding"] = nn.Linear(100, 1000, bias=False)
     inputs = inputs or (torch.zeros(6, 8),)
 

@@ -16,7 +16,7 @@ OWN = [FULL[:, [0, 2, 3]], FULL[:, [1, 4, 5]]]  # half of each section
 
 
 def on_ranks(function):
-    """[(result, gradient of the argument)] of function(rank, ranks, tensor), for two ranks.
+    """Return [(result, gradient of the argument)] of function(rank, ranks, tensor), for two ranks.
 
     The gradient of the result on rank r is the result times r + 1.
     """

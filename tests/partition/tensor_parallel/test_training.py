@@ -63,7 +63,7 @@ def test_dropout_does_not_depend_on_the_split(name):
 
 @pytest.mark.slow
 def test_16_bits_are_split_as_well():
-    """Sums over ranks are rounded once more, and master weights are split as the weights are."""
+    """Sums over ranks are rounded once more, and master weights are split like the weights."""
     how = f"{HERE}:transformer", (1, 1), 2, "1f1b"
     (one, losses), *_ = trained(f"{HERE}:transformer", (1,), 2, "none", dtype=torch.bfloat16)
     for tensors, seen in trained(*how, dtype=torch.bfloat16, ways=2):
@@ -88,7 +88,7 @@ def test_ranks_store_their_part_of_the_weights_and_of_the_optimizer():
 @pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "ways"), [((1,), 4), ((1, 1), 2)])
 def test_peak_memory_of_a_rank_matches_its_plan(replicas, ways):
-    """All tensors of a step, and the moments."""
+    """Counts all tensors of a step, and the moments."""
     name = "inputs.partition.bert:made(128, 4, 4, 16, 64, vocabulary=500)"
     schedule = "1f1b" if replicas[1:] else "none"
     for predicted, counted in peaks(name, replicas, 4, schedule, "none", ways):
@@ -100,7 +100,7 @@ def test_peak_memory_of_a_rank_matches_its_plan(replicas, ways):
     ("before", "after"), [((1, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (1, 4))]
 )
 def test_checkpoint_is_read_with_any_number_of_ranks(before, after, tmp_path):
-    """Sections of rows and of columns, and the moments; (stages, tensor-parallel ranks)."""
+    """Tests sections of rows and of columns, and moments, for (stages, tensor-parallel ranks)."""
     name, folder = f"{HERE}:gpt2", tmp_path / "step-00000003.tmp"
     folder.mkdir()
 
