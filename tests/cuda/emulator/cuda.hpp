@@ -1,8 +1,8 @@
 // The part of CUDA C++ that the kernels use, as plain C++ for one thread of the host.
 //
-// What a thread of a block does until the next barrier or exchange runs in one go, in a fiber of
-// its own (machine.cpp).  Every access to memory is shown to the machine: this is compiled with
-// -fsanitize=thread, whose hooks are its own.
+// Each thread of a block is a fiber, which runs without interruption until the next barrier or
+// exchange (machine.cpp). The code is compiled with -fsanitize=thread, and machine.cpp implements the
+// hooks of this sanitizer, so it checks every memory access.
 #pragma once
 
 #include <math.h>
@@ -20,7 +20,7 @@ struct dim3 {
     unsigned x, y, z;
 };
 
-// What the running thread sees.
+// Built-in variables of the running thread.
 struct Here {
     dim3 grid, block, place, thread;
 };
@@ -69,11 +69,11 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
     return static_cast<unsigned __int128>(a) * b >> 64;
 }
 
-// A kernel under its name; `arguments` point to the values, as those of cuLaunchKernel do.
+// Register a kernel under its name; `arguments` point to the values, as in cuLaunchKernel.
 using Run = void (*)(void** arguments);
 void add_kernel(const char* name, Run run);
 
-#define UNSEEN __attribute__((no_sanitize("thread")))  // what a GPU's driver does
+#define UNSEEN __attribute__((no_sanitize("thread")))  // work of the driver on a GPU
 
 template <auto kernel, typename... Types, size_t... Numbers>
 UNSEEN void call(void (*)(Types...), void** arguments, std::index_sequence<Numbers...>)

@@ -15,7 +15,7 @@ inline float __bfloat162float(__nv_bfloat16 value)
     return result;
 }
 
-// To the nearest, of two equally near ones to the even one.
+// Round to nearest, ties to even.
 inline __nv_bfloat16 __float2bfloat16(float value)
 {
     unsigned bits;

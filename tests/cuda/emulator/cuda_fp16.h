@@ -17,7 +17,7 @@ inline float __half2float(__half value)
     return value.bits >> 15 ? -size : size;
 }
 
-// To the nearest multiple of the unit in the last place, of two equally near ones to the even one.
+// Round to nearest, ties to even.
 inline __half __float2half(float value)
 {
     const unsigned short sign = signbit(value) ? 0x8000 : 0;

@@ -1,10 +1,10 @@
-// Runs a kernel on the host: block after block, its threads as fibers of one thread, each until
-// its next barrier or exchange; and looks at every access to memory.
+// Runs a kernel on the host, one block after the other. The threads of a block are fibers of one
+// thread, each of which runs until its next barrier or exchange. Every memory access is checked.
 //
-// An error is what a GPU would not forgive or not notice: an access outside of the arrays that the
-// kernel was given; one that is not aligned to its size; a barrier or an exchange that some
-// threads do not reach, or reach elsewhere; a race, which is two threads at one place, one of them
-// writing, with no barrier between them (in different blocks there is never one).
+// Errors: an access outside of the arguments of the kernel; an access that is not aligned to its
+// size; a barrier or an exchange that some threads do not reach, or reach at another place; and a
+// race: two threads access the same address, at least one of them writes, and there is no barrier in
+// between (there is none between different blocks).
 #include <stdint.h>
 #include <string.h>
 #include <ucontext.h>
@@ -15,11 +15,11 @@
 
 #include "cuda.hpp"
 
-// Between these two of this library lies the kernels' shared memory.
+// The kernels' shared memory is between these two symbols of this library.
 extern char __bss_start __attribute__((visibility("hidden")));
 extern char _end __attribute__((visibility("hidden")));
 
-// Data of this file is kept out of there, for it is wiped before every block.
+// Data of this file is outside of this memory, which is overwritten before every block.
 #define KEPT __attribute__((section(".data")))
 
 KEPT Here here = {};
@@ -40,7 +40,7 @@ struct Cell {
 struct Array {
     const char* name;
     uintptr_t start, stop;
-    size_t element;  // bytes whose accesses are remembered together
+    size_t element;  // bytes whose accesses are recorded together
     std::vector<Cell> cells;
 };
 
@@ -83,7 +83,7 @@ std::string at(const char* what)
     return place;
 }
 
-// Leave the running fiber for good.
+// End the running fiber.
 void fail(const std::string& error)
 {
     machine().error = error;
@@ -145,7 +145,7 @@ void touch(void* pointer, unsigned size, bool write, bool any_alignment = false)
     fail(at((did + where).c_str()));
 }
 
-// Give the CPU back until `state` is over.
+// Yield until `state` has ended.
 void wait(State state, int line)
 {
     Machine& m = machine();
@@ -182,7 +182,7 @@ void resume(int number)
     m.running = NONE;
 }
 
-// Whether the fibers from `first` on, `count` of them, all wait at one place for `state`.
+// Return true if the `count` fibers from `first` on all wait at the same place for `state`.
 bool together(State state, int first, int count)
 {
     const std::vector<Fiber>& fibers = machine().fibers;
@@ -202,7 +202,7 @@ void release(int first, int count)
     }
 }
 
-// Let go of who waits for nobody any more.  Whether there was one.
+// Resume the fibers whose wait is over; return true if there were any.
 bool advance()
 {
     Machine& m = machine();
@@ -259,8 +259,8 @@ unsigned long long exchange(unsigned mask, unsigned long long bits, int distance
     return fiber.received;
 }
 
-// Runs the kernel on `count` named arrays of so many bytes, and elements of so many.  The error, or
-// null.
+// Run the kernel on `count` named arrays with their sizes in bytes and element sizes. Return the
+// error, or null.
 extern "C" const char* emulate(const char* name, const unsigned* grid, const unsigned* block,
                                void** arguments, int count, const char** names, char** starts,
                                const size_t* sizes, const size_t* elements)
