@@ -186,8 +186,8 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", strided(LAYOUTS, 3))
 def test_evaluation_does_not_change_the_analysis_of_a_step(name, tmp_path):
-    layout = LAYOUTS[name]
     """Calls, bytes, operations, passes and microbatches in flight do not change."""
+    layout = LAYOUTS[name]
     ranks = layout["mesh__p"] * layout.get("mesh__x", 1)
     found, expected = (
         _analysed(traces.trained(tmp_path / str(evaluate), ranks, evaluate, **layout))
