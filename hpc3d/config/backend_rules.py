@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from hpc3d.config.input_file import Config
 from hpc3d.config.wrong_values import reported
 from hpc3d.runtime.optional_packages import lacking
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
 
 
 def wrong_backend(config: Config) -> Iterator[str]:

@@ -178,7 +178,9 @@ class ParallelConfig:
     context: Literal["ring", "all-to-all", "both"] = "ring"
     """Context-parallel algorithm: ring attention, all-to-all over attention heads (Ulysses), or
     both, that is, an all-to-all in groups of neighboring ranks and a ring between these groups."""
-    ulysses: Annotated[int, AtLeast(1), AtMost(MOST_RANKS)] = 1
+    ulysses: Annotated[
+        int, AtLeast(1), AtMost(MOST_RANKS), ValidFor("parallel.context", "both")
+    ] = 1
     """Number of ranks in each all-to-all group along c, used only with context = "both"."""
     attention: Literal["full", "chunked"] | None = None
     """full stores all T x T attention probabilities. chunked stores only one log-sum-exp per row,

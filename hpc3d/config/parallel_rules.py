@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from hpc3d.config.input_file import Config
+from hpc3d.console.sanitize import nearest_values
 from hpc3d.pipeline.schedule import find
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
 
 
 def wrong_context(config: Config) -> Iterator[str]:
     """Report invalid context-parallel settings and sequence lengths that cannot be sharded."""
     parallel, c, u = config.parallel, config.mesh.c, config.parallel.ulysses
-    if parallel.context != "both" and u != 1:
-        yield f'parallel.ulysses = {u}: only valid for parallel.context = "both"; remove the key'
-    elif parallel.context == "both" and not (1 < u < c and c % u == 0):
+    if parallel.context == "both" and not (1 < u < c and c % u == 0):
         fitting = [str(size) for size in range(2, c) if c % size == 0]
         remedy = f"use {' or '.join(fitting)}" if fitting else 'use context = "ring"'
         yield f"parallel.ulysses = {u} must divide mesh.c = {c}, and not be 1 or {c}; {remedy}"
-    else:
-        ring, length = config.context().rings > 1, config.model.sequence
-        parts, chunks = (2 * c, " x 2 chunks") if ring else (c, "")  # chunks per sequence
-        if length % parts:
-            below = length // parts * parts
-            nearest = " or ".join(str(size) for size in (below, below + parts) if size)
-            yield (
-                f"model.sequence = {length} must be divisible by mesh.c = {c}{chunks}; "
-                f"use {nearest}, or another mesh.c"
-            )
-        if parallel.attention == "full" and ring:
-            why = f"ring attention (mesh.c = {c}) is always chunked"
-            remedy = 'remove the key, or use parallel.context = "all-to-all"'
-            yield f"parallel.attention = full: {why}; {remedy}"
+        return
+    ring, length = config.context().rings > 1, config.model.sequence
+    parts, chunks = (2 * c, " x 2 chunks") if ring else (c, "")  # chunks per sequence
+    if length % parts:
+        lengths = nearest_values(range(parts, length + parts, parts), length)
+        key = f"model.sequence = {length} must be divisible by mesh.c = {c}{chunks}"
+        yield f"{key}; use {lengths}, or another mesh.c"
+    if parallel.attention == "full" and ring:
+        why = f"ring attention (mesh.c = {c}) is always chunked"
+        remedy = 'remove the key, or use parallel.context = "all-to-all"'
+        yield f"parallel.attention = full: {why}; {remedy}"
 
 
 def unexchanged_heads(config: Config, members: int) -> Iterator[str]:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from hpc3d.comm.grid import divisors
+from hpc3d.config.input_file import Config
 from hpc3d.config.limits import MOST_PASSES
 from hpc3d.config.wrong_values import reported
-from hpc3d.console.sanitize import counted
-from hpc3d.pipeline.schedule import find
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
-    from hpc3d.pipeline.schedule import Schedule
+from hpc3d.console.sanitize import counted, nearest_values
+from hpc3d.pipeline.schedule import Schedule, find
 
 # Maximum number of forward passes per run if the schedule is asynchronous.
 _PASSES_OF_RUN = 50_000
@@ -58,20 +54,17 @@ def _wrong_schedule(config: Config) -> Iterator[str]:
         if config.model.tied and stages > 1:
             why = f"with {name} the two copies of the embedding would diverge"
             yield f"model.tied = true: {why}; use model.tied = false"
-    passes = stages * parallel.microbatches * parallel.chunks
-    if passes > MOST_PASSES:
-        yield (
-            f"parallel.microbatches = {parallel.microbatches}: {stages} stages x "
-            f"{parallel.chunks} chunks need {passes} forward passes per step, more than "
-            f"{MOST_PASSES}; use at most {MOST_PASSES // (stages * parallel.chunks)} microbatches"
-        )
+    parts, micros = stages * parallel.chunks, parallel.microbatches
+    if parts * micros > MOST_PASSES:
+        need = f"{stages} stages x {parallel.chunks} chunks need {parts * micros} forward passes"
+        limit = f"more than {MOST_PASSES}; use at most {MOST_PASSES // parts} microbatches"
+        yield f"parallel.microbatches = {micros}: {need} per step, {limit}"
     if schedule.asynchronous:
         yield from _wrong_asynchronous(config, schedule)
 
 
 def _wrong_zero(config: Config) -> Iterator[str]:
-    """Report an error if ZeRO-2 is combined with a scheme that stores weights only on the diagonal
-    of the mesh."""
+    """Report ZeRO-2 with a scheme that stores weights only on the diagonal of the mesh."""
     split = config.splits["dense"]
     diagonal = {*split.own.split()} & {*split.m.split()}
     if config.parallel.zero == 2 and config.mesh.d * config.mesh.c > 1 and diagonal:
@@ -83,23 +76,17 @@ def _wrong_shard(config: Config) -> Iterator[str]:
     """Report groups of hybrid sharding that do not divide the replicas evenly."""
     shard, replicas = config.parallel.shard, config.mesh.d
     if shard and replicas % shard:
-        fit = divisors(replicas)
-        below = max(size for size in fit if size < shard)
-        nearest = [below, *[size for size in fit if size > shard][:1]]
-        remedy = f"use {' or '.join(map(str, nearest))}"
+        remedy = f"use {nearest_values(divisors(replicas), shard)}"
         yield f"parallel.shard = {shard} must divide mesh.d = {replicas}; {remedy}"
 
 
 def _wrong_products(config: Config) -> Iterator[str]:
     """Report an error if matrix products are chunked in a scheme that does not support this."""
-    split, chunks, way = (
-        config.splits["dense"],
-        config.parallel.chunked_products,
-        config.parallel.way,
-    )
+    split, chunks = config.splits["dense"], config.parallel.chunked_products
     if chunks > 1 and (split.panels or split.own):
+        key = f"parallel.chunked_products = {chunks}: with {config.parallel.way}"
         why = "products have panels" if split.panels else "a rank may store no rows to split"
-        yield f"parallel.chunked_products = {chunks}: with {way}, {why}; use 1, or scheme 3d"
+        yield f"{key}, {why}; use 1, or scheme 3d"
 
 
 def _wrong_layers(listed: str | Sequence[int] | Sequence[str], layers: int) -> Iterator[str]:
@@ -117,24 +104,20 @@ def _wrong_layers(listed: str | Sequence[int] | Sequence[str], layers: int) -> I
 
 def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
     """Report settings that are invalid for an asynchronous schedule, because its steps overlap."""
+    name, steps, saving = f"schedule {schedule.name}", config.train.steps, config.checkpoint
     a_step = config.mesh.p * config.parallel.microbatches
-    passes = config.train.steps * a_step
-    if passes > _PASSES_OF_RUN:
+    if steps * a_step > _PASSES_OF_RUN:
+        why = f"{name} is generated for all steps in advance, but {steps * a_step} forward passes"
         most = counted(_PASSES_OF_RUN // a_step, "step")
-        yield (
-            f"train.steps = {config.train.steps}: schedule {schedule.name} is generated for all "
-            f"steps in advance, but {passes} forward passes exceed the limit; use at most {most}"
-        )
-    saving = config.checkpoint
+        yield f"train.steps = {steps}: {why} exceed the limit; use at most {most}"
     for key, value, none in (("every", saving.every, 0), ("keep_best", saving.keep_best, "false")):
         if value:
-            yield (
-                f"checkpoint.{key} = {str(value).lower()}: schedule {schedule.name} always has "
-                f"passes in flight, which cannot be saved; use {none}, or a synchronous schedule"
-            )
+            why = f"{name} always has passes in flight, which cannot be saved"
+            remedy = f"use {none}, or a synchronous schedule"
+            yield f"checkpoint.{key} = {str(value).lower()}: {why}; {remedy}"
     if config.train.cuda_graph:
-        why = f"the steps of schedule {schedule.name} overlap"
+        why = f"the steps of {name} overlap"
         yield f"train.cuda_graph = true: {why}; set it to false, or use a synchronous schedule"
     if config.train.dtype == "float16":
-        why = f"schedule {schedule.name} cannot skip a step whose gradient overflows"
+        why = f"{name} cannot skip a step whose gradient overflows"
         yield f"train.dtype = float16: {why}; use bfloat16, or a synchronous schedule"

@@ -72,11 +72,8 @@ def _wrong_scaling(scaling: Mapping[str, float | str] | None) -> Iterator[str]:
     if scaling is None:
         return
     if {*scaling} != {*_SCALING} or any(isinstance(value, str) for value in scaling.values()):
-        names = ", ".join(_SCALING)
-        yield (
-            f"{key}: must have the keys {names} and no others, each with a number (only "
-            "rope_type llama3 is supported)"
-        )
+        names = f"the keys {', '.join(_SCALING)} and no others"
+        yield f"{key}: must have {names}, each with a number (only rope_type llama3 is supported)"
     elif not (1 <= scaling["factor"] < inf and 0 < scaling["low"] < scaling["high"] < inf):
         yield f"{key}: factor must be at least 1, and 0 < low < high"
     elif not 1 <= scaling["original"] < inf:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import inf, lcm, prod
-from typing import TYPE_CHECKING
 
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.grid import divisors
 from hpc3d.comm.mesh import CONTEXT, COPIES, DATA, Mesh
+from hpc3d.config.input_file import Config, ModelConfig
 from hpc3d.config.limits import MOST_RANKS
 from hpc3d.config.parallel_rules import unexchanged_heads
 from hpc3d.config.wrong_values import reported
-from hpc3d.console.sanitize import counted
+from hpc3d.console.sanitize import counted, nearest_values
 from hpc3d.model.families import block_products, family_of
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSizes, ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.ops.quantize import BLOCK, in_blocks
 from hpc3d.tensor.rounding import TILE
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config, ModelConfig
 
 Axes = tuple[str, ...]
 
@@ -89,13 +86,8 @@ def _wrong_heads(model: ModelConfig) -> Iterator[str]:
 
 def _wrong_kv_heads(model: ModelConfig) -> Iterator[str]:
     if model.kv_heads and model.heads % model.kv_heads:
-        fit = divisors(model.heads)
-        below = max(count for count in fit if count < model.kv_heads)
-        nearest = [below, *[count for count in fit if count > model.kv_heads][:1]]
-        yield (
-            f"model.heads = {model.heads} must be divisible by model.kv_heads = {model.kv_heads}; "
-            f"use {' or '.join(map(str, nearest))} key-value heads"
-        )
+        key = f"model.heads = {model.heads} must be divisible by model.kv_heads = {model.kv_heads}"
+        yield f"{key}; use {nearest_values(divisors(model.heads), model.kv_heads)} key-value heads"
 
 
 def _wrong_microbatches(config: Config) -> Iterator[str]:
@@ -137,11 +129,9 @@ def _wrong_head(config: Config) -> Iterator[str]:
     """Report an error if several axes shard dimension k of X[m, k], but the head supports one."""
     split = config.splits["dense"]
     if _alike(config) and len(split.x[1]) > 1:
-        head = f"the head of model.kind = {config.model.kind}"
-        yield (
-            f"parallel.split.k = {split.k}: {head} supports only one axis in k; move the others "
-            "to parallel.split.m or parallel.split.n"
-        )
+        head = f"the head of model.kind = {config.model.kind} supports only one axis in k"
+        remedy = "move the others to parallel.split.m or parallel.split.n"
+        yield f"parallel.split.k = {split.k}: {head}; {remedy}"
 
 
 def _wrong_sizes(config: Config) -> Iterator[str]:
@@ -164,10 +154,7 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
 
 
 def sequence_divisor(config: Config) -> int:
-    """Return the smallest number of sequences per microbatch that the mesh can shard evenly.
-
-    All valid numbers are multiples of it.
-    """
+    """Return the number whose multiples are the valid numbers of sequences per microbatch."""
     sizes = config.grid().sizes
     groups, *_ = _needs(config).values()
     return lcm(*(prod(sizes[axis] for axis in axes) for axes in groups))
@@ -222,16 +209,12 @@ def _unshared_keys(model: ModelConfig, axes: str, count: int) -> Iterator[str]:
     if model.heads % count or keys % count == 0 or count % keys == 0:
         return
     fit = [n for n in divisors(model.heads) if n % count == 0 or count % n == 0]
-    below, above = max(n for n in fit if n < keys), min(n for n in fit if n > keys)
     over = f"must be divisible by {axes} = {count} or divide it"
-    yield f"model.kv_heads = {keys} {over}; use {below} or {above}, or other [mesh] sizes"
+    yield f"model.kv_heads = {keys} {over}; use {nearest_values(fit, keys)}, or other [mesh] sizes"
 
 
 def _uneven_tiles(config: Config, axes: str, count: int) -> Iterator[str]:
-    """Report float8 scaling tiles that mix query and key columns.
-
-    With such tiles, the results would depend on the mesh.
-    """
+    """Report float8 scaling tiles with query and key columns: results would depend on the mesh."""
     model, train = config.model, config.train
     keys, width = model.kv_heads or model.heads, model.hidden // model.heads
     if (train.product_dtype, train.product_scale) != ("float8", "block") or count == 1:

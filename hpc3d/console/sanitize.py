@@ -11,7 +11,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
@@ -103,6 +104,12 @@ def counted(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}{'es' if noun.endswith(('ch', 's', 'x')) else 's'}"
+
+
+def nearest_values(values: Sequence[int], number: int) -> str:
+    """Format the values next to a number in an ascending sequence without it, as in 4 or 8."""
+    index = bisect(values, number)
+    return " or ".join(map(str, values[max(index - 1, 0) : index + 1]))
 
 
 class Controls(str):

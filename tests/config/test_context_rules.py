@@ -17,7 +17,7 @@ WRONG = {
     "--mesh.c 2 --model.sequence 9 --parallel.context all-to-all": (
         "model.sequence = 9 ... mesh.c = 2; ... 8 or 10"
     ),
-    "--mesh.c 2 --parallel.ulysses 2": 'parallel.ulysses = 2: ... parallel.context = "both"',
+    "--mesh.c 2 --parallel.ulysses 2": "parallel.ulysses = 2: ... parallel.context = both; ...",
     "--mesh.c 8 --parallel.context both --parallel.ulysses 3": (
         "parallel.ulysses = 3 ... mesh.c = 8, ... 2 or 4"
     ),

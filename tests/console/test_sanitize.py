@@ -25,6 +25,7 @@ from hpc3d.console.sanitize import (
     SanitizedStream,
     counted,
     lines_of,
+    nearest_values,
     sanitized,
     sanitized_streams,
     sanitized_tree,
@@ -491,3 +492,8 @@ def test_isolated_tab_is_kept_and_others_are_escaped():
 )
 def test_counted_nouns_are_singular_or_plural(number, noun, said):
     assert counted(number, noun) == said
+
+
+@pytest.mark.parametrize(("number", "said"), [(2, "4"), (5, "4 or 8"), (9, "8")])
+def test_nearest_values_are_on_both_sides_if_both_exist(number, said):
+    assert nearest_values(range(4, 9, 4), number) == said
