@@ -11,7 +11,6 @@ the results folder.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpc3d.comm import cuda_aware_probe, transport
+from hpc3d.config.argument_types import real
 from hpc3d.console.command_line import Parser, run
 from hpc3d.console.exit_codes import CHECK_FAILED, JobExit
 from hpc3d.diagnose import node_checks, storage_checks
@@ -98,16 +98,10 @@ def parser() -> Parser:
     text = "under a launcher: run only the checks that involve all ranks"
     add("--together", action="store_true", help=text)
     text = "timeout in seconds for the processes that this command starts (default: 60)"
-    add("--timeout", type=_seconds, default=60, metavar="SECONDS", help=text)
+    seconds = real(lambda s: 0 < s < 3600, "must be a number of seconds between 0 and 3600")
+    add("--timeout", type=seconds, default=60, metavar="SECONDS", help=text)
     add("--json", action="store_true", help=_JSON)
     return parser
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 3600:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds between 0 and 3600")
-    return value
 
 
 def _started() -> bool:

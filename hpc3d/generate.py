@@ -17,17 +17,16 @@ The context is limited to model.sequence tokens. When it is full, the older half
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from hpc3d.config.argument_types import integer, positive
+from hpc3d.config.argument_types import integer, positive, real
 from hpc3d.console.command_line import Parser, split_options
 from hpc3d.console.exit_codes import INTERRUPTED, JobExit
 from hpc3d.console.sanitize import Problems
@@ -216,28 +215,19 @@ def parser() -> Parser:
     add("--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input")
     add("--tokens", type=positive, default=200, help="maximum number of new tokens (default: 200)")
     text = "sampling temperature; 0 selects the most likely token (default: 1)"
-    add("--temperature", type=_number(0, 1e6), default=1.0, help=text)
+    temperature = real(lambda t: 0 <= t <= 1e6, "must be from 0 to 1e+06")
+    add("--temperature", type=temperature, default=1.0, help=text)
     text = "sample from the K most likely tokens (default: all)"
     add("--top-k", type=positive, default=0, help=text)
     text = "sample from the smallest set of most likely tokens whose total probability is "
     text += "at least P (default: 1)"
-    add("--top-p", type=_number(0, 1), default=1.0, help=text)
+    probability = real(lambda p: 0 <= p <= 1, "must be from 0 to 1")
+    add("--top-p", type=probability, default=1.0, help=text)
     add("--seed", type=integer(0, _MOST_SEED), default=1234, help="random seed (default: 1234)")
     text = "number of continuations (default: 1)"
     add("--samples", type=integer(1, _MOST_SAMPLES), default=1, help=text)
     add("--json", action="store_true", help="print one JSON object on the last line")
     return command
-
-
-def _number(least: float, most: float) -> Callable[[str], float]:
-
-    def number(text):
-        value = float(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text:.40}: must be from {least} to {most:g}")
-        return value
-
-    return number
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from hpc3d.analyze.report import markdown, terminal
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import OTHERS
 from hpc3d.analyze.report.write import clear, write
+from hpc3d.config.argument_types import real
 from hpc3d.console.command_line import Parser, run
 from hpc3d.console.sanitize import reason_of, sanitized
 from hpc3d.console.small_files import naming
@@ -59,7 +60,8 @@ def parser() -> Parser:
     text = "write only tables (requires no packages except NumPy and h5py)"
     add("--tables", action="store_true", help=text)
     add("--step", type=int, help="training step to draw (default: the step of median duration)")
-    add("--peak", type=_peak, metavar="FLOPS", help="peak FLOP/s of one rank (for MFU and HFU)")
+    flops = real(lambda rate: 0 < rate < math.inf, "must be a positive rate, such as 1e12")
+    add("--peak", type=flops, metavar="FLOPS", help="peak FLOP/s of one rank (for MFU and HFU)")
     text = "also export the events as perfetto, pipit, hta (Holistic Trace Analysis) or otf2"
     text += " (Vampir), with up to 400 bytes per event"
     add("--export", type=_formats, default=[], metavar="FORMAT,...", help=text)
@@ -73,16 +75,6 @@ def parser() -> Parser:
     add("--print", action="store_true", help="print all tables")
     add("--json", action="store_true", help="print all tables as one JSON object on the last line")
     return parser
-
-
-def _peak(text):
-    try:
-        peak = float(text)
-    except ValueError:
-        peak = math.nan
-    if not 0 < peak < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be a positive rate, such as 1e12")
-    return peak
 
 
 def _formats(text):

@@ -6,15 +6,13 @@ python -m hpc3d.simulate schedule --name 1f1b --stages 4 --microbatches 8
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc3d.config.argument_types import integer, number_of_ranks
+from hpc3d.config.argument_types import integer, number_of_ranks, real
 from hpc3d.console.command_line import Parser, readable_time, run
 from hpc3d.console.sanitize import Problems, counted, sanitized
 from hpc3d.pipeline.csv_schedule import to_csv
@@ -234,6 +232,7 @@ def schedule_parser() -> Parser:
 
 
 _size = integer(0, MOST_SIMULATED)  # each schedule checks its own minimum sizes
+_seconds = real(is_time, bounds_of_times())
 
 
 def _time(what):
@@ -246,16 +245,6 @@ def _time(what):
 def _times(text):
     values = [_seconds(each) for each in text.split(",")]
     return values if len(values) > 1 else values[0]
-
-
-def _seconds(text):
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not is_time(value):
-        raise argparse.ArgumentTypeError(f"{text:.40}: {bounds_of_times()}")
-    return value
 
 
 def _schedule(options):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc3d.config.argument_types import real
 from hpc3d.console.command_line import Parser, run
 from hpc3d.console.sanitize import Controls
 from hpc3d.runtime import colors
@@ -48,21 +49,10 @@ def parser() -> Parser:
     text = "run folder (default: the newest run in results/)"
     add("run", nargs="?", type=Path, metavar="RUN", help=text)
     text = "refresh interval in seconds (default: 2)"
-    add("--every", type=_seconds, default=2.0, metavar="S", help=text)
+    seconds = real(lambda s: 0.1 <= s <= 3600, "must be a number of seconds from 0.1 to 3600")
+    add("--every", type=seconds, default=2.0, metavar="S", help=text)
     add("--once", action="store_true", help="print the state of the run once and exit")
     return parser
-
-
-def _seconds(text: str) -> float:
-    from argparse import ArgumentTypeError
-
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.1 <= value <= 3600:
-        raise ArgumentTypeError(f"{text:.40}: must be a number of seconds from 0.1 to 3600")
-    return value
 
 
 def _watch(options: Namespace) -> None:

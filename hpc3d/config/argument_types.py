@@ -1,10 +1,11 @@
-"""Argument types of command-line options: bounded integers, sizes and rates."""
+"""Argument types of command-line options: bounded numbers, sizes and rates."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,18 @@ def integer(least: int, most: int) -> Callable[[str], int]:
         return int(digits)
 
     return number
+
+
+def real(sound: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
+    """Return an argparse type for numbers that satisfy `sound`; `wanted` describes them."""
+
+    def value(text):
+        with suppress(ValueError):
+            if sound(found := float(text)):
+                return found
+        raise argparse.ArgumentTypeError(f"{text:.40}: {wanted}")
+
+    return value
 
 
 def _bytes(text, bare):

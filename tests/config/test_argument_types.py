@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc3d.config.argument_types import number_of_ranks, positive
+from hpc3d.config.argument_types import number_of_ranks, positive, real
 from hpc3d.config.limits import MOST_RANKS
 from hpc3d.console.command_line import Parser
 from hpc3d.console.exit_codes import BAD_INPUT
@@ -12,12 +12,13 @@ def parsed(*words):
     parser = Parser("test", "a text")
     parser.add_argument("--count", type=positive)
     parser.add_argument("--ranks", type=number_of_ranks)
+    parser.add_argument("--time", type=real(lambda value: 0 < value < 9, "must be below 9"))
     return parser.parse_args(words)
 
 
 def test_whole_numbers_are_taken():
-    found = parsed("--count", " 7 ", "--ranks", str(MOST_RANKS))
-    assert (found.count, found.ranks) == (7, MOST_RANKS)
+    found = parsed("--count", " 7 ", "--ranks", str(MOST_RANKS), "--time", "8.5")
+    assert (found.count, found.ranks, found.time) == (7, MOST_RANKS, 8.5)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,9 @@ def test_whole_numbers_are_taken():
         ("--count", "٣"),  # a digit, but not one of ours
         ("--count", "9" * 5000),
         ("--ranks", str(MOST_RANKS + 1)),
+        ("--time", "9"),
+        ("--time", "nan"),
+        ("--time", "a"),
         ("--coun", "1"),  # no abbreviations
         ("more",),
     ],
