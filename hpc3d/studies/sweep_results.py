@@ -26,10 +26,9 @@ from hpc3d.analyze.metrics.step import (
 from hpc3d.config.load import to_toml
 from hpc3d.console import small_files
 from hpc3d.predict.predicted_step import predicted_step
-from hpc3d.predict.simulation.summary import moved
+from hpc3d.predict.simulation.summary import moved, total_received
 
 if TYPE_CHECKING:
-    from hpc3d.predict.simulation.simulator import StageRun
     from hpc3d.studies.sweep_points import SweepPoint
 
 
@@ -52,21 +51,14 @@ def _file(point: SweepPoint, folder: Path, kind: str) -> Path:
 def simulate(point: SweepPoint, folder: Path) -> None:
     """Simulate a step of a point, and write its metrics to a JSON file."""
     step = predicted_step(write_input(point, folder), [], point.machine, point.ranks)
-    received = [_received(run) for run in step.runs]
     measures = {
         "step_s": step.summary["step_time_s"],
         "tokens_per_s": step.summary["tokens_per_s"],
-        "received_bytes": fmean(received),
+        "received_bytes": fmean(total_received(moved(run)) for run in step.runs),
         "peak_bytes": step.summary["memory"]["worst"]["all"],
     }
     with small_files.replacing(_file(point, folder, "json")) as temporary:
         temporary.write_text(json.dumps(measures), encoding="utf-8")
-
-
-def _received(run: StageRun) -> int:
-    """Return the number of bytes that a rank receives per step."""
-    calls = [item for ops in moved(run).values() for item in ops.items()]
-    return sum(call["bytes"] for op, call in calls if op != "send")
 
 
 def finished(point: SweepPoint, folder: Path) -> Path | None:

@@ -27,7 +27,7 @@ from hpc3d.config.resolve import resolve
 from hpc3d.console.sanitize import Problems
 from hpc3d.predict.simulation.count import COMM
 from hpc3d.predict.simulation.simulator import StageRun, simulate
-from hpc3d.predict.simulation.summary import moved
+from hpc3d.predict.simulation.summary import moved, total_received
 from hpc3d.trace.schema import STEPS
 
 if TYPE_CHECKING:
@@ -74,9 +74,8 @@ def _seconds(run: StageRun) -> float:
 def predicted(point: Point, config: Config, machine: Machine) -> dict[str, Any]:
     """Return the predicted row of a point that has a mesh."""
     run = _simulated(point, config, machine)
-    calls = [call for ops in moved(run).values() for call in ops.values()]
     times = run.step[_FORWARD], run.step[_BACKWARD]
-    return _row(point, "predicted", times, sum(call["bytes"] for call in calls), run.peak["all"])
+    return _row(point, "predicted", times, total_received(moved(run)), run.peak["all"])
 
 
 def _row(point: Point, kind: str, times: Sequence[float], received: float, peak: int):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -147,3 +147,9 @@ def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
         calls, received = map(max, zip(*(each.get((axis, op), (0, 0)) for each in classes)))
         found.setdefault(axis, {})[op] = {"calls": calls, "bytes": received}
     return found
+
+
+def total_received(moved: Mapping[str, Mapping[str, Mapping[str, int]]], *axes: str) -> int:
+    """Sum the received bytes in a result of `moved`, over all axes if none are given."""
+    calls = (item for axis in axes or moved for item in moved.get(axis, {}).items())
+    return sum(call["bytes"] for op, call in calls if op != "send")

@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.arrays.narrow import itemsize
-from hpc3d.predict.simulation.summary import exposed, moved
+from hpc3d.predict.simulation.summary import exposed, moved, total_received
 from hpc3d.studies.pp_vs_dp.experiment import dtype_of, resolved_config, step
 
 if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
-    from hpc3d.predict.simulation.simulator import StageRun
 
 _SLOWER = 16  # slowdown of the second network, relative to the machine's network
 _HIDDEN, _BATCHES, _SEQUENCE = (512, 1024, 2048, 4096, 8192), (16, 64, 256, 1024), 256
@@ -75,8 +74,8 @@ def race(
         "tokens": batch * sequence,
         "microbatches": microbatches,
         "boundary": 12 * layers * hidden * (1 - 1 / ranks) * wide,
-        "pipeline_bytes": max(_received(run, "p") for run in stages),
-        "data_bytes": _received(replicas[0], "d"),
+        "pipeline_bytes": max(total_received(moved(run), "p") for run in stages),
+        "data_bytes": total_received(moved(replicas[0]), "d"),
         "pipeline_s": piped["step_time_s"],
         "data_s": copied["step_time_s"],
         "ideal_bubble": (ranks - 1) / (microbatches + ranks - 1),
@@ -88,12 +87,6 @@ def race(
     }
     row |= {"moves_less": _verdict(row, "bytes"), "wins": _verdict(row, "s")}
     return row | {"why": why(row)}
-
-
-def _received(run: StageRun, axis: str) -> float:
-    """Return the bytes received per rank and step along an axis, excluding send operations."""
-    calls = moved(run).get(axis, {})
-    return sum(each["bytes"] for op, each in calls.items() if op != "send")
 
 
 def _verdict(row: dict[str, Any], quantity: str) -> str:

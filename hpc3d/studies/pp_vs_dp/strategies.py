@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from hpc3d.predict.simulation.summary import total_received
 from hpc3d.studies.pp_vs_dp.experiment import resolved_config, step
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ def strategies(
         micros = min(batch, _MICROBATCHES * ranks) if axis == "p" else 1
         parallel = keys | {"microbatches": micros}
         _, found = step(machine, resolved_config(machine, {axis: ranks}, batch, parallel, **model))
-        calls = chain.from_iterable(ops.items() for ops in found["bytes"].values())
         rows.append(
             {
                 "strategy": name,
@@ -52,7 +51,7 @@ def strategies(
                 "tokens": batch * sequence,
                 "step_s": found["step_time_s"],
                 **found["time"],
-                "received_bytes": sum(each["bytes"] for op, each in calls if op != "send"),
+                "received_bytes": total_received(found["bytes"]),
                 "memory": found["memory"]["worst"],
                 "total_bytes": found["memory"]["total"],
             }
