@@ -14,17 +14,15 @@ from __future__ import annotations
 import json
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc3d.console.command_line import Parser, complain, run, split_options
 from hpc3d.console.exit_codes import CHECK_FAILED
 from hpc3d.console.sanitize import counted, sanitized
-
-if TYPE_CHECKING:
-    from argparse import Namespace
 
 _EXITS = (
     "exit codes: 0 success, 2 invalid input, 3 verify found damage (explained on standard error)"

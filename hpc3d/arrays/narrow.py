@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
-from hpc3d.arrays.primitive import add_backend
+from hpc3d.arrays.primitive import Primitive, add_backend
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from hpc3d.arrays.array import Array
-    from hpc3d.arrays.primitive import Primitive
 
 WIDE, _INTEGERS = np.dtype(np.float32), np.dtype(np.uint16)
 CACHE = 1 << 17  # maximum size in bytes of the float32 copy of a block

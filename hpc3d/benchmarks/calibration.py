@@ -15,7 +15,7 @@ import hpc3d.trace
 from hpc3d.benchmarks import harness
 from hpc3d.config.package_data import MACHINE, MEASURED, new_path
 from hpc3d.console.small_files import naming
-from hpc3d.predict.calibration.align_trace import works
+from hpc3d.predict.calibration.align_trace import TimedWork, works
 from hpc3d.predict.calibration.calibrate import machine_of, step_seconds, with_wakeup
 from hpc3d.predict.calibration.calibration_runs import CALIBRATE, CHECK, config_of, settings
 from hpc3d.predict.machine.machine_file import dumps
@@ -24,7 +24,6 @@ from hpc3d.predict.simulation.simulator import simulate
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from hpc3d.predict.calibration.align_trace import TimedWork
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.trace.reader import Trace
 

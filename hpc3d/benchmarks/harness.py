@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,15 +23,12 @@ from hpc3d import trace
 from hpc3d.analyze.metrics.step import step_seconds
 from hpc3d.comm.cuda_aware_probe import surroundings
 from hpc3d.comm.threads import meshes
+from hpc3d.config.input_file import Config
 from hpc3d.console.sanitize import Problems
+from hpc3d.trace.reader import Trace
 from hpc3d.trace.recorder import Recorder
 from hpc3d.training.log import KEPT
-from hpc3d.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
-    from hpc3d.trace.reader import Trace
-    from hpc3d.training.trainer import Step
+from hpc3d.training.trainer import Step, Trainer
 
 log = logging.getLogger(__name__)
 _BUSY = 0.1  # maximum share of the CPU time that other programs may use without a warning

@@ -7,11 +7,12 @@ import os
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from hpc3d.analyze.report.table_format import (
 from hpc3d.benchmarks import harness, peak_memory
 from hpc3d.config import package_data
 from hpc3d.config.argument_types import choice, number_of_ranks, positive, several
+from hpc3d.config.input_file import Config
 from hpc3d.config.load import literal, load
 from hpc3d.config.load import options as overridden
 from hpc3d.config.resolve import resolve
@@ -41,11 +43,6 @@ from hpc3d.runtime import metrics_file
 from hpc3d.runtime.optional_packages import need
 from hpc3d.trace.schema import OP
 from hpc3d.training.masking import batches_of
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-
-    from hpc3d.config.input_file import Config
 
 _DESCRIPTION = """\
 Compare the step time of hpc3d with PyTorch's own parallelism, for the same model, batch, number of

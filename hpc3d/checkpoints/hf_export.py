@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +18,10 @@ from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.hf_families import PublishedFamily, published
 from hpc3d.checkpoints.hf_settings import CONFIG, GENERATION, TOKENIZER_FILES
 from hpc3d.checkpoints.inspect import config_of, shapes_in
+from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.config.input_file import ModelConfig
 from hpc3d.model.families import with_epsilon
 from hpc3d.training.run_folder import write_text
-
-if TYPE_CHECKING:
-    from hpc3d.checkpoints.sharded import Checkpoint
-    from hpc3d.config.input_file import ModelConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

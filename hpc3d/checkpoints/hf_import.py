@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,17 +20,14 @@ from hpc3d.checkpoints.hf_settings import CONFIG
 from hpc3d.checkpoints.inspect import shapes_of
 from hpc3d.checkpoints.manifest import narrowed
 from hpc3d.checkpoints.resume import TRAINING_KEYS
-from hpc3d.checkpoints.safetensors import Weights
+from hpc3d.checkpoints.safetensors import Entry, Weights
 from hpc3d.config import deprecated_keys
 from hpc3d.config.backend_rules import untrainable
+from hpc3d.config.input_file import Config, ModelConfig
 from hpc3d.config.load import override, validate
 from hpc3d.config.resolve import refuse, resolve
 from hpc3d.data.tokenizer_files import object_in, refuse_cache
 from hpc3d.model.families import with_epsilon
-
-if TYPE_CHECKING:
-    from hpc3d.checkpoints.safetensors import Entry
-    from hpc3d.config.input_file import Config, ModelConfig
 
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
 # Names of ignored arrays: buffers stored by older versions of `transformers`, and BERT layers for

@@ -8,12 +8,13 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hpc3d.checkpoints.block_slices import coverage_error, stored_shape, whole_of
 from hpc3d.checkpoints.sharded import Checkpoint, named, steps_of
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
+from hpc3d.config.input_file import Config, ModelConfig
 from hpc3d.config.load import stored
 from hpc3d.config.resolve import refuse
 from hpc3d.config.rules import unknown_values
@@ -27,9 +28,6 @@ from hpc3d.tensor.split import Split
 from hpc3d.training.gradient_compression import OWN_STATES
 from hpc3d.training.optimizers.catalog import optimizer_of, state_kinds
 from hpc3d.training.optimizers.optimizer import MASTER
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config, ModelConfig
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,14 +15,12 @@ from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.inspect import shapes_of
 from hpc3d.checkpoints.manifest import name_of
 from hpc3d.checkpoints.sharded import InitialState, StoredPiece, complete, write_shard
+from hpc3d.config.input_file import Config
 from hpc3d.config.load import to_toml
 from hpc3d.console.small_files import sync, temporary_of
 from hpc3d.training.optimizers.catalog import optimizer_of
+from hpc3d.training.optimizers.optimizer import StateSpec
 from hpc3d.training.run_folder import note_command, write_text
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
-    from hpc3d.training.optimizers.optimizer import StateSpec
 
 
 def initial_state(

@@ -20,7 +20,7 @@ from hpc3d.checkpoints.inspect import (
 from hpc3d.checkpoints.run_text import differences
 from hpc3d.checkpoints.sharded import Checkpoint, restore, restore_own, steps_of
 from hpc3d.config import deprecated_keys
-from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig
+from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
 from hpc3d.config.load import flat, load, override, read, to_toml, validate
 from hpc3d.config.resolve import refuse
 from hpc3d.config.rules import unknown_values
@@ -28,15 +28,13 @@ from hpc3d.console.sanitize import Problems, counted, lines_of
 from hpc3d.console.small_files import toml
 from hpc3d.model.families import with_epsilon
 from hpc3d.pipeline.schedule import usual
-from hpc3d.training.evaluator import restored
+from hpc3d.training.evaluator import Evaluator, restored
 from hpc3d.training.gradient_compression import OWN_STATES
 from hpc3d.training.optimizers.catalog import optimizer_of
 from hpc3d.training.optimizers.optimizer import learning_rate
 
 if TYPE_CHECKING:
-    from hpc3d.config.input_file import TrainConfig
     from hpc3d.runtime.job import Job
-    from hpc3d.training.evaluator import Evaluator
     from hpc3d.training.trainer import Trainer
 
 _Differs = Callable[[Checkpoint], str | None]

@@ -10,11 +10,12 @@ import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc3d.checkpoints.hf_settings import CONFIG, GENERATION, TOKENIZER_FILES
 from hpc3d.config.load import load
 from hpc3d.console import small_files
+from hpc3d.data.token_file import Tokens
 from hpc3d.data.tokenizer import END_NAME, BpeTokenizer, ByteTokenizer, reading, same_rules
 from hpc3d.data.tokenizer_files import (
     RULES,
@@ -26,9 +27,6 @@ from hpc3d.data.tokenizer_files import (
     tokenizer_from,
 )
 from hpc3d.training.run_folder import write_text
-
-if TYPE_CHECKING:
-    from hpc3d.data.token_file import Tokens
 
 _SPECIAL = "special_ids.json"  # special token ids from an imported config.json
 _SPECIAL_IDS = "bos_token_id", "eos_token_id", "pad_token_id"

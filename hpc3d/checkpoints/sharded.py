@@ -20,23 +20,20 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.array import Array
 from hpc3d.arrays.pool import from_host, on_host, to_host
 from hpc3d.checkpoints.block_slices import BlockSlices, box_of, boxes, whole_of
 from hpc3d.checkpoints.manifest import FORMAT, VERSION, name_of, narrowed, read_manifest, type_of
+from hpc3d.comm.mesh import Mesh
 from hpc3d.console.sanitize import reason_of
 from hpc3d.console.small_files import naming, replacing, sync
-from hpc3d.training.optimizers.optimizer import MASTER
-
-if TYPE_CHECKING:
-    from hpc3d.arrays.array import Array
-    from hpc3d.comm.mesh import Mesh
-    from hpc3d.model.parameters import Parameter, Parameters
-    from hpc3d.tensor.layout import Layout
-    from hpc3d.training.optimizers.optimizer import Optimizer
+from hpc3d.model.parameters import Parameter, Parameters
+from hpc3d.tensor.layout import Layout
+from hpc3d.training.optimizers.optimizer import MASTER, Optimizer
 
 
 class OwnElements(NamedTuple):

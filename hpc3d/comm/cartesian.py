@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from hpc3d.arrays.pool import Pool
 from hpc3d.comm.all_pairs import AllPairs, shortest_exchange
-from hpc3d.comm.communicator import Self
+from hpc3d.comm.communicator import Communicator, Self
 from hpc3d.comm.grid import Grid
 from hpc3d.comm.mesh import DATA, Mesh, groups_of
 from hpc3d.comm.shared_memory import SharedMemory, usable
@@ -19,7 +19,6 @@ from hpc3d.comm.stage_mesh import Line, ranks_of, stage_mesh
 from hpc3d.comm.two_level import TwoLevel
 
 if TYPE_CHECKING:
-    from hpc3d.comm.communicator import Communicator
     from hpc3d.cuda.device import Cuda, DevicePool
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.arrays.narrow import integers
-from hpc3d.comm.communicator import ready
+from hpc3d.comm.communicator import Pending, ready
 from hpc3d.comm.host_staged import HostStaged, narrowed, widened
 from hpc3d.comm.mpi import OPERATIONS, MpiCommunicator
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
     from hpc3d.comm.comm_stream import CommStream
-    from hpc3d.comm.communicator import Pending
     from hpc3d.cuda.device import DevicePool, Pinned
 
 

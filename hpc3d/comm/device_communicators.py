@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpi4py import MPI
 
 from hpc3d.comm.all_pairs import AllPairs, shortest_exchange
 from hpc3d.comm.comm_stream import CommStream
+from hpc3d.comm.communicator import Communicator
 from hpc3d.comm.cuda_aware_mpi import CudaAwareMessages, CudaAwareMpi
 from hpc3d.comm.host_staged import HostStaged
 from hpc3d.comm.mesh import queue_of
 from hpc3d.comm.nccl import Nccl, grouped, split
-from hpc3d.cuda.device import QUEUES
-
-if TYPE_CHECKING:
-    from hpc3d.comm.communicator import Communicator
-    from hpc3d.cuda.device import DevicePool
+from hpc3d.cuda.device import QUEUES, DevicePool
 
 # Dict from axis to (sub-communicator, ranks of its members).
 Lines = Mapping[str, tuple[MPI.Intracomm, Sequence[int]]]

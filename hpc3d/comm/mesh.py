@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hpc3d.comm.communicator import Self
+from hpc3d.comm.communicator import Communicator, Self
 from hpc3d.comm.grid import Grid
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
     from hpc3d.arrays.pool import Pool
-    from hpc3d.comm.communicator import Communicator
 
 DATA = "d"
 COPIES = "r"  # groups of replicas in hybrid sharding; each group has a copy of every shard

@@ -20,13 +20,12 @@ import numpy as np
 
 from hpc3d.arrays.pool import OFFLOADED
 from hpc3d.comm.comm_stream import AsyncCall, CommStream
-from hpc3d.cuda.device import Pinned
+from hpc3d.cuda.device import DevicePool, Pinned
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from hpc3d.comm.mesh import MeshRecorder
-    from hpc3d.cuda.device import DevicePool
 
 
 class _OwnedPinned(Pinned):

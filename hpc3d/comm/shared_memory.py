@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.arrays.narrow import of_type
-from hpc3d.arrays.pool import Lease, lease_of, lent, size_class
+from hpc3d.arrays.pool import Lease, Pool, lease_of, lent, size_class
 from hpc3d.comm.all_pairs import slices_of
 from hpc3d.comm.communicator import REDUCTIONS, SMALL_SUM, Pending, fold
 from hpc3d.comm.mpi import MpiCommunicator, wait_until
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from numpy.typing import DTypeLike
 
-    from hpc3d.arrays.pool import Pool
 
 SHARED = "/dev/shm"
 _SEGMENT = 1 << 20

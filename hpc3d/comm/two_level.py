@@ -25,9 +25,9 @@ import numpy as np
 
 from hpc3d.arrays.narrow import integers
 from hpc3d.comm.all_pairs import AllPairs, slices_of
-from hpc3d.comm.communicator import REDUCTIONS, fold
+from hpc3d.comm.communicator import REDUCTIONS, Pending, fold
 from hpc3d.comm.mpi import arriving
-from hpc3d.comm.shared_memory import SharedMemory
+from hpc3d.comm.shared_memory import Region, SharedMemory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
     from hpc3d.arrays.pool import Pool
-    from hpc3d.comm.communicator import Pending
-    from hpc3d.comm.shared_memory import Region
 
 
 class TwoLevel(AllPairs):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,16 +20,13 @@ from hpc3d.checkpoints.inspect import checkpoints, config_of, newest_whole
 from hpc3d.checkpoints.run_tokenizer import end_ids, kept_tokenizer
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.config import package_data
+from hpc3d.config.input_file import Config
 from hpc3d.config.load import options
 from hpc3d.console import small_files
 from hpc3d.console.sanitize import Problems
 from hpc3d.data.token_file import tokenizer_of
-from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer
+from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
 from hpc3d.model.families import FAMILIES, family_of
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
-    from hpc3d.data.tokenizer import Tokenizer
 
 _TOKENIZER = "tokenizer.json"
 _LAYOUT = ("mesh.", "parallel.", "train.dtype", "train.backend", "train.tf32")

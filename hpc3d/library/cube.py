@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.array import Array
+from hpc3d.comm.mesh import Mesh
 from hpc3d.comm.threads import meshes, run
 from hpc3d.console.sanitize import counted
 from hpc3d.predict.simulation.count import moved_by
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
+from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import sharded_matmul
 from hpc3d.tensor.split import SCHEMES, Split
-
-if TYPE_CHECKING:
-    from hpc3d.arrays.array import Array
-    from hpc3d.comm.mesh import Mesh
-    from hpc3d.tensor.layout import Layout
 
 _MOST = 512  # maximum number of threads
 

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.library.step_prediction import frame_of
-from hpc3d.predict.planning.planned_layouts import input_with
+from hpc3d.predict.planning.planned_layouts import PlannedLayouts, ResortedLayouts, input_with
 from hpc3d.predict.planning.ranked_layouts import as_plain
-from hpc3d.predict.planning.ranking import shown_layout
+from hpc3d.predict.planning.ranking import RankedLayout, shown_layout
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from hpc3d.config.input_file import Config
-    from hpc3d.predict.planning.planned_layouts import PlannedLayouts, ResortedLayouts
-    from hpc3d.predict.planning.ranking import RankedLayout
 
 _COLUMNS = "step_time_s", "simulated", "bubble", "communication", "axis", "peak_bytes", "stage"
 

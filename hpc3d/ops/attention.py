@@ -19,14 +19,13 @@ import numpy as np
 from hpc3d.arrays.narrow import wide, widened
 from hpc3d.arrays.primitive import primitive
 from hpc3d.arrays.worker_threads import parallel_for, thread_count
-from hpc3d.ops.random import cuda_mask
+from hpc3d.ops.random import Mask, cuda_mask
 from hpc3d.ops.rows import dropped
 
 if TYPE_CHECKING:
     from hpc3d.arrays.abstract import AbstractArray
     from hpc3d.arrays.array import Array, Empty
     from hpc3d.cuda.gpu import Gpu
-    from hpc3d.ops.random import Mask
 
 SCORES = 1 << 18  # maximum size in bytes of a block of attention probabilities
 # With a causal mask: the minimum number of queries in a block, and the maximum number of blocks.

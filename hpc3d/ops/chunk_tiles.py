@@ -8,12 +8,11 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.ops.attention import HeadForm, by_cudnn, stack_queries
-from hpc3d.ops.random import cuda_mask
+from hpc3d.ops.random import Mask, cuda_mask
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.cuda.gpu import Gpu
-    from hpc3d.ops.random import Mask
 
 # GPU limits: maximum queries (and keys) per score tile, maximum bytes of scores per head batch.
 _TILE, _SCORES = 1024, 1 << 26

@@ -38,12 +38,11 @@ from hpc3d.ops.attention import (
     stack_queries,
 )
 from hpc3d.ops.chunk_tiles import ChunkPair, Chunks, Hop, gpu_tiles
-from hpc3d.ops.random import keep_mask
+from hpc3d.ops.random import Mask, keep_mask
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
     from hpc3d.cuda.gpu import Gpu
-    from hpc3d.ops.random import Mask
 
 _TILE = 256  # maximum number of queries, and of keys, per score tile (256 KiB in float32)
 _SCORES = 1 << 18  # maximum bytes of score tiles per batch of heads

@@ -13,14 +13,13 @@ import numpy as np
 from hpc3d.arrays.narrow import WIDE, wide, widened
 from hpc3d.arrays.primitive import composite, primitive
 from hpc3d.arrays.worker_threads import parallel_for, shares, slices
-from hpc3d.ops.random import cuda_mask
+from hpc3d.ops.random import Mask, cuda_mask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpc3d.arrays.array import Array
     from hpc3d.cuda.gpu import Gpu
-    from hpc3d.ops.random import Mask
 
 CACHE = 1 << 17  # maximum bytes of each operand of a row block; the block fits in the cache
 EDGE = 64  # tiles start at multiples of this, so that BLAS computes all elements identically

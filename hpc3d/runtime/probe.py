@@ -10,10 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from subprocess import Popen
+from subprocess import Popen
 
 
 def outcome(

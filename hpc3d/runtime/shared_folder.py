@@ -14,10 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc3d.runtime.host_map import listed
+from hpc3d.runtime.host_map import Homes, listed
 
 if TYPE_CHECKING:
-    from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
 SEEN_WITHIN = 3  # timeout in s: on network file systems, new files appear with a delay

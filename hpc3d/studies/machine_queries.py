@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,7 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import build
 from hpc3d.predict.simulation.simulated_clock import representative
-
-if TYPE_CHECKING:
-    from hpc3d.tensor.split import Split
+from hpc3d.tensor.split import Split
 
 
 class Tally(CostMeter):

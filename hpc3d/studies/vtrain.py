@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import inf, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,11 +31,8 @@ from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
 from hpc3d.predict.machine.machine import Machine
 from hpc3d.runtime.optional_packages import need
-from hpc3d.studies.machine_queries import work_of
+from hpc3d.studies.machine_queries import PartWork, work_of
 from hpc3d.tensor.split import SCHEMES
-
-if TYPE_CHECKING:
-    from hpc3d.studies.machine_queries import PartWork
 
 COLUMNS = ["ranks", "batch", "micro", "hidden", "heads", "layers", "sequence", "t", "d", "p"]
 ROW = np.dtype([*((name, int) for name in COLUMNS), ("ms", float)])

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.console.sanitize import counted
-from hpc3d.trace.checks_across_ranks import collectives, labeled, messages
+from hpc3d.trace.checks_across_ranks import Violation, collectives, labeled, messages
 from hpc3d.trace.schema import LAYOUT, STREAM
 
 if TYPE_CHECKING:
-    from hpc3d.trace.checks_across_ranks import Violation
     from hpc3d.trace.reader import Trace
 
 _COMMUNICATION = STREAM.index("communication")

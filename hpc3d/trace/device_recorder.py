@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.comm.communicator import Pending
+from hpc3d.comm.communicator import Communicator, Pending
 from hpc3d.comm.mesh import WORLD, queue_of
-from hpc3d.cuda.device import QUEUES
+from hpc3d.cuda.device import QUEUES, Cuda
 from hpc3d.trace.device_clock import DeviceClock, Timestamps
 from hpc3d.trace.recorder import COMPUTE, OPTIMIZER, WAIT, Recorder, Span
 from hpc3d.trace.schema import CATEGORY, EVENTS, PHASE, STEPS, STREAM, record_type
@@ -34,8 +34,6 @@ from hpc3d.trace.traced_communicator import AT_ONCE, COMM, COPY, OP_NUMBER, Trac
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
-    from hpc3d.comm.communicator import Communicator
-    from hpc3d.cuda.device import Cuda
 
 _ROWS = record_type(EVENTS)
 _HOST = CATEGORY.index("host")

@@ -20,12 +20,11 @@ import numpy as np
 from hpc3d.console.small_files import Hdf5Output, replacing
 from hpc3d.runtime import host_memory
 from hpc3d.trace.heaps import check_heaps
-from hpc3d.trace.schema import COORDS, ENUMS, LAYOUT, TEXT
+from hpc3d.trace.schema import COORDS, ENUMS, LAYOUT, TEXT, Column
 
 if TYPE_CHECKING:
     from h5py import Dataset, File, Group
 
-    from hpc3d.trace.schema import Column
 
 _CHUNK = 64 * 1024  # rows per chunk
 _COMPRESSION = {"shuffle": True, "compression": "gzip", "compression_opts": 1, "fletcher32": True}

@@ -17,18 +17,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.trace import schema
 from hpc3d.trace.reader import Trace
+from hpc3d.trace.schema import Column
 from hpc3d.trace.segment import TABLES, Segment, read_segment, segment_path
+from hpc3d.trace.table import Table
 from hpc3d.trace.trace_config import tables_of
-
-if TYPE_CHECKING:
-    from hpc3d.trace.schema import Column
-    from hpc3d.trace.table import Table
 
 _ASIDE = re.compile(r"trace-(\d+)\.h5")
 _TIMES = ("t_start", "t_end", "posted", "t_local")

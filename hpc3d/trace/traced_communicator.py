@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.comm.communicator import Pending, received_bytes
+from hpc3d.comm.communicator import Communicator, Pending, received_bytes
 from hpc3d.trace.schema import CATEGORY, DTYPE, MESSAGES, OP
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from hpc3d.arrays.array import Array
-    from hpc3d.comm.communicator import Communicator
 
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
 # A call and its wait are recorded as one row if at most this time (in ns) elapses between them.

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpc3d.analyze.metrics.intervals import before, merged
 from hpc3d.trace.previous_attempts import latest_with_steps
+from hpc3d.trace.reader import Trace
 from hpc3d.trace.schema import STREAM
-
-if TYPE_CHECKING:
-    from hpc3d.trace.reader import Trace
-    from hpc3d.trace.table import Table
+from hpc3d.trace.table import Table
 
 _HOST, _COMPUTATION, COMMUNICATION, *_ = range(len(STREAM))
 WORK = ("compute", "optimizer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from math import exp, hypot
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +14,10 @@ from hpc3d.analyze.metrics.loads import load_of, setting
 from hpc3d.analyze.metrics.mfu import recorded_flops
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import configuration
+from hpc3d.analyze.metrics.steady import Steady
 from hpc3d.analyze.metrics.step import finite, means_of, ratio, slowest_seconds
 from hpc3d.comm.mesh import COPIES, DATA
 from hpc3d.model.families import block_weights
-
-if TYPE_CHECKING:
-    from hpc3d.analyze.metrics.steady import Steady
 
 # Two-sided 95 % quantiles of Student's t distribution for 1, 2, ..., 30 degrees of freedom.
 T95 = (

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.run_summary import outnumbered
 from hpc3d.config.load import flat, literal
 from hpc3d.model.families import with_epsilon
-
-if TYPE_CHECKING:
-    from hpc3d.trace.reader import Trace
+from hpc3d.trace.reader import Trace
 
 SIZES = ("train.batch", *(f"model.{key}" for key in ("layers", "hidden", "heads", "sequence")))
 _TRAIN = ("train.batch", "train.dtype", "train.optimizer")

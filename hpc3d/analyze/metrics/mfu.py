@@ -7,19 +7,17 @@ number of executed operations, including recomputation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpc3d.analyze.metrics.columns import cells, with_label
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import rate, ratio, slowest_seconds
+from hpc3d.config.input_file import ModelConfig
 from hpc3d.model.families import family_of
+from hpc3d.trace.reader import Trace
 from hpc3d.trace.trace_config import one_time
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import ModelConfig
-    from hpc3d.trace.reader import Trace
 
 _PRODUCTS = ("gemm", "attention", "graph")
 

@@ -7,13 +7,11 @@ shards only m and n, like a 2-D scheme.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.comm.mesh import CONTEXT, COPIES, DATA
-
-if TYPE_CHECKING:
-    from hpc3d.trace.reader import Trace
+from hpc3d.trace.reader import Trace
 
 _DATA = {COPIES, DATA, CONTEXT}
 

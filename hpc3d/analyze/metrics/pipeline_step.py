@@ -10,27 +10,23 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.analyze.metrics.bubble import BACKWARD, bubble_rows
 from hpc3d.analyze.metrics.columns import overlapped, with_label
-from hpc3d.analyze.metrics.pass_spans import spans
+from hpc3d.analyze.metrics.pass_spans import PassSpan, spans
+from hpc3d.config.input_file import Config
 from hpc3d.config.load import stored
 from hpc3d.pipeline.engine import PHASE
 from hpc3d.pipeline.instruction import COMPUTE, Instruction
 from hpc3d.pipeline.schedule import SCHEDULES, instruction_streams
 from hpc3d.pipeline.step_model import in_flight
-from hpc3d.pipeline.timeline import Cost, timeline
+from hpc3d.pipeline.timeline import Cost, Row, timeline
+from hpc3d.trace.reader import Trace
 from hpc3d.trace.schema import MESSAGES
 from hpc3d.trace.trace_config import one_time
-
-if TYPE_CHECKING:
-    from hpc3d.analyze.metrics.pass_spans import PassSpan
-    from hpc3d.config.input_file import Config
-    from hpc3d.pipeline.timeline import Row
-    from hpc3d.trace.reader import Trace
 
 _PASS_KEYS = ("stage", "step", "microbatch", "chunk")
 _PASS = np.dtype([(name, "i8") for name in ("op", *_PASS_KEYS, "start", "end")])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpc3d.analyze.metrics.step import ratio, slowest_seconds
+from hpc3d.trace.reader import Trace
 from hpc3d.trace.trace_config import one_time
-
-if TYPE_CHECKING:
-    from hpc3d.trace.reader import Trace
 
 _COLUMNS = ("quantity", "stage", "rank", "step", "value")
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpc3d.analyze.metrics.columns import hosts
 from hpc3d.analyze.metrics.pipeline_step import configuration
-from hpc3d.analyze.metrics.steady import averaged
+from hpc3d.analyze.metrics.steady import Steady, averaged
 from hpc3d.config.input_file import ParallelConfig
 from hpc3d.console.sanitize import counted
-
-if TYPE_CHECKING:
-    from hpc3d.analyze.metrics.steady import Steady
-    from hpc3d.trace.reader import Trace
+from hpc3d.trace.reader import Trace
 
 _SHOWN = 8  # maximum number of listed hosts
 CORES_SHARED = "ranks share cores, so times are longer than with one core per rank"

@@ -11,14 +11,11 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from hpc3d.analyze.report.step_timeline import lanes
-
-if TYPE_CHECKING:
-    from hpc3d.analyze.report.step_timeline import Timeline
+from hpc3d.analyze.report.step_timeline import Timeline, lanes
 
 _TICKS = 2**30  # maximum number of ticks (units of time) in a step
 _FINEST = 1e-4  # minimum duration of a tick in ms

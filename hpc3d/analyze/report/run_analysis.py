@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,10 +43,8 @@ from hpc3d.analyze.metrics.wait_states import calls_of, incomplete, wait_rows
 from hpc3d.analyze.report.step_timeline import EVENTS, Timeline, other_steps, timeline
 from hpc3d.console.sanitize import sanitized_lines, sanitized_tree
 from hpc3d.trace.checks_per_rank import violations
+from hpc3d.trace.reader import Trace
 from hpc3d.trace.trace_config import one_time
-
-if TYPE_CHECKING:
-    from hpc3d.trace.reader import Trace
 
 _NO_COMMON_TIME = (
     "wall-clock times: each rank measured its own CPU time (trace.clock), so tokens/s, FLOP/s,"

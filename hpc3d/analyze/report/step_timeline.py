@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.analyze.metrics.columns import cell_values, event_values, labels, with_label
-from hpc3d.analyze.metrics.critical_path import critical_path
+from hpc3d.analyze.metrics.critical_path import PathSegment, critical_path
 from hpc3d.analyze.metrics.step import slowest_seconds
 from hpc3d.analyze.report.palette import WORK as KINDS
 from hpc3d.console.sanitize import sanitized_tree
 
 if TYPE_CHECKING:
-    from hpc3d.analyze.metrics.critical_path import PathSegment
     from hpc3d.analyze.metrics.wait_states import CallInstances
     from hpc3d.trace.reader import Trace
 

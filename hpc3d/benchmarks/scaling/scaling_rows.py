@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import exp
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,17 +22,15 @@ from hpc3d.analyze.metrics.steady import Steady
 from hpc3d.analyze.metrics.step import means_of
 from hpc3d.benchmarks.scaling.points import CUBOID, SCHEMES, Point, point_of
 from hpc3d.config.cuboid import cuboids
+from hpc3d.config.input_file import Config
 from hpc3d.config.load import load
 from hpc3d.config.resolve import resolve
 from hpc3d.console.sanitize import Problems
+from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.simulation.count import COMM
 from hpc3d.predict.simulation.simulator import StageRun, simulate
 from hpc3d.predict.simulation.summary import moved, total_received
 from hpc3d.trace.schema import STEPS
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
-    from hpc3d.predict.machine.machine import Machine
 
 _Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
 _FORWARD, _BACKWARD = (

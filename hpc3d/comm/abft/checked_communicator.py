@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.comm.abft.checksum import largest, norm, quiet, slack, terms, words
-from hpc3d.comm.communicator import Communicator
-from hpc3d.comm.mesh import along
-
-if TYPE_CHECKING:
-    from hpc3d.comm.communicator import Pending
-    from hpc3d.comm.mesh import MeshRecorder
+from hpc3d.comm.communicator import Communicator, Pending
+from hpc3d.comm.mesh import MeshRecorder, along
 
 _ROWS = 64  # initial number of rows in the table of checksums
 

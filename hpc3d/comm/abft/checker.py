@@ -20,17 +20,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpc3d.comm.abft.checked_communicator import CheckedCommunicator, position
 from hpc3d.comm.abft.checksum import WIDE, Signs, quiet, wrong_row
-from hpc3d.comm.mesh import NullRecorder
-
-if TYPE_CHECKING:
-    from hpc3d.comm.communicator import Communicator
-    from hpc3d.comm.mesh import MeshRecorder
+from hpc3d.comm.communicator import Communicator
+from hpc3d.comm.mesh import MeshRecorder, NullRecorder
 
 
 class AbftChecker:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc3d.arrays.narrow import itemsize
+from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.simulation.summary import exposed, moved, total_received
 from hpc3d.studies.pp_vs_dp.experiment import dtype_of, resolved_config, step
-
-if TYPE_CHECKING:
-    from hpc3d.predict.machine.machine import Machine
 
 _SLOWER = 16  # slowdown of the second network, relative to the machine's network
 _HIDDEN, _BATCHES, _SEQUENCE = (512, 1024, 2048, 4096, 8192), (16, 64, 256, 1024), 256

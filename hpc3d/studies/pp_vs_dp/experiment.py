@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from hpc3d.config.resolve import resolve
-from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY, simulate
+from hpc3d.predict.machine.machine import Machine
+from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY, StageRun, simulate
 from hpc3d.predict.simulation.summary import summary
-
-if TYPE_CHECKING:
-    from hpc3d.predict.machine.machine import Machine
-    from hpc3d.predict.simulation.simulator import StageRun
 
 
 def dtype_of(machine: Machine) -> str:

@@ -11,12 +11,14 @@ A last table compares data, pipeline and tensor parallelism side by side.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc3d.config.package_data import shipped
+from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.studies.pp_vs_dp.comparison import by_microbatches, races
 from hpc3d.studies.pp_vs_dp.experiment import dtype_of
@@ -24,11 +26,6 @@ from hpc3d.studies.pp_vs_dp.message_sizes import buckets, microbatches
 from hpc3d.studies.pp_vs_dp.stage_balance import partitions
 from hpc3d.studies.pp_vs_dp.strategies import strategies
 from hpc3d.studies.pp_vs_dp.wait_times import waiting
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-
-    from hpc3d.predict.machine.machine import Machine
 
 _STATES = ("parameter", "gradient", "optimizer")
 H100 = "machines/h100.toml"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.simulation.count import COMM
+from hpc3d.predict.simulation.simulator import StageRun
 from hpc3d.studies.pp_vs_dp.experiment import resolved_config, step
-
-if TYPE_CHECKING:
-    from hpc3d.predict.machine.machine import Machine
-    from hpc3d.predict.simulation.simulator import StageRun
 
 _RANKS = 16  # number of replicas
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # gradient bucket sizes in MB

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hpc3d.predict.machine.machine import Machine
 from hpc3d.studies.pp_vs_dp.experiment import resolved_config, step
-
-if TYPE_CHECKING:
-    from hpc3d.predict.machine.machine import Machine
 
 _STAGES, _TABLE = (1, 2, 4, 8, 16), 51200
 

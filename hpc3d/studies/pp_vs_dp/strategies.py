@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.simulation.summary import total_received
 from hpc3d.studies.pp_vs_dp.experiment import resolved_config, step
-
-if TYPE_CHECKING:
-    from hpc3d.predict.machine.machine import Machine
 
 # Each strategy uses one mesh axis for all ranks, and has the keys in [parallel] that it needs.
 _STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {

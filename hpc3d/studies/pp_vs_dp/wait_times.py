@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.simulation.count import COMM
+from hpc3d.predict.simulation.simulator import StageRun
 from hpc3d.studies.pp_vs_dp.experiment import resolved_config, step
 from hpc3d.trace.schema import MESSAGE_CODES
-
-if TYPE_CHECKING:
-    from hpc3d.predict.machine.machine import Machine
-    from hpc3d.predict.simulation.simulator import StageRun
 
 _SEND, _RECV = MESSAGE_CODES
 _BETWEEN = ("p", "world")
