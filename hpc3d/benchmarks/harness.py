@@ -32,6 +32,7 @@ from hpc3d.training.trainer import Step, Trainer
 
 log = logging.getLogger(__name__)
 _BUSY = 0.1  # maximum share of the CPU time that other programs may use without a warning
+_VOCABULARY = 256  # of the models that are measured
 
 
 @contextmanager
@@ -107,13 +108,11 @@ def ratios(
     }
 
 
-def serial_trainer(
-    config: Config, recorder: Recorder | None = None, vocabulary: int = 256
-) -> Trainer:
+def serial_trainer(config: Config, recorder: Recorder | None = None) -> Trainer:
     """Return a single-rank trainer that does not use MPI."""
     (mesh,), _ = meshes({})
     mesh = mesh.traced(recorder) if recorder else mesh
-    return Trainer(mesh, config, vocabulary, RandomBatches(config, vocabulary))
+    return Trainer(mesh, config, _VOCABULARY, RandomBatches(config, _VOCABULARY))
 
 
 def _steps_of(trainer: Trainer) -> Callable[[], Step]:
@@ -129,7 +128,7 @@ def against_torch(config: Config, rounds: int) -> dict[str, Any]:
     from hpc3d.benchmarks import torch_reference
 
     trainer = serial_trainer(config)
-    batch = RandomBatches(config, 256).batch(0)
+    batch = RandomBatches(config, _VOCABULARY).batch(0)
     theirs = torch_reference.training_step(trainer.parameters, trainer.shape, config.train, *batch)
     return ratios(*_alternate(rounds, _steps_of(trainer), theirs))
 

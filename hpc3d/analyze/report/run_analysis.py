@@ -40,7 +40,7 @@ from hpc3d.analyze.metrics.step import (
 )
 from hpc3d.analyze.metrics.stragglers import straggler_rows
 from hpc3d.analyze.metrics.wait_states import calls_of, incomplete, wait_rows
-from hpc3d.analyze.report.step_timeline import EVENTS, Timeline, other_steps, timeline
+from hpc3d.analyze.report.step_timeline import Timeline, other_steps, timeline
 from hpc3d.console.sanitize import sanitized_lines, sanitized_tree
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.reader import Trace
@@ -142,17 +142,13 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
 
 
 def analyze_run(
-    trace: Trace,
-    peak: float | None = None,
-    step: int | None = None,
-    events: int = EVENTS,
-    others: int = 0,
+    trace: Trace, peak: float | None = None, step: int | None = None, others: int = 0
 ) -> RunAnalysis:
     """Analyze an open trace. Raises ValueError if no step was completed.
 
     `peak` is the peak FLOP/s of one rank, which is required for MFU and HFU. The timeline shows
-    at most `events` events of step `step`; the default is the step with the median duration. The
-    timelines of the other steps have about `others` events in total; 0 omits these timelines.
+    step `step`; the default is the step with the median duration. The timelines of the other steps
+    have about `others` events in total; 0 omits these timelines.
     """
     require_steps(trace)
     wrong = violations(trace)  # computed before calls_of to reduce peak memory
@@ -171,7 +167,7 @@ def analyze_run(
     if one_time(trace):
         path = critical_path(trace, calls, step)
         tables |= _of_calls(calls, path)
-        drawn = timeline(trace, calls, step, path, events, peak)
+        drawn = timeline(trace, calls, step, path, peak=peak)
         more = other_steps(trace, calls, step, peak, others) if others else []
         missing += _wait_warnings(calls, tables)
     else:

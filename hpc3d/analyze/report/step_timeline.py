@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EVENTS = 100_000  # maximum number of events of one step on an HTML page
+_EVENTS = 100_000  # maximum number of events of one step on an HTML page
 OTHERS = 400_000  # maximum total number of events of all other steps on the page
 _STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of timelines; minimum event limit per timeline
 
@@ -69,7 +69,7 @@ def timeline(
     calls: CallInstances,
     step: int,
     path: Sequence[PathSegment],
-    limit: int = EVENTS,
+    limit: int = _EVENTS,
     peak: float | None = None,
 ) -> Timeline:
     """Return the timeline of a step for as many ranks as fit within `limit` events.
@@ -122,7 +122,7 @@ def other_steps(
         for number, other in enumerate(steps[steps != step].tolist(), 1):
             log.info("computing timelines: step %d of %d", number, len(steps) - 1)
             path = critical_path(trace, calls, other)
-            found.append(timeline(trace, calls, other, path, min(each, EVENTS), peak))
+            found.append(timeline(trace, calls, other, path, min(each, _EVENTS), peak))
     return found
 
 
