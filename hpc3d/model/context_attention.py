@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.arrays.narrow import wide
-from hpc3d.comm.communicator import Pending
-from hpc3d.comm.mesh import CONTEXT
+from hpc3d.comm.communicator import Communicator, Pending
+from hpc3d.comm.mesh import CONTEXT, Mesh
 from hpc3d.model.core_attention import CoreAttention, HeadBlock
 from hpc3d.ops.chunk_tiles import ChunkPair, Chunks
 from hpc3d.ops.chunked_attention import (
@@ -27,8 +27,6 @@ from hpc3d.ops.chunked_attention import (
 from hpc3d.ops.random import Mask
 
 if TYPE_CHECKING:
-    from hpc3d.comm.communicator import Communicator
-    from hpc3d.comm.mesh import Mesh
     from hpc3d.model.context import Context
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.spec import ModelSpec

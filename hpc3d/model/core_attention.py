@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.array import Array, SavedActivation
-from hpc3d.comm.mesh import CONTEXT
-from hpc3d.model.spec import recompute_of
+from hpc3d.comm.mesh import CONTEXT, Mesh
+from hpc3d.model.spec import ModelSpec, recompute_of
 from hpc3d.ops.attention import AttentionMask, attend, attend_again, attend_grad
 from hpc3d.ops.random import Mask
 from hpc3d.ops.rotary import rotary_table, rotate
@@ -16,9 +16,7 @@ from hpc3d.ops.rotary import rotary_table, rotate
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
-    from hpc3d.comm.mesh import Mesh
     from hpc3d.model.microbatch import Microbatch
-    from hpc3d.model.spec import ModelSpec
 
 
 class AttentionSaved(NamedTuple):

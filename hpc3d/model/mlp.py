@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.model.layers import Linear
-from hpc3d.model.spec import recompute_of
+from hpc3d.model.spec import ModelSpec, recompute_of
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.swiglu import swiglu, swiglu_grad
 from hpc3d.tensor.chunked import chunked_matmul
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameters
-    from hpc3d.model.spec import ModelSpec
     from hpc3d.tensor.prefetch import Weight
 
 

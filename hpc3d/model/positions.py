@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.comm.mesh import CONTEXT
+from hpc3d.comm.mesh import CONTEXT, Mesh
 from hpc3d.model.layers import row_axes
 from hpc3d.ops.embedding import gather_rows, order_of, scatter_rows
 from hpc3d.ops.rows import add_repeated, sum_repeated
@@ -14,7 +14,6 @@ from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
-    from hpc3d.comm.mesh import Mesh
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameters
     from hpc3d.model.spec import ModelSpec

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from hpc3d.config.input_file import Config, TrainConfig
 from hpc3d.config.package_data import DEFAULT_MACHINE, MACHINE, MEASURED, find
 from hpc3d.console.sanitize import counted
 from hpc3d.model import families
+from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary
 from hpc3d.runtime import host_memory
 from hpc3d.trace.schema import MEMORY_KIND
 from hpc3d.training.log import duration, layout_lines
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config, TrainConfig
-    from hpc3d.predict.machine.machine import Machine
 
 _UNMEASURED = (
     "this machine has not been measured; run python -m hpc3d.bench calibrate, or select another "

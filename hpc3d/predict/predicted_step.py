@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from hpc3d.config.input_file import Config
 from hpc3d.console.small_files import new_folder
 from hpc3d.predict.assumptions import of_mixture
+from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.evaluated_batch import seconds_of_batch
-from hpc3d.predict.simulation.simulator import load_resolved, simulate
+from hpc3d.predict.simulation.simulator import StageRun, load_resolved, simulate
 from hpc3d.predict.simulation.summary import summary
 from hpc3d.predict.simulation.write_trace import write_trace
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
-    from hpc3d.predict.machine.machine import Machine
-    from hpc3d.predict.simulation.simulator import StageRun
 
 
 class PredictedStep(NamedTuple):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from argparse import Namespace
 
 from hpc3d.config.argument_types import integer, number_of_ranks, size
 from hpc3d.config.limits import INT32
@@ -28,9 +28,6 @@ from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine
 from hpc3d.console.command_line import Parser, run
 from hpc3d.console.sanitize import counted, sanitized
 from hpc3d.runtime.optional_packages import need
-
-if TYPE_CHECKING:
-    from argparse import Namespace
 
 _MARGIN = 0.1
 _JSON = """\

@@ -18,7 +18,7 @@ import numpy as np
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.config.load import stored
-from hpc3d.pipeline.program import program_of
+from hpc3d.pipeline.program import Program, program_of
 from hpc3d.predict.simulation.count import ZeroBatches
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.trace.schema import CATEGORY, MESSAGES, OP
@@ -26,7 +26,6 @@ from hpc3d.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
-    from hpc3d.pipeline.program import Program
     from hpc3d.trace.reader import Trace
 
 _COMM = CATEGORY.index("comm")

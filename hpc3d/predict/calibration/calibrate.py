@@ -17,18 +17,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import log2
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from hpc3d.predict.calibration.align_trace import Product, TimedKernel
+from hpc3d.config.input_file import Config
+from hpc3d.predict.calibration.align_trace import Product, TimedKernel, TimedWork
 from hpc3d.predict.machine.machine import CallTable, Link, Machine, Rates
-from hpc3d.predict.simulation.simulator import simulate, step_length
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
-    from hpc3d.predict.calibration.align_trace import TimedWork
-    from hpc3d.predict.simulation.simulator import StageRun
+from hpc3d.predict.simulation.simulator import StageRun, simulate, step_length
 
 _LEAST_S = 1e-7  # minimum duration of a call in seconds
 _PROBE_S = 1e-4  # trial value of the wake-up time in seconds (see `with_wakeup`)

@@ -6,12 +6,9 @@ Each line sets mesh sizes (1 by default) and other keys of an input file, withou
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
+from hpc3d.config.input_file import Config
 from hpc3d.predict.simulation.simulator import load_resolved
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
 
 _SECTION = {
     **dict.fromkeys(("p", "d", "x", "y", "z", "transport"), "mesh"),

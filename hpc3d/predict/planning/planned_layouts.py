@@ -8,19 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from hpc3d.config.input_file import Config
 from hpc3d.config.load import to_toml
+from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.planning.ranked_layouts import allowed, as_plain, ranked
-from hpc3d.predict.planning.ranking import estimated, shown_layout
-from hpc3d.predict.planning.resorts import fits
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
-    from hpc3d.predict.machine.machine import Machine
-    from hpc3d.predict.planning.ranking import RankedLayout, Ranking
-    from hpc3d.predict.planning.resorts import Fit
-    from hpc3d.predict.planning.search import Found
+from hpc3d.predict.planning.ranking import RankedLayout, Ranking, estimated, shown_layout
+from hpc3d.predict.planning.resorts import Fit, fits
+from hpc3d.predict.planning.search import Found
 
 TOP = 10  # default number of layouts to show
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpc3d.config.load import load
 from hpc3d.config.parallel_rules import wrong_offload
 from hpc3d.config.rules import not_there_yet, unknown_values
-from hpc3d.predict.planning.estimate import Estimator
+from hpc3d.predict.planning.estimate import Estimate, Estimator
 from hpc3d.predict.planning.layouts import problems
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from hpc3d.config.input_file import Config
-    from hpc3d.predict.planning.estimate import Estimate
     from hpc3d.predict.planning.search import Found, Search
 
 log = logging.getLogger(__name__)

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from hpc3d.config.input_file import Config
 from hpc3d.console.sanitize import lines_of
+from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.simulation.simulator import load_resolved, simulate
 from hpc3d.predict.simulation.summary import summary
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from hpc3d.config.input_file import Config
-    from hpc3d.predict.machine.machine import Machine
 
 log = logging.getLogger(__name__)
 
