@@ -168,12 +168,13 @@ def _planned(model: str, folder: Path) -> list[_Planned]:
 
 def _costs(model: str, captured: Captured, ranks: int, folder: Path) -> ModelCosts:
     from hpc3d.partition import measured_profile
+    from hpc3d.partition.model_graph import costs_of
 
     path = folder / f"{model}-{ranks}-ranks.json"
     for line in harness.printed(ranks, ["partition", "profile", _MODELS[model], "-o", str(path)]):
         print(f"{model}, {ranks} ranks: {line}", end="", flush=True)
     profile = measured_profile.load(path)
-    return profile.costs(captured, profile.machine(ranks))
+    return costs_of(profile.operations(captured), profile.machine(ranks))
 
 
 def _plan(
