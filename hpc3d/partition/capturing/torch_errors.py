@@ -13,6 +13,12 @@ from hpc3d.console.exit_codes import BadData
 from hpc3d.partition.capturing.flat_export import where
 from hpc3d.partition.capturing.user_code import described
 
+# Messages of the allocators for the CPU and for CUDA devices, with the size as a group
+_ALLOCATION = re.compile(
+    r"DefaultCPUAllocator: .*tried to allocate (\d+ bytes)|"
+    r"CUDA out of memory\. Tried to allocate ([\d.]+ \w+)"
+)
+
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
@@ -20,10 +26,9 @@ def memory_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = re.search(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes", str(error))
-        if not found:
+        if not (found := _ALLOCATION.search(str(error))):
             raise
-        raise MemoryError(f"unable to allocate {found[1]} bytes") from error
+        raise MemoryError(f"unable to allocate {found[1] or found[2]}") from error
 
 
 @contextmanager

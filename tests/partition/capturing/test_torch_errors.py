@@ -38,6 +38,13 @@ def test_failed_allocation_raises_memory_error():
         torch.empty(10**15)
 
 
+def test_failed_allocation_on_a_gpu_raises_memory_error():
+    said = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a capacity of 79.1 GiB"
+    line = r"^unable to allocate 20\.00 GiB$"
+    with pytest.raises(MemoryError, match=line), memory_errors():
+        raise torch.OutOfMemoryError(said)
+
+
 def test_other_errors_are_not_changed():
     with pytest.raises(RuntimeError, match=r"^another error$"), memory_errors():
         raise RuntimeError("another error")
