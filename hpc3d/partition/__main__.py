@@ -218,6 +218,7 @@ _GC_THRESHOLD = 200_000
 
 def _plan_module(options):
     need(options.model, "torch")
+    from hpc3d.partition import measured_profile
     from hpc3d.partition.capture import captured_of
     from hpc3d.partition.execution.random_operations import check_random_operations
     from hpc3d.partition.execution.staged_model import check_types
@@ -244,7 +245,8 @@ def _plan_module(options):
         raise ValueError(
             f"--tensor {options.tensor}: not supported by {options.output}; write a .json file"
         )
-    plan = _best_plan(captured, options, Wanted(**asked))
+    profile = measured_profile.load(options.profile) if options.profile else None
+    plan = _best_plan(captured, options, Wanted(**asked), profile)
     _show_opaque(captured.opaque)
     _show_module(plan, options.ranks, captured)
     if options.draw:
@@ -257,7 +259,8 @@ def _plan_module(options):
 
         names = [str(each) for each in (options.profile, options.machine) if each]
         machine = " ".join(names) or DEFAULT_MACHINE
-        found = saved(plan, captured, options.model, machine, options.dtype)
+        device = profile and profile.device
+        found = saved(plan, captured, options.model, machine, options.dtype, device)
         _write(options.output, found, captured)
     return _module_as_json(plan)
 
@@ -276,22 +279,21 @@ def _write(path, plan, captured):
     print(f"\n{command} {path}")
 
 
-def _best_plan(captured, options, wanted):
+def _best_plan(captured, options, wanted, profile):
     """Return the best plan for the number of tensor-parallel ranks in the options."""
-    from hpc3d.partition import measured_profile
     from hpc3d.partition.evaluation import MOMENTS
+    from hpc3d.partition.measured_profile import operations_of
     from hpc3d.partition.tensor_parallel.plans import tensor_plan
     from hpc3d.predict.machine import machine_file
 
-    tensor, path, named = options.tensor or 1, options.profile, options.machine
-    if path and tensor != 1:
+    tensor, named = options.tensor or 1, options.machine
+    if profile and tensor != 1:
         raise ValueError(f"--tensor {tensor}: not supported with --profile; use --machine instead")
-    profile = measured_profile.load(path) if path else None
     if profile and not named:
         machine = profile.machine(options.ranks)
     else:
         machine = machine_file.load(named or default_machine())
-    operations = measured_profile.operations_of(captured, profile)
+    operations = operations_of(captured, profile)
     batch, moments = options.batch or captured.batch, 0 if options.offload else MOMENTS
     ways = None if tensor == "auto" else tensor
     return tensor_plan(operations, machine, batch, wanted, ways, moments)

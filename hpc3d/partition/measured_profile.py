@@ -2,8 +2,9 @@
 
 A piece is a group of operations that is never split across stages. Its time is interpolated
 linearly between the measured numbers of samples per microbatch. Beyond the largest measured
-number, the time is assumed to be proportional to the number of samples. Memory and communication
-volumes do not depend on the profile.
+number, the time is assumed to be proportional to the number of samples. The same applies to the
+workspace of a piece, which is measured only on GPUs. Otherwise, memory and communication volumes
+do not depend on the profile.
 """
 
 from __future__ import annotations
@@ -52,9 +53,11 @@ class ModuleProfile(NamedTuple):
 
     `graph` is the SHA-256 of the model's graph. All `ranks` ranks ran at the same time, on a
     machine with `cores` cores. `pieces` maps the name of a piece to two lists: the forward and the
-    backward times of the piece in seconds, for each number of rows per microbatch in `rows`. `run`
-    has the fields of RunCosts, and each entry of `calls` has fields of a CallTable. `memory` is in
-    bytes per rank, and `host` describes the machine.
+    backward times of the piece in seconds, for each number of rows per microbatch in `rows`. On a
+    GPU, the third list contains the workspace of the piece in bytes. `run` has the fields of
+    RunCosts, and each entry of `calls` has fields of a CallTable. `memory` is in bytes per rank,
+    and `host` describes the machine. `device` is the name of the GPU, or "CPU"; it is `None` in
+    profiles of earlier versions.
     """
 
     model: str
@@ -67,6 +70,7 @@ class ModuleProfile(NamedTuple):
     pieces: dict[str, list[list[float]]]
     run: dict[str, float]
     calls: list[dict[str, Any]]
+    device: str | None = None
 
     def text(self) -> str:
         """Return the content of the profile file."""
@@ -113,8 +117,8 @@ class ModuleProfile(NamedTuple):
         """
         if digest_of(captured) != self.graph:
             raise ValueError(
-                f"{self.model} or the version of torch has changed since the measurement; run "
-                "partition profile again"
+                f"{self.model}, its data type or the version of torch has changed since the "
+                "measurement; use the same --dtype, or run partition profile again"
             )
         if {*names_of(captured)} != {*self.pieces}:
             raise ValueError(
@@ -139,8 +143,8 @@ class MeasuredOperations(Operations):
     def __init__(self, captured: Captured, profile: ModuleProfile) -> None:
         super().__init__(captured)
         self.run, self.rows = profile.run, np.array(profile.rows)
-        seconds = [profile.pieces[name] for name in names_of(captured)]
-        self.seconds = np.array(seconds)  # [piece, pass, rows]
+        values = [profile.pieces[name] for name in names_of(captured)]
+        self.values = np.array(values)  # [piece, quantity, rows]
 
     @cached_property
     def weight(self) -> list[float]:
@@ -149,29 +153,32 @@ class MeasuredOperations(Operations):
         return [_weight(found[node] for node in each.nodes) for each in self.captured.pieces]
 
     def costs(self, machine: Machine, batch: int) -> dict:
-        """Return the costs per operation; a piece's time is assigned to its first operation."""
+        """Return the costs per operation, with the values of a piece in its first operation."""
         found = {
             node: each._replace(forward=0.0, backward=0.0, weight=0.0)
             for node, each in super().costs(UNIT, batch).items()
         }
-        seconds = self.at(batch)
-        for piece, times, share in zip(self.captured.pieces, seconds, self.weight, strict=True):
-            forward, backward = map(float, times)
-            first = piece.nodes[0]
+        measured = zip(self.captured.pieces, self.at(batch).tolist(), self.weight, strict=True)
+        for piece, (forward, backward, *workspace), share in measured:
+            first, known = piece.nodes[0], [found[node] for node in piece.nodes if node in found]
+            working = max((each.working for each in known), default=0.0)
             found[first] = found.get(first, OperationCost())._replace(
-                forward=forward, backward=backward, weight=share * backward
+                forward=forward,
+                backward=backward,
+                weight=share * backward,
+                working=sum(workspace, start=working),
             )
         return found
 
     def at(self, rows: int) -> np.ndarray:
-        """Return the predicted times in seconds for `rows` rows, as an array [piece, pass]."""
+        """Return the predicted values for `rows` rows, as an array [piece, quantity]."""
         known, last = self.rows, self.rows[-1]
         if rows >= last:
-            return self.seconds[..., -1] * (rows / last)
+            return self.values[..., -1] * (rows / last)
         index = int(np.searchsorted(known, rows, "right"))
         low, high = known[index - 1], known[index]
         way = (rows - low) / (high - low)
-        return (1 - way) * self.seconds[..., index - 1] + way * self.seconds[..., index]
+        return (1 - way) * self.values[..., index - 1] + way * self.values[..., index]
 
 
 def _weight(costs):
@@ -186,11 +193,12 @@ def operations_of(captured: Captured, profile: ModuleProfile | None) -> Operatio
 
 def load(path: Path | str) -> ModuleProfile:
     """Read a profile file; raise ValueError with a one-line message if the file is invalid."""
-    profile = ModuleProfile(**fields_of(path, "profile", _SOUND, _REMEDY))
+    defaults = ModuleProfile._field_defaults
+    profile = ModuleProfile(**fields_of(path, "profile", _SOUND, _REMEDY, defaults))
     size = len(profile.rows)
     if any(len(times) != size for each in profile.pieces.values() for times in each):
         raise ValueError(
-            f"{path}: every piece must have one time for each entry of `rows`; {_REMEDY}"
+            f"{path}: every piece must have one value for each entry of `rows`; {_REMEDY}"
         )
     return profile
 
@@ -212,10 +220,11 @@ def _ascending(sound):
 
 
 def _pieces(value):
-    return isinstance(value, dict) and all(
-        list_of(lambda times: isinstance(times, list) and all(map(_seconds, times)))(each)
-        and len(each) == 2
-        for each in value.values()
+    lists = list_of(lambda values: isinstance(values, list) and all(map(_seconds, values)))
+    return (
+        isinstance(value, dict)
+        and all(map(lists, value.values()))
+        and {*map(len, value.values())} in ({2}, {3})
     )
 
 
@@ -246,4 +255,5 @@ _SOUND = {
         and all(map(_seconds, value.values()))
     ),
     "calls": lambda value: isinstance(value, list) and all(map(_call, value)),
+    "device": lambda value: value is None or _text(value),
 }

@@ -32,10 +32,10 @@ class SavedPlan(NamedTuple):
     `graph` is the SHA-256 of the model's graph. `replicas` has one number per pipeline stage, and
     each replica consists of `tensor` tensor-parallel ranks.
     `parts` lists the names of the pieces in each model chunk, in model order, and `recompute` is
-    True for each chunk with recomputation. `predicted` records the machine and the predicted times
-    in seconds and sizes in bytes. `offload` lists the offloaded data, as in `parallel.offload`.
-    The module and its inputs are converted to `dtype`. Both are `None` in plans of earlier
-    versions.
+    True for each chunk with recomputation. `predicted` records the machine, the device on which
+    the costs were measured, and the predicted times in seconds and sizes in bytes. `offload` lists
+    the offloaded data, as in `parallel.offload`. The module and its inputs are converted to
+    `dtype`. Both are `None` in plans of earlier versions.
     """
 
     model: str
@@ -77,11 +77,17 @@ class SavedPlan(NamedTuple):
 
 
 def saved(
-    plan: ModulePlan, captured: Captured, model: str, machine: str, dtype: str | None = None
+    plan: ModulePlan,
+    captured: Captured,
+    model: str,
+    machine: str,
+    dtype: str | None = None,
+    device: str | None = None,
 ) -> SavedPlan:
     """Convert a plan to a `SavedPlan` that records the names of the model and the machine.
 
-    `dtype` is the data type to which the module was converted, or `None`.
+    `dtype` is the data type to which the module was converted, or `None`. `device` is the device
+    on which the costs were measured, or `None`.
     """
     choice, step, names = plan.choice, plan.step, names_of(captured)
     return SavedPlan(
@@ -97,6 +103,7 @@ def saved(
         parts=[[names[piece] for piece in part] for part in plan.pieces],
         predicted={
             "machine": machine,
+            "device": device,
             "memory": plan.memory,
             "seconds": step.seconds,
             "forward": step.forward,

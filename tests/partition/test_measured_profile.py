@@ -79,6 +79,25 @@ def test_step_includes_measured_overheads_and_the_update():
     assert two.seconds == pytest.approx(halves + 2 * message)
 
 
+def test_workspace_of_a_piece_adds_to_its_working_memory():
+    """Piece n needs 100 n bytes a row, which are interpolated and extrapolated as seconds are."""
+    plain = profile()
+    pieces = {
+        name: [*each, [100.0 * number * count for count in plain.rows]]
+        for number, (name, each) in enumerate(plain.pieces.items())
+    }
+    found = costs(pieces=pieces, device="A GPU")
+    for rows in (3, 8):
+        more = [
+            atom.working - other.working
+            for atom, other in zip(found.graph(rows).atoms, costs().graph(rows).atoms, strict=True)
+        ]
+        assert more == pytest.approx([100 * number * rows for number in range(12)])
+    one = PipelineChoice((StageChoice(12),))
+    (more,), (less,) = (evaluated(each, one).held for each in (found, costs()))
+    assert 0 < more - less <= 1100 * 4
+
+
 def test_reordered_atoms_have_the_same_costs():
     found = costs()
     again = found.reordered([*range(found.count)])
@@ -140,6 +159,13 @@ def test_profile_round_trips(tmp_path):
     assert measured_profile.load(path) == profile()
 
 
+def test_profile_of_an_earlier_version_names_no_device(tmp_path):
+    path, tree = tmp_path / "profile.json", json.loads(profile(device="CPU").text())
+    assert tree.pop("device") == "CPU"
+    path.write_text(json.dumps(tree))
+    assert measured_profile.load(path) == profile()
+
+
 def changed(**fields):
     tree = json.loads(profile().text())
     return json.dumps({**tree, **fields})
@@ -153,9 +179,11 @@ def changed(**fields):
         (changed(version=0), "is not a profile"),
         (changed(rows=[2, 1]), "rows is missing or invalid"),
         (changed(rows=[2, 4]), "rows is missing or invalid"),
-        (changed(rows=[1, 2]), "one time for each entry of `rows`"),
+        (changed(rows=[1, 2]), "one value for each entry of `rows`"),
         (changed(pieces={"a": [[1.0]]}), "pieces is missing or invalid"),
         (changed(pieces={"a": [[-1.0], [1.0]]}), "pieces is missing or invalid"),
+        (changed(pieces={"a": [[1.0]] * 2, "b": [[1.0]] * 3}), "pieces is missing or invalid"),
+        (changed(device=7), "device is missing or invalid"),
         (changed(run={"forward": 1.0}), "run is missing or invalid"),
         (changed(calls=[{"op": "send"}]), "calls is missing or invalid"),
         (changed(calls=[{**CALLS[0], "seconds": [1.0]}]), "calls is missing or invalid"),

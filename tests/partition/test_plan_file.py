@@ -33,7 +33,7 @@ def plan_of(model, replicas, micros, schedule, chunks=1, recompute=False, **how)
         parts=[
             [names_of(captured)[piece] for piece in part] for part in even_parts(captured, count)
         ],
-        predicted={},
+        predicted=how.pop("predicted", {}),
         **how,
     )
 

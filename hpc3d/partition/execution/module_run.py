@@ -78,7 +78,7 @@ from hpc3d.partition.execution.predicted_traffic import (
 )
 from hpc3d.partition.execution.sample_batches import flat_inputs, rows_of
 from hpc3d.partition.execution.staged_model import StagedModel, staged_model
-from hpc3d.partition.execution.torch_device import torch_hardware
+from hpc3d.partition.execution.torch_device import device_names, torch_hardware, use_device
 from hpc3d.partition.execution.torch_weights import stored_tensors, values_in
 from hpc3d.partition.execution.verification import verified, verified_prefix
 from hpc3d.partition.factory import converted, function_at, made_with_data
@@ -378,12 +378,10 @@ def _begin(
         model.replicas, rows, hardware.transport, hardware.device, model.ways
     )
     if hardware.device:
-        from hpc3d.cuda.gpu import use
-
-        job.exit_hooks.append(hardware.device.close)
-        pool: Any = mesh.pool
-        use(pool, config.train.tf32)
-    layout = [*_layout(config, model), *(source.lines if source else ())]
+        use_device(job, hardware.device, mesh.pool, config.train.tf32)
+    names = device_names(job, hardware.device)
+    layout = [*_layout(config, model), *other_device(saved, names)]
+    layout += source.lines if source else ()
     mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout)
     batches = source and source.batches
     trainer = ModuleTrainer(mesh, config, model, line, batches, program_of(config), clock)
@@ -427,6 +425,17 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
     batch, micros = config.train.batch, config.parallel.microbatches
     borders, sums = border_traffic(model, batch, micros), sum_traffic(model)
     yield from traffic_lines(borders, sums, tensor_traffic(model, batch, micros))
+
+
+def other_device(plan: SavedPlan, device: str) -> Iterator[str]:
+    """Yield a line for the log if a plan is based on measurements on another kind of device."""
+    measured = plan.predicted.get("device")
+    if measured not in (None, device):
+        yield (
+            f"the plan is based on a profile of {measured!s:.80}, but the run uses {device}, so "
+            "the predicted times are wrong; run partition profile with the same train.backend as "
+            "the run, and make a new plan"
+        )
 
 
 class StepInputs:

@@ -103,11 +103,12 @@ def _weights(captured, programs, parts):
     return [*read, *held]
 
 
-def check_types(captured: Captured, trained: bool = True) -> None:
-    """Raise ValueError unless all trained parameters have the same type, one of TRAINED_TYPES.
+def check_types(captured: Captured, trained: bool = True) -> str:
+    """Return the data type of the trained parameters, or "" if there are none.
 
-    If `trained` is true, there must be such parameters, and 16-bit parameters require a version of
-    torch that accumulates gradients in float32.
+    Raises ValueError unless all of them have the same type, one of TRAINED_TYPES. If `trained` is
+    true, there must be such parameters, and 16-bit parameters require a version of torch that
+    accumulates gradients in float32.
     """
     types = _types(captured)
     if (types or trained) and (len(types) != 1 or not {*types} <= {*TRAINED_TYPES}):
@@ -119,6 +120,7 @@ def check_types(captured: Captured, trained: bool = True) -> None:
         )
     if trained:
         _refuse_16_bits(*types)
+    return next(iter(types), "")
 
 
 def _refuse_16_bits(dtype: str) -> None:

@@ -4,17 +4,23 @@
     mpirun -np N python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
     python -m hpc3d.partition MODULE:FACTORY --ranks N --profile PROFILE.json -o PLAN.json
 
-The command runs forward and backward passes of the module with real data on a single core, in
+Each rank runs forward and backward passes of the module with real data on a single core, in
 microbatches of 1, 2, 4, ... samples up to the batch size. The command measures the time of every
 operation, and the overhead of a model chunk, a step and an optimizer update. All N ranks measure
 at the same time, because they also compute at the same time during training. With several ranks,
 the command also measures messages and all-reduces. The module must return its loss.
+
+With --train.backend cupy, each rank measures on a GPU, as partition run trains with this option.
+The command then also measures the workspace of every operation. --train.tf32 and --mesh.transport
+are the other keys of an input file (docs/configuration.md) that the command accepts.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,26 +28,31 @@ import numpy as np
 
 from hpc3d.config.argument_types import integer, positive
 from hpc3d.config.limits import INT32, TRAINED_TYPES
-from hpc3d.console.command_line import Parser
+from hpc3d.console.command_line import Parser, split_options
 from hpc3d.console.small_files import replacing
-from hpc3d.runtime import host_memory, launch
+from hpc3d.runtime import launch
 from hpc3d.runtime.optional_packages import need
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.config.input_file import Config
     from hpc3d.partition.measured_profile import ModuleProfile
     from hpc3d.partition.profiles.one_rank_run import OneRankRun
+    from hpc3d.partition.profiles.processor import Processor
     from hpc3d.runtime.job import Job
 
+_KEYS = "train.backend", "train.tf32", "mesh.transport"
 _REPEATS = 7
 _CONVERT = "convert the module and its floating-point inputs to this data type"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure the module; return exit code 2 if it cannot be measured."""
-    options = parser().parse_args(argv)
-    return launch.run("partition", lambda job: _profile(job, options))
+    words, settings = split_options(sys.argv[1:] if argv is None else argv)
+    options = parser().parse_args(words)
+    return launch.run("partition", lambda job: _profile(job, options, settings))
 
 
 def parser() -> Parser:
@@ -59,29 +70,64 @@ def parser() -> Parser:
     return parser
 
 
-def _profile(job: Job, options: Namespace) -> None:
+def _profile(job: Job, options: Namespace, settings: Sequence[str]) -> None:
     job.from_root(lambda: need("partition profile", "torch", "networkx"))
     import torch
 
+    from hpc3d.comm.cartesian import build_stages
+    from hpc3d.partition.execution import torch_device
+    from hpc3d.partition.profiles.one_rank_run import OneRankRun
+    from hpc3d.partition.profiles.processor import processor_of
+
     torch.set_num_threads(1)
-    run = job.on_root(lambda: _made(options)) or _made(options)
-    profile = _measured(job, run, options)
+    asked = job.from_root(lambda: _configuration(settings))
+    torch_device.refuse_without_cuda(job, asked)
+    made = job.on_root(lambda: _made(options, asked)) or _made(options, asked)
+    captured, module, inputs, config = made
+    hardware = torch_device.torch_hardware(job, config)
+    for line in hardware.lines:
+        _say(job, line)
+    mesh, _ = build_stages([1] * job.size, 1, hardware.transport, hardware.device)
+    if hardware.device:
+        torch_device.use_device(job, hardware.device, mesh.pool, config.train.tf32)
+    processor = processor_of(job, hardware.device)
+    batch = options.batch or captured.batch
+    run = job.on_all_ranks(
+        lambda: OneRankRun(captured, module, inputs, batch, processor.clock, mesh.pool)
+    )
+    profile = _measured(job, run, mesh, processor, options)
     job.from_root(lambda: _write(profile, options.output))
 
 
-def _made(options):
+def _configuration(settings: Sequence[str]) -> Config:
+    """Return the configuration with the keys on the command line."""
+    from hpc3d.config import load
+
+    for option, _ in load.options(settings):
+        if option.removeprefix("--") not in _KEYS:
+            keys = ", ".join(_KEYS)
+            raise ValueError(f"{option}: not supported by partition profile; use only {keys}")
+    return load.load(None, settings)
+
+
+def _made(options, config):
+    """Return the captured module, the module, its inputs, and the configuration with its type."""
+    from hpc3d.config.resolve import refuse
+    from hpc3d.config.rules import unknown_values
     from hpc3d.partition.capture import captured_of
+    from hpc3d.partition.execution.staged_model import check_types
     from hpc3d.partition.factory import made_with_data
-    from hpc3d.partition.profiles.measurement import CLOCK
-    from hpc3d.partition.profiles.one_rank_run import OneRankRun
 
     captured = captured_of(options.model, options.dtype)
-    module, inputs = made_with_data(options.model, 0, options.dtype)
-    return OneRankRun(captured, module, inputs, options.batch or captured.batch, CLOCK)
+    train = replace(config.train, dtype=check_types(captured))
+    config = replace(config, train=train)
+    refuse([*unknown_values(config)])
+    return captured, *made_with_data(options.model, 0, options.dtype), config
 
 
-def _measured(job: Job, run: OneRankRun, options: Namespace) -> ModuleProfile:
-    from hpc3d.comm.cartesian import build_stages
+def _measured(
+    job: Job, run: OneRankRun, mesh: Mesh, processor: Processor, options: Namespace
+) -> ModuleProfile:
     from hpc3d.partition.measured_profile import ModuleProfile
     from hpc3d.partition.plan_file import digest_of, names_of
     from hpc3d.partition.profiles.measurement import (
@@ -91,28 +137,28 @@ def _measured(job: Job, run: OneRankRun, options: Namespace) -> ModuleProfile:
         timed_calls,
     )
 
-    rows, found = sizes(run.batch), []
+    rows, repeats, found = sizes(run.batch), options.repeats, []
     _say(job, "   rows   forward [s]  backward [s]     samples/s")
-    for count, seconds in zip(rows, measured_pieces(run, rows, options.repeats)):
-        found.append(np.mean(job.gather(seconds), 0))
-        times = found[-1].sum(1)
+    for count, values in zip(rows, measured_pieces(run, rows, repeats, processor.usage)):
+        found.append(np.mean(job.gather(values), 0))
+        times = found[-1][:2].sum(1)
         _say(job, f"{count:7d}  {times[0]:12.6g}  {times[1]:12.6g}  {count / times.sum():12.6g}")
-    constants = job.gather(measured_run(run, options.repeats))
+    constants = job.gather(measured_run(run, repeats))
     constants = {name: float(np.mean([each[name] for each in constants])) for name in constants[0]}
     _show(job, constants)
-    by_piece = np.transpose(found, (2, 1, 0))  # [piece, pass, rows]
-    mesh, _ = build_stages([1] * job.size, 1)
+    by_piece = np.transpose(found, (2, 1, 0))  # [piece, quantity, rows]
     return ModuleProfile(
         model=options.model,
         graph=digest_of(run.captured),
         host=job.location()["host"],
         ranks=job.size,
         cores=len(os.sched_getaffinity(0)),
-        memory=host_memory.total() / len(os.sched_getaffinity(0)),
+        memory=processor.memory,
         rows=rows,
         pieces=dict(zip(names_of(run.captured), by_piece.tolist(), strict=True)),
         run=constants,
-        calls=timed_calls(job, mesh.world, options.repeats),
+        calls=timed_calls(job, mesh.comm("p"), repeats, processor.wall),
+        device=processor.name,
     )
 
 

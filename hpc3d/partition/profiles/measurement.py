@@ -1,8 +1,7 @@
 """Measure compute, message and all-reduce times on all ranks at the same time.
 
-Compute times are CPU times of the rank's thread, so other processes affect them only through
-contention for caches and memory bandwidth. All pieces are timed in the same pass. The times are
-then scaled so that their sum equals the time of a pass without timers.
+All pieces are timed in the same pass. The times are then scaled so that their sum equals the time
+of a pass without timers.
 
 The time of a message or an all-reduce is the minimum over many repetitions, because another
 process on the core of a single rank delays all ranks.
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
     from hpc3d.runtime.job import Job
 
-CLOCK = time.thread_time
 _PARTS = 8  # number of model chunks for measuring the overhead per chunk
 _MORE = 5  # messages are fast, so their number of repetitions is multiplied by this factor
 _SIZES = [1 << power for power in (10, 13, 16, 18, 20, 22, 24)]  # message sizes in bytes
@@ -39,12 +38,20 @@ def sizes(batch: int) -> list[int]:
     return sorted({*(1 << power for power in range(batch.bit_length())), batch})
 
 
-def measured_pieces(run: OneRankRun, rows: Sequence[int], repeats: int) -> Iterator[np.ndarray]:
-    """Yield the median times in seconds, as an array [pass, piece], for each entry of `rows`.
+def measured_pieces(
+    run: OneRankRun,
+    rows: Sequence[int],
+    repeats: int,
+    usage: Callable[[], Any] | None = None,
+) -> Iterator[np.ndarray]:
+    """Yield the measured values of all pieces, for each number of samples in `rows`.
 
-    `rows` lists numbers of samples per microbatch; pass 0 is forward, and pass 1 is backward.
+    An array [quantity, piece] contains the median times in seconds of the forward and the backward
+    pass. If `usage()` reads the memory of the device, the array also contains the workspace in
+    bytes: the memory that an operation of the piece allocates and frees again.
     """
-    timer = PieceTimer(run.captured, run.clock)
+    timer = PieceTimer(run.captured, run.clock, run.device)
+    meter = usage and PieceTimer(run.captured, usage, run.device, np.maximum)
     whole = run.stages([range(len(run.captured.pieces))])
     for count in rows:
         micro, pieces, passes = run.micro(count), [], []
@@ -53,7 +60,10 @@ def measured_pieces(run: OneRankRun, rows: Sequence[int], repeats: int) -> Itera
             passes.append(run.passes(whole, count))
         found = np.median(pieces[1:], 0)
         wanted = np.median(passes[1:], 0)
-        yield found * (wanted / found.sum(1))[:, None]
+        values = [*(found * (wanted / found.sum(1))[:, None])]
+        if meter:
+            values.append(meter.timed(micro, run.weights).max(0))
+        yield np.array(values)
 
 
 def measured_run(run: OneRankRun, repeats: int) -> dict[str, float]:
@@ -89,17 +99,22 @@ def _parts(captured: Captured, count: int) -> list[list[int]]:
     ]
 
 
-def timed_calls(job: Job, comm: Communicator, repeats: int) -> list[dict[str, Any]]:
+def timed_calls(
+    job: Job, comm: Communicator, repeats: int, clock: Callable[[], Any] = time.perf_counter
+) -> list[dict[str, Any]]:
     """Time messages and all-reduces; return a list with one table per operation.
 
     A table is a dict with the keys op, members, bytes and seconds. Messages are sent between two
-    ranks, and all-reduces are over all ranks of `comm`. The list is empty on a single rank.
+    ranks, and all-reduces are over all ranks of `comm`. The list is empty on a single rank. The
+    difference of two readings of `clock()` is a time in seconds.
     """
     if job.size == 1:
         return []
     repeats *= _MORE
-    sends = [_fastest(job, lambda size=size: _sent(comm, size), repeats) for size in _SIZES]
-    sums = [_fastest(job, lambda size=size: _summed(comm, size), repeats) for size in _SIZES]
+    sends, sums = (
+        [_fastest(job, partial(call, comm, size, clock), repeats) for size in _SIZES]
+        for call in (_sent, _summed)
+    )
     received = [2 * (1 - 1 / job.size) * size for size in _SIZES]
     return [
         {"op": "send", "members": 2, "bytes": _SIZES, "seconds": sends},
@@ -116,9 +131,9 @@ def _fastest(job: Job, call: Callable[[], float], repeats: int) -> float:
     return min(map(max, zip(*job.gather(found), strict=True)))
 
 
-def _sent(comm: Communicator, size: int) -> float:
+def _sent(comm: Communicator, size: int, clock: Callable[[], Any]) -> float:
     """Return half of the round-trip time in seconds of a message between ranks 0 and 1."""
-    block, start = np.ones(size, np.uint8), time.perf_counter()
+    block, start = comm.pool.zeros((size,), np.uint8), clock()
     if comm.rank == 0:
         sent = comm.send(block, 1)
         comm.recv((size,), np.uint8, 1).wait()
@@ -126,10 +141,17 @@ def _sent(comm: Communicator, size: int) -> float:
     elif comm.rank == 1:
         answer = comm.recv((size,), np.uint8, 0).wait()
         comm.send(answer, 0).wait()
-    return (time.perf_counter() - start) / 2
+    return _since(start, comm, clock) / 2
 
 
-def _summed(comm: Communicator, size: int) -> float:
-    block, start = np.ones(size // 4, np.float32), time.perf_counter()
+def _summed(comm: Communicator, size: int, clock: Callable[[], Any]) -> float:
+    block, start = comm.pool.zeros((size // 4,), np.float32), clock()
     comm.all_reduce(block).wait()
-    return time.perf_counter() - start
+    return _since(start, comm, clock)
+
+
+def _since(start, comm, clock):
+    """Return the time in seconds since `start`, after the device has completed all calls."""
+    end = clock()
+    comm.pool.synchronize()
+    return end - start

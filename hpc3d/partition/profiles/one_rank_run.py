@@ -32,10 +32,12 @@ class StepSeconds(NamedTuple):
 
 
 class OneRankRun:
-    """Timed run of a captured module on real data; `clock()` returns the time in seconds.
+    """Timed run of a captured module on real data.
 
     All steps use the same `batch` samples; `inputs` with fewer samples are repeated. The learning
-    rate is 0, so that the weights do not change.
+    rate is 0, so that the weights do not change. `clock()` returns a reading, and the difference
+    of two readings is a time in seconds. `pool` allocates the arrays, on a GPU if it is the pool
+    of a device.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class OneRankRun:
         module: torch.nn.Module,
         inputs: tuple | dict,
         batch: int,
-        clock: Callable[[], float],
+        clock: Callable[[], Any],
+        pool: Pool | None = None,
     ) -> None:
         self.captured, self.clock, self.batch = captured, clock, batch
         self.inputs = dict(zip(captured.inputs, _repeated(captured, inputs, batch), strict=True))
@@ -53,7 +56,8 @@ class OneRankRun:
         train = TrainConfig(steps=1, batch=batch, dtype=self.model.dtype, learning_rate=0.0)
         parallel = ParallelConfig(schedule=ONE_STAGE, chunks=1)
         config = Config(mesh=MeshConfig(x=1, y=1, z=1), parallel=parallel, train=train)
-        mesh = stage_mesh((1,), batch, Self(Pool()), lambda members: Self(Pool()))
+        world = Self(pool)
+        mesh = stage_mesh((1,), batch, world, lambda members: world, Self())
         flat = [*self.inputs.values()]
         self.trainer = ModuleTrainer(
             mesh, config, self.model, Self, lambda step: flat, program_of(config), clock
@@ -63,16 +67,22 @@ class OneRankRun:
         self.steps = 0
 
     @property
+    def device(self) -> torch.device:
+        """Device on which torch computes."""
+        return self.trainer.torch_weights.device
+
+    @property
     def trained_bytes(self) -> int:
         """Total size in bytes of the gradients."""
         return sum(gradient_bytes(each) for each in self.weights.values() if each.requires_grad)
 
     def micro(self, rows: int) -> SampleRows:
         """Return the first `rows` samples of the batch as a microbatch."""
-        inputs = {
-            node: value[:rows] if carries_batch(node) else value
-            for node, value in self.inputs.items()
-        }
+        inputs = dict(self.inputs)
+        for node, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                own = value[:rows] if carries_batch(node) else value
+                inputs[node] = own.to(self.device)
         return SampleRows(0, 0, rows, inputs, 1 / rows)
 
     def stages(self, parts: Sequence[Sequence[int]]) -> list[TorchStage]:

@@ -10,32 +10,49 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hpc3d.partition.capture import Captured, is_size, loss_of
+from hpc3d.partition.capturing.torch_errors import memory_errors
 from hpc3d.partition.capturing.user_code import tensors
 from hpc3d.partition.execution.random_numbers import Draw
-from hpc3d.partition.execution.stage_program import stage_programs
+from hpc3d.partition.execution.stage_program import on_device, stage_programs
 
 if TYPE_CHECKING:
     from torch import fx
 
     from hpc3d.partition.execution.sample_batches import SampleRows
 
+_CPU = torch.device("cpu")
+
 
 class PieceTimer:
-    """Timer for the pieces of a captured module; `clock()` returns the time in seconds."""
+    """Timer for the pieces of a captured module, which run on `device`.
 
-    def __init__(self, captured: Captured, clock: Callable[[], float]) -> None:
-        self.clock, self.pieces = clock, len(captured.pieces)
-        (self.program,) = stage_programs(captured, [range(self.pieces)])
+    `clock()` returns a reading, and the difference of two readings is a time in seconds.
+    Differences are computed after the pass, because on a GPU, they wait for the device. The clock
+    may also read another quantity. `total` combines the differences of a piece's operations.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        clock: Callable[[], Any],
+        device: torch.device = _CPU,
+        total: np.ufunc = np.add,
+    ) -> None:
+        self.clock, self.device, self.total = clock, device, total
+        self.pieces = len(captured.pieces)
+        (program,) = stage_programs(captured, [range(self.pieces)])
+        self.program = on_device(program, device)
         self.loss = self.program.outputs.index(loss_of(captured))
-        self.seconds = np.zeros((2, self.pieces))
-        # `last` is the time of the last clock reading. `owners` maps autograd nodes to pieces.
-        self.last, self.owners = 0.0, {}
+        # Each entry of `spans` is (pass, piece, first reading, last reading). `last` is the last
+        # reading of the clock. `owners` maps autograd nodes to pieces.
+        self.spans: list[tuple[int, int, Any, Any]] = []
+        self.last, self.owners = None, {}
         self._read_clock(captured)
 
     def _read_clock(self, captured):
@@ -49,7 +66,7 @@ class PieceTimer:
 
     def _made(self, piece, value):
         """Assign the time since the last clock reading, and the new autograd nodes, to a piece."""
-        self.seconds[0, piece] += self.clock() - self.last
+        self.spans.append((0, piece, self.last, self.clock()))
         for tensor in tensors(value):
             self._own(tensor.grad_fn, piece)
         self.last = self.clock()
@@ -67,8 +84,17 @@ class PieceTimer:
 
         Pass 0 is forward, and pass 1 is backward. Weight gradients are accumulated.
         """
-        self.seconds[...], self.last = 0.0, self.clock()
-        draw = Draw(0, micro.step, micro.first, micro.samples)
+        self.spans.clear()
+        with memory_errors():
+            self._run(micro, weights)
+        found = np.zeros((2, self.pieces))
+        for number, piece, first, last in self.spans:
+            found[number, piece] = self.total(found[number, piece], last - first)
+        return found
+
+    def _run(self, micro, weights):
+        draw = Draw(0, micro.step, micro.first, micro.samples, device=self.device)
+        self.last = self.clock()
         _, outputs = self.program.run(draw, (), micro.inputs, weights)
         loss = outputs[self.loss]
         self._own(loss.grad_fn, self.pieces - 1)
@@ -78,11 +104,10 @@ class PieceTimer:
         for hook in hooks:
             hook.remove()
         self.owners.clear()
-        return self.seconds.copy()
 
     def _hooked(self, node, piece):
         def ended(*_):
-            self.seconds[1, piece] += self.clock() - self.last
+            self.spans.append((1, piece, self.last, self.clock()))
             self.last = self.clock()
 
         return node.register_hook(ended)

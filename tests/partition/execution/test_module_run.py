@@ -26,7 +26,12 @@ from hpc3d.comm import threads
 from hpc3d.console.exit_codes import BadData
 from hpc3d.partition.capture import capture
 from hpc3d.partition.execution import module_run
-from hpc3d.partition.execution.module_run import StepInputs, asked_for, configuration
+from hpc3d.partition.execution.module_run import (
+    StepInputs,
+    asked_for,
+    configuration,
+    other_device,
+)
 from hpc3d.partition.execution.sample_batches import shared_by_root
 from tests.mpi import checked, mpirun
 from tests.partition.execution.modules import (
@@ -191,7 +196,7 @@ def test_tensors_without_readers_are_saved_resumed_and_exported(tmp_path):
 def test_run_is_evaluated_and_keeps_its_best_checkpoint_when_resumed(tmp_path):
     """The second run resumes after the best evaluation of the first one."""
     name, where = f"{EVALUATED}:double('dropping')", ("--run.out", tmp_path / "out")
-    plan = written(tmp_path / "plan.json", name, (2, 1), 2, "1f1b")
+    plan = written(tmp_path / "plan.json", name, (2, 1), 2, "1f1b", predicted={"device": "A GPU"})
     words = ["--checkpoint.every", 2, "--train.learning_rate", 0.1, "--train.warmup", 0, *where]
     often = ["--train.eval_every", 1, "--train.eval_batches", 2, "--checkpoint.keep_best", "true"]
     often += ["--torch.validation", f"{EVALUATED}:inputs_of"]
@@ -200,6 +205,7 @@ def test_run_is_evaluated_and_keeps_its_best_checkpoint_when_resumed(tmp_path):
     log = (run / "train.log").read_text()
     assert re.search(r"evaluation verified on 6 samples: loss \S+\n", log)
     assert re.search(r"evaluation after step 3: loss \S+; 24 samples in \S+ s", log)
+    assert log.count("the plan is based on a profile of A GPU, but the run uses CPU") == 1
     checked(3, *COMMAND, "--resume", run, "--steps", 6, "--verify", "off")
     assert (run / "train.log").read_text().count("\nevaluation verified on 6 samples") == 2
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
@@ -409,6 +415,14 @@ def test_constant_inputs_must_equal_those_of_the_plan():
     ):
         with pytest.raises(BadData, match=line):
             StepInputs(captured, {1: (x, *given)}.get, 4)(1)
+
+
+def test_plan_of_another_device_is_named_in_one_line():
+    plan = plan_of(DROPPING[0], (1, 1), 2, "1f1b")
+    on_gpu = plan._replace(predicted={"device": "NVIDIA H100"})
+    (line,) = other_device(on_gpu, "CPU")
+    assert "a profile of NVIDIA H100, but the run uses CPU" in line and "make a new plan" in line
+    assert not [*other_device(on_gpu, "NVIDIA H100"), *other_device(plan, "CPU")]
 
 
 def test_empty_parameter_is_broadcast():

@@ -1,6 +1,7 @@
 """Results of measurements, with simulated clocks."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +10,16 @@ pytest.importorskip("torch")
 
 from hpc3d.comm import threads
 from hpc3d.partition.execution.torch_stage import TorchStage
+from hpc3d.partition.plan_file import names_of
 from hpc3d.partition.profiles.measurement import (
     measured_pieces,
     measured_run,
     sizes,
     timed_calls,
 )
+from hpc3d.partition.profiles.processor import CudaMemory, CudaMoment
+from tests.fakes.fake_torch_cuda import SCRATCH, FakeTorchCuda
+from tests.fakes.timed_device import Comm
 from tests.partition.profiles.test_piece_timer import run_of
 
 
@@ -32,6 +37,21 @@ def test_piece_times_add_up_to_the_measured_pass():
         np.testing.assert_allclose(seconds.sum(1), 1.0)
     forward, _ = found[0]
     assert forward.max() < 0.5 and forward.min() > 0
+
+
+def test_pieces_on_a_gpu_have_its_times_and_its_workspace(monkeypatch):
+    """A product takes 1 ms: one forward in each of four layers; backward one for the weight and,
+    except in the first layer, one for the input. No other operation takes time or memory."""
+    run, cuda = run_of("chain"), FakeTorchCuda(monkeypatch)
+    run.clock = CudaMoment
+    with cuda:
+        ((forward, backward, workspace),) = measured_pieces(run, [4], 1, CudaMemory)
+    layers = [number for number, name in enumerate(names_of(run.captured)) if "linear" in name]
+    np.testing.assert_allclose(forward[layers], [1e-3] * 4, 0.02)
+    np.testing.assert_allclose(backward[layers], [1e-3, 2e-3, 2e-3, 2e-3], 0.02)
+    assert workspace[layers].tolist() == [SCRATCH] * 4
+    for values in (forward, backward, workspace):
+        assert np.delete(values, layers).max() <= 0.02 * values.max()
 
 
 def test_per_stage_overhead_is_measured(monkeypatch):
@@ -111,3 +131,20 @@ def test_timed_bytes_are_the_received_ones(tables):
 
 def test_single_rank_times_no_calls():
     assert timed_calls(FewRanks(1), None, 1) == []
+
+
+class Two:
+    """Job of two ranks with equal values, seen by rank 0."""
+
+    size = 2
+    comm = SimpleNamespace(Barrier=lambda: None)
+
+    def gather(self, value):
+        return [value, value]
+
+
+def test_calls_of_gpus_are_timed_on_the_device(monkeypatch):
+    """Each call takes 0.1 ms on the device; a round trip consists of two messages."""
+    comm = Comm(FakeTorchCuda(monkeypatch).device, lasts=100_000)
+    for table in timed_calls(Two(), comm, 1, CudaMoment):
+        np.testing.assert_allclose(table["seconds"], 1e-4, 0.1)

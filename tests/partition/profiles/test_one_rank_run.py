@@ -4,11 +4,16 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("ml_dtypes")
+
+import torch
 
 from hpc3d.partition.profiles.one_rank_run import OneRankRun
-from tests.partition.execution.modules import HERE, even_parts, prepared
+from tests.fakes.fake_device import DeviceArray, plain
+from tests.partition.execution.modules import HERE, config_of, even_parts, prepared
 from tests.partition.profiles.test_piece_timer import reading, run_of
 from tests.partition.sample_models import branches, captured
+from tests.training.test_on_devices import devices, ranks  # noqa: F401
 
 
 @pytest.mark.parametrize("name", ["chain", "everything"])
@@ -51,3 +56,24 @@ def test_model_without_a_loss_is_rejected():
     module, inputs = branches()
     with pytest.raises(ValueError, match="must return its loss"):
         OneRankRun(graph, module, (inputs,), 6, reading())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
+def test_run_on_a_device_has_the_gradients_of_the_host(dtype):
+    """The device is a thread (tests/fakes/fake_device.py)."""
+    module, inputs, captured = prepared(f"{HERE}:everything", dtype)
+
+    def gradients(mesh):
+        run = OneRankRun(captured, module, inputs, captured.batch, reading(), mesh.pool)
+        assert min(run.step()) > 0
+        run.trainer.parameters.grad.fill(0)
+        run.passes(run.stages(even_parts(captured, 2)), 4)
+        return type(run.trainer.parameters.value), plain(run.trainer.parameters.grad).copy()
+
+    config = config_of(captured, (1,), 1, "none")
+    ((_, expected),) = ranks(config, gradients, None)
+    ((kind, found),) = ranks(config, gradients, "host-staged")
+    assert kind is DeviceArray and np.abs(expected).max() > 0
+    np.testing.assert_array_equal(found, expected)

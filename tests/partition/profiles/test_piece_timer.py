@@ -1,5 +1,6 @@
 """Times of pieces, with a clock that counts its readings."""
 
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -59,9 +60,13 @@ class Masked(nn.Module):
         return (self.two(self.one(x) * mask) * mask).square().mean()
 
 
-def test_shared_copies_are_attributed_to_their_first_piece():
+def masked():
     inputs = (torch.ones(3, 4),)
-    run = OneRankRun(capture(Masked(), inputs), Masked(), inputs, 3, reading())
+    return OneRankRun(capture(Masked(), inputs), Masked(), inputs, 3, reading())
+
+
+def test_shared_copies_are_attributed_to_their_first_piece():
+    run = masked()
     forward, _ = PieceTimer(run.captured, run.clock).timed(run.micro(3), run.weights)
     assert [len(piece.copies) for piece in run.captured.pieces][:4] == [0, 3, 0, 3]
     assert forward.tolist()[:4] == [1, 4, 1, 1]
@@ -77,6 +82,21 @@ def test_timed_gradients_match_the_module(chain):
     expected = torch.autograd.grad(loss, [parameters[name] for name in names])
     for name, value in zip(names, expected, strict=True):
         np.testing.assert_allclose(chain.weights[name].grad, value, 1e-12)
+
+
+def test_readings_of_a_piece_are_combined_as_asked(chain):
+    timer = PieceTimer(chain.captured, chain.clock, total=np.maximum)
+    assert {*timer.timed(chain.micro(4), chain.weights).flat} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("made", [masked, partial(run_of, "dropping")])
+def test_pass_on_a_device_has_no_tensor_on_the_cpu(made, monkeypatch):
+    """On torch's device `meta`, which refuses to compute with tensors of the CPU."""
+    run, meta = made(), torch.device("meta")
+    monkeypatch.setattr(OneRankRun, "device", meta)
+    weights = {name: nn.Parameter(each.detach().to(meta)) for name, each in run.weights.items()}
+    PieceTimer(run.captured, run.clock, run.device).timed(run.micro(3), weights)
+    assert weights and all(each.grad.is_meta for each in weights.values())
 
 
 def test_repeated_timing_is_the_same(chain):
