@@ -29,5 +29,6 @@ PARTS = (
     Part("nccl", 40, 30),
     Part("graph", 40, 40),
     Part("ranks", 120, 90),
+    Part("modules", 150, 120),
     Part("benchmark", 260, 120, reserved=200),
 )
