@@ -34,13 +34,15 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     contains the bytes that a rank of stage 0 receives, by axis and operation (see `moved`). `mfu`
     is the ratio of the model FLOPs, including the masked half of attention, to the peak of the
     machine. `hfu` is the same ratio for the executed FLOPs; chunked attention skips most of the
-    masked half. `communication` is a fraction of the step. `sections` divides the step of each
+    masked half. `communication` is the fraction of the step that the busiest stage, which waits
+    least for other stages, spends in calls within the stage. `sections` divides the step of each
     stage by part of the model and phase (step_sections.py), and `time` that of the busiest
     `stage`. If the machine file lists errors for this kind of layout, `interval` is the interval
     of the step time (`predict.error_intervals`).
     """
-    ranks = config.grid().size
-    seconds = max(run.step[3] for run in runs) / 1e9 - min(run.step[2] for run in runs) / 1e9
+    ranks, seconds = config.grid().size, step_length(runs) / 1e9
+    waits = [waits_of(run) for run in runs]
+    busiest = min(range(len(runs)), key=lambda stage: waits[stage]["p"])
     every = [each for run in runs for each in run.classes]
     flops = sum(each.ranks * each.rows["flops"].sum() for each in every)
     model = config.model
@@ -54,24 +56,19 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
         "step_time_s": seconds,
         "tokens_per_s": tokens / seconds,
         "bubble": bubble(runs),
-        "communication": communication(runs, seconds),
+        "communication": (waits[busiest].total() - waits[busiest]["p"]) / seconds,
         "flop": float(flops),
         "mfu": float(needed / peak),
         "hfu": float(flops / peak),
         "memory": memory(runs, machine),
         "bytes": moved(runs[0]),
-        **_divided(runs),
+        **_divided(runs, busiest),
     } | ({"interval": around} if around else {})
 
 
-def _divided(runs: Sequence[StageRun]) -> dict[str, Any]:
-    parts, busiest = [sections(run, step_length(runs)) for run in runs], _busiest(runs)
+def _divided(runs: Sequence[StageRun], busiest: int) -> dict[str, Any]:
+    parts = [sections(run, step_length(runs)) for run in runs]
     return {"time": {"stage": busiest, **time_of(parts[busiest])}, "sections": parts}
-
-
-def _busiest(runs: Sequence[StageRun]) -> int:
-    """Return the stage that spends the least time waiting for messages from other stages."""
-    return min(range(len(runs)), key=lambda stage: waits_of(runs[stage])["p"])
 
 
 def bubble(runs: Sequence[StageRun]) -> float:
@@ -90,21 +87,13 @@ def _span_and_work(run: StageRun) -> tuple[int, int]:
 
     Both times begin with the start of the first pass and end with the end of the last pass.
     """
-    rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != _COPY)]
-    message = np.isin(rows["op"], MESSAGE_CODES)
-    passes, waits = rows[~message], rows[message]
-    begin, end = passes["t_start"].min(), (passes["t_start"] + passes["dur"]).max()
-    inside = (waits["t_start"] >= begin) & (waits["t_start"] < end)
-    return int(end - begin), int(end - begin - waits["dur"][inside].sum())
-
-
-def communication(runs: Sequence[StageRun], seconds: float) -> float:
-    """Return the fraction of a step that the busiest stage spends in communication calls.
-
-    The time that this stage waits for other stages is excluded, because it is part of the bubble.
-    """
-    waits = waits_of(runs[_busiest(runs)])
-    return (waits.total() - waits["p"]) / seconds
+    rows = run.rows
+    chosen = (rows["microbatch"] >= 0) & (rows["category"] != _COPY)
+    start, length, op = (rows[name][chosen] for name in ("t_start", "dur", "op"))
+    message = np.isin(op, MESSAGE_CODES)
+    begin, end = start[~message].min(), (start + length)[~message].max()
+    inside = message & (start >= begin) & (start < end)
+    return int(end - begin), int(end - begin - length[inside].sum())
 
 
 def exposed(run: StageRun) -> float:
@@ -114,9 +103,10 @@ def exposed(run: StageRun) -> float:
 
 def waits_of(run: StageRun) -> Counter:
     """Return a dict that maps each axis to a stage's communication time in seconds."""
-    calls, waits = run.rows[run.rows["category"] == COMM], Counter()
-    for group in np.unique(calls["group"]).tolist():
-        spent = calls["dur"][calls["group"] == group].sum() / 1e9
+    calls, waits = run.rows["category"] == COMM, Counter()
+    groups, lengths = run.rows["group"][calls], run.rows["dur"][calls]
+    for group in np.unique(groups).tolist():
+        spent = lengths[groups == group].sum() / 1e9
         waits[run.axes[group]] += float(spent)
     return waits
 
