@@ -36,7 +36,7 @@ ROW = struct.Struct("<" + "".join(_CODES[column.type] for column in EVENTS))
 COMPUTE, OPTIMIZER, WAIT, _IO, _MARKER = map(
     CATEGORY.index, ("compute", "optimizer", "wait", "io", "marker")
 )
-_PHASE_NUMBER = {name: number for number, name in enumerate(PHASE)}
+PHASE_NUMBER = {name: number for number, name in enumerate(PHASE)}
 MOST = (1 << 30) // ROW.size  # maximum number of rows in a table (1 GiB per rank)
 _NANOSECONDS = 1_000_000_000
 
@@ -93,7 +93,7 @@ class Recorder:
 
     @phase.setter
     def phase(self, name: str) -> None:
-        self.phase_number = _PHASE_NUMBER[name]
+        self.phase_number = PHASE_NUMBER[name]
 
     def scope(
         self, layer: int | None = None, phase: str | None = None, part: str | None = None

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.comm.mesh import WORLD
-from hpc3d.trace.recorder import Recorder
+from hpc3d.trace.recorder import PHASE_NUMBER, Recorder
 from hpc3d.trace.schema import CATEGORY, EVENTS, PHASE, record_type
-from hpc3d.trace.traced_communicator import COMM, COPY
+from hpc3d.trace.traced_communicator import COMM, COPY, Traced
 
 if TYPE_CHECKING:
     from hpc3d.arrays.abstract import AbstractPool
+    from hpc3d.comm.communicator import Communicator
 
 _ROWS = record_type(EVENTS)
 _WAIT = CATEGORY.index("wait")
@@ -49,7 +50,7 @@ class MemoryRecorder(Recorder):
     attribute `part` is set to the part of the model that is being executed.
     """
 
-    phase_number = PHASE.index("other")
+    phase_number = PHASE_NUMBER["other"]
 
     def __init__(
         self, rank: int, clock: Callable[[], int], pool: AbstractPool | None = None
@@ -59,6 +60,7 @@ class MemoryRecorder(Recorder):
         without = float("inf")
         super().__init__(None, {"rank": rank}, every_s=without, clock=clock, most=without)
         self.replays: list[ReplayedRows] = []
+        self.across: set[int] = set()  # groups across pipeline stages, whose calls wait for others
 
     @property
     def phase(self) -> str:
@@ -67,7 +69,7 @@ class MemoryRecorder(Recorder):
     @phase.setter
     def phase(self, name: str) -> None:
         self.charge()
-        self.phase_number = PHASE.index(name)
+        self.phase_number = PHASE_NUMBER[name]
 
     @property
     def part(self) -> str:
@@ -83,8 +85,9 @@ class MemoryRecorder(Recorder):
     def charge(self) -> None:
         """Add the time since the last call to the account, for the current part and phase."""
         now = self.clock()
-        self.account[self._part, self.phase, "time"] += now - self.since
-        self.since = now
+        if now != self.since:
+            self.account[self._part, self.phase, "time"] += now - self.since
+            self.since = now
 
     def charge_replay(self, account: Mapping[tuple[str, str, str], int]) -> None:
         """Add the recorded account of a pass whose replay has just ended."""
@@ -112,20 +115,22 @@ class MemoryRecorder(Recorder):
         **columns: Any,
     ) -> None:
         super().put(start, duration, name, category, op, context, group, **columns)
-        part, phase = self._part, self.phase
-        if category == _WAIT or (group >= 0 and self._is_idle(group)):
-            self.account[part, phase, "idle"] += duration
+        account, part, phase = self.account, self._part, self.phase
+        if category == _WAIT or group in self.across:
+            account[part, phase, "idle"] += duration
         elif category in (COMM, COPY) and group >= 0:
-            self.account[part, phase, "calls"] += duration
+            account[part, phase, "calls"] += duration
         if category == COMM:
-            self.account[part, phase, "bytes"] += columns.get("received", 0)
-        self.account[part, phase, "flop"] += int(columns.get("flops", 0))
+            account[part, phase, "bytes"] += columns.get("received", 0)
+        if flops := columns.get("flops"):
+            account[part, phase, "flop"] += int(flops)
 
-    def _is_idle(self, group: int) -> bool:
-        """Return True if a group contains several pipeline stages, so that its calls can idle."""
-        groups = self.header["groups"]
-        axes = {each["axis"] for each in groups}
-        return groups[group]["axis"] == "p" or (groups[group]["axis"] == WORLD and "p" in axes)
+    def wrap(self, comm: Communicator, axis: str) -> Traced:
+        traced = super().wrap(comm, axis)
+        axes = [group["axis"] for group in self.header["groups"]]
+        idle = {"p", WORLD} if "p" in axes else {"p"}
+        self.across = {number for number, each in enumerate(axes) if each in idle}
+        return traced
 
     def rows(self, first: int = 0) -> np.ndarray:
         """Return a copy of the recorded rows with index `first` or higher."""

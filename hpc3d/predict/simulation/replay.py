@@ -126,7 +126,8 @@ class PassRecorder:
         self._align()
         recorded, pool, peaks = self.passes[kind], self.mesh.pool, self.mesh.pool.peak
         self._replay_rows(recorded, layer)
-        before, held, saved = dict(pool.live), pool.held, Counter(pool.saved)
+        before, held, saved = dict(pool.live), pool.held, pool.saved
+        pool.saved = Counter()  # the changes of the pass are those that have been recorded
         for name, array in recorded.brought.items():
             micro.cached(name, lambda _, array=array: array)
         yield
@@ -137,8 +138,9 @@ class PassRecorder:
         for change, name in sorted(changes):  # frees memory before allocations
             if change:
                 pool.count(name, change)
-        saved.update(recorded.saved)
         pool.saved = saved
+        for part, change in recorded.saved.items():
+            saved[part] += change
         before["all"] = held
         for name, high in recorded.peak:
             peaks[name] = max(peaks[name], before.get(name, 0) + high)
