@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise, repeat
 from typing import Any, NamedTuple
 
@@ -41,6 +41,16 @@ class Program(NamedTuple):
     def training(self) -> bool:
         """True if the program has backward passes."""
         return self.updates > 0
+
+    def with_few(self, stage: int, micros: Collection[int]) -> list[Group]:
+        """Return the groups of a step of a stage that runs only the given microbatches.
+
+        Gradients are reduced when all passes have ended.
+        """
+        groups = self.stages[stage]
+        passes = (tuple(each for each in group if each.mb in micros) for group in groups)
+        rest = ((each,) for group in groups for each in group if each.mb < 0)
+        return [*filter(None, passes), *rest]
 
     def steps(self, stage: int) -> Iterator[Sequence[Group]]:
         """Return an iterator that yields the groups of a stage for one training step at a time."""

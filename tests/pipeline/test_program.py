@@ -30,6 +30,15 @@ def test_synchronous_schedule_repeats_every_step():
     assert text(first) == "RecvF0 F0 RecvF1 BW0 SendB0 F1 BW1 SendB1 Reduce Step"
 
 
+def test_step_with_few_microbatches_reduces_gradients_after_all_passes():
+    plan = program_of(config("1f1b", stages=2, micros=4))
+    few = [text(plan.with_few(stage, {1})) for stage in (0, 1)]
+    assert few == [
+        "F1 SendF1 RecvB1 BW1 Reduce Step",
+        "RecvF1 F1 BW1 SendB1 Reduce Step",
+    ]
+
+
 def test_asynchronous_steps_overlap():
     """Stage 0 is ahead: microbatch 2 of step 1 is in flight when step 0 ends."""
     plan = program_of(config("pipedream-2bw", stages=2, micros=2))

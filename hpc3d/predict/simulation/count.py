@@ -126,7 +126,7 @@ def predict_on(
     program = program or program_of(config)
     trainer = Trainer(mesh.traced(recorder), config, vocabulary, None, program, feed=ZeroBatches)
     for number in range(min(2, config.train.steps)):
-        recorder.count = 0
+        recorder.clear()
         trainer.step(number)
     axes = [group["axis"] for group in recorder.header["groups"]]
     return Prediction(recorder.rows(), axes, dict(mesh.pool.peak))

@@ -61,6 +61,7 @@ class MemoryRecorder(Recorder):
         super().__init__(None, {"rank": rank}, every_s=without, clock=clock, most=without)
         self.replays: list[ReplayedRows] = []
         self.across: set[int] = set()  # groups across pipeline stages, whose calls wait for others
+        self.comms: list[Traced] = []
 
     @property
     def phase(self) -> str:
@@ -127,6 +128,7 @@ class MemoryRecorder(Recorder):
 
     def wrap(self, comm: Communicator, axis: str) -> Traced:
         traced = super().wrap(comm, axis)
+        self.comms.append(traced)
         axes = [group["axis"] for group in self.header["groups"]]
         idle = {"p", WORLD} if "p" in axes else {"p"}
         self.across = {number for number, each in enumerate(axes) if each in idle}
@@ -156,8 +158,10 @@ class MemoryRecorder(Recorder):
         self.latest = self.clock()
 
     def clear(self) -> None:
-        """Discard all rows."""
+        """Discard all rows, and number the following calls from 0."""
         self.replays, self.count = [], 0
+        for comm in self.comms:
+            comm.sequence.clear()
 
     def all_rows(self, since: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Return the recorded and the replayed rows, in order.

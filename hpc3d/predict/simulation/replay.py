@@ -283,7 +283,7 @@ class ReplayedStage:
 
     def forward(self, x: Array | None, micro: Microbatch) -> tuple[Any, Any]:
         kind, recorder = self.kind("F", micro), self.recorder
-        if recorder.ledger.microbatch in self.run:
+        if recorder.ledger.microbatch in self.run or kind not in recorder.results:
             return recorder.forward(kind, self.stage, x, micro)
         return recorder.replay_forward(kind, x, micro)
 

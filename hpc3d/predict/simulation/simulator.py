@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from statistics import fmean
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _NEAR, _ROUNDS = 1e-3, 4  # tolerance and maximum number of iterations of `with_shared_cores`
-_SECOND = 1  # index of the recorded step, which may overlap with the steps before and after it
+_SECOND = 1  # index of the recorded step, which overlaps with others in asynchronous schedules
 
 
 class StageRun(NamedTuple):
@@ -225,12 +226,23 @@ def simulated_trainer(
     """Return the trainer of the pipeline stage of this thread, on abstract arrays.
 
     The recorder of its mesh is a MemoryRecorder. `peers` and `owners` are as in
-    `representative`.
+    `representative`. The first step of the trainer runs only the first microbatch of each size,
+    unless other passes affect the time at which the next step of a stage begins: in asynchronous
+    schedules, on CPUs, and with offloading.
     """
     pool, context = pool_of(config, clock), config.context()
     bare = representative(config.grid(), pool, peers, context, owners)
     mesh = bare.traced(MemoryRecorder(bare.rank, lambda: clock.now, pool))
-    return Trainer(mesh, config, vocabulary, None, program, lambda: clock.now / 1e9, ZeroBatches)
+
+    def seconds():
+        return clock.now / 1e9
+
+    trainer = Trainer(mesh, config, vocabulary, None, program, seconds, ZeroBatches)
+    if not (program.asynchronous or clock.machine.cores or config.parallel.offload):
+        sizes = _microbatch_sizes(config)
+        few = program.with_few(trainer.engine.stage, {*map(sizes.index, {*sizes})})
+        trainer.groups = chain([few], trainer.groups)
+    return trainer
 
 
 def _bytes_of_tables(parameters: Parameters) -> int:
@@ -266,9 +278,7 @@ def replay_passes(
     Returns the recorded passes, which are added when the engine runs.
     """
     recorder = PassRecorder(engine.mesh, owners)
-    batch, count = config.train.batch, config.parallel.microbatches
-    sizes = [batch * (i + 1) // count - batch * i // count for i in range(count)]
-    chosen = microbatches_to_run(program.stages[engine.stage], sizes)
+    chosen = microbatches_to_run(program.stages[engine.stage], _microbatch_sizes(config))
     cores = engine.mesh.pool.meter.machine.cores
     if program.training and not cores and _blocks_are_alike(config):
         for chunk, stage in enumerate(engine.stages):
@@ -278,6 +288,12 @@ def replay_passes(
         for chunk, stage in enumerate(engine.stages)
     ]
     return recorder.passes
+
+
+def _microbatch_sizes(config: Config) -> list[int]:
+    """Return the number of sequences of each microbatch."""
+    batch, count = config.train.batch, config.parallel.microbatches
+    return [batch * (i + 1) // count - batch * i // count for i in range(count)]
 
 
 def _saved_by(passes: Mapping[tuple, RecordedPass]) -> dict[str, int]:

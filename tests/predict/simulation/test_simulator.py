@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hpc3d.cuda.gpu import WORKSPACE
+from hpc3d.pipeline.program import Program
 from hpc3d.predict.simulation import simulator
 from hpc3d.predict.simulation.count import predict
 from hpc3d.predict.simulation.simulator import simulate, step_length
@@ -77,6 +78,36 @@ def test_replayed_blocks_equal_executed_ones(line, monkeypatch):
     for run, other in zip(found, executed, strict=True):
         np.testing.assert_array_equal(run.rows, other.rows)
         assert run._replace(rows=None) == other._replace(rows=None)
+
+
+STEADY = """
+p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=6 zero=1 backend=cupy dtype=float32
+p=2 d=2 schedule=zb-h1 microbatches=4 zero=3 optimizer=muon prefetch=true
+d=2 e=2 schedule=none microbatches=3 zero=2 experts=4 top_k=2 balance_bias=0.01 overlap=false
+c=2 schedule=none microbatches=4 sequence=8 hidden=32 heads=4 backend=cupy dtype=bfloat16
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", strided(STEADY, 4))
+def test_step_does_not_depend_on_the_passes_of_the_step_before(line, monkeypatch):
+    """A step after an update equals the second of two complete steps, but for when it begins."""
+    config, found = simulated(line)
+    monkeypatch.setattr(Program, "with_few", lambda self, stage, micros: self.stages[stage])
+    whole = simulate(config, config.model.vocabulary, MACHINE)
+    begins = [min(run.step[2] for run in runs) for runs in (found, whole)]
+    assert begins[0] < begins[1]
+    for pair in zip(found, whole, strict=True):
+        lines, ends = [], []
+        for run, begin in zip(pair, begins, strict=True):
+            for name in ("t_start", "t_global", "posted"):
+                run.rows[name] -= begin
+            lines.append([run.names[number] for number in run.rows["name"]])
+            ends.append(run.step[3] - begin)
+            run.rows["name"] = 0
+        assert lines[0] == lines[1] and ends[0] == ends[1]
+        np.testing.assert_array_equal(*(run.rows for run in pair))
+        ours, theirs = (run._replace(rows=None, step=(), names=[]) for run in pair)
+        assert ours == theirs
 
 
 def test_product_and_call_times_are_those_of_the_machine():
