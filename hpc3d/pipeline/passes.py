@@ -14,9 +14,11 @@ order, and stages are synchronized only by messages.  `check` verifies a schedul
 contract.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain, groupby, product
+from operator import itemgetter
 
 from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement
 from hpc3d.pipeline.timeline import Cost, refuse_deadlock, timeline
@@ -84,6 +86,7 @@ def _sends(rows, placement):
     )
 
 
+@lru_cache(maxsize=1 << 16)
 def _goes_on(placement, stage, op, chunk):
     neighbor = placement.neighbor(stage, chunk, 1 if op == "F" else -1)
     return neighbor is not None and neighbor[0] != stage
@@ -96,7 +99,7 @@ def _merged(row, posts):
     """
     events = [(time, 0, message) for time, message in posts]
     events += [(start, 1, instruction) for start, _, instruction in row]
-    return [instruction for *_, instruction in sorted(events, key=lambda event: event[:2])]
+    return [instruction for *_, instruction in sorted(events, key=itemgetter(0, 1))]
 
 
 def _fuse(stream: Iterable[Instruction]) -> Iterator[Group]:
@@ -174,29 +177,46 @@ def check(
 
 def _check_passes(stage, stream, placement, micros, passes):
     """Check that a stage runs every pass exactly once, and not before its inputs are available."""
-    done, needs = set(), {}  # `needs` caches dependencies, which all microbatches have in common
+    done: dict[tuple[str, int], set[int]] = defaultdict(set)  # microbatches by (op, chunk)
+    kinds = {}  # needs and results, which are the same for all microbatches
     for instruction in stream:
         op, mb, chunk = instruction
-        if (op, chunk) not in needs:
-            needs[op, chunk] = _needs_here(stage, instruction, placement)
-        for need in needs[op, chunk]:
-            if (need.op, mb, need.chunk) not in done:
+        if (op, chunk) not in kinds:
+            needs = _needs_here(stage, instruction, placement)
+            kinds[op, chunk] = (
+                [(done[need.op, need.chunk], need) for need in needs],
+                [(done[part, chunk], part) for part in _RESULTS.get(op, (op,))],
+            )
+        needs, results = kinds[op, chunk]
+        for found, need in needs:
+            if mb not in found:
                 raise ValueError(
                     f"stage {stage}: {instruction} before {need._replace(mb=mb)}, which must come "
                     "first"
                 )
-        for each in [(part, mb, chunk) for part in _RESULTS.get(op, (op,))]:
-            if each in done:
-                again = Instruction(*each)
+        for found, part in results:
+            if mb in found:
+                again = Instruction(part, mb, chunk)
                 raise ValueError(f"stage {stage}: {instruction} computes {again} a second time")
-            done.add(each)
-    every = product(passes, range(micros), range(placement.chunks))
-    wanted = {*every}
-    for missing in sorted(wanted - done):
-        raise ValueError(f"stage {stage}: {Instruction(*missing)} is missing")
-    for extra in sorted(each for each in done - wanted if each[0] in COMPUTE):
+            found.add(mb)
+    _check_complete(stage, done, product(passes, range(placement.chunks)), micros)
+
+
+def _check_complete(stage, done, kinds, micros):
+    """Check that a stage has run the passes of each (op, chunk) in `kinds`, and no others.
+
+    `done` maps (op, chunk) to microbatches.
+    """
+    every = {*range(micros)}
+    wanted = dict.fromkeys(kinds, every)
+    missing = ((op, mb, chunk) for op, chunk in wanted for mb in every - done[op, chunk])
+    for each in sorted(missing):
+        raise ValueError(f"stage {stage}: {Instruction(*each)} is missing")
+    others = {kind: found - wanted.get(kind, set()) for kind, found in done.items()}
+    extra = ((op, mb, chunk) for (op, chunk), found in others.items() for mb in found)
+    for each in sorted(each for each in extra if each[0] in COMPUTE):
         raise ValueError(
-            f"stage {stage}: {Instruction(*extra)} is not among the {micros} microbatches"
+            f"stage {stage}: {Instruction(*each)} is not among the {micros} microbatches"
         )
 
 
@@ -223,6 +243,8 @@ def _check_pairs(streams, placement):
                 received[peer, stage].append((other, instruction))
     # `_check_passes` already reports a send without a receive, because an input is missing.
     for pair in sorted(sent.keys() | received.keys()):
+        if received[pair] == sent[pair]:
+            continue
         sender, receiver = pair
         for send, receive in sorted(set(received[pair]) - set(sent[pair])):
             raise ValueError(
@@ -237,17 +259,22 @@ def _check_pairs(streams, placement):
 
 
 def _check_rendezvous(programs, placement):
-    """Raise ValueError if the stages would deadlock with unbuffered (rendezvous) messages."""
+    """Raise ValueError if the stages would deadlock with unbuffered (rendezvous) messages.
+
+    The stages of each pair post the same messages in the same order.
+    """
     heads, moved = [0] * len(programs), True
-    posted: set[tuple[int, Instruction]] = set()
+    posted: Counter[tuple[int, int, bool]] = Counter()  # by (stage, peer, whether it sends)
+    awaited: dict[int, list] = {}  # by stage: counts that complete its current group
     while moved:
         moved = False
         for stage, groups in enumerate(programs):
             while heads[stage] < len(groups):
-                messages = list(filter(_is_message, groups[heads[stage]]))
-                posted.update((stage, message) for message in messages)
-                if not all(placement.other(stage, message) in posted for message in messages):
+                if stage not in awaited:
+                    awaited[stage] = _posted(posted, stage, groups[heads[stage]], placement)
+                if any(posted[other] < count for other, count in awaited[stage]):
                     break
+                del awaited[stage]
                 heads[stage] += 1
                 moved = True
     refuse_deadlock(
@@ -257,3 +284,18 @@ def _check_rendezvous(programs, placement):
             if head < len(groups)
         }
     )
+
+
+def _posted(posted, stage, group, placement):
+    """Post the messages of a group of a stage, and return what completes them.
+
+    `posted` counts messages by (stage, peer, whether the stage sends). The result lists keys of
+    `posted` and the counts that they must reach.
+    """
+    awaited = []
+    for message in filter(_is_message, group):
+        peer, _ = placement.other(stage, message)
+        sends = message.op in ("SendF", "SendB")
+        posted[stage, peer, sends] += 1
+        awaited.append(((peer, stage, not sends), posted[stage, peer, sends]))
+    return awaited

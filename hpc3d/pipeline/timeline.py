@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hpc3d.pipeline.instruction import Instruction, Placement, whole
 
 Row = list[tuple[float, float, Instruction]]
+_Kind = tuple[int, str, int]  # stage, operation and chunk of a pass
 
 
 class Cost(NamedTuple):
@@ -93,8 +95,11 @@ class _Clock:
         self.given = [list(stream) for stream in streams]
         self.streams = [list(whole(stream)) for stream in self.given]
         self.rows: list[Row] = [[] for _ in self.streams]
-        self.ends = {}  # maps (stage, pass) to its end time
-        self.waiting = {}  # maps (stage, pass) to stages that wait for it
+        # Maps each kind of pass (stage, op, chunk) to the end times by microbatch, and to the
+        # result of `_kind`. `waiting` maps (kind, microbatch) to the stages that wait for it.
+        self.ends: dict[_Kind, dict[int, float]] = defaultdict(dict)
+        self.kinds: dict[_Kind, tuple[float, _Kind, list]] = {}
+        self.waiting: dict[tuple[_Kind, int], list[int]] = {}
 
     def run(self):
         ready = list(range(len(self.streams)))
@@ -111,28 +116,36 @@ class _Clock:
 
     def advance(self, stage) -> Iterator[int]:
         """Simulate a stage until an input is missing; yield the stages that it has unblocked."""
-        row = self.rows[stage]
+        row, stream = self.rows[stage], self.streams[stage]
         clock = row[-1][1] if row else 0.0
-        while len(row) < len(self.streams[stage]):
-            instruction = self.streams[stage][len(row)]
-            needs = self.placement.needs(stage, instruction)
-            missing = [need for need in needs if need not in self.ends]
-            if missing:
-                self.waiting.setdefault(missing[0], []).append(stage)
-                return
-            location = stage, instruction.chunk
-            start = max([clock, *(self._arrival(location, need) for need in needs)])
-            clock = start + self.seconds[location].get(instruction.op, 0.0)
+        while len(row) < len(stream):
+            op, mb, chunk = instruction = stream[len(row)]
+            seconds, done, inputs = self._kind(stage, op, chunk)
+            start = clock
+            for kind, ends, delay in inputs:
+                if mb not in ends:
+                    self.waiting.setdefault((kind, mb), []).append(stage)
+                    return
+                start = max(start, ends[mb] + delay)
+            clock = start + seconds
             row.append((start, clock, instruction))
-            done = stage, instruction._replace(op=instruction.op[0])
-            self.ends[done] = clock
-            yield from self.waiting.pop(done, [])
+            self.ends[done][mb] = clock
+            yield from self.waiting.pop((done, mb), [])
 
-    def _arrival(self, location, need):
-        """Return the time in seconds at which the result of pass `need` arrives at a (stage,
-        chunk)."""
-        stage, instruction = need
-        if stage == location[0]:
-            return self.ends[need]
-        parts = self.placement.part(*location), self.placement.part(stage, instruction.chunk)
-        return self.ends[need] + self.messages[min(parts)]
+    def _kind(self, stage, op, chunk):
+        """Return the duration of a pass, the kind of its result, and its inputs.
+
+        An input is a kind of pass, its end times and the message time. These values are the same
+        for all microbatches.
+        """
+        kind = stage, op, chunk
+        if kind not in self.kinds:
+            inputs, placement = [], self.placement
+            for where, need in placement.needs(stage, Instruction(op, 0, chunk)):
+                parts = placement.part(stage, chunk), placement.part(where, need.chunk)
+                delay = 0 if where == stage else self.messages[min(parts)]
+                each = where, need.op, need.chunk
+                inputs.append((each, self.ends[each], delay))
+            seconds = self.seconds[stage, chunk].get(op, 0.0)
+            self.kinds[kind] = seconds, (stage, op[0], chunk), inputs
+        return self.kinds[kind]
