@@ -19,6 +19,7 @@ the current block.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -207,10 +208,10 @@ class FetchedWeights:
 
     def __init__(self, parameters: Parameters, blocks: Sequence[str]) -> None:
         self.parameters = parameters
-        self.items = [
-            [item for item in parameters if item.unit == name and parameters.lies_elsewhere(item)]
-            for name in blocks
-        ]
+        found: dict[str, list[Parameter]] = defaultdict(list)
+        for item in filter(parameters.lies_elsewhere, parameters):
+            found[item.unit].append(item)
+        self.items = [found[name] for name in blocks]
         self.asked: dict[int, list[Callable[[], Array]]] = {}
 
     def of(self, block: int, then: int) -> AbstractContextManager[None]:
