@@ -171,26 +171,34 @@ class MemoryRecorder(Recorder):
         count, replays = since[0], self.replays[since[1] :]
         edges = [count, *(each.before for each in replays), self.count]
         total = self.count - count + sum(len(each.rows) for each in replays)
-        recorded, found, shifts = self.rows(count), np.empty(total, _ROWS), np.zeros(total, int)
-        end = 0
-        for (first, stop), replayed in zip(pairwise(edges), [*replays, None], strict=True):
-            start, end = end, end + stop - first
-            found[start:end] = recorded[first - count : stop - count]
-            if replayed:
-                start, end = end, end + len(replayed.rows)
-                shifts[start:end] = replayed.shift
-                _copy(replayed, found[start:end])
-        for name in _TIMES:
-            found[name] += shifts
+        recorded, found, end = self.rows(count), np.empty(total, _ROWS), 0
+        created = [*_created(replays), recorded[:0]]
+        for (first, stop), rows in zip(pairwise(edges), created, strict=True):
+            start, middle = end, end + stop - first
+            end = middle + len(rows)
+            found[start:middle], found[middle:end] = recorded[first - count : stop - count], rows
         return found
 
     def flush(self) -> None:
         """Do nothing: the rows stay in memory."""
 
 
-def _copy(replayed: ReplayedRows, out: np.ndarray) -> None:
-    """Write the rows of a replayed pass to `out`, except for the shift of their times."""
-    out[...] = replayed.rows
-    for name, value in replayed.columns.items():
-        out[name] = value
-    out["seq"] += np.array(replayed.added, np.int32)[replayed.sequences]
+def _created(replays: Sequence[ReplayedRows]) -> list[np.ndarray]:
+    """Return the rows of each replayed pass; those of the same pass are created together."""
+    found: list[Any] = [None] * len(replays)
+    numbers: dict[int, list[int]] = {}
+    for number, each in enumerate(replays):
+        numbers.setdefault(id(each.rows), []).append(number)
+    for same in numbers.values():
+        passes = [replays[number] for number in same]
+        first, added = passes[0], np.array([each.added for each in passes], np.int32)
+        rows = np.empty((len(passes), len(first.rows)), _ROWS)
+        rows[...] = first.rows
+        for name in first.columns:
+            rows[name] = np.array([each.columns[name] for each in passes])[:, None]
+        for name in _TIMES:
+            rows[name] += np.array([each.shift for each in passes])[:, None]
+        rows["seq"] += added[:, first.sequences]
+        for number, each in zip(same, rows, strict=True):
+            found[number] = each
+    return found
