@@ -178,9 +178,9 @@ class AbstractArray(NDArrayOperatorsMixin):
     mean = sum
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, axis=0, **options):
-        shapes = [np.shape(x) for x in inputs]
         if out is not None and ufunc is not np.matmul:
             return out[0].made_by(ufunc.__name__, *of_shapes(inputs))
+        shapes = [getattr(x, "shape", ()) for x in inputs]
         dtype = np.result_type(*(getattr(x, "dtype", x) for x in inputs))
         if ufunc is np.matmul:
             return self.multiplied(*shapes, out, dtype)

@@ -42,12 +42,17 @@ def model_of(config: Config) -> StepModel:
 
 def contents(config: Config) -> list[tuple[StageContent, ...]]:
     """Return one tuple per stage, with the StageContent of each of its model chunks."""
-    return _contents_of(model_of(config).placement, *contents_in_order(config))
+    parts, every = tuple(config.layers()), config.model.moe_every
+    return _contents_of(model_of(config).placement, parts, every)
 
 
 def contents_in_order(config: Config) -> list[StageContent]:
     """Return the StageContent of every model chunk, in model order."""
-    parts, every = config.layers(), config.model.moe_every
+    return _contents_in_order(tuple(config.layers()), config.model.moe_every)
+
+
+@cache
+def _contents_in_order(parts: tuple[range, ...], every: int) -> list[StageContent]:
     last = len(parts) - 1
     return [
         StageContent(len(part), n == 0, n == last, _mixtures(part, every) if every > 1 else 0)
@@ -68,7 +73,10 @@ def even(config: Config) -> bool:
 
 
 @cache
-def _contents_of(placement: Placement, *contents: StageContent) -> list[tuple[StageContent, ...]]:
+def _contents_of(
+    placement: Placement, parts: tuple[range, ...], every: int
+) -> list[tuple[StageContent, ...]]:
+    contents = _contents_in_order(parts, every)
     return [
         tuple(contents[part] for part in placement.parts_of(stage))
         for stage in range(placement.stages)
