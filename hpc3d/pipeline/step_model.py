@@ -57,15 +57,16 @@ def _kept(passes: Sequence[Instruction], chunks: int) -> np.ndarray:
     and inputs of W.  If `chunks` is 1, the counts are summed over all chunks.
     """
     changes = np.zeros((1 + len(passes), 2, chunks), int)
-    for number, (op, _, chunk) in enumerate(passes, 1):
-        changes[number, :, chunk % chunks] = _KEPT.get(op, 0)
+    columns = [chunk % chunks for _, _, chunk in passes]
+    kept = [_KEPT.get(op, (0, 0)) for op, *_ in passes]
+    changes[range(1, 1 + len(passes)), :, columns] = np.reshape(kept, (-1, 2))
     return changes.cumsum(0)
 
 
 def _fullest(states: np.ndarray) -> np.ndarray:
     """Return the Pareto-maximal rows: those that no other row equals or exceeds in every
     column."""
-    states = np.unique(states, axis=0)
+    states = np.array(sorted({*map(tuple, states.tolist())}))
     # A few rows at a time are compared with all rows, to limit the memory.
     kept = [
         (states >= states[first : first + 64, None]).all(2).sum(1) == 1
@@ -144,9 +145,7 @@ class StepModel:
             Pairs ((op, chunk) of a pass, bytes).  Only passes at whose start the memory use may
             peak are included.
         """
-        if stage not in self._known:
-            self._known[stage] = self._fullest_moments(stage)
-        kinds, states = self._known[stage]
+        kinds, states = self._fullest_moments(stage)
         nbytes = states @ np.array([*saved, *weight_inputs, gradient])
         return [*zip(kinds, nbytes.tolist(), strict=True)]
 
@@ -158,8 +157,15 @@ class StepModel:
         """
         # If a schedule does not run all forward passes first, its memory use peaks within the
         # first 4 * stages microbatches.
-        most = self.micros if self.schedule.keeps_all else min(self.micros, 4 * self.stages)
-        passes = [*whole(self.schedule.stream(stage, self.placement, most, 1))]
+        most = 4 * self.stages
+        if self.micros > most and not self.schedule.keeps_all:
+            return self._of(most)._fullest_moments(stage)
+        if stage not in self._known:
+            self._known[stage] = self._moments_of(stage)
+        return self._known[stage]
+
+    def _moments_of(self, stage):
+        passes = [*whole(self.schedule.stream(stage, self.placement, self.micros, 1))]
         states = _kept(passes, self.chunks).reshape(1 + len(passes), -1)
         backward = np.cumsum([0, *(op in ("B", "BW") for op, *_ in passes)]) > 0
         states = np.column_stack([states, backward])
