@@ -37,8 +37,9 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # constraints.txt has the tested versions.
 INSTALL := python -m pip install -q -c constraints.txt
 
-# xdist distributes complete files, longest first (tests/xdist_order.py).
-PYTEST := python -m pytest -q -n 2 --dist loadfile
+# xdist distributes complete files, longest first (tests/xdist_order.py). Two processes with several
+# threads each would compete for two cores.
+PYTEST := OMP_NUM_THREADS=1 python -m pytest -q -n 2 --dist loadfile
 
 # All ranks read the byte code that one of them has compiled.
 unexport PYTHONDONTWRITEBYTECODE
