@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.arrays.pool import on_host
+from hpc3d.arrays.pool import has_values, on_host
 from hpc3d.model.microbatch import count_targets
 from hpc3d.pipeline.engine import EVALUATION, Engine
 from hpc3d.pipeline.program import forward_program_of
@@ -129,7 +129,8 @@ class Evaluator:
         for number in range(self.count):
             micros = feed.fetch(number)
             self.engine.run(groups, micros, EVALUATION)
-            sums += on_host(self.engine.losses.pop(number, 0.0))
+            found = self.engine.losses.pop(number, 0.0)
+            sums += on_host(found) if has_values(found) else 0.0
             tokens += self.count_tokens(micros)
         loss, right = self.mesh.world.all_reduce(sums).wait().tolist()
         return loss, right, tokens

@@ -13,7 +13,7 @@ from tests.pipeline.mixes import config_of
 from tests.predict.fixed import MACHINE
 
 LINES = [
-    "schedule=none microbatches=4 dtype=float32",
+    "schedule=none microbatches=4 dtype=float32 backend=cupy",
     "p=2 d=2 x=2 schedule=1f1b microbatches=6 dtype=float32",
     "p=2 schedule=zb-v chunks=2 microbatches=4 dtype=float32",
     "p=2 schedule=pipedream-2bw microbatches=4 dtype=float32",
