@@ -75,13 +75,14 @@ class Flags(NamedTuple):
 class AbstractLease:
     """Handle to simulated memory, which is counted but not allocated.
 
-    Deleting the handle subtracts the memory's size from the count.
+    Deleting the handle subtracts the memory's size from the count. The memory is of the given
+    kind and, if it is not `None`, of a part of the model.
     """
 
-    __slots__ = ("give_back", "kind", "shared", "slot_of")
+    __slots__ = ("give_back", "kind", "part", "shared", "slot_of")
 
-    def __init__(self, kind: str, give_back: Callable[[], None]) -> None:
-        self.kind, self.give_back, self.shared = kind, give_back, False
+    def __init__(self, kind: str, part: str | None, give_back: Callable[[], None]) -> None:
+        self.kind, self.part, self.give_back, self.shared = kind, part, give_back, False
 
     def __del__(self):
         self.give_back()
@@ -316,7 +317,8 @@ class AbstractPool(Pool):
         if self.part is not None:
             count = partial(self._count_part, self.part)
         count(kind, nbytes)
-        return self.kind(shape, dtype, self, AbstractLease(kind, partial(count, kind, -nbytes)))
+        lease = AbstractLease(kind, self.part, partial(count, kind, -nbytes))
+        return self.kind(shape, dtype, self, lease)
 
     def _count_part(self, part: str, kind: str, size: int) -> None:
         self.count(kind, size)

@@ -238,7 +238,11 @@ class PassRecorder:
         """
         if like is _SAME_ARRAY:
             return given
-        return self.mesh.empty(*like) if isinstance(like, ArraySpec) else like
+        if not isinstance(like, ArraySpec):
+            return like
+        *form, part = like
+        with self.ledger.scope(part=part):
+            return self.mesh.empty(*form)
 
 
 def _differences(new: Mapping[Any, int], old: Mapping[Any, int]) -> dict[Any, int]:
@@ -373,9 +377,12 @@ def replayed_blocks(blocks: Sequence[Block], recorder: PassRecorder, chunk: int)
 
 
 class ArraySpec(NamedTuple):
+    """Array to create: its shape, dtype and kind of memory, and the part of the model."""
+
     shape: tuple
     dtype: np.dtype
     kind: str
+    part: str | None
 
 
 _SAME_ARRAY = object()  # marks the result of a stage without layers, which is its input
@@ -391,7 +398,8 @@ def _array_spec(array: Any, given: Any) -> Any:
         return array
     if isinstance(given, AbstractArray) and given.lease is array.lease:
         return _SAME_ARRAY
-    return ArraySpec(array.shape, array.dtype, array.lease.kind if array.lease else "activation")
+    kind, part = (array.lease.kind, array.lease.part) if array.lease else ("activation", None)
+    return ArraySpec(array.shape, array.dtype, kind, part)
 
 
 def _leases(saved: Any) -> set[AbstractLease]:
