@@ -92,7 +92,7 @@ def serial(line):
 LINES = covering(sorted((line for line in MIXES if "batch=" not in line), key=ranks))
 
 
-@pytest.mark.parametrize("line", strided(LINES, 18, 4))
+@pytest.mark.parametrize("line", strided(LINES, 36, 4))
 def test_evaluation_matches_one_rank_and_does_not_affect_training(line):
     config, (expected, _) = config_for(line), serial(alone(line))
     without = trained(config, evaluate=False)

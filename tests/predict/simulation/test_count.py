@@ -83,7 +83,7 @@ c=2 d=2 z=2 sequence=4 overlap=false compression=top-k compression_share=0.05
 
 SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE[::4]]  # ranks
 LINES = [
-    *strided([*MIXES, *SMALL], 44, 6),
+    *strided([*MIXES, *SMALL], 44, 42),
     *strided(MIXTURES, 9),
     *strided(NARROW, 9, 1),
     *strided(COMPRESSED, 9),
