@@ -165,14 +165,6 @@ def test_single_rank_has_one_layout(capsys):
 
 
 @pytest.mark.slow
-def test_zero_is_only_considered_if_it_divides_the_model(capsys):
-    """18 features are not divisible by 4 or 8 replicas, as ZeRO 2 and 3 would require."""
-    words = ["--model.hidden", "18", "--model.heads", "2", "--model.layers", "4"]
-    found = planned(capsys, *SMALL, *words, "--memory", "0.5MB")
-    assert found["layouts"][0]["peak_bytes"] <= 0.5e6
-
-
-@pytest.mark.slow
 def test_16384_ranks_can_be_planned(capsys, tmp_path):
     path = tmp_path / "gpt-175b.toml"
     path.write_text(HUGE)

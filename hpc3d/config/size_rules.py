@@ -171,14 +171,15 @@ def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
     whole = {split.y[0], outer.y[0]}  # attention and the loss need full sequences
     rows, hidden = {split.x[0], turned.y[0]}, {split.x[1], turned.w[1], outer.next().w[1]}
-    hidden |= {split.of_gradient.w[0], turned.of_gradient.w[0]}
+    pairs = [(each.of_gradient.w, each.next().of_gradient.w) for each in config.splits.values()]
+    hidden |= {w.even for pair in pairs for w in pair}
     if model.experts:
         router = split.by_rows()
         rows.add(router.y[0])
-        hidden |= {router.w[0], router.of_gradient.w[0]}
+        hidden |= {router.w.even, router.of_gradient.w.even}
     if _alike(config):
         head = split.alike()
-        hidden |= {head.w[0], head.of_gradient.w[0]}
+        hidden |= {head.w.even, head.of_gradient.w.even}
     whole, across = _used(whole, sizes), _used({split.y[1], turned.x[1]}, sizes)
     needs = {
         (batch, sequences // micros): {
@@ -191,7 +192,7 @@ def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
         ("model.hidden", model.hidden): _used(hidden, sizes),
     }
     if model.ffn is not None:
-        ffn = {split.of_gradient.w[1], split.w[1], turned.of_gradient.w[0], turned.w[0]}
+        ffn = {split.w[1], *(w.even for _, w in pairs)}
         needs["model.ffn", model.ffn] = across | _used(ffn, sizes)
     return needs
 

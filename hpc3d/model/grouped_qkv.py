@@ -166,5 +166,4 @@ class GroupedQkv(Linear):
 
 def _uncut(layout: Layout) -> Layout:
     """Return a copy of the layout in which the columns are not sharded."""
-    rows = (" ".join(axes) for axes in layout[:-1])
-    return Layout(*rows, "", owned=" ".join(layout.owned))
+    return layout.with_dims(*layout[:-1], ())

@@ -20,8 +20,10 @@ With hybrid sharding, the replicas form groups, which are numbered along the axi
 axis within a group. Each group has a copy of all shards, and the gradients of the shards are
 reduced along r at the end of a step.
 
-Stages 2 and 3 apply to matrices and the token table. Vectors and the position table are treated as
-in stage 1; vectors account for only 13 h of the 12 h^2 + 13 h parameters of a layer.
+Stages 2 and 3 apply to matrices and the token table, whose shards consist of rows: if a block has
+n rows and d replicas, each replica has ceil(n / d) rows, and the last shards end with padding.
+Vectors and the position table are treated as in stage 1; vectors account for only 13 h of the
+12 h^2 + 13 h parameters of a layer.
 
 For optimizers that need complete matrices, a replica's own shard is an undivided block of a
 matrix. With stages 2 and 3, this block has the layout of the gradient. Otherwise, the stored block
@@ -125,7 +127,7 @@ class Parameter:
                 (rows.stop - rows.start, columns.stop - columns.start), self.value.dtype
             )
             initialise(drawn, expert, seed, (rows, columns))
-            self.value[:, index] = drawn
+            self.value[: len(drawn), index] = drawn
 
 
 class FlatSlices(NamedTuple):
@@ -264,7 +266,9 @@ class Parameters:
         self.items.sort(key=lambda item: (item.completed_last, item.partial, not item.decay))
         trained = [item for item in self.items if not item.frozen and not item.sign_rate]
         matrices = [item for item in trained if self.whole_matrices(item.name, item.shape)]
-        self.owners = self._deal([item for item in matrices if self._stored_whole(item)])
+        self.owners = self._deal(
+            [item for item in matrices if self._stored_whole(item, item.updated_layout)]
+        )
         values, grads = {True: 0, False: 0}, 0
         for item in self.items:
             lies_elsewhere = self.lies_elsewhere(item)
@@ -324,12 +328,14 @@ class Parameters:
             span, none = slice(values, values + value), slice(grads, grads)
             return FlatSlices(span, none, span, none)
         grad = prod(item.updated_layout.block(item.shape, self.mesh))
-        own = min(value, grad)
+        own, parts = min(value, grad), self.parts(item)
         if item in self.owners:
             own *= self.updates(item)
-        elif self._stored_whole(item):
-            own = -(-own // self.parts(item))
-            value = grad = own * self.parts(item)
+        elif self._stored_whole(item, item.layout):
+            if self._stored_whole(item, item.updated_layout):
+                own = -(-own // parts)
+                grad = own * parts
+            value = max(value, own * parts)
         return FlatSlices(
             slice(values, values + value),
             slice(grads, grads + grad),
@@ -337,11 +343,9 @@ class Parameters:
             self._shard(item, grads, grad, own),
         )
 
-    def _stored_whole(self, item: Parameter) -> bool:
-        """Return True if every replica stores the full value and gradient."""
-        layouts = (item.layout, item.updated_layout)
-        sharded = {axis for layout in layouts for dim in layout for axis in dim}
-        return sharded.isdisjoint(item.replicas)
+    def _stored_whole(self, item: Parameter, layout: Layout) -> bool:
+        """Return True if every replica stores the full block in this layout of a parameter."""
+        return {axis for dim in layout for axis in dim}.isdisjoint(item.replicas)
 
     def shared_out(self, item: Parameter) -> bool:
         """Return True if each replica stores the full value but updates at most one shard."""

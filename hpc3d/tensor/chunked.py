@@ -59,7 +59,7 @@ class Chunked(Matmul):
 
     def forward_saving(self, x: Array, w: Array, **epilogue: Any) -> tuple[Array, Saved]:
         sides = self.x_side, self.y_side
-        xs, b, ys = self._in_chunks(x, self._gather_w(w), *sides, **epilogue)
+        xs, b, ys = self._in_chunks(x, self._gather_w(w, x), *sides, **epilogue)
         a: Any = xs if "x" in self.keep else x
         saved = Saved(a, b if "w" in self.keep else w, self.keep)
         return self._joined([y.wait() for y in ys]), saved
@@ -68,7 +68,7 @@ class Chunked(Matmul):
         self, saved: Saved, dy: Array, **epilogue: Any
     ) -> tuple[Pending, SavedForWeight]:
         assert not epilogue
-        w = ready(saved.w) if "w" in saved.kept else self._gather_w(saved.w)
+        w = ready(saved.w) if "w" in saved.kept else self._gather_w(saved.w, saved.x)
         turned = w.then(lambda block: block.T)
         dys: Any
         dys, _, (dx,) = self._in_chunks(dy, turned, self.y_side, self.x_side)
@@ -83,6 +83,9 @@ class Chunked(Matmul):
             for dy, columns in zip(dys, outer):
                 self.multiply(x.T, dy, (), dw[rows][..., columns])
         return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
+
+    def _rows_of_w(self, x: Any) -> int:
+        return _ends(x if isinstance(x, list) else [x])[-1].stop
 
     def add_w(self, rest: SavedForWeight, grad: Array, bias_grad: Array | None = None) -> None:
         xs, dys = self._chunks_of(rest)

@@ -24,6 +24,9 @@ class Layout(tuple):
         Axes that shard each dimension, separated by spaces, outermost first.
     owned
         Axes along which only one rank stores the block.  The other ranks store none of its rows.
+    padded
+        Innermost axes of the rows whose size need not divide the number of rows.  All shards have
+        the same size; the last ones end with padding or contain only padding.
     sections
         Sizes of the sections of the only sharded dimension (default: one section).  Each rank
         stores its part of every section, for example of the queries, keys and values that one
@@ -32,29 +35,37 @@ class Layout(tuple):
     """
 
     owned: tuple[str, ...]
+    padded: tuple[str, ...]
     sections: tuple[int, ...]
 
-    def __new__(cls, *dims: str, owned: str = "", sections: Sequence[int] = ()) -> Layout:
+    def __new__(
+        cls, *dims: str, owned: str = "", padded: str = "", sections: Sequence[int] = ()
+    ) -> Layout:
         layout = super().__new__(cls, (tuple(dim.split()) for dim in dims))
-        layout.owned, layout.sections = tuple(owned.split()), tuple(sections)
+        layout.owned, layout.padded = tuple(owned.split()), tuple(padded.split())
+        layout.sections = tuple(sections)
         return layout
 
     def __getnewargs__(self) -> tuple[str, ...]:
         """Return the arguments with which pickle calls `__new__`.
 
-        Pickle restores `owned` and `sections` separately, as attributes.
+        Pickle restores `owned`, `padded` and `sections` separately, as attributes.
         """
         return tuple(" ".join(axes) for axes in self)
 
     def __eq__(self, other: object) -> bool:
-        others = getattr(other, "owned", ()), getattr(other, "sections", ())
-        return super().__eq__(other) and (self.owned, self.sections) == others
+        others = getattr(other, "_storage", ((), (), ()))
+        return super().__eq__(other) and self._storage == others
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash((tuple(self), self.owned, self.sections))
+        return hash((tuple(self), *self._storage))
+
+    @property
+    def _storage(self) -> tuple[tuple, ...]:
+        return self.owned, self.padded, self.sections
 
     def __str__(self) -> str:
         return self.indexed([""] * len(self))
@@ -68,20 +79,32 @@ class Layout(tuple):
         owned = f" owned along {' '.join(self.owned)}" if self.owned else ""
         return f"[{', '.join(dims)}]{owned}"
 
+    def with_dims(self, *dims: Sequence[str]) -> Layout:
+        """Return a layout with the given axes per dimension, and the storage of this one's rows.
+
+        The axes that shard the rows must be those of this layout.
+        """
+        owned, padded = " ".join(self.owned), " ".join(self.padded)
+        return Layout(*map(" ".join, dims), owned=owned, padded=padded)
+
     def of_experts(self, axes: str) -> Layout:
         """Return the layout of A[i, expert, j], whose expert dimension is sharded by `axes`."""
-        rows, columns = (" ".join(dim) for dim in self)
-        return Layout(rows, axes, columns, owned=" ".join(self.owned))
+        return self.with_dims(self[0], axes.split(), self[1])
 
     @property
     def rows(self) -> Layout:
         """Layout of an array with one entry per row of this tensor."""
-        return Layout(" ".join(self[0]), owned=" ".join(self.owned))
+        return self.with_dims(self[0])
 
     @property
     def columns(self) -> Layout:
         """Layout of a vector with one element per column of this matrix."""
         return Layout(" ".join(self[1]))
+
+    @property
+    def even(self) -> tuple[str, ...]:
+        """Axes of the rows whose size must divide the number of rows: those without padding."""
+        return self[0][: len(self[0]) - len(self.padded)]
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -121,7 +144,7 @@ class Layout(tuple):
         return mesh.index(other for other in self[0] if other != CONTEXT) % mesh.size(axis)
 
     def slices(self, shape: Sequence[int], mesh: Mesh) -> tuple[slice, ...]:
-        """Return the slices that select a rank's block of a tensor.
+        """Return the slices that select a rank's block of a tensor, without padding.
 
         Parameters
         ----------
@@ -138,12 +161,18 @@ class Layout(tuple):
         Raises
         ------
         ValueError
-            If a dimension is not divisible by the number of ranks that shard it.
+            If a dimension is not divisible by the number of ranks that shard it evenly.
         """
-        rows, *rest = (part(*dim, mesh) for dim in zip(shape, self, strict=True))
-        if any(mesh.coord(axis) != self.owner(axis, mesh) for axis in self.owned):
+        dims = self.even, *self[1:]
+        rows, *rest = (part(*dim, mesh) for dim in zip(shape, dims, strict=True))
+        if self.padded:
+            rows = _shard(rows, mesh.count(self.padded), mesh.index(self.padded))
+        if not self._is_owner(mesh):
             rows = slice(rows.start, rows.start)
         return (rows, *rest)
+
+    def _is_owner(self, mesh: Mesh) -> bool:
+        return all(mesh.coord(axis) == self.owner(axis, mesh) for axis in self.owned)
 
     def pieces(
         self, shape: Sequence[int], mesh: Mesh
@@ -164,7 +193,7 @@ class Layout(tuple):
             local, start = local + count, start + size
 
     def block(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of the block that a rank stores.
+        """Return the shape of the block that a rank stores, with padding.
 
         Parameters
         ----------
@@ -178,7 +207,17 @@ class Layout(tuple):
         tuple of int
             Shape of the block.
         """
-        return tuple(part.stop - part.start for part in self.slices(shape, mesh))
+        rows, *others = (part.stop - part.start for part in self.slices(shape, mesh))
+        if self.padded and self._is_owner(mesh):
+            rows = -(-shape[0] // mesh.count(self[0]))
+        return (rows, *others)
+
+
+def _shard(rows: slice, count: int, index: int) -> slice:
+    """Return the rows of shard `index` of `count`; the last shards may be shorter or empty."""
+    size = -(-(rows.stop - rows.start) // count)
+    start = min(rows.start + index * size, rows.stop)
+    return slice(start, min(start + size, rows.stop))
 
 
 def part(size: int, axes: Sequence[str], mesh: Mesh) -> slice:

@@ -24,6 +24,7 @@ The 3-D scheme follows Bian, Xu, Wang and You, arXiv:2105.14450, and works on an
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import dropwhile
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,7 +113,7 @@ class Matmul:
         If `y_is_complete` is true, the `epilogue` (see hpc3d.ops.product) may add a bias and a
         residual, and apply GELU.
         """
-        gathered_x, gathered_w = self._gather_x(x), self._gather_w(w)
+        gathered_x, gathered_w = self._gather_x(x), self._gather_w(w, x)
         a, b = gathered_x.wait(), gathered_w.wait()
         right = self._rounded_w(b)
         y = self.multiply(self.rounded.x(a), right, self.axes["k"], **epilogue)
@@ -127,7 +128,7 @@ class Matmul:
         Returns a `Pending` whose `wait` returns dX, and the operands saved for `backward_weight`.
         """
         dy = self.rounded.dy(self.gather(dy, self.split.y, self.axes["k"]).wait())
-        b = saved.w if "w" in saved.kept else self._gather_w(saved.w).wait()
+        b = saved.w if "w" in saved.kept else self._gather_w(saved.w, saved.x).wait()
         dx = self.multiply(dy, self._rounded_w(b).T, self.axes["n"], **epilogue)
         rest = SavedForWeight(saved.x, dy, saved.kept)
         return self.reduce(dx, self.split.x, self.axes["n"]), rest
@@ -168,10 +169,21 @@ class Matmul:
             if axis in layout.owned:
                 pending = comm.reduce(pending.wait(), layout.owner(axis, self.mesh))
             elif (dim := layout.dim_of(axis)) is not None:
-                pending = comm.reduce_scatter(pending.wait(), dim)
+                pending = comm.reduce_scatter(self._padded(pending.wait(), layout, axis), dim)
             elif axis not in deferred:
                 pending = comm.all_reduce(pending.wait())
         return pending
+
+    def _padded(self, block: Array, layout: Layout, axis: str) -> Array:
+        """Append rows of zeros, so that all shards of `block` along `axis` have the same size."""
+        inner = dropwhile(axis.__ne__, layout.padded)
+        missing = -len(block) % self.mesh.count(inner)
+        if not missing:
+            return block
+        shape = len(block) + missing, *block.shape[1:]
+        whole = self.mesh.comm(axis).buffer(shape, block.dtype)
+        whole[:-missing], whole[-missing:] = block, 0
+        return whole
 
     def forward(self, x: Array, w: Array) -> Array:
         """Return Y = X W.
@@ -249,8 +261,21 @@ class Matmul:
         """Start to gather W; return a `Pending` whose `wait` returns the working block."""
         return self.gather(w, self.w_layout, self.axes["m"])
 
-    def _gather_w(self, w: Array) -> Pending:
-        return self.prefetch.gathered(self, w) if self.prefetch else self.start_gather_w(w)
+    def _gather_w(self, w: Array, x: Any) -> Pending:
+        """Start to gather W, and return it without the padding of its shards.
+
+        `x` is a block of X, which has as many columns as the working block of W has rows. A W that
+        is stored transposed has no padding.
+        """
+        pending = self.prefetch.gathered(self, w) if self.prefetch else self.start_gather_w(w)
+        if self.transposed or not self.w_layout.padded:
+            return pending
+        rows = self._rows_of_w(x)
+        return pending.then(lambda block: block[:rows])
+
+    def _rows_of_w(self, x: Any) -> int:
+        """Return the number of rows of a working block of W, given the block `x` of X."""
+        return x.shape[-1]
 
     def _rounded_w(self, block: Array) -> Array:
         """Round a working block of W, and return it as [k, n] even if it is stored transposed."""
@@ -315,7 +340,7 @@ class Summa(Matmul):
     def forward_saving(self, x: Array, w: Array, **epilogue: Any) -> tuple[Array, Saved]:
         assert not epilogue
         y = self.mesh.zeros((*x.shape[:-1], w.shape[-1]), x.dtype)
-        whole = self.rounded.w(self._gather_w(w).wait())
+        whole = self.rounded.w(self._gather_w(w, x).wait())
         rounded = self.rounded.x(x)
         for panel in range(self.panels):
             a, b = self._panel_of_x(rounded, panel), self._panel_of_w(whole, panel)
@@ -327,7 +352,7 @@ class Summa(Matmul):
     ) -> tuple[Pending, SavedForWeight]:
         assert not epilogue
         dx = self.mesh.empty(saved.x.shape, saved.x.dtype)
-        w = self.rounded.w(self._gather_w(saved.w).wait())
+        w = self.rounded.w(self._gather_w(saved.w, saved.x).wait())
         dy = self.rounded.dy(dy)
         for panel in range(self.panels):
             b = self._panel_of_w(w, panel).wait()
@@ -338,12 +363,14 @@ class Summa(Matmul):
 
     def backward_weight(self, rest: SavedForWeight) -> Pending:
         x, dy = self.rounded.x(rest.x), rest.dy
-        rows = x.shape[-1] * self.mesh.size(self.along_x) // self.mesh.size(self.along_w)
-        dw = self.mesh.empty((rows, *dy.shape[1:]), dy.dtype)
+        dw = self.mesh.empty((self._rows_of_w(x), *dy.shape[1:]), dy.dtype)
         for panel in range(self.panels):
             a = self._panel_of_x(x, panel).wait()
             self._reduce_to_owner(self.multiply(a.T, dy, [self.along_w]), dw, self.along_w, panel)
         return self.reduce(dw, self.dw_layout, self.others, self.deferred)
+
+    def _rows_of_w(self, x: Array) -> int:
+        return x.shape[-1] * self.mesh.size(self.along_x) // self.mesh.size(self.along_w)
 
     def start_gather_w(self, w: Array) -> Pending:
         return self.gather(w, self.w_layout, self.others)

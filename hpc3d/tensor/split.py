@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -19,8 +19,8 @@ class Split:
 
     Each matrix lacks one of the three dimensions; the mesh axes that shard this dimension are
     foreign to the matrix.  By default, foreign axes also shard the rows of the matrix;
-    `replicate`, `own` and `panels` override this.  `defer` and `scatter` are for axes whose ranks
-    process different rows of X, such as the data axis; `over` adds such axes.
+    `replicate`, `own` and `panels` override this.  `defer`, `scatter` and `uneven` are for axes
+    whose ranks process different rows of X, such as the data axis; `over` adds such axes.
 
     Parameters
     ----------
@@ -37,6 +37,9 @@ class Split:
         Axes over which weight gradients are reduced at the end of the step.
     scatter
         Axes over which the weight gradient is sharded although the weight is replicated.
+    uneven
+        Axes that shard the rows of the weight, and whose size need not divide the number of rows.
+        The shards are padded to equal sizes, like those along the axes in `scatter`.
 
     Raises
     ------
@@ -52,6 +55,7 @@ class Split:
     panels: str = ""
     defer: str = ""
     scatter: str = ""
+    uneven: str = ""
 
     def __post_init__(self) -> None:
         if problems := [*misplaced(vars(self))]:
@@ -130,6 +134,7 @@ class Split:
             replicate=f"{self.replicate} {axis}".strip() if zero < 3 else self.replicate,
             defer=f"{self.defer} {axis}".strip() if zero < 2 else self.defer,
             scatter=f"{self.scatter} {axis}".strip() if zero == 2 else self.scatter,
+            uneven=f"{self.uneven} {axis}".strip() if zero == 3 else self.uneven,
         )
 
     @cached_property
@@ -163,7 +168,18 @@ class Split:
         shards = [axis for axis in foreign.split() if axis not in kept]
         shards.sort(key=self.scatter.split().__contains__)  # scatter axes are innermost
         owned = [axis for axis in foreign.split() if axis in self.own.split()]
-        return Layout(" ".join([rows, *shards]), columns, owned=" ".join(owned))
+        padded = " ".join(self._padded(shards))
+        return Layout(" ".join([rows, *shards]), columns, owned=" ".join(owned), padded=padded)
+
+    def _padded(self, shards: Sequence[str]) -> Sequence[str]:
+        """Return the foreign axes whose size need not divide the number of rows.
+
+        SUMMA broadcasts panels of the outermost shards, which therefore have no padding.
+        """
+        inner = shards[bool(self.panels) :]
+        if {*inner} & {*self.uneven.split()}:
+            return inner
+        return [axis for axis in inner if axis in self.scatter.split()]
 
 
 def misplaced(letters: Mapping[str, str]) -> Iterator[str]:

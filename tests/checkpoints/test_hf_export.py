@@ -16,7 +16,7 @@ x=2 y=2 z=2 microbatches=2
 x=4 scheme=1d microbatches=2
 x=2 y=2 z=2 scheme=3d-broadcast microbatches=2
 p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=2 zero=1
-d=2 x=2 z=3 zero=3 microbatches=2
+d=3 y=3 zero=3 microbatches=2
 """.strip().splitlines()
 MIXTRAL = "kind=llama ffn=48 experts=4 top_k=2 capacity=0 z_loss=0"
 MODELS = f"""

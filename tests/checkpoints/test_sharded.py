@@ -40,8 +40,8 @@ x=2 y=2 scheme=2d-summa microbatches=2
 x=2 y=2 z=2 scheme=3d-broadcast microbatches=2
 p=2 schedule=1f1b microbatches=4
 p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=2 zero=1
-d=2 x=2 z=3 zero=3 microbatches=2
-d=3 y=2 zero=2 microbatches=2
+d=3 y=3 zero=3 microbatches=2
+d=3 y=3 zero=2 microbatches=2
 p=4 d=2 schedule=zb-h1 microbatches=4 zero=1 layers_per_stage=[2,0,1,1]
 d=4 zero=0 microbatches=2
 d=4 shard=2 zero=3 microbatches=2
@@ -137,7 +137,7 @@ def test_resume_between_replicated_and_split_key_heads(checkpoints, before, afte
 CONTEXTS = """
 c=2 d=2 zero=1 microbatches=2 sequence=8
 p=2 d=2 x=2 schedule=1f1b microbatches=2 sequence=8
-c=4 x=2 zero=3 microbatches=2 context=both ulysses=2 sequence=8
+c=4 x=4 zero=3 microbatches=2 context=both ulysses=2 sequence=8
 c=2 y=2 zero=2 microbatches=2 context=all-to-all sequence=8
 """.strip().splitlines()
 
@@ -161,7 +161,7 @@ schedule=none microbatches=2
 e=4 zero=1 microbatches=2
 d=2 e=2 x=2 zero=2 microbatches=2
 p=2 e=2 x=2 z=2 schedule=1f1b microbatches=3
-d=2 e=4 zero=3 microbatches=2
+d=4 e=4 zero=3 microbatches=3
 e=2 x=2 y=2 z=2 microbatches=3
 d=2 x=2 y=2 zero=1 scheme=2d-summa microbatches=2
 """.strip().splitlines()

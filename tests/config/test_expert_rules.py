@@ -58,6 +58,9 @@ WRONG = {
     f"{FOUR} --model.balance_bias 0.001 --train.dtype float16": (
         "model.balance_bias = 0.001: float16 ..."
     ),
+    f"{FOUR} --mesh.e 2 --mesh.x 5 --parallel.zero 3 --train.batch 10": (
+        "model.hidden = 384 ... mesh.x = 5; use a multiple of 5..."
+    ),
     f"{FOUR} --mesh.e 2 --train.batch 9": (
         "train.batch = 9 ... mesh.e = 2; use a multiple of 2..."
     ),

@@ -9,6 +9,8 @@ from hpc3d.config.resolve import resolve
 from tests.config.refused import problems, sized
 from tests.elided import elided
 
+PANELS = '{ n = "y", panels = "y" }'  # replicas broadcast panels of W, which have no padding
+
 PIPELINES = [
     ({"mesh.p": 4}, "mesh.p = 4: 4 ... model.layers = 3; ... 3"),
     (
@@ -89,7 +91,7 @@ PIPELINES = [
         "parallel.chunked_products = 2: only valid for train.product_dtype = absent; ...",
     ),
     (
-        {"mesh.d": 32, "parallel.zero": 3, "train.batch": 160},
+        {"mesh.d": 32, "parallel.zero": 3, "train.batch": 160, "parallel.split": PANELS},
         "model.hidden = 144 ... mesh.d = 32; use ... 32",
     ),
     (
@@ -114,7 +116,13 @@ PIPELINES = [
         "parallel.shard = 2: only valid for parallel.compression = none; ...",
     ),
     (
-        {"mesh.d": 64, "parallel.zero": 3, "parallel.shard": 32, "train.batch": 192},
+        {
+            "mesh.d": 64,
+            "parallel.zero": 3,
+            "parallel.shard": 32,
+            "train.batch": 192,
+            "parallel.split": PANELS,
+        },
         "model.hidden = 144 ... parallel.shard = 32; use ... 32",
     ),
     (

@@ -80,19 +80,23 @@ def test_frozen_parameter_has_no_gradient_or_state(zero):
         assert pieces == updated(parameters)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("data", "rank"), [(2, 0), (2, 1), (3, 0), (3, 2)])
 @pytest.mark.parametrize("zero", [2, 3])
-def test_owned_share_of_a_matrix_is_its_gradient_block(zero, rank):
-    """ZeRO-2 shards the gradient and ZeRO-3 also the value, in blocks of rows."""
+def test_owned_share_of_a_matrix_is_its_gradient_block(zero, data, rank):
+    """ZeRO-2 shards the gradient and ZeRO-3 also the value, in blocks of rows.
+
+    Each of two or three replicas has two of four rows; the last of three has only padding.
+    """
 
     def add(parameters):
-        blocks = Layout("d", "")
-        parameters.add("w", (4, 3), WHOLE if zero == 2 else blocks, grad_layout=blocks)
+        blocks = Layout("d", "", padded="d")
+        layout = WHOLE if zero == 2 else blocks
+        parameters.add("w", (4, 3), layout, grad_layout=blocks)
 
-    parameters = replica(2, rank, zero, add)
+    parameters = replica(data, rank, zero, add)
     (item,) = parameters
-    value, own = ((0, 12), (6 * rank, 6 * rank + 6)) if zero == 2 else ((0, 6), (0, 6))
-    assert spans(parameters.slices[item]) == [value, (0, 6), own, (0, 6)]
+    size, own = (6 * data, (6 * rank, 6 * rank + 6)) if zero == 2 else (6, (0, 6))
+    assert spans(parameters.slices[item]) == [(0, size), (0, 6), own, (0, 6)]
     assert item.value.shape == ((4, 3) if zero == 2 else (2, 3))
     assert item.grad.shape == (2, 3)
 

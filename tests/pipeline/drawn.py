@@ -64,7 +64,7 @@ def models(draw):
     """Draw the words of a model, its optimizer and its number types."""
     kind = draw(st.sampled_from(["gpt2", "llama", "qwen2", "bert"]))
     rotary = kind in ("llama", "qwen2")
-    hidden = draw(st.sampled_from([24, 48, 12]))
+    hidden = draw(st.sampled_from([24, 48, 12, 20]))
     width = draw(st.sampled_from([2, 4] if rotary else [2, 1, 4]))
     sequence = draw(st.sampled_from([*SEQUENCES]))
     words = {

@@ -39,7 +39,7 @@ d=2 schedule=none microbatches=1 zero=0 bucket_mb=0
 d=2 schedule=none microbatches=6 zero=1 overlap=false
 d=4 schedule=none microbatches=3 zero=2 bucket_mb=0.01
 d=4 schedule=none microbatches=2 zero=1 layers=8 bucket_mb=0
-d=2 x=2 y=2 schedule=none microbatches=2 zero=3 scheme=2d prefetch=true chunked_products=2
+d=2 x=2 y=2 schedule=none zero=3 scheme=2d prefetch=true chunked_products=2 hidden=36
 p=2 d=2 schedule=gpipe microbatches=4 zero=0 bucket_mb=0
 p=2 d=4 schedule=gpipe microbatches=3 zero=1 bucket_mb=0.02
 p=2 d=2 schedule=gpipe microbatches=4 zero=2 tied=false gelu=exact
@@ -72,10 +72,10 @@ p=2 x=2 y=2 z=2 schedule=1f1b microbatches=3 scheme=3d-broadcast
 p=2 d=2 x=2 y=2 schedule=zb-h1 microbatches=2 zero=1 scheme=3d-broadcast
 p=2 x=2 y=2 z=2 schedule=zb-v chunks=2 microbatches=3 scheme=3d
 p=2 x=2 y=3 schedule=1f1b microbatches=4 scheme=2d recompute='["layernorm","mlp"]'
-p=3 d=2 z=2 schedule=gpipe microbatches=4 zero=3
+p=3 d=2 z=2 schedule=gpipe microbatches=4 zero=3 hidden=30 heads=6
 p=2 d=2 x=4 schedule=interleaved chunks=2 microbatches=3 zero=2 scheme=1d chunked_products=3
 p=2 d=2 x=2 z=2 schedule=interleaved chunks=2 microbatches=3 zero=3 scheme=2.5d
-p=2 d=2 x=2 y=2 schedule=zb-v chunks=2 microbatches=3 zero=3 scheme=2d-summa prefetch=true
+p=2 d=2 x=2 y=2 schedule=zb-v chunks=2 microbatches=3 zero=3 scheme=2d-summa hidden=30 heads=6
 p=2 d=2 x=2 schedule=1f1b microbatches=4 zero=1 order="x d p y z c e"
 d=2 x=4 schedule=none batch=4 sequence=8 microbatches=2 scheme=1d-sequence zero=1
 p=2 x=4 batch=6 sequence=4 schedule=zb-h1 microbatches=2 scheme=1d-sequence dropout=0.25
@@ -93,9 +93,9 @@ p=2 d=2 c=2 schedule=zb-h1 microbatches=4 zero=1 sequence=4 bucket_mb=0.01
 d=2 c=2 y=2 schedule=none microbatches=2 zero=3 sequence=4 context=all-to-all kind=llama ffn=48
 d=2 c=2 schedule=zb-v chunks=2 microbatches=2 zero=2 sequence=4 recompute=full prefetch=true
 c=3 x=2 schedule=none batch=12 microbatches=2 sequence=6 scheme=1d-sequence dropout=0.25
-c=4 x=2 schedule=none microbatches=2 sequence=8 context=both ulysses=2 dropout=0.25
+c=4 x=2 schedule=none microbatches=2 zero=3 sequence=8 context=both ulysses=2 dropout=0.5 hidden=36
 c=2 x=2 y=2 schedule=none microbatches=2 sequence=4 scheme=2d-summa context=all-to-all dropout=0.25
-c=2 x=2 y=2 z=2 schedule=none microbatches=3 sequence=4 scheme=3d-broadcast
+c=2 x=2 y=2 z=2 schedule=none zero=3 sequence=4 scheme=3d-broadcast hidden=30 heads=6
 p=2 c=4 y=2 schedule=interleaved chunks=2 microbatches=4 sequence=8 context=both ulysses=2
 y=4 schedule=none microbatches=3 kind=llama kv_heads=2 ffn=48 recompute='["layernorm","mlp"]'
 p=2 x=2 schedule=zb-h1 microbatches=3 scheme=1d kind=llama kv_heads=1 ffn=48 tied=false
@@ -104,7 +104,7 @@ p=2 d=2 x=2 y=2 schedule=1f1b microbatches=3 zero=1 kind=qwen2 kv_heads=1 scheme
 d=2 y=4 z=2 schedule=none microbatches=2 zero=2 kind=llama kv_heads=2 ffn=48 dropout=0.25
 x=2 y=2 z=2 schedule=none microbatches=2 kind=qwen2 kv_heads=1 scheme=3d-broadcast
 p=2 x=2 z=2 schedule=1f1b microbatches=3 kind=bert padding=4 chunked_products=2
-p=2 d=2 y=2 z=2 schedule=zb-h1 microbatches=3 zero=3 kind=bert tied=false gelu=exact
+p=2 d=2 y=2 z=2 schedule=zb-h1 microbatches=3 zero=3 kind=bert tied=false hidden=30 heads=6
 d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d-summa kind=bert dropout=0.25
 x=4 batch=4 sequence=8 schedule=none microbatches=2 scheme=1d-sequence kind=bert padding=4
 p=2 x=2 y=2 z=2 schedule=interleaved chunks=2 microbatches=4 scheme=3d-broadcast kind=bert
@@ -115,7 +115,7 @@ p=2 c=4 x=2 schedule=zb-h1 microbatches=3 sequence=8 context=both ulysses=2 kind
 p=2 c=2 z=2 schedule=1f1b microbatches=3 sequence=8 context=all-to-all kind=bert padding=4
 d=2 c=4 schedule=none microbatches=2 zero=1 sequence=8 context=both ulysses=2 kind=llama ffn=48
 p=2 c=2 y=2 schedule=gpipe microbatches=3 sequence=4 kind=qwen2 kv_heads=2 ffn=48
-c=2 d=2 x=2 schedule=none microbatches=2 zero=2 sequence=4
+c=2 d=2 x=2 schedule=none microbatches=2 zero=2 sequence=4 hidden=30 heads=6
 c=2 x=2 y=2 schedule=none microbatches=2 zero=2 sequence=4 scheme=2d-summa
 d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d kind=bert recompute='["layernorm","mlp"]'
 schedule=none microbatches=4 experts=4
@@ -126,7 +126,7 @@ e=2 x=2 y=2 z=2 schedule=none microbatches=3 experts=4 top_k=2 capacity=1
 p=2 e=2 x=2 z=2 schedule=1f1b microbatches=3 experts=4 kind=llama ffn=48 top_k=2 moe_every=2
 p=2 d=2 e=2 schedule=zb-h1 microbatches=4 zero=1 experts=4 bucket_mb=0.01 balance_bias=0.01
 d=2 e=2 x=2 schedule=none microbatches=2 zero=2 experts=4 capacity=0 recompute='["mlp_act"]'
-d=2 e=2 y=2 schedule=none microbatches=2 zero=3 experts=4 shared_experts=1 prefetch=true
+d=2 e=2 y=2 schedule=none microbatches=2 zero=3 experts=4 shared_experts=1 hidden=30 heads=6
 e=3 x=4 schedule=none batch=12 microbatches=1 scheme=1d experts=6 kind=llama kv_heads=2 ffn=48
 e=2 x=4 schedule=none batch=48 microbatches=2 scheme=1d-sequence experts=4 chunked_products=2
 e=2 x=2 y=2 schedule=none microbatches=2 scheme=2d experts=4 recompute=full
@@ -137,7 +137,7 @@ e=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d-summa experts=4
 p=2 x=2 z=2 d=2 schedule=gpipe microbatches=3 experts=3 top_k=2
 c=2 schedule=none microbatches=2 sequence=4 experts=4 capacity=4
 c=2 e=2 schedule=none microbatches=2 sequence=8 experts=4 top_k=2 capacity=2
-c=3 e=2 schedule=none batch=12 microbatches=2 sequence=6 experts=4 capacity=0 context=all-to-all
+c=3 e=2 schedule=none batch=12 zero=3 sequence=6 experts=4 capacity=0 hidden=21 heads=3
 c=2 e=2 y=2 schedule=none microbatches=2 sequence=4 experts=4 capacity=0 zero=1 balance_bias=0.1
 c=4 e=2 schedule=none microbatches=2 sequence=16 context=both ulysses=2 experts=4 capacity=0
 p=2 c=2 e=2 schedule=zb-h1 microbatches=4 sequence=8 experts=4 capacity=0 kind=llama recompute=full
@@ -146,10 +146,10 @@ e=4 x=2 z=2 schedule=none microbatches=3 zero=3 experts=4 hidden=48
 e=2 x=4 schedule=none batch=8 sequence=8 microbatches=2 scheme=1d-sequence experts=4 capacity=4
 c=2 y=4 z=2 schedule=none batch=4 sequence=8 microbatches=2 experts=4 top_k=2 capacity=0
 d=4 shard=2 schedule=none microbatches=2 zero=1 bucket_mb=0.01
-d=4 shard=2 x=2 schedule=none microbatches=3 zero=3 scheme=1d-sequence prefetch=true
+d=4 shard=2 x=2 schedule=none microbatches=3 zero=3 scheme=1d prefetch=true hidden=30 heads=6
 p=2 d=4 shard=2 schedule=zb-h1 microbatches=3 zero=2 tied=false gelu=exact
 d=4 shard=1 schedule=none microbatches=2 zero=3 overlap=false
-d=6 shard=3 schedule=none microbatches=2 zero=3 dropout=0.25
+d=6 shard=3 schedule=none microbatches=2 zero=3 dropout=0.25 hidden=20 heads=10
 d=4 shard=2 c=2 schedule=none microbatches=2 zero=2 sequence=4 recompute=full
 d=4 shard=2 e=2 schedule=none microbatches=2 zero=1 experts=4 top_k=2 balance_bias=0.01
 d=4 shard=2 e=2 schedule=none microbatches=1 zero=3 experts=4

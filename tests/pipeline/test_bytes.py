@@ -191,6 +191,23 @@ def test_hybrid_sharding_bytes_match_the_formula_within_and_between_groups(zero)
         assert rank.bytes("r", "all_reduce") == sum(elements.values()) * ITEM // 2
 
 
+@pytest.mark.parametrize("zero", strided([2, 3], 2, 1))
+def test_bytes_of_uneven_shards_include_their_padding(zero):
+    """30 rows on 4 replicas count as 4 x 8 rows, and a vector is padded likewise."""
+
+    def padded(rows, columns=1):
+        return -(-rows // 4) * 4 * columns
+
+    matrices = padded(30, 90) + padded(30, 30) + padded(30, 120) + padded(120, 30)
+    vectors = padded(90) + padded(120) + 6 * padded(30)
+    elements = dict.fromkeys(("embedding.token", "head.table"), VOCABULARY * 30)
+    elements["matrices"] = 4 * matrices
+    elements["vectors"] = 4 * vectors + padded(30 * SEQUENCE) + 2 * padded(30)
+    line = f"d=4 hidden=30 heads=6 microbatches={MICROS} tied=false zero={zero}"
+    for rank in counted(line):
+        assert {op: rank.bytes("d", op) for op in rank.ops("d")} == on_data(zero, 4, elements)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero", "bucket"), strided([*product(range(4), (0.001, 25))], 3))
 def test_zero_bytes_match_for_any_scheme_schedule_and_bucket(zero, bucket):

@@ -24,8 +24,8 @@ def test_machine_file_contains_the_intervals_of_the_page():
 
 @pytest.mark.slow
 def test_report_lists_rows_and_errors(capsys, monkeypatch):
-    row = ROWS["fms-fsdp-llama2-7b-96"]  # 96 ranks do not divide 4,096 rows
-    rows = [ROWS[SMALL], row | {"layout": row["layout"] | {"parallel.shard": 0}}]
+    row = ROWS["fms-fsdp-llama2-7b-96"]
+    rows = [ROWS[SMALL], row | {"layout": row["layout"] | {"parallel.shard": 7}}]  # of 96
     monkeypatch.setattr(hopper_report, "published", lambda: rows)
     found = hopper_report.main(SimpleNamespace(machine=None))
     assert json.loads(json.dumps(found)) == found

@@ -44,6 +44,23 @@ def test_owned_block_exists_once_along_its_axis():
     assert (held == 1).all()
 
 
+def test_padded_shards_have_equal_sizes_and_contain_every_row_once():
+    """Of 7 rows per rank of z, 6 ranks store 2, 2, 2, 1, 0 and 0."""
+    layout, held = Layout("z x y", "", padded="x y"), np.zeros((14, 2), int)
+    for where, shape in of_ranks(
+        lambda mesh: (layout.slices(held.shape, mesh), layout.block(held.shape, mesh))
+    ).values():
+        held[where] += 1
+        assert shape == (2, 2)
+    assert (held == 1).all()
+
+
+def test_only_the_owner_stores_a_padded_shard():
+    layout = Layout("x", "", owned="y", padded="x")
+    for (x, y, _), block in of_ranks(lambda mesh: layout.block((5, 2), mesh)).items():
+        assert block == (3 if y == x else 0, 2)
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_ranks_have_a_part_of_each_section(dim):
     """Sections of 6, 12 and 6 elements are sharded over the six ranks of x and y."""
@@ -76,6 +93,7 @@ def test_layout_equality_includes_owners():
     assert Layout("x", "") != Layout("x", "", owned="y")
     assert len({Layout("x", ""), Layout("x", ""), Layout("x", "", owned="y")}) == 2
     assert Layout("x", "", sections=(2, 2)) != Layout("x", "")
+    assert Layout("x", "", padded="x") != Layout("x", "")
     assert pickle.loads(pickle.dumps(Layout("x", "", sections=(2, 2)))).sections == (2, 2)
     assert str(Layout("x y", "", owned="z")) == "[_xy, -] owned along z"
 
@@ -85,7 +103,9 @@ def test_indivisible_dimension_error_names_its_axes():
         run(SIZES, lambda mesh: part(10, ("x", "y"), mesh))
 
 
-@pytest.mark.parametrize("layout", [Layout("x y", "z"), Layout("x", "", owned="y z")], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout("x y", "z"), Layout("x", "", owned="y z", padded="x")], ids=str
+)
 def test_layout_can_be_pickled(layout):
     received = pickle.loads(pickle.dumps(layout))
-    assert received == layout and received.owned == layout.owned
+    assert received == layout and received.padded == layout.padded

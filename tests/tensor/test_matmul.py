@@ -19,10 +19,10 @@ M, K, N = 48, 48, 96
 
 
 @cache
-def operands(integers=False):
+def operands(integers=False, k=K):
     """Return X, W and dY, and the expected Y, dX and dW."""
     generator = np.random.default_rng(0)
-    shapes = (M, K), (K, N), (M, N)
+    shapes = (M, k), (k, N), (M, N)
     if integers:
         x, w, dy = (generator.integers(-8, 9, shape).astype(np.float64) for shape in shapes)
     else:
@@ -34,12 +34,15 @@ def operands(integers=False):
 
 
 def stored(matrix, layout, mesh):
-    return np.ascontiguousarray(matrix[layout.slices(matrix.shape, mesh)])
+    """Return the block of a rank, padded with zeros."""
+    part, block = matrix[layout.slices(matrix.shape, mesh)], layout.block(matrix.shape, mesh)
+    padding = [(0, size - count) for size, count in zip(block, part.shape)]
+    return np.pad(part, padding) if block != part.shape else np.ascontiguousarray(part)
 
 
-def products(mesh, split, keep, transposed, integers=False, chunks=1):
+def products(mesh, split, keep, transposed, integers=False, chunks=1, k=K):
     """Return [(name, result, expected)] of one rank, for its blocks of Y, dX and dW."""
-    x, w, dy, y, dx, dw = operands(integers)
+    x, w, dy, y, dx, dw = operands(integers, k)
     if transposed:
         w, dw = w.T, dw.T
     matmul = chunked_matmul(mesh, split, chunks, keep, transposed=transposed)
@@ -75,6 +78,24 @@ def test_sharded_product_matches_numpy(name, cuboid, data, integers):
         compare(mesh, integers)
 
     run({"d": data, **sizes(name, cuboid)}, rank)
+
+
+PADDED = [*product(SPLITS, (3, 2))]
+PADDED.remove(("3d-broadcast", 2))  # dW would have another owner than W
+
+
+@pytest.mark.parametrize(("name", "zero"), strided(PADDED, 11))
+def test_product_with_padded_shards_of_w_matches_numpy(name, zero):
+    """Six replicas share the 20 rows of W, or fewer rows if axes of k shard them as well."""
+    split = SPLITS[name].over("d", zero).over("c", zero, outermost=name != "2d-summa")
+    chunks = 1 if split.panels or split.own else 3
+
+    def rank(mesh):
+        for each, count in product((split, split.next()), {1, chunks}):
+            for what, ours, expected in products(mesh, each, "x", False, True, count, k=20):
+                np.testing.assert_array_equal(ours, expected, what)
+
+    run({"c": 2, "d": 3, **sizes(name, (2, 2, 1))}, rank)
 
 
 @pytest.mark.parametrize("name", SPLITS)

@@ -105,7 +105,7 @@ def life(folder, line, transport, until):
 
 
 CUBE = "x=2 y=2 z=2 scheme=3d microbatches=2"
-SHARDED = "d=2 x=2 zero=3 microbatches=2"
+SHARDED = "d=3 y=3 zero=3 microbatches=2"
 STAGES = "p=2 d=2 schedule=1f1b microbatches=2 zero=1"
 BROADCAST = "x=2 y=2 z=2 scheme=3d-broadcast microbatches=1"
 
@@ -118,7 +118,7 @@ BROADCAST = "x=2 y=2 z=2 scheme=3d-broadcast microbatches=1"
         ("x=2 scheme=1d microbatches=2", None, STAGES, "host-staged"),
         pytest.param(CUBE, "nccl", STAGES, "nccl", marks=slow),
         pytest.param(BROADCAST, "nccl", CUBE, None, marks=slow),
-        pytest.param("d=3 zero=2 microbatches=2", None, BROADCAST, "nccl", marks=slow),
+        pytest.param("d=3 y=3 zero=2 microbatches=2", None, BROADCAST, "nccl", marks=slow),
     ],
 )
 def test_run_on_devices_resumes_as_on_numpy(tmp_path, before, there, after, here):

@@ -195,7 +195,8 @@ class Muon(AdamW):
         mesh, (part, *_) = self.parameters.mesh, alike[0]
         experts, (first, *_, last) = _experts(part), part.item.shape
         per_rank = ceil(len(alike) * experts / exchange.members)
-        rows, columns = first // mesh.count(part.layout[0]), last // mesh.count(part.layout[-1])
+        rows = ceil(first / mesh.count(part.layout[0]))  # with padding
+        columns = last // mesh.count(part.layout[-1])
         shape = exchange.members * per_rank, rows, columns
         blocks = mesh.zeros(shape, self.parameters.wide, "workspace")
         for number, matrix in enumerate(alike):

@@ -89,10 +89,9 @@ class StateSpec(NamedTuple):
         that shard this dimension of the parameter.
         """
         rows, columns = self.per
-        dims = [" ".join(dim) for dim in layout]
-        dims[0] = dims[0] if rows else ""
-        dims[-1] = dims[-1] if columns else ""
-        return Layout(*dims, owned=" ".join(layout.owned) if rows else "")
+        *others, last = layout
+        dims = *others, last if columns else ()
+        return layout.with_dims(*dims) if rows else Layout("", *map(" ".join, dims[1:]))
 
 
 def _keeps(spec: StateSpec, item: Parameter) -> bool:

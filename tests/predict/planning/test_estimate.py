@@ -17,7 +17,7 @@ x=2 y=4 scheme=2d-summa
 d=8
 d=4 x=2 scheme=1d zero=1
 d=4 x=2 zero=2
-d=4 x=2 zero=3 microbatches=2 prefetch=true
+d=4 x=2 zero=3 microbatches=2 prefetch=true model.hidden=260 model.heads=4
 p=4 x=2 schedule=1f1b microbatches=8
 p=4 d=2 schedule=gpipe microbatches=4
 p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=4

@@ -71,3 +71,8 @@ def test_layouts_with_owners_follow_the_rules():
     assert "3d-broadcast" not in schemes_of("model.experts=4")
     config = settled(f"{SMALL} d=2 x=2 y=2 scheme=3d-broadcast")
     assert layouts.zeros(config, 8) == ((0, 1), (3,))
+
+
+def test_every_zero_stage_is_considered_if_the_shards_have_padding():
+    config = settled(f"{SMALL} model.hidden=250 model.heads=2 d=8")
+    assert layouts.zeros(config, 8) == ((0, 1), (2,), (3,))

@@ -53,7 +53,7 @@ e=2 microbatches=2 experts=4 top_k=2 capacity=1 shared_experts=1
 d=2 e=2 microbatches=2 zero=1 experts=4 top_k=2 balance_bias=0.01
 e=2 x=2 y=2 z=2 microbatches=3 experts=4 top_k=2
 p=2 e=2 x=2 z=2 schedule=1f1b kind=llama kv_heads=4 ffn=48 moe_every=2 experts=4 microbatches=3
-d=2 e=2 y=2 microbatches=2 zero=3 experts=4 shared_experts=1
+d=2 e=2 y=2 microbatches=2 zero=3 experts=4 shared_experts=1 hidden=30 heads=6
 p=2 d=2 e=2 schedule=zb-h1 microbatches=4 zero=2 experts=4 top_k=4 bucket_mb=0.01 capacity=0
 d=2 c=2 e=2 microbatches=2 zero=1 experts=4 sequence=4
 c=2 x=2 scheme=1d-sequence batch=4 microbatches=4 experts=4 sequence=8
@@ -66,7 +66,7 @@ dtype=float16 microbatches=2
 dtype=bfloat16 p=2 d=2 schedule=1f1b microbatches=4 zero=1
 dtype=bfloat16 d=4 shard=2 microbatches=2 zero=1 bucket_mb=0.01
 dtype=bfloat16 x=2 y=2 z=2 schedule=none microbatches=1 scheme=3d batch=4
-dtype=bfloat16 d=2 x=2 y=2 schedule=none microbatches=2 zero=3 scheme=2d kind=llama ffn=48
+dtype=bfloat16 d=2 x=2 y=2 schedule=none microbatches=2 zero=3 scheme=2d kind=llama ffn=36
 dtype=bfloat16 d=2 c=2 schedule=zb-v chunks=2 microbatches=2 zero=2 sequence=4 recompute=full
 dtype=bfloat16 e=2 x=2 y=2 z=2 microbatches=3 experts=4 top_k=2
 dtype=float32 reduce_dtype=bfloat16 p=2 d=2 schedule=1f1b microbatches=2 bucket_mb=0.01
@@ -101,7 +101,7 @@ def test_predicted_traffic_and_flops_match_the_counted_ones(line):
 
 
 EVALUATED = [
-    "p=2 d=2 x=2 schedule=1f1b microbatches=3 zero=3",
+    "p=2 d=2 x=2 schedule=1f1b microbatches=3 zero=3 hidden=30 heads=6",
     "p=2 schedule=zb-v chunks=2 microbatches=3",
     "x=2 y=2 schedule=none scheme=2d microbatches=2 kind=llama kv_heads=4 ffn=48",
     "d=2 e=2 x=2 microbatches=2 experts=4 moe_every=2",

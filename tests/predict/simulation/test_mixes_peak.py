@@ -32,18 +32,18 @@ x=2 y=2 z=2 dtype=bfloat16 recompute='["layernorm","mlp_act"]'
 x=4 d=2 scheme=1d recompute=full chunked_products=3
 p=2 d=2 x=2 schedule=1f1b microbatches=4 zero=1 scheme=1d-sequence chunked_products=2
 p=4 z=2 schedule=zb-h1 microbatches=4 recompute='["core_attn","mlp"]' keep_dtype=int8
-d=2 x=2 y=2 zero=3 prefetch=true chunked_products=3 recompute='["mlp"]'
+d=2 x=2 y=2 zero=3 prefetch=true chunked_products=3 recompute='["mlp"]' hidden=36
 d=4 x=2 scheme=1d zero=1 dtype=float32 reduce_dtype=bfloat16
 d=4 shard=2 x=2 zero=1 dtype=float32 reduce_dtype=bfloat16 bucket_mb=0.01
-d=4 shard=2 zero=3 dtype=bfloat16 microbatches=2 optimizer=muon
+d=4 shard=2 zero=3 dtype=bfloat16 microbatches=2 optimizer=muon hidden=30 heads=6
 c=4 x=2 microbatches=2 sequence=8 recompute='["mlp_act"]'
-d=2 c=4 zero=2 context=both ulysses=2 sequence=8
+d=2 c=4 zero=2 context=both ulysses=2 sequence=8 hidden=36
 c=4 y=2 context=all-to-all attention=chunked sequence=8 heads=8
 p=2 c=4 schedule=1f1b kind=llama kv_heads=12 sequence=8 microbatches=4
 p=2 e=2 x=2 schedule=1f1b experts=4 top_k=2 moe_every=2 microbatches=2
 d=2 e=4 experts=4 top_k=4 shared_experts=1 capacity=0 zero=1 recompute='["layernorm","mlp"]'
 e=2 x=2 y=2 experts=4 top_k=2 scheme=2d recompute=full
-d=2 e=2 z=2 experts=4 balance_bias=0.001 zero=3 prefetch=true chunked_products=2
+d=2 e=2 z=2 experts=4 balance_bias=0.001 zero=3 prefetch=true chunked_products=2 hidden=36
 p=2 d=2 e=2 experts=4 moe_every=2 schedule=zb-h1 microbatches=4 zero=2
 c=2 e=2 x=2 kind=llama kv_heads=12 sequence=8 experts=4 top_k=2
 """.strip().splitlines()

@@ -31,14 +31,14 @@ slow = pytest.mark.slow
 LINE = "optimizer=adafactor learning_rate=0.05 steps=4 layers=2"
 LAYOUTS = [
     "p=2 d=2 x=2 zero=1 scheme=1d schedule=1f1b microbatches=2 bucket_mb=0",
-    "d=2 x=2 y=2 zero=3 scheme=2d",
+    "d=2 x=2 y=2 zero=3 scheme=2d hidden=36",
     "p=2 e=2 d=2 zero=1 experts=4 top_k=2 schedule=gpipe microbatches=2",
     *(
         pytest.param(line, marks=slow)
         for line in [
             "d=3 zero=0",
             "d=4 shard=2 zero=1",
-            "d=3 z=2 zero=2",
+            "d=3 y=3 zero=2",
             "x=2 y=2 z=2 scheme=3d",
             "d=2 y=2 z=2 scheme=3d zero=1",
             "d=2 x=2 y=2 scheme=2d-summa zero=1 bucket_mb=0.01",

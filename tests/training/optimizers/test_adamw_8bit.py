@@ -30,7 +30,7 @@ LEARNING = (
 LINE = "optimizer=adamw-8bit steps=2 layers=2 hidden=256 heads=4 batch=8"
 LAYOUTS = [
     "p=2 d=2 zero=1 schedule=1f1b microbatches=2 bucket_mb=0",
-    "d=2 x=2 zero=3 layers=1",
+    "d=3 x=2 zero=3 layers=1 batch=12",
     "d=2 x=2 zero=2 scheme=1d-sequence hidden=512 layers=1 sequence=4",
     "d=3 zero=0 batch=12",
     "d=2 x=2 zero=1 scheme=1d hidden=512",

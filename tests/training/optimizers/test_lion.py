@@ -64,7 +64,7 @@ LAYOUTS = [
     "d=2 x=2 schedule=none microbatches=2 zero=1",
     "p=2 y=2 schedule=1f1b microbatches=2 kind=llama kv_heads=2 ffn=48",
     "d=2 x=2 z=2 schedule=none microbatches=2 zero=2 scheme=3d",
-    "d=2 y=2 schedule=none microbatches=2 zero=3 kind=qwen2 kv_heads=1",
+    "d=3 y=3 schedule=none microbatches=2 zero=3 kind=qwen2 kv_heads=1",
     "p=2 d=2 schedule=zb-h1 microbatches=4 zero=1 bucket_mb=0.01 tied=false",
     "d=2 e=2 schedule=none microbatches=2 zero=1 experts=4",
 ]

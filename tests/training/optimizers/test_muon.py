@@ -125,16 +125,16 @@ LAYOUTS = [
     "x=2 y=2 schedule=none microbatches=2 scheme=2d",
     "d=2 x=2 schedule=none microbatches=2 zero=1 scheme=1d",
     "d=4 shard=2 schedule=none microbatches=2 zero=1",
-    "d=2 y=2 schedule=none microbatches=2 zero=3 kind=qwen2 kv_heads=1",
+    "d=3 y=3 schedule=none microbatches=2 zero=3 kind=qwen2 kv_heads=1",
     "p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=2 kind=llama kv_heads=2 ffn=48",
     "x=2 y=2 z=2 schedule=none microbatches=2 scheme=3d-broadcast",
     "d=2 e=2 x=2 schedule=none microbatches=2 zero=1 experts=4 kind=llama ffn=48",
     "d=2 x=2 y=2 z=2 schedule=none microbatches=2 zero=1 scheme=3d",
     "d=2 x=2 z=2 schedule=none microbatches=3 scheme=2.5d zero=0 recompute=full",
-    "d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d-summa",
+    "d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d-summa hidden=30 heads=6",
     "p=2 d=2 schedule=zb-v chunks=2 microbatches=4 zero=1 kind=bert padding=4",
     "d=2 c=2 x=2 schedule=none microbatches=2 sequence=4 zero=3 kind=llama kv_heads=2",
-    "d=2 e=2 y=2 schedule=none microbatches=2 zero=3 experts=4 shared_experts=1",
+    "d=2 e=2 y=2 schedule=none zero=3 experts=4 shared_experts=1 hidden=30 heads=6",
 ]
 
 
