@@ -621,7 +621,7 @@ class Config:
         A routing group is a sequence or, if a rank stores only parts of sequences, such a part.
         If the capacity is not limited, it consists of all tokens of a rank and microbatch.
         """
-        sizes = self.mesh.sizes()
+        sizes = self.sizes()
         ranks = prod(sizes[axis] for axis in self.splits["dense"].x[0])
         rows = self.train.batch * self.model.sequence // (self.parallel.microbatches * ranks)
         return gcd(rows, self.context().tokens) if self.model.capacity else rows

@@ -46,6 +46,13 @@ def test_assumptions_are_listed():
     assert "5 slots per expert for a part of a sequence of 8 tokens" in " ".join(lines(split))
 
 
+def test_slots_do_not_depend_on_hybrid_sharding():
+    config = model_of(f"{MIXTURE} capacity=0")
+    config = replace(config, mesh=replace(config.mesh, d=4))
+    sharded = replace(config, parallel=replace(config.parallel, zero=1, shard=2))
+    assert of_mixture(sharded) == of_mixture(config)
+
+
 # Layouts on 512 H100 with experts in 64 parts, as `plan` finds them: (words; over how many ranks a
 # matrix is cut, of 2.5-D with a copy at each depth; mixtures of a rank; columns of its X).
 PLANNED = {
