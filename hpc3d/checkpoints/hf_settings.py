@@ -19,7 +19,7 @@ TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map
 TOKENIZER_FILES += ("chat_template.jinja",)
 GENERATION = "generation_config.json"  # the publisher's generation settings
 GELU = {"tanh": "gelu_new", "exact": "gelu"}
-_ACTIVATION_NAMES = {
+_FUNCTIONS = {
     **{theirs: ours for ours, theirs in GELU.items()},
     "gelu_pytorch_tanh": "tanh",
     "gelu_fast": "tanh",
@@ -139,11 +139,11 @@ def _bert_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[st
 def _gelu_of(settings: Mapping[str, Any], key: str, usual: str) -> str:
     """Return hpc3d's name of the activation function `settings[key]`, by default `usual`."""
     name = str(settings.get(key, usual))
-    if name not in _ACTIVATION_NAMES:
+    if name not in _FUNCTIONS:
         raise ValueError(
-            f"{CONFIG}: {key} = {name!r} is not supported; use one of {', '.join(_ACTIVATION_NAMES)}"
+            f"{CONFIG}: {key} = {name!r} is not supported; use one of {', '.join(_FUNCTIONS)}"
         )
-    return _ACTIVATION_NAMES[name]
+    return _FUNCTIONS[name]
 
 
 def _gpt2_written(model: ModelConfig) -> dict[str, Any]:
