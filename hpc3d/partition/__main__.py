@@ -218,7 +218,6 @@ _GC_THRESHOLD = 200_000
 
 def _plan_module(options):
     need(options.model, "torch")
-    from hpc3d.partition import measured_profile
     from hpc3d.partition.capture import captured_of
     from hpc3d.partition.execution.random_operations import check_random_operations
     from hpc3d.partition.execution.staged_model import check_types
@@ -245,7 +244,7 @@ def _plan_module(options):
         raise ValueError(
             f"--tensor {options.tensor}: not supported by {options.output}; write a .json file"
         )
-    profile = measured_profile.load(options.profile) if options.profile else None
+    profile = _profile_of(options)
     plan = _best_plan(captured, options, Wanted(**asked), profile)
     _show_opaque(captured.opaque)
     _show_module(plan, options.ranks, captured)
@@ -279,6 +278,18 @@ def _write(path, plan, captured):
     print(f"\n{command} {path}")
 
 
+def _profile_of(options):
+    """Return the profile of the module, or None."""
+    from hpc3d.partition import measured_profile
+
+    if not options.profile:
+        return None
+    tensor = options.tensor or 1
+    if tensor != 1:
+        raise ValueError(f"--tensor {tensor}: not supported with --profile; use --machine instead")
+    return measured_profile.load(options.profile)
+
+
 def _best_plan(captured, options, wanted, profile):
     """Return the best plan for the number of tensor-parallel ranks in the options."""
     from hpc3d.partition.evaluation import MOMENTS
@@ -287,8 +298,6 @@ def _best_plan(captured, options, wanted, profile):
     from hpc3d.predict.machine import machine_file
 
     tensor, named = options.tensor or 1, options.machine
-    if profile and tensor != 1:
-        raise ValueError(f"--tensor {tensor}: not supported with --profile; use --machine instead")
     if profile and not named:
         machine = profile.machine(options.ranks)
     else:

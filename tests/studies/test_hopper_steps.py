@@ -52,7 +52,7 @@ def test_machine_of_a_row_has_its_memory_and_network():
 
 
 def test_row_of_an_unsupported_layout_is_reported_not_predicted():
-    layout = ROWS[SMALL]["layout"] | {"mesh.d": 7}
+    layout = ROWS[SMALL]["layout"] | {"parallel.shard": 7}
     found = predicted(ROWS[SMALL] | {"layout": layout}, load("h100"))
     assert "error" not in found and "7" in found["refused"]
 
