@@ -134,7 +134,7 @@ def parser() -> Parser:
     add("--schedule", choices=_SCHEDULES, help=text)
     text = (
         "modules only: use activation checkpointing in no stage (none), in all stages (full), or "
-        "those stages that the planner selects (stage, the default)"
+        "in the stages that the planner selects (stage, the default)"
     )
     add("--recompute", choices=("none", "full", "stage"), help=text)
     text = "modules only: fraction of the memory to leave free (default: 0.1)"

@@ -43,7 +43,7 @@ class Program(NamedTuple):
         return self.updates > 0
 
     def with_few(self, stage: int, micros: Collection[int]) -> list[Group]:
-        """Return the groups of a step of a stage that runs only the given microbatches.
+        """Return the groups of instructions of a step of `stage` with only these microbatches.
 
         Gradients are reduced when all passes have ended.
         """

@@ -126,7 +126,7 @@ def _sizes(config, multiple, side):
     hidden, batch = (_rounded(size, multiple) for size in wanted)
     if max(hidden / wanted[0], batch / wanted[1]) > _INEXACT:
         return None
-    vocabulary = multiple * ceil(model.vocabulary / multiple)  # at least one ID per token
+    vocabulary = multiple * ceil(model.vocabulary / multiple)  # every token has an ID
     return {
         "hidden": hidden,
         "batch": batch,

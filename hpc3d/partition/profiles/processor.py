@@ -56,8 +56,8 @@ class Processor(NamedTuple):
     """Processor of a rank.
 
     `name` lists the device names of all ranks, and `memory` is the memory per rank in bytes.
-    `clock()` reads the time of computation, `wall()` the time of communication, and `usage()` the
-    memory. `usage` is `None` on a CPU, where the memory of operations is not measured.
+    `clock()` reads the clock for computation, `wall()` the clock for communication, and `usage()`
+    the used memory. `usage` is `None` on a CPU, where the memory of operations is not measured.
     """
 
     name: str

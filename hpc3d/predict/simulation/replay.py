@@ -127,7 +127,7 @@ class PassRecorder:
         recorded, pool, peaks = self.passes[kind], self.mesh.pool, self.mesh.pool.peak
         self._replay_rows(recorded, layer)
         before, held, saved = dict(pool.live), pool.held, pool.saved
-        pool.saved = Counter()  # the changes of the pass are those that have been recorded
+        pool.saved = Counter()  # discards changes of the replay
         for name, array in recorded.brought.items():
             micro.cached(name, lambda _, array=array: array)
         yield
