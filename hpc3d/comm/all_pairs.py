@@ -12,6 +12,8 @@ Each member sends each peer no more data than the standard algorithms do:
     reduce_scatter        each member sends chunk j to member j, and sums the received chunks
     all_gather            each member sends its block to all other members (at most 8 members)
     all_reduce            2 members exchange their blocks; 3 use reduce_scatter and all_gather
+    broadcast             the root sends each piece to one member, which sends it to the others
+                          (3 to 8 members)
 
 MPI has no 16-bit floating-point types, so AllPairs always sums 16-bit floats itself, in float32
 (`fold`).
@@ -28,7 +30,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hpc3d.arrays.narrow import integers, is_narrow
-from hpc3d.comm.communicator import REDUCTIONS, SMALL_SUM, Pending, fold
+from hpc3d.comm.communicator import REDUCTIONS, SMALL_SUM, Pending, fold, pieces_passed_on
 from hpc3d.comm.mpi import MESSAGE, MpiCommunicator, arriving
 from hpc3d.runtime.host_map import has_remote_memory_access
 
@@ -101,6 +103,41 @@ class AllPairs(MpiCommunicator):
             summed.wait()
             self.swapped([mine] * self.size, totals, tag + 1).wait()
             return into
+
+        return Pending(finish)
+
+    def spread_into(self, whole: Array, root: int) -> Pending:
+        each = 0 if whole.nbytes < self.long else pieces_passed_on(self.size, whole.nbytes)
+        if not each:
+            return super().spread_into(whole, root)
+        others = [peer for peer in range(self.size) if peer != root]
+        tag, flat = self.tag(), whole.reshape(-1)
+        pieces = [flat[part] for part in slices_of(flat.size, len(others) * each)]
+        if self.rank == root:
+            requests = [
+                self.comm.Isend(integers(piece), others[number % len(others)], tag)
+                for number, piece in enumerate(pieces)
+            ]
+            return arriving(lambda: MPI.Request.Testall(requests), whole)
+        return self._passed_on(whole, pieces, root, others, tag)
+
+    def _passed_on(
+        self, whole: Array, pieces: Sequence[Array], root: int, others: Sequence[int], tag: int
+    ) -> Pending:
+        """Receive all pieces, and send those that come from the root to the other members."""
+        peers = [peer for peer in others if peer != self.rank]
+        first, step = others.index(self.rank), len(others)
+        coming = []
+        for number, piece in enumerate(pieces):
+            source = root if number % step == first else others[number % step]
+            coming.append(self.comm.Irecv(integers(piece), source, tag))
+
+        def finish():
+            sent = []
+            for piece, request in zip(pieces[first::step], coming[first::step], strict=True):
+                arriving(request.Test, piece).wait()
+                sent += [self.comm.Isend(integers(piece), peer, tag) for peer in peers]
+            return arriving(lambda: MPI.Request.Testall(coming + sent), whole).wait()
 
         return Pending(finish)
 

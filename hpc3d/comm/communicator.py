@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 # above it, each member sums one slice.
 SMALL_SUM = 1 << 14
 
+# Maximum number of pieces that a member passes on in a broadcast, and minimum size of a piece in
+# bytes if there are several.
+_PIECES, _PIECE = 4, 1 << 15
+
 # Volume received by a member in each collective that has no root, in multiples of the size of the
 # full array minus the member's own shard.
 EXCHANGES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
@@ -65,6 +69,18 @@ def received_bytes(op: str, nbytes: Any, size: Any, member: Any = None, root: An
 def received_share(op: str, size: int) -> float:
     """Return the volume that each member receives in a call, relative to the full array."""
     return EXCHANGES[op] * (size - 1) / size if op in EXCHANGES else 1.0
+
+
+def pieces_passed_on(size: int, nbytes: float) -> int:
+    """Return the number of pieces of a broadcast that each member passes on to the others.
+
+    The root sends each piece to one member. With several pieces, the members pass on the first
+    ones while the root sends the next ones (hpc3d.comm.all_pairs). The number is 0 in groups of 2
+    and of more than 8 members, which use MPI's broadcast.
+    """
+    if not 3 <= size <= 8:
+        return 0
+    return int(min(max(nbytes // ((size - 1) * _PIECE), 1), _PIECES))
 
 
 class Pending:

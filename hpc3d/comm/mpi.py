@@ -88,6 +88,10 @@ class MpiCommunicator(Communicator):
         """Broadcast the root's block of `rows` rows, and return it as a `Pending`."""
         mine = self.rank == root
         whole = block if mine else self.empty((rows, *block.shape[1:]), block.dtype)
+        return self.spread_into(whole, root)
+
+    def spread_into(self, whole: Array, root: int) -> Pending:
+        """Broadcast the root's array `whole` into those of the others, and return a `Pending`."""
         return arriving(self.comm.Ibcast(integers(whole), root).Test, whole)
 
     def _reduce(self, block, root):

@@ -23,10 +23,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpc3d.arrays.narrow import integers
 from hpc3d.comm.all_pairs import AllPairs, slices_of
 from hpc3d.comm.communicator import REDUCTIONS, Pending, fold
-from hpc3d.comm.mpi import arriving
 from hpc3d.comm.shared_memory import Region, SharedMemory
 
 if TYPE_CHECKING:
@@ -134,8 +132,7 @@ class TwoLevel(AllPairs):
 
         def finish(whole=whole):
             mine = whole.reshape(-1)[self._slice_of(whole.size)]
-            request = self.wire.comm.Ibcast(integers(mine), self._host_of(root))
-            arriving(request.Test, mine).wait()
+            self.wire.spread_into(mine, self._host_of(root)).wait()
             return self.seen(whole, region)
 
         return self.node.after(self.node.publish(region), finish)

@@ -444,7 +444,8 @@ def carries_batch(node: fx.Node) -> bool:
 
 
 def _sharing(nodes, weights, members):
-    """Yield groups of operations that share a piece because one of them modifies their memory.
+    """Yield groups of operations that stay in one piece, because one of them modifies the memory
+    that the others read.
 
     A group contains all operations whose results share the written memory, and all readers of
     these results. If the written memory is a buffer, the group contains all operations that read

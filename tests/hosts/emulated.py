@@ -23,6 +23,7 @@ PROGRAMS = ("ip", "mpirun", "nsenter", "setpriv", "tc", "unshare")
 PATH = os.pathsep.join(
     [str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]
 )
+PINNED = "taskset -c $(((number - 1) / {hosts_per_core})) "
 MORTAL = ("setpriv", "--pdeathsig", "KILL")  # ends with pytest, however that ends
 HANDED_ON = ("PATH", "PYTHONPATH", "OPENBLAS_CORETYPE")
 
@@ -63,9 +64,9 @@ while :; do sleep 1000 & wait $!; done
 # login, which is not the caller's.
 AGENT = """#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
-there=$(cat {folder}/$1); shift
+there=$(cat {folder}/$1); number=${{1#hn}}; shift
 cd /
-nsenter -t "$there" -a -- env -i HOME="$HOME" USER=root LANG=C.UTF-8 \\
+{pinned}nsenter -t "$there" -a -- env -i HOME="$HOME" USER=root LANG=C.UTF-8 \\
     PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin sh -c "$*"
 code=$?
 kill -0 "$there" 2>/dev/null || code=255
@@ -93,9 +94,11 @@ class Emulated:
 
     `clocks`: pairs (number of a host from 1, offset of its monotonic clock in seconds).
     `shared`: folders in /tmp that all hosts share; sources and environment are always shared.
+    `hosts_per_core`: number of hosts that share a core; by default, hosts use all cores.
     """
 
-    def __init__(self, hosts=2, clocks=(), shared=()):
+    def __init__(self, hosts=2, clocks=(), shared=(), hosts_per_core=0):
+        self.pinned = PINNED.format(hosts_per_core=hosts_per_core) if hosts_per_core else ""
         self.count, self.clocks = hosts, dict(clocks)
         found = [ROOT, Path(sys.prefix), *(Path(folder) for folder in shared)]
         self.shared = [str(folder.resolve()) for folder in found]
@@ -120,7 +123,7 @@ class Emulated:
         lines = [f"{_address(number)} hn{number}" for number in range(self.count + 1)]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         agent = self.folder / "agent"
-        agent.write_text(AGENT.format(folder=self.folder))
+        agent.write_text(AGENT.format(folder=self.folder, pinned=self.pinned))
         agent.chmod(0o755)
 
     def _begin(self, words):
@@ -216,14 +219,17 @@ class Emulated:
         """Return the root folder of a host as seen from outside; it contains /tmp and /dev/shm."""
         return Path(f"/proc/{self.pids[number]}/root")
 
-    def rate(self, rate):
-        """Limit every network card in both directions, as in "200mbit"; None means no limit."""
+    def rate(self, rate, burst="128kb"):
+        """Limit every network card in both directions, as in "200mbit"; None means no limit.
+
+        After an idle time, a card sends the first `burst` at once.
+        """
         for number, pid in enumerate(self.pids):
             for place, card in ((pid, "eth0"), (self.switch, f"v{number}")):
                 tc = ["nsenter", "-t", str(place), "-n", "tc", "qdisc"]
                 _run(*tc, "del", "dev", card, "root", check=False)
                 if rate:
-                    limit = f"root tbf rate {rate} burst 128kb latency 100ms".split()
+                    limit = f"root tbf rate {rate} burst {burst} latency 100ms".split()
                     _run(*tc, "add", "dev", card, *limit)
 
     def sent_and_received(self, number):

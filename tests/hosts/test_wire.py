@@ -32,13 +32,16 @@ def test_nic_traffic_of_collectives_matches_the_formulas(hosts, ranks, kind, sha
     assert done.returncode == 0, done.stderr
     name, nbytes, found = json.loads(done.stdout)
     assert name == kind
+    came, went = ({op: [each[way] for each in found[op]] for op in found} for way in (0, 1))
     for op, share in zip(("all_gather", "reduce_scatter", "all_reduce"), shares, strict=True):
-        assert found[op] == pytest.approx([share * nbytes] * sum(ranks), rel=0.05), op
+        assert came[op] == pytest.approx([share * nbytes] * sum(ranks), rel=0.05), op
+    there = [rank >= ranks[0] for rank in range(sum(ranks))]
+    near = {"rel": 0.05, "abs": 0.05 * nbytes}
+    assert came["broadcast"] == pytest.approx([nbytes * away for away in there], **near)
+    sent = [nbytes * (len(ranks) - 2) / (len(ranks) - 1) if away else nbytes for away in there]
+    assert went["broadcast"] == pytest.approx(sent, **near)
     if len(ranks) == 2:
-        there = [rank >= ranks[0] for rank in range(sum(ranks))]
-        for op, goes in (("broadcast", there), ("reduce", [not away for away in there])):
-            expected = [nbytes * here for here in goes]
-            assert found[op] == pytest.approx(expected, rel=0.05, abs=0.05 * nbytes), op
+        assert came["reduce"] == pytest.approx([nbytes * (not away) for away in there], **near)
 
 
 def test_hosts_with_unequal_rank_counts_use_mpi(hosts):

@@ -1,7 +1,7 @@
 """Collectives over ranks of several hosts: `wire_cases.py` on the ranks of an MPI job.
 
-Rank 0 prints the communicator's name. For each call, it prints the bytes of its block, and the
-bytes that the network card of each rank's host received during the call.
+Rank 0 prints the communicator's name and the bytes of its block. For each call, it prints the
+bytes that the network card of each rank's host received and sent during the call.
 """
 
 import json
@@ -13,7 +13,7 @@ import numpy as np
 from hpc3d.runtime import launch
 
 ROWS = 3 << 19  # of float32; the headers of the wire are then a small part
-CARD = Path("/sys/class/net/eth0/statistics/rx_bytes")
+CARD = [Path(f"/sys/class/net/eth0/statistics/{way}_bytes") for way in ("rx", "tx")]
 CALLS = {
     "all_gather": lambda comm, block: comm.all_gather(block[: ROWS // comm.size]),
     "reduce_scatter": lambda comm, block: comm.reduce_scatter(block),
@@ -21,6 +21,10 @@ CALLS = {
     "broadcast": lambda comm, block: comm.broadcast(block[: ROWS * (comm.rank == 0)], 0),
     "reduce": lambda comm, block: comm.reduce(block, 0),
 }
+
+
+def carried():
+    return [int(each.read_text()) for each in CARD]
 
 
 def body(job):
@@ -36,11 +40,11 @@ def body(job):
     for op, call in CALLS.items():
         call(comm, block).wait()
         job.barrier()
-        before = int(CARD.read_text())
+        before = carried()
         job.barrier()
         call(comm, block).wait()
         job.barrier()
-        found[op] = job.gather(int(CARD.read_text()) - before)
+        found[op] = job.gather([now - then for now, then in zip(carried(), before, strict=True)])
     if job.rank == 0:
         print(json.dumps([type(comm).__name__, block.nbytes, found]))
 

@@ -408,10 +408,10 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 def _rows_of_samples(
     value: torch.Tensor, samples: range, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of the given samples; all `count` samples have as many rows.
+    """Return the rows of the given samples. All `count` samples have the same number of rows.
 
-    Returns two tensors, because the order of the rows is unknown. The first tensor assumes that
-    the rows of each sample are contiguous, and the second one that row i of all samples is.
+    The order of the rows is unknown, so two tensors are returned. The first one is correct if the
+    rows of a sample are adjacent, and the second one if the first rows of all samples come first.
     """
     width, chosen = len(value) // count, slice(samples.start, samples.stop)
     by_sample = value.unflatten(0, (count, width))[chosen].flatten(0, 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from hpc3d.comm.communicator import received_share
+from hpc3d.comm.communicator import pieces_passed_on, received_share
 from hpc3d.predict.machine.collective_costs import best
 from hpc3d.trace.schema import MESSAGES
 
@@ -90,7 +90,20 @@ def legs(machine: Any, op: str, nbytes: float, members: Sequence[int]) -> Legs:
     )
     across = carried(op, nbytes, there)
     work += _handed(machine, op, across / local, there.hosts)
-    return Legs(work, best(op, there.hosts, across, there.alpha, there.beta))
+    return Legs(work, _on_wire(op, there, across))
+
+
+def _on_wire(op: str, there: Crossing, nbytes: float) -> float:
+    """Return the network time of a call in which each NIC receives `nbytes`.
+
+    In a broadcast to 2 to 7 other hosts, the root sends pieces to the other hosts, and they
+    exchange these pieces while the root sends the next ones (hpc3d.comm.all_pairs).
+    """
+    each = pieces_passed_on(there.hosts, nbytes) if op == "broadcast" else 0
+    if not each:
+        return best(op, there.hosts, nbytes, there.alpha, there.beta)
+    passed_on = (there.hosts - 2) / (there.hosts - 1) / each
+    return 2 * there.alpha + (1 + passed_on) * nbytes * there.beta
 
 
 def _handed(machine: Any, op: str, nbytes: float, hosts: int) -> float:

@@ -241,21 +241,22 @@ class Machine:
     """Performance model of a machine; `source` states where its numbers come from.
 
     A node has `ranks_per_node` ranks and `cores` CPU cores. If there are fewer cores than ranks,
-    ranks share cores; if `cores` is 0, each rank has a GPU. `memory_gb` is the memory per rank. A
-    kernel takes `launch_s` seconds plus the time to move its bytes at `memory_bandwidth` or at its
-    own bandwidth in `kernels`, in bytes/s. Without tables in `attention`, fused attention runs at
-    the rate of a matrix product with as many FLOPs. `links` are ordered from the innermost to the
-    outermost. Without GPUs, communication uses the cores, and a waiting rank resumes with a delay
-    of `wakeup_s` seconds. Fused attention on GPUs supports heads of up to `max_fused_head_dim`
-    elements (0: no fused attention). Copies between a GPU and its host run at `host_bandwidth`
-    bytes/s (25e9: PCIe 4 x16).
+    ranks share cores; if `cores` is 0, each rank has a GPU. If two nodes share a core, as emulated
+    hosts do, `cores` is 0.5. `memory_gb` is the memory per rank. A kernel takes `launch_s` seconds
+    plus the time to move its bytes at `memory_bandwidth` or at its own bandwidth in `kernels`, in
+    bytes/s. Without tables in `attention`, fused attention runs at the rate of a matrix product
+    with as many FLOPs. `links` are ordered from the innermost to the outermost. Without GPUs,
+    communication uses the cores, and a waiting rank resumes with a delay of `wakeup_s` seconds.
+    Fused attention on GPUs supports heads of up to `max_fused_head_dim` elements (0: no fused
+    attention). Copies between a GPU and its host run at `host_bandwidth` bytes/s (25e9: PCIe 4
+    x16).
     """
 
     __pydantic_config__ = STRICT
     name: str
     source: str
     ranks_per_node: int
-    cores: int
+    cores: float
     memory_gb: float
     memory_bandwidth: float
     launch_s: float

@@ -121,7 +121,7 @@ def _wrong_numbers(machine: Machine) -> Iterator[str]:
         yield f"name = {machine.name!r}: must be one nonempty line of printable characters"
     if machine.ranks_per_node < 1:
         yield f"ranks_per_node = {machine.ranks_per_node}: must be at least 1"
-    if machine.cores < 0:
+    if not 0 <= machine.cores < inf:
         yield f"cores = {machine.cores}: must be at least 0 (0: each rank has a GPU)"
     if machine.max_fused_head_dim < 0:
         yield (

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc3d.predict.machine.between_hosts import carried, legs
+from hpc3d.predict.machine.collective_costs import best
 from hpc3d.predict.machine.machine import CallTable, Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import dumps, load
 from hpc3d.predict.planning.bounds import Bounds, volumes
@@ -98,6 +99,16 @@ def test_reduce_scatter_time_on_two_hosts():
     found = legs(hosts(1), "reduce_scatter", MB / 2, (0, 1))
     assert found.wired == pytest.approx(ALPHA + MB / 2 / WIRE, rel=1e-12)
     assert found.work == pytest.approx(LAUNCH + MB / 2 / MEMORY, rel=1e-12)
+
+
+def test_broadcast_time_on_four_hosts():
+    """The root sends the block once; the last pieces are passed on after it has sent them."""
+    for nbytes, each in ((MB, 4), (2e5, 2), (2e4, 1)):
+        found = legs(hosts(1), "broadcast", nbytes, range(4))
+        wanted = 2 * ALPHA + (1 + 2 / 3 / each) * nbytes / WIRE
+        assert found.wired == pytest.approx(wanted, rel=1e-12)
+    many = legs(hosts(1), "broadcast", MB, range(9))
+    assert many.wired == best("broadcast", 9, MB, ALPHA, 1 / WIRE)
 
 
 def test_two_level_call_time():
@@ -231,9 +242,10 @@ def test_step_time_adds_the_work_of_ranks_on_a_core_to_the_network_time(line):
 
 def test_waiting_stages_leave_cores_only_to_ranks_of_their_node():
     """With one microbatch, the ranks of a host compute at the same time and wait at the same time.
-    On a node with the cores of both hosts, each stage has all cores while the other one waits."""
+    On a node with the cores of both hosts, each stage has all cores while the other one waits. If
+    two hosts share a core, the ranks of each have half of it."""
     config, quick = layout("p=2 x=4"), (Link(0, 1e-9, 1e12),)
-    for machine, times in ((hosts(4), 4), (hosts(8, cores=2), 2)):
+    for machine, times in ((hosts(4), 4), (hosts(8, cores=2), 2), (hosts(4, cores=0.5), 8)):
         machine = replace(machine, links=quick)
         alone = simulate(config, 256, replace(machine, cores=8))
         taken = step_length(simulate(config, 256, machine))
