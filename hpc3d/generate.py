@@ -24,12 +24,11 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.argument_types import integer, positive, real
-from hpc3d.console.command_line import Parser, split_options
+from hpc3d.console.command_line import Parser, RootParser, split_options
 from hpc3d.console.exit_codes import INTERRUPTED, JobExit
-from hpc3d.console.sanitize import Problems
 from hpc3d.runtime import environment, launch
 
 if TYPE_CHECKING:
@@ -64,13 +63,6 @@ class _Reading(NamedTuple):
     model: TrainedModel
     prompt: str
     plan: _Plan
-
-
-class _Words(Parser):
-    """Argument parser for rank 0. It raises exceptions so that all ranks can exit together."""
-
-    def refuse(self, problems: Sequence[str]) -> NoReturn:
-        raise Problems(problems)
 
 
 class _Screen:
@@ -125,17 +117,14 @@ def _prepare(job: Job, words: Sequence[str]) -> _Reading:
     """
     from hpc3d.generation.continuation import TextRequest
     from hpc3d.generation.standard_input import standard_input
-    from hpc3d.generation.tensor_layout import laid_out
+    from hpc3d.generation.tensor_layout import described, laid_out
     from hpc3d.generation.trained_model import find_model, layout_words
 
     ours, settings = split_options(words)
     options = parser().parse_args(ours)
     model = find_model(options.model, settings)
     config = laid_out(model.config, layout_words(settings), job.size, options.samples)
-    sizes = [f"{axis} {size}" for axis, size in config.mesh.sizes().items() if size > 1]
-    how = f"{' '.join(sizes)}, {config.parallel.way}" if sizes else "one rank"
-    about = f"{model.source.path}: {config.model.kind} on {how}, {config.train.dtype}"
-    for line in (*model.notes, about):
+    for line in (*model.notes, f"{model.source.path}: {described(config)}"):
         job.complain(line)
     text = os.fsencode(options.prompt)
     if options.prompt == "-":
@@ -152,19 +141,13 @@ def _prepare(job: Job, words: Sequence[str]) -> _Reading:
 def _decoder(job: Job, plan: _Plan) -> Decoder:
     """Build this rank's shard of the model and load its parameters."""
     from hpc3d.checkpoints.sharded import restore
-    from hpc3d.comm.cartesian import build
-    from hpc3d.comm.device_setup import hardware
+    from hpc3d.comm.device_setup import mesh_of
     from hpc3d.model.decoder import Decoder
     from hpc3d.training.trainer import spec_of
 
-    config, ours = plan.config, hardware(job, plan.config)
+    config = plan.config
+    mesh = mesh_of(job, config)
     values = job.on_all_ranks(lambda: plan.source.open(config))
-    mesh = build(config.mesh.sizes(), transport=ours.transport, device=ours.device)
-    if ours.device:
-        from hpc3d.cuda.gpu import use
-
-        job.exit_hooks.append(ours.device.close)
-        use(mesh.pool, config.train.tf32)
     spec = spec_of(config, config.model.vocabulary)
     capacity = plan.wanted.capacity(config.model.sequence)
     decoder = Decoder(mesh, spec, config.train.dtype, capacity)
@@ -208,7 +191,7 @@ def _result(opened: _Reading, samples: Samples) -> Mapping[str, Any]:
 def parser() -> Parser:
     """Return the command-line parser."""
     usage = "%(prog)s RUN_DIR|FOLDER --prompt TEXT|- [options] [--section.key value ...]"
-    command = _Words("generate", __doc__, _EXITS, usage=usage)
+    command = RootParser("generate", __doc__, _EXITS, usage=usage)
     add = command.add_argument
     text = "run folder, checkpoint, or folder of a Hugging Face Transformers model"
     add("model", type=Path, metavar="RUN_DIR|FOLDER", help=text)

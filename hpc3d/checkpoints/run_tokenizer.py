@@ -165,19 +165,32 @@ def _name_in(run: Path) -> str | None:
     return load(path, [], of_run=True).data.tokenizer if path.exists() else None
 
 
-def refuse_another(run: Path, tokens: Tokens) -> None:
-    """Raise ValueError if `tokens` were produced by a tokenizer other than the resumed run's."""
+def is_known(path: Path, name: str | None) -> bool:
+    """Return True if the tokenizer of a run, checkpoint or Hugging Face model is known.
+
+    `name` is the value of `data.tokenizer` in the configuration of the model.
+    """
+    return name is not None or (_home_of(path) / RULES).is_file()
+
+
+def refuse_another(path: Path, tokens: Tokens, name: str | None = None) -> None:
+    """Raise ValueError if `tokens` were not produced by the tokenizer of a trained model.
+
+    `path` is a run, a checkpoint or a Hugging Face model. `name` is the name of its tokenizer;
+    the default is the name in config.toml.
+    """
+    home = _home_of(path)
     rules = rules_of_bytes() if tokens.tokenizer == ByteTokenizer.name else tokens.json
-    if (run / RULES).is_file():
-        where = str(run / RULES)
-        with reading(run / RULES, "not a readable tokenizer", "restore the tokenizer of the run"):
+    if (home / RULES).is_file():
+        where = str(home / RULES)
+        with reading(home / RULES, "not a readable tokenizer", "restore the tokenizer of the run"):
             same = same_rules(small_files.read(where, small_files.MOST_JSON).decode(), rules)
     else:
-        where = _name_in(run)
+        where = name or _name_in(home)
         same = where in (None, tokens.tokenizer)
     if not same:
         raise ValueError(
             f"data.path: the tokenizer of this text ({tokens.tokenizer}, vocabulary "
-            f"{tokens.vocabulary}) differs from the tokenizer of {run}; create a token file with "
+            f"{tokens.vocabulary}) differs from the tokenizer of {path}; create a token file with "
             f"python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer {where}"
         )

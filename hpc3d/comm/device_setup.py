@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from hpc3d.comm.mesh import Mesh
     from hpc3d.cuda.device import Cuda
     from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
@@ -46,3 +47,21 @@ def hardware(job: Job, config: Any) -> Hardware:
             "use train.cuda_graph = false, or mesh.transport = nccl with a device for each rank"
         )
     return found
+
+
+def mesh_of(job: Job, config: Any) -> Mesh:
+    """Build the mesh of a job that only runs forward passes, on the devices of its ranks.
+
+    `config` must be resolved. All ranks must call this function.
+    """
+    from hpc3d.comm.cartesian import build
+
+    ours = hardware(job, config)
+    mesh = build(config.sizes(), transport=ours.transport, device=ours.device)
+    if ours.device:
+        from hpc3d.cuda.gpu import use
+
+        pool: Any = mesh.pool
+        job.exit_hooks.append(ours.device.close)
+        use(pool, config.train.tf32)
+    return mesh

@@ -15,6 +15,7 @@ from hpc3d.console.exit_codes import BAD_INPUT, INTERRUPTED, REFUSED
 from hpc3d.console.progress import progress
 from hpc3d.console.sanitize import (
     OutputError,
+    Problems,
     file_and_reason,
     lines_of,
     sanitized,
@@ -85,6 +86,13 @@ class Parser(argparse.ArgumentParser):
                 raise
             self._problems.append(str(error))
             return action.default
+
+
+class RootParser(Parser):
+    """Argument parser for rank 0. It raises exceptions so that all ranks can exit together."""
+
+    def refuse(self, problems: Sequence[str]) -> NoReturn:
+        raise Problems(problems)
 
 
 def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:

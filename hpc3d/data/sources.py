@@ -46,12 +46,15 @@ class _DocumentPart(NamedTuple):
 class Source:
     """Iterator over the token ids of a file; `documents` counts the documents read so far.
 
+    `text_bytes` is the size of these documents in UTF-8 bytes, or `None` if the file contains ids.
+
     The `end` token of the tokenizer is appended to each document. If the file already contains
     ids, the token is added only to Megatron-LM documents that lack it.
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer, field: str = "text") -> None:
         self.path, self.tokenizer, self.field, self.documents = path, tokenizer, field, 0
+        self.text_bytes = None if path.suffix in BIN else 0
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
         """Yield pairs (array of token ids, number of bytes that they occupy in the file)."""
@@ -67,6 +70,7 @@ class Source:
                 rows += [ids, end] if part.last else [ids]
             yield np.concatenate(rows), sum(part.size for part in group)
             self.documents += sum(part.last for part in group)
+            self.text_bytes += sum(len(part.text) for part in group)
 
     def _given_ids(self) -> Iterator[tuple[np.ndarray, int]]:
         ids, ends = opened_ids(self.path)

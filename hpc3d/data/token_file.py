@@ -39,6 +39,7 @@ _VERSION = 1
 SUFFIX = ".h5"
 _MOST_IDS = 1 << 31  # maximum vocabulary size, because ids are returned as int32
 _END = "tokenizer_end"  # HDF5 attribute: end-of-document token; absent in older files
+_TEXT_BYTES = "text_bytes"  # HDF5 attribute: UTF-8 bytes of all documents; absent if unknown
 _CHUNK = 1 << 16  # tokens per checksum
 _SELF_CHECKING = "v110"  # the HDF5 1.10 format also has metadata checksums
 _PREPARE = "create it with python -m hpc3d.prepare"
@@ -54,7 +55,8 @@ class Tokens(contextlib.AbstractContextManager):
     `vocabulary` is the vocabulary size, `tokenizer` the name of the tokenizer, `json` its JSON
     text, and `end_name` its end-of-document token, or `None` if unknown. `sha256` is the hash of
     all ids, stored in the dtype of the token file. `digests` contains `sha256` and, if known, the
-    hashes of the individual documents.
+    hashes of the individual documents. `text_bytes` is the size of all documents in UTF-8 bytes,
+    or `None` if unknown.
     """
 
     tokenizer: str
@@ -63,6 +65,7 @@ class Tokens(contextlib.AbstractContextManager):
     sha256: str
     digests: frozenset[str]
     end_name: str | None = None
+    text_bytes: int | None = None
 
     def made_by(self) -> tuple[str, int, str]:
         """Return the name, vocabulary size and JSON text that identify the tokenizer."""
@@ -148,6 +151,7 @@ class TextTokens(Tokens):
         self.digests = frozenset({*digests, self.sha256})
         self._texts = texts
         self._starts = np.cumsum([0, *sizes])
+        self.text_bytes = sum(sizes) - len(sizes)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -205,6 +209,10 @@ class TokenFile(Tokens):
             raise ValueError(f"{length} tokens expected, found {self._tokens}")
         if self.vocabulary > _MOST_IDS:
             raise ValueError(f"vocabulary {self.vocabulary} is above {_MOST_IDS}")
+        if _TEXT_BYTES in file.attrs:
+            self.text_bytes = int(file.attrs[_TEXT_BYTES])
+        elif self.tokenizer == ByteTokenizer.name:  # each document has one more token, its end
+            self.text_bytes = length - self.documents
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -274,20 +282,24 @@ def write_tokens(
             digest.update(part)
             disk.check()
             report(size)
-        file.attrs.update(_described(texts, tokenizer))
-        file.attrs.update(documents=sum(source.documents for source in sources))
+        file.attrs.update(_described(sources, tokenizer))
         file.attrs.update(length=len(dataset), sha256=_fixed(digest.hexdigest()))
 
 
-def _described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:
-    end = {_END: _fixed(tokenizer.end_name)} if tokenizer.end_name else {}
-    return end | {
+def _described(sources: Sequence[Source], tokenizer: Tokenizer) -> dict:
+    """Return the HDF5 attributes of a token file after all `sources` have been read."""
+    known = {_END: _fixed(tokenizer.end_name)} if tokenizer.end_name else {}
+    sizes = [each.text_bytes for each in sources if each.text_bytes is not None]
+    if len(sizes) == len(sources):
+        known[_TEXT_BYTES] = sum(sizes)
+    return known | {
         "format": _fixed(_FORMAT),
         "version": _VERSION,
         "tokenizer": _fixed(tokenizer.name),
         "tokenizer_json": _fixed(tokenizer.json),
         "vocabulary": tokenizer.vocabulary,
-        "sources": _fixed([text.name for text in texts]),
+        "sources": _fixed([each.path.name for each in sources]),
+        "documents": sum(each.documents for each in sources),
     }
 
 

@@ -6,6 +6,7 @@ mesh and the microbatches, so that validation losses are comparable.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from hpc3d.data.token_file import Tokens, open_tokens
 from hpc3d.data.tokenizer import END
 
 _KEY = "data.validation"
+_NAMED = re.compile(r"\Adata\.(path|validation)")  # key that an error message names
 _ORDER = 0  # random seed of the window order, the same for all runs
 
 
@@ -39,11 +41,21 @@ class TokenRange(Tokens):
         self.tokens.close()
 
 
-class _OtherText(TokenRange):
-    """Separate validation text, whose error messages name the key data.validation."""
+class SeparateText(TokenRange):
+    """Separate validation text at `path`, whose error messages name `key` instead of data.path.
+
+    Raises a one-line ValueError that begins with `key` if the text cannot be read.
+    """
+
+    def __init__(self, path: str | Path, key: str = _KEY) -> None:
+        self.key = key
+        with naming_key(key):
+            tokens = open_tokens(path)
+        super().__init__(tokens, 0, len(tokens))
+        self.text_bytes = tokens.text_bytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        with _of_validation():
+        with naming_key(self.key):
             return super().read(start, stop)
 
 
@@ -59,8 +71,7 @@ def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Toke
     if isinstance(validation, float):
         edge = len(tokens) - int(len(tokens) * validation)
         return TokenRange(tokens, 0, edge), TokenRange(tokens, edge, len(tokens))
-    with _of_validation():
-        other = open_tokens(validation)
+    other = SeparateText(validation)
     if other.made_by() != tokens.made_by():
         other.close()
         raise ValueError(
@@ -68,34 +79,39 @@ def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Toke
             f"{other.vocabulary}) differs from data.path ({tokens.tokenizer}, vocabulary "
             f"{tokens.vocabulary}); use a fraction of data.path instead, such as 0.05"
         )
-    return tokens, _OtherText(other, 0, len(other))
+    return tokens, other
 
 
 @contextmanager
-def _of_validation() -> Iterator[None]:
-    """Replace the key data.path with data.validation in error messages."""
+def naming_key(key: str) -> Iterator[None]:
+    """Replace data.path or data.validation at the start of an error message with `key`."""
     try:
         yield
     except ValueError as error:
-        raise type(error)(str(error).replace("data.path", _KEY, 1)) from error
+        raise type(error)(_NAMED.sub(lambda _: key, str(error))) from error
 
 
 class ValidationBatches:
     """Evaluation batches. The validation text is split into windows like the training text.
 
     `count` is the number of batches: enough to cover all windows, but at most `most` (0: no
-    limit). An incomplete last batch is padded with sequences without targets. Raises ValueError if
-    there are too few tokens for one window.
+    limit). An incomplete last batch is padded with sequences without targets. With `remainder`,
+    the tokens after the last full window form one more window, padded with tokens without targets.
+    Raises ValueError if there are too few tokens for one window.
     """
 
-    def __init__(self, tokens: Tokens, sequence: int, batch: int, most: int) -> None:
+    def __init__(
+        self, tokens: Tokens, sequence: int, batch: int, most: int, remainder: bool = False
+    ) -> None:
         assert sequence > 0 and batch > 0 and most >= 0
-        windows = (len(tokens) - 1) // sequence
-        if windows < 1:
+        least = 2 if remainder else sequence + 1
+        if len(tokens) < least:
             raise ValueError(
                 f"{_KEY}: {counted(len(tokens), 'token')}, but model.sequence = {sequence} needs "
-                f"at least {sequence + 1}; hold out a larger fraction, or use a longer text"
+                f"at least {least}; use a longer text, or hold out a larger fraction"
             )
+        targets = len(tokens) - 1
+        windows = -(-targets // sequence) if remainder else targets // sequence
         filled = -(-windows // batch)
         self.count = min(filled, most) if most else filled
         self._tokens, self._shape = tokens, (batch, sequence)
@@ -108,6 +124,7 @@ class ValidationBatches:
         windows = self._order[number * batch : (number + 1) * batch].tolist()
         for row, window in enumerate(windows):
             start = window * sequence
-            read = self._tokens.read(start, start + sequence + 1)
-            tokens[row], targets[row] = read[:-1], read[1:]
+            read = self._tokens.read(start, min(start + sequence + 1, len(self._tokens)))
+            count = len(read) - 1
+            tokens[row, :count], targets[row, :count] = read[:-1], read[1:]
         return tokens, targets

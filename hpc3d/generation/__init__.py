@@ -1,1 +1,1 @@
-"""Text generation with a trained model."""
+"""Inference with trained models: text generation and evaluation."""

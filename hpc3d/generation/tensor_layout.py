@@ -69,19 +69,26 @@ def _base(trained: Config, words: Sequence[str], ranks: int) -> Config:
         name=trained.name,
         mesh=trained.mesh if own else MeshConfig(order=trained.mesh.order),
         parallel=ParallelConfig(scheme=scheme, split=split),
-        model=_undisturbed(trained.model),
+        model=undisturbed(trained.model),
         train=TrainConfig(dtype="float64"),
     )
 
 
-def _undisturbed(model: ModelConfig) -> ModelConfig:
+def undisturbed(model: ModelConfig) -> ModelConfig:
     """Return the model configuration without dropout and with unlimited expert capacity.
 
-    With a limited capacity, the tokens dropped by experts would depend on tokens that have not
-    been generated yet.
+    With a limited capacity, the tokens dropped by experts would depend on the other tokens of a
+    sequence, and on the layout. In generation, later tokens are not known yet.
     """
     roomy = replace(model, capacity=0.0) if model.experts else model
     return replace(roomy, dropout=0.0)
+
+
+def described(config: Config) -> str:
+    """Describe a model and its layout, such as "gpt2 on x 2 y 2, scheme 2d, float64"."""
+    sizes = [f"{axis} {size}" for axis, size in config.mesh.sizes().items() if size > 1]
+    how = f"{' '.join(sizes)}, {config.parallel.way}" if sizes else "one rank"
+    return f"{config.model.kind} on {how}, {config.train.dtype}"
 
 
 def _other_axes(mesh: MeshConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Trained model for text generation, from a run's checkpoint or a Hugging Face model folder.
+"""Trained model, from a run's checkpoint or a Hugging Face model folder.
 
 Rank 0 finds and validates the model. Every rank then opens the weight files and reads its own
 shards of the parameters.
@@ -26,6 +26,7 @@ from hpc3d.console import small_files
 from hpc3d.console.sanitize import Problems
 from hpc3d.data.token_file import tokenizer_of
 from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
+from hpc3d.data.tokenizer_files import object_in
 from hpc3d.model.families import FAMILIES, family_of
 
 _TOKENIZER = "tokenizer.json"
@@ -46,6 +47,14 @@ class WeightSource(NamedTuple):
         if self.published:
             return PublishedValues(Pretrained(self.path), config)
         return Checkpoint(self.path)
+
+
+class FoundWeights(NamedTuple):
+    """Configuration of a trained model, its weights, and the problems of skipped checkpoints."""
+
+    config: Config
+    source: WeightSource
+    notes: Sequence[str] = ()
 
 
 class TrainedModel(NamedTuple):
@@ -123,11 +132,10 @@ def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
     model is invalid or cannot generate text, or if `words` has an option other than these and
     those in `_LAYOUT`.
     """
-    published = path.suffix == ".safetensors" or any(
-        (path / name).exists() for name in (CONFIG, WEIGHTS, INDEX, "snapshots")
-    )
-    _refuse_others(words, (*_LAYOUT, "model." if published else "data.path"))
-    found = _published(path, words) if published else _of_run(path, words)
+    published = is_published(path)
+    refuse_others("generate", words, (*_LAYOUT, "model." if published else "data.path"))
+    weights = find_weights("generate", path, words)
+    found = _published(path, weights) if published else _of_run(path, weights, words)
     if not family_of(found.config.model).causal:
         able = [kind for kind, family in FAMILIES.items() if family.causal]
         kind = found.config.model.kind
@@ -138,10 +146,38 @@ def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
     return found
 
 
-def _refuse_others(words: Iterable[str], known: Sequence[str]) -> None:
+def is_published(path: Path) -> bool:
+    """Return True if `path` is a Hugging Face model, not a run or a checkpoint."""
+    return path.suffix == ".safetensors" or any(
+        (path / name).exists() for name in (CONFIG, WEIGHTS, INDEX, "snapshots")
+    )
+
+
+def find_weights(verb: str, path: Path, words: Sequence[str]) -> FoundWeights:
+    """Find and validate the weights at `path` for the command `verb`; called on rank 0.
+
+    For a Hugging Face model, options `--model.KEY` in `words` are applied. Raises ValueError if
+    the weights are invalid.
+    """
+    if is_published(path):
+        given = ["--model.dropout", "0", *words_with(words, ("model.",))]
+        config = configured(Pretrained(path), given)
+        return FoundWeights(config, WeightSource(path, published=True))
+    opened, wrong = newest_whole(checkpoints(path))
+    config = config_of(opened)
+    if config.torch.factory:
+        raise ValueError(
+            f"{path}: {verb} does not support torch modules ({config.torch.factory}); choose a "
+            "run of an hpc3d model"
+        )
+    return FoundWeights(config, WeightSource(opened.folder, published=False), wrong)
+
+
+def refuse_others(verb: str, words: Iterable[str], known: Sequence[str]) -> None:
+    """Raise ValueError if an option in `words` does not begin with one of the names `known`."""
     names = ", ".join(f"--{name}" for name in known)
     problems = [
-        f"{option}: the trained model determines this key; generate accepts only {names}"
+        f"{option}: the trained model determines this key; {verb} accepts only {names}"
         for option, _ in options(words)
         if not option.removeprefix("--").startswith(tuple(known))
     ]
@@ -151,10 +187,11 @@ def _refuse_others(words: Iterable[str], known: Sequence[str]) -> None:
 
 def layout_words(words: Iterable[str]) -> list[str]:
     """Return the options in `words` that determine the layout of the ranks."""
-    return _words(words, _LAYOUT)
+    return words_with(words, _LAYOUT)
 
 
-def _words(words: Iterable[str], beginnings: tuple[str, ...]) -> list[str]:
+def words_with(words: Iterable[str], beginnings: tuple[str, ...]) -> list[str]:
+    """Return the options in `words` that begin with one of `beginnings`, and their values."""
     return [
         word
         for option, text in options(words)
@@ -163,18 +200,11 @@ def _words(words: Iterable[str], beginnings: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _of_run(path: Path, words: Sequence[str]) -> TrainedModel:
-    opened, wrong = newest_whole(checkpoints(path))
-    config = config_of(opened)
-    if config.torch.factory:
-        raise ValueError(
-            f"{path}: generate does not support torch modules ({config.torch.factory}); choose a "
-            "run of an hpc3d model"
-        )
+def _of_run(path: Path, found: FoundWeights, words: Sequence[str]) -> TrainedModel:
+    config, source, notes = found
     tokenizer = _tokenizer_of_run(config, path, dict(options(words)).get("--data.path"))
-    source = WeightSource(opened.folder, published=False)
     ends = end_ids(path) | ({tokenizer.end} - {None})
-    return TrainedModel(config, tokenizer, source, ends, tokenizer.end, wrong)
+    return TrainedModel(config, tokenizer, source, ends, tokenizer.end, notes)
 
 
 def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer:
@@ -196,12 +226,11 @@ def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer
     return tokenizer_of(package_data.text_path(text or config.data.path))
 
 
-def _published(path: Path, words: Sequence[str]) -> TrainedModel:
-    pretrained = Pretrained(path)
-    config = configured(pretrained, ["--model.dropout", "0", *_words(words, ("model.",))])
+def _published(path: Path, found: FoundWeights) -> TrainedModel:
+    config, source, _ = found
     tokenizer = _published_tokenizer(path, config.model.vocabulary)
-    source, begin = WeightSource(path, published=True), pretrained.settings.get("bos_token_id")
-    return TrainedModel(config, tokenizer, source, end_ids(path), begin)
+    settings = object_in((path if path.is_dir() else path.parent) / CONFIG)
+    return TrainedModel(config, tokenizer, source, end_ids(path), settings.get("bos_token_id"))
 
 
 def _published_tokenizer(path: Path, vocabulary: Any) -> Tokenizer:

@@ -29,6 +29,7 @@ _PARSERS = {
     "init": ("init", "parser"),
     "train": ("train", ""),
     "generate": ("generate", "parser"),
+    "evaluate": ("evaluate", "parser"),
     "plan": ("plan", "parser"),
     "simulate": ("simulate", "parser"),
     "simulate schedule": ("simulate", "schedule_parser"),

@@ -1,4 +1,4 @@
-"""Evaluation of the loss on held-out data during training.
+"""Evaluation of the loss on held-out data, during training or of a trained model.
 
 An evaluation runs only forward passes, on the mesh of the run and through its pipeline, without
 dropout and without saved activations. Gradients, gradient buckets, the optimizer, and the
@@ -9,7 +9,9 @@ number of updates, even if a schedule keeps older weights.
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,17 +19,23 @@ import numpy as np
 
 from hpc3d.arrays.pool import has_values, on_host
 from hpc3d.model.microbatch import count_targets
+from hpc3d.model.parameters import Parameters
+from hpc3d.model.stage import build
 from hpc3d.pipeline.engine import EVALUATION, Engine
 from hpc3d.pipeline.program import forward_program_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader
+from hpc3d.training.trainer import parts_of, spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.program import Program
     from hpc3d.pipeline.stage_protocol import PipelineStage
     from hpc3d.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 class Evaluation(NamedTuple):
@@ -68,7 +76,7 @@ class Evaluator:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: Trainer | FrozenModel,
         batches: Any,
         program: Program | None = None,
         feed: Callable[..., Any] = MicrobatchLoader,
@@ -127,6 +135,7 @@ class Evaluator:
         feed = self.feed(self.mesh, self.trainer.config, self.batches, self.program)
         groups, sums, tokens = self.program.stages[self.mesh.coord("p")], np.zeros(2), 0
         for number in range(self.count):
+            log.info("evaluating batch %d of %d", number + 1, self.count)
             micros = feed.fetch(number)
             self.engine.run(groups, micros, EVALUATION)
             found = self.engine.losses.pop(number, 0.0)
@@ -134,6 +143,38 @@ class Evaluator:
             tokens += self.count_tokens(micros)
         loss, right = self.mesh.world.all_reduce(sums).wait().tolist()
         return loss, right, tokens
+
+
+class FrozenModel:
+    """Model on a mesh that is only evaluated, without gradients and optimizer states.
+
+    `parameters` are the parameters of this rank; the caller must set their values. A
+    `FrozenEvaluator` evaluates the model. `clock()` returns the time in seconds.
+    """
+
+    buckets: Any = None  # an evaluation reduces no gradients and updates no parameters
+    update: Any = None
+
+    def __init__(
+        self, mesh: Mesh, config: Config, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.mesh, self.config, self.clock = mesh, config, clock
+        parallel, placement = config.parallel, forward_program_of(config).placement
+        self.parameters = Parameters(
+            mesh, config.train.dtype, parallel.zero, offload=parallel.offload
+        )
+        spec = spec_of(config, config.model.vocabulary)
+        self.stages = build(mesh, self.parameters, spec, *parts_of(mesh, config, placement))
+        for item in self.parameters:
+            item.frozen, item.std = True, 0.0
+        self.parameters.allocate(config.seed)
+
+
+class FrozenEvaluator(Evaluator):
+    """Evaluator of a FrozenModel."""
+
+    def stages(self) -> Sequence[PipelineStage]:
+        return self.trainer.stages
 
 
 def comparable(config: Config, texts: Mapping[str, Any] | None = None) -> tuple[Any, ...]:

@@ -39,21 +39,22 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
 
-def refuse_what_cannot_fit(config: Config, here: int) -> None:
+def refuse_what_cannot_fit(config: Config, here: int, training: bool = True) -> None:
     """Raise ValueError if this machine has too little memory for the `here` ranks that it runs.
 
-    `config` must be resolved. ValueError is also raised if the folder for offloaded data is not
-    writable.
+    `config` must be resolved. If `training` is false, the ranks only run evaluations. Also raises
+    ValueError if the folder for offloaded data is not writable.
     """
     for line in unwritable(config):
         raise ValueError(line)
-    need, memory = here * least(config), host_memory.total()
+    need, memory = here * least(config, training), host_memory.total()
+    remedy = "parallel.recompute, more parallel.microbatches" if training else "parallel.zero = 3"
     if config.train.backend == "numpy" and need > memory:
         raise ValueError(
             f"model and train: {counted(here, 'rank')} would use at least {need / 1e9:.4g} "
-            f"GB, but this machine has {memory / 1e9:.4g} GB; use more machines, "
-            "parallel.recompute, more parallel.microbatches, or a smaller model or batch "
-            "(python -m hpc3d.plan INPUT.toml --ranks N finds layouts that fit)"
+            f"GB, but this machine has {memory / 1e9:.4g} GB; use more machines, {remedy}, or a "
+            "smaller model or batch (python -m hpc3d.plan INPUT.toml --ranks N finds layouts that "
+            "fit)"
         )
 
 
@@ -67,24 +68,24 @@ def unwritable(config: Config) -> Iterator[str]:
         )
 
 
-def least(config: Config) -> float:
+def least(config: Config, training: bool = True) -> float:
     """Return a lower bound on the bytes used by a rank; `config` must contain the vocabulary."""
-    return (
-        parameters(config) + _activations(config) + 8 * config.train.batch * config.model.sequence
-    )
+    batch = 8 * config.train.batch * config.model.sequence
+    return parameters(config, training) + _activations(config, training) + batch
 
 
-def parameters(config: Config) -> float:
-    """Return the bytes of parameters, gradients and optimizer states on a rank."""
+def parameters(config: Config, training: bool = True) -> float:
+    """Return the bytes of parameters on a rank and, in `training`, of gradients and states."""
     mesh, experts = config.mesh, expert_parameters(config.model)
     dense = families.parameters(config.model).total - experts
     shards = (config.parallel.shard or mesh.d) * mesh.c
-    held = dense * _bytes_held(config, shards * mesh.e)
-    held += experts / mesh.e * _bytes_held(config, shards)
-    return (held + _residual(config)) / (mesh.p * mesh.tensor_ranks())
+    held = dense * _bytes_held(config, shards * mesh.e, training)
+    held += experts / mesh.e * _bytes_held(config, shards, training)
+    held += _residual(config) if training else 0
+    return held / (mesh.p * mesh.tensor_ranks())
 
 
-def _bytes_held(config: Config, shards: int) -> float:
+def _bytes_held(config: Config, shards: int, training: bool) -> float:
     """Return the bytes per parameter on a rank if ZeRO splits data into `shards` shards."""
     e, wide, zero = itemsize(config.train.dtype), _wide(config), config.parallel.zero
     specs = optimizer_of(config).STATES
@@ -94,7 +95,7 @@ def _bytes_held(config: Config, shards: int) -> float:
     values = e * ("parameters" not in config.parallel.offload)
     # (bytes per parameter, lowest ZeRO stage that shards these bytes), for the parameter values,
     # the gradients and the optimizer states
-    shares = [(values, 3), (wide, 2), (states, 1)]
+    shares = [(values, 3), *([(wide, 2), (states, 1)] if training else [])]
     return sum(size / (shards if zero >= stage else 1) for size, stage in shares)
 
 
@@ -113,13 +114,13 @@ def _residual(config: Config) -> float:
     return (families.block_weights(model).total - expert_parameters(model)) * _wide(config)
 
 
-def _activations(config: Config) -> float:
-    """Return the bytes of saved activations and logits of one microbatch on a rank."""
+def _activations(config: Config, training: bool) -> float:
+    """Return the bytes of logits and, in `training`, of saved activations of one microbatch."""
     model, mesh = config.model, config.mesh
     rows = config.train.batch * model.sequence / config.parallel.microbatches
     family = family_of(model)
     sizes = family.sizes(model, model.vocabulary)
-    kept = family.blocks_kept(sizes, config.parallel.recompute, config.chunked())
+    kept = family.blocks_kept(sizes, config.parallel.recompute, config.chunked()) * training
     waiting = stored_type(config.parallel.keep_dtype, config.train.dtype).itemsize
     if "activations" in config.parallel.offload:
         kept /= model.layers

@@ -36,11 +36,15 @@ def batches_of(config: Config, tokens: Tokens) -> Batches:
     return MaskedBatches(tokens, sequence, batch, config.seed, _masking_of(config, tokens))
 
 
-def validation_of(config: Config, tokens: Tokens) -> ValidationBatches:
-    """Return the evaluation batches of a run; `config` must contain the vocabulary size."""
+def validation_of(config: Config, tokens: Tokens, remainder: bool = False) -> ValidationBatches:
+    """Return the evaluation batches of a run; `config` must contain the vocabulary size.
+
+    With `remainder`, the batches of a causal model also cover the tokens after the last full
+    window. A masked model would attend to the padding of an incomplete window.
+    """
     sequence, train = config.model.sequence, config.train
     if family_of(config.model).causal:
-        return ValidationBatches(tokens, sequence, train.batch, train.eval_batches)
+        return ValidationBatches(tokens, sequence, train.batch, train.eval_batches, remainder)
     masking = _masking_of(config, tokens)
     return MaskedValidation(tokens, sequence, train.batch, train.eval_batches, masking)
 

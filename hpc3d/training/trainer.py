@@ -105,7 +105,8 @@ class Trainer:
         """Build this rank's stages, one per chunk, and add their parameters to `parameters`."""
         spec = spec_of(self.config, self.vocabulary)
         self.shape = spec.sizes
-        return build(self.mesh, self.parameters, spec, *self.parts(placement))
+        parts = parts_of(self.mesh, self.config, placement)
+        return build(self.mesh, self.parameters, spec, *parts)
 
     def manifest(self) -> dict[str, Any]:
         """Return the checkpoint manifest entries that cannot be derived from the configuration."""
@@ -114,18 +115,6 @@ class Trainer:
     def sums(self, size: float) -> Buckets:
         """Create the gradient buckets of `parameters`, each of about `size` bytes."""
         return Buckets(self.parameters, size, compression_of(self.config, self.parameters))
-
-    def parts(self, placement: Placement) -> tuple[list[LayerRange], int | None]:
-        """Return this rank's layer ranges, one per chunk, and the peer stage of tied embeddings.
-
-        The peer is `None` unless the embedding and the head are on different stages and this
-        rank's stage is one of the two.
-        """
-        stage, layers = self.mesh.coord("p"), self.config.layers()
-        here = placement.parts_of(stage)
-        parts = [LayerRange(layers[i], i == 0, i == placement.parts - 1) for i in here]
-        ends = {placement.location(part)[0] for part in (0, placement.parts - 1)}
-        return parts, next(iter(ends - {stage}), None) if stage in ends else None
 
     def step(self, number: int, stop_request: Callable[[], int] = int) -> Step:
         """Run step `number`: forward and backward passes, gradient reduction, and update.
@@ -214,6 +203,21 @@ class Trainer:
         most = np.array([self.mesh.pool.peak["all"], stop_request], np.float64)
         peak, stop_request = self.mesh.world.all_reduce(most, "max").wait()
         return float(share), int(peak), int(stop_request)
+
+
+def parts_of(
+    mesh: Mesh, config: Config, placement: Placement
+) -> tuple[list[LayerRange], int | None]:
+    """Return this rank's layer ranges, one per chunk, and the peer stage of tied embeddings.
+
+    The peer is `None` unless the embedding and the head are on different stages and this rank's
+    stage is one of the two.
+    """
+    stage, layers = mesh.coord("p"), config.layers()
+    here = placement.parts_of(stage)
+    parts = [LayerRange(layers[i], i == 0, i == placement.parts - 1) for i in here]
+    ends = {placement.location(part)[0] for part in (0, placement.parts - 1)}
+    return parts, next(iter(ends - {stage}), None) if stage in ends else None
 
 
 def spec_of(config: Config, vocabulary: int) -> ModelSpec:

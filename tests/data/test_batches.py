@@ -247,7 +247,7 @@ def test_token_file_contains_the_tokens_and_attributes(file):
         assert raw["tokens"].dtype == np.uint8 and raw["tokens"].shape == (len(ROW),)
         assert raw.attrs["format"] == b"hpc3d-tokens" and raw.attrs["version"] == 1
         assert raw.attrs["tokenizer"] == b"byte" and raw.attrs["vocabulary"] == 256
-        assert raw.attrs["documents"] == 3
+        assert raw.attrs["documents"] == 3 and raw.attrs["text_bytes"] == len(ROW) - 3
         assert raw.attrs["sources"].tolist() == [b"a.txt", b"b.txt", b"c.txt"]
 
 

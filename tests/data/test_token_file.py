@@ -11,7 +11,8 @@ import pytest
 
 from hpc3d.data.token_file import open_tokens, write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
-from tests.data.prepared import TEXT, call, row
+from hpc3d.data.tokenizer_files import meta_tokenizer
+from tests.data.prepared import TEXT, call, nano, row
 
 
 @pytest.mark.slow
@@ -79,3 +80,25 @@ def test_unreadable_folder_of_texts_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "listdir", denied)
     with pytest.raises(ValueError, match=f"^data.path: {tmp_path}: Permission denied; "):
         open_tokens(tmp_path)
+
+
+def test_size_of_the_text_is_known_unless_the_file_was_made_from_ids(tmp_path, text, bpe, output):
+    """Tests texts, JSON lines, ids, and files of earlier versions, which lack the attribute."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"text": each}) + "\n" for each in ("größer", "cat")))
+    nano(tmp_path, "cat")
+    size = len(TEXT.encode())
+    character = meta_tokenizer(tmp_path / "train.bin")
+    for texts, tokenizer, expected in [
+        ([text], bpe, size),
+        ([text, lines], ByteTokenizer(), size + 8 + 3),
+        ([tmp_path / "train.bin"], character, None),
+        ([text], ByteTokenizer(), size),
+    ]:
+        write_tokens(output, texts, tokenizer)
+        with open_tokens(output) as tokens:
+            assert tokens.text_bytes == expected
+    with h5py.File(output, "r+") as raw:
+        del raw.attrs["text_bytes"]
+    with open_tokens(output) as tokens, open_tokens(text) as same:
+        assert tokens.text_bytes == same.text_bytes == size

@@ -51,6 +51,18 @@ def test_each_validation_window_is_read_once_and_padding_is_ignored(length, batc
     assert starts == every if len(every) <= batch * count else len({*starts}) == batch * count
 
 
+@pytest.mark.parametrize(("length", "batch"), [(41, 4), (44, 5), (42, 4), (3, 2), (2, 1)])
+def test_each_token_is_a_target_once_with_the_remainder(length, batch):
+    batches = ValidationBatches(Numbers(length), 4, batch, 0, remainder=True)
+    pairs = [pair for number in range(batches.count) for pair in [batches.batch(number)]]
+    inputs, targets = (np.concatenate(each) for each in zip(*pairs))
+    valid = targets != IGNORE
+    assert sorted(targets[valid].tolist()) == [*range(1, length)]
+    assert np.array_equal(inputs[valid] + 1, targets[valid])
+    assert (valid[:, :-1] >= valid[:, 1:]).all()  # the padding is at the end of a window
+    assert len(targets) == -(-(length - 1) // (4 * batch)) * batch
+
+
 def test_evaluations_read_the_same_sample_of_windows():
     first, again = (ValidationBatches(Numbers(4001), 4, 10, 5) for _ in range(2))
     starts = [int(inputs[0]) for inputs, _ in windows_of(first)]
@@ -68,6 +80,7 @@ def refused(function, *given):
 def test_validation_text_shorter_than_a_window_is_rejected():
     line = refused(ValidationBatches, TokenRange(Numbers(100), 96, 100), 4, 2, 0)
     assert "4 tokens" in line and "at least 5" in line
+    assert "1 token, " in refused(ValidationBatches, Numbers(1), 4, 2, 0, True)
 
 
 def test_separate_validation_text(tmp_path, text):

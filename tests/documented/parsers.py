@@ -150,9 +150,9 @@ def _parsed(verb, words, ranks):
         return
     if verb == "train":
         _train(words, ranks)
-    elif verb == "generate":
+    elif verb in ("generate", "evaluate"):
         words, settings = split_options(words)
-        import_module("hpc3d.generate").parser().parse_args(words)
+        import_module(f"hpc3d.{verb}").parser().parse_args(words)
         load(None, settings)
     elif verb == "partition" and words[0] == "run":
         load(None, [word.replace("--steps", "--train.steps") for word in _options(words)])

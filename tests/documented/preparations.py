@@ -38,6 +38,7 @@ COMMANDS = {
         f"{EXPORT} gpt2-folder && rm -r results",
         "hpc3d prepare data/shakespeare_char/train.bin -o openwebtext.h5",
     ],
+    "docs/evaluate.md": [f"{EXPORT} theirs"],
     "docs/generation.md": [f"{EXPORT} exported"],
     "docs/partition.md": [f"{PARTITION} --ranks 2 -o other-plan.json"],
     "docs/reports.md": [
@@ -102,6 +103,7 @@ FILES = {
         "train-00000.parquet": _parquet,
         "mine.jsonl": _lines("text"),
     },
+    "docs/evaluate.md": {"held-out.txt": _text(TEXT), "other.txt": _text(TEXT * 3)},
     "docs/generation.md": {"text.txt": _text("The function")},
     "docs/partition-graph.md": {"COSTS.json": _text(json.dumps(GRAPH))},
     "docs/partition.md": {

@@ -38,6 +38,7 @@ ELSEWHERE = {
     r"plan (switch-c|llama-3-70b) ": STUDY + "tests/test_plan.py plans one of its kind",
     r"docs/public-models\.md ": "tests/peers/test_documented_models.py",
     r"docs/partition\.md .*PROFILE\.json": "tests/partition/profiles/test_profile_command.py",
+    r" lm_eval ": "a program that is not here; downloads data",
     r" torchrun ": "tests/partition/execution/test_torchrun_file.py",
     r"jobs/README\.md bash -n .*shellcheck ": "tests/slurm/test_scripts.py",
 }
@@ -71,6 +72,7 @@ REDUCED = {
     r"partition run ": "--steps 3",
     r"prepare (my|part|train)-": "--force",  # each is an example by itself
     r"generate ": "--tokens 20",
+    r"README.*hpc3d\.evaluate ": "--batches 2",
     r"watching\.md .*hpc3d\.watch": "--once",
     r"questions\.md .*hpc3d\.train gpt-serial": "--train.steps 2",
     r"sweep\.md .*hpc3d\.sweep ": "--sweep.train.optimizer muon --sweep.seed 1 --train.steps 9",
@@ -83,8 +85,9 @@ REDUCED = {
 
 # Texts of a page by what they stand in for.
 SETTINGS = {
-    "README.md": {"TEXT...": "inputs/corpus"},
+    "README.md": {"TEXT...": "inputs/corpus", "held-out.txt": "inputs/corpus"},
     "docs/data.md": {"results/RUN": "results/gpt-text-..."},
+    "docs/evaluate.md": {"FOLDER": "theirs"},
     "docs/generation.md": {"FOLDER": "exported"},
     "docs/partition.md": {"results/module-STAMP": "results/module-..."},
     "docs/prediction.md": {"RUN_DIR": "results/RUN", "machine M": "machine h100"},

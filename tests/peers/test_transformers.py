@@ -17,6 +17,7 @@ from hpc3d.generation.sampling import Sampling
 from hpc3d.model.microbatch import Microbatch
 from tests.checkpoints import drawn_models
 from tests.mpi import ROOT, checked
+from tests.peers.trained_models import in_double
 from tests.runs import losses
 
 transformers = pytest.importorskip("transformers", reason="make test-peers installs it")
@@ -259,6 +260,30 @@ def test_greedy_generation_matches_transformers(tmp_path, settings):
         printed = checked(ranks, "-m", "hpc3d.generate", *words, "--json", *how)
         (sample,) = json.loads(printed.splitlines()[-1])["samples"]
         assert sample["tokens"] == expected
+
+
+@pytest.mark.parametrize("settings", [{"n_positions": 40}, {"kind": "llama"}, {"kind": "qwen2"}])
+def test_evaluation_matches_transformers(tmp_path, settings):
+    """Tests an imported run on 4 ranks, and the model folder on one rank, in float64."""
+    text = "the cat sat on the mat; größer\n" * 9
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    tokens, loss = torch.tensor([[*text.encode(), 0]]), 0.0
+    with in_double(), torch.no_grad():
+        model = theirs(**settings, vocab_size=256).double().eval()
+        room = model.config.max_position_embeddings
+        for start in range(0, tokens.shape[1] - 1, room):
+            window = tokens[:, start : start + room + 1]
+            found = model(window[:, :-1]).logits[0]
+            loss += functional.cross_entropy(found, window[0, 1:], reduction="sum").item()
+    model.save_pretrained(tmp_path / "out")
+    command("import", tmp_path / "out", "-o", tmp_path / "run")
+    layout = ["--mesh.x", 2, "--mesh.y", 2, "--parallel.scheme", "2d"]
+    for ranks, path, how in ((4, "run", layout), (1, "out", [])):
+        words = [tmp_path / path, "--data", tmp_path / "text.txt", "--json", *how]
+        printed = checked(ranks, "-m", "hpc3d.evaluate", *words)
+        (row,) = json.loads(printed.splitlines()[-1])["files"]
+        assert row["tokens"] == tokens.shape[1] - 1
+        assert row["loss"] == pytest.approx(loss / row["tokens"], rel=1e-10)
 
 
 def test_balance_loss_of_one_layer_matches_transformers(tmp_path):

@@ -32,7 +32,7 @@ from tests.pipeline.mixes import (
     words_of,
 )
 from tests.strided import strided
-from tests.training.test_evaluator import evaluator_of
+from tests.training.test_evaluator import evaluator_of, frozen_evaluation
 
 SAVED = 1  # steps that the first mix of two trains
 NOISE = 1e-8  # of a bias; one step of a gradient that is not 0 is larger
@@ -70,6 +70,8 @@ def train(mesh, config, steps, folder=None):
         totals.append(
             (step.loss, step.grad_norm, *([found.loss, found.accuracy] if found else ()))
         )
+    if evaluator and totals:
+        assert frozen_evaluation(trainer)[:4] == found[:4]
     if steps.stop < config.train.steps:
         saver = Saver(folder, trainer, config.checkpoint, lambda _: saving, str)
         saver.save(steps.stop)

@@ -17,7 +17,14 @@ from hpc3d.model import layers
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.pipeline.program import STEP, forward_program_of, program_of
 from hpc3d.training import evaluator as module
-from hpc3d.training.evaluator import Best, Evaluation, Evaluator, restored
+from hpc3d.training.evaluator import (
+    Best,
+    Evaluation,
+    Evaluator,
+    FrozenEvaluator,
+    FrozenModel,
+    restored,
+)
 from tests.data.test_batches import Numbers
 from tests.pipeline.mixes import MIXES, Tokens, alone, config_of, ranks, trained_of, trainer_of
 from tests.strided import covering, strided
@@ -45,6 +52,16 @@ def evaluator_of(trainer):
     return Evaluator(trainer, batches)
 
 
+def frozen_evaluation(trainer):
+    """Return the evaluation of a FrozenModel with the weights of a trainer."""
+    model = FrozenModel(trainer.mesh, trainer.config)
+    values = {item.name: item.value for item in trainer.parameters}
+    for item in model.parameters:
+        item.value[...] = values[item.name]
+    batches = Held(trainer.config) if trainer.mesh.rank == 0 else None
+    return FrozenEvaluator(model, batches).evaluate(trainer.number)
+
+
 def blocks_of(trainer):
     mesh = trainer.mesh
     return {
@@ -63,6 +80,8 @@ def trained(config, evaluate=True):
             steps.append(trainer.step(number))
             found += [evaluator.evaluate(number)] if evaluate else []
             weights.append(blocks_of(trainer))
+        if evaluate:
+            assert frozen_evaluation(trainer)[:4] == found[-1][:4]
         return found, weights, trained_of(trainer, steps)
 
     return run(config.sizes(), rank)

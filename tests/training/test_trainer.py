@@ -11,8 +11,9 @@ from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import Config, TrainConfig
 from hpc3d.model.stage import LayerRange
+from hpc3d.pipeline.program import forward_program_of
 from hpc3d.training.optimizers.optimizer import learning_rate
-from hpc3d.training.trainer import Trainer
+from hpc3d.training.trainer import Trainer, parts_of
 from tests.pipeline.mixes import Tokens, Trained, alone, config_of, cover, trained_of, trainer_of
 
 STEPS, WARMUP, RATE = 9, 3, 0.5
@@ -162,19 +163,10 @@ def close(found, expected):
 def test_stages_have_their_layers_and_the_peer_of_a_tied_table():
     """Tests two pipeline stages."""
     config = config_of("p=2 layers=4")
-    asked = {}
-
-    def rank(mesh):
-        class Asked(Trainer):
-            def parts(self, placement):
-                found = asked[mesh.coord("p")] = super().parts(placement)
-                return found
-
-        Asked(mesh, config, config.model.vocabulary, None)
-
-    run(config.sizes(), rank)
+    placement = forward_program_of(config).placement
+    found = run(config.sizes(), lambda mesh: parts_of(mesh, config, placement))
     first, last = LayerRange(range(2), True, False), LayerRange(range(2, 4), False, True)
-    assert asked == {0: ([first], 1), 1: ([last], 0)}
+    assert found == [([first], 1), ([last], 0)]
 
 
 # What decays, and how weights start

@@ -12,7 +12,7 @@ from hpc3d.config.resolve import resolve
 from hpc3d.predict.simulation.count import Prediction, ZeroBatches, every_rank, predict
 from hpc3d.trace.recorder import Recorder
 from hpc3d.trace.schema import CATEGORY, EVENTS, OP, PHASE, record_type
-from hpc3d.training.evaluator import Evaluator
+from hpc3d.training.evaluator import Evaluator, FrozenEvaluator, FrozenModel
 from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import LARGE, MIXES, Tokens, config_of
@@ -118,6 +118,33 @@ def evaluated(mesh, config, feed, batches):
     evaluator.evaluate(0)
     events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
     return Prediction(events, [group["axis"] for group in recorder.header["groups"]], {})
+
+
+def frozen(mesh, config, feed, batches):
+    """Return an evaluation of a FrozenModel on a rank, as a Prediction."""
+    recorder = Recorder(None, {"rank": mesh.rank}, 1 << 15, every_s=inf)
+    mesh = mesh.traced(recorder)
+    evaluator = FrozenEvaluator(FrozenModel(mesh, config), batches, feed=feed)
+    recorder.count, evaluator.count = 0, 2
+    evaluator.evaluate(0)
+    events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
+    axes = [group["axis"] for group in recorder.header["groups"]]
+    return Prediction(events, axes, dict(mesh.pool.peak))
+
+
+@pytest.mark.parametrize("line", EVALUATED)
+def test_predicted_traffic_and_parameters_of_a_frozen_model_match_the_counted_ones(line):
+    config = config_of(line)
+    grid = config.grid()
+
+    def rank(mesh):
+        return frozen(mesh, config, MicrobatchLoader, Held(config) if mesh.rank == 0 else None)
+
+    for place, theirs in enumerate(run(grid.sizes, rank)):
+        ours = frozen(abstract_mesh(grid.sizes, grid.coords(place)), config, ZeroBatches, None)
+        assert ours.moved() == theirs.moved() and ours.flops() == theirs.flops()
+        assert ours.peak["parameter"] == theirs.peak["parameter"] > 0
+        assert not ours.peak.get("gradient") and not ours.peak.get("optimizer")
 
 
 @pytest.mark.parametrize("line", EVALUATED)
