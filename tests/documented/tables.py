@@ -105,6 +105,10 @@ EXPECTED = {r"--train\.max_minutes": 75}  # stopped early, and all is saved
 
 # What a page shows of the output of its commands: fits the page, and what they print here.
 SHOWN = {
+    "docs/evaluate.md": [
+        r"file +loss +perplexity +bits/byte +accuracy +tokens +tokens/s\n"
+        r"held-out\.txt +[\d.]+ +[\d.,]+ +[\d.]+ +[\d.]+% +2,280 +[\d,]+\nother\.txt .* 6,840 ",
+    ],
     "docs/evaluation.md": [
         r"evaluation after step \d+: loss [\d.]+, perplexity [\d.]+, accuracy [\d.]+ %; "
         r"\d+ tokens in [\d.]+ s, the best so far",
