@@ -1,20 +1,21 @@
-"""Variants of the best layouts of a search: uneven layers, hybrid sharding, other bucket sizes.
+"""Variants of the best layouts of a search: uneven layers, hybrid sharding, prefetch, buckets.
 
 The variants are tried last and only for the best layouts, because they improve a good layout only
 slightly. layer_counts.py uses the schedule simulator to find the best number of layers on each
 stage, also for layouts that do not fit in memory with an equal number of layers per stage. The
 buckets that are tried hold the gradients of 1, 2, 4, ... layers. A hybrid sharding group contains
-at least the ranks of one host.
+at least the ranks of one host. Variants with groups or prefetching have the lowest ZeRO stage and
+the least recomputation with which they fit in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from math import ceil, inf, log10
 from statistics import mean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.comm.grid import divisors
 from hpc3d.comm.mesh import DATA
@@ -118,7 +119,7 @@ def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
     """
     config, parallel = best.config, best.config.parallel
     ways = candidates.ways(config)
-    way = MemoryOption(parallel.keep_gathered, parallel.recompute, parallel.attention)
+    way = MemoryOption.of(parallel)
     here = ways.index(way)
     others = [(parallel.zero, less) for less in reversed(ways[max(0, here - _LESS) : here])]
     others += [(1, way)] * (parallel.zero > 1)
@@ -204,6 +205,8 @@ def _mixtures(config: Config, layers: int) -> float:
 
 def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]:
     """Estimate a layout with other bucket sizes; return the estimates, fastest first."""
+    if config.mesh.replicas() == 1:
+        return []
     sizes = bucket_sizes(candidates.estimator, config)
     candidates.count += len(sizes)
     sized = (replace(config.parallel, bucket_mb=size) for size in sizes)
@@ -212,17 +215,46 @@ def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]
 
 
 def with_groups(candidates: Candidates, config: Config) -> list[Estimate]:
-    """Estimate a layout with hybrid sharding; return the estimates that fit, fastest first.
+    """Estimate a layout with hybrid sharding; return the estimates that may fit, fastest first.
 
-    Layouts without ZeRO are estimated with ZeRO 1, which hybrid sharding requires.
+    Groups need more memory than sharding over all replicas, so that a layout may need a higher
+    ZeRO stage.
     """
-    machine, zero = candidates.estimator.machine, max(1, config.parallel.zero)
     if config.parallel.compression != "none":
         return []
-    sizes = group_sizes(config, machine.ranks_per_node)
-    candidates.count += len(sizes)
-    found = (candidates.sharded(config, zero, size) for size in sizes)
-    return sorted(filter(candidates.fits, found), key=seconds_of)
+    sizes = group_sizes(config, candidates.estimator.machine.ranks_per_node)
+    return _changed(candidates, config, [{"shard": size} for size in sizes])
+
+
+def with_prefetch(candidates: Candidates, config: Config) -> list[Estimate]:
+    """Estimate a layout that prefetches weights; return the estimates that may fit, fastest first.
+
+    Only estimates of layouts that communicate weights are returned. With prefetching, a higher
+    ZeRO stage may be faster, because its communication overlaps with matrix products.
+    """
+    if config.parallel.prefetch:
+        return []
+    found = _changed(candidates, config, [{"prefetch": True}])
+    return [each for each in found if _communicates_weights(each.config)]
+
+
+def _changed(
+    candidates: Candidates, config: Config, changes: Iterable[dict[str, Any]]
+) -> list[Estimate]:
+    """Return estimates of a layout with each dict of changed keys in `[parallel]`.
+
+    The ZeRO stage may be higher than in `config`, and the recomputation is the least with which
+    the layout may fit in memory. The fastest estimate is the first one.
+    """
+    layouts = (replace(config, parallel=replace(config.parallel, **each)) for each in changes)
+    return sorted(chain.from_iterable(map(candidates.with_higher_stages, layouts)), key=seconds_of)
+
+
+def _communicates_weights(config: Config) -> bool:
+    """Return True if matrix products gather weights, or reduce their gradients."""
+    sizes, rows = config.sizes(), config.splits["dense"].m.split()
+    sharded = config.parallel.zero > 1 and config.mesh.replicas() > 1
+    return sharded or any(sizes[axis] > 1 for axis in rows if axis in "xyz")
 
 
 def group_sizes(config: Config, ranks_per_node: int) -> list[int]:

@@ -145,8 +145,9 @@ class Bounds:
         """Return a lower bound on the step time in seconds.
 
         The bound is the compute and bubble time at the best number of microbatches, plus the
-        communication time that cannot be hidden. If ranks share a core, the bound is at least the
-        total CPU time of the ranks on the core.
+        communication time that cannot be hidden. The communication of weights is hidden by compute
+        if weights are prefetched, which `plan` decides later. If ranks share a core, the bound is
+        at least the total CPU time of the ranks on the core.
         """
         stages, micros, found = candidate.config.mesh.p, 1, []
         chunks = max(1, self.layers // stages)
@@ -154,11 +155,13 @@ class Bounds:
             busy = self.ideal + micros * self.launches * self.layers / stages
             found.append(busy * (1 + (stages - 1) / (micros * chunks)))
             micros *= 2
-        parallel = candidate.config.parallel
-        hides = "xyz" if parallel.prefetch or parallel.chunked_products > 1 else ""
-        moves = (each for axis, each in candidate.moves.items() if axis not in hides)
-        words = sum(moves) - candidate.hidden
-        alone = min(found) + _BOUND_MARGIN * words
+        config, busy = candidate.config, min(found)
+        hides = "xyz" if config.parallel.chunked_products > 1 else ""
+        moves = {axis: spent for axis, spent in candidate.moves.items() if axis not in hides}
+        rows = config.splits["dense"].m.split()
+        weights = sum(moves[axis] for axis in rows if axis in moves and axis in "xyz")
+        words = sum(moves.values()) - weights - candidate.hidden
+        alone = busy + _BOUND_MARGIN * (words + max(0.0, weights - busy))
         busy = self.ideal + self.launches * self.layers / stages + _BOUND_MARGIN * candidate.work
         return self.fixed + max(
             alone, self.ranks_per_core * busy if self.ranks_per_core > 1 else 0.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from itertools import chain, product
 from math import inf, log
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -176,7 +178,7 @@ class Candidates:
     def split(self, best: Estimate) -> Iterator[Estimate]:
         """Yield estimates of the layout in `best` with schedules that split the backward pass."""
         config, parallel = best.config, best.config.parallel
-        way = MemoryOption(parallel.keep_gathered, parallel.recompute, parallel.attention)
+        way = MemoryOption.of(parallel)
         yield from self.options(config, parallel.microbatches, (parallel.zero,), way, True)
 
     def options(
@@ -195,26 +197,42 @@ class Candidates:
         named = layouts.schedules(config.mesh.p, micros, config.model.layers)
         named = [each for each in named if find(each[0]).splits_backward == splits]
         for (name, chunks), zero in product(named, group):
-            self.count += 1
-            changes = {"microbatches": micros, "chunks": chunks, "zero": zero}
-            changes["bucket_mb"] = self._bucket_mb(config, zero)
-            parallel = replace(config.parallel, **changes, **way._asdict(), schedule=name)
-            yield self.estimator.estimate(replace(config, parallel=parallel))
+            changes = {"microbatches": micros, "chunks": chunks, "schedule": name}
+            parallel = replace(config.parallel, **changes)
+            yield self._with(replace(config, parallel=parallel), zero, way)
 
-    def sharded(self, config: Config, zero: int, shard: int) -> Estimate:
-        """Estimate a layout with ZeRO and hybrid sharding in groups of `shard` replicas."""
-        size = self._bucket_mb(config, zero, shard)
-        parallel = replace(config.parallel, zero=zero, shard=shard, bucket_mb=size)
+    def with_higher_stages(self, config: Config) -> Iterator[Estimate]:
+        """Yield estimates of a layout for each ZeRO stage from that of `config` on.
+
+        The estimates of a stage have the least recomputation with which the layout fits in memory,
+        and less recomputation with which it may fit. Hybrid sharding requires ZeRO 1.
+        """
+        parallel, ways = config.parallel, self.ways(config)
+        least = max(parallel.zero, parallel.shard > 0)
+        whole = replace(config, parallel=replace(parallel, shard=0))
+        for zero in chain.from_iterable(layouts.zeros(whole, self.ranks)):
+            if zero >= least:
+                fits = (partial(self._fits_with, config, zero, share) for share in (1 + NEAR, 1.0))
+                first, last = (bisect_left(ways, True, key=each) for each in fits)
+                yield from (self._with(config, zero, way) for way in ways[first : last + 1])
+
+    def _fits_with(self, config: Config, zero: int, share: float, way: MemoryOption) -> bool:
+        return self.fits(self._with(config, zero, way), share)
+
+    def _with(self, config: Config, zero: int, way: MemoryOption) -> Estimate:
+        """Estimate a layout with another ZeRO stage and another memory option."""
+        self.count += 1
+        changes = {"zero": zero, "bucket_mb": self._bucket_mb(config, zero)}
+        parallel = replace(config.parallel, **changes, **way._asdict())
         return self.estimator.estimate(replace(config, parallel=parallel))
 
-    def _bucket_mb(self, config: Config, zero: int, shard: int = 0) -> float:
-        """Return the size of gradient buckets in MB for a ZeRO stage and hybrid sharding."""
+    def _bucket_mb(self, config: Config, zero: int) -> float:
+        """Return the size of gradient buckets in MB for a ZeRO stage."""
         if self.bucket is not None:
             return self.bucket
-        key = config.mesh, zero > 0, shard
+        key = config.mesh, zero > 0, config.parallel.shard
         if key not in self._buckets:
-            parallel = replace(config.parallel, zero=zero, shard=shard)
-            here = replace(config, parallel=parallel)
+            here = replace(config, parallel=replace(config.parallel, zero=zero))
             self._buckets[key] = bucket_mb(here, self.estimator.machine)
         return self._buckets[key]
 

@@ -31,6 +31,11 @@ class MemoryOption(NamedTuple):
     recompute: str | tuple[str, ...]
     attention: str | None = None
 
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> MemoryOption:
+        """Return the memory option of a layout."""
+        return cls(parallel.keep_gathered, parallel.recompute, parallel.attention)
+
 
 def _options(*ways: tuple[Any, ...]) -> tuple[MemoryOption, ...]:
     return tuple(MemoryOption(keep, *way) for way in ways for keep in (True, False))

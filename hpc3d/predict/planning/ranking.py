@@ -11,7 +11,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.input_file import BUCKET_MB, Config, MeshConfig, ParallelConfig
-from hpc3d.predict.planning.adaptation import gains, with_groups, with_other_buckets
+from hpc3d.predict.planning.adaptation import (
+    gains,
+    with_groups,
+    with_other_buckets,
+    with_prefetch,
+)
 from hpc3d.predict.planning.bounds import kind
 from hpc3d.predict.planning.candidates import NEAR
 from hpc3d.predict.planning.layouts import recomputation
@@ -37,8 +42,8 @@ _NAMED = {
 _QUOTED = "order", *LOOPS, *STORAGE  # keys whose values may contain spaces
 _EACH = 2  # number of candidates to time in each class of layouts in _NAMED
 _SHOWN = 0.25  # fraction of the simulation budget reserved for layouts slower than the fastest
-# Number of layouts to try with hybrid sharding and with other bucket sizes, and number of sizes.
-_VARIED, _SIZES = 6, 3
+# Number of layouts for which variants are tried, and number of variants of each layout.
+_VARIED, _SIZES = 6, 6
 _MORE = 0.25  # extra budget to try these variants, as a fraction of the simulation budget
 # Factors that turn an estimated step time into a lower bound on the simulated one. _NEW is used if
 # no layout with the same grouping key (`_family`) has been simulated. Otherwise, the estimate is
@@ -183,19 +188,18 @@ class Ranking:
     def _varied(
         self, variants: Callable[[Candidates, Config], Sequence[Estimate]]
     ) -> Iterator[tuple[float, Estimate, TimedCandidate]]:
-        """Estimate variants of the best layouts that fit.
+        """Estimate variants of the best layouts that fit, and for which there are variants.
 
         Yields (corrected step time in s, estimate, candidate).
         """
-        fitting = (
-            each for each in self.found.timed if each.fits and each.best.config.mesh.replicas() > 1
-        )
-        for each in islice(fitting, _VARIED):
-            if row := self.row(each):
-                ratio = row.seconds / self._offer(row.config).seconds
-                for other in variants(self.search.candidates, row.config)[:_SIZES]:
-                    if self.peak(other) <= self.search.candidates.memory:
-                        yield ratio * other.seconds, other, each
+        candidates = self.search.candidates
+        rows = ((each, self.row(each)) for each in self.found.timed if each.fits)
+        found = ((each, row, variants(candidates, row.config)) for each, row in rows if row)
+        for each, row, others in islice((one for one in found if one[2]), _VARIED):
+            ratio = row.seconds / self._offer(row.config).seconds
+            for other in others[:_SIZES]:
+                if self.peak(other) <= (1 + NEAR) * candidates.memory:
+                    yield ratio * other.seconds, other, each
 
     def promising(self, offers: Sequence[Estimate], shortest: float) -> Estimate | None:
         """Return the most promising estimate in `offers`, or `None` if none is worth simulating.
@@ -271,7 +275,7 @@ class Ranking:
         At least the first one has been simulated.
         """
         self.simulate()
-        for variants in (with_groups, with_other_buckets):
+        for variants in (with_groups, with_prefetch, with_other_buckets):
             self.try_variants(variants)
         fitting = [each for each in self.found.timed if each.fits]
         while True:

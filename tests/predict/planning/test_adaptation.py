@@ -1,4 +1,4 @@
-"""Uneven layers and bucket sizes: the proposals, compared with simulations."""
+"""Variants of layouts: the proposals, compared with simulations."""
 
 from dataclasses import replace
 
@@ -14,6 +14,7 @@ from hpc3d.predict.planning.adaptation import (
     uneven,
     with_groups,
     with_other_buckets,
+    with_prefetch,
 )
 from hpc3d.predict.planning.bounds import Candidate
 from hpc3d.predict.planning.candidates import Candidates
@@ -163,10 +164,58 @@ def test_estimates_of_hybrid_sharding_are_close_to_simulations(zero):
         assert found[0].seconds < 0.9 * step(config, PAIRS, 4096)[0]
 
 
-def test_layout_without_zero_is_sharded_with_zero_1():
+def test_layout_without_zero_is_sharded_in_groups_with_zero_1_or_more():
     config = settled(TINY + "d=8")
     found = with_groups(Candidates(Estimator(4096, PAIRS), 8, 16 * GB), config)
-    assert {each.config.parallel.zero for each in found} == {1}
+    assert {each.config.parallel.zero for each in found} == {1, 2, 3}
+
+
+def test_groups_use_a_higher_zero_stage_if_memory_requires_it():
+    config = settled(f"{TINY} d=8 zero=1 microbatches=2")
+    estimator = Estimator(4096, PAIRS)
+    free = with_groups(Candidates(estimator, 8, 16 * GB), config)
+    peak = {each.config.parallel.zero: each.peak for each in free if in_pairs(each)}
+    tight = with_groups(Candidates(estimator, 8, (peak[1] + peak[3]) / 2), config)
+    stages = [each.config.parallel.zero for each in tight if in_pairs(each)]
+    assert 1 not in stages and 3 in stages
+
+
+def test_groups_recompute_no_more_than_memory_requires():
+    config = settled(f"{TINY} d=8 zero=3 recompute=full")
+    found = with_groups(Candidates(Estimator(4096, PAIRS), 8, 16 * GB), config)
+    assert {each.config.parallel.recompute for each in found} == {"none"}
+
+
+def in_pairs(estimate):
+    return estimate.config.parallel.shard == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "stages"),
+    [
+        ("d=8 zero=3", {3}),
+        ("d=8 zero=1", {2, 3}),
+        ("x=2 y=2 z=2 scheme=3d", {0}),
+        ("d=2 x=2 y=2 scheme=2d", {0, 1, 2, 3}),
+        ("x=8 scheme=1d", set()),
+        ("d=8 zero=3 prefetch=true", set()),
+    ],
+)
+def test_prefetch_is_tried_for_layouts_that_communicate_weights(line, stages):
+    config = settled(TINY + line)
+    found = with_prefetch(Candidates(Estimator(4096, SLOW), 8, 16 * GB), config)
+    assert {each.config.parallel.zero for each in found} == stages
+    assert all(each.config.parallel.prefetch for each in found)
+
+
+@pytest.mark.parametrize("line", ["d=8 zero=3", "x=2 y=2 z=2 scheme=3d"])
+def test_estimates_of_prefetch_are_close_to_simulations(line):
+    config = settled(TINY + line)
+    [*_, best] = with_prefetch(Candidates(Estimator(4096, PAIRS), 8, 16 * GB), config)
+    seconds, peak = step(best.config, PAIRS, 4096)
+    assert best.seconds == pytest.approx(seconds, rel=0.1)
+    assert best.peak == pytest.approx(peak, rel=0.1)
+    assert seconds < 0.97 * step(config, PAIRS, 4096)[0]
 
 
 def test_small_gain_does_not_justify_a_key():
@@ -222,3 +271,18 @@ def test_plan_simulates_hybrid_sharding_of_the_best_layouts():
     fitting = [row.seconds for row in ranking.known.values() if ranking.fits(row)]
     assert any(each.parallel.shard for each in ranking.known)
     assert best.seconds <= 1.01 * min(fitting)
+
+
+@pytest.mark.slow
+def test_plan_prefetches_weights_if_that_is_faster():
+    """With one head, one layer and little memory, weights are sharded over the slow links."""
+    config = config_of(
+        "model.layers=1 model.hidden=256 model.heads=1 model.sequence=128 model.vocabulary=512 "
+        "train.batch=64"
+    )
+    _, ranking = ranked(config, 8, SLOW, 0.012 * GB, 10)
+    best = ranking.best(10)[0]
+    parallel = best.config.parallel
+    assert parallel.prefetch
+    without = replace(best.config, parallel=replace(parallel, prefetch=False))
+    assert best.seconds < 0.99 * step(without, SLOW, 512)[0]

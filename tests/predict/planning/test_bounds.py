@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 
+from hpc3d.predict.machine.machine import Link
 from hpc3d.predict.planning.bounds import Bounds, kind, volumes
 from hpc3d.predict.simulation import summary
 from hpc3d.predict.simulation.simulator import simulate
@@ -25,6 +26,16 @@ def test_axis_with_the_most_traffic_is_placed_inside_a_node():
 )
 def test_layout_kind_follows_the_axes_in_use(line, name):
     assert kind(settled(line, 4)) == name
+
+
+def test_bound_allows_for_prefetched_weights():
+    """Prefetching hides most of the communication of weights, which takes as long as compute."""
+    slow = replace(CLUSTER, links=(Link(0, 1e-6, 8e9),))
+    line = "model.layers=4 model.hidden=1024 model.heads=8 model.sequence=128 train.batch=128"
+    config = settled(f"{line} x=8 scheme=3d")
+    faster = replace(config, parallel=replace(config.parallel, prefetch=True))
+    bounds = Bounds(config, 8, 256, slow)
+    assert bounds.least(bounds.candidate(config)) < step(faster, slow)[0]
 
 
 def test_bound_of_a_mixture_counts_capacity_slots():
