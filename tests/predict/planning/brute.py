@@ -1,7 +1,7 @@
 """All layouts that the rules allow, as a reference for plans."""
 
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import chain, permutations, product
 
 from hpc3d.comm.grid import AXES
 from hpc3d.pipeline.schedule import SCHEDULES
@@ -14,10 +14,10 @@ MODULES = "core_attn", "layernorm", "mlp"
 WAYS = [*product((True, False), ("none", "selective", MODULES, "full"))]
 
 
-def every_layout(config, ranks, orders=False, cut=False, schemes=SCHEMES):
+def every_layout(config, ranks, orders=False, cut=False, schemes=SCHEMES, varied=False):
     """Return the resolved layouts of an unresolved `config` with synchronous schedules, and on
-    request with every order of the axes and every context. Omitted layouts are equivalent to
-    others in every step."""
+    request with every order of the axes, every context, and hybrid sharding and prefetching.
+    Omitted layouts are equivalent to others in every step."""
     base = layouts.bare(config)
     sizes = base.model.layers, base.train.batch
     for c, e in product(layouts.divisors(ranks) if cut else [1], parts_of_experts(base, ranks)):
@@ -30,7 +30,9 @@ def every_layout(config, ranks, orders=False, cut=False, schemes=SCHEMES):
                 [with_context(whole, c, *how) for how in contexts(c)] if c > 1 else [whole]
             ):
                 for each in ordered(placed) if orders else [placed]:
-                    yield from filter(lambda one: not layouts.problems(one, ranks), variants(each))
+                    found = variants(each)
+                    found = chain.from_iterable(map(sharded, found)) if varied else found
+                    yield from filter(lambda one: not layouts.problems(one, ranks), found)
 
 
 def parts_of_experts(config, ranks):
@@ -59,6 +61,14 @@ def variants(config):
             changes = {"schedule": name, "chunks": chunks, "microbatches": micros, "zero": zero}
             changes |= {"keep_gathered": keep, "recompute": again}
             yield replace(config, parallel=replace(config.parallel, **changes))
+
+
+def sharded(config):
+    """Return a layout with every kind of hybrid sharding, with and without prefetching."""
+    parallel, replicas = config.parallel, config.mesh.d
+    groups = [size for size in layouts.divisors(replicas) if 1 < size < replicas]
+    for shard, prefetch in product([0, *(groups if parallel.zero else [])], (False, True)):
+        yield replace(config, parallel=replace(parallel, shard=shard, prefetch=prefetch))
 
 
 def schedules(stages, layers):

@@ -28,6 +28,7 @@ PAIRS = replace(CLUSTER, ranks_per_node=2, links=(Link(2, 2e-6, 100e9), *CLUSTER
 DISTANT = replace(CLUSTER, links=(Link(0, 2e-4, 100e9),))  # messages wait, and owners may pay
 ADDED = Split(m="x", n="y", replicate="y")
 EIGHT, OTHER = "model.experts=8 model.top_k=4", "model.moe_every=2 model.shared_experts=1"
+GROUPED = "model.kind=llama model.ffn=512"
 
 
 class Space(NamedTuple):
@@ -39,12 +40,13 @@ class Space(NamedTuple):
     memories: tuple
     orders: bool = False
     cut: bool = False
-    experts: str = ""
+    more: str = ""  # further keys
     added: Split | None = None  # a scheme that the user has added
+    varied: bool = False  # also with hybrid sharding and prefetching
 
     def line(self):
         values = zip(KEYS, self.model.split(), strict=True)
-        return " ".join([*(f"{key}={value}" for key, value in values), self.experts])
+        return " ".join([*(f"{key}={value}" for key, value in values), self.more])
 
     def config(self):
         config = config_of(self.line())
@@ -86,10 +88,10 @@ SPACES = {
         "2 128 2 2048 256 1 float32", 4, hosts(2, wake=2e-5), (16e9, 30e6), cut=True
     ),
     "4 of 8 experts see a token": Space(
-        "2 256 4 64 256 4 float32", 4, CLUSTER, (16e9, 55e6, 46e6), experts=EIGHT
+        "2 256 4 64 256 4 float32", 4, CLUSTER, (16e9, 55e6, 46e6), more=EIGHT
     ),
     "2 nodes of 2 with experts in every other block": Space(
-        "2 256 4 64 256 4 float32", 4, PAIRS, (16e9, 56e6, 34e6), True, experts=f"{EIGHT} {OTHER}"
+        "2 256 4 64 256 4 float32", 4, PAIRS, (16e9, 56e6, 34e6), True, more=f"{EIGHT} {OTHER}"
     ),
     "4 short sequences": Space("2 256 4 64 256 4 float32", 4, CLUSTER, (16e9, 16e6), cut=True),
     "a scheme of the user": Space(
@@ -98,6 +100,31 @@ SPACES = {
         DISTANT,
         (16e9, 16e6, 12e6),
         added=Split(m="x", n="y", replicate="y"),
+    ),
+    "a key head on 2 H100": Space(
+        "1 256 4 64 256 2 bfloat16",
+        2,
+        machine("h100"),
+        (80e9, 6.7e6, 6.6e6),
+        more=f"{GROUPED} model.kv_heads=1",
+    ),
+    "2 experts on 2 ranks": Space(
+        "1 256 4 64 256 2 float32",
+        2,
+        CLUSTER,
+        (16e9, 11.2e6, 10.7e6),
+        more=f"{GROUPED} model.kv_heads=2 model.experts=2 model.top_k=1",
+    ),
+    "fused ring attention on 2 H100": Space(
+        "1 256 2 4096 256 1 bfloat16",
+        2,
+        machine("h100"),
+        (80e9, 92e6, 90e6),
+        cut=True,
+        more="train.backend=cupy",
+    ),
+    "2 groups of 2 replicas": Space(
+        "1 255 1 128 4096 4 float32", 4, PAIRS, (16e9, 24.6e6, 16.2e6), varied=True
     ),
 }
 
@@ -133,7 +160,7 @@ def test_no_layout_is_faster(name, monkeypatch):
     if space.added:
         monkeypatch.setitem(SCHEMES, "added", space.added)
     config = space.config()
-    layouts = every_layout(config, space.ranks, space.orders, space.cut)
+    layouts = every_layout(config, space.ranks, space.orders, space.cut, varied=space.varied)
     steps = [step(each, config.model.vocabulary, space.machine) for each in layouts]
     for memory in space.memories:
         seconds, peak = chosen(space, memory)
