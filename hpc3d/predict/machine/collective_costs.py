@@ -163,7 +163,8 @@ class Protocol:
     `inter_node_s` for each step between nodes. If a group has one member per node,
     `single_member_fraction` replaces `fraction`. `max_bandwidth` limits the bandwidth between
     nodes, in bytes/s per member (0: no limit). The `tree_` fields describe all-reduces by trees;
-    if `tree_fraction` is 0, trees are not used.
+    if `tree_fraction` is 0, trees are not used. The `nvls_` fields describe all-reduces on one
+    node by NVLink SHARP; if `nvls_fraction` is 0, NVLink SHARP is not used.
     """
 
     __pydantic_config__ = STRICT
@@ -178,6 +179,8 @@ class Protocol:
     tree_intra_node_s: float = 0.0
     tree_inter_node_s: float = 0.0
     tree_fraction: float = 0.0
+    nvls_base_s: float = 0.0
+    nvls_fraction: float = 0.0
 
     def ring(self, op: str, nbytes: float, members: int, nodes: int, beta: float) -> float:
         """Return the time in seconds of a ring all-gather, reduce-scatter or all-reduce."""
@@ -202,6 +205,16 @@ class Protocol:
         steps = chain * self.tree_intra_node_s + depth * self.tree_inter_node_s
         return self.tree_base_s + 2 * steps + 2 * _summed(members, nbytes) / rate
 
+    def nvls(self, nbytes: float, members: int, beta: float) -> float:
+        """Return the time in seconds of an all-reduce on one node by NVLink SHARP.
+
+        The switches add the arrays. In each direction, a link carries the full array, and the
+        share 1/g of it that the member requests from, or returns to, the switches. The algorithm
+        bandwidth is therefore g / (g + 1) times that of the link (NVIDIA/nccl-tests PR 239).
+        """
+        moved = (1 + 1 / members) * _summed(members, nbytes)
+        return self.nvls_base_s + moved * beta / self.nvls_fraction
+
 
 RING_OPS = "all_gather", "reduce_scatter", "all_reduce"
 
@@ -215,8 +228,11 @@ def fastest(
     (src/graph/tuning.cc). `shape` is the number of members of the group and the number of nodes.
     """
     times = [each.ring(op, nbytes, *shape, beta) for each in protocols]
+    members, nodes = shape
     if op == "all_reduce":
         times += [each.tree(nbytes, *shape, beta) for each in protocols if each.tree_fraction]
+        switches = (each for each in protocols if each.nvls_fraction and nodes == 1)
+        times += [each.nvls(nbytes, members, beta) for each in switches]
     return min(times)
 
 

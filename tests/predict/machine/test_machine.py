@@ -135,6 +135,28 @@ def test_collectives_take_the_time_of_the_fastest_protocol(op, nbytes, members, 
     assert NCCL.call(op, nbytes, members) == pytest.approx(seconds, rel=1e-12)
 
 
+def test_switches_reduce_on_one_node():
+    """Each of 4 links carries 5/4 of the array at 0.9 of 100 GB/s; a ring carries 6/4 of it."""
+    switches = replace(BANDWIDTH, nvls_base_s=2e-6, nvls_fraction=0.9)
+    machine, rings = (replace(CLUSTER, protocols=(each,)) for each in (switches, BANDWIDTH))
+    seconds = 2e-6 + 5 / 4 * 1e9 / 90e9
+    assert machine.call("all_reduce", 1.5e9, range(4)) == pytest.approx(seconds, rel=1e-12)
+    for op, members in (("all_reduce", range(8)), ("reduce_scatter", range(4))):
+        assert machine.call(op, 1e9, members) == rings.call(op, 1e9, members)
+
+
+@pytest.mark.parametrize(
+    ("members", "busbw"),
+    [(2, 367), (3, 367), (4, 370), (5, 420), (6, 440), (7, 460), (8, 480)],
+)
+def test_all_reduce_of_h100_has_the_published_bandwidth(members, busbw):
+    """The busbw in GB/s of nccl-tests in NVIDIA/nccl issue 1455, for 4 GB."""
+    machine = load(next(path for path in SHIPPED if path.stem == "h100"))
+    received = 2 * (1 - 1 / members) * 4e9
+    found = received / machine.call("all_reduce", received, range(members))
+    assert found == pytest.approx(busbw * 1e9, rel=0.02)
+
+
 def test_messages_and_other_collectives_do_not_depend_on_protocols():
     for op in ALGORITHMS.keys() - {"all_gather", "reduce_scatter", "all_reduce"}:
         assert NCCL.call(op, 1e6, range(8)) == CLUSTER.call(op, 1e6, range(8))
