@@ -28,6 +28,7 @@ from hpc3d.predict.machine.machine import (
 )
 
 _RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # maps old keys to new keys
+_OWN = "name", "errors"  # keys that a machine does not inherit
 _LONGEST, _SLOWEST = 10.0, 1.0  # maximum time in s, and minimum rate in 1/s
 _PARTS = {
     "gemm": Rates,
@@ -45,12 +46,43 @@ def load(path: Path | str) -> Machine:
     Raises ValueError with one line per error; each line states the file, the key and the fix.
     """
     found = find(path, MACHINE)
-    if not (tree := read(found)):
-        raise ValueError(f"{found}: the file is empty; specify another machine file")
+    tree = _tree(found)
     try:
         return _validate(tree)
     except Problems as problems:
         raise Problems(f"{found}: {line}" for line in problems.lines) from None
+
+
+def _tree(path: Path, users: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the tables of a machine file, including those of the machine that it names in `like`.
+
+    `users` are the files that refer to this one.
+    """
+    if path.resolve() in users:
+        raise ValueError(f"{path}: `like` leads back to this file; remove `like` from one file")
+    if not (tree := read(path)):
+        raise ValueError(f"{path}: the file is empty; specify another machine file")
+    deprecated_keys.warn(deprecated_keys.rename_keys(tree, _RENAMED))
+    if (like := tree.pop("like", None)) is None:
+        return tree
+    if not isinstance(like, str):
+        raise ValueError(f"{path}: like = {like!r}: must be the name or the file of a machine")
+    try:
+        there = find(like, MACHINE)
+    except ValueError as error:
+        raise ValueError(f"{path}: like = {error}") from None
+    base = _tree(there, (*users, path.resolve()))
+    return _merged({key: base[key] for key in base if key not in _OWN}, tree)
+
+
+def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested tables in which `changes` replace the values and lists of `base`."""
+    merged = dict(base)
+    for key, value in changes.items():
+        known = base.get(key)
+        both = isinstance(known, dict) and isinstance(value, dict)
+        merged[key] = _merged(known, value) if both else value
+    return merged
 
 
 def dumps(machine: Machine) -> str:
@@ -76,7 +108,7 @@ def _key(name: str) -> str:
 
 
 def _validate(tree: dict[str, Any]) -> Machine:
-    """Convert nested TOML tables to a Machine, and warn about deprecated keys.
+    """Convert nested TOML tables to a Machine.
 
     Raises ValueError with one line per error; each line states the key and the fix.
     """
@@ -84,7 +116,6 @@ def _validate(tree: dict[str, Any]) -> Machine:
 
     from pydantic import TypeAdapter, ValidationError
 
-    deprecated_keys.warn(deprecated_keys.rename_keys(tree, _RENAMED))
     # Strict mode is needed so that pydantic does not accept `true` as a number. In strict mode,
     # pydantic can convert tables to dataclasses only if the input is JSON.
     text = json.dumps(tree, default=str)
@@ -112,6 +143,7 @@ def _explain(error: Mapping[str, Any]) -> str:
 
 def _hint(*key: str) -> str:
     known = [each.name for each in fields(_PARTS[key[0]] if len(key) > 1 else Machine)]
+    known += ["like"] if len(key) == 1 else []
     near = get_close_matches(key[-1], known, 1)
     return f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
 

@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from hypothesis import given
@@ -176,6 +178,79 @@ def test_empty_machine_file_is_rejected(tmp_path):
 def test_missing_machine_file_is_rejected():
     with pytest.raises(ValueError, match=r"^no-machine\.toml: "):
         load("no-machine.toml")
+
+
+# Machines that are like others
+
+SLOWER = """
+like = "h100"
+name = "slower"
+memory_gb = 94
+
+[gemm.bfloat16]
+sustained = 600e12
+
+[[links]]
+ranks = 0
+alpha_s = 20e-6
+bandwidth = 10e9
+"""
+
+
+def written(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_machine_inherits_the_numbers_that_its_file_omits(tmp_path):
+    base, found = load("h100"), load(written(tmp_path / "slower.toml", SLOWER))
+    halves = replace(base.gemm["bfloat16"], sustained=600e12)
+    assert found == replace(
+        base,
+        name="slower",
+        memory_gb=94,
+        gemm=base.gemm | {"bfloat16": halves},
+        links=(Link(0, 20e-6, 10e9),),
+        errors=(),
+    )
+
+
+def test_machine_may_be_like_a_file_that_is_like_another(tmp_path):
+    there = written(tmp_path / "slower.toml", SLOWER)
+    text = f'like = "{there}"\nname = "slowest"\nlaunch_s = 1e-5\n'
+    found = load(written(tmp_path / "slowest.toml", text))
+    assert found == replace(load(there), name="slowest", launch_s=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('like = "h10"\nname = "mine"', "like = h10: no such machine; did you mean h100? "),
+        ("like = 3", "like = 3: must be the name or the file of a machine"),
+        ('like = "h100"\ncores = 0', "name: missing; add it"),
+        ('like = "h100"\nname = "mine"\ncore = 0', "core: unknown key; did you mean cores?"),
+        ('lik = "h100"\n' + TEXT, "lik: unknown key; did you mean like?"),
+        ('like = "h100"\nname = "mine"\n[gemm]\nbfloat16 = 1', "gemm.bfloat16: "),
+    ],
+)
+def test_invalid_likeness_is_rejected_in_one_line(text, line, tmp_path):
+    (found,) = said(text, tmp_path)
+    assert found.startswith(line)
+
+
+@pytest.mark.parametrize("other", ["machine", "other"])
+def test_machine_is_not_like_itself(other, tmp_path):
+    written(tmp_path / "other.toml", f'like = "{tmp_path}/machine.toml"\nname = "other"')
+    (found,) = said(f'like = "{tmp_path}/{other}.toml"\nname = "mine"', tmp_path)
+    assert found == "`like` leads back to this file; remove `like` from one file"
+
+
+def test_example_in_the_documentation_is_valid(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "prediction.md").read_text(encoding="utf-8")
+    example = page[page.index('    like = "h100"') : page.index("\n\nTables such as")]
+    found = load(written(tmp_path / "mine.toml", dedent(example)))
+    assert (found.name, found.links[1].bandwidth) == ("my-cluster", 23e9)
+    assert found.gemm["bfloat16"] == replace(load("h100").gemm["bfloat16"], sustained=650e12)
 
 
 POSITIVE, RATE, TIME = st.floats(1e-12, 1e18), st.floats(1, 1e18), st.floats(0, 10)
