@@ -17,6 +17,7 @@ from hpc3d.predict.planning.ranked_layouts import allowed, as_plain, ranked
 from hpc3d.predict.planning.ranking import RankedLayout, Ranking, estimated, shown_layout
 from hpc3d.predict.planning.resorts import Fit, fits
 from hpc3d.predict.planning.search import Found
+from hpc3d.predict.simulation.simulator import uncollected
 
 TOP = 10  # default number of layouts to show
 
@@ -83,8 +84,10 @@ def plan_layouts(
 def _planned(
     config: Config, ranks: int, machine: Machine, memory: float, top: int
 ) -> PlannedLayouts:
-    found, ranking = ranked(config, ranks, machine, memory, top)
-    return PlannedLayouts(config, found, ranking, ranking.best(top))
+    with uncollected():
+        found, ranking = ranked(config, ranks, machine, memory, top)
+        best = ranking.best(top)
+    return PlannedLayouts(config, found, ranking, best)
 
 
 def _resorted(

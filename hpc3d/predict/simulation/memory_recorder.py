@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -163,42 +164,71 @@ class MemoryRecorder(Recorder):
         for comm in self.comms:
             comm.sequence.clear()
 
-    def all_rows(self, since: tuple[int, int] = (0, 0)) -> np.ndarray:
-        """Return the recorded and the replayed rows, in order.
+    def trace_rows(self, since: tuple[int, int] = (0, 0)) -> TraceRows:
+        """Return the recorded and the replayed rows.
 
         If `since` is given, it is an earlier value of `mark`, and earlier rows are omitted.
         """
-        count, replays = since[0], self.replays[since[1] :]
-        edges = [count, *(each.before for each in replays), self.count]
-        total = self.count - count + sum(len(each.rows) for each in replays)
-        recorded, found, end = self.rows(count), np.empty(total, _ROWS), 0
-        created = [*_created(replays), recorded[:0]]
-        for (first, stop), rows in zip(pairwise(edges), created, strict=True):
-            start, middle = end, end + stop - first
-            end = middle + len(rows)
-            found[start:middle], found[middle:end] = recorded[first - count : stop - count], rows
-        return found
+        count, replays = since
+        return TraceRows(self.rows(count), self.replays[replays:], count)
 
     def flush(self) -> None:
         """Do nothing: the rows stay in memory."""
 
 
-def _created(replays: Sequence[ReplayedRows]) -> list[np.ndarray]:
-    """Return the rows of each replayed pass; those of the same pass are created together."""
-    found: list[Any] = [None] * len(replays)
-    numbers: dict[int, list[int]] = {}
-    for number, each in enumerate(replays):
-        numbers.setdefault(id(each.rows), []).append(number)
-    for same in numbers.values():
-        passes = [replays[number] for number in same]
-        first, added = passes[0], np.array([each.added for each in passes], np.int32)
-        rows = np.empty((len(passes), len(first.rows)), _ROWS)
-        rows[...] = first.rows
-        for name in first.columns:
-            rows[name] = np.array([each.columns[name] for each in passes])[:, None]
-        for name in _TIMES:
-            rows[name] += np.array([each.shift for each in passes])[:, None]
-        rows["seq"] += added[:, first.sequences]
-        for number, each in zip(same, rows, strict=True):
-            found[number] = each
-    return found
+class TraceRows:
+    """Recorded and replayed rows of the trace table /events.
+
+    `recorded` contains the recorded rows from index `first` on. The rows of the passes in
+    `replays` are created on demand.
+    """
+
+    def __init__(self, recorded: np.ndarray, replays: Sequence[ReplayedRows], first: int) -> None:
+        self.recorded, self.replays, self.first = recorded, replays, first
+
+    @property
+    def kinds(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Pairs (rows, time shifts in ns) of the recorded rows and of each kind of replayed pass.
+
+        Each replay of a pass has the same rows, shifted by one of the times.
+        """
+        replayed = [
+            (passes[0].rows, np.array([each.shift for each in passes]))
+            for passes in self._passes_by_kind().values()
+        ]
+        return [(self.recorded, np.zeros(1, np.int64)), *replayed]
+
+    def __len__(self) -> int:
+        return len(self.recorded) + sum(len(each.rows) for each in self.replays)
+
+    def _passes_by_kind(self) -> dict[int, list[ReplayedRows]]:
+        found: dict[int, list[ReplayedRows]] = {}
+        for each in self.replays:
+            found.setdefault(id(each.rows), []).append(each)
+        return found
+
+    @cached_property
+    def all(self) -> np.ndarray:
+        """All rows, in order."""
+        edges = [0, *(each.before - self.first for each in self.replays), len(self.recorded)]
+        created = {kind: iter(_created(same)) for kind, same in self._passes_by_kind().items()}
+        rows = [*(next(created[id(each.rows)]) for each in self.replays), self.recorded[:0]]
+        found, end = np.empty(len(self), _ROWS), 0
+        for (first, stop), replayed in zip(pairwise(edges), rows, strict=True):
+            start, middle = end, end + stop - first
+            end = middle + len(replayed)
+            found[start:middle], found[middle:end] = self.recorded[first:stop], replayed
+        return found
+
+
+def _created(passes: Sequence[ReplayedRows]) -> np.ndarray:
+    """Return the rows of replays of the same pass, as an array of shape [passes, rows]."""
+    first, added = passes[0], np.array([each.added for each in passes], np.int32)
+    rows = np.empty((len(passes), len(first.rows)), _ROWS)
+    rows[...] = first.rows
+    for name in first.columns:
+        rows[name] = np.array([each.columns[name] for each in passes])[:, None]
+    for name in _TIMES:
+        rows[name] += np.array([each.shift for each in passes])[:, None]
+    rows["seq"] += added[:, first.sequences]
+    return rows

@@ -9,7 +9,7 @@ passes, most Transformer blocks replay the recorded pass of an identical block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -99,7 +99,8 @@ class PassRecorder:
         high["all"] = pool.peak["all"] - held
         pool.peak = peak | pool.peak
         new = [key for key in micro.cache.arrays if key not in known]
-        rows, counts = self.ledger.all_rows(mark), _differences(self._sequence_numbers(), first)
+        rows = self.ledger.trace_rows(mark).all
+        counts = _differences(self._sequence_numbers(), first)
         calls = [(*which, first.get(which, 0), count) for which, count in counts.items()]
         self.passes[kind] = RecordedPass(
             start=now,
@@ -260,10 +261,10 @@ class KeptArrays(list):
 
 
 class ReplayedStage:
-    """PipelineStage that runs the passes of the microbatches in `run`, and replays all others."""
+    """PipelineStage that replays the passes of all microbatches except those in `run`."""
 
     def __init__(
-        self, stage: PipelineStage, recorder: PassRecorder, chunk: int, run: Collection[int]
+        self, stage: PipelineStage, recorder: PassRecorder, chunk: int, run: ExecutedMicrobatches
     ) -> None:
         self.stage, self.recorder, self.chunk, self.run = stage, recorder, chunk, run
         self.blocks = {}
@@ -285,11 +286,19 @@ class ReplayedStage:
     def kind(self, name: str, micro: Microbatch) -> _Kind:
         return name, self.chunk, micro.sequences
 
+    def executes(self, micro: Microbatch) -> bool:
+        """Return True if the passes of the current microbatch must be executed."""
+        number, known = self.recorder.ledger.microbatch, self.recorder.results
+        if number in self.run.always or self.kind("F", micro) not in known:
+            return True
+        recorded = self.kind("BW", micro) in known or self.kind("B", micro) in known
+        return number in self.run.once and not recorded
+
     def forward(self, x: Array | None, micro: Microbatch) -> tuple[Any, Any]:
-        kind, recorder = self.kind("F", micro), self.recorder
-        if recorder.ledger.microbatch in self.run or kind not in recorder.results:
-            return recorder.forward(kind, self.stage, x, micro)
-        return recorder.replay_forward(kind, x, micro)
+        kind = self.kind("F", micro)
+        if self.executes(micro):
+            return self.recorder.forward(kind, self.stage, x, micro)
+        return self.recorder.replay_forward(kind, x, micro)
 
     def backward(
         self,
@@ -410,18 +419,35 @@ def _leases(saved: Any) -> set[AbstractLease]:
     return set()
 
 
-def microbatches_to_run(groups: Iterable[Group], sizes: Sequence[int]) -> dict[int, set[int]]:
-    """Return a dict from model chunk to the microbatches whose passes must be run, not replayed.
+class ExecutedMicrobatches(NamedTuple):
+    """Microbatches of a model chunk whose passes must be executed, not replayed.
 
-    A pass must be run if it overlaps with gradient reductions, or if it is the first forward or
-    backward pass of any microbatch of the same size. `sizes` lists the size of each microbatch.
+    Passes of the microbatches in `always` overlap with gradient reductions. The microbatches in
+    `once` have the first forward or backward pass of a microbatch of their size, and are executed
+    until these passes have been recorded.
     """
-    found, run = set(), {}
+
+    always: set[int]
+    once: set[int]
+
+
+def microbatches_to_run(
+    groups: Iterable[Group], sizes: Sequence[int]
+) -> dict[int, ExecutedMicrobatches]:
+    """Return the ExecutedMicrobatches of each model chunk.
+
+    `groups` are the groups of instructions of a step, and `sizes` lists the size of each
+    microbatch.
+    """
+    found: set[tuple[str, int, int]] = set()
+    run: dict[int, ExecutedMicrobatches] = {}
     for group in groups:
         op, mb, chunk = group[0]
+        here = run.setdefault(chunk, ExecutedMicrobatches(set(), set()))
         kind = op, chunk, sizes[mb] if mb >= 0 else 0
-        closes = group[-1].op == "Reduce" and mb >= 0
-        if closes or (op in ("F", "B", "BW") and kind not in found):
-            run.setdefault(chunk, set()).add(mb)
+        if group[-1].op == "Reduce" and mb >= 0:
+            here.always.add(mb)
+        elif op in ("F", "B", "BW") and kind not in found:
+            here.once.add(mb)
         found.add(kind)
     return run

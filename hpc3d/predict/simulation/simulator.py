@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.engine import Engine
     from hpc3d.pipeline.program import Program
     from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.simulation.memory_recorder import TraceRows
     from hpc3d.predict.simulation.replay import RecordedPass
     from hpc3d.predict.simulation.simulated_clock import Clock
     from hpc3d.predict.simulation.stage_turns import StagePeers
@@ -62,10 +63,10 @@ _SECOND = 1  # index of the recorded step, which overlaps with others in asynchr
 class StageRun(NamedTuple):
     """Simulated step of the first rank of a stage.
 
-    `rows`, `step` and `memory` are the rank's rows in the trace tables /events, /steps and
+    `events`, `step` and `memory` are the rank's rows in the trace tables /events, /steps and
     /memory. Times are in ns from the start of the run. `names` and `axes` list the strings and
-    mesh axes that `rows` refer to by index. `peak` maps each kind of array memory to its peak in
-    bytes; the key "all" is the peak of the sum. The peaks include the token tables (`tables`
+    mesh axes that `events` refers to by index. `peak` maps each kind of array memory to its peak
+    in bytes; the key "all" is the peak of the sum. The peaks include the token tables (`tables`
     bytes) and the logits of a microbatch (`logits` bytes). `busy` is the compute time of the rank
     in ns, and `wired` is the time in ns that it waits for the NIC. `account` divides the step
     (MemoryRecorder), and `saved` the bytes that the forward pass of a microbatch leaves
@@ -75,7 +76,7 @@ class StageRun(NamedTuple):
     """
 
     rank: int
-    rows: np.ndarray
+    events: TraceRows
     names: list
     axes: list
     step: tuple
@@ -89,6 +90,11 @@ class StageRun(NamedTuple):
     account: dict
     saved: dict
     others: tuple[StageRun, ...] = ()
+
+    @property
+    def rows(self) -> np.ndarray:
+        """All rows of /events, which are created when they are first used."""
+        return self.events.all
 
     @property
     def classes(self) -> tuple[StageRun, ...]:
@@ -152,14 +158,14 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
         firsts = range(0, len(found), count)
         return [found[i]._replace(others=tuple(found[i + 1 : i + count])) for i in firsts]
 
-    with _uncollected():
+    with uncollected():
         program = program_of(config)
         return with_shared_cores(core_sharing(config, machine), runs)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Suspend the garbage collector, which would visit all instructions of a program repeatedly.
+def uncollected() -> Iterator[None]:
+    """Suspend the garbage collector, which would visit all instructions and costs repeatedly.
 
     Objects without cyclic references are still freed immediately.
     """
@@ -199,7 +205,7 @@ def run(
     memory = [row for row in ledger.memory if row[1] == _SECOND]
     return StageRun(
         rank=mesh.rank,
-        rows=ledger.all_rows(),
+        events=ledger.trace_rows(),
         names=[*ledger.strings],
         axes=axes,
         step=ledger.steps[-1],
@@ -238,11 +244,16 @@ def simulated_trainer(
         return clock.now / 1e9
 
     trainer = Trainer(mesh, config, vocabulary, None, program, seconds, ZeroBatches)
-    if not (program.asynchronous or clock.machine.cores or config.parallel.offload):
+    if _begins_idle(config, program, clock):
         sizes = _microbatch_sizes(config)
         few = program.with_few(trainer.engine.stage, {*map(sizes.index, {*sizes})})
         trainer.groups = chain([few], trainer.groups)
     return trainer
+
+
+def _begins_idle(config: Config, program: Program, clock: Clock) -> bool:
+    """Return True if no pass, message or copy is in flight when a stage begins a step."""
+    return not (program.asynchronous or clock.machine.cores or config.parallel.offload)
 
 
 def _bytes_of_tables(parameters: Parameters) -> int:
@@ -279,8 +290,11 @@ def replay_passes(
     """
     recorder = PassRecorder(engine.mesh, owners)
     chosen = microbatches_to_run(program.stages[engine.stage], _microbatch_sizes(config))
-    cores = engine.mesh.pool.meter.machine.cores
-    if program.training and not cores and _blocks_are_alike(config):
+    clock = engine.mesh.pool.meter
+    if not _begins_idle(config, program, clock):  # its first passes may wait
+        for run in chosen.values():
+            run.always.update(run.once)
+    if program.training and not clock.machine.cores and _blocks_are_alike(config):
         for chunk, stage in enumerate(engine.stages):
             stage.blocks = replayed_blocks(stage.blocks, recorder, chunk)
     engine.stages = [

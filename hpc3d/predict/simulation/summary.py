@@ -43,8 +43,7 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     ranks, seconds = config.grid().size, step_length(runs) / 1e9
     waits = [waits_of(run) for run in runs]
     busiest = min(range(len(runs)), key=lambda stage: waits[stage]["p"])
-    every = [each for run in runs for each in run.classes]
-    flops = sum(each.ranks * each.rows["flops"].sum() for each in every)
+    flops = sum(each.ranks * _flops(each) for run in runs for each in run.classes)
     model = config.model
     needed = model_flops(model, config.train.batch, vocabulary_of(model))
     peak = ranks * machine.gemm[config.train.dtype].peak * seconds
@@ -64,6 +63,10 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
         "bytes": moved(runs[0]),
         **_divided(runs, busiest),
     } | ({"interval": around} if around else {})
+
+
+def _flops(run: StageRun) -> int:
+    return sum(value for (*_, quantity), value in run.account.items() if quantity == "flop")
 
 
 def _divided(runs: Sequence[StageRun], busiest: int) -> dict[str, Any]:
@@ -87,13 +90,18 @@ def _span_and_work(run: StageRun) -> tuple[int, int]:
 
     Both times begin with the start of the first pass and end with the end of the last pass.
     """
-    rows = run.rows
-    chosen = (rows["microbatch"] >= 0) & (rows["category"] != _COPY)
-    start, length, op = (rows[name][chosen] for name in ("t_start", "dur", "op"))
-    message = np.isin(op, MESSAGE_CODES)
-    begin, end = start[~message].min(), (start + length)[~message].max()
-    inside = message & (start >= begin) & (start < end)
-    return int(end - begin), int(end - begin - length[inside].sum())
+    begins, ends, messages = [], [], []
+    for rows, shifts in run.events.kinds:
+        chosen = (rows["microbatch"] >= 0) & (rows["category"] != _COPY)
+        start, length, op = (rows[name][chosen] for name in ("t_start", "dur", "op"))
+        message = np.isin(op, MESSAGE_CODES)
+        if not message.all():
+            begins.append(start[~message].min() + shifts.min())
+            ends.append((start + length)[~message].max() + shifts.max())
+        messages.append((start[message] + shifts[:, None], length[message]))
+    begin, end = min(begins), max(ends)
+    waits = sum((((start >= begin) & (start < end)) * length).sum() for start, length in messages)
+    return int(end - begin), int(end - begin - waits)
 
 
 def exposed(run: StageRun) -> float:
@@ -103,11 +111,14 @@ def exposed(run: StageRun) -> float:
 
 def waits_of(run: StageRun) -> Counter:
     """Return a dict that maps each axis to a stage's communication time in seconds."""
-    calls, waits = run.rows["category"] == COMM, Counter()
-    groups, lengths = run.rows["group"][calls], run.rows["dur"][calls]
-    for group in np.unique(groups).tolist():
-        spent = lengths[groups == group].sum() / 1e9
-        waits[run.axes[group]] += float(spent)
+    spent, waits = Counter[int](), Counter[str]()
+    for rows, shifts in run.events.kinds:
+        calls = rows["category"] == COMM
+        groups, lengths = rows["group"][calls], rows["dur"][calls]
+        for group in np.unique(groups).tolist():
+            spent[group] += len(shifts) * int(lengths[groups == group].sum())
+    for group in sorted(spent):
+        waits[run.axes[group]] += spent[group] / 1e9
     return waits
 
 
@@ -132,10 +143,21 @@ def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
     The result has the form {axis: {operation: {"calls": ..., "bytes": ...}}}. If blocks have owner
     ranks, which receive different numbers of bytes, it contains the largest numbers.
     """
-    found, classes = {}, [moved_by(each.rows, each.axes) for each in run.classes]
+    found, classes = {}, [*map(_calls_and_bytes, run.classes)]
     for axis, op in sorted({*chain(*classes)}):
         calls, received = map(max, zip(*(each.get((axis, op), (0, 0)) for each in classes)))
         found.setdefault(axis, {})[op] = {"calls": calls, "bytes": received}
+    return found
+
+
+def _calls_and_bytes(run: StageRun) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return a dict that maps (axis, operation) to (number of calls, received bytes)."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for rows, shifts in run.events.kinds:
+        for key, counts in moved_by(rows, run.axes).items():
+            calls, received = found.get(key, (0, 0))
+            times = len(shifts)
+            found[key] = calls + times * counts[0], received + times * counts[1]
     return found
 
 

@@ -54,7 +54,7 @@ def write_trace(folder: Path, runs: Sequence[StageRun], config: Config, machine:
             "of one step cannot be written; remove --out"
         )
     grid = config.grid()
-    total = sum(len(run.rows) for run in runs) * grid.size // len(runs)
+    total = sum(len(run.events) for run in runs) * grid.size // len(runs)
     if total > MOST_ROWS or grid.size > _MOST_RANKS:
         raise ValueError(
             f"a trace of {grid.size:,} ranks would have {total:,} events, but the limits are "

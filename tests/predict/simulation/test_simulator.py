@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hpc3d.cuda.gpu import WORKSPACE
+from hpc3d.model.stage import Stage
 from hpc3d.pipeline.program import Program
 from hpc3d.predict.simulation import simulator
 from hpc3d.predict.simulation.count import predict
@@ -77,7 +78,7 @@ def test_replayed_blocks_equal_executed_ones(line, monkeypatch):
     assert replayed
     for run, other in zip(found, executed, strict=True):
         np.testing.assert_array_equal(run.rows, other.rows)
-        assert run._replace(rows=None) == other._replace(rows=None)
+        assert run._replace(events=None) == other._replace(events=None)
 
 
 STEADY = """
@@ -106,7 +107,7 @@ def test_step_does_not_depend_on_the_passes_of_the_step_before(line, monkeypatch
             run.rows["name"] = 0
         assert lines[0] == lines[1] and ends[0] == ends[1]
         np.testing.assert_array_equal(*(run.rows for run in pair))
-        ours, theirs = (run._replace(rows=None, step=(), names=[]) for run in pair)
+        ours, theirs = (run._replace(events=None, step=(), names=[]) for run in pair)
         assert ours == theirs
 
 
@@ -137,6 +138,20 @@ def test_expert_products_and_exchanges_take_the_machine_time():
 
 
 GPU = "p=1 schedule=none microbatches=2 hidden=32 heads=4 backend=cupy dtype=float32"
+
+
+def test_pass_that_has_been_recorded_is_executed_only_beside_gradient_reductions(monkeypatch):
+    """The last microbatch is executed only on the first stage, which sends no gradient."""
+    executed, whole = [], Stage.forward
+
+    def forward(self, x, micro):
+        executed.append(micro.first)
+        return whole(self, x, micro)
+
+    monkeypatch.setattr(Stage, "forward", forward)
+    pipeline = "p=2 schedule=1f1b microbatches=4 batch=4"
+    simulated(GPU.replace("p=1 schedule=none microbatches=2", pipeline))
+    assert sorted(executed) == [0, 0, 3]
 
 
 def test_cuda_graph_step_equals_the_launched_step():

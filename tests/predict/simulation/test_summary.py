@@ -1,5 +1,8 @@
 """The summary of a simulated step."""
 
+import pytest
+
+from hpc3d.predict.simulation.memory_recorder import TraceRows
 from hpc3d.predict.simulation.summary import summary
 from tests.predict.fixed import MACHINE
 from tests.predict.simulation.test_simulator import simulated
@@ -23,3 +26,22 @@ def test_bubble_of_a_two_stage_pipeline():
     )
     # The ideal bubble of equal stages is 1 / 17; these are not equal, nor are messages free.
     assert 0.03 < summary(runs, config, MACHINE)["bubble"] < 0.3
+
+
+REPLAYED = """
+p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=6 zero=1 backend=cupy dtype=float32
+p=4 c=2 schedule=1f1b microbatches=8 sequence=8 layers=8
+p=2 x=2 scheme=3d-broadcast schedule=zb-h1 microbatches=4
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", REPLAYED)
+def test_summary_of_replayed_passes_equals_that_of_all_rows(line):
+    config, runs = simulated(line)
+    assert all(run.events.replays for run in runs)
+
+    def complete(run):
+        return run._replace(events=TraceRows(run.rows, [], 0))
+
+    whole = [complete(run)._replace(others=tuple(map(complete, run.others))) for run in runs]
+    assert summary(runs, config, MACHINE) == summary(whole, config, MACHINE)
