@@ -118,7 +118,7 @@ class AbstractArray(NDArrayOperatorsMixin):
 
     @property
     def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     meter = property(lambda self: self.pool.meter)
     flags = property(lambda self: Flags(not (self.lease and self.lease.shared)))
@@ -140,6 +140,9 @@ class AbstractArray(NDArrayOperatorsMixin):
         return (self[number] for number in range(len(self)))
 
     def __getitem__(self, key: Any) -> AbstractArray:
+        if isinstance(key, slice):  # faster than a NumPy array
+            rows = len(range(*key.indices(self.shape[0])))
+            return self.view((rows, *self.shape[1:]))
         return self.view(self._one_byte()[key].shape)
 
     def __setitem__(self, key: Any, value: object) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 from math import inf, lcm, prod
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.grid import divisors
@@ -19,6 +21,9 @@ from hpc3d.model.spec import ModelSizes, ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.ops.quantize import BLOCK, in_blocks
 from hpc3d.tensor.rounding import TILE
+
+if TYPE_CHECKING:
+    from hpc3d.tensor.split import Split
 
 Axes = tuple[str, ...]
 
@@ -165,40 +170,68 @@ def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
 
     A value must be divisible by the number of ranks in each of its groups of mesh axes.
     """
-    model, split = config.model, config.splits["dense"]
-    sizes, turned, outer = config.grid().sizes, split.next(), split.without_panels()
+    model, sizes = config.model, config.grid().sizes
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
-    whole = {split.y[0], outer.y[0]}  # attention and the loss need full sequences
-    rows, hidden = {split.x[0], turned.y[0]}, {split.x[1], turned.w[1], outer.next().w[1]}
-    pairs = [(each.of_gradient.w, each.next().of_gradient.w) for each in config.splits.values()]
-    hidden |= {w.even for pair in pairs for w in pair}
-    if model.experts:
-        router = split.by_rows()
-        rows.add(router.y[0])
-        hidden |= {router.w.even, router.of_gradient.w.even}
-    if _alike(config):
-        head = split.alike()
-        hidden |= {head.w.even, head.of_gradient.w.even}
-    whole, across = _used(whole, sizes), _used({split.y[1], turned.x[1]}, sizes)
+    used = frozenset(axis for axis, size in sizes.items() if size > 1)
+    splits = config.splits["dense"], config.splits["experts"]
+    groups = _axis_groups(*splits, used, bool(model.experts), _alike(config))
     needs = {
-        (batch, sequences // micros): {
-            tuple([axis for axis in axes if axis != CONTEXT]) for axes in whole
-        },
-        (f"{batch} x model.sequence", sequences // micros * model.sequence): (
-            _used(rows, sizes) - whole
-        ),
-        ("model.heads", model.heads): across,
-        ("model.hidden", model.hidden): _used(hidden, sizes),
+        (batch, sequences // micros): groups.batch,
+        (f"{batch} x model.sequence", sequences // micros * model.sequence): groups.rows,
+        ("model.heads", model.heads): groups.heads,
+        ("model.hidden", model.hidden): groups.hidden,
     }
     if model.ffn is not None:
-        ffn = {split.w[1], *(w.even for _, w in pairs)}
-        needs["model.ffn", model.ffn] = across | _used(ffn, sizes)
+        needs["model.ffn", model.ffn] = groups.heads | groups.ffn
     return needs
 
 
-def _used(axis_groups: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
-    return {tuple([axis for axis in axes if sizes[axis] > 1]) for axes in axis_groups}
+class _AxisGroups(NamedTuple):
+    """Groups of mesh axes; a size must be divisible by the number of ranks in each of its groups.
+
+    `batch` applies to the sequences of a microbatch, and `rows` to its tokens.
+    """
+
+    batch: set[Axes]
+    rows: set[Axes]
+    heads: set[Axes]
+    hidden: set[Axes]
+    ffn: set[Axes]
+
+
+@cache
+def _axis_groups(
+    split: Split, of_experts: Split, used: frozenset[str], experts: bool, alike: bool
+) -> _AxisGroups:
+    """Return the axis groups of the splits of dense layers and of experts.
+
+    Axes that are not in `used` have one rank. `experts` is True if the model has experts, and
+    `alike` if the head has a product whose X and Y have equal layouts.
+    """
+    turned, outer = split.next(), split.without_panels()
+    whole = {split.y[0], outer.y[0]}  # attention and the loss need full sequences
+    rows, hidden = {split.x[0], turned.y[0]}, {split.x[1], turned.w[1], outer.next().w[1]}
+    pairs = [(each.of_gradient.w, each.next().of_gradient.w) for each in (split, of_experts)]
+    hidden |= {w.even for pair in pairs for w in pair}
+    if experts:
+        router = split.by_rows()
+        rows.add(router.y[0])
+        hidden |= {router.w.even, router.of_gradient.w.even}
+    if alike:
+        head = split.alike()
+        hidden |= {head.w.even, head.of_gradient.w.even}
+    return _AxisGroups(
+        batch={tuple([axis for axis in axes if axis != CONTEXT]) for axes in _used(whole, used)},
+        rows=_used(rows, used) - _used(whole, used),
+        heads=_used({split.y[1], turned.x[1]}, used),
+        hidden=_used(hidden, used),
+        ffn=_used({split.w[1], *(w.even for _, w in pairs)}, used),
+    )
+
+
+def _used(axis_groups: Iterable[Axes], used: Collection[str]) -> set[Axes]:
+    return {tuple([axis for axis in axes if axis in used]) for axes in axis_groups}
 
 
 def _unshared_keys(model: ModelConfig, axes: str, count: int) -> Iterator[str]:

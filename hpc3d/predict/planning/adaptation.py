@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain, islice
 from math import ceil, inf, log10
 from statistics import mean
@@ -149,8 +150,8 @@ def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> Layer
         model,
         bare=estimator.part_costs(none, parts),
         layer=Cost(*(each.seconds for each in passes)),
-        sums=_sums_of(estimator, config),
-        held=_held_of(estimator.costs, config),
+        sums=cache(_sums_of(estimator, config)),
+        held=cache(_held_of(estimator.costs, config)),
         memory=memory,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from math import lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,19 +13,20 @@ import numpy as np
 
 from hpc3d.comm.mesh import CONTEXT, EXPERTS, data_axes, expert_data_axes, plane
 from hpc3d.config.cuboid import received_elements
-from hpc3d.config.input_file import MeshConfig
+from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
 from hpc3d.model.families import block_products, family_of
 from hpc3d.ops.float8 import E4M3
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.contexts import attention_flops, exchange_words, ring_words
 from hpc3d.predict.planning.pass_costs import LayerSample
 from hpc3d.predict.simulation.simulator import ranks_per_core
-from hpc3d.tensor.split import SCHEMES
+from hpc3d.tensor.split import LOOPS, SCHEMES, STORAGE
 
 if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
+    from hpc3d.config.input_file import ModelConfig
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.planning.pass_costs import PartCosts
+    from hpc3d.tensor.split import Split
 
 _KINDS = {
     "1d": "1-D",
@@ -234,14 +236,14 @@ def volumes(config: Config) -> Counter[str]:
     tensor, layers = mesh.tensor_ranks(), model.layers / mesh.p
     copies, replicas = mesh.replicas(), tensor_replicas(config, "m")
     owned = config.tensor_split.own.split()
-    one = replace(config, train=replace(train, batch=train.batch / (copies * mesh.p)))
+    sequences = train.batch / (copies * mesh.p)  # per rank and microbatch
     found: Counter[str] = Counter()
     for axis in (axis for axis in "xyz" if getattr(mesh, axis) > 1):
         size, shards = getattr(mesh, axis), tensor
         if axis in config.splits["dense"].m:  # weights are communicated along this axis
             shards //= prod(replicas[other] for other in replicas if other != axis)
-        alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
-        received = 2 * mesh.p * layers * received_elements(alone, mesh.e) * size / shards
+        alone = _received_along(axis, size, config.tensor_split, model, sequences, mesh.e)
+        received = 2 * mesh.p * layers * alone * size / shards
         found[axis] = received * (size / (size - 1) if axis in owned else 1)  # of ranks not owners
     for axes, elements in summed(config):
         ranks = prod(getattr(mesh, axis) for axis in axes)
@@ -255,6 +257,21 @@ def volumes(config: Config) -> Counter[str]:
         elements = train.batch * model.sequence * model.hidden / (copies * tensor)
         found["p"] = 2 * elements * prod(tensor_replicas(config, "n").values())
     return +found
+
+
+@cache
+def _received_along(
+    axis: str, size: int, split: Split, model: ModelConfig, sequences: float, experts: int
+) -> float:
+    """Return the elements that a rank receives per block along the only axis with several ranks.
+
+    The parameters of the experts are sharded over `experts` ranks.
+    """
+    letters = {key: axes for key in LOOPS + STORAGE if (axes := getattr(split, key))}
+    mesh = replace(MeshConfig(x=1, y=1, z=1), **{axis: size})
+    train, parallel = TrainConfig(batch=sequences), ParallelConfig(split=letters)  # type: ignore[arg-type]
+    config = Config(mesh=mesh, parallel=parallel, model=model, train=train)
+    return received_elements(config, experts)
 
 
 def tensor_replicas(config: Config, loop: str) -> dict[str, int]:
@@ -275,13 +292,20 @@ def summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
 
     The first pair is for dense layers, and the second pair for experts.
     """
-    sizes, dense, experts = config.sizes(), 0, 0.0
-    for count, each in block_products(config.model):
+    sizes, (dense, experts) = config.sizes(), _weights(config.model, config.mesh.e)
+    return [(data_axes(sizes), dense), (expert_data_axes(sizes), experts)]
+
+
+@cache
+def _weights(model: ModelConfig, e: int) -> tuple[int, float]:
+    """Return the numbers of weights of dense layers, and of the experts of a rank of axis e."""
+    dense, experts = 0, 0.0
+    for count, each in block_products(model):
         if each.experts > 1:
-            experts += count * each.weights / config.mesh.e
+            experts += count * each.weights / e
         else:
             dense += count * each.weights
-    return [(data_axes(sizes), dense), (expert_data_axes(sizes), experts)]
+    return dense, experts
 
 
 def _slot_words(config: Config) -> float:

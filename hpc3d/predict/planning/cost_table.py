@@ -84,10 +84,11 @@ class CostTable:
         self._found: dict[tuple, Any] = {}
 
     def _once(self, key: tuple, measure: Callable[[], Any]) -> Any:
-        if key not in self._found:
-            self._found[key] = measure()
+        cost = self._found.get(key)
+        if cost is None:
+            cost = self._found[key] = measure()
             self.measured += key[0] not in _MESSAGE_COSTS
-        return self._found[key]
+        return cost
 
     def sample(
         self, config: Config, zero: int, keep: bool = True, recompute: str = "none"

@@ -65,7 +65,7 @@ class LayerCounts:
         self.bare, self.layer = [sum(each[:3]) for each in pipeline.bare], sum(pipeline.layer[:3])
         self.stage_of = [placement.location(part)[0] for part in self.parts]
         self.parts_of = [*map(placement.parts_of, range(placement.stages))]
-        self.held = cache(pipeline.held)
+        self.held, self.simulated = cache(pipeline.held), cache(self._simulated)
 
     def best(self, even: Sequence[int]) -> tuple[int, ...] | None:
         """Return the number of layers of each model chunk in the fastest partition found.
@@ -160,8 +160,11 @@ class LayerCounts:
     def seconds(self, counts: Sequence[int]) -> float:
         """Return the simulated time, in seconds, from the first pass to the last gradient
         reduction."""
-        pipeline, layer = self.pipeline, self.pipeline.layer
         self.left -= self.passes
+        return self.simulated(tuple(counts))  # the last moves are tried again
+
+    def _simulated(self, counts: tuple[int, ...]) -> float:
+        pipeline, layer = self.pipeline, self.pipeline.layer
         costs = [
             Cost(*(one + count * each for one, each in zip(bare[:3], layer[:3])), bare.comm)
             for bare, count in zip(pipeline.bare, counts, strict=True)

@@ -163,13 +163,24 @@ def with_mesh(
 def every_mesh(
     base: Config, ranks: int, memory: float, schemes: Mapping[str, Split] = SCHEMES
 ) -> Iterator[list[Config]]:
-    """For each mesh, yield a list of valid layouts, one per kind of context parallelism."""
+    """For each mesh, yield a list of valid layouts, one per kind of context parallelism.
+
+    The list may be empty, and invalid meshes may be omitted.
+    """
     layers, batch = base.model.layers, base.train.batch
+
+    @cache
+    def divides(*tensor):
+        alone = with_mesh(base, (1, 1, *tensor), schemes)
+        return not violations(alone, alone.mesh.tensor_ranks())
+
     for c, e in product(divisors(ranks), divisors(gcd(base.model.experts or 1, ranks))):
         if ranks % (c * e):
             continue
         shared = replace(base, mesh=replace(base.mesh, e=e))
         for mesh in meshes(ranks // (c * e), layers, batch, schemes):
+            if not divides(*mesh[2:]):  # then no mesh with these tensor axes does
+                continue
             config = with_mesh(shared, mesh, schemes)
             if c == 1:
                 yield [] if problems(config, ranks) else [config]
@@ -214,10 +225,14 @@ def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], .
 
 
 def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the valid ZeRO stages of a layout, grouped by their communication per pass."""
+    """Return the valid ZeRO stages of a layout, grouped by their communication per pass.
+
+    The layout must be valid without ZeRO.
+    """
     if config.mesh.replicas() == 1:
         return ((0,),)
-    return tuple(group for group in _ZEROS if _allows(_with_zero(config, group[0]), ranks))
+    whole, *others = _ZEROS
+    return whole, *(zeros for zeros in others if _allows(_with_zero(config, zeros[0]), ranks))
 
 
 def _allows(config: Config, ranks: int) -> bool:

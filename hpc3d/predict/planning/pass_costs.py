@@ -63,6 +63,8 @@ class Pass(NamedTuple):
         """
         if self is NOTHING:
             return other
+        if other is NOTHING and self.left <= self.peak:
+            return self
         left, peak = self.left + other.left, max(self.peak, self.left + other.peak)
         waits, busy = self.waits + other.waits, self.busy + other.busy
         same = self.idle is self.waits and other.idle is other.waits
@@ -71,7 +73,7 @@ class Pass(NamedTuple):
 
     def __mul__(self, times: float) -> Pass:
         """Return the cost of running this pass `times` times in sequence."""
-        if not times:
+        if not times or self is NOTHING:
             return NOTHING
         waits = _multiplied(self.waits, times)
         idle = waits if self.idle is self.waits else _multiplied(self.idle, times)

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from hpc3d.predict.planning import layouts
 from hpc3d.tensor.split import SCHEMES, Split
 from tests.predict.planning.test_search import SMALL, settled
@@ -76,3 +78,17 @@ def test_layouts_with_owners_follow_the_rules():
 def test_every_zero_stage_is_considered_if_the_shards_have_padding():
     config = settled(f"{SMALL} model.hidden=250 model.heads=2 d=8")
     assert layouts.zeros(config, 8) == ((0, 1), (2,), (3,))
+
+
+@pytest.mark.parametrize("line", ["", "model.experts=4", "model.kind=llama model.kv_heads=2"])
+def test_only_meshes_that_break_a_rule_are_omitted(line):
+    base = layouts.bare(settled(f"{SMALL} model.heads=4 {line}", 1))
+    found = [config for configs in layouts.every_mesh(base, 16, 1e9) for config in configs]
+    every = [
+        layouts.with_mesh(replace(base, mesh=replace(base.mesh, e=e)), mesh)
+        for e in ((1, 2, 4) if base.model.experts else (1,))
+        for mesh in layouts.meshes(16 // e, base.model.layers, base.train.batch)
+    ]
+    valid = {config for config in every if not layouts.problems(config, 16)}
+    assert {config for config in found if config.mesh.c == 1} == valid
+    assert len(valid) < len(every)
