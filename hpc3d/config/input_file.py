@@ -140,11 +140,10 @@ class ParallelConfig:
     """Size of a gradient bucket in MB. One collective reduces each bucket along d. Default: 25, or
     more if latency accounts for more than 40 % of the predicted time of a collective of 25 MB
     (docs/data-parallelism.md)."""
-    reduce_dtype: Annotated[
-        Literal["float16", "bfloat16", "float32"] | None, ValidFor("parallel.zero", 0, 1)
-    ] = None
+    reduce_dtype: Literal["float16", "bfloat16", "float32"] | None = None
     """Data type in which gradients are sent along d, c and e. They are accumulated in float32.
-    Default: the data type of the gradients."""
+    Default: the data type of the gradients. With ZeRO 2 and 3, the default for matrices is
+    train.dtype."""
     overlap: bool = True
     """Overlap the gradient all-reduce along d with the backward pass."""
     prefetch: bool = False

@@ -93,7 +93,7 @@ class MaskedHead(Head):
         self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, table: Parameter
     ) -> None:
         hidden, alike = spec.sizes.hidden, spec.splits["dense"].alike()
-        matmul = sharded_matmul(mesh, alike, spec.keep)
+        matmul = sharded_matmul(mesh, alike, spec.keep, reduced=spec.reduced)
         self.gelu = GELU[spec.sizes.gelu]
         self.dense = Linear(parameters, "head.dense", (hidden, hidden), matmul, spec.sizes.std)
         super().__init__(mesh, parameters, spec, table)

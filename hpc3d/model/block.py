@@ -152,9 +152,7 @@ class Block:
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, number: int) -> None:
         model, split, family = spec.sizes, spec.splits["dense"], spec.family
         hidden, std = model.hidden, model.std
-        product = partial(
-            chunked_matmul, mesh, chunks=spec.chunks, keep=spec.keep, scales=spec.scales
-        )
+        product: Any = partial(chunked_matmul, mesh, **spec.product_settings)
         self.mesh, self.number, self.parameters = mesh, number, parameters
         self.recompute = recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"

@@ -103,7 +103,7 @@ class ExpertMixture:
         sizes, split = spec.sizes, spec.splits["dense"]
         assert sizes.experts
         self.mesh, self.form, self.context = mesh, sizes.experts, spec.context
-        matmul = sharded_matmul(mesh, split.by_rows(), spec.keep)
+        matmul = sharded_matmul(mesh, split.by_rows(), spec.keep, reduced=spec.reduced)
         shape = (sizes.hidden, self.form.count)
         self.router = Linear(parameters, f"{name}.router", shape, matmul, sizes.std, biased=False)
         self.bias = self._balancing_bias(parameters, f"{name}.router.bias", matmul)

@@ -53,7 +53,7 @@ class Embeddings:
     ) -> None:
         shape, split = spec.sizes, spec.splits["dense"]
         self.mesh, self.shape = mesh, shape
-        self.lookup = Embedding(mesh, table, split.without_panels().next())
+        self.lookup = Embedding(mesh, table, split.without_panels().next(), spec.reduced)
         self.positions = None if spec.family.rotary else Positions(mesh, parameters, spec)
         self.drop = Dropout(mesh, "embedding.drop", split.x, spec)
 
@@ -114,7 +114,7 @@ class Head:
         self.norm = spec.family.norm(
             mesh, parameters, "head.norm", sizes.hidden, split.x, sizes.epsilon
         )
-        self.matmul = sharded_matmul(mesh, whole, spec.keep, transposed=True)
+        self.matmul = sharded_matmul(mesh, whole, spec.keep, True, reduced=spec.reduced)
         vocabulary: Any = sizes.vocabulary  # set in every resolved configuration
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 

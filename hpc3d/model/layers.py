@@ -344,12 +344,15 @@ class Embedding:
     """Embedding lookup, expressed as the product of a one-hot X[m, v] and W[v, h].
 
     The vocabulary v is sharded over the axes of k in the product's `split`. The result Y[m, h] has
-    the layout of the first block's input.
+    the layout of the first block's input. `reduced` is the type in which the data axes reduce dW
+    in the backward pass (`sharded_matmul`).
     """
 
-    def __init__(self, mesh: Mesh, table: Parameter, split: Split) -> None:
+    def __init__(
+        self, mesh: Mesh, table: Parameter, split: Split, reduced: str | None = None
+    ) -> None:
         self.mesh, self.table, self.split = mesh, table, split
-        self.matmul = sharded_matmul(mesh, split)
+        self.matmul = sharded_matmul(mesh, split, reduced=reduced)
 
     def index(self, micro: Microbatch) -> np.ndarray:
         """Return each token's row index in the table block that this rank gathers.
@@ -377,9 +380,8 @@ class Embedding:
 
     def backward(self, dy: Array, saved: EmbeddingSaved, micro: Microbatch) -> None:
         order = micro.cached("embedding.order", self.order)
-        m, k = self.matmul.axes["m"], self.matmul.axes["k"]
-        dy = self.matmul.gather(dy, self.split.y, k).wait()
+        dy = self.matmul.gather(dy, self.split.y, self.matmul.axes["k"]).wait()
         with self.mesh.trace.span("embedding", "lookup"):
             partial = scatter_rows(dy, saved.index, order, saved.shape)
-        dtable = self.matmul.reduce(partial, self.matmul.dw_layout, m, self.matmul.deferred)
+        dtable = self.matmul.reduce_w(partial)
         self.table.grad += dtable.wait()

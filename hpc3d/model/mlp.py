@@ -87,9 +87,7 @@ class Mlp:
         experts: int | None = None,
     ) -> None:
         split, hidden = spec.splits["experts" if experts else "dense"], spec.sizes.hidden
-        product = partial(
-            chunked_matmul, mesh, chunks=spec.chunks, keep=spec.keep, scales=spec.scales
-        )
+        product: Any = partial(chunked_matmul, mesh, **spec.product_settings)
 
         def linear(part, inputs, outputs, split, std, interleaved=(1, 1)):
             matmul = product(split, stacked=experts is not None)

@@ -336,7 +336,8 @@ class ModelSpec:
     by default).  `chunked` selects chunked attention.  If matrix products use float8, `scales` is
     the region that shares a scale: "block" or "tensor".
     `chunks` is the number of chunks of the products in blocks.  `prefetch` overlaps the
-    communication of weights with the products of the same block.
+    communication of weights with the products of the same block.  `reduced` is the type in which
+    the data axes reduce gradients of matrices in the backward pass (`sharded_matmul`).
     """
 
     family: Family
@@ -351,7 +352,16 @@ class ModelSpec:
     scales: str | None = None
     chunks: int = 1
     prefetch: bool = False
+    reduced: str | None = None
 
     def __post_init__(self) -> None:
         if self.context is WHOLE:
             object.__setattr__(self, "context", Context(self.sizes.sequence))
+
+    @property
+    def product_settings(self) -> dict[str, Any]:
+        """Keyword arguments of `hpc3d.tensor.chunked.chunked_matmul` for the products of blocks.
+
+        A block has the same settings for all of its products.
+        """
+        return {name: getattr(self, name) for name in ("chunks", "keep", "scales", "reduced")}

@@ -27,6 +27,8 @@ from hpc3d.tensor.matmul import Matmul, Saved, SavedForWeight, sharded_matmul
 from hpc3d.tensor.rounding import EXACT
 
 if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.tensor.layout import Layout
@@ -50,8 +52,16 @@ class Chunked(Matmul):
     X and dY are saved as lists of chunks, and dW = X' dY is computed from these chunks.
     """
 
-    def __init__(self, mesh: Mesh, split: Split, keep: str, chunks: int, fused: bool) -> None:
-        super().__init__(mesh, split, keep, transposed=False, rounded=EXACT, fused=fused)
+    def __init__(
+        self,
+        mesh: Mesh,
+        split: Split,
+        keep: str,
+        chunks: int,
+        fused: bool,
+        reduced: DTypeLike | None = None,
+    ) -> None:
+        super().__init__(mesh, split, keep, False, EXACT, fused, reduced)
         of_x = chunks if {*self.axes["n"]} & {*split.x.axes} else 1
         of_dy = chunks if {*self.axes["k"]} & {*split.y.axes} else 1
         self.x_side = _Side(split.x, self.axes["n"], of_x, 1)
@@ -78,11 +88,11 @@ class Chunked(Matmul):
         xs, dys = self._chunks_of(rest)
         inner, outer = _ends(xs), _ends(dys)
         shape = inner[-1].stop, *xs[0].shape[1:-1], outer[-1].stop
-        dw = self.send_buffer(shape, xs[0].dtype, self.axes["m"])
+        dw = self.send_buffer(shape, self.dw_type(xs[0].dtype), self.axes["m"])
         for x, rows in zip(xs, inner):
             for dy, columns in zip(dys, outer):
                 self.multiply(x.T, dy, (), dw[rows][..., columns])
-        return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
+        return self.reduce_w(dw)
 
     def _rows_of_w(self, x: Any) -> int:
         return _ends(x if isinstance(x, list) else [x])[-1].stop
@@ -176,4 +186,4 @@ def chunked_matmul(mesh: Mesh, split: Split, chunks: int, keep: str = "xw", **ho
     if chunks == 1 or all(mesh.size(axis) == 1 for axis in moved):
         return sharded_matmul(mesh, split, keep, **how)
     fused = mesh.pool.on_device and not how.get("stacked")
-    return Chunked(mesh, split, keep, chunks, fused)
+    return Chunked(mesh, split, keep, chunks, fused, how.get("reduced"))

@@ -28,6 +28,8 @@ from itertools import dropwhile
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from hpc3d.arrays.array import Array, SavedActivation, SavedWeight
 from hpc3d.comm.communicator import ready
 from hpc3d.ops.product import accumulate_product, product
@@ -77,7 +79,8 @@ class SavedForWeight(NamedTuple):
 class Matmul:
     """Sharded matrix product that gathers its operands; used for splits without panels.
 
-    Call `sharded_matmul` to create it.
+    Call `sharded_matmul` to create it. `reduced` is the type in which dW is reduced from the first
+    data axis on, or `None` for the type of the operands.
     """
 
     def __init__(
@@ -88,8 +91,10 @@ class Matmul:
         transposed: bool,
         rounded: Operands,
         fused: bool,
+        reduced: DTypeLike | None = None,
     ) -> None:
         self.mesh, self.split, self.keep, self.transposed = mesh, split, keep, transposed
+        self.reduced = None if reduced is None else np.dtype(reduced)
         splits = split, split.of_gradient  # ZeRO-2 shards only dW over the data axis
         self.w_layout, self.dw_layout = (
             each.w_transposed if transposed else each.w for each in splits
@@ -139,8 +144,13 @@ class Matmul:
         Returns a `Pending` whose `wait` returns dW. The method can be called at any time after
         `backward_input`.
         """
-        dw = self.multiply(*self._factors_of_dw(rest), self.axes["m"])
-        return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
+        a, b = self._factors_of_dw(rest)
+        dw = self.multiply(a, b, self.axes["m"], dtype=self.dw_type(a.dtype))
+        return self.reduce_w(dw)
+
+    def reduce_w(self, dw: Array) -> Pending:
+        """Start the reduction of dW; return a `Pending` whose `wait` returns the stored block."""
+        return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred, self.reduced)
 
     def gather(self, block: Array, layout: Layout, foreign: Sequence[str]) -> Pending:
         """Start to gather a stored block along the `foreign` axes.
@@ -157,11 +167,17 @@ class Matmul:
         return pending
 
     def reduce(
-        self, block: Array, layout: Layout, foreign: Sequence[str], deferred: Collection[str] = ()
+        self,
+        block: Array,
+        layout: Layout,
+        foreign: Sequence[str],
+        deferred: Collection[str] = (),
+        reduced: np.dtype | None = None,
     ) -> Pending:
         """Start the reduction of partial sums over the `foreign` axes, the adjoint of `gather`.
 
-        Returns a `Pending` whose `wait` returns the stored block.
+        Returns a `Pending` whose `wait` returns the stored block. If `reduced` is given, partial
+        sums are converted to this type before they are reduced along a data axis.
         """
         pending = ready(block)
         for axis in foreign:
@@ -169,20 +185,26 @@ class Matmul:
             if axis in layout.owned:
                 pending = comm.reduce(pending.wait(), layout.owner(axis, self.mesh))
             elif (dim := layout.dim_of(axis)) is not None:
-                pending = comm.reduce_scatter(self._padded(pending.wait(), layout, axis), dim)
+                dtype = reduced if axis in self.mesh.data_axes else None
+                pending = comm.reduce_scatter(self._sent(pending.wait(), layout, axis, dtype), dim)
             elif axis not in deferred:
                 pending = comm.all_reduce(pending.wait())
         return pending
 
-    def _padded(self, block: Array, layout: Layout, axis: str) -> Array:
-        """Append rows of zeros, so that all shards of `block` along `axis` have the same size."""
+    def _sent(self, block: Array, layout: Layout, axis: str, dtype: np.dtype | None) -> Array:
+        """Return `block` in the type `dtype`, unless it is `None`, with equal shards along `axis`.
+
+        If necessary, rows of zeros are appended.
+        """
         inner = dropwhile(axis.__ne__, layout.padded)
-        missing = -len(block) % self.mesh.count(inner)
-        if not missing:
+        rows, dtype = len(block), block.dtype if dtype is None else dtype
+        missing = -rows % self.mesh.count(inner)
+        if not missing and block.dtype == dtype:
             return block
-        shape = len(block) + missing, *block.shape[1:]
-        whole = self.mesh.comm(axis).buffer(shape, block.dtype)
-        whole[:-missing], whole[-missing:] = block, 0
+        whole = self.mesh.comm(axis).buffer((rows + missing, *block.shape[1:]), dtype)
+        whole[:rows] = block
+        if missing:
+            whole[rows:] = 0
         return whole
 
     def forward(self, x: Array, w: Array) -> Array:
@@ -232,11 +254,21 @@ class Matmul:
             accumulate_product(grad, a, b, bias_grad)
 
     def multiply(
-        self, a: Array, b: Array, foreign: Sequence[str], out: Any = None, **epilogue: Any
+        self,
+        a: Array,
+        b: Array,
+        foreign: Sequence[str],
+        out: Any = None,
+        dtype: np.dtype | None = None,
+        **epilogue: Any,
     ) -> Array:
-        """Write the product of a and b to `out` (default: the send buffer of its reduction)."""
+        """Write the product of a and b to `out` (default: the send buffer of its reduction).
+
+        The send buffer has the type `dtype` (default: the type of a).
+        """
         if out is None:
-            out = self.send_buffer((*a.shape[:-1], b.shape[-1]), a.dtype, foreign)
+            dtype = a.dtype if dtype is None else dtype
+            out = self.send_buffer((*a.shape[:-1], b.shape[-1]), dtype, foreign)
         with self._span(a, b):
             product(a, b, out, **epilogue)
         self.mesh.guard.product(a, b, out)
@@ -247,6 +279,17 @@ class Matmul:
     ) -> Array:
         """Return an array that the first reduction over the `foreign` axes need not copy."""
         return self.mesh.comm(next(iter(foreign), _NONE)).buffer(shape, dtype)
+
+    def dw_type(self, dtype: np.dtype) -> np.dtype:
+        """Return the type of dW before its reduction, for operands of type `dtype`.
+
+        If the first reduction is along a data axis and `reduced` is wider than `dtype`, the
+        product is not rounded to `dtype`.
+        """
+        first = next((axis for axis in self.axes["m"] if axis not in self.deferred), _NONE)
+        if self.reduced is None or first not in self.mesh.data_axes:
+            return dtype
+        return max(dtype, self.reduced, key=lambda each: each.itemsize)
 
     @property
     def moves_w(self) -> bool:
@@ -331,8 +374,11 @@ class Summa(Matmul):
     before their panels are broadcast.  No epilogue is fused into the products of panels.
     """
 
-    def __init__(self, mesh: Mesh, split: Split, rounded: Operands) -> None:
-        super().__init__(mesh, split, keep="", transposed=False, rounded=rounded, fused=False)
+    def __init__(
+        self, mesh: Mesh, split: Split, rounded: Operands, reduced: DTypeLike | None = None
+    ) -> None:
+        how: dict[str, Any] = {"transposed": False, "rounded": rounded, "fused": False}
+        super().__init__(mesh, split, keep="", **how, reduced=reduced)
         self.along_x, self.along_w = split.panels, next(iter(self.w_layout[0]), _NONE)
         self.others = [axis for axis in self.axes["m"] if axis != self.along_w]
         self.panels = lcm(mesh.size(self.along_x), mesh.size(self.along_w))
@@ -363,11 +409,14 @@ class Summa(Matmul):
 
     def backward_weight(self, rest: SavedForWeight) -> Pending:
         x, dy = self.rounded.x(rest.x), rest.dy
-        dw = self.mesh.empty((self._rows_of_w(x), *dy.shape[1:]), dy.dtype)
+        dtype = self.dw_type(dy.dtype)
+        dw = self.mesh.empty((self._rows_of_w(x), *dy.shape[1:]), dtype)
         for panel in range(self.panels):
             a = self._panel_of_x(x, panel).wait()
-            self._reduce_to_owner(self.multiply(a.T, dy, [self.along_w]), dw, self.along_w, panel)
-        return self.reduce(dw, self.dw_layout, self.others, self.deferred)
+            self._reduce_to_owner(
+                self.multiply(a.T, dy, [self.along_w], dtype=dtype), dw, self.along_w, panel
+            )
+        return self.reduce(dw, self.dw_layout, self.others, self.deferred, self.reduced)
 
     def _rows_of_w(self, x: Array) -> int:
         return x.shape[-1] * self.mesh.size(self.along_x) // self.mesh.size(self.along_w)
@@ -406,6 +455,7 @@ def sharded_matmul(
     transposed: bool = False,
     stacked: bool = False,
     scales: str | None = None,
+    reduced: DTypeLike | None = None,
 ) -> Matmul:
     """Create a sharded matrix product for a `split` on a `mesh`.
 
@@ -421,6 +471,9 @@ def sharded_matmul(
         expert, X[m, e, k] W[k, e, n].
     scales
         Scales for rounding the operands to float8, "block" or "tensor"; None disables rounding.
+    reduced
+        Type in which the data axes reduce dW in the backward pass (ZeRO 2 and 3); None for the
+        type of the operands.
 
     Returns
     -------
@@ -437,6 +490,6 @@ def sharded_matmul(
     dense = not (split.panels or stacked)
     rounded = EXACT if scales is None else rounded_operands(mesh, split, scales, dense)
     if split.panels:
-        return Summa(mesh, split, rounded)
+        return Summa(mesh, split, rounded, reduced)
     fused = mesh.pool.on_device and dense and scales is None
-    return Matmul(mesh, split, keep, transposed, rounded, fused)
+    return Matmul(mesh, split, keep, transposed, rounded, fused, reduced)

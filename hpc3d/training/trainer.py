@@ -237,4 +237,5 @@ def spec_of(config: Config, vocabulary: int) -> ModelSpec:
         config.train.product_scale if config.train.product_dtype else None,
         config.parallel.chunked_products,
         config.parallel.prefetch,
+        config.parallel.reduce_dtype,
     )

@@ -71,10 +71,6 @@ def test_16_bit_types_reject_checksums(dtype, backend):
         ("float16", "parallel.reduce_dtype = float16 ... float32 ... use bfloat16"),
         ("float16 --train.dtype bfloat16", "parallel.reduce_dtype = float16 ... bfloat16 ..."),
         (
-            "bfloat16 --parallel.zero 2",
-            "parallel.reduce_dtype = bfloat16: ... parallel.zero = 0 or 1; ...",
-        ),
-        (
             "bfloat16 --guard.abft_every 5",
             "guard.abft_every = 5: ... parallel.reduce_dtype = absent or float32; ...",
         ),

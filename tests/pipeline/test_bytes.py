@@ -413,27 +413,34 @@ def test_expert_axis_reduces_only_dense_weights(line, zero):
 
 
 SHARED = "p=2 d=2 x=2 schedule=1f1b microbatches=4 scheme=1d zero=1"
+SHARDED = "p=2 d=2 x=2 schedule=1f1b microbatches=4 scheme=1d zero=3"
+IN_GROUPS = "p=2 d=4 shard=2 schedule=1f1b microbatches=2 zero=2"
 
 
 @pytest.mark.parametrize(
-    ("types", "of_values", "of_gradients"),
+    ("line", "types", "of_values", "of_gradients"),
     strided(
         [
-            ("dtype=bfloat16", 4, 2),
-            ("dtype=float16 reduce_dtype=float16", 4, 4),
-            ("dtype=float32 reduce_dtype=bfloat16", 2, 4),
-            ("dtype=bfloat16 reduce_dtype=bfloat16", 4, 4),
+            (SHARED, "dtype=bfloat16", 4, 2),
+            (SHARED, "dtype=float16 reduce_dtype=float16", 4, 4),
+            (SHARED, "dtype=float32 reduce_dtype=bfloat16", 2, 4),
+            (SHARED, "dtype=bfloat16 reduce_dtype=bfloat16", 4, 4),
+            (SHARDED, "dtype=bfloat16 reduce_dtype=float32", 4, 2),
+            (SHARDED, "dtype=float32 reduce_dtype=bfloat16", 2, 4),
+            (IN_GROUPS, "dtype=float16 reduce_dtype=float32", 4, 2),
+            (IN_GROUPS, "dtype=bfloat16 reduce_dtype=bfloat16", 4, 4),
         ],
         2,
     ),
 )
-def test_bytes_depend_on_the_value_and_reduction_types(types, of_values, of_gradients):
+def test_bytes_depend_on_the_value_and_reduction_types(line, types, of_values, of_gradients):
     """In float64, they are a multiple; sums of the loss, along x, are in float32."""
-    of_data = {"reduce_scatter": of_gradients, "all_gather": of_values}
-    for rank, wide in zip(counted(f"{SHARED} {types}"), counted(SHARED), strict=True):
+    of_data = dict.fromkeys(("reduce_scatter", "all_reduce"), of_gradients)
+    of_data["all_gather"] = of_values
+    for rank, wide in zip(counted(f"{line} {types}"), counted(line), strict=True):
         for axis, op in wide.calls:
             if axis != "world":
-                times = of_data[op] if axis == "d" else of_values
+                times = of_data[op] if axis in "dr" else of_values
                 pairs = zip(rank.calls[axis, op], wide.calls[axis, op], strict=True)
                 found = {more / less for less, more in pairs}
                 of_loss = {2} if axis == "x" and rank.stage else set()

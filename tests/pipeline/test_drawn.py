@@ -258,6 +258,18 @@ def test_previously_failing_configurations_train_correctly(case):
     right(" then ".join(f"{MODEL} {line}" for line in case.split(" then ")))
 
 
+REDUCED = (
+    """dtype=bfloat16 reduce_dtype=float32 d=2 c=2 y=2 zero=3 split='{n="y",panels="y"}'""",
+    """dtype=float16 d=4 shard=2 zero=3 reduce_dtype=float32 every=1 then dtype=float16 every=1""",
+    """reduce_dtype=bfloat16 d=3 x=2 zero=2 split='{m="x"}'""",
+)
+
+
+@pytest.mark.parametrize("case", strided(REDUCED, 3))
+def test_zero_2_and_3_reduce_gradients_in_another_type(case):
+    right(" then ".join(f"{MODEL} {line}" for line in case.split(" then ")))
+
+
 LINES = [f"{MODEL} schedule=none {line}" for line in FOUND if " then " not in line]
 ON_FOUR = [line for line in LINES if ranks(line) == 4]
 

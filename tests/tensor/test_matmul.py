@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import hpc3d
+from hpc3d.arrays.narrow import of_type
 from hpc3d.comm.threads import run
 from hpc3d.tensor.chunked import chunked_matmul
 from hpc3d.tensor.matmul import Split, sharded_matmul
@@ -96,6 +97,35 @@ def test_product_with_padded_shards_of_w_matches_numpy(name, zero):
                 np.testing.assert_array_equal(ours, expected, what)
 
     run({"c": 2, "d": 3, **sizes(name, (2, 2, 1))}, rank)
+
+
+# Schemes and bounds of the relative errors of dW. Partial sums are rounded to bfloat16 only if an
+# axis of the scheme reduces them before d does.
+REDUCED = {"1d": 1e-6, "1d-sequence": 1e-6, "2d": 2.0**-7, "2d-summa": 2.0**-7, "3d": 2.0**-7}
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("name", REDUCED)
+def test_16_bit_products_are_reduced_over_replicas_in_float32(name, zero):
+    """Three replicas share the 20 rows of W, which are padded."""
+    x, w, dy, *_ = (each.astype("bfloat16") for each in operands(k=20))
+    expected = x.astype(np.float64).T @ dy.astype(np.float64)
+    split = SPLITS[name].over("d", zero)
+
+    def rank(mesh):
+        for chunks in {1, 1 if split.panels else 3}:
+            matmul = chunked_matmul(mesh, split, chunks, "x", reduced="float32")
+            layouts = split.x, matmul.w_layout, split.y
+            given = zip((x, w, dy), layouts, strict=True)
+            ours_x, ours_w, ours_dy = (of_type(stored(*each, mesh)) for each in given)
+            _, saved = matmul.forward_saving(ours_x, ours_w)
+            _, dw = matmul.backward_saved(saved, ours_dy)
+            assert dw.dtype == np.float32
+            theirs = stored(expected, matmul.dw_layout, mesh)
+            bound = REDUCED[name] * np.abs(expected).max()
+            np.testing.assert_allclose(dw, theirs, rtol=0, atol=bound)
+
+    run({"d": 3, **sizes(name, (2, 2, 1))}, rank)
 
 
 @pytest.mark.parametrize("name", SPLITS)

@@ -70,6 +70,7 @@ dtype=bfloat16 d=2 x=2 y=2 schedule=none microbatches=2 zero=3 scheme=2d kind=ll
 dtype=bfloat16 d=2 c=2 schedule=zb-v chunks=2 microbatches=2 zero=2 sequence=4 recompute=full
 dtype=bfloat16 e=2 x=2 y=2 z=2 microbatches=3 experts=4 top_k=2
 dtype=float32 reduce_dtype=bfloat16 p=2 d=2 schedule=1f1b microbatches=2 bucket_mb=0.01
+dtype=bfloat16 reduce_dtype=float32 d=3 x=2 microbatches=2 zero=3 scheme=2d prefetch=true
 """.strip().splitlines()
 
 # Gradients of which replicas sum factors, or the largest elements.

@@ -36,6 +36,8 @@ d=2 x=2 y=2 zero=3 prefetch=true chunked_products=3 recompute='["mlp"]' hidden=3
 d=4 x=2 scheme=1d zero=1 dtype=float32 reduce_dtype=bfloat16
 d=4 shard=2 x=2 zero=1 dtype=float32 reduce_dtype=bfloat16 bucket_mb=0.01
 d=4 shard=2 zero=3 dtype=bfloat16 microbatches=2 optimizer=muon hidden=30 heads=6
+d=4 shard=2 zero=3 dtype=bfloat16 reduce_dtype=float32 microbatches=2 hidden=30 heads=6
+d=3 x=2 zero=2 dtype=bfloat16 reduce_dtype=float32 microbatches=2 scheme=2d prefetch=true
 c=4 x=2 microbatches=2 sequence=8 recompute='["mlp_act"]'
 d=2 c=4 zero=2 context=both ulysses=2 sequence=8 hidden=36
 c=4 y=2 context=all-to-all attention=chunked sequence=8 heads=8
