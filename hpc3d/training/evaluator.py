@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import Config
+    from hpc3d.pipeline.passes import Group
     from hpc3d.pipeline.program import Program
     from hpc3d.pipeline.stage_protocol import PipelineStage
     from hpc3d.training.trainer import Trainer
@@ -102,6 +103,10 @@ class Evaluator:
         """Return this rank's pipeline stages."""
         return self.trainer.engine.stages
 
+    def groups(self, micros: Mapping[int, Any]) -> Sequence[Group]:
+        """Return this stage's groups of instructions for the microbatches of a batch."""
+        return self.program.stages[self.mesh.coord("p")]
+
     def count_tokens(self, micros: Mapping[int, Any]) -> int:
         """Return the number of tokens with a target in the microbatches of a batch."""
         return sum(count_targets(micro.targets) for micro in micros.values())
@@ -133,11 +138,11 @@ class Evaluator:
         Only tokens with a target are counted. The totals cover all batches and ranks.
         """
         feed = self.feed(self.mesh, self.trainer.config, self.batches, self.program)
-        groups, sums, tokens = self.program.stages[self.mesh.coord("p")], np.zeros(2), 0
+        sums, tokens = np.zeros(2), 0
         for number in range(self.count):
             log.info("evaluating batch %d of %d", number + 1, self.count)
             micros = feed.fetch(number)
-            self.engine.run(groups, micros, EVALUATION)
+            self.engine.run(self.groups(micros), micros, EVALUATION)
             found = self.engine.losses.pop(number, 0.0)
             sums += on_host(found) if has_values(found) else 0.0
             tokens += self.count_tokens(micros)
@@ -171,10 +176,17 @@ class FrozenModel:
 
 
 class FrozenEvaluator(Evaluator):
-    """Evaluator of a FrozenModel."""
+    """Evaluator of a FrozenModel, which skips microbatches without targets.
+
+    The padding of a short text therefore costs less than a microbatch.
+    """
 
     def stages(self) -> Sequence[PipelineStage]:
         return self.trainer.stages
+
+    def groups(self, micros: Mapping[int, Any]) -> Sequence[Group]:
+        few = {number for number, micro in micros.items() if count_targets(micro.targets)}
+        return self.program.with_few(self.mesh.coord("p"), few)
 
 
 def comparable(config: Config, texts: Mapping[str, Any] | None = None) -> tuple[Any, ...]:

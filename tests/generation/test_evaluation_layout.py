@@ -133,7 +133,7 @@ def ranks_of(words):
     return prod(int(word.partition("=")[2]) for word in words.split() if "mesh." in word)
 
 
-CASES = [(kind, words) for kind in MODELS for words in LAYOUTS]
+CASES = [("experts", "mesh.e=2"), *((kind, words) for kind in MODELS for words in LAYOUTS)]
 
 
 @pytest.mark.parametrize(("kind", "words"), strided(CASES, 4, ids=" ".join))

@@ -1,6 +1,7 @@
 """Evaluation during training: equal losses on all meshes, and unchanged training."""
 
 import os
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -32,6 +33,12 @@ from tests.strided import covering, strided
 STEPS = 2
 
 
+class Counted(Tokens):
+    """Two batches in which every microbatch has targets."""
+
+    count = 2
+
+
 class Held:
     """Two batches with ignored targets; the second ends with sequences of ignored targets only."""
 
@@ -60,6 +67,24 @@ def frozen_evaluation(trainer):
         item.value[...] = values[item.name]
     batches = Held(trainer.config) if trainer.mesh.rank == 0 else None
     return FrozenEvaluator(model, batches).evaluate(trainer.number)
+
+
+def test_microbatches_without_targets_are_skipped():
+    """The second batch has targets in the first half of its 48 sequences."""
+    config, passes = config_for("p=2 schedule=gpipe microbatches=4"), []
+
+    def rank(mesh):
+        evaluator = FrozenEvaluator(FrozenModel(mesh, config), None)
+        execute = evaluator.engine.execute
+        evaluator.engine.execute = lambda each: (passes.append(each), execute(each))
+        evaluator.batches = Held(config) if mesh.rank == 0 else None
+        evaluator.count = Held.count
+        return evaluator.evaluate(0).loss
+
+    first, second = run(config.sizes(), rank)
+    assert first == second > 0
+    counts = Counter((each.op, each.mb) for each in passes)
+    assert {mb: counts["F", mb] for mb in range(4)} == {0: 4, 1: 4, 2: 2, 3: 2}
 
 
 def blocks_of(trainer):

@@ -16,16 +16,19 @@ from hpc3d.checkpoints.hf_import import Pretrained, configured
 from hpc3d.checkpoints.new_run import begin
 from hpc3d.checkpoints.resume import resume
 from hpc3d.checkpoints.saver import Saver
-from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, steps_of
+from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, restore, steps_of
 from hpc3d.comm import nccl, threads
 from hpc3d.config.input_file import CheckpointConfig
 from hpc3d.config.load import to_toml
+from hpc3d.training.evaluator import FrozenEvaluator, FrozenModel
 from hpc3d.training.guard import Corrupt, GuardError, NotFinite, ReplicaCheck
+from tests.checkpoints import drawn_models
 from tests.checkpoints.killed_runs import ThreadJob
 from tests.comm.test_checker import flip
 from tests.fakes import fake_device
 from tests.fakes.fake_device import DeviceArray, DevicePool, on_device, plain
 from tests.pipeline.mixes import Trained, alone, config_of, cover, same, serial, trainer_of
+from tests.training.test_evaluator import Held
 
 slow = pytest.mark.slow
 MODEL = "layers=2 batch=24 steps=4"
@@ -129,6 +132,23 @@ def test_run_on_devices_resumes_as_on_numpy(tmp_path, before, there, after, here
     for trained in found:
         same(trained, rest)
     cover(found, rest)
+
+
+@pytest.mark.parametrize("line", [STAGES, SHARDED])
+def test_frozen_model_on_devices_is_evaluated_as_on_numpy(tmp_path, line):
+    stored = Checkpoint(drawn_models.saved(tmp_path, MODEL))
+    config = config_of(f"{MODEL} {line}")
+
+    def rank(mesh):
+        model = FrozenModel(mesh, config)
+        restore(stored, model.parameters, None)
+        batches = Held(config) if mesh.rank == 0 else None
+        return type(model.parameters.value), FrozenEvaluator(model, batches).evaluate(0)[:4]
+
+    expected = ranks(config, rank, None)
+    for (kind, found), (_, numbers) in zip(ranks(config, rank, "nccl"), expected, strict=True):
+        assert kind is DeviceArray
+        assert found == pytest.approx(numbers, rel=1e-10)
 
 
 def shards(folder):

@@ -6,7 +6,7 @@ from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.count import ZeroBatches, predict
 from hpc3d.training.evaluator import FrozenEvaluator, FrozenModel
 from tests.pipeline.mixes import config_of, trainer_of
-from tests.training.test_evaluator import Held
+from tests.training.test_evaluator import Counted
 
 
 def case(job, transport, line):
@@ -19,12 +19,12 @@ def case(job, transport, line):
     predicted = predict(config, config.model.vocabulary, mesh.coords)
     assert _present(mesh.pool.peak) == _present(predicted.peak)
     mesh = build(config.sizes(), transport=transport)
-    FrozenEvaluator(FrozenModel(mesh, config), Held(config) if mesh.rank == 0 else None).evaluate(
-        0
-    )
+    FrozenEvaluator(
+        FrozenModel(mesh, config), Counted(config) if mesh.rank == 0 else None
+    ).evaluate(0)
     abstract = abstract_mesh(config.sizes(), mesh.coords, pool_of(config))
     evaluator = FrozenEvaluator(FrozenModel(abstract, config), None, feed=ZeroBatches)
-    evaluator.count = Held.count
+    evaluator.count = Counted.count
     evaluator.evaluate(0)
     assert _present(mesh.pool.peak) == _present(abstract.pool.peak)
 

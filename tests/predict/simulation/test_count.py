@@ -17,7 +17,7 @@ from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import LARGE, MIXES, Tokens, config_of
 from tests.strided import strided
-from tests.training.test_evaluator import Held
+from tests.training.test_evaluator import Counted, Held
 
 # One rank, cubes of 27 and 64 ranks, and four axes at once.
 MORE = """
@@ -139,7 +139,7 @@ def test_predicted_traffic_and_parameters_of_a_frozen_model_match_the_counted_on
     grid = config.grid()
 
     def rank(mesh):
-        return frozen(mesh, config, MicrobatchLoader, Held(config) if mesh.rank == 0 else None)
+        return frozen(mesh, config, MicrobatchLoader, Counted(config) if mesh.rank == 0 else None)
 
     for place, theirs in enumerate(run(grid.sizes, rank)):
         ours = frozen(abstract_mesh(grid.sizes, grid.coords(place)), config, ZeroBatches, None)
