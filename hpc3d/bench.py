@@ -25,8 +25,8 @@
     findings   the four findings of arXiv:2407.02081 on pipeline and data parallelism, reproduced
                as tables and figures in DIR/findings; with --measure, small runs on up to 2 ranks
                of this machine, measured and predicted
-    published  predicted and published step times of Megatron-LM on A100 (arXiv:2205.05198,
-               arXiv:2104.04473), and of 66 training steps on H100 (docs/h100-steps.md)
+    published  predicted and published step times on H100, A100 and V100
+               (docs/published-steps.md), and times and memory of parts of Megatron-LM steps
     speedups   predicted and published speedups of 3-D over 1-D and 2-D on 64 V100
                (arXiv:2105.14450)
     vtrain     predicted and published step times of vTrain (arXiv:2312.12391); a tenth of the

@@ -1,7 +1,7 @@
 """Entry points of the commands that reproduce published results.
 
-The published results are the findings on pipeline and data parallelism, Megatron-LM step times,
-step times on H100 GPUs, speed-ups of 3-D tensor parallelism, vTrain step times, and RaNNC plans.
+The published results are the findings on pipeline and data parallelism, step times on H100, A100
+and V100 GPUs, speed-ups of 3-D tensor parallelism, vTrain step times, and RaNNC plans.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def findings(options: Namespace) -> dict[str, Any]:
 
 
 def published(options: Namespace) -> dict[str, Any]:
-    from hpc3d.studies import hopper_report, megatron_report
+    from hpc3d.studies import published_report
 
-    return megatron_report.main(options) | {"h100": hopper_report.main(options)}
+    return published_report.main(options)
 
 
 def speedups(options: Namespace) -> dict[str, Any]:

@@ -152,7 +152,8 @@ def test_simulate_and_plan_run_without_mpi(words):
 
 
 @pytest.mark.parametrize(
-    "name", ["pp_vs_dp.findings", "megatron_report", "hopper_report", "tensor_3d", "vtrain_report"]
+    "name",
+    ["pp_vs_dp.findings", "megatron_report", "published_report", "tensor_3d", "vtrain_report"],
 )
 @pytest.mark.slow
 def test_published_studies_import_without_mpi(name):
