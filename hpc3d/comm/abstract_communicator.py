@@ -44,6 +44,14 @@ class AbstractCommunicator(Communicator):
         """Start a call without counting it, because no watchdog observes abstract ranks."""
         return move()
 
+    # Messages need no contiguous blocks.
+
+    def send(self, block: Array, peer: int) -> Pending:
+        return self._send(block, peer)
+
+    def recv(self, shape: Sequence[int], dtype: DTypeLike, peer: int) -> Pending:
+        return self._recv(shape, dtype, peer)
+
     @property
     def _of_node(self) -> bool:
         """True if the members are CPU ranks of one node, False if they are devices."""

@@ -263,6 +263,7 @@ def _check_rendezvous(programs, placement):
 
     The stages of each pair post the same messages in the same order.
     """
+    programs = [[group for group in each if any(map(_is_message, group))] for each in programs]
     heads, moved = [0] * len(programs), True
     posted: Counter[tuple[int, int, bool]] = Counter()  # by (stage, peer, whether it sends)
     awaited: dict[int, list] = {}  # by stage: counts that complete its current group

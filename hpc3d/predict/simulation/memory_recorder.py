@@ -56,13 +56,24 @@ class MemoryRecorder(Recorder):
     def __init__(
         self, rank: int, clock: Callable[[], int], pool: AbstractPool | None = None
     ) -> None:
-        self.account: Counter[tuple[str, str, str]] = Counter()
+        self._account: Counter[tuple[str, str, str]] = Counter()
+        self._charged: list[Mapping[tuple[str, str, str], int]] = []  # not yet in `_account`
         self.since, self._part, self.pool = clock(), "other", pool
         without = float("inf")
         super().__init__(None, {"rank": rank}, every_s=without, clock=clock, most=without)
         self.replays: list[ReplayedRows] = []
         self.across: set[int] = set()  # groups across pipeline stages, whose calls wait for others
         self.comms: list[Traced] = []
+
+    @property
+    def account(self) -> Counter[tuple[str, str, str]]:
+        """Statistics of the current step, including those of all replayed passes."""
+        passes = {id(each): each for each in self._charged}
+        for number, times in Counter(map(id, self._charged)).items():
+            for key, value in passes[number].items():
+                self._account[key] += times * value
+        self._charged.clear()
+        return self._account
 
     @property
     def phase(self) -> str:
@@ -88,12 +99,12 @@ class MemoryRecorder(Recorder):
         """Add the time since the last call to the account, for the current part and phase."""
         now = self.clock()
         if now != self.since:
-            self.account[self._part, self.phase, "time"] += now - self.since
+            self._account[self._part, self.phase, "time"] += now - self.since
             self.since = now
 
     def charge_replay(self, account: Mapping[tuple[str, str, str], int]) -> None:
         """Add the recorded account of a pass whose replay has just ended."""
-        self.account.update(account)
+        self._charged.append(account)
         self.since = self.clock()
 
     def begin_step(self, number: int) -> None:
@@ -117,7 +128,7 @@ class MemoryRecorder(Recorder):
         **columns: Any,
     ) -> None:
         super().put(start, duration, name, category, op, context, group, **columns)
-        account, part, phase = self.account, self._part, self.phase
+        account, part, phase = self._account, self._part, self.phase
         if category == _WAIT or group in self.across:
             account[part, phase, "idle"] += duration
         elif category in (COMM, COPY) and group >= 0:
