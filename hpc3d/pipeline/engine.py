@@ -189,8 +189,7 @@ class Engine:
                 self.buckets.finished(unit)
 
     def reduce(self, instruction: Instruction) -> None:
-        for unit in self.stages[instruction.chunk].units:
-            self.buckets.finished(unit)
+        self.buckets.all_finished(self.stages[instruction.chunk].units)
 
     def step(self, _: Instruction) -> None:
         self.update()

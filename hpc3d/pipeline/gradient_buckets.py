@@ -8,8 +8,9 @@ bandwidth).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, groupby, pairwise
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import accumulate, chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.communicator import Communicator, Pending
     from hpc3d.model.parameters import Parameter, Parameters
+
+# Maximum number of units whose reductions are in flight. The send buffer of a reduction is a copy
+# of the gradient. While the gradient of a layer is computed, the copies of at most two layers are
+# in memory, and a reduction that takes longer than the backward pass of a layer still overlaps.
+UNITS_IN_FLIGHT = 2
 
 
 class Compression(Protocol):
@@ -39,8 +45,8 @@ class Buckets:
 
     Call `finished(unit)` when the gradient of a unit is complete.  A unit is a component of the
     model, such as the layer "layers.0" (see `Parameter.unit`).  The reduction of a bucket starts
-    when all of its units are finished.  Gradients reduced by `compression` are in separate
-    buckets.
+    when all of its units are finished, and ends before the reductions of the second unit after it
+    start.  Gradients reduced by `compression` are in separate buckets.
     """
 
     def __init__(
@@ -85,18 +91,40 @@ class Buckets:
         """Set the gradients to zero and start a new step."""
         self.parameters.grad.fill(0)
         self.left = {bucket: {item.unit for item in bucket.items} for bucket in self.sums}
-        self.posted: list[GradientBucket] = []
+        self.latest: GradientBucket | None = None
+        self.in_flight: deque[list[GradientBucket]] = deque()  # the buckets of each unit
 
-    def finished(self, unit: str) -> None:
+    def all_finished(self, units: Collection[str]) -> None:
+        """Mark all `units` of a model chunk as finished, after its last backward pass.
+
+        If other units are unfinished, passes of other chunks follow.  All reductions of this chunk
+        then start immediately, so that they overlap with these passes, and those of the previous
+        chunk are completed.
+        """
+        early = [left for bucket, left in self.left.items() if not bucket.posted_last]
+        others = {*chain(*early)} - {*units}
+        most = max(UNITS_IN_FLIGHT, len(units)) if others else UNITS_IN_FLIGHT
+        for unit in units:
+            self.finished(unit, most)
+
+    def finished(self, unit: str, most: int = UNITS_IN_FLIGHT) -> None:
         """Mark `unit` as finished, and start the reductions of the buckets that are now complete.
 
-        The reductions of `posted_last` buckets start in `wait`.
+        The oldest reductions in flight are completed first, so that the reductions of at most
+        `most` units are in flight.  The reductions of `posted_last` buckets start in `wait`.
         """
-        for bucket in self.of_unit.get(unit, ()):
-            if bucket in self.left:
-                self.left[bucket].discard(unit)
-                if not self.left[bucket]:
-                    self.post(bucket)
+        here = [bucket for bucket in self.of_unit.get(unit, ()) if bucket in self.left]
+        for bucket in here:
+            self.left[bucket].discard(unit)
+        complete = [bucket for bucket in here if not self.left[bucket]]
+        if not complete:
+            return
+        while len(self.in_flight) >= most:
+            for bucket in self.in_flight.popleft():
+                bucket.wait()
+        self.in_flight.append(complete)
+        for bucket in complete:
+            self.post(bucket)
 
     def post(self, bucket: GradientBucket) -> None:
         """Start the reduction of a bucket.
@@ -104,11 +132,11 @@ class Buckets:
         With hybrid sharding, this also starts the reduction of the previous bucket over the groups
         of replicas, so that it overlaps with the backward pass.
         """
-        if self.posted and self.posted[-1].axes[1:] == (COPIES,):
-            self.posted[-1].proceed()
+        if self.latest and self.latest.rest[1:] == [COPIES]:
+            self.latest.proceed()
         del self.left[bucket]
         bucket.post()
-        self.posted.append(bucket)
+        self.latest = bucket
 
     def wait(self) -> None:
         """Wait until all gradients are reduced over the replicas.
@@ -116,9 +144,10 @@ class Buckets:
         The gradient of a tied embedding table is also summed over its two copies.  With ZeRO, only
         the shards of this rank contain reduced gradients afterwards.
         """
-        for bucket in [*self.left]:
+        last = [*self.left]
+        for bucket in last:
             self.post(bucket)
-        for bucket in self.posted:
+        for bucket in chain(*self.in_flight, last):
             bucket.wait()
         for item in self.tied:
             self._reduce_tied(item)

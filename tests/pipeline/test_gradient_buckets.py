@@ -142,8 +142,49 @@ def test_data_axis_is_reduced_after_the_other_axes():
     assert lines == ["post x 10", "wait x 10", "post d 10", "wait d 10"]
 
 
+@pytest.mark.parametrize(("size", "each"), [(160, 1), (0, 2)])
+def test_reductions_of_at_most_two_layers_are_in_flight(size, each):
+    """Their send buffers are copies of gradients. A layer has one bucket, or one per parameter."""
+
+    def add(parameters):
+        for number in range(4):
+            for name in "ab":
+                parameters.add(f"layers.{number}.{name}", (10,), Layout(""), partial=("d",))
+
+    buckets, lines = diary(add, size)
+    post, wait = [f"post d {20 // each}"] * each, [f"wait d {20 // each}"] * each
+    for number in (3, 2, 1, 0):
+        buckets.finished(f"layers.{number}")
+    assert lines == [*post, *post, *wait, *post, *wait, *post]
+    buckets.wait()
+    assert lines[6 * each :] == [*wait, *wait]
+
+
+def test_reductions_of_a_chunk_overlap_with_the_passes_of_other_chunks():
+    """They wait for those of the previous chunk and, after the last pass, for each other."""
+
+    def add(parameters):
+        for number in range(8):
+            parameters.add(f"layers.{number}.a", (10,), Layout(""), partial=("d",))
+        parameters.add("layers.0.b", (10,), Layout(""), partial=("x", "d"))
+
+    buckets, lines = diary(add, 80)
+    post, wait = "post d 10", "wait d 10"
+    buckets.all_finished([f"layers.{number}" for number in (5, 6, 7)])
+    assert lines == [post] * 3
+    buckets.all_finished([f"layers.{number}" for number in (2, 3, 4)])
+    assert lines[3:] == [wait, post] * 3
+    buckets.all_finished(["layers.0", "layers.1"])
+    assert lines[9:] == [wait, wait, post, wait, post]
+    buckets.wait()
+    assert lines[14:] == ["post x 10", wait, wait, "wait x 10", post, wait]
+
+
 def test_hybrid_sharding_reduces_shards_between_groups_during_the_backward_pass():
-    """A bucket starts along r when the next one starts along d: 2 x 2 ranks, 10 elements each."""
+    """A bucket starts along r when the next one starts along d: 2 x 2 ranks, 10 elements each.
+
+    The third bucket waits for the first one.
+    """
     lines = []
     comms = {axis: Diary(axis, 2, lines) for axis in "rd"}
     parameters = Parameters(Mesh({"r": 2, "d": 2}, {}, comms, Self()), "float64", zero=1)
@@ -156,8 +197,8 @@ def test_hybrid_sharding_reduces_shards_between_groups_during_the_backward_pass(
     assert lines == ["post d 10", "wait d 10", "post r 5", "post d 10"]
     buckets.finished("layers.0")
     buckets.wait()
-    assert lines[4:7] == ["wait d 10", "post r 5", "post d 10"]
-    assert lines[7:] == ["wait r 5", "wait r 5", "wait d 10", "post r 5", "wait r 5"]
+    assert lines[4:8] == ["wait r 5", "wait d 10", "post r 5", "post d 10"]
+    assert lines[8:] == ["wait r 5", "wait d 10", "post r 5", "wait r 5"]
 
 
 def test_each_step_starts_with_zero_gradients_and_no_posted_buckets():
