@@ -89,9 +89,12 @@ class AbstractLease:
 
 
 class AbstractArray(NDArrayOperatorsMixin):
-    """Array without data: a shape, a dtype, and a handle `lease` to memory counted by `pool`."""
+    """Array without data: a shape, a dtype, and a handle `lease` to memory counted by `pool`.
 
-    __slots__ = ("dtype", "lease", "pool", "shape")
+    Its elements have `nbytes` bytes.
+    """
+
+    __slots__ = ("dtype", "lease", "nbytes", "pool", "shape")
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ class AbstractArray(NDArrayOperatorsMixin):
         lease: AbstractLease | None = None,
     ) -> None:
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.nbytes = prod(self.shape) * self.dtype.itemsize
         self.pool, self.lease = pool, lease
 
     def like(self, shape: Iterable[int], dtype: DTypeLike | None = None) -> AbstractArray:
@@ -109,16 +113,12 @@ class AbstractArray(NDArrayOperatorsMixin):
 
     def made_by(self, name: str, *arrays: AbstractArray) -> Self:
         """Notify the meter that an operation computed this array from `arrays`; return `self`."""
-        self.meter.kernel(name, self.nbytes + sum(array.nbytes for array in arrays))
+        self.meter.kernel(name, _bytes_of([self, *arrays]))
         return self
 
     @property
     def size(self) -> int:
         return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
     meter = property(lambda self: self.pool.meter)
     flags = property(lambda self: Flags(not (self.lease and self.lease.shared)))
@@ -150,7 +150,7 @@ class AbstractArray(NDArrayOperatorsMixin):
 
     def _one_byte(self) -> np.ndarray:
         """Return a one-byte NumPy array of this shape, to compute the shapes of views."""
-        return np.ndarray(self.shape, np.uint8, b"\0", strides=(0,) * self.ndim)
+        return np.ndarray(self.shape, np.uint8, b"\0", strides=(0,) * len(self.shape))
 
     def reshape(self, *shape: Any) -> AbstractArray:
         return self.view(self._one_byte().reshape(*shape).shape)
@@ -250,6 +250,14 @@ def of_shapes(arrays: Iterable[object]) -> list[AbstractArray]:
     return [array for array in arrays if isinstance(array, AbstractArray)]
 
 
+def _bytes_of(arrays: Iterable[AbstractArray]) -> int:
+    """Return the total size of arrays in bytes; a loop needs fewer calls than `sum`."""
+    total = 0
+    for array in arrays:
+        total += array.nbytes
+    return total
+
+
 _FUNCTIONS = {
     np.concatenate: _concatenated,
     np.stack: _stacked,
@@ -280,8 +288,9 @@ def counted(primitive: Primitive) -> Callable[..., Any]:
         result = rule(first, *rest, **named)
         touched = of_shapes([first, *rest])
         made = of_shapes(result if isinstance(result, tuple) else [result])
-        touched += [array for array in made if not any(array is one for one in touched)]
-        first.meter.kernel(primitive.__name__, sum(array.nbytes for array in touched))
+        known = {*map(id, touched)}
+        touched += [array for array in made if id(array) not in known]
+        first.meter.kernel(primitive.__name__, _bytes_of(touched))
         return result
 
     return with_meter
@@ -295,14 +304,13 @@ has_values.register(AbstractArray, lambda array: False)
 class AbstractPool(Pool):
     """Pool of abstract arrays, which counts bytes like `Pool`; `meter` records operations.
 
-    `shared_workspace` is the size in bytes of workspaces that are allocated when an operation
-    needs them for the first time, and then remain allocated. If `part` is set, `saved` maps each
-    part of the model to the live bytes of the arrays that were allocated while `part` had this
-    value, except workspaces and offloaded arrays.
+    `workspaces` lists workspaces that are allocated when an operation needs them for the first
+    time, and then remain allocated. If `part` is set, `saved` maps each part of the model to the
+    live bytes of the arrays that were allocated while `part` had this value, except workspaces
+    and offloaded arrays.
     """
 
     kind = AbstractArray
-    shared_workspace = 0
     part: str | None = None
 
     def __init__(self, meter: CostMeter | None = None) -> None:
@@ -310,6 +318,12 @@ class AbstractPool(Pool):
         self.meter = meter or CostMeter()
         self.store = AbstractStore(self)
         self.saved: Counter[str] = Counter()
+        self.workspaces: list[AbstractArray] = []
+
+    @property
+    def shared_workspace(self) -> int:
+        """Size of `workspaces` in bytes."""
+        return sum(workspace.nbytes for workspace in self.workspaces)
 
     def empty(
         self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation"

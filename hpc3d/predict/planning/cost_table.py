@@ -49,6 +49,7 @@ def _key_of(cost: str, config: Config, **values: Any) -> tuple:
         parallel.compression,
         parallel.compression_rank,
         parallel.compression_share,
+        parallel.reduce_dtype,
         parallel.prefetch,
         parallel.chunked_products,
         *values.items(),
@@ -141,9 +142,10 @@ class CostTable:
             rows, columns = stage.block_of(sequences * config.model.sequence)
             block = rows * columns * np.dtype(config.train.dtype).itemsize
             layer = sample.layer_passes(sequences, halves)
+            workspace = sample.pool.shared_workspace
             first, last = self._once(_key_of("ends", config, **values), ends)
             kinds = tuple(sample.passes(kind, sequences, halves) for kind in sample.kinds)
-            return PartCosts(layer, first, last, block, kinds)
+            return PartCosts(layer, first, last, block, kinds, workspace)
 
         return self._once(_key_of("parts", config, recompute=recompute, **values), measure)
 

@@ -37,7 +37,8 @@ class SequenceCosts(NamedTuple):
 
     `layer` is the time of the forward and backward pass of a layer in seconds, and `outer` that of
     the embedding and the head together. `saved` is the size of a layer's saved activations, and
-    `layer_peak` and `outer_peak` are the peak memory of the passes, in bytes.
+    `layer_peak` and `outer_peak` are the peak memory of the passes with their workspaces, in
+    bytes.
     """
 
     layer: float
@@ -70,9 +71,11 @@ class ExpectedSteps:
         best, zeros = (inf, inf), self._zeros(candidate)
         for micros, needed, seconds in self._passes(candidate):
             for held, once, more in zeros:
-                excess = max(0.0, held + needed - self.memory)
-                best = min(best, (excess, seconds + once + micros * more))
-                if not excess:
+                excess = held + needed - self.memory
+                step = excess if excess > 0 else 0.0, seconds + once + micros * more
+                if step < best:
+                    best = step
+                if excess <= 0:
                     break  # higher ZeRO stages are slower
         return best
 
@@ -95,9 +98,10 @@ class ExpectedSteps:
             chunks = max(chunks for _, chunks in layouts.schedules(stages, micros, layers))
             busy = sequences * (1 + (stages - 1) / (micros * chunks))
             moved = others + _GATHERED * weights * micros / stages
+            waiting = min(stages, micros)
             for one in costs:
                 saved = own * one.saved
-                most = max(min(stages, micros) * saved + one.layer_peak, saved + one.outer_peak)
+                most = max(waiting * saved + one.layer_peak, saved + one.outer_peak)
                 seconds = busy * (own * one.layer + one.outer) + moved
                 yield micros, sequences * copies / micros * most, seconds
 
@@ -136,8 +140,8 @@ class ExpectedSteps:
                     passes.seconds - passes.waits.total(),
                     outer.seconds - outer.waits.total(),
                     layer.forward.left,
-                    max(layer.forward.peak, layer.whole.peak),
-                    outer.peak,
+                    max(layer.forward.peak, layer.whole.peak) + parts.workspace,
+                    outer.peak + parts.workspace,
                 )
             )
         return found

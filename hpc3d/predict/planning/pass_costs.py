@@ -46,7 +46,8 @@ class Pass(NamedTuple):
     the duration of the communication calls along this axis. `idle` maps each axis to the time that
     the rank waits for the GPU or the NIC during these calls. All times are in seconds. `left` is
     the number of bytes that remain allocated after the pass, excluding its result, and `peak` is
-    the peak memory in bytes; both are relative to the memory use before the pass.
+    the peak memory in bytes; both are relative to the memory use before the pass, and exclude the
+    workspaces that all passes share.
     """
 
     seconds: float
@@ -317,6 +318,7 @@ class LayerSample:
 
         If `halves` is true, the split backward pass is measured as well.
         """
+        self.pool.workspaces.clear()
         context, stage = self.context, self.stages[part]
         zeros = np.broadcast_to(np.int32(0), (context.parts * sequences, context.tokens))
         micro = Microbatch(0, 0, zeros, zeros, 1.0, DeviceCache(self.pool))
@@ -335,15 +337,20 @@ class LayerSample:
         passes, count = self.passes(self.layers, sequences, halves), len(self.layers.layers)
         return passes if count == 1 else passes * (1 / count)
 
+    @property
+    def _used(self) -> int:
+        """Bytes in use, excluding the workspaces that all passes share."""
+        return self.pool.held - self.pool.shared_workspace
+
     def forward(
         self, stage: PipelineStage, micro: Microbatch, part: LayerRange
     ) -> tuple[Pass, Any]:
         """Run a forward pass of `stage`; return its cost and the saved activations."""
-        before = self.pool.held
+        before = self._used
         x = None if part.first else self.block(stage, micro)
         (y, saved), done = self.measured(partial(stage.forward, x, micro))
         del x
-        left = self.pool.held - before - getattr(y, "nbytes", 0)
+        left = self._used - before - getattr(y, "nbytes", 0)
         return done._replace(left=left), saved
 
     def backward(
@@ -359,10 +366,10 @@ class LayerSample:
         The field `left` of the cost includes the data of weight gradients deferred by `defer`.
         """
         dy = None if part.last else self.block(stage, micro)
-        before = self.pool.held - getattr(dy, "nbytes", 0)
+        before = self._used - getattr(dy, "nbytes", 0)
         dx, done = self.measured(partial(stage.backward, dy, saved, micro, defer))
         del dy
-        left = self.pool.held - before - getattr(dx, "nbytes", 0)
+        left = self._used - before - getattr(dx, "nbytes", 0)
         return done._replace(left=left)
 
     def block(self, stage: PipelineStage, micro: Microbatch) -> Array:
@@ -371,7 +378,7 @@ class LayerSample:
 
     def measured(self, work: Callable[[], Any]) -> tuple[Any, Pass]:
         """Call `work()`; return the result of the call, and a Pass with the measured cost."""
-        clock, live = self.clock, self.pool.held
+        clock, live = self.clock, self._used
         waited, idle, same = Counter(clock.waited), Counter(clock.idle), clock.idle is clock.waited
         start, busy = clock.now, clock.busy
         clock.ends.clear()
@@ -379,7 +386,8 @@ class LayerSample:
         result = work()
         waits = _seconds(clock.waited - waited)
         idle = waits if same else _seconds(clock.idle - idle)
-        left, peak = self.pool.held - live, self.pool.peak["all"] - live
+        left = self._used - live
+        peak = self.pool.peak["all"] - self.pool.shared_workspace - live
         seconds, busy = (clock.now - start) / 1e9, (clock.busy - busy) / 1e9
         return result, Pass(seconds, waits, left, peak, busy, idle)
 
@@ -430,7 +438,8 @@ class PartCosts:
 
     `block` is the size in bytes of the activation between two layers. If only some layers have a
     mixture of experts, `layer` contains the average cost of a layer, and `kinds` the costs of a
-    dense layer and of a mixture-of-experts layer.
+    dense layer and of a mixture-of-experts layer. `workspace` is the size in bytes of the
+    workspaces that all passes share.
     """
 
     layer: PassSeconds
@@ -438,3 +447,4 @@ class PartCosts:
     last: PassSeconds
     block: int
     kinds: tuple[PassSeconds, ...] = ()
+    workspace: int = 0

@@ -13,6 +13,7 @@ from functools import cache
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpc3d.pipeline.gradient_buckets import UNITS_IN_FLIGHT
 from hpc3d.pipeline.step_model import step_model
 from hpc3d.predict.planning.pass_costs import NOTHING, Pass, StageContent
 
@@ -157,7 +158,6 @@ def stage_bytes(
     parallel, model, content = config.parallel, model_of(config), stage_content(chunks)
     held, layer = sample.held_by(content), sample.layer_gradient
     times, ahead = held["gradient"] / layer, max(1.0, 2 * parallel.bucket_bytes / layer)
-    sums = times * sums
     split, blocks = model.schedule.splits_backward, parts.block * _blocks(model, number)
     works = [work_of(parts, each, split) for each in chunks]
     forward = [work.forward.left for work in works]
@@ -167,15 +167,34 @@ def stage_bytes(
         (saved, peaks[op][chunk] + blocks)
         for (op, chunk), saved in model.held(number, forward, inputs)
     ]
-    # The update holds at most two gathered buckets. Gradient reductions overlap with the backward
-    # pass of a layer.
-    posts = min(max(1, content.layers), buckets(held["gradient"], parallel.bucket_bytes) or 1)
-    early = sums * (1 - 1 / posts) if parallel.overlap else 0
+    # The update holds at most two gathered buckets. Gradient reductions overlap with the last
+    # backward pass.
+    early, most = _reduced(sample, config, content)
     backward = parts.layer.weight if split else parts.layer.whole
-    moments += [(0, min(times, ahead) * rest), (0, sums)]
-    moments += [(parts.layer.forward.left, early + backward.peak + blocks)]
+    remaining = max(1, content.layers - early * len(sample.layers.layers))
+    moments += [(0, min(times, ahead) * rest), (0, most * sums)]
+    moments += [(remaining * parts.layer.forward.left, early * sums + backward.peak + blocks)]
     saved, passing = max(moments, key=sum)
-    return held + Counter({"activations in flight": int(saved), "the running pass": int(passing)})
+    passes = {"activations in flight": int(saved), "the running pass": int(passing)}
+    return held + Counter(passes | {"workspace": parts.workspace})
+
+
+def _reduced(sample: LayerSample, config: Config, content: StageContent) -> tuple[float, float]:
+    """Return the size of the gradients that are being reduced, relative to the sample layers.
+
+    The first size is the maximum during a backward pass, and the second one the maximum after it.
+    The reductions of at most UNITS_IN_FLIGHT layers, of as many buckets, or of one of several
+    chunks are in flight. The gradients of the embedding and the head may be added after the pass.
+    """
+    gradient, layer = sample.held_by(content)["gradient"], sample.layer_gradient
+    parallel, unit = config.parallel, layer / len(sample.layers.layers)
+    flying = UNITS_IN_FLIGHT * max(unit, parallel.bucket_bytes)
+    if parallel.chunks > 1:
+        flying = max(flying, gradient / parallel.chunks)
+    posts = min(max(1, content.layers), buckets(gradient, parallel.bucket_bytes) or 1)
+    early = min(flying, gradient * (1 - 1 / posts)) if parallel.overlap else 0.0
+    most = min(gradient, flying + max(0.0, gradient - content.layers * unit))
+    return early / layer, most / layer
 
 
 def _blocks(model: StepModel, stage: int) -> int:

@@ -117,7 +117,7 @@ class _AbstractAttention:
     """
 
     def __init__(self, pool: AbstractPool) -> None:
-        self.pool, self.workspaces = pool, [pool.empty((0,), np.uint8, "workspace")]
+        self.pool = pool
 
     def suits(self, dtype: DTypeLike, width: int, drop: object) -> bool:
         return takes(dtype, width, drop, self.pool.meter.widest)
@@ -176,9 +176,9 @@ class _AbstractAttention:
 
         Older, smaller workspaces remain allocated.
         """
-        if size > self.workspaces[-1].nbytes:
-            self.workspaces.append(self.pool.empty((size,), np.uint8, "workspace"))
-            self.pool.shared_workspace += size
+        known = self.pool.workspaces
+        if not known or size > known[-1].nbytes:
+            known.append(self.pool.empty((size,), np.uint8, "workspace"))
 
     def tell(
         self, case: Case, scores: int, arrays: Sequence[AbstractArray], backward: bool = False

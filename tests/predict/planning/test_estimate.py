@@ -3,6 +3,7 @@
 import pytest
 
 from hpc3d.predict.planning.estimate import Estimator
+from tests.predict.planning.test_peak import ON_GPUS
 from tests.predict.planning.test_search import CLUSTER, SMALL, settled, step
 from tests.strided import strided
 
@@ -102,6 +103,7 @@ def test_an_estimate_is_near_the_simulation(line):
 
 def test_what_was_measured_for_one_layout_is_not_taken_for_another():
     shared = Estimator(256, CLUSTER)
-    configs = [settled(f"{SMALL} {line}") for line in (*LAYOUTS, *CUT, *COMPRESSED)]
+    lines = *(f"{SMALL} {line}" for line in (*LAYOUTS, *CUT, *COMPRESSED)), *ON_GPUS
+    configs = [*map(settled, lines)]
     together = [shared.estimate(config) for config in configs]
     assert together == [Estimator(256, CLUSTER).estimate(config) for config in configs]

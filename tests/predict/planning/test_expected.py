@@ -31,7 +31,7 @@ def first(memory):
 
 
 def test_candidate_that_needs_no_recomputation_is_timed_first():
-    mesh, (replicas, tensor) = first(30 * GB)
+    mesh, (replicas, tensor) = first(26 * GB)
     assert tensor < 0.95 * replicas
     assert mesh.x == 4
 

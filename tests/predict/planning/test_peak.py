@@ -35,3 +35,35 @@ def test_any_uneven_stage_may_have_the_peak_memory():
     found = Estimator(256, CLUSTER).estimate(config)
     assert found.stage == 3
     assert found.peak == pytest.approx(step(config, 256, CLUSTER)[1], rel=0.02)
+
+
+ON_GPUS = [
+    "model.layers=12 model.hidden=1024 model.heads=8 model.sequence=2048 train.batch=64 "
+    f"model.vocabulary=4096 train.dtype=bfloat16 train.backend=cupy {line}"
+    for line in """
+d=8 zero=3 microbatches=4
+d=8 zero=3 recompute=full
+d=8 zero=3 recompute=full microbatches=8
+d=4 x=2 zero=3 scheme=1d-sequence microbatches=2 prefetch=true
+d=8 zero=3 shard=4 reduce_dtype=float32 microbatches=2
+d=8 zero=2 microbatches=8
+d=8 zero=1 microbatches=8
+d=8 zero=1 microbatches=2 overlap=false
+d=8 microbatches=8 reduce_dtype=bfloat16
+p=2 d=4 zero=1 schedule=1f1b microbatches=8
+p=2 d=4 zero=1 schedule=interleaved chunks=3 microbatches=8
+d=4 c=2 zero=1 microbatches=8
+""".strip().splitlines()
+]
+
+
+def test_estimated_gpu_memory_matches_the_simulation():
+    """One estimator serves all layouts, whose microbatches need workspaces of different sizes.
+
+    All layers of a layout share one workspace, and at most two layers reduce their gradients.
+    """
+    estimator = Estimator(4096, CLUSTER)
+    for line in ON_GPUS:
+        config = settled(line)
+        _, peak = step(config, 4096, CLUSTER)
+        assert estimator.estimate(config).peak == pytest.approx(peak, rel=0.05), line
