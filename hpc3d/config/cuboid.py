@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -48,25 +49,28 @@ def cuboids(ranks: int) -> list[tuple[int, int, int]]:
     return [(x, y, ranks // (x * y)) for x, y in pairs if ranks % (x * y) == 0]
 
 
-def received_elements(config: Config, parts: int = 1) -> float:
+def received_elements(
+    config: Config, parts: int = 1, sizes: Mapping[str, int] | None = None
+) -> float:
     """Return the mean number of elements received per rank and Transformer block (forward pass).
 
     A GEMM [M, K] x [K, N] whose dimensions are sharded over m, n and k ranks (P = m n k in total)
-    adds [MK (n-1) + KN (m-1) + MN (k-1)] / P. The all-to-all of tokens along e is excluded. The
-    number of expert weights is divided by `parts`: if the experts are distributed over several
-    ranks although `config` has mesh.e = 1, set `parts` to the number of these ranks.
+    adds [MK (n-1) + KN (m-1) + MN (k-1)] / P. With panels, all GEMMs have the same split. The
+    all-to-all of tokens along e is excluded. The number of expert weights is divided by `parts`:
+    if the experts are distributed over several ranks although `config` has mesh.e = 1, set `parts`
+    to the number of these ranks. `sizes` replaces the sizes of the mesh axes.
     """
-    split, sizes = config.splits["dense"], config.sizes()
+    split, sizes = config.splits["dense"], sizes or config.sizes()
     rows = config.train.batch * config.model.sequence
     m, n, k = (
         prod(sizes[axis] for axis in letter.split()) for letter in (split.m, split.n, split.k)
     )
     total = 0
     for count, each in block_products(config.model):
-        across, along = (k, n) if each.turned else (n, k)
+        across, along = (k, n) if each.turned and not split.panels else (n, k)
         weights, others = each.weights, m
         if each.experts > 1:
-            weights, others = weights / parts, m // config.mesh.e
+            weights, others = weights / parts, m // sizes["e"]
         if each.by_rows:
             across, others = 1, m * n
         received = each.inputs * (across - 1) + each.outputs * (along - 1)

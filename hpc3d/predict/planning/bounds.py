@@ -13,20 +13,19 @@ import numpy as np
 
 from hpc3d.comm.mesh import CONTEXT, EXPERTS, data_axes, expert_data_axes, plane
 from hpc3d.config.cuboid import received_elements
-from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
+from hpc3d.config.input_file import Config, MeshConfig
 from hpc3d.model.families import block_products, family_of
 from hpc3d.ops.float8 import E4M3
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.contexts import attention_flops, exchange_words, ring_words
 from hpc3d.predict.planning.pass_costs import LayerSample
 from hpc3d.predict.simulation.simulator import ranks_per_core
-from hpc3d.tensor.split import LOOPS, SCHEMES, STORAGE
+from hpc3d.tensor.split import SCHEMES
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.planning.pass_costs import PartCosts
-    from hpc3d.tensor.split import Split
 
 _KINDS = {
     "1d": "1-D",
@@ -127,8 +126,8 @@ class Bounds:
         """
         volume = volumes(config)
         candidate = self.moves(config, volume)
-        if self.placed and volume:
-            turned = self.moves(_heaviest_last(config, volume), volume)
+        if self.placed and (order := _heaviest_last(config, volume)) != config.mesh.order:
+            turned = self.moves(replace(config, mesh=replace(config.mesh, order=order)), volume)
             if sum(turned.moves.values()) < sum(candidate.moves.values()):
                 return turned
         return candidate
@@ -182,18 +181,28 @@ class Bounds:
         """Return a Candidate for a layout with the given communication `volume` by axis.
 
         A layer is assumed to have four matrix products, each of which makes two communication
-        calls along the tensor axes.
+        calls along the tensor axes. With SUMMA, each product makes three calls per panel: X (or
+        W) is broadcast in the forward and in the backward pass, and dX (or dW) is reduced.
         """
         itemsize = np.dtype(config.train.dtype).itemsize
         found, work = {}, 0.0
         for axis, count in volume.items():
             op, times, members = _calls(config, axis)
-            each = legs(self.machine, op, count * itemsize / times, members)
+            nbytes = count * itemsize / times
+            if axis in _panel_axes(config):  # a member receives only the panels of other members
+                nbytes *= len(members) / (len(members) - 1)
+            each = legs(self.machine, op, nbytes, members)
             found[axis], work = times * sum(each), work + times * each.work
         hidden = 0.0
         if CONTEXT in found and not self.machine.cores:
             hidden = found[CONTEXT] * ring_words(config) / volume[CONTEXT]
         return Candidate(config, found, work, hidden)
+
+
+def _panel_axes(config: Config) -> tuple[str, ...]:
+    """Return the axes along which SUMMA broadcasts panels of X and of W, or () without panels."""
+    split = config.tensor_split
+    return (split.panels, *split.w[0][:1]) if split.panels else ()
 
 
 def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
@@ -213,10 +222,12 @@ def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
         return "all_to_all", 4 * layers / config.model.moe_every, members
     if axis not in "xyz":
         return "all_gather", 1, members
-    split, sizes = config.tensor_split, config.mesh.sizes()
-    along = [*split.panels.split(), *split.w[0][:1]] if split.panels else []
-    op = "broadcast" if axis in split.own.split() else "all_gather"
-    return op, 8 * layers * lcm(*(sizes[each] for each in along)), members
+    along = _panel_axes(config)
+    if axis in along:
+        panels = lcm(*(config.mesh.sizes()[each] for each in along))
+        return "broadcast", 12 * layers * panels, members
+    op = "broadcast" if axis in config.tensor_split.own.split() else "all_gather"
+    return op, 8 * layers, members
 
 
 def _smallest(config: Config) -> Config:
@@ -235,20 +246,21 @@ def volumes(config: Config) -> Counter[str]:
     mesh, model, train = config.mesh, config.model, config.train
     tensor, layers = mesh.tensor_ranks(), model.layers / mesh.p
     copies, replicas = mesh.replicas(), tensor_replicas(config, "m")
-    owned = config.tensor_split.own.split()
-    sequences = train.batch / (copies * mesh.p)  # per rank and microbatch
+    owned, panels = config.tensor_split.own.split(), _panel_axes(config)
+    one = replace(config, train=replace(train, batch=train.batch / (copies * mesh.p)))
     found: Counter[str] = Counter()
     for axis in (axis for axis in "xyz" if getattr(mesh, axis) > 1):
         size, shards = getattr(mesh, axis), tensor
         if axis in config.splits["dense"].m:  # weights are communicated along this axis
             shards //= prod(replicas[other] for other in replicas if other != axis)
-        alone = _received_along(axis, size, config.tensor_split, model, sequences, mesh.e)
-        received = 2 * mesh.p * layers * alone * size / shards
+        alone = dict.fromkeys(config.sizes(), 1) | {axis: size}
+        times = (3 if axis in panels else 2) * mesh.p * layers
+        received = times * received_elements(one, mesh.e, alone) * size / shards
         found[axis] = received * (size / (size - 1) if axis in owned else 1)  # of ranks not owners
     for axes, elements in summed(config):
         ranks = prod(getattr(mesh, axis) for axis in axes)
         stored = elements * prod(replicas.values()) / (mesh.p * tensor)
-        found[plane(axes)] += 2 * (1 - 1 / ranks) * stored
+        found[plane(axes)] += 2 * (1 - 1 / ranks) * stored * _gradient_share(config)
     if mesh.c > 1:
         found[CONTEXT] = ring_words(config) + exchange_words(config)
     if mesh.e > 1:
@@ -259,19 +271,15 @@ def volumes(config: Config) -> Counter[str]:
     return +found
 
 
-@cache
-def _received_along(
-    axis: str, size: int, split: Split, model: ModelConfig, sequences: float, experts: int
-) -> float:
-    """Return the elements that a rank receives per block along the only axis with several ranks.
+def _gradient_share(config: Config) -> float:
+    """Return a lower bound on the bytes of a reduced gradient, relative to `train.dtype`.
 
-    The parameters of the experts are sharded over `experts` ranks.
+    The bytes of a compressed gradient are neglected.
     """
-    letters = {key: axes for key in LOOPS + STORAGE if (axes := getattr(split, key))}
-    mesh = replace(MeshConfig(x=1, y=1, z=1), **{axis: size})
-    train, parallel = TrainConfig(batch=sequences), ParallelConfig(split=letters)  # type: ignore[arg-type]
-    config = Config(mesh=mesh, parallel=parallel, model=model, train=train)
-    return received_elements(config, experts)
+    if config.parallel.compression != "none":
+        return 0.0
+    kept = np.dtype(config.train.dtype).itemsize
+    return min(1.0, np.dtype(config.parallel.reduce_dtype or config.train.dtype).itemsize / kept)
 
 
 def tensor_replicas(config: Config, loop: str) -> dict[str, int]:
@@ -324,12 +332,12 @@ def _slot_words(config: Config) -> float:
     return 4 * (1 - 1 / mesh.e) * words * (model.layers // experts.every)
 
 
-def _heaviest_last(config: Config, volume: Mapping[str, float]) -> Config:
-    """Order the axes of a layout by communication volume, with the largest volume innermost."""
+def _heaviest_last(config: Config, volume: Mapping[str, float]) -> str:
+    """Return the axes of a layout, ordered by communication volume, the largest one innermost."""
     order, words = config.mesh.order.split(), Counter()
     for group, count in volume.items():
         words.update(dict.fromkeys(group.split(), count))
     slots = [index for index, axis in enumerate(order) if axis in words]
     for index, axis in zip(slots, sorted((order[slot] for slot in slots), key=words.get)):
         order[index] = axis
-    return replace(config, mesh=replace(config.mesh, order=" ".join(order)))
+    return " ".join(order)

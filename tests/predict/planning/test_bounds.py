@@ -1,15 +1,19 @@
 """Minimum communication of layouts, and the placement of the axes with most traffic."""
 
 from dataclasses import replace
+from itertools import product
 from math import prod
 
 import pytest
 
 from hpc3d.predict.machine.machine import Link
+from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.planning.bounds import Bounds, kind, volumes
 from hpc3d.predict.simulation import summary
 from hpc3d.predict.simulation.simulator import simulate
+from tests.predict.machine.test_between_hosts import hosts
 from tests.predict.planning.test_search import CLUSTER, SMALL, settled, step
+from tests.strided import strided
 
 
 def test_axis_with_the_most_traffic_is_placed_inside_a_node():
@@ -55,6 +59,7 @@ def test_bound_of_a_mixture_counts_capacity_slots():
         "x=2 y=2 z=2 d=2 scheme=3d",
         "x=4 d=2 p=2 scheme=1d microbatches=2",
         "x=4 d=2 p=2 scheme=1d-sequence microbatches=2",
+        "x=2 y=4 d=2 scheme=2d-summa",
         pytest.param("x=2 y=2 z=2 d=2 scheme=3d-broadcast", marks=pytest.mark.slow),
     ],
 )
@@ -73,3 +78,40 @@ def test_volume_along_the_expert_axis_is_the_bytes_of_the_slots(line):
     config = settled(f"{SMALL} train.dtype=float32 model.experts=4 {line}", 4)
     moved = summary.moved(simulate(config, 256, CLUSTER)[0])
     assert 4 * volumes(config)["e"] == moved["e"]["all_to_all"]["bytes"]
+
+
+SHORT = "model.layers=2 model.hidden=384 model.heads=24 model.sequence=24 train.batch=24"
+LONG = "model.layers=2 model.hidden=3072 model.heads=24 model.sequence=1536 train.batch=24"
+SUMMA = [
+    f"{model} scheme=2d-summa train.dtype={dtype} {mesh}"
+    for model, mesh, dtype in product(
+        (SHORT, LONG),
+        ("x=2 y=2", "x=4 y=2", "x=2 y=4", "x=3 y=2", "x=8", "y=8", "p=2 x=2 y=2", "d=2 x=2 y=3"),
+        ("float32", "bfloat16"),
+    )
+]
+CPUS = replace(hosts(4), gemm=dict.fromkeys(("float32", "bfloat16"), hosts(4).gemm["float32"]))
+CLOSE = {"h100": ("h100", 0.5), "gpus": (CLUSTER, 0.45), "cpus": (CPUS, 0.2)}
+
+
+@pytest.mark.parametrize(("machine", "close"), CLOSE.values(), ids=CLOSE)
+@pytest.mark.parametrize("line", strided(SUMMA, 9))
+def test_bound_of_summa_is_close_below_the_simulation(line, machine, close):
+    """Panels of short matrices cost latency, and those of long matrices bandwidth."""
+    machine = load(machine) if isinstance(machine, str) else machine
+    ranks = prod(int(word[2:]) for word in line.split() if word[1] == "=")
+    config = settled(line, ranks)
+    bounds = Bounds(config, ranks, 256, machine)
+    least = bounds.least(bounds.moves(config, volumes(config)))
+    bubbles = 2 if "p=2" in line else 1  # of one microbatch, the bound assumes more
+    assert close / bubbles < least / step(config, machine)[0] < 1
+
+
+@pytest.mark.parametrize(
+    "words", ["reduce_dtype=bfloat16 train.dtype=float32", "compression=powersgd"]
+)
+def test_bound_does_not_exceed_shortened_gradients(words):
+    config = settled(f"{LONG} d=8 {words}")
+    far = replace(CLUSTER, ranks_per_node=1, links=(Link(0, 1e-5, 1e8),))
+    bounds = Bounds(config, 8, 256, far)
+    assert bounds.least(bounds.candidate(config)) < step(config, far)[0]
