@@ -66,9 +66,10 @@ fits) [B], bytes (calls and received bytes of a rank in stage 0, by axis and ope
 (computation, exposed communication and idle time of the busiest stage) and sections (for each
 stage, the same times, FLOPs, received bytes and saved bytes per microbatch, by part of the
 model and phase). If train.eval_every is set, evaluation_batch_s is the time in seconds per
-evaluation batch. For a mixture of experts, mixture contains parameters, active, blocks, group,
-slots and capacity. If the machine file lists the errors of published steps with a similar layout,
-interval contains layout, steps, low_s and high_s"""
+evaluation batch, and evaluation_peak_bytes the peak memory of a rank during an evaluation. For a
+mixture of experts, mixture contains parameters, active, blocks, group, slots and capacity. If the
+machine file lists the errors of published steps with a similar layout, interval contains layout,
+steps, low_s and high_s"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,8 +167,9 @@ def _print_step(config, found):
     print(f"communication   {found['communication']:.1%} {waits}")
     print(f"time            {_sum_of_times(found['time'])}")
     if seconds := found.get("evaluation_batch_s"):
+        peak = found["evaluation_peak_bytes"]
         print(
-            f"evaluation      {readable_time(seconds)} per batch; "
+            f"evaluation      {readable_time(seconds)} per batch, peak of {peak / 1e6:.3f} MB; "
             f"{_batches(config.train, seconds)}"
         )
     print()

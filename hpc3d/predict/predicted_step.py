@@ -11,7 +11,7 @@ from hpc3d.console.small_files import new_folder
 from hpc3d.predict.assumptions import of_mixture
 from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.machine.machine_file import load
-from hpc3d.predict.simulation.evaluated_batch import seconds_of_batch
+from hpc3d.predict.simulation.evaluated_batch import evaluated
 from hpc3d.predict.simulation.simulator import StageRun, load_resolved, simulate
 from hpc3d.predict.simulation.summary import summary
 from hpc3d.predict.simulation.write_trace import write_trace
@@ -55,7 +55,9 @@ def predicted_step(
     runs = simulate(config, config.model.vocabulary, known)
     found = summary(runs, config, known)
     if config.train.eval_every:
-        found["evaluation_batch_s"] = seconds_of_batch(config, config.model.vocabulary, known)
+        batch = evaluated(config, config.model.vocabulary, known)
+        found["evaluation_batch_s"] = batch.seconds
+        found["evaluation_peak_bytes"] = batch.peak["all"]
     if mixture := of_mixture(config):
         found["mixture"] = mixture
     return PredictedStep(config, known, runs, found)

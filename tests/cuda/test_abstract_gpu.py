@@ -13,12 +13,15 @@ from hpc3d.cuda import launch_table
 from hpc3d.ops.attention import HeadForm, attend
 from hpc3d.predict.simulation import abstract_gpu
 from hpc3d.predict.simulation.count import predict_on
+from hpc3d.predict.simulation.evaluated_batch import evaluated
 from hpc3d.trace.recorder import Recorder
 from hpc3d.training.trainer import Trainer
 from tests.cuda import rules
 from tests.cuda.rules import on_devices
 from tests.pipeline.mixes import Tokens
+from tests.predict.fixed import MACHINE
 from tests.strided import strided
+from tests.training.test_evaluator import evaluator_of
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("counts_from_zero")]
 
@@ -111,6 +114,26 @@ def test_predicted_launches_and_memory_match_a_device_run(line, launcher):
     assert launched(told.count) == launched(launcher.count)
     assert launched(told.bytes) == launched(launcher.bytes)
     assert told.products == launcher.products
+
+
+def observed_evaluation(mesh, config):
+    """Return the peaks of a rank in an evaluation before the first training step."""
+    trainer = Trainer(mesh, config, config.model.vocabulary, Tokens(config))
+    evaluator = evaluator_of(trainer)
+    mesh.pool.reset_peak()
+    evaluator.evaluate(0)
+    return dict(mesh.pool.peak)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", strided(["", "kind=llama kv_heads=4 ffn=24 dropout=0.25"], 2))
+def test_predicted_memory_of_an_evaluation_matches_a_device_run(line, launcher):
+    config = rules.config_of(f"{ONE} {line}")
+    (measured,) = on_devices(f"{ONE} {line}", observed_evaluation)
+    rules.register(launcher)
+    predicted = evaluated(config, config.model.vocabulary, MACHINE).peak
+    kinds = measured.keys() - {"all", "workspace"}  # kernels take workspaces of no pool here
+    assert {kind: predicted[kind] for kind in kinds} == {kind: measured[kind] for kind in kinds}
 
 
 @pytest.mark.slow

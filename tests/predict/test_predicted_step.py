@@ -13,8 +13,11 @@ EVALUATED = ["--train.eval_every=2", "--data.validation=0.1"]
 
 
 def test_summary_has_evaluation_and_mixture_rows_only_if_used():
-    assert not {"evaluation_batch_s", "mixture"} & {*step().summary}
-    assert step(*EVALUATED).summary["evaluation_batch_s"] > 0
+    optional = {"evaluation_batch_s", "evaluation_peak_bytes", "mixture"}
+    assert not optional & {*step().summary}
+    found = step(*EVALUATED, "--train.backend=cupy").summary
+    assert found["evaluation_batch_s"] > 0
+    assert 0 < found["evaluation_peak_bytes"] < found["memory"]["worst"]["all"]
     assert step("--model.experts=4").summary["mixture"]["blocks"] == 2
 
 

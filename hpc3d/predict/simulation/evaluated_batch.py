@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.pipeline.program import forward_program_of, program_of
 from hpc3d.predict.simulation.abstract_gpu import unrecorded
 from hpc3d.predict.simulation.count import ZeroBatches
+from hpc3d.predict.simulation.owner_classes import OwnerPeers, owner_classes
 from hpc3d.predict.simulation.simulated_clock import clock_of
 from hpc3d.predict.simulation.simulator import (
     core_sharing,
@@ -22,8 +23,20 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 
-def seconds_of_batch(config: Config, vocabulary: int, machine: Machine) -> float:
-    """Return the predicted time in seconds for the evaluation of `train.batch` sequences.
+class EvaluatedBatch(NamedTuple):
+    """Predicted evaluation of `train.batch` sequences.
+
+    `seconds` is its duration. `peak` maps each kind of memory to its peak in bytes on the rank
+    that uses the most memory; the key "all" is the peak of the sum. The token indices of the last
+    training step, which remain on a GPU, are not included.
+    """
+
+    seconds: float
+    peak: dict[str, int]
+
+
+def evaluated(config: Config, vocabulary: int, machine: Machine) -> EvaluatedBatch:
+    """Predict the evaluation of a batch.
 
     `config` must be resolved. If several ranks of a stage share a core, all CPU times are
     multiplied by the number of these ranks.
@@ -32,13 +45,19 @@ def seconds_of_batch(config: Config, vocabulary: int, machine: Machine) -> float
     machine = machine.with_ranks(config.grid().size)
     training, program = program_of(config), forward_program_of(config)
     slowdown = core_sharing(config, machine).stage
+    classes = owner_classes(config)
 
     def stage(peers):
+        owners = OwnerPeers(peers, classes) if classes else None
         clock = clock_of(machine, slowdown)
-        trainer = simulated_trainer(peers, config, vocabulary, training, clock)
+        peers = owners or peers
+        trainer = simulated_trainer(peers, config, vocabulary, training, clock, owners)
         evaluator = Evaluator(trainer, None, program, ZeroBatches)
         evaluator.count = 1
-        replay_passes(evaluator.engine, config, program)
-        return evaluator.evaluate(0).seconds
+        replay_passes(evaluator.engine, config, program, owners)
+        trainer.mesh.pool.reset_peak()
+        return evaluator.evaluate(0).seconds, dict(trainer.mesh.pool.peak)
 
-    return max(StageTurns(config.mesh.p).run(stage))
+    found = StageTurns(config.mesh.p * (len(classes.first) if classes else 1)).run(stage)
+    seconds, peaks = zip(*found, strict=True)
+    return EvaluatedBatch(max(seconds), max(peaks, key=lambda peak: peak["all"]))
