@@ -80,13 +80,7 @@ class MeshConfig:
         With hybrid sharding, `shard` is the number of replicas per group. Axis d is then split
         into the axis COPIES, along which the groups are numbered, and the d axis of a group.
         """
-        sizes = {}
-        for axis in self.order.split():
-            size = getattr(self, axis) or 1
-            if axis == DATA and shard not in (0, size):
-                sizes[COPIES], size = size // shard, shard
-            sizes[axis] = size
-        return sizes
+        return dict(_sizes_of(self, shard))
 
     def replicas(self) -> int:
         """Return the number of ranks that process different tokens with the same dense weights."""
@@ -99,6 +93,17 @@ class MeshConfig:
     def grid(self, shard: int = 0) -> Grid:
         """Return the `Grid` of ranks with these sizes; `shard` is as in `sizes`."""
         return _grid_of(self, shard)
+
+
+@cache
+def _sizes_of(mesh: MeshConfig, shard: int) -> dict[str, int]:
+    sizes = {}
+    for axis in mesh.order.split():
+        size = getattr(mesh, axis) or 1
+        if axis == DATA and shard not in (0, size):
+            sizes[COPIES], size = size // shard, shard
+        sizes[axis] = size
+    return sizes
 
 
 @cache

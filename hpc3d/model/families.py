@@ -7,7 +7,7 @@ parameters, FLOPs and saved elements that a family defines. FAMILIES has one ent
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from hpc3d.model.bert import SEGMENTS, MaskedHead, SegmentedEmbeddings
@@ -25,8 +25,9 @@ _EXPERT_KEYS = {  # map from keys of [model] to fields of `Experts`
 
 
 def _experts(model):
-    values = {field: getattr(model, key) for key, field in _EXPERT_KEYS.items()}
-    return Experts(**values) if model.experts else None
+    if not model.experts:
+        return None
+    return Experts(**{field: getattr(model, key) for key, field in _EXPERT_KEYS.items()})
 
 
 def _epsilon(model):
@@ -41,14 +42,17 @@ def _sizes(model, vocabulary, *own, **how):
     return ModelSizes(vocabulary=vocabulary, epsilon=_epsilon(model), **how)
 
 
+@cache
 def _gpt2_sizes(model, vocabulary):
     return _sizes(model, vocabulary, "gelu", experts=_experts(model))
 
 
+@cache
 def _bert_sizes(model, vocabulary):
     return _sizes(model, vocabulary, "gelu", "padding", "ffn")
 
 
+@cache
 def _llama_sizes(model, vocabulary):
     rotation = Rotation(model.rope_theta, **(model.rope_scaling or {}))
     how = {"rotation": rotation, "experts": _experts(model)}

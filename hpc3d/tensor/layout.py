@@ -104,7 +104,7 @@ class Layout(tuple):
     @property
     def even(self) -> tuple[str, ...]:
         """Axes of the rows whose size must divide the number of rows: those without padding."""
-        return self[0][: len(self[0]) - len(self.padded)]
+        return self[0][: len(self[0]) - len(self.padded)] if self.padded else self[0]
 
     @property
     def axes(self) -> tuple[str, ...]:

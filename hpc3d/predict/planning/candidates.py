@@ -67,7 +67,8 @@ class Candidates:
         Without tensor parallelism, no operands are gathered, except weights with ZeRO 3, which are
         never saved.
         """
-        config = replace(config, parallel=replace(config.parallel, attention=None))
+        if config.parallel.attention:
+            config = replace(config, parallel=replace(config.parallel, attention=None))
         options = layouts.MEMORY_OPTIONS
         if config.chunked() or _fuses(config, self.estimator.machine.max_fused_head_dim):
             options = layouts.WITHOUT_SCORES

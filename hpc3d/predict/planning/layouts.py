@@ -227,12 +227,12 @@ def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], .
 def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
     """Return the valid ZeRO stages of a layout, grouped by their communication per pass.
 
-    The layout must be valid without ZeRO.
+    The layout must be valid with ZeRO 0 and 1.
     """
     if config.mesh.replicas() == 1:
         return ((0,),)
-    whole, *others = _ZEROS
-    return whole, *(zeros for zeros in others if _allows(_with_zero(config, zeros[0]), ranks))
+    first, *others = _ZEROS
+    return first, *(each for each in others if _allows(_with_zero(config, each[0]), ranks))
 
 
 def _allows(config: Config, ranks: int) -> bool:
