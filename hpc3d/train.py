@@ -273,6 +273,7 @@ def _begin(
     from hpc3d.checkpoints.saver import saver_of
     from hpc3d.comm.cartesian import build
     from hpc3d.training.evaluator import Evaluator
+    from hpc3d.training.graphed_step import settled
     from hpc3d.training.log import layout_lines
     from hpc3d.training.run_loop import RunningJob, equipped
     from hpc3d.training.trainer import Trainer
@@ -284,7 +285,9 @@ def _begin(
 
         job.exit_hooks.append(hardware.device.close)
         hardware = hardware.with_line(use(mesh.pool, config.train.tf32))
-    mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout_lines(config))
+    layout = layout_lines(config, hardware.transport)
+    mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout)
+    config = settled(config, hardware.transport)
     trainer = Trainer(mesh, config, config.model.vocabulary, batches, program, clock)
     evaluator = Evaluator(trainer, validation) if config.train.eval_every else None
     for line in plan.notes:

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
-_RECORDED = ("none", "nccl")  # transports that can be captured in a CUDA graph
-
 
 class Hardware(NamedTuple):
     """Device and transport of a rank.
@@ -40,13 +38,7 @@ def hardware(job: Job, config: Any) -> Hardware:
         return Hardware(None, asked)
     from hpc3d.comm import transport
 
-    found = Hardware(*transport.choose_transport(job, asked, train.dtype))
-    if train.cuda_graph and found.transport not in _RECORDED:
-        job.refuse(
-            f"train.cuda_graph = true: transport {found.transport} cannot be captured in a graph; "
-            "use train.cuda_graph = false, or mesh.transport = nccl with a device for each rank"
-        )
-    return found
+    return Hardware(*transport.choose_transport(job, asked, train.dtype))
 
 
 def mesh_of(job: Job, config: Any) -> Mesh:

@@ -4,6 +4,12 @@ The host posts a call and continues; `wait()` makes the device wait, not the hos
 communicators on two streams may deadlock if ranks start them in different orders (NVIDIA/nccl
 issues 195 and 592). Since release 2.26, NCCL starts calls in host order
 (NCCL_LAUNCH_ORDER_IMPLICIT), which is the same on all ranks.
+
+A training step may launch a CUDA graph with NCCL calls (hpc3d.training.graphed_step). The host
+waits for the graph before it posts other calls, so NCCL need not serialize captured calls with
+others. This serialization (NCCL_GRAPH_MIXING_SUPPORT) is turned off by default, because it delays
+captured calls, and may cause deadlocks if a thread launches graphs of several communicators (NCCL
+user guide, "Using NCCL with CUDA Graphs").
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ if TYPE_CHECKING:
 _NAMES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16"
 TYPES = {name: number for number, name in enumerate(_NAMES.split())}
 _OPERATIONS = {"sum": 0, "max": 2}
-OLDEST, _IN_ORDER = 22600, "NCCL_LAUNCH_ORDER_IMPLICIT"
+OLDEST, _IN_ORDER, _MIXING = 22600, "NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_GRAPH_MIXING_SUPPORT"
 
 
 def split(
@@ -40,6 +46,7 @@ def split(
     `library` is CuPy's NCCL module.  No call may be in flight, and every rank must be in a group.
     """
     os.environ[_IN_ORDER] = "1"
+    os.environ.setdefault(_MIXING, "0")
     name = comm.bcast(library.get_unique_id() if comm.rank == 0 else None)
     try:
         world = library.NcclCommunicator(comm.size, name, comm.rank)

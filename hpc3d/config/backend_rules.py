@@ -10,8 +10,8 @@ from hpc3d.runtime.optional_packages import lacking
 
 
 def wrong_backend(config: Config) -> Iterator[str]:
-    """Report a transport, data type or CUDA graph setting that the backend does not support."""
-    yield from reported(_wrong_transport(config), _wrong_types(config), _wrong_graph(config))
+    """Report a transport or data type that the backend does not support."""
+    yield from reported(_wrong_transport(config), _wrong_types(config))
 
 
 def _wrong_transport(config: Config) -> Iterator[str]:
@@ -33,33 +33,6 @@ def _wrong_types(config: Config) -> Iterator[str]:
         why = f"because train.dtype = {dtype} has no loss scaling"
         key = f"parallel.reduce_dtype = float16 rounds small gradients to 0, {why}"
         yield f"{key}; use bfloat16, or train.dtype = float16"
-
-
-def _wrong_graph(config: Config) -> Iterator[str]:
-    """Report settings that prevent a training step from being captured as one CUDA graph."""
-    from hpc3d.cuda.cudnn_attention import Flash
-
-    if not config.train.cuda_graph:
-        return
-    key, c, parallel = "train.cuda_graph = true", config.mesh.c, config.parallel
-    if config.context().rings > 1:
-        yield (
-            f"{key}: a CUDA graph cannot capture the messages of ring attention (mesh.c = {c}, "
-            f"parallel.context = {parallel.context}); use parallel.context = all-to-all, or set "
-            "train.cuda_graph = false"
-        )
-        return
-    model = config.model
-    if model.experts and not model.capacity:
-        yield (
-            f"{key}: with model.capacity = 0, the number of slots depends on the routing, which a "
-            f"CUDA graph cannot capture; use model.capacity = {model.experts / model.top_k:g}, "
-            "which drops no tokens either, or set train.cuda_graph = false"
-        )
-    length = model.sequence
-    if config.train.dtype != "float32" and not Flash.replays(length):
-        key += f": model.sequence = {length} must be a multiple of 128"
-        yield f"{key}; change the length, or set train.cuda_graph = false"
 
 
 def untrainable(config: Config) -> Iterator[str]:

@@ -434,8 +434,10 @@ class TrainConfig:
         bool, ValidFor("train.backend", "cupy"), ValidFor("train.dtype", "float32")
     ] = False
     """On GPUs, round the operands of float32 GEMMs to 10 mantissa bits (TF32)."""
-    cuda_graph: Annotated[bool, ValidFor("train.backend", "cupy"), ValidFor("mesh.p", 1)] = False
-    """On GPUs, launch each training step as a single CUDA graph."""
+    cuda_graph: Annotated[bool, ValidFor("train.backend", "cupy")] = False
+    """On GPUs, launch the forward and backward passes of a training step as a single CUDA graph.
+    If the graph cannot be captured, the log states the reason, and kernels are launched
+    individually."""
     fused_gelu: Annotated[
         bool,
         ValidFor("train.backend", "cupy"),

@@ -78,9 +78,6 @@ def wrong_compression(config: Config) -> Iterator[str]:
     if config.train.dtype == "float16":
         why = "error feedback does not support the varying loss scale of float16"
         yield f"{key}: {why}; use train.dtype = bfloat16 or float32"
-    if config.train.cuda_graph:
-        why = "a CUDA graph cannot capture gradient compression"
-        yield f"{key}: {why}; use train.cuda_graph = false"
 
 
 def wrong_offload(config: Config) -> Iterator[str]:
@@ -96,6 +93,3 @@ def wrong_offload(config: Config) -> Iterator[str]:
     if "parameters" in listed and schedule.asynchronous:
         why = f"schedule {schedule.name} keeps several versions of the weights"
         yield f'{key}: {why}; remove "parameters", or use a synchronous schedule'
-    if train.cuda_graph and {*listed} - {"optimizer"}:
-        why = "a CUDA graph cannot capture copies to the host"
-        yield f"{key}: {why}; use train.cuda_graph = false"

@@ -115,9 +115,6 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
             why = f"{name} always has passes in flight, which cannot be saved"
             remedy = f"use {none}, or a synchronous schedule"
             yield f"checkpoint.{key} = {str(value).lower()}: {why}; {remedy}"
-    if config.train.cuda_graph:
-        why = f"the steps of {name} overlap"
-        yield f"train.cuda_graph = true: {why}; set it to false, or use a synchronous schedule"
     if config.train.dtype == "float16":
         why = f"{name} cannot skip a step whose gradient overflows"
         yield f"train.dtype = float16: {why}; use bfloat16, or a synchronous schedule"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.arrays.pool import Pool, contiguous, from_host, on_host, to_host, value_of, writeable
+from hpc3d.cuda.graph import CudaGraph
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
@@ -231,6 +232,10 @@ class DevicePool(Pool):
     def refill(self, array: Any, values: ArrayLike) -> None:
         """Overwrite a device array created by `bring` with the host array `values`."""
         self.device.fill(array, np.asarray(values, array.dtype))
+
+    def graph(self) -> CudaGraph:
+        """Return an empty CUDA graph of this device."""
+        return CudaGraph(self.device)
 
     def synchronize(self) -> None:
         if self.store:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hpc3d.cuda.device import Cuda
+from typing import Any
 
 
 class CudaGraph:
@@ -16,10 +13,13 @@ class CudaGraph:
     The graph captures the stream `compute`, and all streams that fork from this stream and join it
     again. Captured work runs only when `launch` is called. Arrays allocated during the capture are
     in a private memory pool, so that no other array reuses their memory between two launches.
-    Input arrays that are allocated outside the capture must keep their addresses.
+    Input arrays that are allocated outside the capture must keep their addresses. `device` is a
+    Cuda (hpc3d.cuda.device).
     """
 
-    def __init__(self, device: Cuda) -> None:
+    immediate = False
+
+    def __init__(self, device: Any) -> None:
         self.device, self.stream, self.cuda = device, device.compute, device.cupy.cuda
         self.pool, self.memory, self.graph = self.cuda.MemoryPool(), ExitStack(), None
 
@@ -27,10 +27,12 @@ class CudaGraph:
         """Begin the capture.
 
         Unused memory of the default pool is freed first, because the graph allocates as much
-        memory in its private pool. Garbage is collected before the capture, because garbage
-        collection is not allowed during the capture.
+        memory in its private pool. Garbage is collected before the capture and not during the
+        capture, because it may contain arrays whose memory was allocated before.
         """
         gc.collect()
+        gc.disable()
+        self.memory.callback(gc.enable)
         self.device.synchronize()
         self.device.cupy.get_default_memory_pool().free_all_blocks()
         self.memory.enter_context(self.cuda.using_allocator(self.pool.malloc))

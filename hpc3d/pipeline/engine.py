@@ -131,9 +131,13 @@ class Engine:
             with self.mesh.comm("p").grouped() if group[0].op in MESSAGES else nullcontext():
                 for instruction in group:
                     self.execute(instruction)
+        self.drain()
+        trace.at(self.stage, 0, -1)
+
+    def drain(self) -> None:
+        """Wait for all sends in flight."""
         for channel in [*self.sent]:
             self.sent.pop(channel).wait()
-        trace.at(self.stage, 0, -1)
 
     def execute(self, instruction: Instruction) -> None:
         """Execute one instruction with its handler in `table`, and record its time and phase."""

@@ -141,29 +141,27 @@ class Buckets:
     def wait(self) -> None:
         """Wait until all gradients are reduced over the replicas.
 
-        The gradient of a tied embedding table is also summed over its two copies.  With ZeRO, only
-        the shards of this rank contain reduced gradients afterwards.
+        With ZeRO, only the shards of this rank contain reduced gradients afterwards.
         """
         last = [*self.left]
         for bucket in last:
             self.post(bucket)
         for bucket in chain(*self.in_flight, last):
             bucket.wait()
-        for item in self.tied:
-            self._reduce_tied(item)
 
-    def _reduce_tied(self, item: Parameter) -> None:
-        """Add the gradient of the other copy of a tied embedding table.
+    def sum_tied(self) -> None:
+        """Add the gradient of the other copy of a tied embedding table, if there is one.
 
         The message is sent from host memory on the `world` communicator, so that it cannot be
         matched with a pipeline message.
         """
-        mine = self.parameters.grad[self.parameters.slices[item].own_grad]
-        peer = self.mesh.comm("p").members[item.tied_peer]  # type: ignore[index]  # not `None`
-        sent = self.mesh.world.send(on_host(mine), peer)
-        theirs = self.mesh.world.recv(mine.shape, mine.dtype, peer).wait()
-        sent.wait()
-        mine += self.mesh.pool.bring(theirs)
+        for item in self.tied:
+            mine = self.parameters.grad[self.parameters.slices[item].own_grad]
+            peer = self.mesh.comm("p").members[item.tied_peer]  # type: ignore[index]  # not `None`
+            sent = self.mesh.world.send(on_host(mine), peer)
+            theirs = self.mesh.world.recv(mine.shape, mine.dtype, peer).wait()
+            sent.wait()
+            mine += self.mesh.pool.bring(theirs)
 
     def gather(self) -> None:
         """All-gather the updated values, one bucket at a time.

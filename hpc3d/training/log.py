@@ -25,6 +25,7 @@ from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.schedule import usual as usual_schedule
 from hpc3d.runtime.colors import say
 from hpc3d.runtime.metrics_file import MetricsFile, sinks_of
+from hpc3d.training.graphed_step import graph_in_words
 
 if TYPE_CHECKING:
     from hpc3d.arrays.host_store import HostStore
@@ -195,8 +196,11 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 9.995 else f"{whole} s"
 
 
-def layout_lines(config: Config) -> Iterator[str]:
-    """Yield log lines about the distribution of the model over the ranks."""
+def layout_lines(config: Config, transport: str = "") -> Iterator[str]:
+    """Yield log lines about the distribution of the model over the ranks, and the CUDA graph.
+
+    `transport` is the transport of the ranks; the default is `mesh.transport`.
+    """
     parallel, split = config.parallel, config.splits["dense"]
     stored = f"X{split.x.indexed('mk')}  W{split.w.indexed('kn')}  Y{split.y.indexed('mn')}"
     yield f"{parallel.way}: {stored}"
@@ -212,6 +216,8 @@ def layout_lines(config: Config) -> Iterator[str]:
     yield from offload_lines(config)
     if config.mesh.c > 1:
         yield f"context: {_context_line(config)}"
+    if config.train.backend == "cupy":
+        yield f"CUDA graph: {graph_in_words(config, transport)}"
 
 
 def offload_lines(config: Config) -> Iterator[str]:

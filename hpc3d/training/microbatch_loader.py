@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.model.microbatch import DeviceCache, microbatches, valid_tokens
+from hpc3d.training.graphed_step import captured
 
 if TYPE_CHECKING:
+    from hpc3d.arrays.pool import Pool
     from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import Config
     from hpc3d.data.batches import Batches
@@ -20,19 +23,26 @@ if TYPE_CHECKING:
 class _PersistentDeviceCache(DeviceCache):
     """Device cache whose arrays keep their addresses from step to step, for use in a CUDA graph.
 
-    The arrays are refilled at the beginning of each step.
+    At the beginning of each step, the functions in `makers` refill the arrays of all microbatches.
     """
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(pool)
+        self.makers: dict[str, Callable[[Microbatch], Any]] = {}
 
     def __call__(self, micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
         key = micro.first, name
         if key not in self.arrays:
-            self.arrays[key] = self.pool.bring(make(micro)), make
-        return self.arrays[key][0]
+            self.arrays[key] = self.pool.bring(make(micro))
+            self.makers.setdefault(name, make)
+        return self.arrays[key]
 
     def begin(self, number: int, micros: Iterable[Microbatch]) -> None:
-        here = {micro.first: micro for micro in micros}
-        for (first, _), (array, make) in self.arrays.items():
-            self.pool.refill(array, make(here[first]))
+        for micro, (name, make) in product(micros, self.makers.items()):
+            if (micro.first, name) in self.arrays:
+                self.pool.refill(self.arrays[micro.first, name], make(micro))
+            else:  # a simulated first step runs only a few microbatches
+                self(micro, name, make)
 
 
 class MicrobatchLoader:
@@ -53,7 +63,7 @@ class MicrobatchLoader:
         self.asynchronous, self.ahead = program.asynchronous, program.ahead
         self.last = config.train.steps - 1
         self.training = program.training
-        recorded = config.train.cuda_graph and mesh.pool.on_device and program.training
+        recorded = mesh.pool.on_device and program.training and captured(config)
         self.cache = (_PersistentDeviceCache if recorded else DeviceCache)(mesh.pool)
         self.micros, self.valid = {}, {}
 

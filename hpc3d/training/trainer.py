@@ -96,7 +96,7 @@ class Trainer:
         )
         self.feed = feed(mesh, config, batches, program)
         self.groups = program.steps(mesh.coord("p"))
-        self.replay = graphed_step.replay_of(self) if train.cuda_graph else None
+        self.replay = graphed_step.replay_of(self)
         self.number, self.loss, self.norm = -1, 0.0, 0.0
         self.local_loss = self.squares = 0.0  # this rank's loss and squared gradient norm
         self.scaling, self.skipped = scale_of(train.dtype), False
@@ -152,19 +152,20 @@ class Trainer:
     def update(self) -> None:
         """Finish the gradient reduction and apply the optimizer update with gradient clipping."""
         self.buckets.wait()
-        with self.mesh.trace.span("norm of the gradient"):
-            squares = self.parameters.sum_of_squares()
         local_loss = 0.0 if self.alone else self.engine.losses.pop(self.number, 0.0)
         if self.replay:
-            self.replay.close(local_loss, squares)
-        self.update_by(local_loss, squares)
+            self.replay.close(local_loss)
+        self.update_by(local_loss)
 
-    def update_by(self, local_loss: float, squares: float) -> None:
-        """Update the parameters, given this rank's share of the loss and squared gradient norm.
+    def update_by(self, local_loss: Any) -> None:
+        """Update the parameters, given this rank's share of the loss and the reduced gradients.
 
         If a gradient of a scaled loss overflows, all ranks skip the update.
         """
-        self.local_loss, self.squares = local_loss, squares
+        self.buckets.sum_tied()
+        with self.mesh.trace.span("norm of the gradient"):
+            self.squares = self.parameters.sum_of_squares()
+        self.local_loss = local_loss
         scale, clip = 1 / self.scaling.factor, self.config.train.clip
         if not self.alone:
             self.total()

@@ -84,29 +84,7 @@ def test_reduce_dtype_must_hold_the_gradients(words, line):
 TWO = "--parallel.schedule pipedream-2bw --parallel.microbatches 2"
 
 
-@pytest.mark.parametrize(
-    ("how", "line"),
-    [
-        (f"--train.cuda_graph true {TWO}", "train.cuda_graph = true: ... pipedream-2bw ... false"),
-        (f"--train.dtype float16 {TWO}", "train.dtype = float16: ... pipedream-2bw ... bfloat16"),
-        (
-            "--train.cuda_graph true --train.dtype bfloat16",
-            "train.cuda_graph = true: ... 64 ... 128",
-        ),
-        (
-            "--train.cuda_graph true --train.dtype bfloat16 --parallel.attention chunked",
-            "train.cuda_graph = true: ... 64 ... 128",
-        ),
-        (
-            "--train.cuda_graph true --mesh.c 2 --train.dtype float32",
-            "train.cuda_graph = true: ...mesh.c = 2, ... all-to-all",
-        ),
-        (
-            "--train.cuda_graph true --train.dtype float32 --model.experts 4 --model.capacity 0",
-            "train.cuda_graph = true: ... model.capacity = 4, ...",
-        ),
-    ],
-)
-def test_gpu_settings_incompatible_with_the_schedule_are_rejected(how, line):
-    (said,) = problems("--train.backend", "cupy", *how.split())
-    assert re.match(elided(line), said)
+def test_float16_is_rejected_with_an_asynchronous_schedule():
+    words = f"--train.backend cupy --train.dtype float16 {TWO}"
+    (said,) = problems(*words.split())
+    assert re.match(elided("train.dtype = float16: ... pipedream-2bw ... bfloat16"), said)

@@ -17,9 +17,6 @@ WRONG = {
     f"{TOP_K} --train.backend cupy --train.dtype float16": (
         "parallel.compression = top-k: ... loss scale ... use train.dtype = bfloat16 or float32"
     ),
-    f"{POWERSGD} --train.backend cupy --train.cuda_graph true": (
-        "parallel.compression = powersgd: ... use train.cuda_graph = false"
-    ),
     "--parallel.compression_rank 8": (
         "parallel.compression_rank = 8: ... parallel.compression = powersgd; leave it out, ..."
     ),

@@ -18,41 +18,12 @@ from hpc3d.cuda.gpu import Gpu, add_gpu
 from hpc3d.ops.attention import AttentionMask, attend, attend_grad
 from hpc3d.ops.float8 import E4M3
 from tests.fakes import fake_cudnn
-from tests.fakes.fake_device import DeviceArray, DevicePool, on_device, plain
+from tests.fakes.fake_device import DeviceArray, DevicePool, Tape, do, on_device, plain, tape
 from tests.pipeline.mixes import config_of
 
 
-class Tape:
-    """CUDA graph: between `begin` and `end`, operations are only recorded; `launch` executes them.
-
-    Memory allocated during the capture contains arbitrary values at the launch.
-    """
-
-    on = None  # the one that is noting
-
-    def __init__(self):
-        self.noted, self.taken = [], []
-
-    def begin(self):
-        Tape.on = self
-
-    def end(self):
-        Tape.on = None
-
-    def launch(self):
-        for array in self.taken:
-            plain(array).reshape(-1).view(np.uint8).fill(0xFF)
-        for function in self.noted:
-            function()
-
-
-def do(function):
-    """Execute an operation, or record it."""
-    return Tape.on.noted.append(function) if Tape.on else function()
-
-
 def host_waits():
-    assert not Tape.on, "the host waits for the device, or sends it something, within a graph"
+    assert not tape(), "the host waits for the device, or sends it something, within a graph"
 
 
 class CudaArray(DeviceArray):
@@ -73,7 +44,7 @@ class CudaArray(DeviceArray):
 
 def made(function, *arguments, **options):
     """Return the result of a function of arrays; during a capture, only its memory is known."""
-    if not Tape.on:
+    if not tape():
         return function(*arguments, **options)
     if options.get("out"):
         do(lambda: function(*arguments, **options))
@@ -85,10 +56,10 @@ def made(function, *arguments, **options):
 
 
 class CudaPool(DevicePool):
-    kind, on_device = CudaArray, True
+    kind, on_device, graph = CudaArray, True, Tape
 
     def empty(self, shape, dtype, kind="activation"):
-        return empty(shape, dtype) if Tape.on else super().empty(shape, dtype, kind)
+        return empty(shape, dtype) if tape() else super().empty(shape, dtype, kind)
 
     def bring(self, array):
         host_waits()
@@ -129,8 +100,8 @@ def empty(shape, dtype):
     """Return an array of bytes that are NaN in every type."""
     array = np.empty(shape, dtype)
     array.reshape(-1).view(np.uint8).fill(0xFF)
-    if Tape.on:
-        Tape.on.taken.append(array)
+    if tape():
+        tape().taken.append(array)
     return array.view(CudaArray)
 
 
@@ -138,7 +109,7 @@ class Launcher:
     """Launcher that runs one kernel at a time, and counts the launches."""
 
     def __init__(self, emulate):
-        self.emulate, self.one = emulate, threading.Lock()
+        self.emulate, self.one = emulate, threading.RLock()
         self.count, self.bytes, self.products = Counter(), Counter(), Counter()
 
     def __call__(self, name, rows, columns, /, **given):
@@ -150,7 +121,11 @@ class Launcher:
             self.bytes[name] += sum(value.nbytes for value in moved)
             kernel = launch_table.kernels()[name]
             if kernel.launch("float32", rows, columns).grid[0]:
-                do(lambda: self.emulate(name, rows, columns, **given))
+                do(lambda: self.run(name, rows, columns, given))
+
+    def run(self, name, rows, columns, given):
+        with self.one:
+            self.emulate(name, rows, columns, **given)
 
     def multiply(self, a, b, out, bias=None, add=None, **fused):
         """Compute the product of Lt.product."""

@@ -8,12 +8,19 @@ import numpy as np
 import pytest
 
 from hpc3d.comm import threads
-from hpc3d.training.graphed_step import GraphedStep
 from hpc3d.training.trainer import Trainer
 from tests.cuda import rules
 from tests.cuda.rules import on_devices, some
 from tests.fakes.fake_device import plain
-from tests.pipeline.mixes import Tokens, alone, config_of, serial, train, trainer_of
+from tests.pipeline.mixes import (
+    Tokens,
+    alone,
+    config_of,
+    serial,
+    train,
+    trained_of,
+    trainer_of,
+)
 from tests.strided import strided
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("counts_from_zero")]
@@ -173,13 +180,66 @@ def test_muon_on_devices_matches_numpy(line, launcher):
         same(found, serial(alone(line)))
 
 
+GRAPHS = """
+p=2 schedule=gpipe microbatches=4 layers=2 dropout=0.25
+p=2 d=2 schedule=1f1b microbatches=3 layers=2 zero=1 batch=12 tied=false
+p=4 schedule=1f1b microbatches=2 layers=4
+p=2 schedule=interleaved chunks=2 microbatches=4 layers=4 recompute=selective
+p=2 schedule=zb-h1 microbatches=4 layers=2
+p=2 d=2 schedule=zb-h2 microbatches=4 layers=2 zero=3 prefetch=true
+p=2 schedule=zb-v chunks=2 microbatches=4 layers=4 kind=llama kv_heads=4 ffn=24 dropout=0.25
+p=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 layers=4
+p=2 x=2 schedule=1f1b microbatches=2 layers=2 dtype=float16 dropout=0.25
+p=2 c=2 schedule=1f1b microbatches=2 layers=2 sequence=8 dropout=0.25
+c=2 schedule=none microbatches=2 layers=1 sequence=8 kind=llama kv_heads=4 ffn=24
+c=4 schedule=none microbatches=1 layers=1 sequence=8 context=both ulysses=2 recompute=full
+d=2 x=2 schedule=none microbatches=2 layers=1 zero=2 dtype=float16 dropout=0.25
+d=4 shard=2 schedule=none microbatches=2 layers=1 zero=1
+x=2 y=2 schedule=none microbatches=2 layers=1 scheme=2d-summa
+x=2 y=2 z=2 schedule=none microbatches=1 layers=1 scheme=3d-broadcast
+e=2 c=2 schedule=none microbatches=1 layers=1 sequence=8 experts=4 top_k=2 capacity=2
+e=2 d=2 schedule=none microbatches=2 layers=1 zero=1 experts=4 balance_bias=0.01 optimizer=muon
+""".strip().splitlines()
+ONE_GRAPHS = [line.replace("capacity=0", "capacity=2") for line in LINES[:-1]]
+
+
+def graphed(line):
+    """Train with a CUDA graph on every rank; return the results, and the launches of each step."""
+    launched = []
+
+    def trained(mesh, config):
+        trainer = trainer_of(mesh, replace(config, train=replace(config.train, cuda_graph=True)))
+        steps = []
+        for number in range(config.train.steps):
+            steps.append(trainer.step(number))
+            launched.append(trainer.replay.loss is not None)
+        return trained_of(trainer, steps)
+
+    found = on_devices(line, trained)
+    assert sum(launched) == len(found) * (config_of(line).train.steps - 1)
+    return found
+
+
+def equal(found, expected):
+    """Assert that the steps and weights of all ranks are equal to the last bit."""
+    for got, other in zip(found, expected, strict=True):
+        assert got.totals == other.totals
+        for name, (_, block) in got.weights.items():
+            np.testing.assert_array_equal(plain(block), plain(other.weights[name][1]), name)
+
+
+@pytest.mark.parametrize("line", strided(GRAPHS, 99, 4))
+def test_cuda_graph_on_several_ranks_changes_no_result(line, launcher):
+    dtype = "" if "dtype" in line else " dtype=float32"
+    line = f"batch=8 steps=4 {line}{dtype}"
+    equal(graphed(line), on_devices(line, train))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("line", some(LINES[:-1], 0))
-def test_replayed_cuda_graph_matches_the_launched_step(line, launcher, monkeypatch):
-    """From the third step on, only the update is launched separately."""
-    expected, launched = serial(alone(line)).totals, []
-    replay_of = "hpc3d.training.graphed_step.replay_of"
-    monkeypatch.setattr(replay_of, lambda trainer: GraphedStep(trainer, rules.Tape()))
+@pytest.mark.parametrize("line", some(ONE_GRAPHS, 0))
+def test_replayed_cuda_graph_matches_the_launched_step(line, launcher):
+    """From the third step on, only the norm and the update are launched separately."""
+    expected, launched = on_devices(line, train), []
 
     def recorded(mesh, config):
         trainer = trainer_of(mesh, replace(config, train=replace(config.train, cuda_graph=True)))
@@ -188,13 +248,27 @@ def test_replayed_cuda_graph_matches_the_launched_step(line, launcher, monkeypat
             launcher.count.clear()
             steps.append(trainer.step(number))
             launched.append(Counter(launcher.count))
-        return [(step.loss, step.grad_norm) for step in steps]
+        return trained_of(trainer, steps)
 
-    (totals,) = on_devices(line, recorded)
-    np.testing.assert_allclose(totals, expected, rtol=2e-5)
-    update = "descend" if "sgd" in line else "adamw"
-    stretches = 2 + ("balance_bias" in line)  # it lies between others, and is not AdamW's
-    assert launched[2] == launched[3] == {update: stretches}
+    equal(on_devices(line, recorded), expected)
+    update, bias = "descend" if "sgd" in line else "adamw", "balance_bias" in line
+    # A bias lies between other parameters. It is not in the norm, and its update is not AdamW's.
+    norm = dict.fromkeys(("sum_squares", "sum_parts"), 1 + bias)
+    assert launched[2] == launched[3] == {update: 2 + bias, **norm}
+
+
+def test_experts_without_a_capacity_limit_are_launched(launcher):
+    """The number of their slots depends on the routing, which a graph cannot contain."""
+
+    def replay(mesh, config):
+        config = replace(config, train=replace(config.train, cuda_graph=True))
+        trainer = trainer_of(mesh, config)
+        return trainer.replay, [trainer.step(number).loss for number in range(3)]
+
+    line = f"{ONE} {MIXTRAL}"
+    ((none, losses),) = on_devices(line, replay)
+    assert none is None
+    np.testing.assert_allclose(losses, [loss for loss, _ in serial(alone(line)).totals[:3]], 2e-5)
 
 
 @pytest.mark.parametrize("kind", strided(["bfloat16", "float16"], 2))

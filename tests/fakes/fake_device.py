@@ -28,7 +28,43 @@ from tests.fakes.places import array_at
 
 mpi4py.rc.initialize = False  # the calls of MPI are simulated as well
 RUBBISH = 0x5A
-HERE = threading.local()  # `still`: whether the device of this thread was waited for, and rests
+# Of this thread: `still` is whether the device was waited for, and rests; `tape` records a graph.
+HERE = threading.local()
+
+
+class Tape:
+    """CUDA graph: between `begin` and `end`, operations of its thread are only recorded; `launch`
+    executes them.
+
+    Memory allocated during the capture contains arbitrary values at the launch.
+    """
+
+    immediate = False
+
+    def __init__(self):
+        self.noted, self.taken = [], []
+
+    def begin(self):
+        HERE.tape = self
+
+    def end(self):
+        HERE.tape = None
+
+    def launch(self):
+        for array in self.taken:
+            plain(array).reshape(-1).view(np.uint8).fill(0xFF)
+        for function in self.noted:
+            function()
+
+
+def tape():
+    """Return the Tape that records the operations of this thread, or None."""
+    return getattr(HERE, "tape", None)
+
+
+def do(function):
+    """Execute an operation, or record it."""
+    return tape().noted.append(function) if tape() else function()
 
 
 class Address:
@@ -195,7 +231,7 @@ class Compute:
         return event
 
     def wait_event(self, event):
-        event.synchronize()
+        do(event.synchronize)
 
 
 # The messages of a group run at once: first all go out, then all come in.
@@ -224,15 +260,24 @@ class Sending:
     @contextmanager
     def grouped(self):
         """Combine the calls of this context into one, whose parts have an order."""
-        self.group = []
+        do(self.open)
         yield
+        do(self.close)
+
+    def open(self):
+        self.group = []
+
+    def close(self):
         posted, self.group = self.group, None
         targets = [target for *_, target in posted if target is not None]
         overlap = starmap(np.may_share_memory, combinations(targets, 2))
         assert not any(overlap), "messages of a group overwrite each other"
         self.work.put(lambda: [go() for _, go, _ in sorted(posted, key=lambda part: part[0])])
 
-    def later(self, sources, act, order=GO_OUT, target=None):
+    def later(self, *how):
+        do(lambda: self.post(*how))
+
+    def post(self, sources, act, order=GO_OUT, target=None):
         """Execute `act` on the stream; its sources must not change until then."""
         assert self.fresh, "the call does not follow what was computed"
         before = [source.copy() for source in sources]
@@ -248,17 +293,21 @@ class Sending:
             self.group.append((order, go, target))
 
     def is_capturing(self):
-        return False
+        return tape() is not None
 
     def wait_event(self, event):
-        self.fresh = isinstance(event.stream, Compute)
+        do(lambda: setattr(self, "fresh", isinstance(event.stream, Compute)))
 
     def record(self):
-        assert self.group is None, "an event inside of a group"
         event = Event(self, threading.Event())
+        do(lambda: self.mark(event))
+        return event
+
+    def mark(self, event):
+        assert self.group is None, "an event inside of a group"
+        event.reached.clear()
         self.work.put(event.reached.set)
         self.fresh = False
-        return event
 
 
 class Device:

@@ -60,14 +60,10 @@ class Fake:
 
     def pool(self):
         """Return a pool of arrays with device rules, whose kernels run in the emulator."""
-        from hpc3d.training import graphed_step
         from tests.cuda import rules
 
         if not self.ruled:
             rules.register(rules.Launcher(self.launch()))
-            graphed_step.replay_of = lambda trainer: graphed_step.GraphedStep(
-                trainer, rules.Tape()
-            )
             self.ruled = True
 
         class HostPool(rules.CudaPool):

@@ -1,4 +1,4 @@
-"""Steps replayed from a CUDA graph, compared with launched steps."""
+"""Steps replayed from a CUDA graph, compared with launched steps; the time of a launch."""
 
 import time
 from functools import partial
@@ -15,10 +15,12 @@ WAYS = {
     " with a mixture, top 2": {**MIXTRAL, "capacity": 2.0},
     " with a mixture, top 1, in 2 microbatches": {**SWITCH, "microbatches": 2},
     " with a mixture, top 1, and a bias": {**SWITCH, **BIAS},
+    " in 4 microbatches, in chunks": {"microbatches": 4, "attention": "chunked"},
 }
 # Sequences of cuDNN's graphs are a multiple of 128.
 WHOLE = {**SMALL, "hidden": 256, "sequence": 128}
 STEPS = 8
+KERNELS = 2000
 
 
 def cases(device, quick):
@@ -29,6 +31,7 @@ def cases(device, quick):
                 continue
             run = partial(as_without, device, {**sizes, **how, "dtype": real})
             yield f"{STEPS} steps{words} [{real}]", run
+    yield "time of a launch", partial(launches, device)
 
 
 def as_without(device, how, notes):
@@ -49,3 +52,30 @@ def as_without(device, how, notes):
     notes.fact("weights equal to the last bit", equal)
     for name, value in learnt(plain).items():
         notes.near(name, replayed[name], value, 1e-4)
+
+
+def launches(device, notes):
+    """Measure `launch_s` of a machine file, and what remains of it in a graph: the time of kernels
+    on a single element, one after another."""
+    pool = device.pool()
+    graph, array = pool.graph(), pool.empty((1,), np.float32)
+
+    def kernels():
+        for _ in range(KERNELS):
+            array[...] = 1
+
+    kernels()
+    graph.begin()
+    kernels()
+    graph.end()
+    for name, work in {"launched": kernels, "in a graph": graph.launch}.items():
+        seconds = min(timed(pool, work) for _ in range(5))
+        notes.fact(f"us a kernel, {name}", 1e6 * seconds / KERNELS)
+
+
+def timed(pool, work):
+    pool.synchronize()
+    start = time.perf_counter()
+    work()
+    pool.synchronize()
+    return time.perf_counter() - start

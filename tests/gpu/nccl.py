@@ -1,6 +1,7 @@
 """Every NCCL call with every type, in a group of one rank: signatures, type numbers, and order of
 operations in streams."""
 
+import time
 from functools import partial
 
 import numpy as np
@@ -18,6 +19,7 @@ CALLS = {
     "all_to_all": lambda comm, block: comm.all_to_all(block),
 }
 SIZES = ((1, 1), (4, 33), (1024, 1024))
+TIMED = 200  # calls
 
 
 class Alone:
@@ -39,6 +41,7 @@ def cases(device, quick):
         for name in (*CALLS, "a message to itself"):
             yield f"{name} [{dtype}]", partial(call, device, comm, name, dtype)
     yield "a sum of 256 MB", partial(large, device, comm)
+    yield "host time of a call", partial(dispatched, device, comm)
 
 
 def skipped(notes):
@@ -105,3 +108,16 @@ def large(device, comm, notes):
     block = comm.pool.zeros((64 << 20,), np.float32)
     seconds = device.seconds(lambda: comm.all_reduce(block).wait(), 5)
     notes.fact("GB/s", block.nbytes / seconds / 1e9)
+
+
+def dispatched(device, comm, notes):
+    """Measure `dispatch_s` of a machine file, the time that the host spends on a call."""
+    comm = comm.get()
+    block = comm.pool.zeros((1,), np.float32)
+    comm.all_reduce(block).wait()
+    device.synchronize()
+    start = time.perf_counter()
+    for _ in range(TIMED):
+        comm.all_reduce(block).wait()
+    notes.fact("us of the host", 1e6 * (time.perf_counter() - start) / TIMED)
+    device.synchronize()

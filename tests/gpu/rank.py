@@ -23,6 +23,7 @@ def main(backend, transport, *words):
     mesh = alone(backend) if transport == "serial" else among(backend, transport, config)
     batches = Noise(config) if mesh.rank == 0 else None
     trainer = Trainer(mesh, config, config.model.vocabulary, batches)
+    assert (trainer.replay is not None) == config.train.cuda_graph
     steps, start = [], time.perf_counter()
     for number in range(STEPS):
         steps.append(trainer.step(number))

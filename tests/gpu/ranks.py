@@ -40,6 +40,7 @@ LAYOUTS = {
         f"e=2 x=2 {MIXTRAL}",
     ),
 }
+GRAPHS = "p=2 microbatches=4", "c=2", "d=2 zero=1"
 
 
 def cases(device, quick):
@@ -221,3 +222,5 @@ def by_nccl(runs, real, notes):
         raise Skip(f"NCCL {version}: ranks share a device from {SINCE} on")
     for layout in ("x=2", "d=2 zero=1", "p=2 microbatches=2", f"e=2 {SWITCH}"):
         as_one(runs, 2, "nccl", layout, real, notes, **SHARED)
+    for layout in GRAPHS if real == "float32" else ():
+        as_one(runs, 2, "nccl", f"{layout} cuda_graph=1", real, notes, **SHARED)
