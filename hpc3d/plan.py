@@ -61,8 +61,9 @@ fastest ones), named (the fastest layout of each scheme), losers (slower layouts
 searched (counts), applied (the file written by --apply), unsearched (a line, if the scheme or
 split of the input is valid on no mesh) and, for a mixture of experts, mixture as in the output of
 simulate. Each layout has the keys layout (tables of the input file), step_time_s, simulated,
-bubble, communication, axis, waits_s, peak_bytes, stage and memory. If no layout fits without
-memory-saving techniques, the key resort contains with (the changes of the technique, and exact,
+bubble, communication, axis, waits_s, peak_bytes, stage, memory and, for GPUs, cuda_graph (what the
+CUDA graph of a step contains, or why there is none). If no layout fits without memory-saving
+techniques, the key resort contains with (the changes of the technique, and exact,
 true if they preserve the results), nearest (the layout closest to fitting) and others
 (layouts that fit with other techniques). With --techniques, the keys are machine,
 ranks and techniques. Each technique has the key change, and either refused, which is the reason
@@ -272,9 +273,13 @@ def show(
 
     `mark` is printed before each of the best layouts.
     """
+    from hpc3d.training.graphed_step import graph_in_words
+
     print("         step    memory  bubble  comm.  axis  layout")
     for number, row in enumerate(best, 1):
         print(f"{number:3d}{mark}{line(row)}")
+    if (first := best[0].config).train.backend == "cupy":
+        print(f"CUDA graph of layout 1: {graph_in_words(first)}")
     for where, rows in named.items():
         print(f"\nBest layout of each scheme, with {where}:")
         for name, row in rows.items():

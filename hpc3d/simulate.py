@@ -69,7 +69,8 @@ model and phase). If train.eval_every is set, evaluation_batch_s is the time in 
 evaluation batch, and evaluation_peak_bytes the peak memory of a rank during an evaluation. For a
 mixture of experts, mixture contains parameters, active, blocks, group, slots and capacity. If the
 machine file lists the errors of published steps with a similar layout, interval contains layout,
-steps, low_s and high_s"""
+steps, low_s and high_s. For GPUs, cuda_graph states what the CUDA graph of the step contains, or
+why there is none"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,6 +167,8 @@ def _print_step(config, found):
     waits = "of the step time (busiest stage, without messages between stages)"
     print(f"communication   {found['communication']:.1%} {waits}")
     print(f"time            {_sum_of_times(found['time'])}")
+    if graph := found.get("cuda_graph"):
+        print(f"CUDA graph      {graph}")
     if seconds := found.get("evaluation_batch_s"):
         peak = found["evaluation_peak_bytes"]
         print(

@@ -193,6 +193,16 @@ def test_mixture_assumptions_are_printed(capsys):
     assert code == 0 and "are active per token" in out and "4 in 2 of 2 blocks, top_k 2" in out
 
 
+@pytest.mark.parametrize("graph", ["true", "false"])
+def test_cuda_graph_of_the_best_layout_is_printed(capsys, graph):
+    words = ["--train.backend", "cupy", "--train.cuda_graph", graph, "--model.layers", "2"]
+    code, out, _ = plan(capsys, SMALL[0], "--ranks", "2", *words, "--json")
+    said = "one launch for " if graph == "true" else "none, because train.cuda_graph = false"
+    assert code == 0 and f"\nCUDA graph of layout 1: {said}" in out
+    best, *_ = json.loads(out.splitlines()[-1])["layouts"]
+    assert best["cuda_graph"].startswith(said)
+
+
 REFUSED = {
     "no layout on 7 ranks is valid for this model; ": ["--ranks", "7"],
     "no layout fits in 1.00 MB per rank; ": ["--ranks", "2", "--memory", "1MB"],

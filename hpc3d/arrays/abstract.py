@@ -61,6 +61,12 @@ class CostMeter:
     def reach(self, end: int) -> None:
         """Advance the clock to the time `end`, in ns."""
 
+    def begin_graph(self) -> None:
+        """Record the launch of a CUDA graph, which contains the work until `end_graph`."""
+
+    def end_graph(self) -> None:
+        """Record that the host launches kernels individually again."""
+
     def counting(self, times: int) -> AbstractContextManager[None]:
         """Return a context manager that counts each enclosed operation `times` times."""
         return nullcontext()

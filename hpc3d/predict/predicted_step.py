@@ -15,13 +15,15 @@ from hpc3d.predict.simulation.evaluated_batch import evaluated
 from hpc3d.predict.simulation.simulator import StageRun, load_resolved, simulate
 from hpc3d.predict.simulation.summary import summary
 from hpc3d.predict.simulation.write_trace import write_trace
+from hpc3d.training.graphed_step import graph_in_words
 
 
 class PredictedStep(NamedTuple):
     """Simulated training step of a resolved `config` on a `machine`.
 
     `runs` contains one StageRun per stage. `summary` is a JSON-serializable dict, which also
-    describes the evaluation and the mixture of experts if the input has them.
+    describes the evaluation and the mixture of experts if the input has them, and the CUDA graph
+    of a step on GPUs.
     """
 
     config: Config
@@ -60,4 +62,6 @@ def predicted_step(
         found["evaluation_peak_bytes"] = batch.peak["all"]
     if mixture := of_mixture(config):
         found["mixture"] = mixture
+    if config.train.backend == "cupy":
+        found["cuda_graph"] = graph_in_words(config)
     return PredictedStep(config, known, runs, found)

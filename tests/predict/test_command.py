@@ -47,6 +47,14 @@ def test_simulate_prints_step_time_memory_and_bytes(capsys):
     assert found["bytes"]["p"]["send"] == {"calls": 8, "bytes": 8 * 3 * 64 * 192 * 4}
 
 
+def test_cuda_graph_of_a_step_is_printed(capsys):
+    words = ["--train.backend", "cupy", "--train.cuda_graph", "true", "--mesh.transport"]
+    _, out, _ = simulate(capsys, INPUT, *MACHINE, *words, "nccl")
+    assert "\nCUDA graph      one launch for the forward and backward passes" in out
+    _, out, _ = simulate(capsys, INPUT, *MACHINE, *words, "host-staged")
+    assert "\nCUDA graph      none, because transport host-staged cannot be captured; " in out
+
+
 def test_options_override_the_input(capsys):
     words = [INPUT, *MACHINE, "--ranks", "128", "--mesh.d", "4", "--train.batch", "384", "--json"]
     assert json.loads(simulate(capsys, *words)[1].splitlines()[-1])["ranks"] == 128

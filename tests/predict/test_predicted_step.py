@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from hpc3d import trace
+from hpc3d.analyze.report.run_analysis import analyze_run
 from hpc3d.predict.predicted_step import predicted_step
 from hpc3d.predict.simulation import write_trace
 from tests.mpi import ROOT
@@ -45,3 +47,22 @@ def test_events_of_the_default_step_are_as_documented():
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     (count,) = re.findall(r"`simulate gpt-3d-64 [^`]*` writes (\d+) events per rank", text)
     assert len(run.rows) == int(count)
+
+
+GPUS = ["--train.backend=cupy", "--train.cuda_graph=true"]
+
+
+WHY = "none, because with model.capacity = 0, "
+
+
+@pytest.mark.parametrize(("capacity", "text"), [(4, "one launch for "), (0, WHY)])
+def test_simulated_report_describes_the_cuda_graph(capacity, text, tmp_path):
+    found = step(*GPUS, "--model.experts=4", f"--model.capacity={capacity}")
+    line = found.summary["cuda_graph"]
+    assert line.startswith(text)
+    with trace.open(found.keep(tmp_path / "kept").parent) as opened:
+        assert analyze_run(opened).about["CUDA graph"] == line
+
+
+def test_cpus_have_no_cuda_graph():
+    assert "cuda_graph" not in step().summary

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
+from hpc3d.predict.predicted_step import predicted_step
 from hpc3d.trace.checks_per_rank import violations
 from tests.cuda import emulator
 from tests.mpi import mpirun
@@ -61,6 +62,22 @@ def told(folder):
         for op, size in zip(trace.events["op"].tolist(), trace.events["bytes"].tolist()):
             moved[op] += size
         return np.stack([trace.steps[name][mine] for name in ("loss", "grad_norm")], 1), moved
+
+
+def weights(folder):
+    """Return the SHA-256 digests of the files of the last checkpoint."""
+    manifest = folder / "checkpoints" / "step-00000006" / "manifest.json"
+    return [file["sha256"] for file in json.loads(manifest.read_text())["files"]]
+
+
+def peak(folder):
+    """Return the peak memory of a rank in the last step."""
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["peak_bytes"]
+
+
+def predicted_peak(folder):
+    found = predicted_step(folder / "config.toml", [], "h100", of_run=True)
+    return found.summary["memory"]["worst"]["all"]
 
 
 def routed(folder):
@@ -166,6 +183,9 @@ def test_cupy_training_without_a_trace_matches_numpy(values, on_numpy, tmp_path)
     np.testing.assert_allclose(np.array(rows, float), expected, rtol=0, atol=2e-4)
 
 
+PIPELINE = {"mesh__p": 2, "parallel__microbatches": 4}
+CHUNKS = {"parallel__chunks": 2, "model__layers": 4}
+HALF = {"model__dropout": 0.1, "train__dtype": "float16"}
 GRAPHS = [
     (1, {"parallel__attention": "chunked"}),
     (2, {"mesh__d": 2, "parallel__zero": 1}),
@@ -173,6 +193,15 @@ GRAPHS = [
     (2, {"mesh__e": 2, **BALANCED}),
     (2, {"mesh__c": 2, "parallel__context": "all-to-all"}),
     (1, MIXTRAL | {"model__capacity": 2}),
+    (2, PIPELINE | {"parallel__schedule": "1f1b"}),
+    (2, PIPELINE | {"parallel__schedule": "gpipe", **HALF}),
+    (2, PIPELINE | {"parallel__schedule": "zb-h1", "model__tied": "false"}),
+    (2, PIPELINE | {"parallel__schedule": "zb-v", **CHUNKS}),
+    (2, PIPELINE | {"parallel__schedule": "interleaved", **CHUNKS}),
+    (4, PIPELINE | {"parallel__schedule": "1f1b", "mesh__d": 2, "parallel__zero": 1}),
+    (2, {"mesh__c": 2, "parallel__microbatches": 2}),
+    (2, {"mesh__c": 2, "model__kind": "llama", "model__kv_heads": 2, "model__dropout": 0.1}),
+    (2, {"mesh__d": 2, "parallel__zero": 3, "parallel__prefetch": "true"}),
 ]
 
 
@@ -182,10 +211,15 @@ GRAPHS = [
 )
 def test_cuda_graph_step_matches_the_launched_step(ranks, values, tmp_path):
     plain, graph = tmp_path / "plain", tmp_path / "graph"
-    values |= {"train__backend": "cupy", "train__dtype": "float32", "train__steps": 6}
+    values = {"train__dtype": "float32", **values, "train__backend": "cupy", "train__steps": 6}
+    values |= {"checkpoint__every": 6}
     right = run(ranks, plain, **values)
     replayed = run(ranks, graph, tmp_path / "posted", train__cuda_graph="true", **values)
     np.testing.assert_array_equal(told(replayed)[0], told(right)[0])
+    assert weights(replayed) == weights(right)
+    if values["train__dtype"] == "float32":
+        assert peak(replayed) == predicted_peak(replayed)
+    assert "CUDA graph: one launch" in (replayed / "train.log").read_text()
     for got, expected in zip(routed(replayed), routed(right), strict=True):
         np.testing.assert_array_equal(got, expected)
     assert json.loads((tmp_path / "posted").read_text())["graph"] > 2

@@ -12,6 +12,7 @@ from hpc3d.analyze.metrics.steady import Steady, averaged
 from hpc3d.config.input_file import ParallelConfig
 from hpc3d.console.sanitize import counted
 from hpc3d.trace.reader import Trace
+from hpc3d.training.graphed_step import graph_in_words
 
 _SHOWN = 8  # maximum number of listed hosts
 CORES_SHARED = "ranks share cores, so times are longer than with one core per rank"
@@ -26,7 +27,7 @@ def about(trace: Steady) -> dict[str, str]:
         "ranks": _ranks(attrs),
         "hosts": _hosts(trace),
         "cores": _cores(trace),
-        **(_configured(config) if config else {}),
+        **(_configured(config, attrs) if config else {}),
         "program": _program(attrs),
         "MPI": attrs.get("mpi"),
         "trace": _trace(trace.trace),
@@ -64,7 +65,7 @@ def outnumbered(trace: Trace) -> str | None:
     return f"cores: {text}" if text and text.endswith(CORES_SHARED) else None
 
 
-def _configured(config):
+def _configured(config, attrs):
     model, train, parallel = config.model, config.train, config.parallel
     if config.torch.factory:
         return {
@@ -84,7 +85,13 @@ def _configured(config):
         "layout": f"scheme {parallel.scheme}; schedule {parallel.schedule or 'none'},"
         f" microbatches {parallel.microbatches}, chunks {parallel.chunks}; {parallel.sharding}",
         "techniques": "; ".join(_techniques(config)),
+        "CUDA graph": _graph(config, attrs),
     }
+
+
+def _graph(config, attrs):
+    transport = attrs.get("transport") or ""
+    return graph_in_words(config, transport) if config.train.backend == "cupy" else ""
 
 
 def _techniques(config):

@@ -247,9 +247,11 @@ class Machine:
     bytes/s. Without tables in `attention`, fused attention runs at the rate of a matrix product
     with as many FLOPs. `links` are ordered from the innermost to the outermost. Without GPUs,
     communication uses the cores, and a waiting rank resumes with a delay of `wakeup_s` seconds.
-    Fused attention on GPUs supports heads of up to `max_fused_head_dim` elements (0: no fused
-    attention). Copies between a GPU and its host run at `host_bandwidth` bytes/s (25e9: PCIe 4
-    x16).
+    With GPUs, each collective and each message starts `dispatch_s` seconds after the rank reaches
+    it, because the host has to post it. Work in a CUDA graph takes neither `launch_s` nor
+    `dispatch_s`; the graph itself takes `launch_s`. Fused attention on GPUs supports heads of up
+    to `max_fused_head_dim` elements (0: no fused attention). Copies between a GPU and its host run
+    at `host_bandwidth` bytes/s (25e9: PCIe 4 x16).
     """
 
     __pydantic_config__ = STRICT
@@ -268,6 +270,7 @@ class Machine:
     protocols: tuple[Protocol, ...] = ()
     errors: tuple[Errors, ...] = ()
     wakeup_s: float = 0.0
+    dispatch_s: float = 0.0
     max_fused_head_dim: int = 128
     host_bandwidth: float = 25e9
 
@@ -277,6 +280,11 @@ class Machine:
         If nothing changes, the same object is returned, because it caches the routes of groups.
         """
         return self if self.ranks_per_node <= ranks else replace(self, ranks_per_node=ranks)
+
+    @cached_property
+    def captured(self) -> Machine:
+        """The machine for work in a CUDA graph, which the host launches in a single call."""
+        return replace(self, launch_s=0.0, dispatch_s=0.0)
 
     def product(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
         """Return the time in seconds of `batch` matrix products [m, k] x [k, n].

@@ -171,7 +171,7 @@ def _wrong_numbers(machine: Machine) -> Iterator[str]:
     for key, rate in rates.items():
         if not _SLOWEST <= rate < inf:
             yield f"{key} = {rate}: must be at least {_SLOWEST:g} per second"
-    for key in ("launch_s", "wakeup_s"):
+    for key in ("launch_s", "wakeup_s", "dispatch_s"):
         if not 0 <= getattr(machine, key) <= _LONGEST:
             value = getattr(machine, key)
             yield f"{key} = {value}: must be from 0 to {_LONGEST:g} seconds"

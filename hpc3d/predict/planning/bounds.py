@@ -100,9 +100,13 @@ def _product_type(config: Config, machine: Machine) -> str:
 
 
 class Bounds:
-    """Lower bounds on the step times of layouts, from compute, bubble and communication."""
+    """Lower bounds on the step times of layouts, from compute, bubble and communication.
+
+    If the input asks for a CUDA graph, all layouts are assumed to have one.
+    """
 
     def __init__(self, config: Config, ranks: int, vocabulary: int, machine: Machine) -> None:
+        machine = machine.captured if config.train.cuda_graph else machine
         self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
         model, rows = config.model, config.train.batch * config.model.sequence
         computed = sum(count * each.computed for count, each in block_products(model))

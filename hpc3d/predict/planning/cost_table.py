@@ -22,6 +22,7 @@ from hpc3d.pipeline.schedule import find
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.pass_costs import NOTHING, LayerSample, PartCosts
 from hpc3d.trace.schema import MESSAGES
+from hpc3d.training.graphed_step import captured
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, MeshConfig
@@ -40,6 +41,7 @@ def _key_of(cost: str, config: Config, **values: Any) -> tuple:
         train.backend,
         train.dtype,
         train.fused_gelu,
+        train.cuda_graph and captured(config),
         config.tensor_split,
         tuple([axes[axis] for axis in axes if axis in "exyz"]),
         axes[CONTEXT],
@@ -173,10 +175,11 @@ class CostTable:
 
     def message(self, config: Config, nbytes: float) -> float:
         """Return the mean transfer time of a message to the next stage, in seconds."""
+        machine = self.machine.captured if captured(config) else self.machine
 
         def seconds(pair):
-            if not self.machine.cores:
-                return self.machine.call("send", nbytes, pair)
+            if not machine.cores:
+                return machine.dispatch_s + machine.call("send", nbytes, pair)
             return legs(self.machine, "send", nbytes, pair).wired + self.machine.wakeup_s
 
         return self._between_stages("message", config, nbytes, seconds)

@@ -28,6 +28,7 @@ from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
 from hpc3d.training.gradient_compression import GradientCompression, compression_of
+from hpc3d.training.graphed_step import captured
 from hpc3d.training.optimizers.catalog import optimizer_of
 from hpc3d.training.trainer import spec_of
 
@@ -173,6 +174,8 @@ class _WaitClock(Clock):
         self.latest, queue = axis, queue_of(axis)
         calls, nbytes = self.cut(nbytes)
         others = (calls - 1) * self.call(op, nbytes, members)
+        if calls > 1:
+            self.work((calls - 1) * self.machine.dispatch_s)
         self.ends[queue] = max(self.now, self.ends[queue]) + others
         return super().post(op, nbytes, members, axis)
 
@@ -248,7 +251,7 @@ class LayerSample:
         machine: Machine,
         ends: Iterable[tuple[LayerRange, ...]],
     ) -> None:
-        self.config, grid = config, config.grid()
+        self.config, grid, self.captured = config, config.grid(), captured(config)
         self.spec = spec_of(config, vocabulary)
         self.clock = (_HostDrivenWaitClock if machine.cores else _WaitClock)(machine)
         self.context, pool = config.context(), pool_of(config, self.clock)
@@ -313,6 +316,15 @@ class LayerSample:
         parameters.allocate(config.seed)
         return parameters, kind(parameters, 0.0, **config.train.constants()), stages
 
+    @contextmanager
+    def graphed(self) -> Iterator[None]:
+        """Context manager for the work that the CUDA graph of a step contains, if it has one."""
+        if self.captured:
+            self.clock.begin_graph()
+        yield
+        if self.captured:
+            self.clock.end_graph()
+
     def passes(self, part: LayerRange, sequences: int, halves: bool) -> PassSeconds:
         """Measure the passes of a section of the model for one microbatch.
 
@@ -322,15 +334,16 @@ class LayerSample:
         context, stage = self.context, self.stages[part]
         zeros = np.broadcast_to(np.int32(0), (context.parts * sequences, context.tokens))
         micro = Microbatch(0, 0, zeros, zeros, 1.0, DeviceCache(self.pool))
-        forward, saved = self.forward(stage, micro, part)
-        whole = self.backward(stage, micro, part, saved, immediately)
-        if not halves:
-            return PassSeconds(forward, whole, NOTHING, NOTHING)
-        _, saved = self.forward(stage, micro, part)
-        defer = DeferredWeightGrads(self.mesh.trace)
-        backward = self.backward(stage, micro, part, saved, defer)
-        _, weight = self.measured(defer.run)
-        return PassSeconds(forward, whole, backward, weight)
+        with self.graphed():
+            forward, saved = self.forward(stage, micro, part)
+            whole = self.backward(stage, micro, part, saved, immediately)
+            if not halves:
+                return PassSeconds(forward, whole, NOTHING, NOTHING)
+            _, saved = self.forward(stage, micro, part)
+            defer = DeferredWeightGrads(self.mesh.trace)
+            backward = self.backward(stage, micro, part, saved, defer)
+            _, weight = self.measured(defer.run)
+            return PassSeconds(forward, whole, backward, weight)
 
     def layer_passes(self, sequences: int, halves: bool) -> PassSeconds:
         """Return the costs of a layer's passes, averaged over the layers of the sample."""
@@ -399,7 +412,7 @@ class LayerSample:
         extrapolated to `layers` layers.
         """
         first, _, compression = self.layer
-        with self.clock.repeated(times, most, times):
+        with self.clock.repeated(times, most, times), self.graphed():
             _, sums = self.measured(Buckets(first, most, compression).wait)
         every, at_once = len(self.layers.layers), optimizer_of(self.config).at_once(self.mesh)
         together = max(1, min(at_once, layers // every))

@@ -15,6 +15,7 @@ from hpc3d.predict.planning.layouts import bare
 from hpc3d.predict.planning.ranking import Ranking, layout
 from hpc3d.predict.planning.search import Search
 from hpc3d.predict.simulation.simulator import vocabulary_of
+from hpc3d.training.graphed_step import graph_in_words
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -73,6 +74,7 @@ def searched(found: Found, ranking: Ranking) -> dict[str, int]:
 
 def as_plain(row: RankedLayout) -> dict[str, Any]:
     """Convert a RankedLayout to a JSON-serializable dict for `--json`."""
+    on_gpus = row.config.train.backend == "cupy"
     return {
         "layout": layout(row.config),
         "step_time_s": row.seconds,
@@ -84,7 +86,7 @@ def as_plain(row: RankedLayout) -> dict[str, Any]:
         "peak_bytes": row.peak,
         "stage": row.stage,
         "memory": row.kinds,
-    }
+    } | ({"cuda_graph": graph_in_words(row.config)} if on_gpus else {})
 
 
 def _most_costs(ranks: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
@@ -49,6 +48,22 @@ class DeviceShapes(AbstractPool):
 
     def bring(self, array: Any) -> AbstractArray:
         return self.empty(np.shape(array), getattr(array, "dtype", np.float32))
+
+    def refill(self, array: AbstractArray, values: Any) -> None:
+        """Copy the values of a host array to an array created by `bring`."""
+
+    def graph(self) -> AbstractGraph:
+        """Return a CUDA graph of this pool."""
+        return AbstractGraph(self.meter)
+
+
+class AbstractGraph:
+    """CUDA graph of work on abstract arrays, which is reported to `meter` when it is captured."""
+
+    immediate = True
+
+    def __init__(self, meter: CostMeter) -> None:
+        self.begin, self.end = meter.begin_graph, meter.end_graph
 
 
 class AbstractGpu(Gpu):
@@ -212,11 +227,6 @@ add_backend(_DeviceShape, _on_pool)
 contiguous.register(_DeviceShape, lambda block: block)
 has_values.register(_DeviceShape, lambda array: False)
 value_of.register(_DeviceShape, lambda array: 0.0)
-
-
-def unrecorded(config: Config) -> Config:
-    """Return a copy of `config` with CUDA graphs disabled; they do not affect the counted work."""
-    return replace(config, train=replace(config.train, cuda_graph=False))
 
 
 def pool_of(config: Config, meter: CostMeter | None = None) -> AbstractPool:

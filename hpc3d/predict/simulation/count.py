@@ -19,7 +19,7 @@ from hpc3d.comm import threads
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.model.context import Context
 from hpc3d.pipeline.program import program_of
-from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
+from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.trace.schema import CATEGORY, OP, PHASE
 from hpc3d.training.microbatch_loader import MicrobatchLoader
@@ -121,7 +121,6 @@ def predict_on(
     mesh: Mesh, config: Config, vocabulary: int, program: Program | None = None
 ) -> Prediction:
     """Predict the second training step of the rank that an abstract `mesh` represents."""
-    config = unrecorded(config)
     recorder = MemoryRecorder(mesh.rank, lambda: 0)
     program = program or program_of(config)
     trainer = Trainer(mesh.traced(recorder), config, vocabulary, None, program, feed=ZeroBatches)

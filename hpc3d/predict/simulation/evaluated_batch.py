@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.pipeline.program import forward_program_of, program_of
-from hpc3d.predict.simulation.abstract_gpu import unrecorded
 from hpc3d.predict.simulation.count import ZeroBatches
 from hpc3d.predict.simulation.owner_classes import OwnerPeers, owner_classes
 from hpc3d.predict.simulation.simulated_clock import clock_of
@@ -41,7 +40,7 @@ def evaluated(config: Config, vocabulary: int, machine: Machine) -> EvaluatedBat
     `config` must be resolved. If several ranks of a stage share a core, all CPU times are
     multiplied by the number of these ranks.
     """
-    config = unrecorded(replace(config, train=replace(config.train, steps=1)))
+    config = replace(config, train=replace(config.train, steps=1))
     machine = machine.with_ranks(config.grid().size)
     training, program = program_of(config), forward_program_of(config)
     slowdown = core_sharing(config, machine).stage

@@ -127,10 +127,14 @@ class PassRecorder:
         self._align()
         recorded, pool, peaks = self.passes[kind], self.mesh.pool, self.mesh.pool.peak
         self._replay_rows(recorded, layer)
-        before, held, saved = dict(pool.live), pool.held, pool.saved
+        before, held, saved = Counter(pool.live), pool.held, pool.saved
         pool.saved = Counter()  # discards changes of the replay
         for name, array in recorded.brought.items():
             micro.cached(name, lambda _, array=array: array)
+        if pool.on_device:  # the input arrays of a CUDA graph remain allocated between steps
+            brought = sum(array.nbytes for array in recorded.brought.values())
+            again = brought - (pool.held - held)
+            before["activation"], held = before["activation"] - again, held - again
         yield
         changes = [
             (before.get(name, 0) + recorded.live.get(name, 0) - live, name)

@@ -53,6 +53,7 @@ class Clock(CostMeter):
 
     def __init__(self, machine: Machine, slowdown: float = 1.0) -> None:
         self.machine, self.slowdown = machine, slowdown
+        self.launching = machine  # the machine outside of CUDA graphs
         self.now = self.busy = 0
         self.ends = Counter()
         self.known = machine.known
@@ -81,6 +82,15 @@ class Clock(CostMeter):
             yield
         finally:
             self.count //= times
+
+    def begin_graph(self) -> None:
+        """Launch a CUDA graph. Until its end, the host launches no kernels and posts no calls."""
+        self.work(self.machine.launch_s)
+        self.machine = self.launching.captured
+        self.known = self.machine.known
+
+    def end_graph(self) -> None:
+        self.machine, self.known = self.launching, self.launching.known
 
     def work(self, seconds: float) -> None:
         length = _nanoseconds(self.count * self.slowdown * seconds)
@@ -123,6 +133,8 @@ class Clock(CostMeter):
         The collective begins as soon as the earlier collectives in its queue have ended.
         """
         queue = queue_of(axis)
+        if self.machine.dispatch_s:
+            self.work(self.machine.dispatch_s)
         self.ends[queue] = max(self.now, self.ends[queue]) + self.call(op, nbytes, members)
         return self.ends[queue]
 
@@ -131,6 +143,8 @@ class Clock(CostMeter):
 
         The transfer begins now or when the preceding transfer ends (`last`), whichever is later.
         """
+        if self.machine.dispatch_s:
+            self.work(self.machine.dispatch_s)
         return max(self.now, last) + self.call("send", nbytes, members)
 
     def receive(self, nbytes: float, members: Sequence[int], arrival: int) -> None:

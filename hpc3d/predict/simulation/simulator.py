@@ -29,7 +29,7 @@ from hpc3d.model.families import least_vocabulary
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.bucket_size import with_bucket_size
-from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
+from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.count import ZeroBatches
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.predict.simulation.owner_classes import OwnerPeers, owner_classes
@@ -144,7 +144,7 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
     machine = machine.with_ranks(config.grid().size)
     config = with_bucket_size(config, machine)
     steady = replace(config.train, steps=_SECOND + 2)
-    config = unrecorded(replace(config, train=steady))
+    config = replace(config, train=steady)
     classes = owner_classes(config)
     count = len(classes.first) if classes else 1
 

@@ -73,6 +73,7 @@ def test_machine_file_of_these_tests_is_valid(tmp_path):
         ("memory_gb = 16", "memory_gb = nan", "memory_gb = nan: ... positive"),
         ("launch_s = 5e-06", "launch_s = -1.0", "launch_s = -1.0: ... 0 "),
         ("wakeup_s = 0.0", "wakeup_s = -1.0", "wakeup_s = -1.0: ... 0 "),
+        ("dispatch_s = 0.0", "dispatch_s = -1.0", "dispatch_s = -1.0: ... 0 "),
         (
             "max_fused_head_dim = 128",
             "max_fused_head_dim = -1",

@@ -30,6 +30,8 @@ p=2 d=2 x=2 scheme=1d-sequence schedule=zb-v microbatches=4 zero=1
 d=8 train.backend=cupy
 x=4 y=2 scheme=2d microbatches=2 chunked_products=2 prefetch=true train.backend=cupy
 p=4 d=2 schedule=gpipe microbatches=4 train.backend=cupy
+p=4 d=2 schedule=gpipe microbatches=4 train.backend=cupy train.cuda_graph=true
+d=4 x=2 zero=3 microbatches=2 train.backend=cupy train.cuda_graph=true
 p=4 d=2 schedule=1f1b microbatches=8 layers_per_stage=[0,2,1,1]
 p=4 d=2 schedule=zb-h1 zero=1 layers_per_stage=[2,0,2,0] microbatches=4
 p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=4 layers_per_stage=[0,2,2,0] bucket_mb=1

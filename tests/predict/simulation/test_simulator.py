@@ -13,7 +13,7 @@ from hpc3d.predict.simulation import simulator
 from hpc3d.predict.simulation.count import predict
 from hpc3d.predict.simulation.simulator import simulate, step_length
 from hpc3d.predict.simulation.summary import summary
-from hpc3d.trace.schema import CATEGORY, OP
+from hpc3d.trace.schema import CATEGORY, OP, PHASE
 from tests.pipeline.mixes import MIXES, config_of
 from tests.predict.fixed import BYTES, FLOPS, LAUNCH, MACHINE
 from tests.predict.simulation.test_count import MIXTURES
@@ -32,6 +32,7 @@ x=2 y=2 z=2 schedule=none microbatches=3 batch=24 sequence=8
 p=2 d=2 schedule=zb-v chunks=2 microbatches=4 dropout=0.1 backend=cupy dtype=float32
 c=4 x=2 schedule=none microbatches=3 sequence=8 context=both ulysses=2
 c=2 schedule=none microbatches=4 zero=3 sequence=8 hidden=32 heads=4 backend=cupy dtype=bfloat16
+p=2 d=2 schedule=1f1b microbatches=4 zero=1 dropout=0.1 backend=cupy dtype=float32 cuda_graph=true
 """.strip().splitlines()
 BLOCKS = """
 p=2 d=2 x=2 schedule=1f1b microbatches=3 layers=12 zero=1 bucket_mb=0.01 recompute=[2,8]
@@ -63,6 +64,13 @@ def test_replayed_passes_equal_executed_ones(line):
         for name in {*rows.dtype.names} - TIMES:
             np.testing.assert_array_equal(rows[name], whole.events[name], err_msg=name)
         assert Counter(run.peak) == Counter(whole.peak)
+
+
+def test_input_arrays_of_a_graph_are_allocated_once():
+    """With offloading, both simulated steps run all microbatches."""
+    line = "schedule=none microbatches=3 dropout=0.1 backend=cupy dtype=float32 cuda_graph=true"
+    config, (run,) = simulated(f"{line} offload=['\"optimizer\"']")
+    assert Counter(run.peak) == Counter(predict(config, 29, dict.fromkeys(config.sizes(), 0)).peak)
 
 
 @pytest.mark.parametrize("line", strided(BLOCKS, len(BLOCKS)))
@@ -154,10 +162,39 @@ def test_pass_that_has_been_recorded_is_executed_only_beside_gradient_reductions
     assert sorted(executed) == [0, 0, 3]
 
 
-def test_cuda_graph_step_equals_the_launched_step():
-    (_, (plain,)), (_, (recorded,)) = simulated(GPU), simulated(f"{GPU} cuda_graph=true")
-    assert step_length([recorded]) == step_length([plain])
-    assert len(recorded.rows) == len(plain.rows)
+def test_captured_passes_take_no_launches():
+    """The graph itself, the zero gradient and everything after the reductions are launched."""
+    free, graph = replace(MACHINE, launch_s=0.0), config_of(f"{GPU} cuda_graph=true")
+    cases = (graph, MACHINE), (config_of(GPU), MACHINE), (config_of(GPU), free)
+    runs = [simulate(*case[:1], 29, *case[1:])[0] for case in cases]
+    captured, launched, instant = (run.rows["dur"] for run in runs)
+    update = runs[0].rows["phase"] == PHASE.index("optimizer")
+    np.testing.assert_array_equal(captured[~update], instant[~update])
+    np.testing.assert_array_equal(captured[update], launched[update])
+    assert (launched[~update] > instant[~update]).any() and update.any()
+    saved = step_length(runs[:1]) - step_length(runs[2:])
+    saved -= (launched[update] - instant[update]).sum()
+    assert saved == pytest.approx(2e9 * LAUNCH, abs=2)
+
+
+def test_only_captured_calls_take_no_dispatch():
+    """Calls over all ranks are on hosts, in any step."""
+    line = "x=4 scheme=1d hidden=32 heads=4 batch=4 backend=cupy dtype=float32"
+    slow, dispatch = replace(MACHINE, dispatch_s=1e-4), 1e5  # ns
+    for graph in ("false", "true"):
+        config = config_of(f"{line} cuda_graph={graph}")
+        (run,), (quick,) = (simulate(config, 29, machine) for machine in (slow, MACHINE))
+        calls = run.rows[run.rows["category"] == CATEGORY.index("comm")]
+        over_all = np.array([run.axes[group] == "world" for group in calls["group"]])
+        count = over_all.sum() if graph == "true" else len(calls)
+        assert len(calls) > over_all.sum() > 0
+        assert step_length([run]) - step_length([quick]) == pytest.approx(count * dispatch, abs=9)
+
+
+def test_step_on_a_transport_that_cannot_be_captured_is_launched():
+    line = f"d=2 zero=1 {GPU[4:]} batch=4 transport=host-staged cuda_graph="
+    steps = [step_length(simulated(line + graph)[1]) for graph in ("true", "false")]
+    assert steps[0] == steps[1] > step_length(simulated(f"d=2 {line[4:]}true transport=nccl")[1])
 
 
 def test_gpu_attention_saves_no_scores():
