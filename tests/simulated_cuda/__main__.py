@@ -1,7 +1,7 @@
 """Run a module with CuPy on simulated CUDA: python -m tests.simulated_cuda MODULE [WORDS]
 
-SIMULATED_DEVICES is the number of devices (1). At the end, the names of all posted operations and
-their counts are written to the file SIMULATED_POSTED, as JSON.
+SIMULATED_DEVICES is the number of devices (1). At the end, each rank writes the names of its
+posted operations and their counts to the file SIMULATED_POSTED, as JSON; the last one remains.
 """
 
 import atexit
@@ -45,7 +45,9 @@ def install():
 
 
 def keep_counts(path):
-    Path(path).write_text(json.dumps(device.posted))
+    own = Path(f"{path}.{os.getpid()}")  # ranks may end at once
+    own.write_text(json.dumps(device.posted))
+    own.replace(path)
 
 
 if __name__ == "__main__":

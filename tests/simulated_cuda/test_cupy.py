@@ -42,7 +42,7 @@ CLOSE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 
 def run(ranks, out, posted=None, **values):
     """Return the folder of a run with options `section__key`, which must succeed. The operations
-    that its first rank posted on streams are written to the file `posted`."""
+    that a rank posted on streams are written to the file `posted`."""
     options = {**TINY, "run.out": out, **{k.replace("__", "."): v for k, v in values.items()}}
     words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
     simulated = ["-m", "tests.simulated_cuda", "hpc3d.train"]
