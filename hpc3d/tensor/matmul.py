@@ -467,13 +467,9 @@ def sharded_matmul(
         Operands saved gathered for the backward pass (none with panels).  On a q^3 cube, "xw"
         stores 1/q^2 of X and W per rank, with six collectives; "" stores 1/q^3, with eight.
     transposed, stacked
-        Set `transposed` if W is stored as [n, k], and `stacked` to compute one product per
-        expert, X[m, e, k] W[k, e, n].
-    scales
-        Scales for rounding the operands to float8, "block" or "tensor"; None disables rounding.
-    reduced
-        Type in which the data axes reduce dW in the backward pass (ZeRO 2 and 3); None for the
-        type of the operands.
+        True if W is stored as [n, k], and for one product per expert, X[m, e, k] W[k, e, n].
+    scales, reduced
+        Scales of float8 operands ("block" or "tensor"), and the type of the reduction of dW.
 
     Returns
     -------

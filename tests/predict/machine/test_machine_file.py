@@ -230,7 +230,7 @@ def test_machine_may_be_like_a_file_that_is_like_another(tmp_path):
         ("like = 3", "like = 3: must be the name or the file of a machine"),
         ('like = "h100"\ncores = 0', "name: missing; add it"),
         ('like = "h100"\nname = "mine"\ncore = 0', "core: unknown key; did you mean cores?"),
-        ('lik = "h100"\n' + TEXT, "lik: unknown key; did you mean like?"),
+        ('likes = "h100"\n' + TEXT, "likes: unknown key; did you mean like?"),
         ('like = "h100"\nname = "mine"\n[gemm]\nbfloat16 = 1', "gemm.bfloat16: "),
     ],
 )
