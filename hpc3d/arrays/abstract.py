@@ -147,7 +147,7 @@ class AbstractArray(NDArrayOperatorsMixin):
 
     def __getitem__(self, key: Any) -> AbstractArray:
         if isinstance(key, slice):  # faster than a NumPy array
-            rows = len(range(*key.indices(self.shape[0])))
+            rows = len(range(self.shape[0])[key])
             return self.view((rows, *self.shape[1:]))
         return self.view(self._one_byte()[key].shape)
 

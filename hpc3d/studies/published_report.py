@@ -87,9 +87,8 @@ Five properties are not modeled:
 - the power limit of torchtitan's GPUs (500 W instead of 700 W);
 - kernel launches by the host, which delay eager programs such as llm-foundry;
 - the network of nanotron's runs, which the source does not describe;
-- memory: with ZeRO, hpc3d copies gradients into buckets, which doubles the gradient memory until
-  the gradients are reduced. Some rows therefore do not fit in memory, although the published runs
-  did.
+- options that save memory and that the sources do not state. Some rows therefore do not fit in
+  memory, although the published runs did.
 """
 
 _A100 = """\

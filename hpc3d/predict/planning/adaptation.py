@@ -230,13 +230,16 @@ def with_groups(candidates: Candidates, config: Config) -> list[Estimate]:
 def with_prefetch(candidates: Candidates, config: Config) -> list[Estimate]:
     """Estimate a layout that prefetches weights; return the estimates that may fit, fastest first.
 
-    Only estimates of layouts that communicate weights are returned. With prefetching, a higher
-    ZeRO stage may be faster, because its communication overlaps with matrix products.
+    A layout that communicates no weights is estimated with ZeRO 2 and 3, in which it does. With
+    prefetching, a higher ZeRO stage may be faster, because its communication overlaps with matrix
+    products.
     """
     if config.parallel.prefetch:
         return []
-    found = _changed(candidates, config, [{"prefetch": True}])
-    return [each for each in found if _communicates_weights(each.config)]
+    change = {"prefetch": True}
+    if not _communicates_weights(config):
+        change["zero"] = 2
+    return _changed(candidates, config, [change])
 
 
 def _changed(

@@ -150,9 +150,9 @@ class Bounds:
         """Return a lower bound on the step time in seconds.
 
         The bound is the compute and bubble time at the best number of microbatches, plus the
-        communication time that cannot be hidden. The communication of weights is hidden by compute
-        if weights are prefetched, which `plan` decides later. If ranks share a core, the bound is
-        at least the total CPU time of the ranks on the core.
+        communication time that cannot be hidden. The gathers of weights are hidden by compute if
+        weights are prefetched, which `plan` decides later; SUMMA cannot prefetch panels. If ranks
+        share a core, the bound is at least the total CPU time of the ranks on the core.
         """
         stages, micros, found = candidate.config.mesh.p, 1, []
         chunks = max(1, self.layers // stages)
@@ -163,8 +163,8 @@ class Bounds:
         config, busy = candidate.config, min(found)
         hides = "xyz" if config.parallel.chunked_products > 1 else ""
         moves = {axis: spent for axis, spent in candidate.moves.items() if axis not in hides}
-        rows = config.splits["dense"].m.split()
-        weights = sum(moves[axis] for axis in rows if axis in moves and axis in "xyz")
+        gathered = {*config.splits["dense"].m.split()} & {*"xyz"} - {*_panel_axes(config)}
+        weights = sum(moves.get(axis, 0.0) for axis in gathered)
         words = sum(moves.values()) - weights - candidate.hidden
         alone = busy + _BOUND_MARGIN * (words + max(0.0, weights - busy))
         busy = self.ideal + self.launches * self.layers / stages + _BOUND_MARGIN * candidate.work

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from math import inf, log
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -199,20 +199,27 @@ class Candidates:
         named = [each for each in named if find(each[0]).splits_backward == splits]
         for (name, chunks), zero in product(named, group):
             changes = {"microbatches": micros, "chunks": chunks, "schedule": name}
-            parallel = replace(config.parallel, **changes)
-            yield self._with(replace(config, parallel=parallel), zero, way)
+            yield self._with(config, zero, way, **changes)
 
     def with_higher_stages(self, config: Config) -> Iterator[Estimate]:
         """Yield estimates of a layout for each ZeRO stage from that of `config` on.
 
         The estimates of a stage have the least recomputation with which the layout fits in memory,
-        and less recomputation with which it may fit. Hybrid sharding requires ZeRO 1.
+        and less recomputation with which it may fit. If the layout fits without recomputation,
+        higher stages are tried only with prefetching, because they communicate more. Hybrid
+        sharding requires ZeRO 1.
         """
         parallel, ways = config.parallel, self.ways(config)
         least = max(parallel.zero, parallel.shard > 0)
         whole = replace(config, parallel=replace(parallel, shard=0))
         for zero in chain.from_iterable(layouts.zeros(whole, self.ranks)):
-            if zero >= least:
+            if zero < least:
+                continue
+            if self.fits(found := self._with(config, zero, ways[0])):
+                yield found
+                if not parallel.prefetch:
+                    return
+            else:
                 fits = (partial(self._fits_with, config, zero, share) for share in (1 + NEAR, 1.0))
                 first, last = (bisect_left(ways, True, key=each) for each in fits)
                 yield from (self._with(config, zero, way) for way in ways[first : last + 1])
@@ -220,11 +227,11 @@ class Candidates:
     def _fits_with(self, config: Config, zero: int, share: float, way: MemoryOption) -> bool:
         return self.fits(self._with(config, zero, way), share)
 
-    def _with(self, config: Config, zero: int, way: MemoryOption) -> Estimate:
-        """Estimate a layout with another ZeRO stage and another memory option."""
+    def _with(self, config: Config, zero: int, way: MemoryOption, **changes: Any) -> Estimate:
+        """Estimate a layout with another ZeRO stage, memory option and changes in `[parallel]`."""
         self.count += 1
-        changes = {"zero": zero, "bucket_mb": self._bucket_mb(config, zero)}
-        parallel = replace(config.parallel, **changes, **way._asdict())
+        changes |= {"zero": zero, "bucket_mb": self._bucket_mb(config, zero), **way._asdict()}
+        parallel = replace(config.parallel, **changes)
         return self.estimator.estimate(replace(config, parallel=parallel))
 
     def _bucket_mb(self, config: Config, zero: int) -> float:

@@ -152,12 +152,18 @@ def with_mesh(
     A scheme that input files do not know by name becomes the key parallel.split.
     """
     p, d, name, x, y, z = mesh
+    sized = replace(config.mesh, p=p, d=d, x=x, y=y, z=z)
+    return replace(config, mesh=sized, parallel=_with_scheme(config.parallel, name, p, schemes))
+
+
+def _with_scheme(
+    parallel: ParallelConfig, name: str, p: int, schemes: Mapping[str, Split]
+) -> ParallelConfig:
     way: dict[str, Any] = {"scheme": name, "split": None}
     if name not in PUBLISHED:
         used = {key: axes for key in LOOPS + STORAGE if (axes := getattr(schemes[name], key))}
         way = {"scheme": _DEFAULT, "split": used}
-    sized = replace(config.mesh, p=p, d=d, x=x, y=y, z=z)
-    return replace(config, mesh=sized, parallel=replace(config.parallel, **way, schedule=usual(p)))
+    return replace(parallel, **way, schedule=usual(p))
 
 
 def every_mesh(
@@ -170,9 +176,13 @@ def every_mesh(
     layers, batch = base.model.layers, base.train.batch
 
     @cache
-    def divides(*tensor):
-        alone = with_mesh(base, (1, 1, *tensor), schemes)
-        return not violations(alone, alone.mesh.tensor_ranks())
+    def parallel(name, p):
+        return _with_scheme(base.parallel, name, p, schemes)
+
+    @cache
+    def divides(name, x, y, z):
+        sized = replace(base.mesh, p=1, d=1, x=x, y=y, z=z)
+        return not violations(replace(base, mesh=sized, parallel=parallel(name, 1)), x * y * z)
 
     for c, e in product(divisors(ranks), divisors(gcd(base.model.experts or 1, ranks))):
         if ranks % (c * e):
@@ -181,7 +191,9 @@ def every_mesh(
         for mesh in meshes(ranks // (c * e), layers, batch, schemes):
             if not divides(*mesh[2:]):  # then no mesh with these tensor axes does
                 continue
-            config = with_mesh(shared, mesh, schemes)
+            p, d, name, x, y, z = mesh
+            sized = replace(shared.mesh, p=p, d=d, x=x, y=y, z=z)
+            config = replace(shared, mesh=sized, parallel=parallel(name, p))
             if c == 1:
                 yield [] if problems(config, ranks) else [config]
             elif may_cut(config, c, memory):

@@ -332,7 +332,7 @@ class LayerSample:
         """
         self.pool.workspaces.clear()
         context, stage = self.context, self.stages[part]
-        zeros = np.broadcast_to(np.int32(0), (context.parts * sequences, context.tokens))
+        zeros = np.zeros((context.parts * sequences, context.tokens), np.int32)
         micro = Microbatch(0, 0, zeros, zeros, 1.0, DeviceCache(self.pool))
         with self.graphed():
             forward, saved = self.forward(stage, micro, part)
