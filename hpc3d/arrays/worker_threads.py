@@ -59,6 +59,18 @@ def slices(count: int, step: int) -> list[slice]:
 
 
 @cache
+def blas_kernels() -> str:
+    """Return the name of the processor for which OpenBLAS has chosen its kernels, or ""."""
+    library = ctypes.PyDLL(numpy_core.__file__)
+    for name in _NAMES:
+        with suppress(AttributeError):
+            function = getattr(library, name.format("get_corename"))
+            function.restype = ctypes.c_char_p
+            return function().decode()
+    return ""
+
+
+@cache
 def _team() -> _Team | None:
     """Start the worker threads, or return `None` if this process has a single thread.
 

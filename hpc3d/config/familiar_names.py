@@ -80,7 +80,10 @@ _OTHERWISE = {  # keys of other programs without a direct hpc3d equivalent -> ad
     "compile torch_compile": (
         "hpc3d does not compile models; train.cuda_graph launches each step as one CUDA graph"
     ),
-    "eval_only": "use the command python -m hpc3d.evaluate RUN_DIR --data FILE",
+    "eval_only": (
+        "use the command hpc3d evaluate RUN_DIR --data FILE; train.eval_every evaluates the model "
+        "during training"
+    ),
     "bias": 'set model.kind; "gpt2" and "bert" have biases, "llama" does not',
     "bucket_cap reduce_bucket_size": "use parallel.bucket_mb, in megabytes",
     "min_lr_factor min_lr_ratio": "use train.min_learning_rate, which is an absolute rate",

@@ -9,7 +9,13 @@ import numpy as np
 
 from hpc3d.arrays.narrow import widened
 from hpc3d.arrays.primitive import composite, primitive
-from hpc3d.arrays.worker_threads import parallel_for, shares, slices, thread_count
+from hpc3d.arrays.worker_threads import (
+    blas_kernels,
+    parallel_for,
+    shares,
+    slices,
+    thread_count,
+)
 from hpc3d.ops.rows import EDGE, add_bias, add_rows
 
 if TYPE_CHECKING:
@@ -18,6 +24,9 @@ if TYPE_CHECKING:
 # Approximate sizes in bytes of a float32 panel of b and of a float32 block of a.
 _PANEL, _BLOCK = 1 << 23, 1 << 21
 _TILE = 1 << 22  # minimum number of multiplications per tile of a product
+# OpenBLAS's kernels that round the last columns of a float32 product differently, and the multiple
+# at which tiles of rows must start, so that all elements are computed identically.
+_ROWS_ONLY = {"Haswell": 48, "Zen": 48}
 
 
 @composite
@@ -45,10 +54,11 @@ def _(a, b, out):
 
 
 def _tiles(m: int, n: int, k: int) -> list[tuple[slice, slice]]:
-    """Split the longer of the dimensions m and n into one slice per thread."""
+    """Split the longer of the dimensions m and n, or m, into one slice per thread."""
     threads, full = max(1, min(thread_count(), m * n * k // _TILE)), slice(None)
-    if m >= n:
-        return [(rows, full) for rows in shares(m, threads, EDGE)]
+    rows_only = _ROWS_ONLY.get(blas_kernels())
+    if m >= n or rows_only:
+        return [(rows, full) for rows in shares(m, threads, rows_only or EDGE)]
     return [(full, columns) for columns in shares(n, threads, EDGE)]
 
 
