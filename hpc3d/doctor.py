@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 _EXITS = "exit codes: 0 no check failed, 2 invalid input, 3 a check failed"
 _STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 _JSON = """\
-print one JSON object on the last line, with the keys verdict (the worst one) and findings (each
-with verdict, subject, text, remedy and printed, the output of a program)"""
+print one JSON object on the last line, with the keys verdict (the worst one) and findings (a list
+of objects with the keys verdict, subject, text, remedy, and printed (the output of a program))"""
 # Maps a part of a launcher's error message to the remedy.
 _SAID = {
     "as root": f"run export {mpi_library.CONSENT[0]}=1 {mpi_library.CONSENT[1]}=1",

@@ -190,7 +190,7 @@ class AllPairs(MpiCommunicator):
 
 
 def shortest_exchange(comm: MPI.Comm) -> float:
-    """Return the minimum size in bytes of blocks that are exchanged between all pairs of ranks.
+    """Return the block size in bytes from which collectives exchange messages between all pairs.
 
     The size is infinite if a host of the job has a network with remote memory access. All ranks
     return the same size. The call is collective over `comm`.

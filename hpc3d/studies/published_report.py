@@ -87,7 +87,7 @@ Five properties are not modeled:
 - the power limit of torchtitan's GPUs (500 W instead of 700 W);
 - kernel launches by the host, which delay eager programs such as llm-foundry;
 - the network of nanotron's runs, which the source does not describe;
-- options that save memory and that the sources do not state. Some rows therefore do not fit in
+- memory-saving options that the sources do not mention. Some rows therefore do not fit in
   memory, although the published runs did.
 """
 
@@ -102,10 +102,10 @@ numbers of tensor-parallel, data-parallel and pipeline-parallel ranks.
 
 _V100 = """\
 [arXiv:2105.14450](https://arxiv.org/abs/2105.14450) reports speedups of 3-D over 1-D and 2-D
-tensor parallelism on 64 GPUs, but neither the sizes of the model nor the node. The rows use a
-batch of 128 sequences and the hidden sizes for which both predictions agree with the paper. They
-therefore show that the speedups are plausible, and do not check the model. `bench speedups` prints
-the predictions for all sizes.
+tensor parallelism on 64 GPUs, but states neither the model size nor the type of node. The rows use
+a batch of 128 sequences and the hidden sizes for which both predictions agree with the paper. They
+therefore show only that the published speedups are plausible, and do not validate the predictions.
+`bench speedups` prints the predictions for all sizes.
 """
 
 # Causes of errors beyond _FAR, by the beginning of the row's name.
@@ -113,11 +113,12 @@ _CAUSES = {
     "fms-fsdp": "In hpc3d, gathers within a host wait for the all-reduces between hosts, because "
     "both use the queue of the data-parallel axes. FSDP runs them on separate CUDA streams. The "
     "network of this row has a quarter of the usual bandwidth.",
-    "nanotron-80b": "The source does not describe the network between the nodes. Both rows use it "
-    "in every layer or stage: tensor-parallel groups of 16 GPUs span two nodes, and the pipeline "
-    "has 16 stages.",
-    "nanotron": "The published steps take less than 0.4 s, so that kernel launches by the host, "
-    "which are not modeled, and the unknown network are probably decisive.",
+    "nanotron-80b": "The source does not describe the network between the nodes. Both rows "
+    "depend on it: on 512 GPUs, tensor-parallel groups of 16 GPUs span two nodes; on 64 GPUs, the "
+    "pipeline has 16 stages.",
+    "nanotron": "The published steps take less than 0.4 s. The errors are therefore probably "
+    "due mainly to kernel launches by the host, which are not modeled, and to the unknown "
+    "network.",
     "vtrain-3072": "The published time is twice that of the same step with 32 instead of 64 "
     "sequences per microbatch, which does the same work. The source does not explain it.",
     "vtrain-8192": "The published steps with two tensor-parallel ranks take 19 to 27 s, and the "

@@ -286,7 +286,7 @@ def replay_passes(
 ) -> Mapping[tuple, RecordedPass]:
     """Modify `engine` so that it runs only a few passes of its program and replays the others.
 
-    Returns the recorded passes, which are added when the engine runs.
+    Returns a mapping of recorded passes. It is empty at first, and filled while the engine runs.
     """
     recorder = PassRecorder(engine.mesh, owners)
     chosen = microbatches_to_run(program.stages[engine.stage], _microbatch_sizes(config))
