@@ -57,14 +57,14 @@ def short_text(tmp_path):
 def short_validation(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("abc")
-    line = "data.validation: 4 tokens, but model.sequence = 4 needs at least 5; hold out a larger"
+    line = "data.validation: 4 tokens, but model.sequence = 4 needs at least 5; use a longer text"
     return {"data__validation": path, "train__eval_every": 1}, [line]
 
 
 def no_validation(tmp_path):
     """A validation fraction that rounds to no token."""
     return {"data__validation": 1e-9, "train__eval_every": 1}, [
-        "data.validation: 0 tokens, but model.sequence = 4 needs at least 5; hold out a larger"
+        "data.validation: 0 tokens, but model.sequence = 4 needs at least 5; use a longer text"
     ]
 
 

@@ -88,7 +88,8 @@ Five properties are not modeled:
 - kernel launches by the host, which delay eager programs such as llm-foundry;
 - the network of nanotron's runs, which the source does not describe;
 - memory-saving options that the sources do not mention. Some rows therefore do not fit in
-  memory, although the published runs did.
+  memory, although the published runs did. For each of these rows, `plan --memory 80GB` finds a
+  layout that fits.
 """
 
 _A100 = """\
