@@ -70,7 +70,7 @@ evaluation batch, and evaluation_peak_bytes the peak memory of a rank during an 
 mixture of experts, mixture contains parameters, active, blocks, group, slots and capacity. If the
 machine file lists the errors of published steps with a similar layout, interval contains layout,
 steps, low_s and high_s. For GPUs, cuda_graph states what the CUDA graph of the step contains, or
-why there is none"""
+why it has none"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -151,9 +151,14 @@ def with_mesh(
 
     A scheme that input files do not know by name becomes the key parallel.split.
     """
-    p, d, name, x, y, z = mesh
+    p, _, name, *_ = mesh
+    return _with_sizes(config, mesh, _with_scheme(config.parallel, name, p, schemes))
+
+
+def _with_sizes(config: Config, mesh: tuple, parallel: ParallelConfig) -> Config:
+    p, d, _, x, y, z = mesh
     sized = replace(config.mesh, p=p, d=d, x=x, y=y, z=z)
-    return replace(config, mesh=sized, parallel=_with_scheme(config.parallel, name, p, schemes))
+    return replace(config, mesh=sized, parallel=parallel)
 
 
 def _with_scheme(
@@ -181,8 +186,8 @@ def every_mesh(
 
     @cache
     def divides(name, x, y, z):
-        sized = replace(base.mesh, p=1, d=1, x=x, y=y, z=z)
-        return not violations(replace(base, mesh=sized, parallel=parallel(name, 1)), x * y * z)
+        alone = _with_sizes(base, (1, 1, name, x, y, z), parallel(name, 1))
+        return not violations(alone, x * y * z)
 
     for c, e in product(divisors(ranks), divisors(gcd(base.model.experts or 1, ranks))):
         if ranks % (c * e):
@@ -191,9 +196,7 @@ def every_mesh(
         for mesh in meshes(ranks // (c * e), layers, batch, schemes):
             if not divides(*mesh[2:]):  # then no mesh with these tensor axes does
                 continue
-            p, d, name, x, y, z = mesh
-            sized = replace(shared.mesh, p=p, d=d, x=x, y=y, z=z)
-            config = replace(shared, mesh=sized, parallel=parallel(name, p))
+            config = _with_sizes(shared, mesh, parallel(mesh[2], mesh[0]))
             if c == 1:
                 yield [] if problems(config, ranks) else [config]
             elif may_cut(config, c, memory):
