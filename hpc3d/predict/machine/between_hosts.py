@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from hpc3d.comm.communicator import pieces_passed_on, received_share
 from hpc3d.predict.machine.collective_costs import best
+from hpc3d.predict.machine.uplinks import uplink_cost
 from hpc3d.trace.schema import MESSAGES
 
 # Maps each collective between hosts to the collectives within each host that are part of it.
@@ -31,7 +32,7 @@ class Crossing(NamedTuple):
 
     `local` lists the members on the host with the most members.  `alpha` (seconds per message) and
     `beta` (seconds per byte) are the costs of this group on that host's NIC while the other ranks
-    of the host communicate in their own groups.
+    of the host communicate in their own groups.  In an all-to-all, a byte takes `spread` seconds.
     """
 
     size: int
@@ -39,6 +40,7 @@ class Crossing(NamedTuple):
     local: tuple
     alpha: float
     beta: float
+    spread: float
 
 
 class Legs(NamedTuple):
@@ -53,14 +55,18 @@ def crossing(machine: Any, members: Sequence[int]) -> Crossing | None:
 
     The result is `None` if all members are on one host.
     """
-    hosts, local = machine.nodes(members)
+    (hosts, local), size = machine.nodes(members), len(members)
     if hosts == 1:
         return None
     link = machine.link(members)
     # If adjacent pipeline stages are on one host, only the first and the last of them use the NIC.
-    apart = max(members) - min(members) if len(members) == 2 else machine.ranks_per_node
+    apart = max(members) - min(members) if size == 2 else machine.ranks_per_node
     beta = link.beta(len(local), min(apart, machine.ranks_per_node))
-    return Crossing(len(members), hosts, tuple(local), link.alpha_s, beta)
+    up = uplink_cost(machine, members)
+    # The NIC carries the data that all local members exchange with the other members.
+    spread = up.spread * (size - 1) / (size - len(local)) / len(local)
+    betas = max(beta, up.beta), max(beta, spread)
+    return Crossing(size, hosts, tuple(local), link.alpha_s, *betas)
 
 
 def carried(op: str, nbytes: float, there: Crossing) -> float:
@@ -101,7 +107,8 @@ def _on_wire(op: str, there: Crossing, nbytes: float) -> float:
     """
     each = pieces_passed_on(there.hosts, nbytes) if op == "broadcast" else 0
     if not each:
-        return best(op, there.hosts, nbytes, there.alpha, there.beta)
+        beta = there.spread if op == "all_to_all" else there.beta
+        return best(op, there.hosts, nbytes, there.alpha, beta)
     passed_on = (there.hosts - 2) / (there.hosts - 1) / each
     return 2 * there.alpha + (1 + passed_on) * nbytes * there.beta
 

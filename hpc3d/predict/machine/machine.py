@@ -27,6 +27,7 @@ from hpc3d.predict.machine.collective_costs import (
     fastest,
     hierarchical_all_reduce,
 )
+from hpc3d.predict.machine.uplinks import UplinkCost, uplink_cost
 
 if TYPE_CHECKING:
     from hpc3d.predict.machine.between_hosts import Crossing
@@ -129,7 +130,8 @@ class Link:
     `alpha_s` is the latency of a message in seconds. Bandwidths are in bytes/s: `bandwidth` limits
     each rank, `node_bandwidth` the total of a node (0: no limit), and `pair_bandwidth` each pair
     of ranks (0: the same as `bandwidth`). `pair_bandwidth` is lower than `bandwidth` if pairs of
-    ranks are connected directly, without a switch.
+    ranks are connected directly, without a switch. `oversubscription` is the ratio of the total
+    bandwidth of the ranks that the previous link connects to that of their uplinks (uplinks.py).
     """
 
     __pydantic_config__ = STRICT
@@ -138,6 +140,7 @@ class Link:
     bandwidth: float
     node_bandwidth: float = 0.0
     pair_bandwidth: float = 0.0
+    oversubscription: float = 1.0
 
     def beta(self, senders: int, ranks_per_node: int, peers: float = inf) -> float:
         """Return the time per byte, in seconds, of a group that has `senders` ranks on a node.
@@ -209,13 +212,14 @@ def _over_nodes(
     size: int,
     inside: Level,
     across: Level,
-    leaving: float,
+    leaving: UplinkCost,
     tables: dict[str, Callable[[float], float]],
 ) -> Route:
     """Return the Route of a group with several members on each of several nodes.
 
-    `leaving` is the time per byte, in seconds, of the ring's traffic between nodes, which is
-    spread over one NIC per member on the node. The latency of a ring step is the mean over all
+    `leaving.beta` is the time per byte, in seconds, of the ring's traffic between nodes, which is
+    spread over one NIC per member on the node. `leaving.spread` is the time per byte that an
+    all-to-all takes on oversubscribed uplinks. The latency of a ring step is the mean over all
     hops of the ring, because its steps overlap, as in NCCL (src/graph/tuning.cc). The latency of a
     tree step is the mean over the steps within and across nodes.
     """
@@ -229,8 +233,8 @@ def _over_nodes(
         nodes=across.members,
         alpha=alpha,
         hop=hop,
-        beta=max(inside.beta, leaving),
-        spread=max(inside.beta, elsewhere * across.beta),
+        beta=max(inside.beta, leaving.beta),
+        spread=max(inside.beta, elsewhere * across.beta, leaving.spread),
         levels=(inside, across),
         tables=tables,
     )
@@ -392,21 +396,27 @@ class Machine:
         (nodes, here), ranks = self.nodes(members), self.ranks_per_node
         near, far = self.link(here), self.link(members)
         inside = Level(len(here), near.alpha_s, near.beta(1, ranks, max(1, len(here) - 1)))
+        up = uplink_cost(self, members)
         across = Level(nodes, far.alpha_s, far.beta(1, ranks))
         hindered = near.node_bandwidth or far.node_bandwidth
-        tables = self.tables(members, alone_serves=inside.members == ranks or not hindered)
+        alone_serves = not up.beta and (inside.members == ranks or not hindered)
+        tables = self.tables(members, alone_serves)
         if 1 in (inside.members, across.members):
             _, alpha, beta = inside if across.members == 1 else across
-            return Route(len(members), across.members, alpha, alpha, beta, beta, None, tables)
-        return _over_nodes(len(members), inside, across, far.beta(len(here), ranks), tables)
+            beta, spread = max(beta, up.beta), max(beta, up.spread)
+            return Route(len(members), across.members, alpha, alpha, beta, spread, None, tables)
+        leaving = UplinkCost(max(far.beta(len(here), ranks), up.beta), up.spread)
+        # Each member of a node runs its own ring across the nodes in a hierarchical all-reduce.
+        rings = across._replace(beta=max(across.beta, len(here) * up.beta))
+        return _over_nodes(len(members), inside, rings, leaving, tables)
 
-    def nodes(self, members: Sequence[int]) -> tuple[int, Sequence[int]]:
+    def nodes(self, members: Sequence[int], ranks_per_node: int = 0) -> tuple[int, Sequence[int]]:
         """Return the number of nodes of a group, and the members on the node with the most.
 
         Members with a constant stride are distributed periodically over the nodes, so only the
-        first ones are visited.
+        first ones are visited. `ranks_per_node` replaces that of the machine if it is not 0.
         """
-        ranks, count = self.ranks_per_node, 0
+        ranks, count = ranks_per_node or self.ranks_per_node, 0
         if isinstance(members, range) and len(members) > 3 * ranks:
             if members.step >= ranks:
                 return len(members), members[:1]

@@ -224,6 +224,11 @@ def _wrong_links(machine: Machine) -> Iterator[str]:
         yield "links: missing; add [[links]] with ranks = 0, which connects all ranks"
     for place, link in enumerate(machine.links):
         yield from _wrong_link(f"links.{place}", link, last=link is machine.links[-1])
+    if machine.links and machine.links[0].oversubscription > 1:
+        yield (
+            f"links.0.oversubscription = {machine.links[0].oversubscription}: must be 1, because "
+            "the first link has no uplinks; set it for an outer link"
+        )
     for place, (inner, outer) in enumerate(pairwise(machine.links[:-1]), 1):
         if outer.ranks <= inner.ranks or inner.ranks < 1 or outer.ranks % inner.ranks:
             yield (
@@ -244,6 +249,8 @@ def _wrong_link(key: str, link: Link, last: bool) -> Iterator[str]:
     for name in ("node_bandwidth", "pair_bandwidth"):
         if not 0 <= getattr(link, name) < inf:
             yield f"{key}.{name} = {getattr(link, name)}: must be at least 0"
+    if not 1 <= link.oversubscription < inf:
+        yield f"{key}.oversubscription = {link.oversubscription}: must be at least 1 (1: none)"
 
 
 def _wrong_tables(machine: Machine) -> Iterator[str]:

@@ -98,6 +98,12 @@ def test_machine_file_of_these_tests_is_valid(tmp_path):
         ("\nbandwidth = 1", "\nbandwidth = -1", "links.0.bandwidth = -100000000000.0: "),
         ("ndwidth = 0.0", "ndwidth = -2.0", "links.0.node_bandwidth = -2.0: ... 0"),
         ("pair_bandwidth = 0.0", "pair_bandwidth = -1", "links.0.pair_bandwidth = -1.0: "),
+        (
+            "oversubscription = 1.0",
+            "oversubscription = 2.0",
+            "links.0.oversubscription = 2.0: ...",
+        ),
+        ("oversubscription = 1.0", "oversubscription = 0.5", "links.0.oversubscription = 0.5: "),
         ('"all_gather"', '"gather"', "measured.0.op = 'gather': ... all_gather,"),
         ("members = 4", "members = 1", "measured.0.members = 1: ... 2"),
         ("stride = 1", "stride = -1", "measured.0.stride = -1: ... 0"),
@@ -273,7 +279,8 @@ def machines(draw):
     links, ranks = [], 1
     for factor in [*inner, 0]:
         ranks *= factor
-        links.append(Link(ranks, draw(TIME), *draw(st.tuples(*[RATE] * 3))))
+        ratio = draw(st.floats(1, 64)) if links else 1.0
+        links.append(Link(ranks, draw(TIME), *draw(st.tuples(*[RATE] * 3)), ratio))
     kinds = st.tuples(
         st.sampled_from(sorted(ALGORITHMS)),
         st.integers(2, 99),
