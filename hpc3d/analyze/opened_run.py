@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d import trace
+from hpc3d.analyze.attempts import trace_with
 from hpc3d.analyze.report.palette import default_style
 from hpc3d.analyze.report.run_analysis import RunAnalysis, analyze_run
 from hpc3d.analyze.report.verdict import verdict
@@ -51,8 +52,8 @@ class Drawing(NamedTuple):
 class OpenedRun:
     """Measured or simulated run.
 
-    Times are in seconds and sizes in bytes. The analysis of a step is slow, so its result is
-    cached.
+    The losses, the evaluations and the step times cover all attempts of a resumed run. Times are
+    in seconds and sizes in bytes. The analysis of a step is slow, so its result is cached.
 
     Parameters
     ----------
@@ -92,7 +93,7 @@ class OpenedRun:
 
     @property
     def losses(self) -> list[float | None]:
-        """Return the loss of each step in nats per token."""
+        """Return the loss of each step of all attempts in nats per token."""
         return [row["loss"] for row in self._of(None).tables["loss"]]
 
     @property
@@ -151,7 +152,8 @@ class OpenedRun:
         Parameters
         ----------
         step
-            Step number. The default is the step with the median duration.
+            Step number. The default is the step of the newest attempt with the median duration.
+            If several attempts completed the step, the newest of them is shown.
 
         Returns
         -------
@@ -246,6 +248,7 @@ class OpenedRun:
 
     def _of(self, step: int | None) -> RunAnalysis:
         if step not in self._steps:
-            with trace.open(self._trace) as opened:
+            path = self._trace if step is None else trace_with(self._trace, step)
+            with trace.open(path) as opened:
                 self._steps[step] = analyze_run(opened, step=step)
         return self._steps[step]

@@ -56,9 +56,7 @@ class MetricsFile:
         ):
             for line in lines:
                 record = _record(line) if line.endswith("\n") else None
-                if (
-                    record and record["step"] + ("loss" in record) <= start
-                ):  # number of completed steps
+                if record and record["step"] < start:
                     file.write(line)
 
     def write(self, **values: Any) -> None:

@@ -11,6 +11,8 @@ from hpc3d.trace.reader import Trace
 from hpc3d.trace.segment import count_segments
 from hpc3d.trace.trace_config import configured
 
+NEWEST = "trace.h5"  # name of the trace of a run's newest attempt
+
 
 def trace_of(run_dir: Path | str, again: bool = False) -> Path:
     """Return the path of a run's trace file.
@@ -18,7 +20,7 @@ def trace_of(run_dir: Path | str, again: bool = False) -> Path:
     The segments are merged first if the trace lacks any of them, or if `again` is true.
     Raises ValueError if the folder has neither segments nor a trace.
     """
-    path, segments = Path(run_dir) / "trace.h5", count_segments(run_dir)
+    path, segments = Path(run_dir) / NEWEST, count_segments(run_dir)
     if not segments and (again or not path.exists()):
         raise ValueError(_absent(Path(run_dir)))
     return path if path.exists() and not again and _has(path, segments) else merge(run_dir)
@@ -32,7 +34,7 @@ def _has(path, segments):
 
 def _absent(run_dir):
     """Return an error message that states why a folder has no trace, and how to obtain one."""
-    if (run_dir / "trace.h5").exists():
+    if (run_dir / NEWEST).exists():
         return f"{run_dir}: no segments to merge; omit --merge to use the existing trace.h5"
     if count_segments(run_dir.absolute().parent):
         return f"{run_dir}: a folder of trace segments; specify its parent folder"

@@ -44,7 +44,7 @@ def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothi
     there is no earlier trace to continue, a `Nothing` object is yielded.
     """
     with ExitStack() as stack:
-        began: Any = _begin(run_dir, count) if _aside(run_dir) else None
+        began: Any = _begin(run_dir, count) if earlier_traces(run_dir) else None
         try:
             found = began and _before(stack, run_dir, began)
         except ValueError as error:
@@ -59,7 +59,7 @@ def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing
     trace has a different layout.  Raises ValueError if the trace cannot be read.  The trace file
     remains open until `stack` is closed.
     """
-    for path in _aside(run_dir):
+    for path in earlier_traces(run_dir):
         trace = stack.enter_context(Trace(path))
         if not (trace.steps["step"] < began.step).any():
             continue
@@ -72,16 +72,16 @@ def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing
     return None
 
 
-def _aside(run_dir: Path) -> list[Path]:
-    """Return the trace files of earlier attempts, from the latest to the first."""
+def earlier_traces(run_dir: Path) -> dict[Path, int]:
+    """Return the trace files of earlier attempts, latest first, with the attempts' numbers."""
     found = {path: _ASIDE.fullmatch(path.name) for path in run_dir.glob("trace-*.h5")}
     numbers = {path: int(match[1]) for path, match in found.items() if match}
-    return sorted(numbers, key=lambda path: numbers[path], reverse=True)
+    return dict(sorted(numbers.items(), key=lambda each: each[1], reverse=True))
 
 
 def latest_with_steps(run_dir: Path) -> Path | None:
     """Return the trace of the latest earlier attempt that completed a step, if any."""
-    for path in _aside(run_dir):
+    for path in earlier_traces(run_dir):
         with suppress(ValueError), Trace(path) as trace:
             if len(trace.steps):
                 return path

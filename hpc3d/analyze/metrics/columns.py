@@ -12,13 +12,15 @@ the time during which the device computes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from hpc3d.analyze.metrics.intervals import before, merged
-from hpc3d.trace.previous_attempts import latest_with_steps
+from hpc3d.trace.locate import NEWEST
+from hpc3d.trace.previous_attempts import earlier_traces, latest_with_steps
 from hpc3d.trace.reader import Trace
 from hpc3d.trace.schema import STREAM
 from hpc3d.trace.table import Table
@@ -29,11 +31,18 @@ CELL_KEYS = ("rank", "stage", "step")
 
 
 def recorded_steps(trace: Trace) -> str:
-    """Return an error message clause that states the first and the last step of a trace."""
+    """Return an error message clause that states the first and the last step of a trace.
+
+    If earlier attempts of the run have their own traces, their steps are stated, too.
+    """
     numbers = trace.steps["step"]
-    if not len(numbers):
-        return "the trace has no steps"
-    return f"the trace has steps {numbers.min()} to {numbers.max()}"
+    text = "no steps" if not len(numbers) else f"steps {numbers.min()} to {numbers.max()}"
+    parts = [f"the trace has {text}"]
+    for path in earlier_traces(trace.path.parent) if trace.path.name == NEWEST else ():
+        with suppress(ValueError), Trace(path) as earlier:
+            if len(numbers := earlier.steps["step"]):
+                parts.append(f"{path} has steps {numbers.min()} to {numbers.max()}")
+    return "; ".join(parts)
 
 
 def require_steps(trace: Trace) -> None:

@@ -32,6 +32,7 @@ def about(trace: Steady) -> dict[str, str]:
         "MPI": attrs.get("mpi"),
         "trace": _trace(trace.trace),
         "averages": averaged(trace),
+        "log": log if (log := trace.path.parent / "train.log").is_file() else None,
     }
     return {title: str(text) for title, text in known.items() if text}
 

@@ -141,12 +141,16 @@ def peak_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def loss_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return the loss and gradient norm of each step, averaged over the ranks that record them."""
+    """Return the loss and gradient norm of each step, averaged over the ranks that record them.
+
+    `seconds` is the step time of the slowest rank, or None if the trace contains CPU times.
+    """
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     loss, norm = (means_of(step, trace.steps[name]) for name in ("loss", "grad_norm"))
+    seconds = slowest_seconds(trace).tolist() if one_time(trace) else [None] * len(steps)
     return [
-        {"step": number, "loss": finite(mean), "grad_norm": finite(length)}
-        for number, mean, length in zip(steps.tolist(), loss, norm)
+        {"step": number, "loss": finite(mean), "grad_norm": finite(length), "seconds": time}
+        for number, mean, length, time in zip(steps.tolist(), loss, norm, seconds)
     ]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.analyze.attempts import resumes
 from hpc3d.analyze.metrics.step import mean_row
 from hpc3d.analyze.report import palette
 from hpc3d.comm.grid import AXES
@@ -53,7 +54,8 @@ _MAPS = 12  # maximum number of layers for which the expert load is shown
 class Lines(NamedTuple):
     """Line plot with an optional lower panel.
 
-    `lines` and `lower` are dicts from label to (x values, y values).
+    `lines` and `lower` are dicts from label to (x values, y values). `marks` is a dict from the x
+    value of a vertical line to its label.
     """
 
     xlabel: str
@@ -61,6 +63,7 @@ class Lines(NamedTuple):
     lines: dict
     lower_ylabel: str = ""
     lower: dict | None = None
+    marks: dict | None = None
 
 
 class Bars(NamedTuple):
@@ -113,7 +116,36 @@ def loss(runs: Sequence[RunAnalysis]) -> Lines:
     evaluated = [run for run in runs if run.tables["evaluation"]]
     lines |= {f"{run.label}, validation": _losses(run, "evaluation") for run in evaluated}
     lower_ylabel = "difference from\nthe first run [nat]"
-    return Lines("training step", "loss [nat per token]", lines, lower_ylabel, lower or None)
+    chart = Lines("training step", "loss [nat per token]", lines, lower_ylabel, lower or None)
+    return chart._replace(marks=_marks(runs))
+
+
+def step_times(run: RunAnalysis) -> Lines:
+    """Return the plot of the step times, with one line per attempt.
+
+    The first step of an attempt is omitted: it is a warmup, which takes longer than other steps.
+    """
+    names = {
+        row["attempt"]: f"{row['attempt']}: {row['layout']}" for row in run.tables["attempts"]
+    }
+    marks, lines = _marks([run]), defaultdict(lambda: ([], []))
+    firsts = {run.tables["loss"][0]["step"], *marks}
+    for row in run.tables["loss"]:
+        if row["seconds"] is not None and row["step"] not in firsts:
+            steps, times = lines[names.get(row["attempt"], run.label)]
+            steps.append(row["step"])
+            times.append(row["seconds"] * 1e3)
+    return Lines("training step", "step time [ms]", dict(lines), marks=marks)
+
+
+def _marks(runs):
+    """Return a dict from the first step after each resume to a label of the resume."""
+    found: dict[int, str] = {}
+    for run in runs:
+        for step, text in resumes(run.tables["attempts"]).items():
+            text = f"{run.label}: {text}" if len(runs) > 1 else text
+            found[step] = f"{found[step]}; {text}" if step in found else text
+    return found
 
 
 def _losses(run, table):

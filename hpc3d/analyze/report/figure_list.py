@@ -44,6 +44,7 @@ def of_runs(
 
 def of_run(run: RunAnalysis) -> Iterator[Picture]:
     """Yield the nonempty figures of one run."""
+    yield from _step_times(run)
     if run.timeline:
         yield Picture("timeline", f"Step {run.step}", _shown(run.timeline), run.timeline)
     caption = "Mean step time per rank. Exposed communication is the sum of wait and transfer."
@@ -82,6 +83,13 @@ def of_run(run: RunAnalysis) -> Iterator[Picture]:
     if memory.parts:
         caption = "Peak of each kind of memory. Different kinds may peak at different times."
         yield Picture("memory", "Memory by rank", caption, memory)
+
+
+def _step_times(run):
+    chart = charts.step_times(run)
+    if sum(len(steps) for steps, _ in chart.lines.values()) > 1:
+        caption = "Time of the slowest rank, without the first step of each attempt."
+        yield Picture("steps", "Step time by training step", caption, chart)
 
 
 def all_of(number: int, noun: str) -> str:

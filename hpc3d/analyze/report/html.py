@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote
 
 from hpc3d import __version__
 from hpc3d.analyze.report import plot_bokeh
@@ -84,6 +87,7 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
         library=library,
         code="".join(map(_text, _SCRIPTS)),
         steps=_steps,
+        link=partial(_link, folder.parent),
         script=script,
         style=_text("report.css"),
     )
@@ -104,6 +108,11 @@ def _image(path):
     smaller = min(kinds, key=lambda file: file.stat().st_size)
     data = base64.b64encode(smaller.read_bytes()).decode()
     return f"data:image/{kinds[smaller]};base64,{data}"
+
+
+def _link(folder, path):
+    """Return the relative URL of a file on a page in `folder`."""
+    return quote(os.path.relpath(path, folder))
 
 
 def _template():

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpc3d.analyze.report.charts import Bars, Heat, Lines
 from hpc3d.analyze.report.gantt import Panels, color_of, is_thin, name_of, order_of
-from hpc3d.analyze.report.palette import PATH, RUNS, UNRECORDED
+from hpc3d.analyze.report.palette import MARK, PATH, RUNS, UNRECORDED
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, lanes, rest
 
 if TYPE_CHECKING:
@@ -70,11 +70,27 @@ def _lines(chart: Lines):
     colors = {label: RUNS[index % len(RUNS)] for index, label in enumerate(chart.lines)}
     upper = _panel(chart.xlabel, chart.ylabel, chart.lines, colors, 290 + 20 * len(chart.lines))
     _legend(upper, "vertical")
+    _mark(upper, chart.marks or {}, labeled=True)
     if not chart.lower:
         return upper
     lower = _panel(chart.xlabel, chart.lower_ylabel, chart.lower, colors, 200)
     lower.x_range, lower.legend.visible = upper.x_range, False
+    _mark(lower, chart.marks or {}, labeled=False)
     return column(upper, lower, sizing_mode="stretch_width")
+
+
+def _mark(plot, marks, labeled):
+    """Draw a vertical line before each step in `marks`, with its label at the top of the plot."""
+    from bokeh.models import Label, Node, Span
+
+    top = Node(target="frame", symbol="top", offset=4)
+    for step, text in marks.items():
+        line = {"line_color": MARK, "line_dash": "dashed", "level": "underlay"}
+        plot.add_layout(Span(location=step - 0.5, dimension="height", **line))
+        if labeled:
+            style = {"text_color": MARK, "text_font_size": "9pt", "text_baseline": "bottom"}
+            style |= {"angle": -90, "angle_units": "deg"}
+            plot.add_layout(Label(x=step - 0.5, y=top, text=text, **style))
 
 
 def _panel(xlabel, ylabel, lines, colors, height):

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpc3d.analyze.report.charts import Bars, Heat, Lines, LoadMaps
 from hpc3d.analyze.report.gantt import Panels, gantt
-from hpc3d.analyze.report.palette import PATH, RUNS, UNRECORDED, default_style
+from hpc3d.analyze.report.palette import MARK, PATH, RUNS, UNRECORDED, default_style
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, boxes, lanes, path, rest
 from hpc3d.runtime.optional_packages import need
 
@@ -86,6 +86,12 @@ def _lines(chart: Lines):
     for panel, text in zip(axes, (chart.ylabel, chart.lower_ylabel)):
         panel.set_ylabel(text)
         panel.grid(color="0.9", linewidth=0.6)
+        for step, text in (chart.marks or {}).items():
+            panel.axvline(step - 0.5, color=MARK, linewidth=0.8, linestyle="--", zorder=0)
+            if panel is axes[0]:
+                where = panel.get_xaxis_transform()
+                style = {"rotation": 90, "va": "top", "ha": "right", "fontsize": 7}
+                panel.text(step - 0.5, 0.98, _escaped(text), transform=where, color=MARK, **style)
     if rows == 2:
         axes[1].ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
     axes[-1].set_xlabel(chart.xlabel)

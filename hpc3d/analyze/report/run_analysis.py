@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.analyze.attempts import Attempts
 from hpc3d.analyze.metrics import breakdown, expert_loads
 from hpc3d.analyze.metrics.collectives import bandwidth_rows, communication_matrix
 from hpc3d.analyze.metrics.columns import require_steps
@@ -31,8 +32,6 @@ from hpc3d.analyze.metrics.step import (
     between_rows,
     comparison_rows,
     equal_curves,
-    evaluation_rows,
-    loss_rows,
     median_step,
     peak_rows,
     step_row,
@@ -152,12 +151,12 @@ def analyze_run(
     """
     require_steps(trace)
     wrong = violations(trace)  # computed before calls_of to reduce peak memory
-    steady = Steady(trace)
+    steady, attempts = Steady(trace), Attempts(trace)
     step, calls = median_step(steady) if step is None else step, calls_of(steady)
     matrices, loads = _matrices(trace, calls), expert_loads.loads_of(trace)
     stages, bubble, panels = pipeline_of_step(trace, step)
     tables = {
-        **_of_all_steps(trace),
+        **_of_all_steps(trace, attempts),
         **_of_mean_step(steady, calls, peak, matrices, loads),
         "pipeline": stages,
         "bubble": bubble,
@@ -222,10 +221,11 @@ def _of_mean_step(steady, calls, peak, matrices, loads):
     }
 
 
-def _of_all_steps(trace):
+def _of_all_steps(trace, attempts):
     return {
-        "loss": loss_rows(trace),
-        "evaluation": evaluation_rows(trace),
+        "attempts": attempts.table(),
+        "loss": attempts.losses(),
+        "evaluation": attempts.evaluations(),
         "between": between_rows(trace),
         "memory": peak_rows(trace),
         "memory_ranks": breakdown.memory_rows(trace),

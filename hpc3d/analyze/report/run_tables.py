@@ -28,6 +28,7 @@ _CALLS = ColumnSpec("calls", "calls", count)
 _RECEIVED = ColumnSpec("bytes", "received [B]", prefixed)
 _LAYER = ColumnSpec("layer", "layer", layer)
 _SECONDS = ColumnSpec("seconds", "time [ms]", milliseconds)
+_ATTEMPT = ColumnSpec("attempt", "attempt", number)
 _SHARE = ColumnSpec("share", "share", percent)
 _LOADED = columns(percent, dropped="dropped", empty="unused capacity")
 
@@ -43,6 +44,19 @@ OF_A_RUN = (
             *times("forward", "backward"),
             ColumnSpec("tokens_per_s", "tokens/s", prefixed),
             ColumnSpec("communication_share", "communication", percent),
+        ),
+    ),
+    TableSpec(
+        "attempts",
+        "Attempts",
+        (
+            *columns(number, attempt="attempt"),
+            ColumnSpec("layout", "layout"),
+            *columns(integer, ranks="ranks", first="from", last="to"),
+            *columns(integer, superseded="superseded from"),
+            *columns(milliseconds, step_s="median step [ms]"),
+            ColumnSpec("tokens_per_s", "tokens/s", prefixed),
+            ColumnSpec("file", "trace"),
         ),
     ),
     TableSpec(
@@ -73,6 +87,9 @@ OF_A_RUN = (
             ColumnSpec("step", "step", integer),
             ColumnSpec("loss", "loss [nat]", "{:.6f}".format),
             ColumnSpec("grad_norm", "gradient norm", "{:.4f}".format),
+            _SECONDS,
+            _ATTEMPT,
+            ColumnSpec("superseded", "superseded in attempt"),
         ),
         rows_shown=-1,
     ),
@@ -86,6 +103,7 @@ OF_A_RUN = (
             ColumnSpec("accuracy", "accuracy", percent),
             ColumnSpec("tokens", "tokens", integer),
             _SECONDS,
+            _ATTEMPT,
         ),
         rows_shown=10,
     ),

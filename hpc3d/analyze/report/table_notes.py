@@ -18,6 +18,13 @@ excludes the events inside it. The files in tables/ contain the same numbers in 
 floating-point operations (FLOP), without prefixes."""
 
 MEANING = {
+    "attempts": """\
+One row per attempt of a resumed run: the first start and each resumption. `from` and `to` are the
+first and the last step that the attempt trained. The steps from `superseded from` on were trained
+again by a later attempt. They count once: losses, evaluations and figures show the newer values.
+`median step [ms]` and `tokens/s` exclude the first step of the attempt. All other tables except
+the losses and evaluations refer to the newest trace, which includes the steps of earlier attempts
+only if they had the same layout.""",
     "runs": """\
 `step [ms]` is the median step time of the slowest rank, with the quartiles `25 % [ms]` and `75 %
 [ms]`. `tokens/s` is the number of tokens per step divided by this median. `communication` is the
@@ -84,7 +91,9 @@ measured` is below 1, the run needed more time or memory than predicted. step_s 
 time of the slowest rank [s]. peak_KIND_bytes is the highest peak of one kind of memory on a rank
 [B].""",
     "loss": """\
-Mean loss per token after each step, and the `gradient norm` before clipping.""",
+Mean loss per token after each step, the `gradient norm` before clipping, and the time of the
+slowest rank. If the run was resumed, `attempt` is the attempt that trained the step, and
+`superseded in attempt` lists earlier attempts that also trained it.""",
     "evaluation": """\
 Evaluation of the model on held-out text: the mean loss of the evaluated `tokens`, the `perplexity`
 exp(loss), and the `accuracy`, which is the share of tokens to which the model assigns the highest

@@ -31,6 +31,9 @@ def _one(run: RunAnalysis) -> Iterator[str]:
     for title, value, note in cards(run):
         if title not in ("communication", "imbalance", "straggler"):
             yield f"{title}: {value}, {note}"
+    if attempts := run.tables["attempts"]:
+        last = attempts[-1]
+        yield f"attempts: {len(attempts)}, the last from step {last['first']} on; losses cover all"
     yield from _warnings(run)
 
 

@@ -24,7 +24,7 @@ class Run:
         self.label = label
         rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
         evaluated = [{"step": step, "loss": loss} for step, loss in evaluations]
-        self.tables = {"loss": rows, "evaluation": evaluated}
+        self.tables = {"loss": rows, "evaluation": evaluated, "attempts": []}
 
 
 def test_loss_figure_has_a_line_per_run_and_a_difference_panel():

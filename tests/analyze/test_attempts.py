@@ -1,0 +1,129 @@
+"""A run that was resumed three times is one run in its report and in `hpc3d.open`."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+import hpc3d
+from hpc3d import report
+from hpc3d.analyze.attempts import resumes
+from hpc3d.runtime import metrics_file
+from tests.analyze.report.by_hand import write_run
+from tests.mpi import checked
+from tests.runs import losses, train, without_progress
+
+RANKS, STEPS = 2, 9
+FLAT = {
+    "checkpoint__every": 2,
+    "train__eval_every": 3,
+    "data__validation": 0.1,
+    "parallel__scheme": "1d",
+    "mesh__x": 2,
+}
+
+
+def resumed(run, steps, after, *options):
+    """Resume a run from its checkpoint after step `after`, which may not be the newest one."""
+    for path in (run / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > after:
+            shutil.rmtree(path)
+    words = ["--resume", run, "--train.steps", steps, *options]
+    checked(RANKS, "-m", "hpc3d.train", *words, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Attempt 1 trains steps 0 to 5, attempt 2 steps 4 to 7, and attempt 3, with another layout,
+    steps 6 to 8."""
+    run = train(RANKS, tmp_path_factory.mktemp("run"), train__steps=6, **FLAT)
+    resumed(run, 8, 4)
+    resumed(run, STEPS, 6, "--mesh.x", 1, "--mesh.d", 2)
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return the losses of the same run without interruptions."""
+    run = train(RANKS, tmp_path_factory.mktemp("whole"), train__steps=STEPS, **FLAT)
+    return losses(run).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_losses_of_all_attempts_equal_those_of_an_uninterrupted_run(
+    folder, whole, tmp_path, is_recorded
+):
+    """With and without metrics.jsonl, which contains the same losses."""
+    run = shutil.copytree(folder, tmp_path / "run")
+    if not is_recorded:
+        (run / metrics_file.NAME).unlink()
+    opened = hpc3d.open(run)
+    assert np.abs(np.subtract(opened.losses, whole)).max() < 1e-10
+    rows = opened.table("loss")
+    assert rows["step"].tolist() == [*range(STEPS)] and (rows["seconds"] > 0).all()
+    assert rows["attempt"].tolist() == [1, 1, 1, 1, 2, 2, 3, 3, 3]
+    assert rows["superseded"].fillna("").tolist() == [""] * 4 + ["1", "1", "2", "2", ""]
+    evaluations = opened.table("evaluation")
+    assert evaluations["step"].tolist() == [2, 5, 8]
+    assert evaluations["attempt"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_table_of_attempts_lists_layouts_and_superseded_steps(folder):
+    rows = hpc3d.open(folder).table("attempts")
+    assert rows["layout"].tolist() == ["1d, x=2"] * 2 + ["data parallel, d=2"]
+    assert rows[["first", "last"]].to_numpy().tolist() == [[0, 5], [4, 7], [6, 8]]
+    assert rows["superseded"].dropna().tolist() == [4, 6]
+    assert rows["file"].tolist() == ["trace-1.h5", "trace-2.h5", "trace.h5"]
+    assert (rows["step_s"] > 0).all() and (rows["tokens_per_s"] > 0).all()
+    assert resumes(rows.to_dict("records")) == {4: "resumed", 6: "resumed: data parallel, d=2"}
+
+
+@pytest.mark.slow
+def test_timeline_shows_the_newest_attempt_that_has_the_step(folder):
+    run = hpc3d.open(folder)
+    assert [run.timeline(step).title for step in (3, 8)] == ["Step 3", "Step 8"]
+    shown = [run._of(step).label for step in (3, 5, 7)]
+    assert shown == ["1d, x=2", "1d, x=2", "data parallel, d=2"]
+    known = r"step 99.* steps 6 to 8; .*trace-2\.h5 has steps 0 to 7"
+    with pytest.raises(ValueError, match=known):
+        run.timeline(99)
+
+
+@pytest.mark.slow
+def test_report_marks_resumes_and_links_the_log(folder, capsys):
+    assert report.main([str(folder)]) == 0
+    assert without_progress(capsys.readouterr().err) == ""
+    page = (folder / "report" / "report.html").read_text(encoding="utf-8")
+    assert 'href="../train.log"' in page
+    figure = (folder / "report" / "figures" / "loss.svg").read_text(encoding="utf-8")
+    drawn = re.findall("<!-- (.*?) -->", figure)  # the text of each label
+    assert "resumed" in drawn and "resumed: data parallel, d=2" in drawn
+    assert (folder / "report" / "figures" / "steps.svg").exists()
+    assert "| attempt |" in (folder / "report" / "report.md").read_text(encoding="utf-8")
+
+
+def record(step, loss, **values):
+    return json.dumps({"step": step, "loss": loss, "seconds": 0.5, **values}) + "\n"
+
+
+def test_records_add_steps_without_a_trace(tmp_path):
+    """The trace of the only attempt has steps 0 to 2."""
+    run = write_run(tmp_path / "small")
+    lines = [record(step, 9.0 - step, gradient_norm=0.25) for step in (2, 3)]
+    (run / metrics_file.NAME).write_text("".join(lines))
+    opened = hpc3d.open(run)
+    assert opened.losses == [4.0, 3.5, 3.25, 6.0]
+    assert "attempt" not in opened.tables and opened.table("loss")["attempt"].isna().all()
+    assert opened.table("loss")["grad_norm"].tolist() == [1.5, 1.5, 1.5, 0.25]
+
+
+def test_single_trace_file_is_analyzed_without_the_rest_of_the_run(tmp_path):
+    run = write_run(tmp_path / "small")
+    hpc3d.open(run)
+    (run / metrics_file.NAME).write_text(record(3, 1.0))
+    copy = shutil.copy(run / "trace.h5", run / "trace-1.h5")
+    assert len(hpc3d.open(run).losses) == 4 and len(hpc3d.open(copy).losses) == 3
