@@ -43,9 +43,8 @@ def _projected(
     if f"{name}.qkv.weight" in weights:
         qkv = linear(weights, f"{name}.qkv", x).unflatten(-1, (shape.heads, 3, -1))
         return [part.transpose(1, 2) for part in qkv.unbind(3)]
-    width = shape.hidden // shape.heads
     parts = (linear(weights, f"{name}.{letter}", x) for letter in "qkv")
-    return [part.unflatten(-1, (-1, width)).transpose(1, 2) for part in parts]
+    return [part.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2) for part in parts]
 
 
 def _attention(
@@ -73,15 +72,17 @@ def _attention(
 def _turned(x: torch.Tensor, rotation: Any) -> torch.Tensor:
     """Apply rotary embeddings to x, shape [..., T, D], with complex arithmetic.
 
-    The features with indices i and i + D / 2 are the real part and the imaginary part of a complex
-    number. A rotation multiplies this number by exp(1j * angle).
+    Of r rotated features, those with indices i and i + r / 2 are the real part and the imaginary
+    part of a complex number. A rotation multiplies this number by a exp(1j * angle), where a is
+    the amplitude.
     """
     sequence, width = x.shape[-2:]
     frequencies = torch.tensor(rotation.frequencies(width), dtype=x.dtype)
     angles = torch.outer(torch.arange(sequence, dtype=x.dtype), frequencies)
-    a, b = x.chunk(2, dim=-1)
-    turned = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([turned.real, turned.imag], -1)
+    a, b, rest = x.split([len(frequencies), len(frequencies), width - 2 * len(frequencies)], -1)
+    turned = torch.complex(a, b)
+    turned = turned * torch.polar(torch.full_like(angles, rotation.amplitude), angles)
+    return torch.cat([turned.real, turned.imag, rest], -1)
 
 
 def _block(

@@ -160,8 +160,7 @@ class PublishedFamily(NamedTuple):
         """
         layer = ours.split(".")[-2]
         if layer == "qkv":
-            width = model.hidden // model.heads
-            return width, width, width
+            return (model.head_width,) * 3
         return (1, 1) if layer == "up" and self.family.gated else (columns,)
 
     def _is_transposed(self, ours: str, dims: int) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.model.layers import LayerNorm
+from hpc3d.ops.rotary import SCALINGS
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
@@ -25,16 +26,22 @@ _FUNCTIONS = {
     "gelu_fast": "tanh",
     "gelu_python": "exact",
 }
-_LLAMA3 = {  # maps rope_scaling keys of config.json to hpc3d keys
+_SCALING = {  # maps keys of model.rope_scaling to those of config.json
     "factor": "factor",
-    "low_freq_factor": "low",
-    "high_freq_factor": "high",
-    "original_max_position_embeddings": "original",
+    "low": "low_freq_factor",
+    "high": "high_freq_factor",
+    "original": "original_max_position_embeddings",
+    "fast": "beta_fast",
+    "slow": "beta_slow",
+    "attention": "attention_factor",
 }
+_DYNAMIC = "dynamic"  # type of RoPE scaling without a length of its own in config.json
 _OF_MIXTRAL = {  # maps [model] keys to (value required by Mixtral, description)
     "shared_experts": (0, "no shared experts"),
     "moe_every": (1, "experts in every block"),
     "balance_bias": (0.0, "no router bias"),
+    "attention_bias": (False, "no attention biases"),
+    "mlp_bias": (False, "no biases of experts"),
 }
 _BALANCE = "router_aux_loss_coef"
 _LARGEST = 1e6  # upper limit of router_aux_loss_coef
@@ -164,26 +171,35 @@ def _llama_written(model: ModelConfig) -> dict[str, Any]:
     sizes = {
         "intermediate_size": model.ffn or 4 * model.hidden,
         "num_key_value_heads": model.kv_heads or model.heads,
+        "head_dim": model.head_width,
     }
-    scaling = None
-    if ours := model.rope_scaling:
-        given = {theirs: ours[key] for theirs, key in _LLAMA3.items() if key in ours}
-        scaling = {"rope_type": "llama3", **given}
-    return {**sizes, "rope_theta": model.rope_theta, "rope_scaling": scaling}
+    return {**sizes, "rope_theta": model.rope_theta, **_rope_written(model)}
+
+
+def _rope_written(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json for the RoPE scaling.
+
+    For the type "dynamic", the original length is `max_position_embeddings`.
+    """
+    if model.rope_scaling is None:
+        return {"rope_scaling": None}
+    ours = {"type": "llama3", **model.rope_scaling}
+    kind = ours.pop("type")
+    if "original" in ours:
+        ours["original"] = int(ours["original"])
+    length = {"max_position_embeddings": ours.pop("original")} if kind == _DYNAMIC else {}
+    scaling = {_SCALING[key]: value for key, value in ours.items()}
+    return {**length, "rope_scaling": {"rope_type": kind, **scaling}}
 
 
 def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     for theirs in ("num_attention_heads", "max_position_embeddings"):
         if theirs not in settings:
             raise ValueError(f"{CONFIG} is missing or does not contain {theirs}")
-    heads = settings["num_attention_heads"]
-    if isinstance(heads, int) and heads > 0:
-        width = model["hidden"] / heads
-        if settings.get("head_dim", width) != width:
-            only = f"hidden_size / num_attention_heads = {width:g}"
-            raise ValueError(f"{CONFIG}: head_dim = {settings['head_dim']!r}: must be {only}")
+    heads, width = settings["num_attention_heads"], settings.get("head_dim")
+    whole = type(heads) is type(width) is int and heads * width == model["hidden"]
     epsilon = settings.get("rms_norm_eps", 1e-6)  # the default of transformers
-    return {"norm_epsilon": epsilon, **_rope(settings)}
+    return {"norm_epsilon": epsilon, "head_dim": None if whole else width, **_rope(settings)}
 
 
 def no_mixtral(model: ModelConfig) -> str | None:
@@ -244,15 +260,22 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ValueError(f"{CONFIG}: {name} = {table!r}: must be a JSON object")
     table = {"rope_theta": settings.get("rope_theta", 10000.0), **table}
-    form = table.pop("rope_type", table.pop("type", "default"))
+    kind = str(table.pop("rope_type", table.pop("type", "default")))
     found = {"rope_theta": table.pop("rope_theta")}
-    if form == "llama3" and table.keys() <= _LLAMA3.keys():
-        return {**found, "rope_scaling": {_LLAMA3[key]: value for key, value in table.items()}}
-    if form == "default" and not table:
+    if kind == "default" and not table:
         return found
-    keys = f" with {', '.join(sorted(table))}" if form in ("default", "llama3") else ""
+    form, ours = SCALINGS.get(kind), {}
+    for key in (*form.keys, *form.others) if form else ():
+        if _SCALING[key] in table:
+            ours[key] = table.pop(_SCALING[key])
+    if kind == _DYNAMIC:
+        ours["original"] = settings["max_position_embeddings"]
+    if form and not table:
+        return {**found, "rope_scaling": {"type": kind, **ours}}
+    keys = f" with {', '.join(sorted(table))}" if kind in ("default", *SCALINGS) else ""
     raise ValueError(
-        f"{CONFIG}: rope_type = {form!r}{keys} is not supported; use default or llama3"
+        f"{CONFIG}: rope_type = {kind!r}{keys} is not supported; use default, "
+        f"{', '.join(SCALINGS)}"
     )
 
 
@@ -310,22 +333,27 @@ LLAMA = Settings(
         "max_position_embeddings": "sequence",
         "vocab_size": "vocabulary",
         "rms_norm_eps": "norm_epsilon",
+        "attention_bias": "attention_bias",
+        "mlp_bias": "mlp_bias",
     },
-    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    fixed={"hidden_act": "silu"},
     dropouts=("attention_dropout",),
     others=frozenset({"head_dim", "rope_theta", "rope_scaling", "rope_parameters"}),
     written=_llama_written,
     told=_llama_told,
 )
 
+_PLAIN = {key: ours for key, ours in LLAMA.sizes.items() if not key.endswith("_bias")}
+
 QWEN2 = LLAMA._replace(
+    sizes=_PLAIN,
     fixed={"hidden_act": "silu", "use_sliding_window": False},
     others=LLAMA.others | {"layer_types", "max_window_layers", "sliding_window"},
     told=_qwen2_told,
 )
 
 MIXTRAL = LLAMA._replace(
-    sizes={**LLAMA.sizes, "num_local_experts": "experts", "num_experts_per_tok": "top_k"},
+    sizes={**_PLAIN, "num_local_experts": "experts", "num_experts_per_tok": "top_k"},
     fixed={"hidden_act": "silu", "router_jitter_noise": 0.0},
     others=LLAMA.others | {_BALANCE, "output_router_logits"},
     written=_mixtral_written,

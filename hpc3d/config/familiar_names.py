@@ -29,6 +29,7 @@ _ALIKE = {  # hpc3d key -> keys of other programs with the same meaning
     "model.hidden": "n_embd hidden_size d_model n_embed embed_dim embedding_size dim",
     "model.heads": "n_head n_heads num_heads num_attention_heads",
     "model.kv_heads": "n_kv_heads num_key_value_heads num_query_groups n_kv_head",
+    "model.head_dim": "kv_channels",
     "model.ffn": "ffn_hidden_size intermediate_size d_ff ffn_dim n_inner",
     "model.sequence": "block_size seq_length seq_len sequence_length context_length n_ctx "
     "n_positions max_position_embeddings max_seq_len context_size",
@@ -84,7 +85,7 @@ _OTHERWISE = {  # keys of other programs without a direct hpc3d equivalent -> ad
         "use the command hpc3d evaluate RUN_DIR --data FILE; train.eval_every evaluates the model "
         "during training"
     ),
-    "bias": 'set model.kind; "gpt2" and "bert" have biases, "llama" does not',
+    "bias": "use model.attention_bias and model.mlp_bias, or a model.kind with biases, as gpt2",
     "bucket_cap reduce_bucket_size": "use parallel.bucket_mb, in megabytes",
     "min_lr_factor min_lr_ratio": "use train.min_learning_rate, which is an absolute rate",
     "warmup_ratio lr_warmup_fraction": "use train.warmup, in steps",

@@ -22,7 +22,7 @@ from hpc3d.comm.mesh import COPIES, DATA
 from hpc3d.config.constraints import AtLeast, AtMost, LessThan, MoreThan, ValidFor
 from hpc3d.config.limits import INT32, MOST_LAYERS, MOST_PASSES, MOST_RANKS
 from hpc3d.model.context import Context
-from hpc3d.model.families import FAMILIES
+from hpc3d.model.families import FAMILIES, kinds_with
 from hpc3d.tensor.split import PUBLISHED, SCHEMES, Split
 
 _LONG = 1024  # minimum sequence length in tokens for which chunked attention is faster in NumPy
@@ -37,7 +37,14 @@ CONSTANTS: dict[str, dict[str, float]] = {  # optimizer -> default hyperparamete
     "muon": {"beta1": 0.95, "beta2": 0.95, "epsilon": 1e-8},
     "sgd": {},
 }
-_OF_MIXTURES = ValidFor("model.kind", "gpt2", "llama"), ValidFor("model.experts")
+
+
+def _of_kinds(key: str) -> ValidFor:
+    """Return the constraint that only the model families with a key accept it."""
+    return ValidFor("model.kind", *kinds_with(key))
+
+
+_OF_MIXTURES = _of_kinds("experts"), ValidFor("model.experts")
 
 
 def _with(constant: str) -> tuple[str, ...]:
@@ -237,7 +244,7 @@ class ModelConfig:
     layers: Annotated[int, AtLeast(1), AtMost(MOST_LAYERS)] = 2
     """Number of Transformer blocks."""
     hidden: Annotated[int, AtLeast(1), AtMost(2**20)] = 384
-    """Hidden size. It must be a multiple of heads."""
+    """Hidden size. It must be a multiple of heads, unless head_dim is set."""
     heads: Annotated[int, AtLeast(1), AtMost(2**20)] = 64
     """Number of attention heads."""
     sequence: Annotated[int, AtLeast(1), AtMost(2**27)] = 64
@@ -246,45 +253,41 @@ class ModelConfig:
     """Vocabulary size. Default: the vocabulary size of the tokenizer."""
     tied: bool = True
     """Tie the token embedding to the output projection."""
-    kv_heads: Annotated[
-        int | None, AtLeast(1), AtMost(2**20), ValidFor("model.kind", "llama", "qwen2")
-    ] = None
-    """llama, qwen2: number of KV heads (grouped-query attention). Each KV head is shared by heads
-    / kv_heads query heads. Default: heads."""
-    ffn: Annotated[
-        int | None, AtLeast(1), AtMost(2**22), ValidFor("model.kind", "llama", "qwen2", "bert")
-    ] = None
-    """llama, qwen2, bert: intermediate size of the MLP (SwiGLU in llama and qwen2). Default: 4 x
-    hidden."""
-    norm_epsilon: Annotated[
-        float | None, AtLeast(0), LessThan(1), ValidFor("model.kind", "llama", "qwen2", "bert")
-    ] = None
-    """llama, qwen2, bert: epsilon of the normalization layers. Default: 1e-12 for bert, otherwise
-    1e-5."""
-    rope_theta: Annotated[
-        float, AtLeast(1), LessThan(inf), ValidFor("model.kind", "llama", "qwen2")
-    ] = 10000.0
-    """llama, qwen2: base (theta) of the rotary position embedding (RoPE)."""
-    rope_scaling: Annotated[
-        dict[str, float | str] | None, ValidFor("model.kind", "llama", "qwen2")
-    ] = field(default=None, hash=False)
-    """llama, qwen2: RoPE scaling for long sequences (rope_type "llama3" in Hugging Face
-    configurations), given by the scaling factor, the low and high frequency factors, and the
-    original context length in tokens. Example: { factor = 8, low = 1, high = 4, original = 8192 }.
-    Default: none."""
-    gelu: Annotated[Literal["tanh", "exact"], ValidFor("model.kind", "gpt2", "bert")] = "tanh"
-    """GELU with the tanh approximation, or the exact GELU with the error function. On CPUs, exact
-    requires the optional dependency hpc3d[exact]."""
-    padding: Annotated[int | None, AtLeast(0), AtMost(2**27), ValidFor("model.kind", "bert")] = (
+    kv_heads: Annotated[int | None, AtLeast(1), AtMost(2**20), _of_kinds("kv_heads")] = None
+    """Number of KV heads (grouped-query attention). Each KV head is shared by heads / kv_heads
+    query heads. Default: heads."""
+    head_dim: Annotated[int | None, AtLeast(1), AtMost(2**20), _of_kinds("head_dim")] = None
+    """Number of features of an attention head. Default: hidden / heads."""
+    ffn: Annotated[int | None, AtLeast(1), AtMost(2**22), _of_kinds("ffn")] = None
+    """Intermediate size of the MLP (SwiGLU in llama and qwen2). Default: 4 x hidden."""
+    norm_epsilon: Annotated[float | None, AtLeast(0), LessThan(1), _of_kinds("norm_epsilon")] = (
         None
     )
+    """Epsilon of the normalization layers. Default: 1e-12 for bert, otherwise 1e-5."""
+    attention_bias: Annotated[bool, _of_kinds("attention_bias")] = False
+    """Add biases to the q, k, v and output projections of attention."""
+    mlp_bias: Annotated[bool, _of_kinds("mlp_bias")] = False
+    """Add biases to the linear layers of the MLP."""
+    rope_theta: Annotated[float, AtLeast(1), LessThan(inf), _of_kinds("rope_theta")] = 10000.0
+    """Base (theta) of the rotary position embedding (RoPE)."""
+    rope_scaling: Annotated[dict[str, float | str] | None, _of_kinds("rope_scaling")] = field(
+        default=None, hash=False
+    )
+    """RoPE scaling for long sequences. Its type is linear, dynamic, yarn or llama3 (default), as
+    rope_type in Hugging Face configurations. The other parameters are the scaling factor, the
+    original context length in tokens, and those of the type (docs/models.md). Example: { type =
+    "llama3", factor = 8, low = 1, high = 4, original = 8192 }. Default: none."""
+    gelu: Annotated[Literal["tanh", "exact"], _of_kinds("gelu")] = "tanh"
+    """GELU with the tanh approximation, or the exact GELU with the error function. On CPUs, exact
+    requires the optional dependency hpc3d[exact]."""
+    padding: Annotated[int | None, AtLeast(0), AtMost(2**27), _of_kinds("padding")] = None
     """bert: ID of the padding token. No token attends to padding tokens, and they are never
     prediction targets. Default: no padding."""
     dropout: Annotated[float, AtLeast(0), LessThan(1)] = 0.0
     """Dropout probability."""
-    experts: Annotated[int, AtLeast(0), AtMost(2**20), ValidFor("model.kind", "gpt2", "llama")] = 0
-    """gpt2, llama: number of experts in each mixture-of-experts layer, which replaces the MLP. 0
-    disables mixture of experts."""
+    experts: Annotated[int, AtLeast(0), AtMost(2**20), _of_kinds("experts")] = 0
+    """Number of experts in each mixture-of-experts layer, which replaces the MLP. 0 disables
+    mixture of experts."""
     top_k: Annotated[int, AtLeast(1), AtMost(2**10), *_OF_MIXTURES] = 1
     """Number of experts that the router selects for each token: 1 in Switch, 2 in GShard and
     Mixtral."""
@@ -308,6 +311,11 @@ class ModelConfig:
     """Load balancing without an auxiliary loss: update rate of the router bias of each expert. In
     each step, the bias increases if the expert received less than its share of tokens, and
     decreases if it received more. 0 disables the bias."""
+
+    @property
+    def head_width(self) -> int:
+        """Number of features of an attention head: `head_dim`, or hidden / heads."""
+        return self.head_dim or self.hidden // self.heads
 
 
 @dataclass(frozen=True)

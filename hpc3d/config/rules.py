@@ -9,9 +9,10 @@ from math import inf
 from hpc3d.comm.grid import AXES
 from hpc3d.config.backend_rules import wrong_backend
 from hpc3d.config.constraints import invalid_keys, out_of_bounds
-from hpc3d.config.input_file import Config, TrainConfig
+from hpc3d.config.input_file import Config, ModelConfig, TrainConfig
 from hpc3d.config.load import flat
 from hpc3d.config.wrong_values import mark_wrong, reported
+from hpc3d.ops.rotary import SCALINGS, Rotation
 from hpc3d.pipeline.schedule import find
 from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
 
@@ -23,7 +24,7 @@ def unknown_values(config: Config) -> Iterator[str]:
     config = mark_wrong(config, outside)
     train = _wrong_decay(config.train), _without_validation(config)
     names = _wrong_name(config.name), _nul_characters(config), _wrong_order(config.mesh.order)
-    rules = invalid_keys(config), _wrong_scaling(config.model.rope_scaling), wrong_backend(config)
+    rules = invalid_keys(config), _wrong_scaling(config.model), wrong_backend(config)
     yield from reported(*rules, *train, *names, _unknown_letters(config.parallel.split))
 
 
@@ -64,20 +65,37 @@ def unknown_schedule(config: Config) -> Iterator[str]:
         yield str(error)
 
 
-_SCALING = "factor", "low", "high", "original"
-
-
-def _wrong_scaling(scaling: Mapping[str, float | str] | None) -> Iterator[str]:
-    key = f"model.rope_scaling = {scaling}"
-    if scaling is None:
+def _wrong_scaling(model: ModelConfig) -> Iterator[str]:
+    """Report an unknown type of RoPE scaling, and invalid parameters."""
+    if model.rope_scaling is None:
         return
-    if {*scaling} != {*_SCALING} or any(isinstance(value, str) for value in scaling.values()):
-        names = f"the keys {', '.join(_SCALING)} and no others"
-        yield f"{key}: must have {names}, each with a number (only rope_type llama3 is supported)"
-    elif not (1 <= scaling["factor"] < inf and 0 < scaling["low"] < scaling["high"] < inf):
-        yield f"{key}: factor must be at least 1, and 0 < low < high"
-    elif not 1 <= scaling["original"] < inf:
+    key, given = f"model.rope_scaling = {model.rope_scaling}", {**model.rope_scaling}
+    kind = given.pop("type", "llama3")
+    if kind not in SCALINGS:
+        yield f"{key}: unknown type {kind!r}; use {', '.join(SCALINGS)}"
+        return
+    needed, others = SCALINGS[kind].keys, SCALINGS[kind].others
+    numbers = {name: value for name, value in given.items() if not isinstance(value, str)}
+    if not {*needed} <= numbers.keys() == given.keys() <= {*needed, *others}:
+        optional = f", and optionally {', '.join(others)}," if others else ""
+        names = f"the keys {', '.join(needed)}{optional} and no others"
+        yield f"{key}: type {kind} must have {names}, each with a number"
+    elif not 1 <= numbers["factor"] < inf:
+        yield f"{key}: factor must be at least 1"
+    elif not 1 <= numbers.get("original", 1) < inf:
         yield f"{key}: original, a number of tokens, must be at least 1"
+    else:
+        yield from _wrong_limits(key, Rotation(model.rope_theta, **numbers, type=kind))
+
+
+def _wrong_limits(key: str, rotation: Rotation) -> Iterator[str]:
+    """Report frequency limits in the wrong order, and values with which YaRN is undefined."""
+    if not (0 < rotation.low < rotation.high < inf and 0 < rotation.slow < rotation.fast < inf):
+        yield f"{key}: 0 < low < high and 0 < slow < fast must hold"
+    elif not 0 < rotation.amplitude < inf:
+        yield f"{key}: attention must be positive"
+    elif SCALINGS[rotation.type].amplifies and rotation.base == 1:
+        yield f"{key}: type {rotation.type} needs model.rope_theta above 1"
 
 
 def _wrong_decay(train: TrainConfig) -> Iterator[str]:

@@ -81,12 +81,12 @@ def too_large(config: Config) -> Iterator[str]:
 
 
 def _wrong_heads(model: ModelConfig) -> Iterator[str]:
-    if model.hidden % model.heads:
+    if model.head_dim is None and model.hidden % model.heads:
         key = f"model.hidden = {model.hidden}"
         yield f"{key} must be divisible by model.heads = {model.heads}; change one of them"
-    elif family_of(model).rotary and model.hidden // model.heads % 2:
-        width = model.hidden // model.heads
-        yield f"model.hidden / model.heads = {width} must be even for RoPE; change one of the keys"
+    elif family_of(model).rotary and model.head_width % 2:
+        key = "model.head_dim" if model.head_dim else "model.hidden / model.heads"
+        yield f"{key} = {model.head_width} must be even for RoPE; use an even number of features"
 
 
 def _wrong_kv_heads(model: ModelConfig) -> Iterator[str]:
@@ -182,6 +182,9 @@ def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
         ("model.heads", model.heads): groups.heads,
         ("model.hidden", model.hidden): groups.hidden,
     }
+    if model.head_dim is not None:
+        features = model.heads * model.head_dim
+        needs["model.heads x model.head_dim", features] = groups.attended
     if model.ffn is not None:
         needs["model.ffn", model.ffn] = groups.heads | groups.ffn
     return needs
@@ -197,6 +200,7 @@ class _AxisGroups(NamedTuple):
     rows: set[Axes]
     heads: set[Axes]
     hidden: set[Axes]
+    attended: set[Axes]
     ffn: set[Axes]
 
 
@@ -226,6 +230,7 @@ def _axis_groups(
         rows=_used(rows, used) - _used(whole, used),
         heads=_used({split.y[1], turned.x[1]}, used),
         hidden=_used(hidden, used),
+        attended=_used({turned.of_gradient.w.even}, used),
         ffn=_used({split.w[1], *(w.even for _, w in pairs)}, used),
     )
 
@@ -250,7 +255,7 @@ def _unshared_keys(model: ModelConfig, axes: str, count: int) -> Iterator[str]:
 def _uneven_tiles(config: Config, axes: str, count: int) -> Iterator[str]:
     """Report float8 scaling tiles with query and key columns: results would depend on the mesh."""
     model, train = config.model, config.train
-    keys, width = model.kv_heads or model.heads, model.hidden // model.heads
+    keys, width = model.kv_heads or model.heads, model.head_width
     if (train.product_dtype, train.product_scale) != ("float8", "block") or count == 1:
         return
     columns = model.heads // count * width, max(1, keys // count) * width

@@ -179,7 +179,7 @@ class Block:
         self.residual1 = residual("norm1", "drop1", "layernorm" in self.recompute)
         self.qkv = qkv()
         self.attention = attention_of(mesh, f"{name}.drop_p", spec)
-        self.proj = linear("proj", (hidden, hidden), split.next(), last)
+        self.proj = linear("proj", (model.attended, hidden), split.next(), last)
         self.residual2 = residual("norm2", "drop2", family.first_norm and self.residual1.again)
         self.mixes = model.mixes(number)
         self.mlp: Mlp | ExpertMixture = (

@@ -35,28 +35,19 @@ def _epsilon(model):
     return family_of(model).epsilon if unset else model.norm_epsilon
 
 
-def _sizes(model, vocabulary, *own, **how):
-    """Return the sizes in the `[model]` section; `own` are the keys of only some families."""
+@cache
+def _sizes(model, vocabulary):
+    """Return the sizes in the `[model]` section."""
+    family = family_of(model)
+    own = family.keys & {"gelu", "padding", "ffn", "kv_heads", "head_dim"}
     keys = "layers", "hidden", "heads", "sequence", "tied", "dropout", *own
-    how |= {key: getattr(model, key) for key in keys}
-    return ModelSizes(vocabulary=vocabulary, epsilon=_epsilon(model), **how)
-
-
-@cache
-def _gpt2_sizes(model, vocabulary):
-    return _sizes(model, vocabulary, "gelu", experts=_experts(model))
-
-
-@cache
-def _bert_sizes(model, vocabulary):
-    return _sizes(model, vocabulary, "gelu", "padding", "ffn")
-
-
-@cache
-def _llama_sizes(model, vocabulary):
-    rotation = Rotation(model.rope_theta, **(model.rope_scaling or {}))
-    how = {"rotation": rotation, "experts": _experts(model)}
-    return _sizes(model, vocabulary, "kv_heads", "ffn", **how)
+    how: Any = {key: getattr(model, key) for key in keys}
+    if family.rotary:
+        scaling = {"sequence": model.sequence, **(model.rope_scaling or {})}
+        how["rotation"] = Rotation(model.rope_theta, **scaling)
+    return ModelSizes(
+        vocabulary=vocabulary, epsilon=_epsilon(model), experts=_experts(model), **how
+    )
 
 
 def _table_product(sizes):
@@ -81,9 +72,17 @@ def _bert_vectors(sizes):
     return (SEGMENTS + 2 * 2 + 1) * sizes.hidden + sizes.vocabulary
 
 
+_BIASES = {  # maps keys of [model] to the linear layers of a block that have a bias
+    "attention_bias": frozenset({"qkv", "proj"}),
+    "mlp_bias": frozenset({"up", "down"}),
+}
+_ROPE_KEYS = frozenset({"kv_heads", "head_dim", "ffn", "norm_epsilon", "rope_theta"})
+_ROPE_KEYS |= {"rope_scaling"}
+
 GPT2 = Family(
     kind="gpt2",
-    sizes=_gpt2_sizes,
+    keys=frozenset({"gelu", "experts"}),
+    sizes=_sizes,
     norm=LayerNorm,
     first_norm=True,
     epsilon=LayerNorm.EPSILON,
@@ -99,7 +98,8 @@ GPT2 = Family(
 
 LLAMA = Family(
     kind="llama",
-    sizes=_llama_sizes,
+    keys=_ROPE_KEYS | _BIASES.keys() | {"experts"},
+    sizes=_sizes,
     norm=RMSNorm,
     first_norm=True,
     epsilon=LayerNorm.EPSILON,
@@ -113,12 +113,12 @@ LLAMA = Family(
     vectors=partial(_final_norm, centred=RMSNorm.centred),
 )
 
-QWEN2 = replace(LLAMA, kind="qwen2", biased=frozenset({"qkv"}))
+QWEN2 = replace(LLAMA, kind="qwen2", keys=_ROPE_KEYS, biased=frozenset({"qkv"}))
 
 BERT = replace(
     GPT2,
     kind="bert",
-    sizes=_bert_sizes,
+    keys=frozenset({"gelu", "padding", "ffn", "norm_epsilon"}),
     first_norm=False,
     epsilon=1e-12,
     causal=False,
@@ -132,8 +132,15 @@ FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2, BERT)}
 
 
 def family_of(model: Any) -> Family:
-    """Return the `Family` selected by the `[model]` section."""
-    return FAMILIES[model.kind]
+    """Return the `Family` selected by the `[model]` section, with its additional biases."""
+    family = FAMILIES[model.kind]
+    added = frozenset().union(*(_BIASES[key] for key in _BIASES if getattr(model, key)))
+    return replace(family, biased=family.biased | added) if added else family
+
+
+def kinds_with(key: str) -> tuple[str, ...]:
+    """Return the kinds of the families that have a key of the `[model]` section."""
+    return tuple(kind for kind, family in FAMILIES.items() if key in family.keys)
 
 
 def with_epsilon(model: Any) -> Any:

@@ -78,8 +78,9 @@ class ModelSizes:
     embedding, and `padding` the padding token, which is masked in attention. If `fused_gelu` is
     True, GELU is fused into the products on GPUs, unless the MLP is sharded.
 
-    `kv_heads` is the number of key/value heads (0: `heads`), and `ffn` the number of hidden
-    features of the MLP or of an expert (0: 4 hidden).
+    `kv_heads` is the number of key/value heads (0: `heads`), `head_dim` the number of features of
+    a head (0: hidden / heads), and `ffn` the number of hidden features of the MLP or of an expert
+    (0: 4 hidden).
     """
 
     layers: int
@@ -93,6 +94,7 @@ class ModelSizes:
     std: float = 0.02
     fused_gelu: bool = False
     kv_heads: int = 0
+    head_dim: int = 0
     ffn: int = 0
     epsilon: float = 1e-5
     rotation: Rotation = field(default_factory=Rotation)
@@ -101,6 +103,7 @@ class ModelSizes:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
         object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
 
     def mixes(self, layer: int) -> bool:
@@ -123,12 +126,17 @@ class ModelSizes:
         With more ranks than KV heads, the query heads that share a KV head are sharded as well.
         """
         queries = self.heads // max(self.kv_heads, members)
-        return HeadForm(self.hidden // self.heads, queries)
+        return HeadForm(self.head_dim, queries)
+
+    @property
+    def attended(self) -> int:
+        """Number of features of the attention output, over all query heads."""
+        return self.heads * self.head_dim
 
     @property
     def qkv(self) -> int:
         """Number of output columns of the QKV projection (q, k and v together)."""
-        return self.hidden + 2 * self.hidden * self.kv_heads // self.heads
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
 class WeightProduct(NamedTuple):
@@ -197,6 +205,7 @@ def recompute_of(recompute: _Recompute, layer: int | None = None) -> frozenset[s
 class Family:
     """Family of models, identified by its `kind`.
 
+    keys      the keys of [model] that this family has, but not every family
     sizes     (the section [model], vocabulary) -> ModelSizes
     norm      type of the norms: (mesh, parameters, name, width, layout, epsilon)
     first_norm True for pre-norm, False for post-norm
@@ -214,6 +223,7 @@ class Family:
     """
 
     kind: str
+    keys: frozenset[str]
     sizes: Callable
     norm: type[Any]
     first_norm: bool
@@ -234,7 +244,7 @@ class Family:
         """
         hidden, form = sizes.hidden, sizes.experts
         qkv = WeightProduct("qkv", hidden, sizes.qkv)
-        attention = [qkv, WeightProduct("proj", hidden, hidden, turned=True)]
+        attention = [qkv, WeightProduct("proj", sizes.attended, hidden, turned=True)]
         if not (mixes and form):
             return attention + self._mlp(sizes)
         slots = form.slots_of_token(sizes.sequence)
@@ -258,7 +268,7 @@ class Family:
 
         Each head needs 2 T D for q k^T, and as many for p v, including masked scores.
         """
-        return 4 * sizes.sequence * sizes.hidden
+        return 4 * sizes.sequence * sizes.attended
 
     def kept(self, sizes: ModelSizes, recompute: _Recompute, chunked: bool, mixes: bool) -> float:
         """Return the number of elements that a block saves per token, excluding dropout masks.
@@ -283,8 +293,8 @@ class Family:
         if mixes and (form := sizes.experts):
             slots = form.slots_of_token(sizes.sequence)
             mlp = form.shared * mlp + slots * (2 * sizes.hidden + mlp)
-        norms = 5 - (1 + self.first_norm) * ("layernorm" in modules)
-        saved = norms * sizes.hidden + sizes.qkv + mlp
+        norms = 4 - (1 + self.first_norm) * ("layernorm" in modules)
+        saved = norms * sizes.hidden + sizes.attended + sizes.qkv + mlp
         if chunked:
             return saved + sizes.heads
         return saved + (0 if "core_attn" in modules else sizes.heads * sizes.sequence)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from math import log, pi
+from math import ceil, floor, log, pi
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,60 +21,141 @@ if TYPE_CHECKING:
 
 
 class Rotation(NamedTuple):
-    """Rotary frequencies: base^(-2 i / width) rad/position for feature pair i of a head.
+    """Rotary frequencies: base^(-2 i / r) rad/position for pair i of the r rotated features.
 
-    Pairs with a period above `original` / `low` positions rotate `factor` times more slowly. Pairs
-    with a period below `original` / `high` are unchanged, with linear interpolation in between.
-    This is the scaling type "llama3" of Llama 3.1 (Grattafiori et al. 2024, arXiv:2407.21783, and
-    transformers' modeling_rope_utils). A factor of 1 disables the scaling.
+    `share` is the fraction of the features of a head that are rotated. `factor` scales the
+    frequencies for longer sequences, as the function `type` in SCALINGS does; 1 disables the
+    scaling. `original` is the sequence length without scaling, and `sequence` with scaling.
+
+    "llama3" uses `low` and `high`, and "yarn" uses `fast` and `slow`. "yarn" also multiplies q and
+    k by `attention`, by default 0.1 ln(factor) + 1 (Peng et al. 2023, equation 22).
     """
 
     base: float = 10000.0
     factor: float = 1.0
     low: float = 1.0
     high: float = 4.0
-    original: int = 8192
+    original: float = 8192
+    type: str = "llama3"
+    fast: float = 32.0
+    slow: float = 1.0
+    attention: float | None = None
+    sequence: int = 0
+    share: float = 1.0
+
+    def rotated(self, width: int) -> int:
+        """Return the number of rotated features of a head with `width` features."""
+        return int(width * self.share)
 
     def frequencies(self, width: int) -> np.ndarray:
-        """Return the frequencies of the width / 2 pairs of a head, in radians per position."""
-        plain = np.exp(-log(self.base) / width * np.arange(0, width, 2))
-        if self.factor == 1.0:
-            return plain
-        rotations = self.original * plain / (2 * pi)  # per original context length
-        kept = np.clip((rotations - self.low) / (self.high - self.low), 0.0, 1.0)
-        return kept * plain + (1 - kept) * plain / self.factor
+        """Return the frequencies of the rotated pairs of a head, in radians per position."""
+        rotated = self.rotated(width)
+        plain = np.exp(-log(self.base) / rotated * np.arange(0, rotated, 2))
+        return plain if self.factor == 1.0 else SCALINGS[self.type].frequencies(self, plain)
+
+    @property
+    def amplitude(self) -> float:
+        """Factor by which q and k are multiplied."""
+        if not SCALINGS[self.type].amplifies:
+            return 1.0
+        return 0.1 * log(self.factor) + 1 if self.attention is None else self.attention
+
+
+def _linear(rotation, plain):
+    """Divide all frequencies by the factor, which interpolates positions (arXiv:2306.15595)."""
+    return plain / rotation.factor
+
+
+def _dynamic(rotation, plain):
+    """Increase the base for sequences longer than the original ones ("dynamic NTK")."""
+    stretch = max(1.0, rotation.sequence / rotation.original)
+    ratio = rotation.factor * stretch - (rotation.factor - 1)
+    pairs = len(plain)
+    return plain * ratio ** (-np.arange(pairs) / max(pairs - 1, 1))
+
+
+def _llama3(rotation, plain):
+    """Scale pairs with a long period (Grattafiori et al. 2024, arXiv:2407.21783).
+
+    Pairs with a period above `original` / `low` positions rotate `factor` times more slowly. Pairs
+    with a period below `original` / `high` are unchanged, with linear interpolation in between.
+    """
+    rotations = rotation.original * plain / (2 * pi)  # per original context length
+    kept = np.clip((rotations - rotation.low) / (rotation.high - rotation.low), 0.0, 1.0)
+    return kept * plain + (1 - kept) * plain / rotation.factor
+
+
+def _yarn(rotation, plain):
+    """Scale pairs by the number of rotations per original length (YaRN, arXiv:2309.00071).
+
+    Pairs with fewer than `slow` rotations rotate `factor` times more slowly. Pairs with more than
+    `fast` rotations are unchanged, with linear interpolation over the indices in between.
+    """
+    pairs = len(plain)
+    turns = (rotation.original / (2 * pi * each) for each in (rotation.fast, rotation.slow))
+    first, last = (pairs * log(each) / log(rotation.base) for each in turns)
+    first, last = max(floor(first), 0), min(ceil(last), 2 * pairs - 1)
+    ramp = (np.arange(pairs) - first) / (last - first or 0.001)
+    scaled = np.clip(ramp, 0.0, 1.0)
+    return scaled * plain / rotation.factor + (1 - scaled) * plain
+
+
+class Scaling(NamedTuple):
+    """Type of RoPE scaling: (rotation, unscaled frequencies) -> frequencies, and its parameters.
+
+    `keys` are the required parameters, fields of `Rotation`, and `others` the optional ones. If
+    `amplifies` is True, q and k are multiplied by a factor.
+    """
+
+    frequencies: Callable[[Rotation, np.ndarray], np.ndarray]
+    keys: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    amplifies: bool = False
+
+
+SCALINGS = {
+    "linear": Scaling(_linear, ("factor",)),
+    "dynamic": Scaling(_dynamic, ("factor", "original")),
+    "llama3": Scaling(_llama3, ("factor", "low", "high", "original")),
+    "yarn": Scaling(_yarn, ("factor", "original"), ("fast", "slow", "attention"), True),
+}
 
 
 @cache
 def rotary_table(rotation: Rotation, sequence: int, width: int, dtype: DTypeLike) -> np.ndarray:
-    """Return the cosines and sines of the rotary angles for all positions, [2, T, width / 2]."""
+    """Return the cosines and sines of the rotary angles for all positions, [2, T, r / 2].
+
+    r is the number of rotated features of a head with `width` features.
+    """
     angles = np.arange(sequence)[:, None] * rotation.frequencies(width)
-    return np.stack([np.cos(angles), np.sin(angles)]).astype(dtype)
+    table = rotation.amplitude * np.stack([np.cos(angles), np.sin(angles)])
+    return table.astype(dtype)
 
 
 @primitive
 def rotate(x: Array, table: Array, form: HeadForm, sign: int = 1) -> Array:
     """Rotate q and k of x [B*T, heads*(g+2)*D], which has the layout of qkv, in place.
 
-    With sign -1, rotate in the opposite direction, as the backward pass does. The pairs (i, i + D
-    / 2) of a head rotate by the angle of their position, as in Llama's published weights: (a, b)
-    -> (a cos - b sin, b cos + a sin). `table` [2, T, D / 2] is the rotary table for the positions
-    of the rows.
+    With sign -1, rotate in the opposite direction, as the backward pass does. The pairs (i, i + r
+    / 2) of the first r features of a head rotate by the angle of their position, as in Llama's
+    published weights: (a, b) -> (a cos - b sin, b cos + a sin). `table` [2, T, r / 2] is the
+    rotary table for the positions of the rows.
     """
     _, sequence, half = table.shape
     parts, turned = form.turned(x.shape[1])
-    pairs = x.reshape(-1, sequence, x.shape[1] // (parts * form.width), parts, 2, half)
+    heads = x.reshape(-1, sequence, x.shape[1] // (parts * form.width), parts, form.width)
     cosine, sine = table[:, :, None, None]
 
     def block(sample):
-        a, b = sample[:, :, :turned, 0], sample[:, :, :turned, 1]
+        queries_and_keys = sample[:, :, :turned]
+        a, b = queries_and_keys[..., :half], queries_and_keys[..., half : 2 * half]
         first = a * cosine
         first -= b * sine if sign > 0 else b * -sine
         b *= cosine
         b += a * sine if sign > 0 else a * -sine
         a[...] = first
 
-    parallel_for(block, pairs)
+    parallel_for(block, heads)
     return x
 
 
@@ -92,6 +174,7 @@ rotate.abstract(lambda x, table, form, sign=1: x)
 def _(gpu, x, table, form, sign=1):
     given = {"cosines": table[0], "sines": table[1], "first": 0, "period": table.shape[1]}
     parts, turned = form.turned(x.shape[1])
-    sizes = {"parts": parts, "turned": turned, "width": form.width, "columns": x.shape[1]}
+    sizes = {"parts": parts, "turned": turned, "half": table.shape[2], "width": form.width}
+    sizes["columns"] = x.shape[1]
     gpu.launch("rotate", *x.shape, x=x, **given, **sizes, sign=sign)
     return x

@@ -106,7 +106,8 @@ def _residual(config: Config) -> float:
     """
     model, copies = config.model, config.mesh.replicas()
     spec = compression_spec(config)
-    narrowest = model.hidden // config.mesh.tensor_ranks(), model.hidden
+    least = min(model.hidden, model.heads * model.head_width)
+    narrowest = least // config.mesh.tensor_ranks(), least
     if spec is None or copies == 1 or not all(narrowest):
         return 0.0
     if not spec.saves(narrowest, copies, _wide(config)):

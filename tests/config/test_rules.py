@@ -93,6 +93,7 @@ def test_value_out_of_range_is_rejected(key):
     [
         ("kv_heads", "1", "0"),
         ("ffn", "1", "0"),
+        ("head_dim", "2", "3"),
         ("norm_epsilon", "0", "-1e-9"),
         ("norm_epsilon", "0.9", "1"),
         ("rope_theta", "1", "0.9"),
@@ -110,11 +111,22 @@ SCALING = "{ factor = 8, low = 1, high = 4, original = 8192 }"
 FORMS = {
     SCALING.replace("high", "beta"): "keys factor, low, high, original ",
     SCALING.replace("8,", '"yarn",'): "keys factor, low, high, original ",
+    SCALING.replace("fa", 'type = "ntk", fa'): "unknown type 'ntk'; use linear, dynamic, llama3, ",
+    SCALING.replace("fa", "type = 3, fa"): "unknown type 3.0; use linear, ",
+    '{ type = "linear", factor = 8, low = 1 }': "type linear must have the keys factor and no ",
+    '{ type = "dynamic", factor = 8 }': "type dynamic must have the keys factor, original and ",
+    '{ type = "yarn", factor = 8, slow = 2 }': "original, and optionally fast, slow, attention, ",
+    '{ type = "yarn", factor = 8, original = 9, fast = 1 }': "0 < slow < fast must hold",
+    '{ type = "yarn", factor = 8, original = 9, attention = 0 }': "attention must be positive",
     SCALING.replace("8,", "inf,"): "factor must be at least 1",
     SCALING.replace("8,", "0.5,"): "factor must be at least 1",
-    SCALING.replace("low = 1", "low = 4"): "0 < low < high",
+    SCALING.replace("low = 1", "low = 4"): "0 < low < high and ",
     SCALING.replace("8192", "0"): "original, a number of tokens, must be at least 1",
 }
+
+
+YARN = '{ type = "yarn", factor = 8, original = 9 }'
+YARN_READ = "{'type': 'yarn', 'factor': 8.0, 'original': 9.0}"
 
 
 @pytest.mark.parametrize("scaling", FORMS)
@@ -143,6 +155,15 @@ def test_unknown_rope_scaling_is_rejected(scaling):
         (
             ["--model.kind", "llama", "--model.heads", "128"],
             "model.hidden / model.heads = 3 must be even ",
+        ),
+        (
+            [*LLAMA, "--model.rope_theta", "1", "--model.rope_scaling", YARN],
+            f"model.rope_scaling = {YARN_READ}: type yarn needs model.rope_theta above 1",
+        ),
+        (["--model.head_dim", "8"], "model.head_dim = 8: only valid for model.kind = llama or "),
+        (
+            ["--model.kind", "qwen2", "--model.attention_bias", "true"],
+            "model.attention_bias = true: only valid for model.kind = llama",
         ),
         (["--model.padding", "3"], "model.padding = 3: only valid for model.kind = bert; "),
         (

@@ -39,6 +39,11 @@ def test_kv_heads_and_tensor_ranks_must_divide_each_other(kv_heads, y):
             ],
         ),
         (
+            {"--model.kind": "llama", "--model.heads": 9, "--model.head_dim": 6},
+            {"x": 8},
+            ["model.heads x model.head_dim = 54 ... mesh.x = 8; use ... 8"],
+        ),
+        (
             {"--model.kind": "qwen2", "--model.heads": 36, "--model.kv_heads": 9},
             {"x": 2, "y": 2, "z": 2},
             ["model.kv_heads = 9 ... mesh.y = 2 ...; use 6 or 12"],
@@ -66,4 +71,5 @@ def test_indivisible_size_error_names_the_key_and_axes(changes, mesh, lines):
     assert all(any(re.search(elided(line), one) for one in said) for line in lines)
     keys = ["train.batch", "train.batch x model.sequence"]
     keys += [f"model.{size}" for size in ("heads", "kv_heads", "hidden", "ffn")]
+    keys.append("model.heads x model.head_dim")
     assert all(one.split(" = ")[0] in keys for one in said)

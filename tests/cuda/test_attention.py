@@ -148,14 +148,16 @@ ROTARY = [HeadForm(2), HeadForm(4, 2), HeadForm(26), HeadForm(80, 2)]
 
 
 @pytest.mark.parametrize("form", ROTARY, ids=str)
+@pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_rotary_positions_match_numpy(form, sign, real, draw, emulate):
+def test_rotary_positions_match_numpy(form, share, sign, real, draw, emulate):
     """The rows begin within a sequence and end in the next."""
     rows, columns, first, period = 7, 2 * form.columns, 2, 5
     x, wide = draw(real, rows, columns)
-    cosines, sines = table = rotary_table(Rotation(), period, form.width, np.float32)
+    rotation = Rotation(share=max(share, 2 / form.width))
+    cosines, sines = table = rotary_table(rotation, period, form.width, np.float32)
     parts, turned = form.turned(columns)
-    sizes = {"parts": parts, "turned": turned, "width": form.width}
+    sizes = {"parts": parts, "turned": turned, "half": table.shape[2], "width": form.width}
     given = {"cosines": cosines, "sines": sines, "first": first, "period": period, **sizes}
     emulate("rotate", rows, columns, x=x, columns=columns, sign=sign, **given)
     positions = (first + np.arange(rows)) % period

@@ -37,6 +37,7 @@ LINES = [
     f"{ONE} tied=false gelu=exact dropout=0.25 recompute=selective",
     f"{ONE} optimizer=sgd learning_rate=0.1 recompute=full dropout=0.25",
     f"{ONE} {LLAMA} recompute=selective dropout=0.25",
+    f"{ONE} {LLAMA} head_dim=6 attention_bias=true mlp_bias=true tied=false",
     f"{ONE} {BERT} recompute=selective dropout=0.25",
     f"{ONE} {SWITCH} {MODULES}",
     f"{ONE} {MIXTRAL} recompute=selective dropout=0.25",

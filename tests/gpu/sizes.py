@@ -274,7 +274,7 @@ def rotary(bench, notes):
     columns = heads * 3 * width
     x, wide = bench.draw(sequence, columns)
     table = rotary_table(Rotation(), sequence, width, np.float32)
-    parts = {"cosines": table[0], "sines": table[1], "parts": 3, "turned": 2}
+    parts = {"cosines": table[0], "sines": table[1], "parts": 3, "turned": 2, "half": width // 2}
     how = {"width": width, "columns": columns, "first": 0, "period": sequence, "sign": 1}
     bench.launch("rotate", sequence, columns, x=x, **parts, **how)
     bench.same(notes, "rotate", x, rotate(wide, table.astype(np.float64), HeadForm(width)))

@@ -129,7 +129,14 @@ def test_volume_and_memory_estimates_use_the_block_products(factor, dense):
 MIXTURES = {
     "gpt2": {"experts": 6, "top_k": 2, "moe_every": 2, "shared_experts": 2, "capacity": 1.0},
     "switch": {"experts": 4, "capacity": 0.5, "balance_bias": 0.1, "tied": False},
-    "llama": {"kind": "llama", "experts": 4, "top_k": 2, "capacity": 2.0, "ffn": 20},
+    "llama": {
+        "kind": "llama",
+        "experts": 4,
+        "top_k": 2,
+        "capacity": 2.0,
+        "ffn": 20,
+        "head_dim": 10,
+    },
 }
 
 

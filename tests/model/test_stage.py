@@ -1,5 +1,7 @@
 """The manual forward and backward passes, compared with torch autograd in float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -48,6 +50,17 @@ LLAMA_3 = Rotation(500.0, factor=4.0, low=1.0, high=3.0, original=6)
 def test_llama_matches_torch(kv_heads, rotation):
     how = {"kv_heads": kv_heads, "ffn": 40, "epsilon": 1e-6, "rotation": rotation}
     same_as(torch_reference.loss, ModelSizes(**SHAPE | how, tied=False, std=0.3), LLAMA)
+
+
+YARN = Rotation(500.0, factor=4.0, original=2, type="yarn", fast=0.5, slow=0.1, share=0.5)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("head_dim", [4, 12])
+def test_llama_with_biases_and_a_head_dimension_matches_torch(kv_heads, head_dim):
+    how = {"kv_heads": kv_heads, "head_dim": head_dim, "ffn": 40, "rotation": YARN}
+    family = replace(LLAMA, biased=GPT2.biased)
+    same_as(torch_reference.loss, ModelSizes(**SHAPE | how, tied=False, std=0.3), family)
 
 
 def test_qwen2_matches_torch():

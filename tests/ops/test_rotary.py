@@ -16,26 +16,31 @@ RNG = np.random.default_rng(7)
 BATCH, HEADS, SEQUENCE = 2, 3, 5
 
 
-def turned(x, base, form):
+def turned(x, base, form, share):
     """Return q and k of qkv by head, with each pair (a, b) = a + ib times exp(i angle)."""
     parts = torch.tensor(by_head(x, HEADS, form).reshape(BATCH, SEQUENCE, HEADS, -1, form.width))
-    i = torch.arange(form.width // 2, dtype=torch.float64)
+    rotated = int(form.width * share)
+    i = torch.arange(rotated // 2, dtype=torch.float64)
     positions = torch.arange(SEQUENCE, dtype=torch.float64)
-    angles = torch.outer(positions, base ** (-2 * i / form.width))
-    a, b = parts[:, :, :, :-1].chunk(2, dim=-1)
+    angles = torch.outer(positions, base ** (-2 * i / rotated))
+    a, b = parts[:, :, :, :-1, :rotated].chunk(2, dim=-1)
     pairs = torch.complex(a, b) * torch.exp(1j * angles)[:, None, None]
-    parts[:, :, :, :-1] = torch.cat([pairs.real, pairs.imag], -1)
+    parts[:, :, :, :-1, :rotated] = torch.cat([pairs.real, pairs.imag], -1)
     return parts.flatten(0, 1).numpy()
 
 
-@pytest.mark.parametrize("form", [HeadForm(2), HeadForm(8), HeadForm(6, 3)], ids=str)
-def test_rotary_embedding_rotates_queries_and_keys_but_not_values(form):
-    rotation = Rotation(base=500.0)
+@pytest.mark.parametrize(
+    ("form", "share"),
+    [(HeadForm(2), 1.0), (HeadForm(8), 1.0), (HeadForm(6, 3), 1.0), (HeadForm(8, 3), 0.5)],
+    ids=str,
+)
+def test_rotary_embedding_rotates_queries_and_keys_but_not_values(form, share):
+    rotation = Rotation(base=500.0, share=share)
     x, dy = RNG.normal(size=(2, BATCH * SEQUENCE, HEADS * form.columns))
     table = rotary_table(rotation, SEQUENCE, form.width, np.dtype(np.float64))
     got = rotate(x.copy(), table, form)
     found, before = by_head(got, HEADS, form), by_head(x, HEADS, form)
-    np.testing.assert_allclose(found, turned(x, rotation.base, form), atol=1e-13)
+    np.testing.assert_allclose(found, turned(x, rotation.base, form, share), atol=1e-13)
     np.testing.assert_array_equal(found[:, :, -1], before[:, :, -1])
     np.testing.assert_allclose(
         rotate(dy.copy(), table, form, sign=-1),

@@ -9,6 +9,7 @@ from math import prod
 
 from hypothesis import strategies as st
 
+from hpc3d.model.families import kinds_with
 from hpc3d.pipeline.schedule import SCHEDULES
 from hpc3d.tensor.split import SCHEMES
 
@@ -45,7 +46,21 @@ EXPERTS = (
     {"experts": 3, "capacity": 0.5, "balance_bias": 0.1, "z_loss": 0},
     {"experts": 4, "top_k": 3, "capacity": 0, "balance_loss": 0},
 )
-
+SCALINGS = (
+    '{type="linear",factor=4}',
+    '{type="dynamic",factor=4,original=2}',
+    '{type="yarn",factor=4,original=2}',
+    "{factor=4,low=1,high=4,original=8}",
+)
+OF_FAMILIES = {  # key of some model families -> values, and how often it is set
+    "ffn": ([48, 24, 256], st.booleans()),
+    "head_dim": ([2, 4, 6, 8], st.booleans()),
+    "rope_scaling": (SCALINGS, SELDOM),
+    "attention_bias": (["true"], SELDOM),
+    "mlp_bias": (["true"], SELDOM),
+    "gelu": (["tanh", "exact"], st.just(True)),
+    "padding": ([4], st.booleans()),
+}
 
 OVERLAPS = (
     {},
@@ -84,11 +99,7 @@ def models(draw):
     if rotary:
         fitting = [n for n in (2, 3, 6, 12) if hidden // width % n == 0]
         words["kv_heads"] = draw(st.sampled_from([hidden // width, *fitting]))
-        words["ffn"] = draw(st.sampled_from([48, 24, 256]))
-    else:
-        words["gelu"] = draw(st.sampled_from(["tanh", "exact"]))
-    if kind == "bert" and draw(st.booleans()):
-        words["padding"] = 4
+    words |= draw(family_keys(kind))
     if kind in ("gpt2", "llama") and draw(st.booleans()):
         words |= draw(st.sampled_from(EXPERTS))
     words |= draw(optimizers(rotary))
@@ -100,6 +111,17 @@ def models(draw):
     if draw(SELDOM):
         words |= {"eval_every": 1, "validation": 0.5}
     return words
+
+
+@st.composite
+def family_keys(draw, kind):
+    """Draw the words of the keys that only some model families have, except experts."""
+    return {
+        key: value
+        for key, (values, rate) in OF_FAMILIES.items()
+        if kind in kinds_with(key) and draw(rate)
+        for value in [draw(st.sampled_from(values))]
+    }
 
 
 @st.composite

@@ -115,6 +115,8 @@ p=2 c=4 x=2 schedule=zb-h1 microbatches=3 sequence=8 context=both ulysses=2 kind
 p=2 c=2 z=2 schedule=1f1b microbatches=3 sequence=8 context=all-to-all kind=bert padding=4
 d=2 c=4 schedule=none microbatches=2 zero=1 sequence=8 context=both ulysses=2 kind=llama ffn=48
 p=2 c=2 y=2 schedule=gpipe microbatches=3 sequence=4 kind=qwen2 kv_heads=2 ffn=48
+p=2 x=2 y=2 schedule=1f1b microbatches=3 kind=llama kv_heads=4 head_dim=4 attention_bias=true
+c=2 y=2 schedule=none microbatches=2 sequence=8 kind=llama kv_heads=1 head_dim=6 mlp_bias=true
 c=2 d=2 x=2 schedule=none microbatches=2 zero=2 sequence=4 hidden=30 heads=6
 c=2 x=2 y=2 schedule=none microbatches=2 zero=2 sequence=4 scheme=2d-summa
 d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d kind=bert recompute='["layernorm","mlp"]'
@@ -209,7 +211,8 @@ def ranks(line):
 def alone(line):
     """Return the words of a mix that also apply to the serial model."""
     words = words_of(line).items()
-    return " ".join(f"{k}={v}" for k, v in words if KEYS[k].startswith(("model.", "train.")))
+    kept = {k: v for k, v in words if KEYS[k].startswith(("model.", "train."))}
+    return " ".join(f"{key}={shlex.quote(value)}" for key, value in kept.items())
 
 
 class Tokens:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from math import lcm, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -236,7 +236,8 @@ def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
 
 def _smallest(config: Config) -> Config:
     """Return a one-layer, single-rank configuration whose time is dominated by kernel launches."""
-    model = replace(config.model, layers=1, hidden=1, heads=1, kv_heads=None, ffn=None, sequence=1)
+    sizes: Any = {"kv_heads": None, "head_dim": None, "ffn": None}
+    model = replace(config.model, layers=1, hidden=1, heads=1, sequence=1, **sizes)
     mesh = MeshConfig(x=1, y=1, z=1)
     return replace(config, model=model, mesh=mesh, train=replace(config.train, batch=1))
 

@@ -280,5 +280,5 @@ def _fuses(config: Config, widest: int) -> bool:
     model, train = config.model, config.train
     if train.backend == "numpy" or model.padding is not None:
         return False
-    dtype, width = np.dtype(train.dtype), model.hidden // model.heads
+    dtype, width = np.dtype(train.dtype), model.head_width
     return takes(dtype, width, model.dropout or None, widest)

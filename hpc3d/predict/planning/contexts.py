@@ -108,6 +108,6 @@ def _elements(config: Config, keys: bool) -> float:
     If `keys` is true, return the number of key elements instead.
     """
     model, mesh = config.model, config.mesh
-    width = model.hidden * (model.kv_heads or model.heads) / model.heads if keys else model.hidden
+    width = ((model.kv_heads or model.heads) if keys else model.heads) * model.head_width
     rows = config.train.batch * model.sequence / mesh.replicas()
     return rows * width * model.layers / (mesh.p * mesh.tensor_ranks())

@@ -174,7 +174,8 @@ def scheme_of(
 
 SETTING = (
     "measured, model.kind = gpt2, model.vocabulary = None, model.tied = True, "
-    "model.kv_heads = None, model.ffn = None, model.norm_epsilon = 1e-05, "
+    "model.kv_heads = None, model.head_dim = None, model.ffn = None, "
+    "model.norm_epsilon = 1e-05, model.attention_bias = False, model.mlp_bias = False, "
     "model.rope_theta = 10000.0, model.rope_scaling = None, model.gelu = tanh, "
     "model.padding = None, model.dropout = 0.0, model.experts = 0, model.top_k = 1, "
     "model.capacity = 1.25, model.moe_every = 1, model.shared_experts = 0, "

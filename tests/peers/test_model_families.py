@@ -1,0 +1,267 @@
+"""Small random models of Hugging Face transformers in float64: hpc3d has the same logits,
+gradients and greedy tokens on every layout, and exports the same arrays.
+
+docs/hugging-face.md lists the cases of CASES in a table.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch.nn import functional
+
+from hpc3d.checkpoint import main
+from hpc3d.checkpoints.hf_import import Pretrained, configured
+from hpc3d.checkpoints.hf_settings import LLAMA
+from hpc3d.comm.threads import run
+from hpc3d.config.input_file import ModelConfig
+from hpc3d.config.resolve import resolve
+from hpc3d.model.decoder import Decoder
+from hpc3d.model.families import family_of
+from hpc3d.ops.rotary import Rotation
+from hpc3d.training.trainer import Trainer, spec_of
+from tests.checkpoints import drawn_models
+from tests.mpi import ROOT
+from tests.peers.trained_models import in_double
+
+transformers = pytest.importorskip("transformers", reason="make test-peers installs it")
+ROPE_INIT_FUNCTIONS = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
+
+pytestmark = pytest.mark.slow
+
+LENGTH, SEQUENCES, WORDS = 8, 4, 32
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "vocab_size": WORDS,
+}
+NO_TOKENS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 5, "rope_theta": 50.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
+YARN |= {"rope_theta": 50.0, "beta_fast": 0.5, "beta_slow": 0.05}
+CASES = {  # row of the table -> type of transformers and settings
+    "Llama": ("llama", {}),
+    "Llama, `head_dim` of its own": ("llama", {"head_dim": 12}),
+    "Llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "Llama, biases, a KV head per query head": (
+        "llama",
+        {"attention_bias": True, "num_key_value_heads": 4, "head_dim": 4},
+    ),
+    "Llama, linear RoPE scaling": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50.0}},
+    ),
+    "Llama, dynamic RoPE scaling": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 50.0}},
+    ),
+    "Llama, YaRN": ("llama", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "Llama 3": ("llama", {"rope_parameters": LLAMA3}),
+}
+LAYOUTS = {
+    "one rank": "",
+    "x=2 y=2": "--mesh.x 2 --mesh.y 2",
+    "y=4": "--mesh.y 4",
+    "c=2": "--mesh.c 2",
+    "p=2": "--mesh.p 2 --parallel.microbatches 2",
+}
+
+
+@contextmanager
+def exactly():
+    """Let the code of transformers compute in float64, also the frequencies of RoPE."""
+    arange = torch.arange
+
+    def wider(*args, dtype=None, **how):
+        return arange(*args, dtype=torch.float64 if dtype is torch.float32 else dtype, **how)
+
+    with in_double(), patch.object(torch, "arange", wider):
+        yield
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """A model of transformers, and the folder to which it was saved."""
+    kind, settings = CASES[request.param]
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(kind, **{**SIZES, **NO_TOKENS, **settings})
+    with exactly():
+        model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    folder = tmp_path_factory.mktemp("theirs")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def batch():
+    return np.random.default_rng(4).integers(0, WORDS, (2, SEQUENCES, LENGTH), np.int32)
+
+
+class Fixed:
+    """The same batch in every step."""
+
+    def batch(self, step):
+        return batch()
+
+
+def with_weights(pretrained, config, parameters, mesh):
+    for item in parameters:
+        whole = pretrained.parameter(item.name, config)
+        part = whole[item.layout.slices(item.shape, mesh)]
+        item.value[: len(part)] = part
+
+
+def resolved(pretrained, words):
+    config = configured(pretrained, words.split())
+    return resolve(config, prod(config.sizes().values()))
+
+
+def trained(folder, words):
+    """Return loss and {name: gradient} of one step of an imported model on a layout.
+
+    A step of SGD with learning rate 1 subtracts the gradient.
+    """
+    pretrained = Pretrained(folder)
+    step = "--train.optimizer sgd --train.learning_rate 1 --train.warmup 0 --train.clip 0 "
+    step += f"--train.decay constant --train.weight_decay 0 --train.batch {SEQUENCES} "
+    config = resolved(pretrained, step + words)
+    assert config.train.dtype == "float64"
+
+    def rank(mesh):
+        batches = Fixed() if mesh.rank == 0 else None
+        trainer = Trainer(mesh, config, config.model.vocabulary, batches)
+        with_weights(pretrained, config, trainer.parameters, mesh)
+        before = [item.value.copy() for item in trainer.parameters]
+        loss = trainer.step(0).loss
+        changes = zip(trainer.parameters, before, strict=True)
+        return loss, {
+            item.name: (item.shape, item.layout.slices(item.shape, mesh), old - item.value)
+            for item, old in changes
+        }
+
+    found = run(config.sizes(), rank)
+    gradients = {}
+    for _, blocks in found:
+        for name, (shape, where, block) in blocks.items():
+            gradients.setdefault(name, np.full(shape, np.nan))[where] = block
+    return config, found[0][0], gradients
+
+
+def theirs(model):
+    """Return loss and {name: gradient} of a model of transformers for the batch."""
+    tokens, targets = (torch.from_numpy(each.astype(np.int64)) for each in batch())
+    model.zero_grad()
+    with exactly():
+        loss = functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+    return loss.item(), {name: each.grad.numpy() for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradients_match_transformers(case, layout):
+    model, folder = case
+    expected, arrays = theirs(model)
+    family = Pretrained(folder).family
+    config, loss, gradients = trained(folder, LAYOUTS[layout])
+    assert loss == pytest.approx(expected, rel=1e-9)
+    found = {}
+    for name, gradient in gradients.items():
+        found |= family.given(name, gradient, config.model)
+    found = {family.full_name_of(name): array for name, array in found.items()}
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        bound = 1e-9 * max(np.abs(array).max(), 1e-3)
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=bound, err_msg=name)
+
+
+def test_logits_match_transformers_and_the_export_has_the_same_arrays(case, tmp_path):
+    model, folder = case
+    words = [folder, "-o", tmp_path / "run"]
+    assert main(["import", *map(str, words)]) == 0
+    tokens = drawn_models.tokens_of(WORDS, LENGTH)
+    found = drawn_models.logits(tmp_path / "run" / "checkpoints" / "step-00000000", tokens)
+    with exactly(), torch.no_grad():
+        expected = model(torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
+    assert main(["export", *map(str, (tmp_path / "run", "-o", tmp_path / "back"))]) == 0
+    name = "model.safetensors"
+    before, after = load_file(folder / name), load_file(tmp_path / "back" / name)
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        np.testing.assert_array_equal(after[name], array, name)
+    with exactly(), torch.no_grad():
+        loaded = type(model).from_pretrained(tmp_path / "back", dtype=torch.float64).eval()
+        again = loaded(torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(again, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("layout", ["one rank", "x=2 y=2"])
+def test_greedy_tokens_match_transformers(case, layout):
+    model, folder = case
+    start = batch()[0][:, :3].astype(np.int64)
+    with exactly(), torch.no_grad():
+        expected = model.generate(
+            torch.from_numpy(start), max_new_tokens=LENGTH - 3, do_sample=False, pad_token_id=0
+        )
+    pretrained = Pretrained(folder)
+    config = resolved(pretrained, f"--train.batch {SEQUENCES} {LAYOUTS[layout]}")
+    assert family_of(config.model).causal
+
+    def rank(mesh):
+        spec = spec_of(config, config.model.vocabulary)
+        decoder = Decoder(mesh, spec, config.train.dtype, LENGTH)
+        with_weights(pretrained, config, decoder.parameters, mesh)
+        tokens, new = start, start
+        while tokens.shape[1] < LENGTH:
+            new = np.asarray(decoder.forward(new)).argmax(1)[:, None]
+            tokens = np.concatenate([tokens, new], 1)
+        return tokens
+
+    for found in run(config.sizes(), rank):
+        np.testing.assert_array_equal(found, expected.numpy())
+
+
+@pytest.mark.parametrize("width", [4, 16, 64])
+@pytest.mark.parametrize("sequence", [9, 50])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "linear", "factor": 3.0},
+        {"type": "dynamic", "factor": 3.0, "original": 20.0},
+        {"type": "llama3", "factor": 8.0, "low": 1.0, "high": 4.0, "original": 50.0},
+        {"type": "yarn", "factor": 8.0, "original": 50.0},
+        {"type": "yarn", "factor": 8.0, "original": 5000.0, "attention": 0.7},
+        {"type": "yarn", "factor": 8.0, "original": 500.0, "fast": 9.0, "slow": 3.0},
+    ],
+    ids=str,
+)
+def test_rope_frequencies_match_transformers(scaling, sequence, width):
+    rotation = Rotation(1000.0, sequence=sequence, **scaling)
+    given = ModelConfig("llama", heads=1, head_dim=width, rope_theta=1e3, rope_scaling=scaling)
+    settings = LLAMA.of(replace(given, sequence=20, hidden=width, vocabulary=9, norm_epsilon=1e-5))
+    config = transformers.LlamaConfig(**settings)
+    with exactly():
+        init = ROPE_INIT_FUNCTIONS[scaling["type"]]
+        found, amplitude = init(config, seq_len=sequence)
+    np.testing.assert_allclose(rotation.frequencies(width), found.numpy(), rtol=1e-12)
+    assert rotation.amplitude == pytest.approx(amplitude, rel=1e-12)
+
+
+def test_table_in_the_docs_lists_the_cases():
+    lines = (ROOT / "docs" / "hugging-face.md").read_text(encoding="utf-8").splitlines()
+    first = lines.index("| Family | logits | gradients | greedy tokens | export |") + 2
+    rows = lines[first : first + len(CASES) + 1]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[:-1]] == [*CASES]
+    assert not rows[-1].startswith("|")
