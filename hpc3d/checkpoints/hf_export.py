@@ -82,6 +82,7 @@ def export(
         value = _array_of(opened, name, opened.exact(name), shape, dtype)
         given = family.given(name, value, model)
         arrays |= {family.full_name_of(theirs): array for theirs, array in given.items()}
+    family.join(arrays)
     if not model.tied:
         arrays |= {copy: arrays[name].copy() for copy, name in family.copies.items()}
     safetensors.write(weights, arrays)

@@ -13,7 +13,9 @@
     head.norm                  ln_f                             norm
     head.table                 lm_head.weight; none if head and embedding are tied
 
-Qwen2 uses Llama's names and adds biases to q_proj, k_proj and v_proj.
+Qwen2 uses Llama's names and adds biases to q_proj, k_proj and v_proj. Phi-3 uses Llama's names,
+but stores self_attn.q_proj, k_proj and v_proj in one array, self_attn.qkv_proj, and mlp.gate_proj
+and up_proj in mlp.gate_up_proj.
 
     hpc3d                      MixtralForCausalLM, model.*; otherwise as Llama
     layers.N.router            layers.N.block_sparse_moe.gate
@@ -40,13 +42,13 @@ of a layer in one array [in, experts, out]; Mixtral stores each expert separatel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hpc3d.checkpoints import hf_settings
-from hpc3d.model.families import BERT, GPT2, LLAMA, QWEN2
+from hpc3d.model.families import BERT, GPT2, LLAMA, PHI3, QWEN2
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
@@ -67,6 +69,7 @@ class PublishedFamily(NamedTuple):
     layers        dict from each hpc3d layer to the names of its arrays; {} is the expert index
     transposed    True if layer weights have the shape [out, in]
     measured      dict from key of [model] to the (array name, dimension) that sets its value
+    fused         dict from a layer whose array joins the rows of several layers to their names
     copies        dict from duplicate array to its original, if head and embedding are untied
     tied          True if head and embedding are tied by default (config.json may override it)
     settings      conversion of the family's config.json
@@ -85,6 +88,7 @@ class PublishedFamily(NamedTuple):
     copies: Mapping[str, str]
     tied: bool
     settings: hf_settings.Settings
+    fused: Mapping[str, tuple[str, ...]] = {}
 
     def names_of(self, ours: str, expert: int) -> tuple[str, ...]:
         """Return the names, without prefix, of the arrays that store an hpc3d parameter.
@@ -101,6 +105,20 @@ class PublishedFamily(NamedTuple):
     def full_name_of(self, name: str) -> str:
         """Prepend the family's prefix to an array name, unless the name begins with `bare`."""
         return name if name.startswith(self.bare) else self.prefix + name
+
+    def fused_arrays(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Return a dict from each fused array to the arrays in `names` whose rows it joins."""
+        return {
+            name.replace(first, fused): tuple(name.replace(first, each) for each in (first, *rest))
+            for name in names
+            for fused, (first, *rest) in self.fused.items()
+            if f".{first}." in name
+        }
+
+    def join(self, arrays: dict[str, np.ndarray]) -> None:
+        """Replace the arrays whose rows a fused array joins by the fused array."""
+        for fused, parts in self.fused_arrays([*arrays]).items():
+            arrays[fused] = np.concatenate([arrays.pop(part) for part in parts])
 
     def shapes_of(
         self, ours: str, shape: Sequence[int], model: ModelConfig
@@ -234,6 +252,18 @@ _TRANSFORMERS_LLAMA = PublishedFamily(
     settings=hf_settings.LLAMA,
 )
 
+_TRANSFORMERS_PHI3 = _TRANSFORMERS_LLAMA._replace(
+    family=PHI3,
+    types=("phi3",),
+    architecture="Phi3ForCausalLM",
+    measured={**_TRANSFORMERS_LLAMA.measured, "ffn": ("layers.0.mlp.down_proj.weight", 1)},
+    settings=hf_settings.PHI3,
+    fused={
+        "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    },
+)
+
 _TRANSFORMERS_QWEN2 = _TRANSFORMERS_LLAMA._replace(
     family=QWEN2,
     types=("qwen2",),
@@ -308,6 +338,7 @@ PUBLISHED = {
         _TRANSFORMERS_GPT2,
         _TRANSFORMERS_LLAMA,
         _TRANSFORMERS_QWEN2,
+        _TRANSFORMERS_PHI3,
         _TRANSFORMERS_MIXTRAL,
         _TRANSFORMERS_BERT,
     )

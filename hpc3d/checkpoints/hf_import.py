@@ -58,6 +58,7 @@ class Pretrained:
         try:
             self.family = _family_of(settings, files)
             self.locations = _locations(files, self.family.prefix)
+            self.rows: dict[str, tuple[str, slice]] = {}  # array -> fused array, and its rows
             measured = _measured(self.entries, self.family)
             self.model = {"experts": 0, **self.family.settings.model(settings, measured)}
             self.model |= {"kind": self.family.family.kind, "tied": self.tied()}
@@ -115,8 +116,9 @@ class Pretrained:
         """
 
         def read(name):
-            value = self.read(name)
-            narrowed(self.locations[name][1], value, np.dtype(config.train.dtype))
+            stored, rows = self.rows.get(name, (name, slice(None)))
+            value = self.read(stored)[rows]
+            narrowed(self.locations[stored][1], value, np.dtype(config.train.dtype))
             return value
 
         value = self.family.taken(ours, read, config.model)
@@ -131,6 +133,7 @@ class Pretrained:
         model = replace(model, sequence=self.model["sequence"])
         for ours, shape in shapes_of(model).items():
             shapes |= self.family.shapes_of(ours, shape, model)
+        self._fuse(shapes)
         entries = self.entries
         if lacking := [name for name in shapes if name not in entries]:
             raise ValueError(f"{self.path} lacks {_listed(lacking)}")
@@ -141,6 +144,16 @@ class Pretrained:
             if entries[name].shape != shape:
                 found, wanted = list(entries[name].shape), list(shape)
                 raise ValueError(f"{self.path}: {name} is {found}, but should be {wanted}")
+
+    def _fuse(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Replace the arrays in `shapes` that are rows of a fused array by this array."""
+        for fused, parts in self.family.fused_arrays([*shapes]).items():
+            count = 0
+            for part in parts:
+                rows, *others = shapes.pop(part)
+                self.rows[part] = fused, slice(count, count + rows)
+                count += rows
+            shapes[fused] = (count, *others)
 
     def _undecided(self) -> dict[str, str]:
         """Return the [model] keys that the user must set, as a dict from key to reason."""

@@ -246,6 +246,10 @@ def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
     }
 
 
+def _phi3_written(model: ModelConfig) -> dict[str, Any]:
+    return {**_llama_written(model), "partial_rotary_factor": model.rope_fraction}
+
+
 def _qwen2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     kinds = settings.get("layer_types", [])
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
@@ -262,6 +266,9 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     table = {"rope_theta": settings.get("rope_theta", 10000.0), **table}
     kind = str(table.pop("rope_type", table.pop("type", "default")))
     found = {"rope_theta": table.pop("rope_theta")}
+    share = table.pop("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
+    if share != 1:
+        found["rope_fraction"] = share
     if kind == "default" and not table:
         return found
     form, ours = SCALINGS.get(kind), {}
@@ -344,6 +351,14 @@ LLAMA = Settings(
 )
 
 _PLAIN = {key: ours for key, ours in LLAMA.sizes.items() if not key.endswith("_bias")}
+
+PHI3 = LLAMA._replace(
+    sizes=_PLAIN,
+    fixed={"hidden_act": "silu", "sliding_window": None},
+    dropouts=("resid_pdrop", "embd_pdrop", "attention_dropout"),
+    others=LLAMA.others | {"original_max_position_embeddings", "partial_rotary_factor"},
+    written=_phi3_written,
+)
 
 QWEN2 = LLAMA._replace(
     sizes=_PLAIN,

@@ -259,7 +259,7 @@ class ModelConfig:
     head_dim: Annotated[int | None, AtLeast(1), AtMost(2**20), _of_kinds("head_dim")] = None
     """Number of features of an attention head. Default: hidden / heads."""
     ffn: Annotated[int | None, AtLeast(1), AtMost(2**22), _of_kinds("ffn")] = None
-    """Intermediate size of the MLP (SwiGLU in llama and qwen2). Default: 4 x hidden."""
+    """Intermediate size of the MLP (SwiGLU in families with a gate). Default: 4 x hidden."""
     norm_epsilon: Annotated[float | None, AtLeast(0), LessThan(1), _of_kinds("norm_epsilon")] = (
         None
     )
@@ -270,6 +270,8 @@ class ModelConfig:
     """Add biases to the linear layers of the MLP."""
     rope_theta: Annotated[float, AtLeast(1), LessThan(inf), _of_kinds("rope_theta")] = 10000.0
     """Base (theta) of the rotary position embedding (RoPE)."""
+    rope_fraction: Annotated[float, MoreThan(0), AtMost(1), _of_kinds("rope_fraction")] = 1.0
+    """Fraction of the features of an attention head that RoPE rotates (partial rotary factor)."""
     rope_scaling: Annotated[dict[str, float | str] | None, _of_kinds("rope_scaling")] = field(
         default=None, hash=False
     )

@@ -20,6 +20,7 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSizes, ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.ops.quantize import BLOCK, in_blocks
+from hpc3d.ops.rotary import Rotation
 from hpc3d.tensor.rounding import TILE
 
 if TYPE_CHECKING:
@@ -84,9 +85,12 @@ def _wrong_heads(model: ModelConfig) -> Iterator[str]:
     if model.head_dim is None and model.hidden % model.heads:
         key = f"model.hidden = {model.hidden}"
         yield f"{key} must be divisible by model.heads = {model.heads}; change one of them"
-    elif family_of(model).rotary and model.head_width % 2:
+    elif family_of(model).rotary:
+        rotated = Rotation(share=model.rope_fraction).rotated(model.head_width)
         key = "model.head_dim" if model.head_dim else "model.hidden / model.heads"
-        yield f"{key} = {model.head_width} must be even for RoPE; use an even number of features"
+        key += " x model.rope_fraction" * (model.rope_fraction < 1)
+        if rotated % 2 or not rotated:
+            yield f"{key} = {rotated} must be even and positive for RoPE; change one of the keys"
 
 
 def _wrong_kv_heads(model: ModelConfig) -> Iterator[str]:

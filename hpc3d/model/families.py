@@ -43,7 +43,8 @@ def _sizes(model, vocabulary):
     keys = "layers", "hidden", "heads", "sequence", "tied", "dropout", *own
     how: Any = {key: getattr(model, key) for key in keys}
     if family.rotary:
-        scaling = {"sequence": model.sequence, **(model.rope_scaling or {})}
+        scaling = {"sequence": model.sequence, "share": model.rope_fraction}
+        scaling |= model.rope_scaling or {}
         how["rotation"] = Rotation(model.rope_theta, **scaling)
     return ModelSizes(
         vocabulary=vocabulary, epsilon=_epsilon(model), experts=_experts(model), **how
@@ -113,6 +114,10 @@ LLAMA = Family(
     vectors=partial(_final_norm, centred=RMSNorm.centred),
 )
 
+PHI3 = replace(
+    LLAMA, kind="phi3", keys=(_ROPE_KEYS | {"rope_fraction"}) - {"rope_scaling", "head_dim"}
+)
+
 QWEN2 = replace(LLAMA, kind="qwen2", keys=_ROPE_KEYS, biased=frozenset({"qkv"}))
 
 BERT = replace(
@@ -128,7 +133,7 @@ BERT = replace(
     vectors=_bert_vectors,
 )
 
-FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2, BERT)}
+FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2, PHI3, BERT)}
 
 
 def family_of(model: Any) -> Family:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc3d.checkpoints.hf_settings import BERT, GPT2, LLAMA, MIXTRAL, QWEN2, no_mixtral
+from hpc3d.checkpoints.hf_settings import BERT, GPT2, LLAMA, MIXTRAL, PHI3, QWEN2, no_mixtral
 from hpc3d.config.input_file import ModelConfig
 from hpc3d.model.families import with_epsilon
 
@@ -49,6 +49,8 @@ PARAMETERS = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 2.0, "low_fr
         ({"rope_scaling": {"rope_type": ["su"]}}, "'su'.* is not .*llama3, yarn$"),
         ({"rope_scaling": {"type": "yarn", "mscale": 1}}, "'yarn' with mscale is not supported"),
         ({"rope_scaling": {"type": "linear", "beta_fast": 1}}, "'linear' with beta_fast is not"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is unknown"),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, {"rope_fraction": 0.5}),
         ({"rope_scaling": {"factor": 4.0}}, "'default' with factor is not supported"),
         ({"rope_scaling": [1]}, r"rope_scaling = \[1\]: must be a JSON object"),
     ],
@@ -72,6 +74,21 @@ def test_sliding_windows_of_qwen2_are_rejected():
         QWEN2.model(settings | {"use_sliding_window": True}, {"hidden": 24})
     with pytest.raises(ValueError, match=r"layer_types: only 'full_attention' is"):
         QWEN2.model(settings | {"layer_types": ["sliding_attention"]}, {"hidden": 24})
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"sliding_window": 2047}, "sliding_window = 2047: only None is supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported"),
+    ],
+)
+def test_phi3_settings_that_are_not_supported_are_rejected(told, message):
+    model = ModelConfig("phi3", **SIZES, rope_fraction=0.5)
+    settings, measured = PHI3.of(with_epsilon(model)), {"hidden": 24, "ffn": 96}
+    assert PHI3.model(settings, measured)["rope_fraction"] == 0.5
+    with pytest.raises(ValueError, match=message):
+        PHI3.model(settings | told, measured)
 
 
 MIXTURE = ModelConfig("llama", **SIZES, experts=6, top_k=3, capacity=0.0, balance_loss=0.015)

@@ -31,7 +31,7 @@ RULES = {
     "model.sequence": ("0", "model.sequence = 0: ... 1"),
     "model.vocabulary": ("0", "model.vocabulary = 0: ... 1"),
     "model.dropout": ("1", "model.dropout = 1.0: ... 0 ... 1"),
-    "model.kind": ("t5", "model.kind: ... 'qwen2' or 'bert', not 't5'"),
+    "model.kind": ("t5", "model.kind: ... ... or 'bert', not 't5'"),
     "train.steps": ("0", "train.steps = 0: ... 1"),
     "train.batch": ("0", "train.batch = 0: ... 1"),
     "train.warmup": ("-1", "train.warmup = -1: ... 0"),
@@ -141,7 +141,7 @@ def test_unknown_rope_scaling_is_rejected(scaling):
     [
         (
             ["--model.kv_heads", "16"],
-            "model.kv_heads = 16: only valid for model.kind = llama or qwen2; ",
+            "model.kv_heads = 16: only valid for model.kind = llama or qwen2 or phi3; ",
         ),
         (
             ["--model.rope_theta", "5e5"],
@@ -155,6 +155,14 @@ def test_unknown_rope_scaling_is_rejected(scaling):
         (
             ["--model.kind", "llama", "--model.heads", "128"],
             "model.hidden / model.heads = 3 must be even ",
+        ),
+        (
+            ["--model.kind", "phi3", "--model.rope_fraction", "0.5"],
+            "model.hidden / model.heads x model.rope_fraction = 3 must be even ",
+        ),
+        (
+            ["--model.kind", "llama", "--model.rope_fraction", "0.5"],
+            "model.rope_fraction = 0.5: only valid for model.kind = phi3; ",
         ),
         (
             [*LLAMA, "--model.rope_theta", "1", "--model.rope_scaling", YARN],

@@ -67,6 +67,11 @@ CASES = {  # row of the table -> type of transformers and settings
     ),
     "Llama, YaRN": ("llama", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "Llama 3": ("llama", {"rope_parameters": LLAMA3}),
+    "Phi-3": ("phi3", {}),
+    "Phi-3, partial rotary embedding": (
+        "phi3",
+        {"partial_rotary_factor": 0.5, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
 }
 LAYOUTS = {
     "one rank": "",
@@ -180,6 +185,7 @@ def test_loss_and_gradients_match_transformers(case, layout):
     for name, gradient in gradients.items():
         found |= family.given(name, gradient, config.model)
     found = {family.full_name_of(name): array for name, array in found.items()}
+    family.join(found)
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
         bound = 1e-9 * max(np.abs(array).max(), 1e-3)

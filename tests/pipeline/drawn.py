@@ -9,7 +9,7 @@ from math import prod
 
 from hypothesis import strategies as st
 
-from hpc3d.model.families import kinds_with
+from hpc3d.model.families import FAMILIES, kinds_with
 from hpc3d.pipeline.schedule import SCHEDULES
 from hpc3d.tensor.split import SCHEMES
 
@@ -56,6 +56,7 @@ OF_FAMILIES = {  # key of some model families -> values, and how often it is set
     "ffn": ([48, 24, 256], st.booleans()),
     "head_dim": ([2, 4, 6, 8], st.booleans()),
     "rope_scaling": (SCALINGS, SELDOM),
+    "rope_fraction": ([0.5], SELDOM),
     "attention_bias": (["true"], SELDOM),
     "mlp_bias": (["true"], SELDOM),
     "gelu": (["tanh", "exact"], st.just(True)),
@@ -78,8 +79,8 @@ def rendered(words):
 @st.composite
 def models(draw):
     """Draw the words of a model, its optimizer and its number types."""
-    kind = draw(st.sampled_from(["gpt2", "llama", "qwen2", "bert"]))
-    rotary = kind in ("llama", "qwen2")
+    kind = draw(st.sampled_from([*FAMILIES]))
+    rotary = FAMILIES[kind].rotary
     hidden = draw(st.sampled_from([24, 48, 12, 20]))
     width = draw(st.sampled_from([2, 4] if rotary else [2, 1, 4]))
     sequence = draw(st.sampled_from([*SEQUENCES]))
@@ -100,7 +101,7 @@ def models(draw):
         fitting = [n for n in (2, 3, 6, 12) if hidden // width % n == 0]
         words["kv_heads"] = draw(st.sampled_from([hidden // width, *fitting]))
     words |= draw(family_keys(kind))
-    if kind in ("gpt2", "llama") and draw(st.booleans()):
+    if kind in kinds_with("experts") and draw(st.booleans()):
         words |= draw(st.sampled_from(EXPERTS))
     words |= draw(optimizers(rotary))
     if draw(SELDOM):
