@@ -14,16 +14,19 @@ import numpy as np
 
 from hpc3d.analyze.metrics.columns import (
     CELL_KEYS,
+    STAGES,
     WORK,
     cell_values,
     cells,
     combinations,
+    coordinates,
     event_values,
     hosts,
     mean_rows,
     named,
     overlapped,
     own_time,
+    peers,
     slices,
     with_label,
 )
@@ -193,10 +196,15 @@ def _outstanding(trace, calls):
 def imbalance_rows(trace: Trace) -> list[dict[str, Any]]:
     """Return the compute imbalance of the full step (phase `all`) and of each phase.
 
-    The imbalance is the maximum over ranks divided by the mean. Compute time includes the
-    optimizer. `rank` is the rank with the longest compute time.
+    The imbalance is the maximum over the ranks that do the same work divided by their mean, for
+    the group of ranks in which it is largest; `rank` is the rank with this maximum. Without two
+    ranks that do the same work, it is `None`, and `rank` has the longest compute time.
+    stage_imbalance is the mean time of a rank of the slowest pipeline stage, `stage`, divided by
+    the mean over the stages, or `None` if there is only one stage. Compute time includes the
+    optimizer.
     """
     ranks = np.unique(trace.steps["rank"])
+    group, stage = peers(trace)[ranks], coordinates(trace, (STAGES,))[ranks, 0]
     work = defaultdict(lambda: np.zeros(len(ranks)))
     for row in breakdown(trace, ("rank", "phase", "category")):
         if row["category"] in WORK:
@@ -207,11 +215,29 @@ def imbalance_rows(trace: Trace) -> list[dict[str, Any]]:
             "phase": phase,
             "mean_s": float(seconds.mean()),
             "max_s": float(seconds.max()),
-            "imbalance": ratio(float(seconds.max()), float(seconds.mean())),
-            "rank": int(ranks[seconds.argmax()]),
+            **_imbalance(ranks, seconds, group),
+            **_stage_imbalance(seconds, stage),
         }
         for phase, seconds in work.items()
     ]
+
+
+def _imbalance(ranks, seconds, group):
+    count = np.bincount(group)[group]
+    mean = np.bincount(group, seconds)[group] / count
+    share = np.divide(seconds, mean, out=np.ones(len(ranks)), where=mean > 0)
+    index = int((share if count.max() > 1 else seconds).argmax())
+    known = count.max() > 1 and seconds.any()
+    return {"imbalance": float(share[index]) if known else None, "rank": int(ranks[index])}
+
+
+def _stage_imbalance(seconds, stage):
+    stages, index = np.unique(stage, return_inverse=True)
+    means = np.bincount(index, seconds) / np.bincount(index)
+    if len(stages) < 2:
+        return {"stage_imbalance": None, "stage": None}
+    imbalance = ratio(float(means.max()), float(means.mean()))
+    return {"stage_imbalance": imbalance, "stage": int(stages[means.argmax()])}
 
 
 def memory_rows(trace: Trace) -> list[dict[str, Any]]:

@@ -14,19 +14,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpc3d.analyze.metrics.intervals import before, merged
+from hpc3d.comm.mesh import EXPERTS
 from hpc3d.trace.locate import NEWEST
 from hpc3d.trace.previous_attempts import earlier_traces, latest_with_steps
 from hpc3d.trace.reader import Trace
 from hpc3d.trace.schema import STREAM
 from hpc3d.trace.table import Table
 
+if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.steady import Steady
+
 _HOST, _COMPUTATION, COMMUNICATION, *_ = range(len(STREAM))
 WORK = ("compute", "optimizer")
+STAGES = "p"  # mesh axis of the pipeline stages
 CELL_KEYS = ("rank", "stage", "step")
 
 
@@ -204,6 +210,27 @@ def slices(ranks: np.ndarray, count: int) -> list[slice]:
     """For each of `count` ranks, return the slice of its rows in the sorted column `ranks`."""
     bounds = np.searchsorted(ranks, np.arange(count + 1))
     return [slice(*edge) for edge in pairwise(bounds.tolist())]
+
+
+def coordinates(trace: Trace | Steady, axes: Sequence[str]) -> np.ndarray:
+    """Return the mesh coordinates of each rank along `axes`, shape [ranks, len(axes)].
+
+    The coordinate along an axis that the mesh lacks is 0.
+    """
+    ranks, sizes = trace.attrs["world_size"], trace.attrs["axis_sizes"]
+    is_mesh = prod(sizes) == ranks  # not in a damaged trace
+    found = np.unravel_index(np.arange(ranks), sizes) if is_mesh else ()
+    columns = dict(zip(trace.attrs["axes"].split(), found))
+    return np.stack([columns.get(axis, np.zeros(ranks, int)) for axis in axes], axis=1)
+
+
+def peers(trace: Trace | Steady) -> np.ndarray:
+    """Return a group number for each rank, shape [ranks]. The ranks of a group do the same work.
+
+    These ranks have the same pipeline stage and the same share of the experts.
+    """
+    _, group = np.unique(coordinates(trace, (STAGES, EXPERTS)), axis=0, return_inverse=True)
+    return group.reshape(-1)
 
 
 def hosts(trace: Trace) -> dict[int, str | None]:

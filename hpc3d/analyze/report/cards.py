@@ -22,9 +22,7 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
     yield "communication", communication, _waiting(tables["ranks"])
     if stages := tables["pipeline"]:
         yield "bubble", percent(_mean(stages, "idle_share")), _simulated(stages)
-    for row in tables["imbalance"][:1] if step["ranks"] > 1 else ():
-        imbalance = _written(row["imbalance"], "{:.3f}".format)
-        yield "imbalance", imbalance, "max / mean compute time"
+    yield from _imbalances(tables["imbalance"][:1])
     if tables["stragglers"]:
         yield "straggler", *_straggler(tables["stragglers"])
     if work["mfu"] is not None:
@@ -49,13 +47,25 @@ def any_loss(run: RunAnalysis) -> bool:
     return any(row["loss"] is not None for row in run.tables["loss"])
 
 
+def _imbalances(rows):
+    """Yield the tiles of the compute imbalance among equal ranks, and between stages."""
+    for row in rows:
+        if row["imbalance"] is not None:
+            note = "max / mean compute time of ranks that do the same work"
+            yield "imbalance", f"{row['imbalance']:.3f}", note
+        if row["stage_imbalance"] is not None:
+            note = f"max / mean compute time of the stages, on stage {row['stage']}"
+            yield "stage imbalance", f"{row['stage_imbalance']:.3f}", note
+
+
 def _straggler(rows):
     named = [row for row in rows if row["straggler"] == "yes"]
-    if rows[0]["straggler"] is None:
-        return "unknown", "too few steps to decide"
+    if all(row["straggler"] is None for row in rows):
+        some = any(row["peers"] for row in rows)
+        return "unknown", "too few steps to decide" if some else "no two ranks do the same work"
     if not named:
-        return "none", "no rank is significantly slower than the others"
-    imposed = f"the other ranks wait {seconds(named[0]['imposed_s'])} per step for it"
+        return "none", "no rank is significantly slower than its peers"
+    imposed = f"its peers wait {seconds(named[0]['imposed_s'])} per step for it"
     return f"rank {named[0]['rank']}", imposed
 
 

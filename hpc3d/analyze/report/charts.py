@@ -245,7 +245,7 @@ def waits(run: RunAnalysis) -> Bars:
 
 
 def stragglers(run: RunAnalysis) -> Bars:
-    """Return the bar chart of the ranks that impose the longest waits on other ranks."""
+    """Return the bar chart of the ranks that impose the longest waits on their peers."""
     rows = run.tables["stragglers"][:_BARS]
     parts = {"imposed wait": (palette.LATE, [row["imposed_s"] * 1e3 for row in rows])}
     return Bars("rank", "time per step [ms]", [str(row["rank"]) for row in rows], parts)

@@ -61,7 +61,7 @@ def of_run(run: RunAnalysis) -> Iterator[Picture]:
         caption = "Time in calls before (wait) and after (transfer) the last member arrives."
         yield Picture("waits", "Wait and transfer time", caption, charts.waits(run))
     if any(row["imposed_s"] for row in run.tables["stragglers"]):
-        caption = "Total time that the other ranks spend waiting for a rank."
+        caption = "Total time that the ranks that do the same work spend waiting for a rank."
         yield Picture("stragglers", "Stragglers", caption, charts.stragglers(run))
     for number, (axis, matrix) in enumerate(run.matrices.items()):
         title = f"Bytes {along(axis)}" if axis else "Bytes between ranks"

@@ -160,6 +160,8 @@ OF_A_RUN = (
             *times("mean", "max"),
             ColumnSpec("imbalance", "max / mean", ratio),
             _RANK._replace(heading="on rank"),
+            ColumnSpec("stage_imbalance", "stages, max / mean", ratio),
+            _STAGE._replace(heading="on stage"),
         ),
     ),
     TableSpec(
@@ -180,7 +182,7 @@ OF_A_RUN = (
         (
             _RANK,
             _HOST,
-            *columns(integer, meetings="calls", last="arrives last"),
+            *columns(integer, peers="peers", meetings="calls", last="arrives last"),
             *columns(milliseconds, imposed_s="imposed wait [ms]", wait_s="own wait [ms]"),
             *columns(milliseconds, work_s="busy [ms]"),
             ColumnSpec("straggler", "straggler"),

@@ -125,8 +125,11 @@ calls whose results the rank waits for later, and to copy offloaded arrays.
 communication call without waiting for it yet. The call may have completed long before, so this is
 an upper bound on the communication hidden by computation.""",
     "imbalance": """\
-Compute time of the busiest rank, and mean compute time over all ranks. Their ratio, `max / mean`,
-is 1 if the load is balanced.""",
+Mean compute time over all ranks, and compute time of the busiest rank. `max / mean` compares ranks
+that do the same work: it is the compute time of a rank divided by the mean of the ranks with the
+same pipeline stage and the same experts, for the rank `on rank` with the largest ratio. The stage
+imbalance, `stages, max / mean`, is the mean compute time of a rank of stage `on stage` divided by
+the mean over the stages. Both ratios are 1 if the load is balanced.""",
     "waits": """\
 `blocked [ms]` is the time from when a rank starts to wait for a communication call until it has
 the result. `wait [ms]` is the part of this time before the last member of the call arrives, and
@@ -135,12 +138,14 @@ ended before a required member arrived. They show that the clocks of two hosts d
 `worst [us]`.""",
     "stragglers": """\
 `arrives last` is the number of `calls` (collectives and messages) at which a rank arrived last.
-`imposed wait [ms]` is the time per step that the other ranks wait for it, summed over these ranks.
-A rank may be late because it waited for another rank; the critical path shows this. `busy [ms]` is
+The `peers` of a rank do the same work: they have the same pipeline stage and the same experts.
+`imposed wait [ms]` is the time per step that the peers wait for the rank, summed over the peers. A
+rank may be late because it waited for another rank; the critical path shows this. `busy [ms]` is
 the median time per step during which the rank is not blocked in communication calls. A rank is a
-`straggler` if both conditions hold: it has the longest busy time in significantly more steps than
-expected by chance (5 % level), and its busy time exceeds the median of the other ranks by at least
-1 % of a step. A dash means that there are too few steps to decide.""",
+`straggler` if both conditions hold: it has the longest busy time of its peers in significantly
+more steps than expected by chance (5 % level), and its busy time exceeds the median of its peers
+by at least 1 % of a step. A dash means that the rank has no peers, or that there are too few steps
+to decide. Differences between stages are stage imbalance, not stragglers.""",
     "path": """\
 Critical path of the step: the sequence of work across ranks that determined the step time. Wait
 times are not part of the path. Only faster work on this path can shorten the step. The category

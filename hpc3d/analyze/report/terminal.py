@@ -29,7 +29,7 @@ def _one(run: RunAnalysis) -> Iterator[str]:
     yield run.label
     yield from verdict(run.tables)
     for title, value, note in cards(run):
-        if title not in ("communication", "imbalance", "straggler"):
+        if title not in ("communication", "imbalance", "stage imbalance", "straggler"):
             yield f"{title}: {value}, {note}"
     if attempts := run.tables["attempts"]:
         last = attempts[-1]

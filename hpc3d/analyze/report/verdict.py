@@ -78,11 +78,15 @@ def _largest_costs(
         waits = sum(row["wait_s"] for row in tables["waits"] if _call(row) == name)
         waiting = f", of which {_share(waits, costs[name])} is waiting" if waits else ""
         yield f"Largest cost: {name}, {_share(costs[name], step)} of a step{waiting}."
+    for row in tables["imbalance"][:1]:
+        if (row["stage_imbalance"] or 1) > 1 + _MENTIONED:
+            times = f"{row['stage_imbalance']:.2f} times as long as the mean stage"
+            yield f"Stage imbalance: stage {row['stage']} computes {times}."
     late = [row for row in tables["stragglers"] if row["straggler"] == "yes"]
     if late:
         yield (
-            f"Rank {late[0]['rank']} is a straggler: the other ranks wait for it for a total of"
-            f" {seconds(late[0]['imposed_s'])} per step."
+            f"Rank {late[0]['rank']} is a straggler: the ranks that do the same work wait for it"
+            f" for a total of {seconds(late[0]['imposed_s'])} per step."
         )
 
 

@@ -14,9 +14,11 @@ def test_memory_card_shows_the_highest_simultaneous_peak():
 
 
 def test_straggler_card_names_a_rank_only_if_one_is_detected():
-    rows = [{"rank": rank, "imposed_s": 0.003, "straggler": "no"} for rank in (1, 0)]
+    rows = [{"rank": rank, "imposed_s": 0.003, "straggler": "no", "peers": 1} for rank in (1, 0)]
     assert cards._straggler(rows)[0] == "none"
     rows[1]["straggler"] = "yes"
-    assert cards._straggler(rows) == ("rank 0", "the other ranks wait 3.00 ms per step for it")
+    assert cards._straggler(rows) == ("rank 0", "its peers wait 3.00 ms per step for it")
     unknown = [each | {"straggler": None} for each in rows]
-    assert cards._straggler(unknown)[0] == "unknown"
+    assert cards._straggler(unknown) == ("unknown", "too few steps to decide")
+    alone = [each | {"peers": 0} for each in unknown]
+    assert cards._straggler(alone) == ("unknown", "no two ranks do the same work")

@@ -31,6 +31,7 @@ def tables(ranks=None, **given):
             {"axis": "x", "op": "all_gather", "wait_s": 0.1},
         ],
         "stragglers": [{"rank": 3, "imposed_s": 0.2, "straggler": "no"}],
+        "imbalance": [{"stage_imbalance": None}],
         "prediction": [],
         "copies": [],
     }
@@ -74,8 +75,16 @@ def test_verdict_of_cpu_time_omits_waiting():
 def test_verdict_names_a_straggler():
     late = [{"rank": 3, "imposed_s": 0.2, "straggler": "yes"}]
     assert verdict(tables(stragglers=late))[-1] == (
-        "Rank 3 is a straggler: the other ranks wait for it for a total of 200 ms per step."
+        "Rank 3 is a straggler: the ranks that do the same work wait for it for a total of 200 ms"
+        " per step."
     )
+
+
+@pytest.mark.parametrize(("imbalance", "told"), [(1.049, False), (1.26, True)])
+def test_verdict_names_the_slowest_stage(imbalance, told):
+    rows = [{"stage_imbalance": imbalance, "stage": 2}]
+    sentence = "Stage imbalance: stage 2 computes 1.26 times as long as the mean stage."
+    assert (sentence in verdict(tables(imbalance=rows))) == told
 
 
 @pytest.mark.parametrize(
