@@ -27,6 +27,7 @@ from hpc3d.console.exit_codes import CHECK_FAILED, JobExit
 from hpc3d.diagnose import node_checks, storage_checks
 from hpc3d.runtime import environment, launch, mpi_library
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, examine
+from hpc3d.runtime.mpi_launcher import launch_settings
 from hpc3d.runtime.probe import outcome
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def two_ranks(mpirun: str, options: Namespace) -> Iterator[Finding]:
     """Start two ranks and yield their findings, or a finding that explains why they failed."""
     words = ["-m", "hpc3d.doctor", "--together", "--json", "--out", options.out]
     command = [mpirun, "-np", "2", sys.executable, *words]
-    code, printed = outcome(command, options.timeout, **cuda_aware_probe.surroundings())
+    code, printed = outcome(command, options.timeout, **launch_settings())
     results = [line for line in printed.splitlines() if line.startswith('{"verdict"')]
     if len(results) != 1 or code not in (0, CHECK_FAILED):
         yield not_started("2 ranks", "mpirun -np 2", code, printed, options.timeout)

@@ -1,6 +1,7 @@
 """Train a Transformer on a mesh of ranks.
 
     mpirun -np N python -m hpc3d.train [INPUT.toml] [--section.key value ...] [--resume RUN_DIR]
+    python -m hpc3d.train [INPUT.toml] --launch N ...
 
 INPUT.toml is a file, or the name of an input that comes with hpc3d, such as gpt-3d-64. Without it,
 the default model is trained on the 3D mesh of N ranks with the least communication. Every key of
@@ -8,13 +9,16 @@ the input file is also an option (--train.steps 100). The folder results/<name>-
 the configuration, the environment, train.log, the checkpoints, and trace.h5 for
 `python -m hpc3d.report`.
 
+--launch N starts the N ranks on this machine with the mpirun of the MPI library that mpi4py
+loads. The ranks may outnumber the cores.
+
 With --resume, the run in RUN_DIR continues from its newest complete checkpoint (checkpoint.every),
 on the same or any other layout.
 
 --help SECTION or --help SECTION.KEY, such as --help train.decay, explains a section or a key.
 
 With --dry-run, nothing is trained or written. The command prints the layout of the run, and the
-memory and the time that it would take on --machine NAME. --ranks N replaces mpirun.
+memory and the time that it would take on --machine NAME. --ranks N sets the number of ranks.
 
 To stop a run after the current step with all state saved, send SIGTERM, SIGINT, SIGHUP or the
 signal of run.signal to a rank, set train.max_minutes, or create a file STOP in the folder of the
@@ -27,7 +31,9 @@ continue with --resume.
 
 from __future__ import annotations
 
+import os
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -35,8 +41,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from hpc3d.config.argument_types import number_of_ranks
+from hpc3d.console.command_line import run, taken
 from hpc3d.console.sanitize import counted, sanitized
-from hpc3d.runtime import environment, launch
+from hpc3d.runtime import environment, launch, mpi_launcher
 
 if TYPE_CHECKING:
     from hpc3d.comm.device_setup import Hardware
@@ -50,8 +58,52 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    return launch.run("train", lambda job: train(job, list(words)))
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    if any(word.partition("=")[0] == "--launch" for word in words):
+        if environment.number_in(environment.OWN_RANK, default=0):
+            return 0  # the launcher would kill rank 0 before it reports that --launch is wrong
+        if code := run("train", lambda: _start_ranks(words), patient=False):
+            return code
+    return launch.run("train", lambda job: train(job, words))
+
+
+def _start_ranks(words: list[str]) -> None:
+    """Replace this process by the launcher of the ranks that `--launch N` in `words` requests.
+
+    The option is removed from `words`. The function returns if this process can continue as the
+    only rank, and for a dry run.
+
+    Raises
+    ------
+    ValueError
+        If N is not a number of ranks, a launcher has already started ranks, or there is none.
+    """
+    ranks = _ranks(given := taken(words, "--launch"), f"--launch {given}")
+    started = environment.number_in(environment.WORLD_RANKS[:3], default=1)
+    if started > 1:
+        raise ValueError(
+            f"--launch {ranks}: a launcher has already started {started} ranks; use either "
+            "mpirun -np N or --launch N"
+        )
+    if "--dry-run" in words:
+        words += ["--ranks", str(ranks)]
+    elif command := mpi_launcher.launch_command(ranks):
+        command += [sys.executable, "-m", "hpc3d.train", *words]
+        os.execve(command[0], command, {**mpi_launcher.launch_settings(), **os.environ})
+
+
+def _ranks(given: str | None, option: str) -> int | None:
+    """Return the number of ranks that was `given` for an option, or None.
+
+    Raises
+    ------
+    ValueError
+        If it is not a valid number of ranks.
+    """
+    try:
+        return None if given is None else number_of_ranks(given)
+    except ArgumentTypeError as error:
+        raise ValueError(f"{option}: {error}") from None
 
 
 def train(job: Job, words: list[str]) -> None:
@@ -322,17 +374,11 @@ def rehearse(ranks: int, words: list[str]) -> None:
     ValueError
         If the run could not be started.
     """
-    from argparse import ArgumentTypeError
-
-    from hpc3d.config.argument_types import number_of_ranks
-    from hpc3d.predict.dry_run import dry_run, taken
+    from hpc3d.predict.dry_run import dry_run
 
     words = [word for word in words if word != "--dry-run"]
     given, machine = taken(words, "--ranks"), taken(words, "--machine")
-    try:
-        asked_for = None if given is None else number_of_ranks(given)
-    except ArgumentTypeError as error:
-        raise ValueError(f"--ranks {given}: {error}") from None
+    asked_for = _ranks(given, f"--ranks {given}")
     plan = read_command_line(asked_for or (ranks if ranks > 1 else None), words)
     _, batches, _ = take_text(plan)
     checked_program(plan.config, this_machine=machine is None)

@@ -16,7 +16,7 @@ import hpc3d
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[1]
 PACKAGING = ROOT / "packaging"
-EXTRAS = "bpe", "parquet", "exact", "tensorboard"
+EXTRAS = "parquet", "exact", "tensorboard"
 CONDA_NAMES = {"matplotlib": "matplotlib-base"}
 
 

@@ -170,6 +170,51 @@ def test_tokenizer_with_a_mask_token_adds_no_vocabulary(tmp_path):
         verb.take_text(plan)
 
 
+@pytest.mark.parametrize(
+    ("given", "ranks", "line"),
+    [
+        (["--launch"], 1, "--launch: the value is missing; use --launch VALUE"),
+        (["--launch", "0"], 1, "--launch 0: 0: must be an integer from 1 to "),
+        (["--launch=many"], 1, "--launch many: many: must be an integer from 1 to "),
+        (["--launch", "2"], 4, "--launch 2: a launcher has already started 4 ranks; use either"),
+    ],
+)
+def test_invalid_launch_is_rejected_in_one_line(given, ranks, line, monkeypatch, capsys):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", str(ranks))
+    assert verb.main(["gpt-serial", *given]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hpc3d.train: {line}") and error.count("\n") == 1
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert verb.main(["gpt-serial", *given]) == 0 and capsys.readouterr() == ("", "")
+
+
+def test_launch_replaces_this_process_by_the_launcher(monkeypatch):
+    """More ranks than cores are permitted, unless the user's environment forbids them."""
+    variable = "PRTE_MCA_rmaps_default_mapping_policy"
+    calls = []
+    monkeypatch.setattr(verb.mpi_launcher, "launch_command", lambda ranks: ["/mpirun", str(ranks)])
+    monkeypatch.setattr(os, "execve", lambda *given: calls.append(given))
+    monkeypatch.setattr(verb.launch, "run", lambda *given: 0)
+    monkeypatch.delenv(variable, raising=False)
+    verb.main(["gpt-serial", "--launch", "3", "--train.steps", "1"])
+    monkeypatch.setenv(variable, "core")
+    verb.main(["--launch=70000"])
+    first, second = calls
+    program = [sys.executable, "-m", "hpc3d.train"]
+    assert first[:2] == (
+        "/mpirun",
+        ["/mpirun", "3", *program, "gpt-serial", "--train.steps", "1"],
+    )
+    assert first[2][variable] == "slot:oversubscribe" and second[2][variable] == "core"
+    assert second[1] == ["/mpirun", "70000", *program]
+
+
+def test_dry_run_starts_no_ranks(capsys):
+    given = ["--launch", "3", "--mesh.d", "3", "--train.batch", "3", "--dry-run"]
+    assert verb.main(["gpt-serial", *given]) == 0
+    assert "3 ranks" in capsys.readouterr().out
+
+
 def test_run_completes_with_closed_standard_streams(tmp_path):
     """The standard output of the rank is a closed pipe, and it has no other standard streams."""
     end, start = os.pipe()

@@ -154,6 +154,16 @@ def test_installed_package_trains_reports_and_resumes(hpc3d, tmp_path):
     assert "run kept in " in hpc3d("train", "--resume", folder, "--train.steps", "3", ranks=2)
 
 
+def test_installed_package_starts_its_own_ranks_and_names_the_next_commands(hpc3d, tmp_path):
+    printed = hpc3d("train", *SMALL, "--launch", 4, "--mesh.y", 4)
+    (folder,) = (tmp_path / "results").iterdir()
+    assert "4 ranks: y=4" in printed
+    assert printed.splitlines()[-3:-1] == [
+        f"next: python -m hpc3d.report {folder}",
+        f"next: python -m hpc3d.plan {folder}/config.toml --ranks 4",
+    ]
+
+
 def test_installed_package_is_used_instead_of_the_source(installed, surrounding, tmp_path):
     ask = "import hpc3d; print(hpc3d.__file__)"
     path = run(installed.with_name("python"), "-c", ask, cwd=tmp_path)

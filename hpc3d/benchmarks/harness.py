@@ -21,10 +21,10 @@ import numpy as np
 
 from hpc3d import trace
 from hpc3d.analyze.metrics.step import step_seconds
-from hpc3d.comm.cuda_aware_probe import surroundings
 from hpc3d.comm.threads import meshes
 from hpc3d.config.input_file import Config
 from hpc3d.console.sanitize import Problems
+from hpc3d.runtime.mpi_launcher import launch_settings
 from hpc3d.trace.reader import Trace
 from hpc3d.trace.recorder import Recorder
 from hpc3d.training.log import KEPT
@@ -245,7 +245,7 @@ def printed(ranks: int, words: Sequence[str], threads: int | None = None) -> Ite
         threads = len(os.sched_getaffinity(0))
     settings = {
         **os.environ,
-        **surroundings(),
+        **launch_settings(),
         **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
         "NO_COLOR": "1",
     }

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.runtime import mpi_library as library
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
+from hpc3d.runtime.mpi_launcher import launch_settings
 from hpc3d.runtime.probe import installed, outcome
 
 if TYPE_CHECKING:
@@ -198,17 +199,12 @@ def tried(mpirun: str, seconds: float) -> tuple[str, str]:
     ]
     forgotten = [word for name in launched for word in ("-u", name)]
     words = [mpirun, "-np", "2", sys.executable, "-m", "hpc3d.comm.cuda_aware_probe"]
-    code, printed = outcome(["env", *forgotten, *words], seconds, **surroundings())
+    code, printed = outcome(["env", *forgotten, *words], seconds, **launch_settings())
     said = set(printed.split()) & {TAKEN, STAGED, WRONG}
     if code == 0 and said in ({TAKEN}, {STAGED}):
         return said.pop(), ""
     what = {0: "gives wrong results", None: "hangs"}.get(code, f"ends with exit code {code}")
     return WRONG, f"a test of two ranks {what}"
-
-
-def surroundings() -> dict[str, str]:
-    """Return environment variables that let the root user start two ranks, even on one core."""
-    return dict.fromkeys(library.CONSENT, "1") | library.CROWD
 
 
 def says_yes(path: str | None) -> bool:

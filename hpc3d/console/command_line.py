@@ -139,6 +139,22 @@ def split_options(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[
     return ours, settings
 
 
+def taken(words: list[str], option: str) -> str | None:
+    """Remove an option from the command-line arguments `words`, and return its value or `None`.
+
+    Raises ValueError if the option has no value.
+    """
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == option:
+            value = value if equals else (words[index + 1 : index + 2] or ["--"])[0]
+            if value.startswith("--"):
+                raise ValueError(f"{option}: the value is missing; use {option} VALUE")
+            del words[index : index + 2 - bool(equals)]
+            return value
+    return None
+
+
 def readable_time(seconds: float) -> str:
     """Format a predicted time in seconds, such as 1.234 s or 56.789 ms."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,9 +12,9 @@ from pathlib import Path
 from signal import SIGKILL
 from tempfile import TemporaryDirectory
 
-from hpc3d.comm.cuda_aware_probe import surroundings
 from hpc3d.console.exit_codes import BAD_INPUT, STOPPED
 from hpc3d.console.sanitize import Problems
+from hpc3d.runtime.mpi_launcher import launch_command, launch_settings
 from hpc3d.training.run_folder import FOLDER_FILE
 
 _MOST_SAID = 2000  # maximum number of characters of launcher output in an error message
@@ -34,7 +33,7 @@ def launched(ranks: int, words: list[str], launcher: Sequence[str] = ()) -> Path
     and the exit code of the command, if training fails, for example because a rank failed or a
     check found corrupt data.
     """
-    start = [*launcher, "-n", str(ranks)] if launcher else _launcher(ranks)
+    start = [*launcher, "-n", str(ranks)] if launcher else launch_command(ranks)
     command = [*start, sys.executable, "-m", "hpc3d.train", *words]
     with TemporaryDirectory(prefix="hpc3d-") as scratch:
         file = Path(scratch, "run")
@@ -49,24 +48,6 @@ def launched(ranks: int, words: list[str], launcher: Sequence[str] = ()) -> Path
     return folder
 
 
-def _launcher(ranks: int) -> list[str]:
-    """Return the command that launches `ranks` ranks, or an empty list for one rank.
-
-    An mpirun on PATH takes precedence over one in the directory of this Python interpreter.
-    """
-    if not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks = {ranks!r}: must be a positive integer")
-    if ranks == 1:
-        return []
-    beside = str(Path(sys.executable).parent)
-    found = shutil.which("mpirun") or shutil.which("mpirun", path=beside)
-    if found is None:
-        raise ValueError(
-            f"ranks = {ranks}: no mpirun found; run pip install 'hpc3d[mpi]', or train on 1 rank"
-        )
-    return [found, "-np", str(ranks)]
-
-
 def _ended(command: list[str], settings: dict[str, str]) -> tuple[int, str]:
     """Run a command with additional environment variables; terminate it if interrupted.
 
@@ -75,7 +56,7 @@ def _ended(command: list[str], settings: dict[str, str]) -> tuple[int, str]:
     process = subprocess.Popen(
         command,
         env={
-            **surroundings(),
+            **launch_settings(),
             **os.environ,
             **settings,
             "NO_COLOR": "1",  # disable the colored output that Jupyter enables

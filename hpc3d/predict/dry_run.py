@@ -23,22 +23,6 @@ _UNMEASURED = (
 )
 
 
-def taken(words: list[str], option: str) -> str | None:
-    """Remove an option from the command-line arguments `words`, and return its value or `None`.
-
-    Raises ValueError if the option has no value.
-    """
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name == option:
-            value = value if equals else (words[index + 1 : index + 2] or ["--"])[0]
-            if value.startswith("--"):
-                raise ValueError(f"{option}: the value is missing; use {option} VALUE")
-            del words[index : index + 2 - bool(equals)]
-            return value
-    return None
-
-
 def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
     """Yield the lines that `train --dry-run` prints for a resolved `config`.
 

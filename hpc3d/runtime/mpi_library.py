@@ -97,8 +97,11 @@ def on_path() -> MpiInstall | None:
     Returns `None` if no mpirun is on PATH.
     """
     path = shutil.which("mpirun")
-    if path is None:
-        return None
+    return None if path is None else launcher_at(path)
+
+
+def launcher_at(path: str) -> MpiInstall:
+    """Run `mpirun --version` for the launcher at `path`; return the MPI that it belongs to."""
     _, printed = outcome([path, "--version"], 10)
     version = re.search(r"\d+\.\d+[.\d]*", printed)
     return MpiInstall(_maker_of(printed), version and version[0], path)

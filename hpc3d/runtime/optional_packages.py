@@ -13,7 +13,6 @@ EXTRAS = {
     "pyarrow": "parquet",
     "scipy": "exact",
     "tensorboardX": "tensorboard",
-    "tokenizers": "bpe",
     "torch": "torch",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from hpc3d.arrays.host_store import store_of
 from hpc3d.console.exit_codes import FAILED, STOPPED, JobExit
+from hpc3d.model.families import family_of
 from hpc3d.runtime import launch
 from hpc3d.runtime.stop_request import Stop, reason
 from hpc3d.training.guard import GuardError, LossSpikes, ReplicaCheck, guarded, lines
@@ -190,8 +192,30 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
             "checkpoints",
             "yellow",
         )
+    if done == plan.config.train.steps:
+        for line in _next_commands(plan, job.size):
+            run.log.say(line)
     run.log.say(f"{KEPT}{plan.folder}", "green")
     job.barrier()
+
+
+def _next_commands(plan: RunPlan, ranks: int) -> list[str]:
+    """Return log lines with the two commands that are most useful after a completed run."""
+    config, folder = plan.config, shlex.quote(str(plan.folder))
+    commands = [f"report {folder}"] if config.trace.enabled else []
+    if not config.torch.factory:
+        if _has_checkpoint(plan.folder):
+            causal = family_of(config.model).causal
+            commands += [
+                f"generate {folder} --prompt TEXT" if causal else f"evaluate {folder} --data TEXT"
+            ]
+        commands += [f"plan {folder}/config.toml --ranks {ranks}"]
+    commands += [f"watch {folder}"]
+    return [f"next: python -m hpc3d.{command}" for command in commands[:2]]
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob("step-????????"))
 
 
 def _give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoReturn:
@@ -200,7 +224,7 @@ def _give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoR
     run.saver.wait()
     for line in lines(wrong, job.gather(wrong.found)):
         run.log.warn(line)
-    saved = any((plan.folder / "checkpoints").glob("step-????????"))
+    saved = _has_checkpoint(plan.folder)
     run.log.warn(
         f"resume from the last checkpoint with --resume {plan.folder}"
         if saved

@@ -10,7 +10,7 @@ import pytest
 
 from hpc3d.__main__ import COMMANDS
 from hpc3d.config.argument_types import number_of_ranks, positive
-from hpc3d.console.command_line import Parser, run
+from hpc3d.console.command_line import Parser, run, taken
 from hpc3d.console.exit_codes import BAD_INPUT
 from hpc3d.console.sanitize import Problems
 from tests.mpi import ROOT
@@ -92,3 +92,9 @@ def test_program_error_is_not_reported_as_invalid_input():
 
     with pytest.raises(KeyError, match="a fault"):
         run("test", body)
+
+
+def test_option_is_removed_from_the_arguments():
+    words = ["a", "--ranks=4", "--machine", "h100", "--x"]
+    assert (taken(words, "--ranks"), taken(words, "--machine")) == ("4", "h100")
+    assert (words, taken(words, "--ranks")) == (["a", "--x"], None)

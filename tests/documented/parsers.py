@@ -182,6 +182,8 @@ def _train(words, ranks):
     if "--resume" in words:
         load(None, _options(words))
         return
+    if launched := _taken(words, "--launch"):
+        ranks = int(launched)
     dry = "--dry-run" in words
     words = [word for word in words if word != "--dry-run"]
     if dry:

@@ -3,7 +3,6 @@
 import pytest
 
 from hpc3d import train
-from hpc3d.predict.dry_run import taken
 
 
 @pytest.fixture
@@ -103,9 +102,3 @@ def test_rank_count_defaults_to_the_mesh(said, ranks, head):
 def test_invalid_dry_run_options_are_rejected(said, words, wrong):
     with pytest.raises(ValueError, match=f"^{wrong}"):
         said(1, *words)
-
-
-def test_option_is_removed_from_the_arguments():
-    words = ["a", "--ranks=4", "--machine", "h100", "--x"]
-    assert (taken(words, "--ranks"), taken(words, "--machine")) == ("4", "h100")
-    assert (words, taken(words, "--ranks")) == (["a", "--x"], None)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc3d.config.input_file import Config, TrainConfig
+from hpc3d.config.input_file import Config, ModelConfig, TrainConfig
 from hpc3d.console.exit_codes import CHECK_FAILED, FAILED, STOPPED, JobExit
 from hpc3d.training import run_loop
 from hpc3d.training.evaluator import Best, Evaluation
@@ -47,12 +47,13 @@ class Recorded:
         return [value]
 
 
-def run(tmp_path, monkeypatch, evaluator=None, **how):
+def run(tmp_path, monkeypatch, evaluator=None, kind="gpt2", **how):
     """Return (messages of the loop, exit code or None)."""
     monkeypatch.setattr(run_loop.launch, "finish", lambda job: None)
-    config = Config(train=TrainConfig(steps=STEPS))
+    config = Config(model=ModelConfig(kind=kind), train=TrainConfig(steps=STEPS))
     one = Recorded(**how)
     one.mesh, one.rank, one.trace = SimpleNamespace(trace=one, sizes={}), 1, one
+    one.size = 1
     one.request, one.trainer = int, one
     running = RunningJob(one, one, one, one, None, 0, evaluator and evaluator(one))
     try:
@@ -64,7 +65,21 @@ def run(tmp_path, monkeypatch, evaluator=None, **how):
 
 def test_run_completes_all_steps(tmp_path, monkeypatch):
     lines, code = run(tmp_path, monkeypatch)
-    assert code is None and lines == [f"run kept in {tmp_path}"]
+    assert code is None and lines == [
+        f"next: python -m hpc3d.report {tmp_path}",
+        f"next: python -m hpc3d.plan {tmp_path}/config.toml --ranks 1",
+        f"run kept in {tmp_path}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "second"),
+    [("gpt2", "generate {} --prompt TEXT"), ("bert", "evaluate {} --data TEXT")],
+)
+def test_run_with_a_checkpoint_names_the_commands_that_use_it(kind, second, tmp_path, monkeypatch):
+    (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
+    lines, _ = run(tmp_path, monkeypatch, kind=kind)
+    assert lines[1] == "next: python -m hpc3d." + second.format(tmp_path)
 
 
 @pytest.mark.parametrize(("saves", "code"), [(True, STOPPED), (False, FAILED)])

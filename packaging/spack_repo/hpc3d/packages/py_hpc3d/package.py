@@ -11,7 +11,6 @@ class PyHpc3d(PythonPackage):
 
     version("0.2.0")
 
-    variant("bpe", default=False, description="Tokenizers beyond bytes")
     variant("parquet", default=False, description="Text from parquet files")
     variant("exact", default=False, description="The error function of the exact GELU")
     variant("tensorboard", default=False, description="Metrics for TensorBoard")
@@ -31,9 +30,9 @@ class PyHpc3d(PythonPackage):
         depends_on("py-networkx@3:")
         depends_on("py-pandas@2.2.2:")
         depends_on("py-safetensors@0.5:")
+        depends_on("py-tokenizers@0.20:")
 
     with default_args(type="run"):
-        depends_on("py-tokenizers@0.20:", when="+bpe")
         depends_on("py-pyarrow@16:", when="+parquet")
         depends_on("py-scipy@1.11:", when="+exact")
         depends_on("py-tensorboardx@2.6.2:", when="+tensorboard")
