@@ -13,7 +13,8 @@ from tests.training.test_evaluator import Held
 EXPERTS = "c=2 e=2 schedule=none microbatches=2 sequence=8 experts=4 top_k=2 capacity=2"
 # Most schedules, schemes and stages of ZeRO.
 QUICK = [("nccl", line) for line in MIXES[7:48:40]]
-OTHERS = [("nccl", line) for line in (EXPERTS, *MIXES[3::17])] + [
+HYBRID = [line for line in MIXES if "shard=2" in line][:3]  # ZeRO 1, 2 and 3
+OTHERS = [("nccl", line) for line in (EXPERTS, *MIXES[3::17], *HYBRID)] + [
     ("host-staged", line) for line in MIXES[::31]
 ]
 

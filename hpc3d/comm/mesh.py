@@ -60,11 +60,15 @@ def groups_of(grid: Grid, coords: Mapping[str, int]) -> dict[str, Sequence[int]]
 def queue_of(axis: str) -> str:
     """Return the name of the queue for communication calls along an axis.
 
-    Each queue runs its calls in program order, concurrently with the other queue.  The long
+    Each queue runs its calls in program order, concurrently with the other queues.  The long
     gradient reductions at the end of a step have their own queue, so that the communication of a
-    forward or backward pass is never queued behind them.
+    forward or backward pass is never queued behind them.  The reductions between the groups of
+    replicas in hybrid sharding, which cross hosts, have another queue, so that gathers and
+    reductions within a group are not queued behind them.
     """
-    return "replicas" if axis in (DATA, COPIES, *PLANES) else "blocks"
+    if axis == COPIES:
+        return "groups"
+    return "replicas" if axis in (DATA, *PLANES) else "blocks"
 
 
 def along(axis: str) -> str:

@@ -82,8 +82,8 @@ Five properties are not modeled:
 - overlap: tensor collectives and the gathers of ZeRO 3 are exposed, because the rows use the
   defaults of `parallel.prefetch` and `parallel.chunked_products`. The published programs prefetch
   weights, or split a product and its collective into chunks. With `parallel.prefetch`, all rows
-  with ZeRO 3 but fms-fsdp are predicted too fast, because predictions do not include the
-  contention between collectives and products that run at the same time;
+  with ZeRO 3 are predicted too fast, because predictions do not include the contention between
+  collectives and products that run at the same time;
 - the power limit of torchtitan's GPUs (500 W instead of 700 W);
 - kernel launches by the host, which delay eager programs such as llm-foundry;
 - the network of nanotron's runs, which the source does not describe;
@@ -111,9 +111,10 @@ therefore show only that the published speedups are plausible, and do not valida
 
 # Causes of errors beyond _FAR, by the beginning of the row's name.
 _CAUSES = {
-    "fms-fsdp": "In hpc3d, gathers within a host wait for the all-reduces between hosts, because "
-    "both use the queue of the data-parallel axes. FSDP runs them on separate CUDA streams. The "
-    "network of this row has a quarter of the usual bandwidth.",
+    "maxtext-a3": "On 8 GPUs of these nodes, the published step is also longer than predicted. On "
+    "128 GPUs, the prediction overlaps gathers within a node with the reductions between nodes, "
+    "but XLA runs one collective at a time by default "
+    "(xla_gpu_experimental_parallel_collective_overlap_limit).",
     "nanotron-80b": "The source does not describe the network between the nodes. Both rows "
     "depend on it: on 512 GPUs, tensor-parallel groups of 16 GPUs span two nodes; on 64 GPUs, the "
     "pipeline has 16 stages.",

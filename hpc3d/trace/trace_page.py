@@ -66,7 +66,7 @@ therefore add up to at most the step time. The remaining time is unrecorded.
 
 ### Streams on a GPU
 
-A rank on a GPU has five streams. Its compute rows are timed on the device, not on the host that
+A rank on a GPU has six streams. Its compute rows are timed on the device, not on the host that
 launches the kernels:
 
 * **Stream 0** is the host: input, checkpoints, and collectives of all ranks on host memory.
@@ -77,6 +77,7 @@ launches the kernels:
 * **Stream 3** contains the calls along d, which have a separate queue.
 * **Stream 4** contains copies of offloaded arrays to and from the host, with category `copy` and
   their bytes.
+* **Stream 5** contains the calls along r, between the groups of hybrid sharding.
 
 Streams run concurrently, so their times must not be added. The time of a rank is the time of
 stream 1, and of stream 0 when stream 1 is idle. Rows of other streams may extend beyond the end of

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hpc3d.arrays.pool import Pool
+from hpc3d.comm.mesh import queue_of
 from hpc3d.trace.device_recorder import DeviceRecorder
 from hpc3d.trace.schema import CATEGORY, OP
 from hpc3d.trace.segment import read_segment, segment_path
@@ -294,18 +295,21 @@ def test_flushed_segments_free_their_times(recorder, device):
     assert len(recorder.compute.times) == 0 and recorder.compute.first == 800
 
 
-def test_data_parallel_calls_overlap_with_others(recorder, device):
-    """Each call has its own queue: the call along d is posted first, and is still running when the
-    call along x has ended."""
-    replicas = recorder.wrap(Comm(device, lasts=900_000, queue="replicas"), "d")
-    blocks = recorder.wrap(Comm(device), "x")
+@pytest.mark.parametrize(
+    ("slow", "quick", "streams"), [("d", "x", (3, 2)), ("r", "x", (5, 2)), ("r", "d", (5, 3))]
+)
+def test_data_parallel_calls_overlap_with_others(slow, quick, streams, recorder, device):
+    """Each call has its own queue: the slow call is posted first, and is still running when the
+    quick one has ended."""
+    replicas = recorder.wrap(Comm(device, lasts=900_000, queue=queue_of(slow)), slow)
+    blocks = recorder.wrap(Comm(device, queue=queue_of(quick)), quick)
     recorder.begin_step(0)
     total, whole = replicas.all_reduce(BLOCK), blocks.all_gather(BLOCK)
     whole.wait(), total.wait()
     recorder.end_step(Pool(), *RESULTS)
-    (along_x,), (along_d,) = rows(recorder, 2), rows(recorder, 3)
-    assert along_x[0] == "all_gather" and along_d[0] == "all_reduce"
-    assert along_d[1] < along_x[1] and along_x[2] + 700_000 < along_d[2]
+    (long,), (short,) = (rows(recorder, stream) for stream in streams)
+    assert short[0] == "all_gather" and long[0] == "all_reduce"
+    assert long[1] < short[1] and short[2] + 700_000 < long[2]
 
 
 def test_nvtx_ranges_have_the_names_of_spans(tmp_path, device, host):

@@ -55,6 +55,16 @@ def test_calls_of_both_queues_share_the_nic():
     assert clock.now == pytest.approx(clock.busy + clock.wired, abs=2)
 
 
+def test_reductions_between_groups_do_not_delay_other_calls():
+    """With hybrid sharding, calls along x, d and r run concurrently; those along d and c share a
+    queue. Each takes one unit of time."""
+    clock, done = Clock(MACHINE), []
+    unit = clock.call("all_gather", MB / 2, (0, 1))
+    for axis in ("r", "d", "x", "c d", "r"):
+        done.append(clock.post("all_gather", MB / 2, (0, 1), axis))
+    assert done == [unit, unit, unit, 2 * unit, 2 * unit]
+
+
 def test_reading_the_clock_does_not_change_it():
     clock = HostDrivenClock(hosts(1))
     call(clock)
