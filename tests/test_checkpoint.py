@@ -268,7 +268,10 @@ def test_export_reports_that_a_mixtral_drops_no_token(tmp_path, capsys):
     folder = drawn_models.saved(tmp_path / "run", mixture)
     code, lines, errors = call(capsys, "export", folder, "-o", tmp_path / "out")
     assert (code, errors) == (0, [])
-    assert "model.capacity = 1.25: Mixtral has no capacity limit and drops no tokens" in lines
+    assert (
+        "model.capacity = 1.25: MixtralForCausalLM has no capacity limit and drops no tokens"
+        in lines
+    )
 
 
 def test_export_overwrites_only_with_force(original, tmp_path, capsys):

@@ -60,6 +60,9 @@ def _attention(
     the tokens for which `seen` is true. Groups of adjacent query heads share a KV head.
     """
     q, k, v = _projected(weights, name, x, shape)
+    if f"{name}.q_norm.gamma" in weights:
+        q = _normed(weights, f"{name}.q_norm", q, shape.epsilon)
+        k = _normed(weights, f"{name}.k_norm", k, shape.epsilon)
     if "embedding.position" not in weights:
         q, k = (_turned(each, shape.rotation) for each in (q, k))
     g = shape.heads // shape.kv_heads
@@ -67,6 +70,17 @@ def _attention(
     mask = None if seen is None else seen[:, None, None, :]
     out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=seen is None)
     return out.transpose(1, 2).flatten(2)
+
+
+def _normed(
+    weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    """Normalize x, shape [B, heads, T, D], over one head or all heads, as many as gamma has."""
+    features = x.transpose(1, 2).flatten(2)
+    normed = norm(
+        weights, name, features.unflatten(-1, (-1, len(weights[f"{name}.gamma"]))), epsilon
+    )
+    return normed.flatten(2).unflatten(-1, (-1, x.shape[-1])).transpose(1, 2)
 
 
 def _turned(x: torch.Tensor, rotation: Any) -> torch.Tensor:

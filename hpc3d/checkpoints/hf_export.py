@@ -98,7 +98,8 @@ def notes(opened: Checkpoint) -> list[str]:
     if not (model.experts and model.capacity):
         return []
     return [
-        f"model.capacity = {model.capacity}: Mixtral has no capacity limit and drops no tokens"
+        f"model.capacity = {model.capacity}: {published(model).architecture} has no capacity "
+        "limit and drops no tokens"
     ]
 
 

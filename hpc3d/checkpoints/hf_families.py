@@ -17,10 +17,19 @@ Qwen2 uses Llama's names and adds biases to q_proj, k_proj and v_proj. Phi-3 use
 but stores self_attn.q_proj, k_proj and v_proj in one array, self_attn.qkv_proj, and mlp.gate_proj
 and up_proj in mlp.gate_up_proj.
 
+Qwen3 adds a norm for q and a norm for k to Llama:
+
+    layers.N.q_norm, k_norm    layers.N.self_attn.q_norm, k_norm
+
     hpc3d                      MixtralForCausalLM, model.*; otherwise as Llama
     layers.N.router            layers.N.block_sparse_moe.gate
     layers.N.experts.up        layers.N.block_sparse_moe.experts.E.w1 (gate), w3 (up)
     layers.N.experts.down      layers.N.block_sparse_moe.experts.E.w2
+
+    hpc3d                      Qwen3MoeForCausalLM, model.*; otherwise as Qwen3
+    layers.N.router            layers.N.mlp.gate
+    layers.N.experts.up        layers.N.mlp.experts.E.gate_proj, up_proj
+    layers.N.experts.down      layers.N.mlp.experts.E.down_proj
 
     hpc3d                      BertForMaskedLM, bert.*
     embedding.token, .position, .segment
@@ -48,7 +57,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.checkpoints import hf_settings
-from hpc3d.model.families import BERT, GPT2, LLAMA, PHI3, QWEN2
+from hpc3d.model.families import BERT, GPT2, LLAMA, PHI3, QWEN2, QWEN3
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
@@ -271,6 +280,8 @@ _TRANSFORMERS_QWEN2 = _TRANSFORMERS_LLAMA._replace(
     settings=hf_settings.QWEN2,
 )
 
+_QUERY_NORMS = {"q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)}
+
 _TRANSFORMERS_MIXTRAL = _TRANSFORMERS_LLAMA._replace(
     types=("mixtral",),
     architecture="MixtralForCausalLM",
@@ -290,6 +301,33 @@ _TRANSFORMERS_MIXTRAL = _TRANSFORMERS_LLAMA._replace(
         "experts": ("layers.0.block_sparse_moe.gate.weight", 0),
     },
     settings=hf_settings.MIXTRAL,
+)
+
+_TRANSFORMERS_QWEN3 = _TRANSFORMERS_LLAMA._replace(
+    family=QWEN3,
+    types=("qwen3",),
+    architecture="Qwen3ForCausalLM",
+    layers={**_TRANSFORMERS_LLAMA.layers, **_QUERY_NORMS},
+    settings=hf_settings.QWEN3,
+)
+
+_TRANSFORMERS_QWEN3_MOE = _TRANSFORMERS_MIXTRAL._replace(
+    family=QWEN3,
+    types=("qwen3_moe",),
+    architecture="Qwen3MoeForCausalLM",
+    layers={
+        **_TRANSFORMERS_MIXTRAL.layers,
+        **_QUERY_NORMS,
+        "router": ("mlp.gate",),
+        "experts.up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        "experts.down": ("mlp.experts.{}.down_proj",),
+    },
+    measured={
+        **_TRANSFORMERS_LLAMA.measured,
+        "ffn": ("layers.0.mlp.experts.0.gate_proj.weight", 0),
+        "experts": ("layers.0.mlp.gate.weight", 0),
+    },
+    settings=hf_settings.QWEN3_MOE,
 )
 
 _TRANSFORMERS_BERT = PublishedFamily(
@@ -339,9 +377,15 @@ PUBLISHED = {
         _TRANSFORMERS_LLAMA,
         _TRANSFORMERS_QWEN2,
         _TRANSFORMERS_PHI3,
+        _TRANSFORMERS_QWEN3,
         _TRANSFORMERS_MIXTRAL,
+        _TRANSFORMERS_QWEN3_MOE,
         _TRANSFORMERS_BERT,
     )
+}
+_MIXTURES = {  # kind of model -> name and family of its mixtures of experts
+    LLAMA.kind: ("Mixtral", _TRANSFORMERS_MIXTRAL),
+    QWEN3.kind: ("Qwen3-MoE", _TRANSFORMERS_QWEN3_MOE),
 }
 
 
@@ -352,14 +396,15 @@ def published(model: ModelConfig) -> PublishedFamily:
     """
     if not model.experts:
         return PUBLISHED[model.kind]
-    if model.kind != LLAMA.kind:
+    if model.kind not in _MIXTURES:
         raise ValueError(
             f"model.kind = {model.kind} with experts has no counterpart in transformers; use "
             f"model.kind = {LLAMA.kind}, which is exported as Mixtral"
         )
-    if problem := hf_settings.no_mixtral(model):
+    name, family = _MIXTURES[model.kind]
+    if problem := hf_settings.no_mixture(model, family.settings, name):
         raise ValueError(
             f"{problem}, so this model cannot be exported to transformers; train with the "
             "required value"
         )
-    return _TRANSFORMERS_MIXTRAL
+    return family

@@ -202,14 +202,17 @@ def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
     return {"norm_epsilon": epsilon, "head_dim": None if whole else width, **_rope(settings)}
 
 
-def no_mixtral(model: ModelConfig) -> str | None:
-    """Return an error message if Mixtral does not support a setting of `model`, else `None`."""
+def no_mixture(model: ModelConfig, settings: Settings, name: str = "Mixtral") -> str | None:
+    """Return an error message if a mixture of experts of `transformers` does not support `model`.
+
+    `settings` is the conversion of the mixture's config.json, and `name` is its name.
+    """
     for key, (only, what) in _OF_MIXTRAL.items():
-        if (value := getattr(model, key)) != only:
-            return f"model.{key} = {value}: Mixtral has {what} ({only})"
+        if key not in settings.sizes.values() and (value := getattr(model, key)) != only:
+            return f"model.{key} = {value}: {name} has {what} ({only})"
     if model.top_k == 1:
         return (
-            "model.top_k = 1: Mixtral gives a single expert the gate weight 1 instead of its "
+            f"model.top_k = 1: {name} gives a single expert the gate weight 1 instead of its "
             "router probability (set model.top_k to 2 or more)"
         )
     return None
@@ -221,7 +224,20 @@ def _mixtral_written(model: ModelConfig) -> dict[str, Any]:
 
 
 def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the config.json of a Mixtral model to keys of [model].
+    usual = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}  # the defaults of transformers
+    return {**_llama_told({**usual, **settings}, model), **_mixture_told(settings, model)}
+
+
+def _qwen3_moe_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    if settings.get("norm_topk_prob") is not True:
+        raise ValueError(
+            f"{CONFIG}: norm_topk_prob is not true: only normalized router weights are supported"
+        )
+    return {**_llama_told(settings, model), **_mixture_told(settings, model)}
+
+
+def _mixture_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the keys of config.json for a mixture of experts to keys of [model].
 
     `transformers` computes a single load-balancing loss over all layers, from token fractions that
     sum to top_k. hpc3d adds up one loss per layer, each computed from fractions that sum to 1.
@@ -230,20 +246,22 @@ def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
     if type(top_k) is not int or not 2 <= top_k <= model["experts"]:
         raise ValueError(
             f"{CONFIG}: num_experts_per_tok = {top_k!r}: must be from 2 to {model['experts']}; "
-            "with 1, Mixtral sets the gate weight to 1, but hpc3d uses the router probability"
+            "with 1, transformers sets the gate weight to 1, but hpc3d uses the router probability"
         )
     if type(coefficient) not in (int, float) or not 0 <= coefficient <= _LARGEST:
         raise ValueError(f"{CONFIG}: {_BALANCE} = {coefficient!r}: must be a nonnegative number")
-    usual = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}  # the defaults of transformers
     balance = coefficient * top_k / model["layers"]
     return {
-        **_llama_told({**usual, **settings}, model),
-        **{key: only for key, (only, _) in _OF_MIXTRAL.items()},
+        **{key: only for key, (only, _) in _OF_MIXTRAL.items() if key not in model},
         "top_k": top_k,
         "capacity": 0.0,
         "balance_loss": float(f"{balance:.12g}"),
         "z_loss": 0.0,
     }
+
+
+def _qwen3_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    return _qwen2_told({"head_dim": 128, **settings}, model)  # the default of transformers
 
 
 def _phi3_written(model: ModelConfig) -> dict[str, Any]:
@@ -373,4 +391,28 @@ MIXTRAL = LLAMA._replace(
     others=LLAMA.others | {_BALANCE, "output_router_logits"},
     written=_mixtral_written,
     told=_mixtral_told,
+)
+
+QWEN3 = QWEN2._replace(
+    sizes={**_PLAIN, "attention_bias": "attention_bias"},
+    told=_qwen3_told,
+)
+
+QWEN3_MOE = MIXTRAL._replace(
+    sizes={
+        **{key: ours for key, ours in QWEN3.sizes.items() if ours != "ffn"},
+        "num_experts": "experts",
+        "num_local_experts": "experts",
+        "num_experts_per_tok": "top_k",
+        "moe_intermediate_size": "ffn",
+    },
+    fixed={
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+    },
+    others=MIXTRAL.others | {"intermediate_size", "sliding_window", "max_window_layers"},
+    told=_qwen3_moe_told,
 )

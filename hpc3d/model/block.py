@@ -3,6 +3,8 @@
     pre-norm     y = x + proj(attention(qkv(norm(x))))     z = y + mlp(norm(y))
     post-norm    y = norm(x + proj(attention(qkv(x))))     z = norm(y + mlp(y))
 
+In some families, q and k are normalized before attention (hpc3d.model.qkv.query_norm).
+
 The fields of `Family` describe the differences between model families.
 """
 
@@ -16,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.model.context_attention import attention_of
 from hpc3d.model.experts import ExpertMixture
-from hpc3d.model.grouped_qkv import GroupedQkv, GroupedSaved
 from hpc3d.model.layers import Dropout, LayerNorm, Linear, NormInput, NormSaved
 from hpc3d.model.mlp import Mlp
+from hpc3d.model.qkv.grouped_qkv import GroupedQkv, GroupedSaved
 from hpc3d.model.spec import recompute_of
 from hpc3d.ops.rows import add_bias
 from hpc3d.tensor.chunked import chunked_matmul
@@ -45,6 +47,7 @@ class BlockSaved(NamedTuple):
 
     norm1: Any  # NormSaved or NormInput
     qkv_linear: Saved | GroupedSaved
+    query_norm: Any  # QueryNormSaved, or None
     attention: Any
     proj_linear: Saved
     norm2: Any  # NormSaved or NormInput
@@ -178,6 +181,7 @@ class Block:
 
         self.residual1 = residual("norm1", "drop1", "layernorm" in self.recompute)
         self.qkv = qkv()
+        self.query_norm = family.query_norm and family.query_norm(mesh, parameters, spec, name)
         self.attention = attention_of(mesh, f"{name}.drop_p", spec)
         self.proj = linear("proj", (model.attended, hidden), split.next(), last)
         self.residual2 = residual("norm2", "drop2", family.first_norm and self.residual1.again)
@@ -242,6 +246,7 @@ class Block:
         with self.mesh.trace.scope(part="attention"):
             n1, saved_norm1 = residual1.branch_input(x)
             qkv, saved_qkv = self.qkv.forward(n1)
+            saved_query_norm = self.query_norm and self.query_norm.forward(qkv)
             a, saved_attention = self.attention.forward(qkv, micro)
             x, saved_proj = residual1.add(x, micro, self.proj, a)
             x, saved_norm1 = residual1.output(x, saved_norm1)
@@ -252,6 +257,7 @@ class Block:
         saved = BlockSaved(
             saved_norm1,
             saved_qkv,
+            saved_query_norm,
             saved_attention,
             saved_proj,
             saved_norm2,
@@ -281,6 +287,8 @@ class Block:
             da = self.residual1.branch_grad(dy, micro)
             da = self.proj.backward(da, saved.proj_linear, defer)
             dqkv = self.attention.backward(da, saved.attention, micro)
+            if self.query_norm:
+                self.query_norm.backward(dqkv, saved.query_norm)
             dx = self.qkv.backward(dqkv, saved.qkv_linear, defer)
             if self.prefetch:
                 defer(self.prefetch.later, None)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from hpc3d.model.bert import SEGMENTS, MaskedHead, SegmentedEmbeddings
 from hpc3d.model.gpt2 import Embeddings, Head
 from hpc3d.model.layers import LayerNorm, RMSNorm
+from hpc3d.model.qkv.query_norm import HeadNorm
 from hpc3d.model.spec import Experts, Family, ModelSizes, WeightProduct
 from hpc3d.ops.rotary import Rotation
 
@@ -120,6 +121,13 @@ PHI3 = replace(
 
 QWEN2 = replace(LLAMA, kind="qwen2", keys=_ROPE_KEYS, biased=frozenset({"qkv"}))
 
+QWEN3 = replace(
+    LLAMA,
+    kind="qwen3",
+    keys=_ROPE_KEYS | {"attention_bias", "experts"},
+    query_norm=HeadNorm,
+)
+
 BERT = replace(
     GPT2,
     kind="bert",
@@ -133,7 +141,7 @@ BERT = replace(
     vectors=_bert_vectors,
 )
 
-FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2, PHI3, BERT)}
+FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2, QWEN3, PHI3, BERT)}
 
 
 def family_of(model: Any) -> Family:
@@ -192,6 +200,7 @@ def parameters(model: Any) -> Total:
     tables += 0 if family.rotary else sizes.sequence
     ends = sum(each.weights for each in family.head(sizes)) + family.vectors(sizes)
     norms = 2 * (1 + family.norm.centred) * sizes.hidden
+    norms += family.query_norm.weights(sizes) if family.query_norm else 0
     rest = ends + tables * sizes.hidden + sizes.layers * norms + _balancing(sizes)
     weights = block_weights(model)
     total = sum(count * each.experts * each.outputs for count, each in _biased(model))

@@ -215,6 +215,7 @@ class Family:
               False if the targets are masked tokens
     rotary    True for rotary positions, False for a table of positions in the embedding
     biased    the linear layers of a block that have a bias
+    query_norm type of the normalization of q and k: (mesh, parameters, spec, name), or None
     first     the embedding, with the token table: (mesh, parameters, spec, table)
     last      the head, with the loss: (mesh, parameters, spec, table)
     head      products of the head: (sizes) -> WeightProducts
@@ -236,6 +237,7 @@ class Family:
     last: type
     head: Callable
     vectors: Callable
+    query_norm: type[Any] | None = None
 
     def products(self, sizes: ModelSizes, mixes: bool) -> list[WeightProduct]:
         """Return the products of a block, or of one with a mixture of experts if `mixes` is True.
@@ -295,6 +297,8 @@ class Family:
             mlp = form.shared * mlp + slots * (2 * sizes.hidden + mlp)
         norms = 4 - (1 + self.first_norm) * ("layernorm" in modules)
         saved = norms * sizes.hidden + sizes.attended + sizes.qkv + mlp
+        if self.query_norm:  # the normalized q and k
+            saved += (sizes.heads + sizes.kv_heads) * sizes.head_dim
         if chunked:
             return saved + sizes.heads
         return saved + (0 if "core_attn" in modules else sizes.heads * sizes.sequence)

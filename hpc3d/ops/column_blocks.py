@@ -1,4 +1,4 @@
-"""Column-wise concatenation of matrices, and accumulation into column slices."""
+"""Column-wise concatenation of matrices, copies of blocks, and accumulation into slices."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ def join_columns(out: Array, *parts: Array) -> Array:
 
 
 join_columns.cuda_as_numpy()
+
+
+@composite
+def copy_block(out: Array, block: Array) -> None:
+    """Copy an array to a view of the same shape, such as some columns of a matrix."""
+    out[...] = block
+
+
+copy_block.cuda_as_numpy()
 
 
 @composite

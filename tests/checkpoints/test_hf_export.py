@@ -93,7 +93,10 @@ def test_mixtures_without_a_transformers_equivalent_are_rejected(tmp_path, line,
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (f"{MIXTRAL} capacity=1.5", ["model.capacity = 1.5: Mixtral has no capacity limit"]),
+        (
+            f"{MIXTRAL} capacity=1.5",
+            ["model.capacity = 1.5: MixtralForCausalLM has no capacity limit"],
+        ),
         (MIXTRAL, []),
         ("kind=llama", []),
     ],

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc3d.checkpoints.hf_settings import BERT, GPT2, LLAMA, MIXTRAL, PHI3, QWEN2, no_mixtral
+from hpc3d.checkpoints.hf_settings import BERT, GPT2, LLAMA, MIXTRAL, PHI3, QWEN2, no_mixture
 from hpc3d.config.input_file import ModelConfig
 from hpc3d.model.families import with_epsilon
 
@@ -123,7 +123,7 @@ def test_mixtral_config_json_maps_to_model_settings(told, found):
         return
     model = MIXTRAL.model(settings, measured)
     assert {key: model.get(key) for key in found} == found
-    assert no_mixtral(MIXTURE) is None
+    assert no_mixture(MIXTURE, MIXTRAL) is None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_mixtral_config_json_maps_to_model_settings(told, found):
     ],
 )
 def test_mixture_settings_that_mixtral_lacks_are_reported(key, value, said):
-    problem = no_mixtral(replace(MIXTURE, **{key: value}))
+    problem = no_mixture(replace(MIXTURE, **{key: value}), MIXTRAL)
     assert re.match(rf"model.{key} = {value}: Mixtral .*{said}$", problem)
 
 

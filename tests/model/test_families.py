@@ -140,6 +140,9 @@ MIXTURES = {
 }
 
 
+MIXTURES["qwen3"] = MIXTURES["llama"] | {"kind": "qwen3", "shared_experts": 1}
+
+
 @pytest.fixture(params=MIXTURES)
 def mixture(request):
     """Configuration with experts in all of its 5 blocks, or in 2."""

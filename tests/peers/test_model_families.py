@@ -67,6 +67,17 @@ CASES = {  # row of the table -> type of transformers and settings
     ),
     "Llama, YaRN": ("llama", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "Llama 3": ("llama", {"rope_parameters": LLAMA3}),
+    "Qwen2": ("qwen2", {"use_sliding_window": False}),
+    "Qwen3": ("qwen3", {"head_dim": 12}),
+    "Qwen3, a KV head per query head": (
+        "qwen3",
+        {"head_dim": 4, "num_key_value_heads": 4, "attention_bias": True},
+    ),
+    "Qwen3-MoE": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 12}
+        | {"norm_topk_prob": True, "router_aux_loss_coef": 0.0},
+    ),
     "Phi-3": ("phi3", {}),
     "Phi-3, partial rotary embedding": (
         "phi3",
@@ -84,13 +95,16 @@ LAYOUTS = {
 
 @contextmanager
 def exactly():
-    """Let the code of transformers compute in float64, also the frequencies of RoPE."""
-    arange = torch.arange
+    """Let transformers compute in float64, also the frequencies of RoPE and the router."""
 
-    def wider(*args, dtype=None, **how):
-        return arange(*args, dtype=torch.float64 if dtype is torch.float32 else dtype, **how)
+    def wider(function):
+        def call(*args, dtype=None, **how):
+            return function(*args, dtype=torch.float64 if dtype is torch.float32 else dtype, **how)
 
-    with in_double(), patch.object(torch, "arange", wider):
+        return call
+
+    softmax = patch.object(functional, "softmax", wider(functional.softmax))
+    with in_double(), softmax, patch.object(torch, "arange", wider(torch.arange)):
         yield
 
 
@@ -101,7 +115,8 @@ def case(request, tmp_path_factory):
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model(kind, **{**SIZES, **NO_TOKENS, **settings})
     with exactly():
-        model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+        how = {"experts_implementation": "eager"} if hasattr(config, "num_experts_per_tok") else {}
+        model = transformers.AutoModelForCausalLM.from_config(config, **how).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
@@ -171,7 +186,14 @@ def theirs(model):
     with exactly():
         loss = functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
         loss.backward()
-    return loss.item(), {name: each.grad.numpy() for name, each in model.named_parameters()}
+    gradients = {name: each.grad.numpy() for name, each in model.named_parameters()}
+    for name in [name for name in gradients if ".experts." in name]:  # arrays of all experts
+        for number, array in enumerate(gradients.pop(name)):
+            layer, _, parts = name.removesuffix("_proj").rpartition(".")
+            layer, parts = f"{layer}.{number}", parts.split("_")
+            for part, block in zip(parts, np.split(array, len(parts)), strict=True):
+                gradients[f"{layer}.{part}_proj.weight"] = block
+    return loss.item(), gradients
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -209,6 +231,7 @@ def test_logits_match_transformers_and_the_export_has_the_same_arrays(case, tmp_
         np.testing.assert_array_equal(after[name], array, name)
     with exactly(), torch.no_grad():
         loaded = type(model).from_pretrained(tmp_path / "back", dtype=torch.float64).eval()
+        loaded.config._experts_implementation = model.config._experts_implementation
         again = loaded(torch.from_numpy(tokens)).logits.numpy()
     np.testing.assert_allclose(again, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
 

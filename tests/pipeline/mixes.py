@@ -116,6 +116,10 @@ p=2 c=2 z=2 schedule=1f1b microbatches=3 sequence=8 context=all-to-all kind=bert
 d=2 c=4 schedule=none microbatches=2 zero=1 sequence=8 context=both ulysses=2 kind=llama ffn=48
 p=2 c=2 y=2 schedule=gpipe microbatches=3 sequence=4 kind=qwen2 kv_heads=2 ffn=48
 p=2 x=2 y=2 schedule=1f1b microbatches=3 kind=llama kv_heads=4 head_dim=4 attention_bias=true
+p=2 c=2 x=2 y=2 schedule=1f1b microbatches=3 sequence=4 kind=qwen3 kv_heads=4 head_dim=4 ffn=48
+d=2 x=2 y=2 schedule=none microbatches=2 zero=3 kind=qwen3 kv_heads=1 scheme=2d-summa
+x=2 y=2 z=2 schedule=none microbatches=2 kind=qwen3 scheme=3d-broadcast attention_bias=true
+e=2 y=2 schedule=none microbatches=2 kind=qwen3 kv_heads=4 ffn=48 experts=4 recompute=full
 p=2 c=2 x=2 schedule=1f1b microbatches=3 sequence=4 kind=phi3 heads=3 kv_heads=1 rope_fraction=0.5
 c=2 y=2 schedule=none microbatches=2 sequence=8 kind=llama kv_heads=1 head_dim=6 mlp_bias=true
 c=2 d=2 x=2 schedule=none microbatches=2 zero=2 sequence=4 hidden=30 heads=6

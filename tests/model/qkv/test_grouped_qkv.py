@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpc3d.comm.threads import Threads, run
-from hpc3d.model.grouped_qkv import GroupedQkv
 from hpc3d.model.parameters import Parameters
+from hpc3d.model.qkv.grouped_qkv import GroupedQkv
 from hpc3d.model.spec import ModelSizes
 from hpc3d.tensor.matmul import sharded_matmul
 from hpc3d.tensor.split import SCHEMES

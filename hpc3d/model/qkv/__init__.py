@@ -1,0 +1,1 @@
+"""Projections and norms of queries, keys and values."""
