@@ -102,10 +102,19 @@ def _turned(x: torch.Tensor, rotation: Any) -> torch.Tensor:
 def _block(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
 ) -> torch.Tensor:
-    n = norm(weights, f"{name}.norm1", x, shape.epsilon)
-    x = x + linear(weights, f"{name}.proj", _attention(weights, name, n, shape))
-    n = norm(weights, f"{name}.norm2", x, shape.epsilon)
-    return x + linear(weights, f"{name}.down", _hidden(weights, name, n, shape))
+    n = _norm_if_any(weights, f"{name}.norm1", x, shape)
+    a = linear(weights, f"{name}.proj", _attention(weights, name, n, shape))
+    x = x + _norm_if_any(weights, f"{name}.post_norm1", a, shape)
+    n = _norm_if_any(weights, f"{name}.norm2", x, shape)
+    y = linear(weights, f"{name}.down", _hidden(weights, name, n, shape))
+    return x + _norm_if_any(weights, f"{name}.post_norm2", y, shape)
+
+
+def _norm_if_any(
+    weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
+) -> torch.Tensor:
+    """Return norm(x), or x if the model has no norm of this name."""
+    return norm(weights, name, x, shape.epsilon) if f"{name}.gamma" in weights else x
 
 
 def _last_norm_block(

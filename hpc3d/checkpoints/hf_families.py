@@ -21,6 +21,11 @@ Qwen3 adds a norm for q and a norm for k to Llama:
 
     layers.N.q_norm, k_norm    layers.N.self_attn.q_norm, k_norm
 
+OLMo 2 has the names of Qwen3, except for its norms at the end of branches:
+
+    layers.N.post_norm1        layers.N.post_attention_layernorm
+    layers.N.post_norm2        layers.N.post_feedforward_layernorm
+
     hpc3d                      MixtralForCausalLM, model.*; otherwise as Llama
     layers.N.router            layers.N.block_sparse_moe.gate
     layers.N.experts.up        layers.N.block_sparse_moe.experts.E.w1 (gate), w3 (up)
@@ -57,7 +62,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.checkpoints import hf_settings
-from hpc3d.model.families import BERT, GPT2, LLAMA, PHI3, QWEN2, QWEN3
+from hpc3d.model.families import BERT, GPT2, LLAMA, OLMO2, PHI3, QWEN2, QWEN3
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
@@ -311,6 +316,22 @@ _TRANSFORMERS_QWEN3 = _TRANSFORMERS_LLAMA._replace(
     settings=hf_settings.QWEN3,
 )
 
+_TRANSFORMERS_OLMO2 = _TRANSFORMERS_QWEN3._replace(
+    family=OLMO2,
+    types=("olmo2",),
+    architecture="Olmo2ForCausalLM",
+    layers={
+        **{
+            ours: names
+            for ours, names in _TRANSFORMERS_QWEN3.layers.items()
+            if ours not in ("norm1", "norm2")
+        },
+        "post_norm1": ("post_attention_layernorm",),
+        "post_norm2": ("post_feedforward_layernorm",),
+    },
+    settings=hf_settings.OLMO2,
+)
+
 _TRANSFORMERS_QWEN3_MOE = _TRANSFORMERS_MIXTRAL._replace(
     family=QWEN3,
     types=("qwen3_moe",),
@@ -378,6 +399,7 @@ PUBLISHED = {
         _TRANSFORMERS_QWEN2,
         _TRANSFORMERS_PHI3,
         _TRANSFORMERS_QWEN3,
+        _TRANSFORMERS_OLMO2,
         _TRANSFORMERS_MIXTRAL,
         _TRANSFORMERS_QWEN3_MOE,
         _TRANSFORMERS_BERT,

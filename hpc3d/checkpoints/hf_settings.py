@@ -264,6 +264,10 @@ def _qwen3_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
     return _qwen2_told({"head_dim": 128, **settings}, model)  # the default of transformers
 
 
+def _olmo2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    return _llama_told({"rms_norm_eps": 1e-5, **settings}, model)  # the default of transformers
+
+
 def _phi3_written(model: ModelConfig) -> dict[str, Any]:
     return {**_llama_written(model), "partial_rotary_factor": model.rope_fraction}
 
@@ -397,6 +401,8 @@ QWEN3 = QWEN2._replace(
     sizes={**_PLAIN, "attention_bias": "attention_bias"},
     told=_qwen3_told,
 )
+
+OLMO2 = LLAMA._replace(sizes=QWEN3.sizes, told=_olmo2_told)
 
 QWEN3_MOE = MIXTRAL._replace(
     sizes={

@@ -1,7 +1,8 @@
 """Transformer block with attention, and an MLP or a mixture of experts.
 
-    pre-norm     y = x + proj(attention(qkv(norm(x))))     z = y + mlp(norm(y))
-    post-norm    y = norm(x + proj(attention(qkv(x))))     z = norm(y + mlp(y))
+    pre-norm       y = x + proj(attention(qkv(norm(x))))     z = y + mlp(norm(y))
+    post-norm      y = norm(x + proj(attention(qkv(x))))     z = norm(y + mlp(y))
+    branch norm    y = x + norm(proj(attention(qkv(x))))     z = y + norm(mlp(y))
 
 In some families, q and k are normalized before attention (hpc3d.model.qkv.query_norm).
 
@@ -18,11 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.model.context_attention import attention_of
 from hpc3d.model.experts import ExpertMixture
-from hpc3d.model.layers import Dropout, LayerNorm, Linear, NormInput, NormSaved
+from hpc3d.model.layers import Linear
 from hpc3d.model.mlp import Mlp
 from hpc3d.model.qkv.grouped_qkv import GroupedQkv, GroupedSaved
 from hpc3d.model.spec import recompute_of
-from hpc3d.ops.rows import add_bias
 from hpc3d.tensor.chunked import chunked_matmul
 from hpc3d.tensor.matmul import Saved
 from hpc3d.tensor.prefetch import Prefetch
@@ -62,78 +62,6 @@ class BlockInput(NamedTuple):
     weights: Array
 
 
-class PreNorm:
-    """Pre-norm residual connection around a branch f: y = x + dropout(f(norm(x))).
-
-    If `again` is True, the norm is recomputed in the backward pass.
-    """
-
-    def __init__(self, norm: LayerNorm, dropout: Dropout, hidden: int, again: bool) -> None:
-        self.mesh, self.norm, self.dropout, self.hidden = norm.mesh, norm, dropout, hidden
-        self.again = again
-
-    def branch_input(self, x: Array) -> tuple[Array, Any]:
-        """Return the input of f, and the data saved by the norm (`None` for post-norm)."""
-        return self.normed(x)
-
-    def normed(self, x: Array) -> tuple[Array, NormSaved | NormInput]:
-        y, saved = self.norm.forward(x)
-        return y, NormInput(x) if self.again else saved
-
-    def restored(self, saved: NormSaved | NormInput) -> tuple[Array | None, NormSaved]:
-        """Return the recomputed output of the norm, if any, and the data saved by the norm."""
-        return self.norm.forward(saved.x) if isinstance(saved, NormInput) else (None, saved)
-
-    def add(self, x: Array, micro: Microbatch, last: Any, *inputs: Any) -> tuple[Array, Any]:
-        """Run the last layer of the branch f; return x + dropout(output of f) and the saved data.
-
-        If `last.adds_residual` is True, the method `forward` of this layer accepts the argument
-        `residual` and adds this array to the output.
-        """
-        if last.adds_residual and not self.dropout.rate:
-            return last.forward(*inputs, residual=x)
-        y, saved = last.forward(*inputs)
-        y = self.dropout.apply(y, micro, self.hidden)
-        with self.mesh.trace.span("residual"):
-            return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
-
-    def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved | NormInput]:
-        """Compute y from the residual sum `total` = x + dropout(output of f).
-
-        Also return the data that the norm saves for the backward pass.
-        """
-        return total, saved
-
-    def total_grad(self, dy: Array, saved: NormSaved) -> Array:
-        """Return the gradient of the residual sum `total`, given the gradient of y."""
-        return dy
-
-    def branch_grad(self, dtotal: Array, micro: Microbatch) -> Array:
-        """Return the gradient of f's output, given the gradient of the residual sum."""
-        return self.dropout.apply(dtotal, micro, self.hidden)
-
-    def input_grad(self, dbranch: Array, saved: NormSaved, dtotal: Array) -> Array:
-        """Return the gradient of x, given the gradients of f's input and of the residual sum."""
-        return self.norm.backward(dbranch, saved, residual=dtotal)
-
-
-class PostNorm(PreNorm):
-    """Post-norm residual connection around a branch f: y = norm(x + dropout(f(x)))."""
-
-    def branch_input(self, x: Array) -> tuple[Array, Any]:
-        return x, None
-
-    def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved | NormInput]:
-        return self.normed(total)
-
-    def total_grad(self, dy: Array, saved: NormSaved) -> Array:
-        return self.norm.backward(dy, saved, residual=None)
-
-    def input_grad(self, dbranch: Array, saved: NormSaved, dtotal: Array) -> Array:
-        with self.mesh.trace.span("residual"):
-            return add_bias(dtotal, dbranch, self.mesh.empty(dbranch.shape, dbranch.dtype))
-
-
 class Block:
     """Transformer block `number` (zero-based), whose input and output have the same layout.
 
@@ -149,7 +77,7 @@ class Block:
         mlp          8 n         input and output of the activation, recomputed from X of the MLP
 
     In a post-norm block, only the first norm is recomputed: the output of the second norm is the
-    input of the next block.
+    input of the next block. In a block with norms at the end of branches, no norm is recomputed.
     """
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, number: int) -> None:
@@ -161,7 +89,7 @@ class Block:
         self.name = name = f"layers.{number}"
         # GPT-2 scales the initial weights of residual projections by 1 / sqrt(2 * layers)
         # (Radford et al. 2019).
-        last = std / sqrt(2 * model.layers) if family.first_norm else std
+        last = std / sqrt(2 * model.layers) if family.connection.SCALED else std
 
         def linear(part, shape, split, std, interleaved=(1, 1)):
             biased = part in family.biased
@@ -174,17 +102,15 @@ class Block:
                 return linear("qkv", (hidden, model.qkv), split, std, (3, model.form.width))
             return GroupedQkv(parameters, name, model, product(split), std, "qkv" in family.biased)
 
-        def residual(norm, drop, again):
-            norm = family.norm(mesh, parameters, f"{name}.{norm}", hidden, split.x, model.epsilon)
-            connection = PreNorm if family.first_norm else PostNorm
-            return connection(norm, Dropout(mesh, f"{name}.{drop}", split.x, spec), hidden, again)
-
-        self.residual1 = residual("norm1", "drop1", "layernorm" in self.recompute)
+        connection: Any = family.connection
+        connected = partial(connection, mesh, parameters, spec, name)
+        again = "layernorm" in self.recompute
+        self.residual1 = connected(1, again)
         self.qkv = qkv()
         self.query_norm = family.query_norm and family.query_norm(mesh, parameters, spec, name)
         self.attention = attention_of(mesh, f"{name}.drop_p", spec)
         self.proj = linear("proj", (model.attended, hidden), split.next(), last)
-        self.residual2 = residual("norm2", "drop2", family.first_norm and self.residual1.again)
+        self.residual2 = connected(2, again)
         self.mixes = model.mixes(number)
         self.mlp: Mlp | ExpertMixture = (
             ExpertMixture(mesh, parameters, spec, name, last)
@@ -248,12 +174,10 @@ class Block:
             qkv, saved_qkv = self.qkv.forward(n1)
             saved_query_norm = self.query_norm and self.query_norm.forward(qkv)
             a, saved_attention = self.attention.forward(qkv, micro)
-            x, saved_proj = residual1.add(x, micro, self.proj, a)
-            x, saved_norm1 = residual1.output(x, saved_norm1)
+            x, saved_proj, saved_norm1 = residual1.add(x, micro, saved_norm1, self.proj, a)
         with self.mesh.trace.scope(part="MLP"):
             n2, saved_norm2 = residual2.branch_input(x)
-            y, saved_mlp = residual2.add(x, micro, self.mlp, n2, micro)
-            y, saved_norm2 = residual2.output(y, saved_norm2)
+            y, saved_mlp, saved_norm2 = residual2.add(x, micro, saved_norm2, self.mlp, n2, micro)
         saved = BlockSaved(
             saved_norm1,
             saved_qkv,
@@ -279,12 +203,12 @@ class Block:
             self.prefetch.begin(self.weights(saved))
         with self.mesh.trace.scope(part="MLP"):
             dy = self.residual2.total_grad(dy, saved.norm2)
-            dx = self.residual2.branch_grad(dy, micro)
+            dx = self.residual2.branch_grad(dy, saved.norm2, micro)
             dx = self.mlp.backward(dx, saved.mlp, micro, defer)
             dy = self.residual2.input_grad(dx, saved.norm2, dy)
         with self.mesh.trace.scope(part="attention"):
             dy = self.residual1.total_grad(dy, saved.norm1)
-            da = self.residual1.branch_grad(dy, micro)
+            da = self.residual1.branch_grad(dy, saved.norm1, micro)
             da = self.proj.backward(da, saved.proj_linear, defer)
             dqkv = self.attention.backward(da, saved.attention, micro)
             if self.query_norm:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from hpc3d.model.bert import SEGMENTS, MaskedHead, SegmentedEmbeddings
 from hpc3d.model.gpt2 import Embeddings, Head
 from hpc3d.model.layers import LayerNorm, RMSNorm
-from hpc3d.model.qkv.query_norm import HeadNorm
+from hpc3d.model.qkv.query_norm import HeadNorm, ProjectionNorm
+from hpc3d.model.residual import BranchNorm, PostNorm, PreNorm
 from hpc3d.model.spec import Experts, Family, ModelSizes, WeightProduct
 from hpc3d.ops.rotary import Rotation
 
@@ -86,7 +87,7 @@ GPT2 = Family(
     keys=frozenset({"gelu", "experts"}),
     sizes=_sizes,
     norm=LayerNorm,
-    first_norm=True,
+    connection=PreNorm,
     epsilon=LayerNorm.EPSILON,
     gated=False,
     causal=True,
@@ -103,7 +104,7 @@ LLAMA = Family(
     keys=_ROPE_KEYS | _BIASES.keys() | {"experts"},
     sizes=_sizes,
     norm=RMSNorm,
-    first_norm=True,
+    connection=PreNorm,
     epsilon=LayerNorm.EPSILON,
     gated=True,
     causal=True,
@@ -128,11 +129,19 @@ QWEN3 = replace(
     query_norm=HeadNorm,
 )
 
+OLMO2 = replace(
+    LLAMA,
+    kind="olmo2",
+    keys=_ROPE_KEYS | {"attention_bias"},
+    connection=BranchNorm,
+    query_norm=ProjectionNorm,
+)
+
 BERT = replace(
     GPT2,
     kind="bert",
     keys=frozenset({"gelu", "padding", "ffn", "norm_epsilon"}),
-    first_norm=False,
+    connection=PostNorm,
     epsilon=1e-12,
     causal=False,
     first=SegmentedEmbeddings,
@@ -141,7 +150,7 @@ BERT = replace(
     vectors=_bert_vectors,
 )
 
-FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2, QWEN3, PHI3, BERT)}
+FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2, QWEN3, PHI3, OLMO2, BERT)}
 
 
 def family_of(model: Any) -> Family:

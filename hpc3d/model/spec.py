@@ -208,7 +208,7 @@ class Family:
     keys      the keys of [model] that this family has, but not every family
     sizes     (the section [model], vocabulary) -> ModelSizes
     norm      type of the norms: (mesh, parameters, name, width, layout, epsilon)
-    first_norm True for pre-norm, False for post-norm
+    connection type of the residual connections around attention and MLP, with their norms
     epsilon   default epsilon of the norms, if [model] has none
     gated     True for SwiGLU, False for GELU
     causal    True if a token attends only to earlier tokens and its target is the next token;
@@ -227,7 +227,7 @@ class Family:
     keys: frozenset[str]
     sizes: Callable
     norm: type[Any]
-    first_norm: bool
+    connection: type[Any]
     epsilon: float
     gated: bool
     causal: bool
@@ -295,7 +295,7 @@ class Family:
         if mixes and (form := sizes.experts):
             slots = form.slots_of_token(sizes.sequence)
             mlp = form.shared * mlp + slots * (2 * sizes.hidden + mlp)
-        norms = 4 - (1 + self.first_norm) * ("layernorm" in modules)
+        norms = 4 - self.connection.RECOMPUTED * ("layernorm" in modules)
         saved = norms * sizes.hidden + sizes.attended + sizes.qkv + mlp
         if self.query_norm:  # the normalized q and k
             saved += (sizes.heads + sizes.kv_heads) * sizes.head_dim

@@ -213,6 +213,36 @@ def test_saved_activations_of_a_mixture_match_the_family_formula(mixture, recomp
     assert elements == pytest.approx(family.kept(sizes, recompute, chunked, True), rel=1e-12)
 
 
+OWN = {"kv_heads": 2, "head_dim": 10, "ffn": 20}  # sizes of keys that only some families have
+
+
+@pytest.fixture(params=families.FAMILIES)
+def kind(request):
+    """Configuration of a family, with two blocks."""
+    keys = families.FAMILIES[request.param].keys & OWN.keys()
+    how = {"kind": request.param, "layers": 2, **{key: OWN[key] for key in keys}}
+    return replace(Config(), model=replace(model_of(Config()), **how))
+
+
+def test_number_of_parameters_of_each_family(kind):
+    built, _ = parameters_of(kind, LayerRange(range(2), first=True, last=True))
+    assert families.parameters(kind.model).total == size_of(built)
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
+def test_saved_activations_of_each_family(kind, recompute, chunked):
+    parameters, stage = parameters_of(kind, LAYER, recompute=recompute, chunked=chunked)
+    tokens, pool = np.zeros((2, SEQUENCE), np.int32), parameters.mesh.pool
+    (micro,) = microbatches(0, tokens, tokens, 1)
+    before = pool.live.total()
+    kept = stage.forward(parameters.mesh.zeros((2 * SEQUENCE, HIDDEN), "float64"), micro)[1]
+    assert kept
+    family = families.family_of(kind.model)
+    expected = family.kept(family.sizes(kind.model, 48), recompute, chunked, False)
+    assert (pool.live.total() - before) / 8 / tokens.size == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [{}, {"mesh__e": 2, "mesh__x": 2, "mesh__z": 2}, {"mesh__e": 4, "mesh__d": 2}]

@@ -10,7 +10,7 @@ from torch.nn import functional
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import TrainConfig
-from hpc3d.model.families import BERT, GPT2, LLAMA, QWEN2, QWEN3
+from hpc3d.model.families import BERT, GPT2, LLAMA, OLMO2, QWEN2, QWEN3
 from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import keep_mask, philox_key
@@ -71,10 +71,11 @@ def test_qwen2_matches_torch():
     assert sorted(biases) == [f"layers.{n}.{part}.bias" for n in range(3) for part in "kqv"]
 
 
+@pytest.mark.parametrize("family", [QWEN3, OLMO2], ids=["qwen3", "olmo2"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_qwen3_matches_torch(kv_heads):
+def test_models_with_norms_of_queries_and_keys_match_torch(family, kv_heads):
     how = {"kv_heads": kv_heads, "head_dim": 8, "ffn": 40}
-    same_as(torch_reference.loss, ModelSizes(**SHAPE | how, tied=False, std=0.3), QWEN3)
+    same_as(torch_reference.loss, ModelSizes(**SHAPE | how, tied=False, std=0.3), family)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -78,6 +78,11 @@ CASES = {  # row of the table -> type of transformers and settings
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 12}
         | {"norm_topk_prob": True, "router_aux_loss_coef": 0.0},
     ),
+    "OLMo 2": ("olmo2", {}),
+    "OLMo 2, a KV head per query head": (
+        "olmo2",
+        {"num_key_value_heads": 4, "attention_bias": True, "head_dim": 4},
+    ),
     "Phi-3": ("phi3", {}),
     "Phi-3, partial rotary embedding": (
         "phi3",

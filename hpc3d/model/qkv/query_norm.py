@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.ops.column_blocks import copy_block
 from hpc3d.tensor.layout import Layout
@@ -11,7 +13,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.layers import NormSaved
-    from hpc3d.model.parameters import Parameters
+    from hpc3d.model.parameters import Parameter, Parameters
     from hpc3d.model.spec import ModelSizes, ModelSpec
 
 
@@ -34,7 +36,7 @@ class HeadNorm:
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str) -> None:
         sizes, layout = spec.sizes, spec.splits["dense"].y
         self.mesh, self.form = mesh, sizes.form_over(mesh.count(layout[1]))
-        heads = Layout(" ".join(layout[0] + layout[1]), "", owned=" ".join(layout.owned))
+        heads = _of_heads(layout)
         self.norms = [
             spec.family.norm(
                 mesh, parameters, f"{name}.{each}_norm", sizes.head_dim, heads, sizes.epsilon
@@ -51,7 +53,7 @@ class HeadNorm:
         """Normalize q and k of `qkv` in place; return the data saved for the backward pass."""
         saved = []
         for norm, vectors in zip(self.norms, self._vectors(qkv), strict=True):
-            y, kept = norm.forward(self._copied(vectors))
+            y, kept = norm.forward(self._rows(vectors))
             with self.mesh.trace.span("join"):
                 copy_block(vectors, y.reshape(vectors.shape))
             saved.append(kept)
@@ -60,7 +62,7 @@ class HeadNorm:
     def backward(self, dqkv: Array, saved: QueryNormSaved) -> None:
         """Replace the gradients of the normalized q and k in `dqkv` by those of q and k."""
         for norm, vectors, kept in zip(self.norms, self._vectors(dqkv), saved, strict=True):
-            dx = norm.backward(self._copied(vectors), kept, residual=None)
+            dx = norm.backward(self._rows(vectors), kept, residual=None)
             with self.mesh.trace.span("join"):
                 copy_block(vectors, dx.reshape(vectors.shape))
 
@@ -71,10 +73,61 @@ class HeadNorm:
         queries = turned * self.form.queries // (self.form.queries + 1)
         return vectors[:, :, :queries], vectors[:, :, queries:turned]
 
-    def _copied(self, vectors: Array) -> Array:
-        """Return the vectors as the rows of a contiguous matrix."""
-        rows = vectors.size // self.form.width
-        out = self.mesh.empty((rows, self.form.width), vectors.dtype)
+    def _rows(self, vectors: Array) -> Array:
+        """Return a contiguous matrix whose rows are normalized: the vectors."""
+        return self._copied(vectors, (prod(vectors.shape[:3]), self.form.width))
+
+    def _copied(self, vectors: Array, shape: tuple[int, int]) -> Array:
+        out = self.mesh.empty(shape, vectors.dtype)
         with self.mesh.trace.span("join"):
             copy_block(out.reshape(vectors.shape), vectors)
         return out
+
+
+class ProjectionNorm(HeadNorm):
+    """Norm of q over all query heads of a token, and of k over all key heads, as in OLMo 2.
+
+    Ranks that shard the heads all-reduce the sums over features (`LayerNorm`). If several ranks
+    share a KV head, each of its features occurs `copies` times in these sums.
+    """
+
+    def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str) -> None:
+        sizes, layout = spec.sizes, spec.splits["dense"].y
+        self.mesh, self.form = mesh, sizes.form_over(mesh.count(layout[1]))
+        queries, keys = (heads * sizes.head_dim for heads in (sizes.heads, sizes.kv_heads))
+        norm_type: Any = spec.family.norm
+        add = partial(norm_type, mesh, parameters, epsilon=sizes.epsilon)
+        self.norms = [add(f"{name}.q_norm", queries, layout)]
+        copies = mesh.count(layout[1]) // sizes.kv_heads
+        if copies <= 1:
+            self.norms.append(add(f"{name}.k_norm", keys, layout))
+            return
+        norm = add(f"{name}.k_norm", keys, _of_heads(layout))
+        assert not norm.centred
+        norm.axes = [axis for axis in layout[1] if mesh.size(axis) > 1]
+        norm.width = keys * copies
+        first = mesh.index(layout[1]) // copies * sizes.head_dim
+        norm.gamma = _Columns(norm.gamma, slice(first, first + sizes.head_dim))
+        self.norms.append(norm)
+
+    @staticmethod
+    def weights(sizes: ModelSizes) -> int:
+        return (sizes.heads + sizes.kv_heads) * sizes.head_dim
+
+    def _rows(self, vectors: Array) -> Array:
+        return self._copied(vectors, (len(vectors), prod(vectors.shape[1:])))
+
+
+class _Columns:
+    """Some elements of a parameter that is not sharded, of which a rank uses only these."""
+
+    def __init__(self, whole: Parameter, columns: slice) -> None:
+        self.whole, self.columns = whole, columns
+
+    value = property(lambda self: self.whole.value[self.columns])
+    grad = property(lambda self: self.whole.grad[self.columns])
+
+
+def _of_heads(layout: Layout) -> Layout:
+    """Return the layout of a matrix with one row per token and head, given that of qkv."""
+    return Layout(" ".join(layout[0] + layout[1]), "", owned=" ".join(layout.owned))
