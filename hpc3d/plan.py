@@ -63,12 +63,11 @@ split of the input is valid on no mesh) and, for a mixture of experts, mixture a
 simulate. Each layout has the keys layout (tables of the input file), step_time_s, simulated,
 bubble, communication, axis, waits_s, peak_bytes, stage, memory and, for GPUs, cuda_graph (what the
 CUDA graph of a step contains, or why there is none). If no layout fits without memory-saving
-techniques, the key resort contains with (the changes of the technique, and exact,
-true if they preserve the results), nearest (the layout closest to fitting) and others
-(layouts that fit with other techniques). With --techniques, the keys are machine,
-ranks and techniques. Each technique has the key change, and either refused, which is the reason
-why the technique is impossible, or peak_bytes, memory, received_bytes, step_time_s, and their
-ratios to the first row (of_...)"""
+techniques, the key resort contains with (the changes of the technique, and exact, true if they
+preserve the results), nearest (the layout closest to fitting) and others (layouts that fit with
+other techniques). With --techniques, the keys are machine, ranks and techniques. Each technique
+has the key change, and either refused, which is the reason why the technique is impossible, or
+peak_bytes, memory, received_bytes, step_time_s, and their ratios to the first row (of_...)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -313,8 +312,9 @@ def line(row: RankedLayout) -> str:
     from hpc3d.predict.planning.ranking import shown_layout
 
     about = "" if row.simulated else "~"
+    bubble = f"{row.bubble:.1%}" if row.config.mesh.p > 1 else "-"  # no bubble without stages
     return (
-        f"{about + readable_time(row.seconds):>10s} {gigabytes(row.peak):>9s} {row.bubble:6.1%} "
+        f"{about + readable_time(row.seconds):>10s} {gigabytes(row.peak):>9s} {bubble:>6s} "
         f"{row.communication:6.1%}  {row.axis:5s} {shown_layout(row.config)}".rstrip()
     )
 
@@ -334,7 +334,7 @@ def _because(reason: str, row: RankedLayout) -> str:
     again = written("recompute", row.config.parallel.recompute)
     texts = {
         "memory": lambda: f"do not fit: {held(row)}",
-        "bubble": lambda: f"have more pipeline idle time: {row.bubble:.1%} of a step",
+        "bubble": lambda: f"have a larger pipeline bubble: {row.bubble:.1%}",
         "compute": lambda: "have more compute time: smaller GEMMs, or a larger optimizer update",
         "recompute": lambda: f"have more compute time ({again})",
         "axis": lambda: f"wait longer on axis {axis}: {readable_time(row.waits[axis])}",

@@ -40,11 +40,11 @@ _SCHEDULE = """\
 Simulate a pipeline schedule with given times. A stage starts a pass when its previous pass has
 ended and its input has arrived. A message takes --comm seconds and never waits for other messages.
 
-The command prints a diagram, the makespan, and the bubble as defined in Zero Bubble
-(arXiv:2401.10241). For each stage, it prints the peak numbers of microbatches in flight and of
-microbatches whose weight gradient (W) is pending. In the diagram, F is a forward pass and B a
-backward pass. If the schedule splits the backward pass, B computes the input gradient and W the
-weight gradient. Lowercase letters mark passes of model chunk 1."""
+The command prints a diagram, the makespan, and the pipeline bubble (cost - work) / cost, as
+defined in Zero Bubble (arXiv:2401.10241). For each stage, it prints the peak numbers of
+microbatches in flight and of microbatches whose weight gradient (W) is pending. In the diagram, F
+is a forward pass and B a backward pass. If the schedule splits the backward pass, B computes the
+input gradient and W the weight gradient. Lowercase letters mark passes of model chunk 1."""
 
 # Columns of the table of sections: the JSON key, the heading, the factor and the width.
 _SECTION = (
@@ -57,20 +57,21 @@ _SECTION = (
 )
 _SCHEDULE_JSON = """\
 print one JSON object on the last line, with the keys name, stages, microbatches, chunks, steps,
-the given times, makespan [s], bubble, and lists with in_flight and weight_inputs of each stage"""
+the given times, makespan [s], bubble, and lists with in_flight and weight_inputs of each stage.
+The bubble is the pipeline bubble, as a fraction"""
 
 _STEP_JSON = """\
 print one JSON object on the last line, with the keys machine, ranks, step_time_s, tokens_per_s,
 bubble, communication (fraction of the step time), flop, mfu, hfu, memory (stages, worst, total,
 fits) [B], bytes (calls and received bytes of a rank in stage 0, by axis and operation), time
 (computation, exposed communication and idle time of the busiest stage) and sections (for each
-stage, the same times, FLOPs, received bytes and saved bytes per microbatch, by part of the
-model and phase). If train.eval_every is set, evaluation_batch_s is the time in seconds per
-evaluation batch, and evaluation_peak_bytes the peak memory of a rank during an evaluation. For a
-mixture of experts, mixture contains parameters, active, blocks, group, slots and capacity. If the
-machine file lists the errors of published steps with a similar layout, interval contains layout,
-steps, low_s and high_s. For GPUs, cuda_graph states what the CUDA graph of the step contains, or
-why it has none"""
+stage, the same times, FLOPs, received bytes and saved bytes per microbatch, by part of the model
+and phase). The bubble is the pipeline bubble of the glossary, as a fraction. If train.eval_every
+is set, evaluation_batch_s is the time in seconds per evaluation batch, and evaluation_peak_bytes
+the peak memory of a rank during an evaluation. For a mixture of experts, mixture contains
+parameters, active, blocks, group, slots and capacity. If the machine file lists the errors of
+published steps with a similar layout, interval contains layout, steps, low_s and high_s. For GPUs,
+cuda_graph states what the CUDA graph of the step contains, or why it has none"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,7 +164,8 @@ def _print_step(config, found):
     if around := found.get("interval"):
         print(f"interval        {described(around)}")
     print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
-    print(f"bubble          {found['bubble']:.4f}")
+    if config.mesh.p > 1:
+        print(f"pipeline bubble {found['bubble']:.2%}")
     waits = "of the step time (busiest stage, without messages between stages)"
     print(f"communication   {found['communication']:.1%} {waits}")
     print(f"time            {_sum_of_times(found['time'])}")
@@ -274,7 +276,7 @@ def _print(simulated, found):
     columns = min(99, shutil.get_terminal_size((99, 24)).columns)
     print(simulated.title, draw(simulated.rows, columns), sep="\n\n", end="\n\n")
     print(f"makespan        {found['makespan']:.6g} s")
-    print(f"bubble          {found['bubble']:.4f}")
+    print(f"pipeline bubble {found['bubble']:.2%}")
     print("in flight      ", *found["in_flight"], "  (stage 0 first)")
     print("waiting for W  ", *found["weight_inputs"])
 

@@ -28,7 +28,7 @@ def test_schedule_diagram_and_measures_are_printed(capsys):
         "1 |      F0--- B0 F1--- B1 F2--- B2",
         "",
         "makespan        12 s",
-        "bubble          0.2500",
+        "pipeline bubble 25.00%",
         "in flight       2 1   (stage 0 first)",
         "waiting for W   0 0",
     ]

@@ -1,4 +1,12 @@
-"""Idle time of pipeline stages: warmup, steady phase and drain."""
+"""Bubble and idle time of a pipelined step.
+
+The pipeline bubble is (cost - work) / cost, where `cost` is the time from the start of the first
+to the end of the last pass of a stage, and `work` this time without waits for messages; both are
+maxima over stages (arXiv:2401.10241, section 5.3). `simulate` and `plan` print the same quantity.
+The ideal bubble is the bubble of the schedule with instantaneous messages and identical stages.
+The idle time of a stage is the time in which it runs no pass, including waits for messages, and
+also before its first pass and after its last pass.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +15,38 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpc3d.analyze.metrics.columns import STAGES, coordinates, overlapped, with_label
 from hpc3d.analyze.metrics.intervals import before
+from hpc3d.trace.schema import MESSAGES
 
 if TYPE_CHECKING:
     from hpc3d.pipeline.timeline import Row
+    from hpc3d.trace.reader import Trace
 
 BACKWARD = ("B", "BW")
+
+
+def pipeline_bubble(trace: Trace, step: int) -> float | None:
+    """Return the pipeline bubble of a step, from the first rank of each stage.
+
+    Communication within a stage counts as work. The result is `None` if a stage has no pass.
+    """
+    events, stage = trace.events, coordinates(trace, (STAGES,))[:, 0]
+    _, first = np.unique(stage, return_index=True)
+    chosen = (events["step"] == step) & (events["microbatch"] >= 0) & ~overlapped(trace)
+    chosen &= np.isin(events["rank"], first) & ~with_label(events, "category", ["copy"])
+    rank, start, duration = (events[name][chosen] for name in ("rank", "t_start", "dur"))
+    message = with_label(events, "op", MESSAGES)[chosen]
+    costs, works = [], []
+    for each in first.tolist():
+        passes = (rank == each) & ~message
+        if not passes.any():
+            return None
+        begin, end = start[passes].min(), (start + duration)[passes].max()
+        waits = (rank == each) & message & (start >= begin) & (start < end)
+        costs.append(end - begin)
+        works.append(end - begin - duration[waits].sum())
+    return float(1 - max(works) / max(costs)) if max(costs) else 0.0
 
 
 def bubble_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.bubble import BACKWARD, bubble_rows
+from hpc3d.analyze.metrics.bubble import BACKWARD, bubble_rows, pipeline_bubble
 from hpc3d.analyze.metrics.columns import overlapped, with_label
 from hpc3d.analyze.metrics.pass_spans import PassSpan, spans
 from hpc3d.config.input_file import Config
@@ -23,11 +23,12 @@ from hpc3d.pipeline.engine import PHASE
 from hpc3d.pipeline.instruction import COMPUTE, Instruction
 from hpc3d.pipeline.schedule import SCHEDULES, instruction_streams
 from hpc3d.pipeline.step_model import in_flight
-from hpc3d.pipeline.timeline import Cost, Row, timeline
+from hpc3d.pipeline.timeline import Cost, Row, bubble, timeline
 from hpc3d.trace.reader import Trace
 from hpc3d.trace.schema import MESSAGES
 from hpc3d.trace.trace_config import one_time
 
+_Row = dict[str, Any]
 _PASS_KEYS = ("stage", "step", "microbatch", "chunk")
 _PASS = np.dtype([(name, "i8") for name in ("op", *_PASS_KEYS, "start", "end")])
 _TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
@@ -35,27 +36,35 @@ _TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
 
 def pipeline_of_step(
     trace: Trace, step: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[tuple[str, list[list[PassSpan]]]]]:
-    """Return two tables of a step with one row per stage, and its Gantt chart panels.
+) -> tuple[list[_Row], list[_Row], list[_Row], list[tuple[str, list[list[PassSpan]]]]]:
+    """Return three tables of a step and its Gantt chart panels.
 
-    The first table describes the passes. The second table describes the bubble; it is empty for an
-    asynchronous schedule. One panel shows the measured passes and the other the simulated passes.
-    All results are empty if the run has a single stage and a single microbatch, or if the trace
-    contains CPU times, which have no common clock.
+    The first table describes the passes of each stage, the second table its idle time, and the
+    third table has one row with the pipeline bubble (bubble.py). The last two are empty for an
+    asynchronous schedule and for a single stage, which has no bubble. One panel shows the measured
+    passes and the other the simulated passes. All results are empty if the run has a single stage
+    and a single microbatch, or if the trace contains CPU times, which have no common clock.
     """
     config = configuration(trace)
     if not config or config.mesh.p * config.parallel.microbatches == 1:
-        return [], [], []
+        return [], [], [], []
     passes = StepPasses(trace)
     rows = passes.measured(step)
     if not one_time(trace) or not any(rows):
-        return [], [], []
+        return [], [], [], []
     overlapping = _is_asynchronous(config)
     shown = _between(passes.rows(), _pairs(rows)) if overlapping else rows
     ideal = simulated(config, step, rows)
     table = _stage_rows(passes, step, idle_shares(shown), ideal)
-    bubble = [] if overlapping else bubble_rows(rows)
-    return table, bubble, _panels(config, step, shown, ideal)
+    if overlapping or config.mesh.p == 1:
+        return table, [], [], _panels(config, step, shown, ideal)
+    total = {
+        "step": step,
+        "bubble": pipeline_bubble(trace, step),
+        "bubble_ideal": bubble(ideal.rows) if ideal else None,
+        "idle_share": fmean(idle_shares(rows).values()),
+    }
+    return table, bubble_rows(rows), [total], _panels(config, step, shown, ideal)
 
 
 def configuration(trace: Trace) -> Config | None:

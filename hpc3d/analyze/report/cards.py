@@ -20,8 +20,10 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
     yield "tokens/s", _written(step["tokens_per_s"], prefixed), counted(step["ranks"], "rank")
     communication = _written(step["communication_share"], percent)
     yield "communication", communication, _waiting(tables["ranks"])
-    if stages := tables["pipeline"]:
-        yield "bubble", percent(_mean(stages, "idle_share")), _simulated(stages)
+    for row in tables["pipeline_bubble"]:
+        ideal = f"{_written(row['bubble_ideal'], percent)} in the ideal schedule"
+        note = f"{ideal}; stages are idle {percent(row['idle_share'])} of the time"
+        yield "pipeline bubble", _written(row["bubble"], percent), note
     yield from _imbalances(tables["imbalance"][:1])
     if tables["stragglers"]:
         yield "straggler", *_straggler(tables["stragglers"])
@@ -106,9 +108,3 @@ def _waiting(ranks):
     if not any(row["wait_s"] for row in ranks):
         return outstanding  # waits are unknown, or 0 (a single rank, or identical simulated ranks)
     return f"waiting {percent(_mean(ranks, 'wait_s') / step)}; {outstanding}"
-
-
-def _simulated(stages):
-    if stages[0]["idle_share_simulated"] is None:
-        return "idle share, averaged over the stages"
-    return f"{percent(_mean(stages, 'idle_share_simulated'))} in the ideal schedule"

@@ -20,7 +20,7 @@ _MEANS = (
     " step is excluded unless it is the only one."
 )
 _NOTES = {
-    "pipeline": "Passes of step {step} on the first rank of each stage. Simulated columns refer"
+    "pipeline": "Passes of step {step} on the first rank of each stage. Columns headed ideal refer"
     " to the ideal schedule. A microbatch is in flight on a model chunk from the start of its"
     " forward pass F to the end of its backward pass B or BW.",
     "bubble": "Idle time in step {step}: before the first backward pass, after the last forward"

@@ -154,12 +154,13 @@ def analyze_run(
     steady, attempts = Steady(trace), Attempts(trace)
     step, calls = median_step(steady) if step is None else step, calls_of(steady)
     matrices, loads = _matrices(trace, calls), expert_loads.loads_of(trace)
-    stages, bubble, panels = pipeline_of_step(trace, step)
+    stages, bubble, total, panels = pipeline_of_step(trace, step)
     tables = {
         **_of_all_steps(trace, attempts),
         **_of_mean_step(steady, calls, peak, matrices, loads),
         "pipeline": stages,
         "bubble": bubble,
+        "pipeline_bubble": total,
     }
     attrs, drawn, more = trace.attrs, None, []
     missing = [line for line in attrs["missing"].split("\n") if line]

@@ -247,13 +247,23 @@ OF_A_RUN = (
             *columns(integer, ranks="ranks", passes="passes"),
             *columns(milliseconds, forward_s="F [ms]", backward_s="BW [ms]"),
             *columns(milliseconds, input_s="B [ms]", weight_s="W [ms]"),
-            *columns(percent, idle_share="idle", idle_share_simulated="idle, simulated"),
-            *columns(integer, in_flight="in flight", in_flight_simulated="in flight, simulated"),
+            *columns(percent, idle_share="idle", idle_share_simulated="idle, ideal"),
+            *columns(integer, in_flight="in flight", in_flight_simulated="in flight, ideal"),
+        ),
+    ),
+    TableSpec(
+        "pipeline_bubble",
+        "Pipeline bubble",
+        columns(
+            percent,
+            bubble="pipeline bubble",
+            bubble_ideal="ideal bubble",
+            idle_share="idle time",
         ),
     ),
     TableSpec(
         "bubble",
-        "Bubble",
+        "Idle time of the stages",
         (
             _STAGE,
             ColumnSpec("span_s", "all passes [ms]", milliseconds),

@@ -176,14 +176,23 @@ traffic within a host.""",
 `F [ms]` is the time that a stage spends in forward passes, and `BW [ms]` the time in full backward
 passes. If the schedule splits the backward pass, `B [ms]` is the time for the input gradient, and
 `W [ms]` the time for the weight gradients. `idle` is the share of the time between the first and
-the last pass of all stages in which this stage runs no pass. `idle, simulated` is the same share
+the last pass of all stages in which this stage runs no pass. `idle, ideal` is the same share
 for the ideal schedule, with instantaneous messages and identical stages. `in flight` is the
 maximum number of microbatches whose forward pass has started and whose backward pass has not
 ended.""",
+    "pipeline_bubble": """\
+The `pipeline bubble` is the share of the time from the first to the last pass of a stage that is
+not work: (cost - work) / cost (arXiv:2401.10241). The cost is the longest such time of any stage,
+and the work the longest such time without waits for messages. The commands simulate and plan print
+the same quantity. The `ideal bubble` is the bubble of the schedule with instantaneous messages and
+identical stages. The `idle time` is the share of the time from the first to the last pass of all
+stages in which a stage runs no pass, averaged over the stages. It is larger than the pipeline
+bubble, because it includes the time before the first and after the last pass of each stage, and
+the shorter work of fast stages.""",
     "bubble": """\
-Idle time of a stage, in three parts: `warmup [ms]` before its first backward pass, `drain [ms]`
-after its last forward pass, and `steady [ms]` in between. `all passes [ms]` is the time from the
-first to the last pass of all stages.""",
+Idle time of a stage, including waits for messages, in three parts: `warmup [ms]` before its first
+backward pass, `drain [ms]` after its last forward pass, and `steady [ms]` in between. `all passes
+[ms]` is the time from the first to the last pass of all stages.""",
     "expert_cost": """\
 `capacity` is the number of token slots of each expert per step. `max / mean` is the load of the
 busiest expert divided by the mean load of all experts, averaged over steps and layers. An expert

@@ -1,13 +1,18 @@
 """The three parts of a pipeline bubble, for schedules with known bubbles."""
 
+import json
+
 import pytest
 
-from hpc3d.analyze.metrics.bubble import bubble_rows
-from hpc3d.analyze.metrics.pipeline_step import StepPasses
+from hpc3d import simulate, trace
+from hpc3d.analyze.metrics.bubble import bubble_rows, pipeline_bubble
+from hpc3d.analyze.metrics.pipeline_step import StepPasses, pipeline_of_step
 from hpc3d.pipeline.instruction import parse
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
 from tests.analyze.delayed_runs import trained
+from tests.analyze.synthetic import by_hand, call
+from tests.analyze.synthetic import row as event
 
 TF, TB = 2.0, 3.0
 DELAY = 0.15  # seconds of virtual time; all else takes microseconds
@@ -88,3 +93,40 @@ def test_bubble_of_a_threaded_run_with_a_slow_stage(tmp_path):
     first, second = parts(rows)
     assert first == pytest.approx((2 * DELAY, 2 * DELAY, 4 * DELAY), abs=0.01 * DELAY)
     assert second == pytest.approx((0, 0, 0), abs=0.01 * DELAY)
+
+
+def test_pipeline_bubble_of_known_passes(tmp_path):
+    """Stage 0 works from 0 to 10, waits for a message, and works from 16 to 20. Stage 1 works from
+    5 to 15, with 2 ms in an all-reduce. The message that stage 1 receives first is before its
+    first pass. The costs are 20 and 10, and the works 14 and 10."""
+    here = {"step": 1, "microbatch": 0}
+    message = here | {"group": 1}
+    rows = [
+        event(0, 0, 10, **here),
+        call(0, "recv", 10, 16, 0, peer=1, **message),
+        event(0, 16, 20, **here),
+        event(0, 90, 99, step=1),  # the optimizer
+        call(1, "recv", 0, 5, 0, peer=0, **message),
+        event(1, 5, 8, **here),
+        call(1, "all_reduce", 8, 10, 0, **here),
+        event(1, 10, 15, **here),
+        event(1, 30, 90, step=0, microbatch=0),
+    ]
+    steps = {(rank, step): (100 * step - 100, 100 * step) for rank in (0, 1) for step in (0, 1)}
+    mesh = {"axes": "p x", "axis_sizes": [2, 1]}
+    with by_hand(tmp_path / "t.h5", rows, steps, [("x", (1,)), ("p", (0, 1))], **mesh) as opened:
+        assert pipeline_bubble(opened, 1) == pytest.approx(1 - 14 / 20)
+        assert pipeline_bubble(opened, 2) is None
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_report_of_a_simulated_step_has_the_bubble_of_simulate(name, tmp_path, capsys):
+    layout = ["--mesh.p", 4, "--model.layers", 5, "--parallel.schedule", name, "--mesh.d", 2]
+    words = ["gpt-serial", *layout, "--train.batch", 16, "--parallel.microbatches", 8]
+    words += ["--machine", "v100-4x16", "--out", tmp_path / "run", "--json"]
+    assert simulate.main([*map(str, words)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    with trace.open(tmp_path / "run") as opened:
+        _, _, (total,), _ = pipeline_of_step(opened, 0)
+    assert total["bubble"] == pytest.approx(found["bubble"], rel=1e-9)
+    assert 0 < total["bubble"] < total["idle_share"]

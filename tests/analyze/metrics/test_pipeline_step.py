@@ -109,7 +109,7 @@ def test_simulated_panel_includes_passes_of_adjacent_steps(tmp_path):
     sizes = {"mesh__p": 3, "parallel__microbatches": 4}
     folder = trained(tmp_path / "run", 3, parallel__schedule="pipedream-2bw", **sizes)
     with opened(folder) as recorded:
-        rows, _, ((_, measured), (_, ideal)) = pipeline_of_step(recorded, 1)
+        rows, *_, ((_, measured), (_, ideal)) = pipeline_of_step(recorded, 1)
     assert [row["passes"] for row in rows] == [8, 8, 8]
     assert min(span.start for row in measured for span in row) == 0
     assert {span.kind for row in ideal for span in row} == {"F", "BW"}
@@ -121,15 +121,16 @@ def test_simulated_panel_includes_passes_of_adjacent_steps(tmp_path):
 def test_microbatches_on_a_single_stage_are_measured(tmp_path):
     folder = trained(tmp_path / "run", 1, parallel__microbatches=3)
     with opened(folder) as recorded:
-        (row,), _, panels = pipeline_of_step(recorded, 2)
+        (row,), *bubbles, panels = pipeline_of_step(recorded, 2)
     assert (row["passes"], row["in_flight"], row["in_flight_simulated"]) == (6, 1, 1)
     assert row["idle_share_simulated"] == pytest.approx(0, abs=1e-9) and len(panels) == 2
+    assert bubbles == [[], []]
 
 
 def test_run_without_stages_and_microbatches_has_no_pipeline_table(tmp_path):
     folder = trained(tmp_path / "run", 2, mesh__x=2)
     with opened(folder) as recorded:
-        assert pipeline_of_step(recorded, 1) == ([], [], [])
+        assert pipeline_of_step(recorded, 1) == ([], [], [], [])
 
 
 def rows_of(*stages):

@@ -179,7 +179,7 @@ def test_summary_cards_of_a_small_run(tmp_path):
     assert found["loss"][0] == "2.5000"
     assert found["memory"][0] == "40B"
     assert found["MFU"][1] == "HFU 45.0%"  # 9 GFLOP in 10 ms on 2 ranks of 1 TFLOP/s
-    assert "bubble" not in found
+    assert "pipeline bubble" not in found
 
 
 def test_memory_chart_omits_the_total():
