@@ -93,9 +93,10 @@ def differing(
     """Return the differences between runs as a nested dict: result[group][key] is a string.
 
     The string lists each value of the key and the runs that use this value. The comparison covers
-    all configuration keys, the number of tokens per step, the kind of trace, and the hosts, MPI
-    version and hpc3d version in `abouts`. If a key is missing in an older run, the default value
-    is used. If the configuration of any run is unknown, no configuration keys are compared.
+    all configuration keys except the name, the number of tokens per step, the kind of trace, and
+    the hosts, MPI version and hpc3d version in `abouts`. If a key is missing in an older run, the
+    default value is used. If the configuration of any run is unknown, no configuration keys are
+    compared.
 
     Parameters
     ----------
@@ -119,6 +120,8 @@ def _compared(traces, abouts):
     if None not in configs:
         known = [flat(replace(each, model=with_epsilon(each.model))) for each in configs]
         for key in known[0]:
+            if key == "name":  # a label without effect
+                continue
             values = [each[key] for each in known]
             texts = ["absent" if value is None else literal(value) for value in values]
             yield group_of(key), key, texts

@@ -43,7 +43,7 @@ _RUNS = TableSpec(
     (
         RUN,
         *columns(integer, ranks="ranks", steps="steps"),
-        *columns(milliseconds, step_s_25="25 % [ms]", step_s_median="step [ms]"),
+        *columns(milliseconds, step_s_25="25 % [ms]", step_s_median="median [ms]"),
         *columns(milliseconds, step_s_75="75 % [ms]"),
         ColumnSpec("tokens_per_s", "tokens/s", prefixed),
         ColumnSpec("communication_share", "communication", percent),
@@ -65,7 +65,7 @@ _SCALING = TableSpec(
         RUN,
         *columns(integer, ranks="ranks", batch="batch", hidden="hidden", heads="heads"),
         *times("forward", "backward"),
-        ColumnSpec("average_step_s", "average step time [ms]", milliseconds),
+        ColumnSpec("average_step_s", "average step time per sequence [ms]", milliseconds),
         *columns(prefixed, tokens_per_s="tokens/s", tokens_per_s_rank="tokens/s per rank"),
         ColumnSpec("scaling", "scaling"),
         *_ratios(speedup="speedup"),
@@ -78,7 +78,7 @@ _GAINS = TableSpec(
     (
         RUN,
         ColumnSpec("family", "tensor parallelism"),
-        ColumnSpec("average_step_s", "average step time [ms]", milliseconds),
+        ColumnSpec("average_step_s", "average step time per sequence [ms]", milliseconds),
         *_ratios(over_1d="over 1-D", over_2d="over 2-D"),
         *times("step"),
         *_ratios(step_over_1d="step over 1-D", step_over_2d="step over 2-D"),

@@ -26,7 +26,7 @@ again by a later attempt. They count once: losses, evaluations and figures show 
 the losses and evaluations refer to the newest trace, which includes the steps of earlier attempts
 only if they had the same layout.""",
     "runs": """\
-`step [ms]` is the median step time of the slowest rank, with the quartiles `25 % [ms]` and `75 %
+`median [ms]` is the median step time of the slowest rank, with the quartiles `25 % [ms]` and `75 %
 [ms]`. `tokens/s` is the number of tokens per step divided by this median. `communication` is the
 share of the step time spent in communication calls (collectives and messages). `received [B]` is
 the number of bytes that a rank would receive per step if every collective used a bandwidth-optimal
@@ -42,10 +42,10 @@ step that a rank spends in communication calls along the axis. In the CSV file, 
 numbered by run, starting from 1, as in bytes_2.""",
     "scaling": """\
 `forward [ms]` and `backward [ms]` are the mean time of a rank in its forward and backward passes,
-over all microbatches. The `average step time [ms]` is their sum divided by `batch`, the number of
-sequences per step, as defined in arXiv:2105.14450. It excludes the messages between pipeline
-stages, the gradient reduction over replicas and the optimizer. `tokens/s` and `tokens/s per rank`
-refer to complete steps.
+over all microbatches. The `average step time per sequence [ms]` is their sum divided by `batch`,
+the number of sequences per step. It is called average step time in arXiv:2105.14450. It excludes
+the messages between pipeline stages, the gradient reduction over replicas and the optimizer.
+`tokens/s` and `tokens/s per rank` refer to complete steps.
 
 `scaling` is strong if a run does the same work as the first run, and weak if each rank does as
 much work as a rank of the first run (parameters of the blocks times tokens, within 10 %). It is
@@ -56,12 +56,12 @@ ratio of the FLOP/s. It is undefined for other runs. Its 95 % confidence interva
 the speedup divided by the ratio of the rank counts.""",
     "gains": """\
 `tensor parallelism` is the number of dimensions in which the matrix products are sharded. `over
-1-D` is the `average step time [ms]` of the best 1-D run divided by that of this run. Both runs
-have the same model, batch, data type, optimizer, and number of ranks, stages and replicas. `over
-2-D` is the same ratio for the best 2-D run. arXiv:2105.14450 reports 2.32 and 1.57 for 3-D on 64
-ranks. `step over 1-D` and `step over 2-D` are the same ratios of `step [ms]`, the complete step of
-the slowest rank, including the optimizer. `from` and `to` after a ratio are its 95 % confidence
-interval, as for the speedup.""",
+1-D` is the `average step time per sequence [ms]` of the best 1-D run divided by that of this run.
+Both runs have the same model, batch, data type, optimizer, and number of ranks, stages and
+replicas. `over 2-D` is the same ratio for the best 2-D run. arXiv:2105.14450 reports 2.32 and 1.57
+for 3-D on 64 ranks. `step over 1-D` and `step over 2-D` are the same ratios of `step [ms]`, the
+complete step of the slowest rank, including the optimizer. `from` and `to` after a ratio are its
+95 % confidence interval, as for the speedup.""",
     "differences": """\
 Time of a step in the first run and in this run, by category, phase, axis and operation. The 95 %
 confidence interval of the `difference [ms]` ranges from `from [ms]` to `to [ms]` (Welch's

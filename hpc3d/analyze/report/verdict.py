@@ -12,7 +12,9 @@ from hpc3d.analyze.report.table_format import seconds
 from hpc3d.trace.schema import MESSAGES
 
 _Rows = Sequence[Mapping[str, Any]]
-_MENTIONED = 0.05  # the verdict mentions only costs of at least this share of the step time
+# The verdict mentions only costs of at least this share of the step time, and dropped tokens above
+# this share of the routed tokens.
+_MENTIONED = 0.05
 _ROUNDING = 1e-9  # times up to this share of the step time are treated as rounding errors
 _TOLERANCE = 0.1  # maximum relative error of a prediction that is reported as "within 10%"
 _WORK = {
@@ -31,7 +33,8 @@ def verdict(tables: Mapping[str, _Rows]) -> list[str]:
         Dict from table name to the rows of the table.
     """
     parts = mean_row(tables["ranks"], ("step_s", "exposed_s", *DISJOINT)) | _offloading(tables)
-    return [_composition(parts), *_largest_costs(tables, parts), *_predicted(tables["prediction"])]
+    costs = [*_largest_costs(tables, parts), *_dropped(tables["expert_cost"])]
+    return [_composition(parts), *costs, *_predicted(tables["prediction"])]
 
 
 def _offloading(tables: Mapping[str, _Rows]) -> dict[str, float]:
@@ -88,6 +91,14 @@ def _largest_costs(
             f"Rank {late[0]['rank']} is a straggler: the ranks that do the same work wait for it"
             f" for a total of {seconds(late[0]['imposed_s'])} per step."
         )
+
+
+def _dropped(rows: _Rows) -> Iterator[str]:
+    for row in rows:
+        if row["dropped"] > _MENTIONED:
+            tokens = f"{row['dropped']:.0%} of the routed tokens exceed the capacity"
+            remedy = "increase model.capacity or balance the load"
+            yield f"{tokens} of their experts and are dropped; {remedy}."
 
 
 def _call(row: Mapping[str, Any]) -> str:

@@ -51,7 +51,7 @@ def test_report_lists_configuration_differences_before_the_comparison(tmp_path, 
 def test_differing_keys_are_reported_by_group():
     texts = {
         "one": "[mesh]\nx = 2\n",
-        "two": '[mesh]\nx = 2\nd = 2\n[parallel]\nkeep_dtype = "int8"\nzero = 1\n'
+        "two": 'name = "other"\n[mesh]\nx = 2\nd = 2\n[parallel]\nkeep_dtype = "int8"\nzero = 1\n'
         '[run]\nout = "a"\n',
     }
     traces = [_trace(text) for text in texts.values()]

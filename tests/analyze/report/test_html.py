@@ -182,6 +182,12 @@ def test_summary_cards_of_a_small_run(tmp_path):
     assert "pipeline bubble" not in found
 
 
+def test_simulated_run_has_no_straggler_card(tmp_path):
+    with small(tmp_path / "trace.h5", config='name = "small"', kind="simulated") as opened:
+        titles = [title for title, *_ in cards(analyze_run(opened))]
+    assert "straggler" not in titles and "imbalance" in titles
+
+
 def test_memory_chart_omits_the_total():
     rows = [
         {"rank": 0, "parameter": 30, "activation": 50, "all": 60},

@@ -32,6 +32,7 @@ def tables(ranks=None, **given):
         ],
         "stragglers": [{"rank": 3, "imposed_s": 0.2, "straggler": "no"}],
         "imbalance": [{"stage_imbalance": None}],
+        "expert_cost": [],
         "prediction": [],
         "copies": [],
     }
@@ -85,6 +86,15 @@ def test_verdict_names_the_slowest_stage(imbalance, told):
     rows = [{"stage_imbalance": imbalance, "stage": 2}]
     sentence = "Stage imbalance: stage 2 computes 1.26 times as long as the mean stage."
     assert (sentence in verdict(tables(imbalance=rows))) == told
+
+
+@pytest.mark.parametrize(("dropped", "told"), [(0.049, False), (0.12, True)])
+def test_verdict_mentions_dropped_tokens_above_five_percent(dropped, told):
+    sentence = (
+        "12% of the routed tokens exceed the capacity of their experts and are dropped; increase"
+        " model.capacity or balance the load."
+    )
+    assert (sentence in verdict(tables(expert_cost=[{"dropped": dropped}]))) == told
 
 
 @pytest.mark.parametrize(
