@@ -49,7 +49,7 @@ SHORT = "--train.steps 2 --train.batch 24"
 SAVED = "--train.steps 2 --checkpoint.every 2"
 EXPERTS = f"-np 4 --mesh.e 2 --mesh.x 2 --mesh.y 1 --mesh.z 1 {SHORT}"
 REDUCED = {
-    r"README.* -np 64 \S+ -m hpc3d\.train$": "--train.steps 1",  # the only one on 64 ranks
+    r"README.*hpc3d\.train --launch 64$": "--train.steps 1",  # the only one on 64 ranks
     r"train gpt-4d-64( |$)(?!--dry)": "-np 4 --mesh.p 2 --mesh.x 1 --mesh.y 1 --mesh.z 1 "
     "--train.steps 2 --train.batch 32",
     r"train (llama-3d|bert)-64": f"{PLANE} {SHORT}",
