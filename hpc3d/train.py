@@ -174,7 +174,7 @@ def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
         config = load.load(path, words, rules=rules)
     config = resolve(config, ranks, default=not (given or run))
     refuse([*untrainable(config)])
-    sinks_of(config.run.metrics_hook, config.run.tensorboard)
+    sinks_of(config.run.metrics_hook, config.run.trackers)
     return RunPlan(config, run)
 
 

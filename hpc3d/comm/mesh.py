@@ -81,6 +81,7 @@ class MeshRecorder(Protocol):
 
     step: int
     layer: int
+    microbatch: int
     phase: str
     part: str
 
@@ -158,7 +159,7 @@ def _ignore(self: Any, *values: object) -> None:
 class NullRecorder:
     """No-op recorder, for a mesh that is not traced."""
 
-    step = layer = -1
+    step = layer = microbatch = -1
     phase = part = "other"
     communication = 0
 
@@ -176,7 +177,7 @@ class NullRecorder:
         return Scope(self, layer, phase, part)
 
     def at(self, stage: int, chunk: int, microbatch: int) -> None:
-        pass
+        self.microbatch = microbatch
 
     def begin_step(self, number: int) -> None:
         self.step = number

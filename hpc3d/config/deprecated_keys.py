@@ -13,10 +13,14 @@ from typing import Any
 KEYS = {  # section -> {old key: new key}
     "guard": {"products_every": "abft_every", "spike": "loss_spike_sigma"},
     "parallel": {"stages": "layers_per_stage"},
+    "run": {"tensorboard": "trackers"},
     "train": {"graph": "cuda_graph"},
 }
-VALUES = {  # section -> {key: {old value: new value}}
+VALUES: Mapping[
+    str, Mapping[str, Mapping[Any, Any]]
+] = {  # section -> {key: {old value: new value}}
     "mesh": {"transport": {"staged": "host-staged"}},
+    "run": {"trackers": {False: [], True: ["tensorboard"]}},  # of the old key
     "trace": {"clock": {"processor": "cpu"}},
 }
 
@@ -33,8 +37,9 @@ def use_new_names(tree: dict[str, Any]) -> list[str]:
             notices += rename_keys(table, KEYS.get(section, {}), f"{section}.")
             for key, values in VALUES.get(section, {}).items():
                 old = table.get(key)
-                if isinstance(old, str) and old in values:
+                if isinstance(old, str | bool) and old in values:
                     table[key] = values[old]
+                if isinstance(old, str) and old in values:
                     notices.append(f'{section}.{key} = "{old}" is now called "{values[old]}"')
     return notices
 

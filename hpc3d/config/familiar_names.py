@@ -62,8 +62,8 @@ _ALIKE = {  # hpc3d key -> keys of other programs with the same meaning
     "data.validation": "val_data eval_dataset valid_data_path",
     "data.path": "data_path dataset train_data dataset_path",
     "run.out": "out_dir output_dir save_dir dump_folder",
-    "run.tensorboard": "tensorboard_dir enable_tensorboard",
-    "run.metrics_hook": "wandb wandb_log wandb_project report_to enable_wandb",
+    "run.trackers": "tensorboard_dir enable_tensorboard wandb wandb_log wandb_project report_to "
+    "enable_wandb",
 }
 _OTHERWISE = {  # keys of other programs without a direct hpc3d equivalent -> advice
     "tp tensor_model_parallel_size tensor_parallel_size tp_size tensor_parallel_degree": (

@@ -552,9 +552,9 @@ class RunConfig:
     SIGHUP."""
     watchdog_s: Annotated[float, AtLeast(0.1), LessThan(1e9)] = 300.0
     """Abort the run if it makes no progress for this many seconds."""
-    tensorboard: bool = False
-    """Also write the records of metrics.jsonl in TensorBoard format. This requires the optional
-    dependency hpc3d[tensorboard]."""
+    trackers: tuple[str, ...] = ()
+    """Experiment trackers that also receive the records of metrics.jsonl: tensorboard, mlflow,
+    wandb, and the entry points hpc3d.trackers of other packages."""
     metrics_hook: str | None = None
     """Callback, given as MODULE:FUNCTION. Rank 0 calls the function with each record of
     metrics.jsonl as a dict. Default: none."""

@@ -88,13 +88,13 @@ class Above:
 
 @contextmanager
 def progress(
-    name: str, doing: str = "", first: float | None = None, since: float | None = None
+    name: str, doing: object = "", first: float | None = None, since: float | None = None
 ) -> Iterator[None]:
     """Print progress lines to stderr while the block runs: `hpc3d.NAME: 40 s: PROGRESS`.
 
-    PROGRESS is `doing` or the newest log record.  A nested call only logs `doing`.  The first line
-    is printed after `first` seconds.  Printed times are relative to `since`, a value of
-    `time.monotonic` (None: now).
+    PROGRESS is the text that `doing` has at this time, or the newest log record.  A nested call
+    only logs `doing`.  The first line is printed after `first` seconds.  Printed times are
+    relative to `since`, a value of `time.monotonic` (None: now).
     """
     log, begin = logging.getLogger("hpc3d"), time.monotonic() if since is None else since
     inside = any(isinstance(handler, Newest) for handler in log.handlers)

@@ -81,7 +81,7 @@ class Job:
             self.refuse(*problems)
         return value
 
-    def progress(self, doing: str = "") -> AbstractContextManager[None]:
+    def progress(self, doing: object = "") -> AbstractContextManager[None]:
         """Return a context manager in which rank 0 shows progress.
 
         The progress line shows the newest log record. If `doing` is given, it is logged first.

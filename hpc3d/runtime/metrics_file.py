@@ -11,19 +11,18 @@ preceding step), `validation_loss`, `perplexity`, `accuracy`, `evaluated_tokens`
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from hpc3d.console.small_files import replacing
-from hpc3d.runtime.optional_packages import need
+from hpc3d.runtime.trackers import InBackground, trackers_of
 
 NAME = "metrics.jsonl"
 _MOST = 1e150  # largest valid absolute value, so that the product of two values does not overflow
@@ -68,14 +67,24 @@ class MetricsFile:
             error.filename = str(self.path)
             raise
         for sink in [*self.sinks]:
-            try:
-                sink(record)
-            except Exception as error:  # user functions may raise anything
-                self.sinks.remove(sink)
-                self.say(
-                    f"metrics: {type(error).__name__}: {error}; this metrics sink is disabled for "
-                    "the rest of the run"
-                )
+            self._call(sink, sink, record)
+
+    def _call(self, sink: _Sink, function: Callable[..., object], *given: Any) -> None:
+        """Call a function of a sink; if it fails, report the error and disable the sink."""
+        try:
+            function(*given)
+        except Exception as error:  # user functions may raise anything
+            self.sinks.remove(sink)
+            self.say(
+                f"metrics: {type(error).__name__}: {error}; this metrics sink is disabled for "
+                "the rest of the run"
+            )
+
+    def end(self) -> None:
+        """Wait until all trackers have received the records, and close them."""
+        for sink in [*self.sinks]:
+            self._call(sink, getattr(sink, "close", int))
+        self.sinks = []
 
 
 def read(folder: Path) -> list[_Record]:
@@ -132,16 +141,21 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) -> list[_Sink]:
-    """Return the optional sinks of a run's metrics: a user function and TensorBoard.
+def sinks_of(
+    hook: str | None,
+    trackers: Iterable[str],
+    folder: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> list[_Sink]:
+    """Return the optional sinks of a run's metrics: a user function and trackers.
 
-    If `folder` is `None`, the TensorBoard sink is omitted, but its package must be installed.
-    Raises ValueError if the function cannot be imported or the package is missing.
+    The trackers receive the `settings` of the run. If `folder` is `None`, they are checked, but
+    not started. Raises ValueError if the function or a tracker is not available.
     """
     sinks = [_function(hook)] if hook else []
-    if tensorboard:
-        need("run.tensorboard", "tensorboardX")
-        sinks += [_board(folder)] if folder else []
+    kinds = trackers_of(trackers).values()
+    if folder is not None:
+        sinks += [InBackground(kind, folder, settings or {}) for kind in kinds]
     return sinks
 
 
@@ -161,18 +175,3 @@ def _function(hook: str) -> _Sink:
     if not callable(found):
         raise ValueError(f"run.metrics_hook = {hook!r} is not a function; use MODULE:FUNCTION")
     return found
-
-
-def _board(folder: Path) -> _Sink:
-    """Return a sink that writes the numbers of each record as TensorBoard scalars."""
-    from tensorboardX import SummaryWriter
-
-    writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=1)
-    atexit.register(writer.close)  # tensorboardX writes on a background thread
-
-    def write(record):
-        for key, value in record.items():
-            if key not in ("step", "steps", "time") and value is not None:
-                writer.add_scalar(key, value, record["step"], record["time"])
-
-    return write

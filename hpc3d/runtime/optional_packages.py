@@ -9,11 +9,13 @@ from hpc3d.console.sanitize import Problems
 
 # Maps each optional package to the extra of hpc3d that installs it.
 EXTRAS = {
+    "mlflow": "mlflow",
     "otf2": "otf2",
     "pyarrow": "parquet",
     "scipy": "exact",
     "tensorboardX": "tensorboard",
     "torch": "torch",
+    "wandb": "wandb",
 }
 
 

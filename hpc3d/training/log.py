@@ -99,7 +99,7 @@ class Log:
         )
         if self.file:
             run = config.run
-            sinks = sinks_of(run.metrics_hook, run.tensorboard, self.path.parent)
+            sinks = sinks_of(run.metrics_hook, run.trackers, self.path.parent, flat(config))
             notice = partial(self.say, style="yellow")
             self.metrics = MetricsFile(self.path.parent, start, sinks, notice)
 
@@ -128,6 +128,11 @@ class Log:
             peak_bytes=done.peak,
             **({} if done.loss_scale is None else {"loss_scale": done.loss_scale}),
         )
+
+    def end_metrics(self) -> None:
+        """Let the trackers receive all records; this takes at most some seconds."""
+        if self.metrics:
+            self.metrics.end()
 
     def copies(self, store: HostStore, steps: int) -> None:
         """Log the offloaded bytes of rank 0, and the copies per step.

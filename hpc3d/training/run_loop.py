@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
@@ -22,7 +22,7 @@ from hpc3d.training.run_folder import FOLDER_FILE, write_text
 
 if TYPE_CHECKING:
     from hpc3d.comm.device_setup import Hardware
-    from hpc3d.comm.mesh import Mesh
+    from hpc3d.comm.mesh import Mesh, MeshRecorder
     from hpc3d.config.input_file import Config
     from hpc3d.runtime.job import Job
     from hpc3d.training.evaluator import Evaluator
@@ -115,7 +115,7 @@ def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:
     """Run the training steps. Raises JobExit if a guard or a stop request ends the run early."""
     with closing(run.log):
         try:
-            done = _steps(plan, run, stop)
+            done = _steps(job, plan, run, stop)
         except GuardError as wrong:
             _give_up(job, plan, run, wrong)
         _end(job, plan, run, done)
@@ -123,17 +123,23 @@ def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:
         raise JobExit(STOPPED if run.saver.saved == done else FAILED)
 
 
-def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
-    """Run steps until the end or a stop request; return the number of completed steps."""
+def _steps(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> int:
+    """Run steps until the end or a stop request; return the number of completed steps.
+
+    The first step may take minutes on many ranks or a busy machine, so its progress is shown.
+    """
     config, trainer, log = plan.config, run.trainer, run.log
     log.record(run.start, config)
+    starting: AbstractContextManager[None] = job.progress(StepPosition(trainer.mesh.trace, config))
     replicas = ReplicaCheck(trainer, config.guard.replicas_every)
     spikes = LossSpikes(config.guard.loss_spike_sigma)
     for number in range(run.start, config.train.steps):
         run.watchdog.step(number)
         if number % config.trace.sync_every == 0:
             trainer.mesh.trace.synchronize()
-        step = trainer.step(number, stop.request)
+        with starting:
+            step = trainer.step(number, stop.request)
+        starting = nullcontext()
         log.step(step, config.train.steps)
         if line := spikes.see(step.loss):
             log.say(line, "yellow")
@@ -146,6 +152,21 @@ def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
     if spikes.count:
         log.say(f"{spikes.count} loss spikes in total", "yellow")
     return config.train.steps
+
+
+class StepPosition:
+    """Position of rank 0 in a training step; its text is the current position."""
+
+    def __init__(self, trace: MeshRecorder, config: Config) -> None:
+        self.trace, self.config = trace, config
+
+    def __str__(self) -> str:
+        trace, parts = self.trace, [f"step {self.trace.step}: {self.trace.phase}"]
+        if (number := trace.microbatch) >= 0:
+            parts += [f"microbatch {number + 1} of {self.config.parallel.microbatches}"]
+        if (layer := trace.layer) >= 0:
+            parts += [f"layer {layer + 1} of {self.config.model.layers}"]
+        return ", ".join(parts).replace("_", " ")
 
 
 def _evaluate(run: RunningJob, number: int) -> bool:
@@ -192,6 +213,7 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
             "checkpoints",
             "yellow",
         )
+    run.log.end_metrics()
     if done == plan.config.train.steps:
         for line in _next_commands(plan, job.size):
             run.log.say(line)

@@ -7,7 +7,6 @@ import pytest
 
 from hpc3d.runtime.metrics_file import NAME, MetricsFile, MetricsReader, read, sinks_of
 from hpc3d.train import read_command_line
-from tests.runs import wait_for
 
 
 def steps(folder, numbers, start=0, sinks=()):
@@ -86,14 +85,14 @@ def test_metrics_hook_receives_every_record(tmp_path, monkeypatch):
     (tmp_path / "my_metrics.py").write_text("got = []\ndef take(record): got.append(record)\n")
     monkeypatch.chdir(tmp_path)  # also for `hpc3d`, which does not look here by itself
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    steps(tmp_path, range(2), sinks=sinks_of("my_metrics:take", tensorboard=False))
+    steps(tmp_path, range(2), sinks=sinks_of("my_metrics:take", trackers=()))
     assert [record["step"] for record in sys.modules["my_metrics"].got] == [0, 1]
 
 
 @pytest.mark.parametrize("hook", ["nowhere:take", "json:nothing", "json:__doc__", "json", ":"])
 def test_invalid_metrics_hook_is_rejected(hook):
     with pytest.raises(ValueError, match=r"^run\.metrics_hook = "):
-        sinks_of(hook, tensorboard=False)
+        sinks_of(hook, trackers=())
 
 
 def test_train_rejects_an_invalid_hook_before_it_starts():
@@ -101,16 +100,11 @@ def test_train_rejects_an_invalid_hook_before_it_starts():
         read_command_line(1, ["--run.metrics_hook", "nowhere:take"])
 
 
-@pytest.mark.slow
 def test_tensorboard_receives_every_finite_scalar(tmp_path):
     pytest.importorskip("tensorboardX", reason="extra tensorboard")
-    steps(tmp_path, range(3), sinks=sinks_of(None, tensorboard=True, folder=tmp_path))
+    sinks = sinks_of(None, ["tensorboard"], tmp_path)
+    steps(tmp_path, range(3), sinks=sinks)
+    sinks[0].close()
     (file,) = (tmp_path / "tensorboard").iterdir()
-    wait_for(lambda: file.read_bytes().count(b"loss") == 3)  # a thread writes it
+    assert file.read_bytes().count(b"loss") == 3
     assert b"gradient_norm" not in file.read_bytes()  # it is infinite in each
-
-
-def test_tensorboard_without_its_package_is_rejected(monkeypatch):
-    monkeypatch.setattr("hpc3d.runtime.optional_packages.find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=r"pip install 'hpc3d\[tensorboard\]'"):
-        sinks_of(None, tensorboard=True)

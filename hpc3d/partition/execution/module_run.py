@@ -210,7 +210,7 @@ def _check(asked):
     convert the module, its data type is not known yet, and the default is assumed.
     """
     config = configuration(asked, asked.plan.dtype or Config().train.dtype)
-    sinks_of(config.run.metrics_hook, config.run.tensorboard)
+    sinks_of(config.run.metrics_hook, config.run.trackers)
     program_of(config)
     evaluates = config.train.eval_every
     for name in (config.torch.inputs, evaluates and config.torch.validation):
