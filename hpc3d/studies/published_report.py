@@ -59,7 +59,7 @@ _H100 = """\
 assumptions where a source does not describe the layout. A hash of the row's name determines
 whether a row is used or held out.
 
-The predictions account for five properties of the published runs:
+The predictions account for six properties of the published runs:
 
 - Rows with context parallelism (c > 1) use ring attention with a fused kernel for each hop
   ([context-parallelism.md](context-parallelism.md#ring-attention)). The published programs also
@@ -67,6 +67,9 @@ The predictions account for five properties of the published runs:
 - Rows of Megatron-Core and NeMo set `parallel.bucket_mb` to the default of Megatron-Core: 40
   million parameters, or 1 million per replica if this is more
   (megatron/core/distributed/distributed_data_parallel.py), in float32.
+- Rows with ZeRO 3 set `parallel.prefetch`, because the published programs prefetch weights. While
+  a gather or another collective runs, kernels take longer
+  ([prediction.md](prediction.md#contention)).
 - The memory bandwidth of torchtitan's GPUs is 2.4 TB/s. The network bandwidth is one half of that
   of a DGX H100 for MaxText on A3, and one quarter for fms-fsdp.
 - torchtitan, fms-fsdp and nanotron compute attention with FlashAttention-2, which is slower than
@@ -79,11 +82,9 @@ The predictions account for five properties of the published runs:
 
 Five properties are not modeled:
 
-- overlap: tensor collectives and the gathers of ZeRO 3 are exposed, because the rows use the
-  defaults of `parallel.prefetch` and `parallel.chunked_products`. The published programs prefetch
-  weights, or split a product and its collective into chunks. With `parallel.prefetch`, all rows
-  with ZeRO 3 are predicted too fast, because predictions do not include the contention between
-  collectives and products that run at the same time;
+- overlap of tensor collectives: they are exposed, because the rows use the default of
+  `parallel.chunked_products`. Some published programs split a product and its collective into
+  chunks;
 - the power limit of torchtitan's GPUs (500 W instead of 700 W);
 - kernel launches by the host, which delay eager programs such as llm-foundry;
 - the network of nanotron's runs, which the source does not describe;
@@ -111,10 +112,6 @@ therefore show only that the published speedups are plausible, and do not valida
 
 # Causes of errors beyond _FAR, by the beginning of the row's name.
 _CAUSES = {
-    "maxtext-a3": "On 8 GPUs of these nodes, the published step is also longer than predicted. On "
-    "128 GPUs, the prediction overlaps gathers within a node with the reductions between nodes, "
-    "but XLA runs one collective at a time by default "
-    "(xla_gpu_experimental_parallel_collective_overlap_limit).",
     "nanotron-80b": "The source does not describe the network between the nodes. Both rows "
     "depend on it: on 512 GPUs, tensor-parallel groups of 16 GPUs span two nodes; on 64 GPUs, the "
     "pipeline has 16 stages.",

@@ -253,7 +253,9 @@ class Machine:
     communication uses the cores, and a waiting rank resumes with a delay of `wakeup_s` seconds.
     With GPUs, each collective and each message starts `dispatch_s` seconds after the rank reaches
     it, because the host has to post it. Work in a CUDA graph takes neither `launch_s` nor
-    `dispatch_s`; the graph itself takes `launch_s`. Fused attention on GPUs supports heads of up
+    `dispatch_s`; the graph itself takes `launch_s`. While a collective runs, kernels take longer
+    by the factor `contention`, because the collective uses multiprocessors and memory bandwidth.
+    Fused attention on GPUs supports heads of up
     to `max_fused_head_dim` elements (0: no fused attention). Copies between a GPU and its host run
     at `host_bandwidth` bytes/s (25e9: PCIe 4 x16).
     """
@@ -275,6 +277,7 @@ class Machine:
     errors: tuple[Errors, ...] = ()
     wakeup_s: float = 0.0
     dispatch_s: float = 0.0
+    contention: float = 1.0
     max_fused_head_dim: int = 128
     host_bandwidth: float = 25e9
 

@@ -125,7 +125,7 @@ def _validate(tree: dict[str, Any]) -> Machine:
         raise Problems(map(_explain, errors.errors())) from None
     found = *_wrong_numbers(machine), *_wrong_rates(machine), *_wrong_links(machine)
     found += *_wrong_tables(machine), *_wrong_attention(machine), *_wrong_protocols(machine)
-    found += (*_wrong_errors(machine),)
+    found += *_wrong_errors(machine), *_wrong_contention(machine)
     if found:
         raise Problems(found)
     return machine
@@ -175,6 +175,16 @@ def _wrong_numbers(machine: Machine) -> Iterator[str]:
         if not 0 <= getattr(machine, key) <= _LONGEST:
             value = getattr(machine, key)
             yield f"{key} = {value}: must be from 0 to {_LONGEST:g} seconds"
+
+
+def _wrong_contention(machine: Machine) -> Iterator[str]:
+    if not 1 <= machine.contention < inf:
+        yield f"contention = {machine.contention}: must be at least 1 (1: no contention)"
+    elif machine.contention > 1 and machine.cores:
+        yield (
+            f"contention = {machine.contention}: must be 1 if cores > 0, because cores compute "
+            "nothing while they copy the data of collectives"
+        )
 
 
 def _wrong_rates(machine: Machine) -> Iterator[str]:

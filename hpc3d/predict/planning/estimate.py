@@ -179,13 +179,15 @@ class Estimator:
 
         Reductions can overlap with the last backward pass of the stage. A bucket is posted after
         each layer, so the last bucket is posted at the end of the pass and its reduction is
-        exposed.
+        exposed. While a reduction of t seconds runs, the pass loses (1 - 1/f) t seconds, where f
+        is the factor `contention` of the machine, so that only t/f seconds are saved.
         """
         parallel = config.parallel
         if not parallel.overlap:
             return Counter()
         posts = buckets(self.costs.held(config, stage)["gradient"], parallel.bucket_bytes)
         share, idle = 1 - 1 / max(1, min(posts, stage.layers)), replicas_of(config, sums.idle)
+        share /= self.machine.contention
         room = stage.layers * parts.layer.whole.seconds
         if (early := share * idle.total()) > room:
             share *= room / early

@@ -69,7 +69,9 @@ class PassRecorder:
     A replay advances the clock (the pool's cost meter), updates the memory use, and adds the trace
     rows to the mesh's MemoryRecorder. `passes` and `results` map the kind of a pass to its
     recorded effects, and to descriptions of its result and of the arrays that it saves. If blocks
-    have owner ranks, all classes of ranks begin a pass at the same time (owner_classes.py).
+    have owner ranks, all classes of ranks begin a pass at the same time (owner_classes.py). A pass
+    is recorded as if no collectives had been posted before it. The time that it loses to them is
+    added at its end, for the recorded pass and for each replay.
     """
 
     def __init__(self, mesh: Mesh, owners: OwnerPeers | None = None) -> None:
@@ -87,6 +89,7 @@ class PassRecorder:
             return
         pool, mark, clock = self.mesh.pool, self.ledger.mark, self.clock
         now, busy, wired = clock.now, clock.busy, clock.wired
+        occupied, clock.occupied = clock.occupied, 0
         before, held, peak = Counter(pool.live), pool.held, pool.peak
         shared = pool.shared_workspace
         first, known = self._sequence_numbers(), {*micro.cache.arrays}
@@ -116,6 +119,8 @@ class PassRecorder:
             account=_differences(self._charged(), account),
             saved=_differences(pool.saved, saved),
         )
+        clock.contend(now, clock.busy - busy, occupied)
+        clock.occupied = max(occupied, clock.occupied)
 
     @contextmanager
     def replay(self, kind: _Kind, micro: Microbatch, layer: int | None = None) -> Iterator[None]:
@@ -164,6 +169,8 @@ class PassRecorder:
         self.clock.advance(recorded.length, recorded.busy, recorded.wired)
         ledger.charge_replay(recorded.account)
         ledger.add(recorded.rows, shift, columns, (recorded.sequences, (*added, 0)))
+        begin = self.clock.now - recorded.length
+        self.clock.contend(begin, recorded.busy, self.clock.occupied)
 
     def _sequences(self, rows: np.ndarray, calls: Sequence[tuple]) -> np.ndarray:
         """Return, for each trace row, the index of its call sequence in `calls`, or -1."""

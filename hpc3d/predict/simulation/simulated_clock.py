@@ -45,7 +45,8 @@ class Clock(CostMeter):
     `busy` is the total compute time of the rank. `ends` maps each queue of collectives to the end
     time of its last collective. Collectives in a queue run one at a time, but overlap with
     computation and with other queues. All CPU times are multiplied by `slowdown`, which is greater
-    than 1 if ranks share cores.
+    than 1 if ranks share cores. Until time `occupied`, collectives use a part of the GPU, and
+    kernels take longer by the factor `contention` of the machine.
     """
 
     wired = 0
@@ -54,7 +55,7 @@ class Clock(CostMeter):
     def __init__(self, machine: Machine, slowdown: float = 1.0) -> None:
         self.machine, self.slowdown = machine, slowdown
         self.launching = machine  # the machine outside of CUDA graphs
-        self.now = self.busy = 0
+        self.now = self.busy = self.occupied = 0
         self.ends = Counter()
         self.known = machine.known
 
@@ -75,6 +76,24 @@ class Clock(CostMeter):
         self.busy += busy
         self.wired += wired
 
+    def contend(self, begin: int, busy: int, occupied: int) -> None:
+        """Advance the clock by the time that a pass lost to earlier collectives.
+
+        The pass began at time `begin`, ends now, and computed for `busy` ns, which are assumed to
+        be spread evenly over the pass. The collectives run until time `occupied`.
+        """
+        if self.now > begin:
+            lost = self._lost(self.now - begin, busy / (self.now - begin), occupied - begin)
+            self.now, self.busy = self.now + lost, self.busy + lost
+
+    def _lost(self, length: int, computing: float, occupied: int) -> int:
+        """Return the time in ns that work loses to collectives in its first `occupied` ns.
+
+        The work takes `length` ns, of which the fraction `computing` is computation.
+        """
+        factor = 1 + (self.machine.contention - 1) * computing
+        return round(min((factor - 1) * length, (1 - 1 / factor) * max(0, occupied)))
+
     @contextmanager
     def counting(self, times: int) -> Iterator[None]:
         self.count *= times
@@ -94,6 +113,8 @@ class Clock(CostMeter):
 
     def work(self, seconds: float) -> None:
         length = _nanoseconds(self.count * self.slowdown * seconds)
+        if self.occupied > self.now:
+            length += self._lost(length, 1.0, self.occupied - self.now)
         self.now, self.busy = self.now + length, self.busy + length
 
     def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
@@ -136,6 +157,7 @@ class Clock(CostMeter):
         if self.machine.dispatch_s:
             self.work(self.machine.dispatch_s)
         self.ends[queue] = max(self.now, self.ends[queue]) + self.call(op, nbytes, members)
+        self.occupied = max(self.occupied, self.ends[queue])
         return self.ends[queue]
 
     def send_done(self, nbytes: float, members: Sequence[int], last: int) -> int:

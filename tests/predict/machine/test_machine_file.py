@@ -60,6 +60,11 @@ def test_machine_file_of_these_tests_is_valid(tmp_path):
     assert load(path) == replace(CLUSTER, measured=(TABLE,))
 
 
+# The lines from `cores` to `contention`.
+CROWDED = TEXT[TEXT.index("cores = 0\n") : TEXT.index("max_fused_head_dim")]
+assert CROWDED.endswith("contention = 1.0\n")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
@@ -74,6 +79,8 @@ def test_machine_file_of_these_tests_is_valid(tmp_path):
         ("launch_s = 5e-06", "launch_s = -1.0", "launch_s = -1.0: ... 0 "),
         ("wakeup_s = 0.0", "wakeup_s = -1.0", "wakeup_s = -1.0: ... 0 "),
         ("dispatch_s = 0.0", "dispatch_s = -1.0", "dispatch_s = -1.0: ... 0 "),
+        ("contention = 1.0", "contention = 0.9", "contention = 0.9: ... 1 ("),
+        (CROWDED, CROWDED.replace("= 0", "= 2").replace("n = 1.0", "n = 1.5"), "contention = 1.5"),
         (
             "max_fused_head_dim = 128",
             "max_fused_head_dim = -1",

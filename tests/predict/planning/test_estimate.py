@@ -1,8 +1,11 @@
 """Estimated step times, compared with simulations."""
 
+from dataclasses import replace
+
 import pytest
 
 from hpc3d.predict.planning.estimate import Estimator
+from hpc3d.predict.simulation.simulator import simulate, step_length
 from tests.predict.planning.test_peak import ON_GPUS
 from tests.predict.planning.test_search import CLUSTER, SMALL, settled, step
 from tests.strided import strided
@@ -101,6 +104,28 @@ def test_an_estimate_is_near_the_simulation(line):
     parts = found.compute + found.bubble + found.waits.total()
     assert parts == pytest.approx(found.seconds, rel=1e-9)
     assert min(found.compute, found.bubble + 1e-12, *found.waits.values()) >= 0
+
+
+CONTENDED = """
+d=8 bucket_mb=0.5
+d=4 x=2 scheme=1d zero=1
+d=4 x=2 zero=3 microbatches=2 prefetch=true model.hidden=260 model.heads=4
+p=2 d=4 schedule=gpipe microbatches=4 bucket_mb=0.5
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", CONTENDED)
+def test_an_estimate_includes_the_contention_of_collectives(line):
+    """The time that a step loses is estimated within a half, or within 1 % of the step."""
+    config = settled(f"{SMALL} {line} train.backend=cupy")
+    machines = CLUSTER, replace(CLUSTER, contention=1.7)
+    ours = [Estimator(256, machine).estimate(config).seconds for machine in machines]
+    theirs = [step_length(simulate(config, 256, machine)) / 1e9 for machine in machines]
+    assert (
+        0
+        < ours[1] - ours[0]
+        == pytest.approx(theirs[1] - theirs[0], rel=0.5, abs=0.01 * theirs[0])
+    )
 
 
 def test_what_was_measured_for_one_layout_is_not_taken_for_another():

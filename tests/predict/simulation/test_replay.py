@@ -1,5 +1,6 @@
 """A replayed pass has the same memory, calls and peaks as an executed pass."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,10 @@ from hpc3d.predict.simulation.simulated_clock import Clock
 from tests.predict.fixed import MACHINE
 
 
-def pass_recorder():
-    """Return a recorder of a rank without peers, whose clock does not advance."""
-    pool, ledger = AbstractPool(Clock(MACHINE)), MemoryRecorder(0, lambda: 0)
+def pass_recorder(machine=MACHINE):
+    """Return a recorder of a rank without peers."""
+    clock = Clock(machine)
+    pool, ledger = AbstractPool(clock), MemoryRecorder(0, lambda: clock.now)
     return PassRecorder(SimpleNamespace(pool=pool, comms={}, trace=ledger))
 
 
@@ -37,3 +39,18 @@ def test_replayed_pass_frees_memory_before_it_allocates(freed, taken):
         assert (pool.live[freed], pool.live[taken]) == (800 * (2 - number), 500 * (1 + number))
         assert pool.peak["all"] == 800 * (3 - number) + 500 * number
         assert pool.peak[taken] == 500 * (1 + number)
+
+
+def test_recorded_pass_loses_as_much_time_to_earlier_collectives_as_its_replay():
+    """A kernel of 4 us takes twice as long, and one of 8 us loses half of the 10 us."""
+    recorder = pass_recorder(replace(MACHINE, contention=2.0))
+    clock, micro = recorder.clock, SimpleNamespace(cache=SimpleNamespace(arrays={}))
+    for kind, work, takes in (("short", 4, 8), ("long", 8, 13)):
+        for record in (recorder.record, recorder.replay):
+            begin, clock.occupied = clock.now, clock.now + 10_000
+            with record(kind, micro):
+                if record == recorder.record:
+                    clock.work(1e-6 * work)
+            assert clock.now - begin == 1000 * takes
+            assert clock.occupied == begin + 10_000
+    assert recorder.passes["short"].length == recorder.passes["short"].busy == 4000

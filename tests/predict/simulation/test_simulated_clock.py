@@ -1,5 +1,7 @@
 """A clock of ranks that share cores and a network card."""
 
+from dataclasses import replace
+
 import pytest
 
 from hpc3d.arrays.abstract import AbstractPool
@@ -63,6 +65,49 @@ def test_reductions_between_groups_do_not_delay_other_calls():
     for axis in ("r", "d", "x", "c d", "r"):
         done.append(clock.post("all_gather", MB / 2, (0, 1), axis))
     assert done == [unit, unit, unit, 2 * unit, 2 * unit]
+
+
+@pytest.mark.parametrize("axes", ["d", "x d", "x d r"])
+@pytest.mark.parametrize(
+    ("work", "takes"),
+    [
+        (0.25, 0.5),  # entirely beside a collective of one unit of time
+        (0.5, 1.0),
+        (2.0, 2.5),  # half of a unit is lost until the collective ends
+    ],
+)
+def test_kernel_takes_longer_while_collectives_run(work, takes, axes):
+    """With a contention of 2, whether one or several collectives run at the same time."""
+    clock = Clock(replace(MACHINE, contention=2.0))
+    unit, *_ = (clock.post("all_gather", MB / 2, (0, 1), axis) for axis in axes.split())
+    clock.work(work * unit / 1e9)
+    assert (clock.now, clock.busy) == pytest.approx((takes * unit, takes * unit), abs=2)
+    begin = clock.now
+    clock.reach(unit)
+    clock.work(work * unit / 1e9)
+    assert clock.now == pytest.approx(max(begin, unit) + work * unit, abs=2)
+
+
+def test_messages_do_not_slow_down_kernels():
+    clock = Clock(replace(MACHINE, contention=2.0))
+    clock.send_done(MB, (0, 1), 0)
+    clock.pass_on(MB, (0, 1), "c")
+    clock.work(1e-5)
+    assert clock.now == clock.busy == 10_000
+
+
+@pytest.mark.parametrize(("computing", "takes"), [(1.0, 1.5), (0.5, 4 / 3), (0.0, 1.0)])
+def test_replayed_pass_loses_the_time_of_its_kernels(computing, takes):
+    """A pass of one unit of time begins with a collective of the same length.
+
+    Until the collective ends, the pass runs at 1 / (1 + computing) of its speed.
+    """
+    clock = Clock(replace(MACHINE, contention=2.0))
+    unit = clock.post("all_gather", MB / 2, (0, 1), "d")
+    clock.advance(unit, round(computing * unit), 0)
+    clock.contend(0, round(computing * unit), clock.occupied)
+    assert clock.now == pytest.approx(takes * unit, abs=2)
+    assert clock.busy == pytest.approx((computing + takes - 1) * unit, abs=3)
 
 
 def test_reading_the_clock_does_not_change_it():

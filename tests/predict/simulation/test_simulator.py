@@ -89,6 +89,35 @@ def test_replayed_blocks_equal_executed_ones(line, monkeypatch):
         assert run._replace(events=None) == other._replace(events=None)
 
 
+CONTENDED = """
+d=2 schedule=none microbatches=2 layers=12
+d=2 schedule=none microbatches=1 layers=12 zero=1
+d=2 schedule=none microbatches=2 layers=12 bucket_mb=15
+p=2 d=2 schedule=interleaved chunks=2 microbatches=4 layers=16
+d=2 x=2 schedule=none microbatches=2 layers=12 scheme=1d
+d=4 shard=2 schedule=none microbatches=2 layers=12 zero=1
+d=2 schedule=none microbatches=3 layers=6 batch=12 zero=3 prefetch=true
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", CONTENDED)
+def test_contention_changes_times_only(line, monkeypatch):
+    """The replay of passes and blocks hardly changes the step time."""
+    size = "hidden=256 heads=4 sequence=64" + " bucket_mb=1" * ("bucket" not in line)
+    config = config_of(f"{line} {size} backend=cupy dtype=float32")
+    machine = replace(MACHINE, contention=1.5)
+    quick, slow = (simulate(config, 29, each) for each in (MACHINE, machine))
+    fields = [name for name in quick[0].rows.dtype.names if name not in {*TIMES, "wait"}]
+    for run, other in zip(quick, slow, strict=True):
+        for name in fields:
+            np.testing.assert_array_equal(run.rows[name], other.rows[name], err_msg=name)
+        assert run.peak == other.peak and run.busy < other.busy
+    monkeypatch.setattr(simulator, "replay_passes", lambda *_: {})
+    executed = step_length(simulate(config, 29, machine))
+    assert step_length(slow) == pytest.approx(executed, rel=1e-5)
+    assert step_length(quick) < executed
+
+
 STEADY = """
 p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=6 zero=1 backend=cupy dtype=float32
 p=2 d=2 schedule=zb-h1 microbatches=4 zero=3 optimizer=muon prefetch=true

@@ -1,5 +1,7 @@
 """The sections of a step (sub-blocks of the model, by phase) sum to the step."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from tests.predict.fixed import MACHINE
 from tests.predict.machine.test_between_hosts import hosts
 from tests.strided import strided
 
+CONTENDED = replace(MACHINE, contention=1.5)
 COMM, COPY, WAIT = map(CATEGORY.index, ("comm", "copy", "wait"))
 LINES = """
 p=2 d=2 x=2 schedule=1f1b microbatches=4 zero=3 prefetch=true
@@ -37,12 +40,14 @@ def total(run, quantity):
 
 
 @pytest.mark.parametrize("line", strided(LINES, 8))
-@pytest.mark.parametrize("machine", [MACHINE, hosts(2, wake=2e-5)], ids=["GPUs", "CPUs"])
+@pytest.mark.parametrize(
+    "machine", [MACHINE, CONTENDED, hosts(2, wake=2e-5)], ids=["GPUs", "contention", "CPUs"]
+)
 def test_sections_sum_to_the_simulated_step(line, machine):
     """Integer nanoseconds, bytes and FLOPs sum exactly."""
-    if "float32" not in line and machine is not MACHINE:
+    if "float32" not in line and machine.cores:
         line += " dtype=float32"
-    if "cupy" in line and machine is not MACHINE:
+    if "cupy" in line and machine.cores:
         pytest.skip("a GPU")
     config, runs = simulated(line, machine)
     for run in runs:
