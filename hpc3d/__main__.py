@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 
 COMMANDS = (
-    *("init", "train", "generate", "evaluate", "plan", "simulate", "sweep", "partition"),
+    *("init", "train", "generate", "evaluate", "plan", "simulate", "layout", "sweep", "partition"),
     *("watch", "report", "checkpoint", "prepare", "bench", "doctor"),
 )
 USAGE = """

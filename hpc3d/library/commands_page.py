@@ -33,6 +33,7 @@ _PARSERS = {
     "plan": ("plan", "parser"),
     "simulate": ("simulate", "parser"),
     "simulate schedule": ("simulate", "schedule_parser"),
+    "layout": ("layout.__main__", "parser"),
     "sweep": ("sweep", "parser"),
     "partition": ("partition.__main__", "parser"),
     "partition run": ("partition.execution.module_run", ""),

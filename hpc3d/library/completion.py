@@ -21,7 +21,9 @@ from hpc3d.config.reference import choices_of
 SHELLS = "bash", "zsh", "fish"
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 # Commands that accept input keys as options.
-_OF_INPUTS = "train", "plan", "simulate", "sweep", "partition", "generate", "evaluate"
+_OF_INPUTS = (
+    *("train", "plan", "simulate", "layout", "sweep", "partition", "generate", "evaluate"),
+)
 
 _BASH = """\
 _hpc3d() {{

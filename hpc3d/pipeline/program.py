@@ -91,15 +91,19 @@ def program_of(config: Any) -> Program:
     return Program(lowered, placement, asynchronous, ahead, alone, updates, schedule.weights)
 
 
+def placement_of(config: Any) -> Placement:
+    """Return the assignment of model chunks to pipeline stages."""
+    parallel = config.parallel
+    return Placement(config.mesh.p, parallel.chunks, find(parallel.schedule).v_shaped)
+
+
 def forward_program_of(config: Any) -> Program:
     """Return the program that evaluates one batch on the mesh of a run.
 
     The program has forward passes only.  It keeps the schedule's placement of model chunks, and
     each stage uses its newest weights.
     """
-    parallel = config.parallel
-    schedule, micros = find(parallel.schedule), parallel.microbatches
-    placement = Placement(config.mesh.p, parallel.chunks, schedule.v_shaped)
+    placement, micros = placement_of(config), config.parallel.microbatches
     lowered = lower(forward_only(placement, micros), placement)
     check(lowered, placement, micros, passes="F")
     return Program(lowered, placement, False, 0, False, 0, InPlace)

@@ -75,20 +75,11 @@ class Trainer:
     ) -> None:
         self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
         program = program or program_of(config)
-        optimizer = optimizer_of(config)
-        parallel = config.parallel
-        self.parameters = Parameters(
-            mesh,
-            train.dtype,
-            parallel.zero,
-            optimizer.WHOLE_MATRICES,
-            parallel.reduce_dtype,
-            parallel.offload,
-        )
+        optimizer, self.parameters = optimizer_of(config), parameters_of(mesh, config)
         self.vocabulary, self.tokens = vocabulary, train.batch * config.model.sequence
         stages = self.stages(program.placement)
         self.parameters.allocate(config.seed)
-        self.buckets = self.sums(parallel.bucket_bytes)
+        self.buckets = self.sums(config.parallel.bucket_bytes)
         self.optimizer = optimizer(self.parameters, train.weight_decay, **train.constants())
         self.weights, self.alone = program.weights(self.parameters), program.alone
         self.engine = Engine(
@@ -204,6 +195,19 @@ class Trainer:
         most = np.array([self.mesh.pool.peak["all"], stop_request], np.float64)
         peak, stop_request = self.mesh.world.all_reduce(most, "max").wait()
         return float(share), int(peak), int(stop_request)
+
+
+def parameters_of(mesh: Mesh, config: Config) -> Parameters:
+    """Return the `Parameters` of a training run on a mesh, without any parameter."""
+    train, parallel = config.train, config.parallel
+    return Parameters(
+        mesh,
+        train.dtype,
+        parallel.zero,
+        optimizer_of(config).WHOLE_MATRICES,
+        parallel.reduce_dtype,
+        parallel.offload,
+    )
 
 
 def parts_of(

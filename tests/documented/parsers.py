@@ -195,14 +195,15 @@ def _train(words, ranks):
 def _called(verb, words, rest):
     """Call `main` of a command without its work; keys are those of its input, if it has one."""
     part = words[0] if verb == "partition" and words[0] in MODULES else ""
-    module = import_module(MODULES[part] if verb == "partition" else f"hpc3d.{verb}")
+    modules = {"partition": MODULES[part], "layout": "hpc3d.layout.__main__"}
+    module = import_module(modules.get(verb, f"hpc3d.{verb}"))
     also = ("--name", "--seed") if verb == "checkpoint" else ()
     words, keys = split_options(words[1:] if part else words, also)
     _main(module, words, rest)
     if "--machine" in words:
         machine_file.load(words[words.index("--machine") + 1])
     keys = [] if verb == "sweep" else keys  # the study file, with its axes, does not exist
-    of_input = verb in ("plan", "simulate") and words[0] != "schedule"
+    of_input = verb in ("plan", "simulate", "layout") and words[0] != "schedule"
     source = words[0] if of_input and not words[0].startswith(RUN) else None
     load(source, keys)
 

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from hpc3d import __version__
+from hpc3d.analyze.picture import layout_svg
 from hpc3d.analyze.report import plot_bokeh
 from hpc3d.analyze.report.cards import any_loss, cards
 from hpc3d.analyze.report.comparison_tables import GROUPS, over_runs
 from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.figure_list import Picture, all_of
 from hpc3d.analyze.report.packed_steps import packed
+from hpc3d.analyze.report.palette import LAYERS
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import seconds
 from hpc3d.analyze.report.table_notes import GENERAL, MEANING
@@ -75,18 +77,10 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
         general=prose(GENERAL),
         definitions=[(spec, prose(MEANING[spec.name])) for spec in specs],
         groups=GROUPS,
-        any_loss=any_loss,
-        cards=cards,
-        verdict=verdict,
-        all_of=all_of,
-        counted=counted,
-        in_words=in_words,
         version=__version__,
         open_rows=_OPEN,
-        example=_example,
         library=library,
         code="".join(map(_text, _SCRIPTS)),
-        steps=_steps,
         link=partial(_link, folder.parent),
         script=script,
         style=_text("report.css"),
@@ -120,6 +114,17 @@ def _template():
 
     rules = {"autoescape": True, "undefined": StrictUndefined}
     made = Environment(**rules, trim_blocks=True, lstrip_blocks=True)
+    made.globals |= {
+        "any_loss": any_loss,
+        "all_of": all_of,
+        "cards": cards,
+        "counted": counted,
+        "example": _example,
+        "in_words": in_words,
+        "layout": partial(layout_svg.page, colors=LAYERS),
+        "steps": _steps,
+        "verdict": verdict,
+    }
     return made.from_string(_text("report.html.j2"))
 
 

@@ -56,6 +56,9 @@ MEMORY = {
     "workspace": "#773300",
     "offloaded": "#AAAACC",
 }
+
+# Colors of the layers in the picture of a layout. They repeat after the last one.
+LAYERS = ("#4E79A7", "#F28E2B", "#59A14F", "#B07AA1", "#9C755F", "#76B7B2")
 RUNS = ("#4466CC", "#DD5544", "#776688", "#2A9D8F", "#6633FF", "#B5651D", "#A23E9C")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from hpc3d.analyze.attempts import Attempts
 from hpc3d.analyze.metrics import breakdown, expert_loads
 from hpc3d.analyze.metrics.collectives import bandwidth_rows, communication_matrix
-from hpc3d.analyze.metrics.columns import require_steps
+from hpc3d.analyze.metrics.columns import hosts, require_steps
 from hpc3d.analyze.metrics.compare import (
     difference_rows,
     gain_rows,
@@ -24,7 +24,7 @@ from hpc3d.analyze.metrics.crossing import host_pair_rows, host_traffic_rows
 from hpc3d.analyze.metrics.loads import differing, notes
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
-from hpc3d.analyze.metrics.pipeline_step import pipeline_of_step
+from hpc3d.analyze.metrics.pipeline_step import configuration, pipeline_of_step
 from hpc3d.analyze.metrics.prediction import prediction_rows
 from hpc3d.analyze.metrics.run_summary import about
 from hpc3d.analyze.metrics.steady import Steady
@@ -39,7 +39,9 @@ from hpc3d.analyze.metrics.step import (
 )
 from hpc3d.analyze.metrics.stragglers import straggler_rows
 from hpc3d.analyze.metrics.wait_states import calls_of, incomplete, wait_rows
+from hpc3d.analyze.picture.rank_blocks import RankBlocks
 from hpc3d.analyze.report.step_timeline import Timeline, other_steps, timeline
+from hpc3d.config.resolve import violated
 from hpc3d.console.sanitize import sanitized_lines, sanitized_tree
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.reader import Trace
@@ -75,6 +77,9 @@ class RunAnalysis:
         Expert loads, or None if the model has no experts.
     others
         Timelines of other steps, if requested.
+    layout
+        Layers and blocks of each rank, or None if the configuration is unknown or trains a PyTorch
+        module.
     """
 
     label: str
@@ -90,6 +95,7 @@ class RunAnalysis:
     matrices: dict
     loads: expert_loads.ExpertLoads | None
     others: list = field(default_factory=list)
+    layout: RankBlocks | None = None
 
 
 class Report(NamedTuple):
@@ -175,8 +181,19 @@ def analyze_run(
     missing += _dropped(trace)
     head = sanitized_tree((layout_of(trace).label, attrs["run_id"], about(steady)))
     found = sanitized_tree((missing, wrong, tables))
-    drawn_of = step, drawn, panels, sanitized_tree(matrices), loads, more
+    drawn_of = step, drawn, panels, sanitized_tree(matrices), loads, more, _blocks(trace)
     return RunAnalysis(*head, sanitized_lines(attrs["config"]), *found, *drawn_of)
+
+
+def _blocks(trace: Trace) -> RankBlocks | None:
+    config, named = configuration(trace), hosts(trace)
+    if config is None or config.torch.factory or not config.model.vocabulary:
+        return None
+    if config.grid().size != len(named) or violated(config, len(named)):
+        return None
+    places = [*dict.fromkeys(named.values())]
+    known = [places.index(named[rank]) for rank in sorted(named)] if None not in places else []
+    return RankBlocks(config, known)
 
 
 def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:

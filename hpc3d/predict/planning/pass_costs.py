@@ -21,7 +21,6 @@ from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import COPIES, data_axes, expert_data_axes, plane, queue_of
 from hpc3d.model.layers import immediately
 from hpc3d.model.microbatch import DeviceCache, Microbatch
-from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import FIRST, LAST, LAYER, build
 from hpc3d.pipeline.engine import DeferredWeightGrads
 from hpc3d.pipeline.gradient_buckets import Buckets
@@ -30,11 +29,12 @@ from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, rep
 from hpc3d.training.gradient_compression import GradientCompression, compression_of
 from hpc3d.training.graphed_step import captured
 from hpc3d.training.optimizers.catalog import optimizer_of
-from hpc3d.training.trainer import spec_of
+from hpc3d.training.trainer import parameters_of, spec_of
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.config.input_file import Config
+    from hpc3d.model.parameters import Parameters
     from hpc3d.model.stage import LayerRange
     from hpc3d.pipeline.stage_protocol import PipelineStage
     from hpc3d.predict.machine.machine import Machine
@@ -303,15 +303,7 @@ class LayerSample:
     def built(self, parts: Sequence[LayerRange]) -> tuple[Parameters, Any, list[PipelineStage]]:
         """Build sections of the model; return their parameters, the optimizer and the stages."""
         config = self.config
-        kind, parallel = optimizer_of(config), config.parallel
-        parameters = Parameters(
-            self.mesh,
-            config.train.dtype,
-            parallel.zero,
-            kind.WHOLE_MATRICES,
-            parallel.reduce_dtype,
-            parallel.offload,
-        )
+        kind, parameters = optimizer_of(config), parameters_of(self.mesh, config)
         stages = build(self.mesh, parameters, self.spec, parts)
         parameters.allocate(config.seed)
         return parameters, kind(parameters, 0.0, **config.train.constants()), stages

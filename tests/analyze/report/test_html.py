@@ -333,3 +333,15 @@ def test_missing_step_is_rejected(tmp_path):
 def test_prose_converts_text_to_paragraphs():
     found = "<p>One <b>heading</b>\ngoes on.</p>\n<p>Two &lt;b&gt;.</p>"
     assert html.prose("One `heading`\ngoes on.\n\nTwo <b>.") == found
+
+
+def test_page_contains_the_picture_of_the_layout(page):
+    (described,) = re.findall("<desc>(.*?)</desc>", page, re.DOTALL)
+    lines = described.split("\n")
+    assert "p 2 by layer by layer by layer by layer" in lines
+    layers = [
+        re.sub(r"[\d ,]+ (?=[a-z])", "", line, count=1)
+        for line in lines
+        if re.match(r"\d \d \d ", line)
+    ]
+    assert layers == ["embedding, layer 0"] * 2 + ["layer 1, head"] * 2

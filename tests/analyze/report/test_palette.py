@@ -1,6 +1,6 @@
 """Colors are distinguishable on light and dark backgrounds, also for color-blind readers."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -65,6 +65,12 @@ def test_work_colors_are_distinguishable_with_color_blindness(sight):
     }
     apart = {pair: np.linalg.norm(seen[pair[0]] - seen[pair[1]]) for pair in combinations(seen, 2)}
     assert min(apart.values()) > 10, min(apart, key=apart.get)
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_adjacent_layer_colors_are_distinguishable_with_color_blindness(sight):
+    seen = [lab(color, np.array(SIGHTS[sight])) for color in palette.LAYERS]
+    assert min(np.linalg.norm(a - b) for a, b in pairwise([*seen, seen[0]])) > 10
 
 
 @pytest.mark.parametrize("ground", GROUNDS)

@@ -1,0 +1,1 @@
+"""Picture of a parallel layout, as text and as SVG."""
