@@ -67,7 +67,7 @@ def names_of(units: Sequence[Unit]) -> str:
         layers = f"{run[0].layer}-{run[-1].layer}"
         several = is_layer and len(run) > 1
         found += [f"layers {layers}"] if several else [unit.name for unit in run]
-    return ", ".join(found)
+    return ", ".join(found) or "no layers"
 
 
 def _run(pair):

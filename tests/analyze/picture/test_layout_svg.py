@@ -12,6 +12,7 @@ from hpc3d.analyze.picture.rank_blocks import RankBlocks
 from hpc3d.analyze.report.palette import LAYERS
 from tests.analyze.picture.layouts import SHIPPED, blocks_of
 from tests.analyze.report.browser import missing, opened, started
+from tests.pipeline.mixes import LARGE, MIXES, config_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 BOXES = """[...document.querySelectorAll('text')].map(each => {
@@ -31,9 +32,11 @@ def test_description_is_the_text_form_and_every_drawn_rank_has_a_box(name):
     assert ranks == [rank for row in blocks.rows for rank in row.ranks]
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", [*SHIPPED, *MIXES, *LARGE])
 def test_rectangles_are_inside_the_picture(name):
-    tree = ElementTree.fromstring(page(blocks_of(*SHIPPED[name]), LAYERS))
+    known = name in SHIPPED
+    blocks = blocks_of(*SHIPPED[name]) if known else RankBlocks(config_of(name))
+    tree = ElementTree.fromstring(page(blocks, LAYERS))
     width, height = (float(tree.get(key)) for key in ("width", "height"))
     for each in tree.iter(f"{SVG}rect"):
         x, y, w, h = (float(each.get(key)) for key in ("x", "y", "width", "height"))

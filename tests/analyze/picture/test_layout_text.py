@@ -7,15 +7,32 @@ from math import prod
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from hpc3d.analyze.picture.layout_text import in_ranges, lines
+from hpc3d.analyze.picture.rank_blocks import RankBlocks
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.comm.threads import meshes
+from hpc3d.config.load import load
+from hpc3d.config.resolve import resolve, violated
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import build
 from hpc3d.pipeline.program import program_of
+from hpc3d.tensor.split import SCHEMES
 from hpc3d.training.trainer import parts_of, spec_of
 from tests.analyze.picture.layouts import SHIPPED, blocks_of
+from tests.pipeline.mixes import LARGE, MIXES, config_of
+
+DRAWN = {
+    "model.layers": 12,
+    "model.hidden": 144,
+    "model.heads": 36,
+    "model.sequence": 72,
+    "model.vocabulary": 300,
+    "train.batch": 288,
+    "parallel.microbatches": 2,
+}
 
 
 def meshes_of(config):
@@ -84,7 +101,37 @@ def listed(layers):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_text_lists_the_layers_and_slices_of_training(name):
-    blocks, text = shipped(name)
+    compare(*shipped(name))
+
+
+@pytest.mark.parametrize("line", [*MIXES, *LARGE])
+def test_text_of_every_mix_lists_the_layers_and_slices_of_training(line):
+    blocks = RankBlocks(config_of(line))
+    compare(blocks, [*lines(blocks)])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_text_of_a_drawn_layout_lists_the_layers_and_slices_of_training(data):
+    scheme = data.draw(st.sampled_from([*SCHEMES]), "scheme")
+    split = SCHEMES[scheme]
+    usable = [*"pdce", *f"{split.m} {split.n} {split.k}".split()]
+    axes = data.draw(st.lists(st.sampled_from(usable), max_size=4, unique=True), "axes")
+    keys = {f"mesh.{axis}": data.draw(st.sampled_from([2, 3, 4]), axis) for axis in axes}
+    keys |= {"mesh.x": keys.get("mesh.x", 1), "parallel.scheme": scheme}
+    keys["parallel.zero"] = data.draw(st.sampled_from([0, 1, 2, 3]), "zero")
+    experts = {"model.experts": 12} if "e" in axes else {}
+    pairs = (keys | DRAWN | experts).items()
+    words = [str(word) for key, value in pairs for word in (f"--{key}", value)]
+    config = load(None, words)
+    ranks = config.grid().size
+    assume(ranks <= 64 and not violated(config, ranks))
+    blocks = RankBlocks(resolve(config, ranks))
+    compare(blocks, [*lines(blocks)])
+
+
+def compare(blocks, text):
+    """Compare the text form with the layer ranges and the parameters of each rank."""
     config, item = blocks.config, blocks.matrix()
     ranks, owned = rank_rows(text), block_rows(text)
     assert [*ranks] == [*dict.fromkeys(rank for row in blocks.rows for rank in row.ranks)]
