@@ -76,9 +76,9 @@ def parser() -> Parser:
     out = verb("export", export, text, output=files)
     out.add_argument("--force", action="store_true", help="replace an existing export")
     text = (
-        "create a run from a Hugging Face Transformers model: GPT-2, BERT, Llama, Qwen2, or "
-        "Mistral or Mixtral without a sliding window; `train --resume RUN_DIR` trains it on any "
-        "layout; configuration keys, such as --data.path, can be set as options, as in train"
+        "create a run from a Hugging Face Transformers model of a family in docs/hugging-face.md. "
+        "`train --resume RUN_DIR` then trains it on any layout. Configuration keys, such as "
+        "--data.path, can be set as options, as in train"
     )
     usage = f"%(prog)s {files} -o RUN_DIR [--section.key value ...] [--allow-nonfinite] [--json]"
     begin = verb("import", _begin, text, source=files, output="RUN_DIR", usage=usage)

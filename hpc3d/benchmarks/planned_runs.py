@@ -212,8 +212,8 @@ def _step(planned: _Planned, folder: str) -> float:
 def summary(steps: Sequence[PlannedStep]) -> dict[str, Any]:
     """Print and return the prediction errors and the slowdowns of the chosen plans.
 
-    The slowdown is the measured step time of the plan chosen for a model, relative to the fastest
-    plan for this model.
+    The slowdown of a model is the measured step time of its chosen plan, divided by the measured
+    step time of its fastest plan.
     """
     errors = [abs(step.predicted / step.measured - 1) for step in steps]
     middle, most = median(errors), max(errors)

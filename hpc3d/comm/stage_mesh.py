@@ -114,7 +114,10 @@ class SplitRows(Communicator):
                 yield rank, slice(first - self.mine.start, stop - self.mine.start)
 
     def _parts(self, rows: int, peer: int) -> Iterator[tuple[int, slice]]:
-        """Yield the same pairs as `_shared`, but with slices of rows instead of samples."""
+        """Yield (rank, rows) for each rank of stage `peer` that shares samples with this rank.
+
+        `rows` is a slice of the `rows` rows of this rank's block.
+        """
         each = rows // len(self.mine)
         for rank, samples in self._shared(peer):
             yield rank, slice(samples.start * each, samples.stop * each)

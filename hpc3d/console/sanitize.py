@@ -121,9 +121,10 @@ class Controls(str):
 class SanitizedStream:
     """Text stream that escapes control characters and characters that it cannot encode.
 
-    A text is not escaped if it is "\\r", "\\t" or a `Controls` string.  If the reader has closed
-    the stream, `unread` is set and all output is discarded.  Other write errors raise OutputError
-    if the stream is `needed`; otherwise, they also discard all output.
+    The strings "\\r" and "\\t" and all `Controls` strings are written unchanged.  If the reader
+    has closed the stream, `unread` is set, and all further output is discarded.  After another
+    write error, a `needed` stream raises OutputError, and any other stream discards all further
+    output.
     """
 
     def __init__(self, stream: TextIO, needed: bool = True) -> None:

@@ -63,7 +63,7 @@ class BlockInput(NamedTuple):
 
 
 class Block:
-    """Transformer block `number` (zero-based), whose input and output have the same layout.
+    """Transformer block. Its input and output have the same layout, and `number` is its index.
 
     `recompute` selects activation checkpointing (arXiv:2205.05198, section 5). "full" recomputes
     the complete block from X, including its communication. For sequences of T tokens with h

@@ -190,7 +190,11 @@ class GpuTile(NamedTuple):
         return drop._replace(rows=range(row, row + _count(tile.keys)), columns=columns)
 
     def add(self, added: Array, out: Array, sequence: int, kept: Array | None = None) -> None:
-        """Set this tile of out [B*t, heads*g*D] to kept * out + added [heads, g*query, D]."""
+        """Update this tile of `out` in place: out = kept * out + added.
+
+        The shapes are out [B*t, heads*g*D] and added [heads, g*query, D]. `kept` has one factor
+        per row of `added`. The default factor is 1.
+        """
         (sample, heads), (width, g) = self.at, self.chunks.form
         rows = out[sample * sequence :][self.tile.queries]
         columns = len(added) * g * width

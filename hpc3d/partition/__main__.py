@@ -68,9 +68,11 @@ time [s]), load (of the busiest stage [s]), memory (maximum per rank [B]), prove
 is proven optimal), stages (lists of operation ids), replicas, and borders (for each stage
 boundary: nbytes (message size), behind (last operation before it), next_best (step time [s] if
 only this boundary moves to the best nearby location) and instead (this location)).
-The plan of a module also has the keys recompute and pieces (per model chunk), chunks (per stage),
-zero, offload and tensor (ranks per replica); its borders have the key room (false if a faster
-location does not fit in memory)"""
+The plan of a module also has the keys recompute, pieces, chunks (model chunks per stage), zero,
+offload and tensor (ranks per replica). A piece is a group of operations that is never split across
+stages. For each model chunk, recompute states whether it is recomputed, and pieces lists the
+indices of its pieces. Each border of such a plan also has the key room, which is false if a faster
+location does not fit in memory"""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -59,14 +59,14 @@ _H100 = """\
 assumptions where a source does not describe the layout. A hash of the row's name determines
 whether a row is used or held out.
 
-The predictions account for six properties of the published runs:
+The predictions reproduce these properties of the published runs:
 
 - Rows with context parallelism (c > 1) use ring attention with a fused kernel for each hop
   ([context-parallelism.md](context-parallelism.md#ring-attention)). The published programs also
   use fused kernels, or gather the keys and values.
-- Rows of Megatron-Core and NeMo set `parallel.bucket_mb` to the default of Megatron-Core: 40
-  million parameters, or 1 million per replica if this is more
-  (megatron/core/distributed/distributed_data_parallel.py), in float32.
+- Rows of Megatron-Core and NeMo set `parallel.bucket_mb` to the default of Megatron-Core
+  (megatron/core/distributed/distributed_data_parallel.py). A bucket has the float32 gradients of
+  40 million parameters, or of 1 million parameters per replica if this is more.
 - Rows with ZeRO 3 set `parallel.prefetch`, because the published programs prefetch weights. While
   a gather or another collective runs, kernels take longer
   ([prediction.md](prediction.md#contention)).
@@ -75,12 +75,12 @@ The predictions account for six properties of the published runs:
 - torchtitan, fms-fsdp and nanotron compute attention with FlashAttention-2, which is slower than
   cuDNN's attention.
 - llm-foundry computes attention with FlashAttention in Triton, the default of its benchmark script
-  (`attn_impl` in scripts/train/benchmarking/submit_benchmarks.py), because FlashAttention-2 did
-  not support ALiBi then (mosaicml/llm-foundry issue 638). FlashAttention-2 is 1.3 to 1.5 times as
-  fast in the forward pass, and twice as fast in the backward pass (arXiv:2307.08691, section 4.1);
-  the predictions assume 1.4 and 2.
+  (`attn_impl` in scripts/train/benchmarking/submit_benchmarks.py). At the time of these runs,
+  FlashAttention-2 did not support ALiBi (mosaicml/llm-foundry issue 638). FlashAttention-2 is 1.3
+  to 1.5 times as fast in the forward pass, and twice as fast in the backward pass
+  (arXiv:2307.08691, section 4.1); the predictions assume 1.4 and 2.
 
-Five properties are not modeled:
+These properties are not modeled:
 
 - overlap of tensor collectives: they are exposed, because the rows use the default of
   `parallel.chunked_products`. Some published programs split a product and its collective into
@@ -169,9 +169,10 @@ def _tables(
     yield f"\n## Errors beyond {100 * _FAR:.0f} %\n"
     yield from _causes(chain.from_iterable(found.values()))
     yield "\n## Intervals\n"
-    yield "For each kind of layout, `h100.toml` contains the 10th and the 90th percentile of the"
-    yield "ratio of published to predicted step time. The rows of nanotron are excluded."
-    yield "`simulate` and `plan` multiply a predicted step time by these ratios:"
+    yield "For each kind of layout, `h100.toml` contains two percentiles of the ratio of"
+    yield "published to predicted step time: the 10th (`low`) and the 90th (`high`). The rows"
+    yield "of nanotron are excluded. `simulate` and `plan` multiply a predicted step time by"
+    yield "both ratios, and print the resulting interval:"
     for each in by_layout(found["H100"]):
         yield from ("", "    [[errors]]", *(f"    {line}" for line in _toml(each)))
 

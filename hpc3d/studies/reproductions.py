@@ -1,7 +1,7 @@
 """Entry points of the commands that reproduce published results.
 
 The published results are the findings on pipeline and data parallelism, step times on H100, A100
-and V100 GPUs, speed-ups of 3-D tensor parallelism, vTrain step times, and RaNNC plans.
+and V100 GPUs, speedups of 3-D tensor parallelism, vTrain step times, and RaNNC plans.
 """
 
 from __future__ import annotations

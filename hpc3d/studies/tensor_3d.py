@@ -1,4 +1,4 @@
-"""Predict the published speed-ups of 3-D over 1-D and 2-D tensor parallelism.
+"""Predict the published speedups of 3-D over 1-D and 2-D tensor parallelism.
 
 Z. Bian, Q. Xu, B. Wang, Y. You, "Maximizing Parallelism in Distributed Training for Huge Neural
 Networks", arXiv:2105.14450, report that on 64 V100 GPUs, 3-D is 2.32 times as fast as 1-D and 1.57
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 V100 = "machines/v100-4x16.toml"
-PAPER = {"1d": 2.32, "2d-summa": 1.57}  # published speed-up of 3-D over each scheme
+PAPER = {"1d": 2.32, "2d-summa": 1.57}  # published speedup of 3-D over each scheme
 CLOSE = 0.10
 RANKS = 64
 _GRIDS = {"1d": (64, 1, 1), "2d-summa": (8, 8, 1), "3d": (4, 4, 4)}
@@ -46,7 +46,7 @@ re-gathering of gathered blocks in the backward pass (as in the first code of th
 hpcaitech/ColossalAI 404ecbdcc); the fastest broadcast algorithm of common libraries; a model of
 two Transformer blocks (the cost of a vocabulary of 64 tokens is negligible); and, for layouts that
 do not fit in memory (m), a GPU with more memory.  With the same batch size for all schemes, both
-predicted speed-ups agree with the paper only if 1-D runs on such a GPU."""
+predicted speedups agree with the paper only if 1-D runs on such a GPU."""
 
 
 class _Spent(NamedTuple):
@@ -87,7 +87,7 @@ def point(machine: Machine, batch: int, hidden: int, dtype: str, **how: Any) -> 
     """Compare the three schemes for one batch size and hidden size.
 
     For each scheme, the result contains the time per sequence in ms, whether the scheme fits in
-    memory, and the speed-up of 3-D over the scheme.
+    memory, and the speedup of 3-D over the scheme.
     """
     config = _model_of(batch, hidden, dtype, **how)
     each = {scheme: _spent(machine, config, scheme, grid) for scheme, grid in _GRIDS.items()}
@@ -113,7 +113,7 @@ def rows(
 
 
 def _close(scheme: str, speedup: float) -> bool:
-    """Return True if a speed-up over `scheme` is close to the published speed-up.
+    """Return True if a speedup over `scheme` is close to the published speedup.
 
     CLOSE is the maximum relative difference.
     """
@@ -125,7 +125,7 @@ def reproduces(row: dict[str, Any]) -> bool:
 
 
 def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Return sizes that reproduce the published speed-ups, with one batch size per scheme.
+    """Return sizes that reproduce the published speedups, with one batch size per scheme.
 
     Each result is (hidden size, batch size for 2-D, batch size for 3-D), and both layouts fit in
     memory. 1-D may use any batch size, because its time per sequence does not depend on it.
@@ -147,7 +147,7 @@ def planned(machine: Machine, row: dict[str, Any]) -> dict[str, Any]:
     """Return the fastest 3-D grid for the batch size and hidden size in `row`.
 
     `row` is a result of `point`. The returned dict contains the grid (x, y, z), the time per
-    sequence in ms, and the speed-up over the cubic grid.
+    sequence in ms, and the speedup over the cubic grid.
     """
     timed, config = {}, _model_of(row["batch"], row["hidden"], row["dtype"])
     for grid in cuboids(RANKS):
@@ -173,7 +173,7 @@ def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print and return the predicted speed-ups on a machine (default: 64 V100 GPUs)."""
+    """Print and return the predicted speedups on a machine (default: 64 V100 GPUs)."""
     machine = load(options.machine or shipped(V100))
     found = {dtype: _sweep(machine, dtype) for dtype in _DTYPES}
     found["variants"] = [
@@ -187,26 +187,26 @@ def main(options: Namespace) -> dict[str, Any]:
 def _sweep(machine: Machine, dtype: str) -> dict[str, Any]:
     found = rows(machine, dtype)
     print(
-        f"\n{dtype}: speed-up of 3-D (4 x 4 x 4) over 1-D (64; paper: 2.32) and 2-D (8 x 8; 1.57)"
+        f"\n{dtype}: speedup of 3-D (4 x 4 x 4) over 1-D (64; paper: 2.32) and 2-D (8 x 8; 1.57)"
     )
     print(
-        "   a: speed-up over 1-D within 10 % of the paper; b: over 2-D; *: both; m: out of memory"
+        "   a: speedup over 1-D within 10 % of the paper; b: over 2-D; *: both; m: out of memory"
     )
     _print_table(found, _cell)
     alone = own_batches(found)
-    print("   Batch sizes for which both speed-ups are within 10 % of the paper:")
+    print("   Batch sizes for which both speedups are within 10 % of the paper:")
     print(f"   (hidden, 2-D batch, 3-D batch) {', '.join(map(str, alone)) or 'none'}")
     plans = [planned(machine, row) for row in found]
-    print("\n   Fastest 3-D mesh (x, y, z), and its speed-up over the cubic mesh (4 x 4 x 4)")
+    print("\n   Fastest 3-D mesh (x, y, z), and its speedup over the cubic mesh (4 x 4 x 4)")
     _print_table([row | plan for row, plan in zip(found, plans, strict=True)], _plan_cell)
     return {"rows": found, "own_batches": alone, "planned": plans}
 
 
 def _vary(label: str, dtype: str, machine: Machine, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Print and return the sizes that reproduce both speed-ups under alternative assumptions."""
+    """Print and return the sizes that reproduce both speedups under alternative assumptions."""
     found = rows(machine, dtype, **options)
     both = [(row["hidden"], row["batch"]) for row in found if reproduces(row)]
-    print(f"   {dtype}, {label}: both speed-ups within 10 % at (hidden, batch) {both or 'none'}")
+    print(f"   {dtype}, {label}: both speedups within 10 % at (hidden, batch) {both or 'none'}")
     return {"dtype": dtype, "label": label, "both": both}
 
 

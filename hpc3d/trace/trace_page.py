@@ -6,8 +6,8 @@ _HEAD = """\
 # The trace file
 
 This page describes every table and column of `trace.h5`, and shows how to read the file from
-Python and from the shell. A trace contains the events of each rank, the bytes that it received,
-its memory use, and the results of every step.
+Python and from the shell. A trace contains the events, the received bytes and the
+memory use of each rank, and the results of every step.
 
 Reports read only this file, and you can use it for your own analyses. A simulated run writes the
 same tables. A predicted step is stored in the same file as the measured ones.

@@ -86,7 +86,10 @@ def parameters(config: Config, training: bool = True) -> float:
 
 
 def _bytes_held(config: Config, shards: int, training: bool) -> float:
-    """Return the bytes per parameter on a rank if ZeRO splits data into `shards` shards."""
+    """Return the bytes per parameter of the values, gradients and optimizer states on a rank.
+
+    ZeRO splits the data that its stage covers into `shards` shards.
+    """
     e, wide, zero = itemsize(config.train.dtype), _wide(config), config.parallel.zero
     specs = optimizer_of(config).STATES
     states = sum((itemsize(spec.dtype) if spec.dtype else wide) * spec.density() for spec in specs)

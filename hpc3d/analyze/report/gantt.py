@@ -1,6 +1,6 @@
-"""Gantt charts of pipeline schedules, as matplotlib figures.
+"""Gantt charts of pipeline schedules, drawn with matplotlib.
 
-The measured and the simulated schedule are separate panels with a common time axis.
+The measured and the simulated schedule are drawn in separate panels that share a time axis.
 """
 
 from __future__ import annotations

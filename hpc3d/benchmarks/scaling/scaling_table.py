@@ -25,7 +25,7 @@ from hpc3d.analyze.report.table_format import write as write_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PAPER = {"1d": 2.32, "2d-summa": 1.57}  # published speed-up of 3-D over each scheme on 64 GPUs
+PAPER = {"1d": 2.32, "2d-summa": 1.57}  # published speedup of 3-D over each scheme on 64 GPUs
 _FIELDS = (
     ColumnSpec("kind", "times"),
     ColumnSpec("scheme", "scheme"),

@@ -171,10 +171,10 @@ class _Table:
     def _choose(self, last, state, end, devices):
         """Choose the last stage for the first `end` blocks on `devices` devices.
 
-        The value of a candidate is the sum of the largest forward and the largest backward time of
-        its stages. As in RaNNC, a new candidate is accepted if its value is below the stored
-        value. The stored value is then set to the maximum of the candidate's value and the value
-        stored for the stages before the candidate's last stage.
+        The value of a candidate is the largest forward time of its stages plus their largest
+        backward time. As in RaNNC, a candidate replaces the stored one if its value is below the
+        stored value. The new stored value is the larger of two values: that of the candidate, and
+        the stored value of the stages before its last stage.
         """
         before = len(self.states) - 1
         starts = slice(before, end if before else 1)

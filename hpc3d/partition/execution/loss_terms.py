@@ -200,7 +200,7 @@ def _known(captured: Captured) -> set[fx.Node]:
 
 
 def _contiguous(value):
-    """Make a tensor contiguous, because the stages receive contiguous inputs."""
+    """Return a tensor in contiguous memory, as stages receive it; return other values as is."""
     return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 

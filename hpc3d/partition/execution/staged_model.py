@@ -70,10 +70,11 @@ def staged_model(
 ) -> StagedModel:
     """Partition a captured module into model chunks, as specified by a plan.
 
-    If `redraw` is False, random operations use torch's generator. If `split` is True, backward
-    passes defer weight gradients. Each replica of a stage consists of `ways` tensor-parallel
-    ranks. Raises ValueError if the model cannot be trained, because it has no loss, parameters of
-    several dtypes, or unsupported random operations.
+    If `redraw` is True, random operations such as dropout draw the same numbers on every layout;
+    if it is False, they use torch's generator. If `split` is True, backward passes defer the
+    weight gradients. Each replica of a stage consists of `ways` tensor-parallel ranks. Raises
+    ValueError if the model has no loss, parameters of several dtypes, or unsupported random
+    operations.
     """
     check_types(captured)
     programs = stage_programs(captured, parts, redraw, split)

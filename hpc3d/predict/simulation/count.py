@@ -120,7 +120,7 @@ def predict(
 def predict_on(
     mesh: Mesh, config: Config, vocabulary: int, program: Program | None = None
 ) -> Prediction:
-    """Predict the second training step of the rank that an abstract `mesh` represents."""
+    """Run at most two training steps on an abstract `mesh`; return the counts of the last one."""
     recorder = MemoryRecorder(mesh.rank, lambda: 0)
     program = program or program_of(config)
     trainer = Trainer(mesh.traced(recorder), config, vocabulary, None, program, feed=ZeroBatches)
