@@ -21,9 +21,11 @@ _LEGEND = (
     "A box is a rank, and a rectangle is the largest matrix of a layer.",
     "The rank stores the filled part. Ranks with equal filled parts store replicas.",
 )
-# A program that does not know light-dark() uses the first declaration of each pair.
+# A program that does not know light-dark() uses the first declaration of each pair. Inside an HTML
+# page, the picture has the color scheme of the page.
 _STYLE = """
-.layout { color-scheme: light dark; font: 11px system-ui, "DejaVu Sans", Arial, sans-serif }
+.layout:root { color-scheme: light dark }
+.layout { font: 11px system-ui, "DejaVu Sans", Arial, sans-serif }
 .layout text { fill: #1c2330; fill: light-dark(#1c2330, #e6e9ef) }
 .layout .soft { fill: #5b6472; fill: light-dark(#5b6472, #a5aebd) }
 .layout .dark { fill: #111 }

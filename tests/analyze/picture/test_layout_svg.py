@@ -71,3 +71,21 @@ def overlap(one, other, slack=2.5):
     _, left, top, wide, tall = other
     across = min(x + width, left + wide) - max(x, left)
     return across > 0.5 and min(y + height, top + tall) - max(y, top) > slack
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_picture_follows_the_color_scheme_of_its_page(scheme, tmp_path):
+    """The picture is inside a page with a fixed scheme, and alone with the reader's scheme."""
+    grounds = {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 24, 31)"}
+    other = {"light": "dark", "dark": "light"}[scheme]
+    text = page(blocks_of("gpt-serial"), LAYERS)
+    (tmp_path / "alone.svg").write_text(text, encoding="utf-8")
+    style = f"<style>:root {{ color-scheme: {scheme} }}</style>"
+    (tmp_path / "page.html").write_text(f"<!doctype html>{style}{text}", encoding="utf-8")
+    ground = "getComputedStyle(document.querySelector('.ground')).fill"
+    with started() as browser:
+        for name, preferred in (("page.html", other), ("alone.svg", scheme)):
+            with opened(browser, color_scheme=preferred) as tab:
+                tab.open(tmp_path / name)
+                assert tab.value(ground) == grounds[scheme]
