@@ -10,6 +10,9 @@ segment embeddings is BERT, with post-norm blocks and without a causal mask.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from math import sqrt
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +20,12 @@ import torch
 from torch.nn import functional
 
 from hpc3d.ops.cross_entropy import IGNORE
+from hpc3d.ops.swiglu import geglu
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import TrainConfig
     from hpc3d.model.parameters import Parameters
+    from hpc3d.model.spec import Family
 
 
 def linear(weights: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
@@ -132,7 +137,8 @@ def _hidden(
 ) -> torch.Tensor:
     h = linear(weights, f"{name}.up", x)
     if h.shape[-1] == 2 * shape.ffn:
-        return functional.silu(h[..., ::2]) * h[..., 1::2]
+        gate = getattr(shape, "gate", functional.silu)
+        return gate(h[..., ::2]) * h[..., 1::2]
     return _gelu(h, shape)
 
 
@@ -141,12 +147,19 @@ def _gelu(h: torch.Tensor, shape: Any) -> torch.Tensor:
 
 
 def loss(
-    weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor, targets: torch.Tensor
+    weights: dict[str, torch.Tensor],
+    shape: Any,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    family: Family | None = None,
 ) -> torch.Tensor:
     """Return the mean cross-entropy loss for tokens and targets of shape [B, T].
 
-    `weights` is a dict from hpc3d's parameter names to tensors.
+    `weights` is a dict from hpc3d's parameter names to tensors. The argument `family` is required
+    for a model with a scaled embedding, norms with an offset, or GeGLU.
     """
+    if family:
+        weights, shape = _in_plain_form(weights, shape, family)
     if "embedding.segment" in weights:
         logits = _masked_logits(weights, shape, tokens)
     else:
@@ -154,6 +167,22 @@ def loss(
     return functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORE
     )
+
+
+def _in_plain_form(
+    weights: dict[str, torch.Tensor], shape: Any, family: Family
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return weights and sizes of a model without scaled embedding and offsets of norms."""
+    offset, table = 1 - family.norm.INITIAL, weights["embedding.token"]
+    plain = {
+        name: each + offset if name.endswith(".gamma") else each for name, each in weights.items()
+    }
+    if family.scales_embedding:
+        plain["embedding.token"] = table * sqrt(shape.hidden)
+    plain.setdefault("head.table", table)
+    tanh = partial(functional.gelu, approximate="tanh")
+    gate = tanh if family.gate is geglu else functional.silu
+    return plain, SimpleNamespace(**{**vars(shape), "tied": False, "gate": gate})
 
 
 def _logits(weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@
     head.norm                  ln_f                             norm
     head.table                 lm_head.weight; none if head and embedding are tied
 
-Qwen2 uses Llama's names and adds biases to q_proj, k_proj and v_proj. Phi-3 uses Llama's names,
+Gemma uses Llama's names. Qwen2 adds biases to q_proj, k_proj and v_proj. Phi-3 uses Llama's names,
 but stores self_attn.q_proj, k_proj and v_proj in one array, self_attn.qkv_proj, and mlp.gate_proj
 and up_proj in mlp.gate_up_proj.
 
@@ -62,7 +62,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.checkpoints import hf_settings
-from hpc3d.model.families import BERT, GPT2, LLAMA, OLMO2, PHI3, QWEN2, QWEN3
+from hpc3d.model.families import BERT, GEMMA, GPT2, LLAMA, OLMO2, PHI3, QWEN2, QWEN3
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
@@ -332,6 +332,14 @@ _TRANSFORMERS_OLMO2 = _TRANSFORMERS_QWEN3._replace(
     settings=hf_settings.OLMO2,
 )
 
+_TRANSFORMERS_GEMMA = _TRANSFORMERS_LLAMA._replace(
+    family=GEMMA,
+    types=("gemma",),
+    architecture="GemmaForCausalLM",
+    tied=True,
+    settings=hf_settings.GEMMA,
+)
+
 _TRANSFORMERS_QWEN3_MOE = _TRANSFORMERS_MIXTRAL._replace(
     family=QWEN3,
     types=("qwen3_moe",),
@@ -400,6 +408,7 @@ PUBLISHED = {
         _TRANSFORMERS_PHI3,
         _TRANSFORMERS_QWEN3,
         _TRANSFORMERS_OLMO2,
+        _TRANSFORMERS_GEMMA,
         _TRANSFORMERS_MIXTRAL,
         _TRANSFORMERS_QWEN3_MOE,
         _TRANSFORMERS_BERT,

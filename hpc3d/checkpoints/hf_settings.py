@@ -264,6 +264,10 @@ def _qwen3_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
     return _qwen2_told({"head_dim": 128, **settings}, model)  # the default of transformers
 
 
+def _gemma_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    return _llama_told({"head_dim": 256, **settings}, model)  # the default of transformers
+
+
 def _olmo2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     return _llama_told({"rms_norm_eps": 1e-5, **settings}, model)  # the default of transformers
 
@@ -403,6 +407,12 @@ QWEN3 = QWEN2._replace(
 )
 
 OLMO2 = LLAMA._replace(sizes=QWEN3.sizes, told=_olmo2_told)
+
+GEMMA = LLAMA._replace(
+    sizes=QWEN3.sizes,
+    fixed={"hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": None},
+    told=_gemma_told,
+)
 
 QWEN3_MOE = MIXTRAL._replace(
     sizes={

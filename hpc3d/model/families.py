@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from hpc3d.model.bert import SEGMENTS, MaskedHead, SegmentedEmbeddings
 from hpc3d.model.gpt2 import Embeddings, Head
-from hpc3d.model.layers import LayerNorm, RMSNorm
+from hpc3d.model.layers import LayerNorm, OffsetRMSNorm, RMSNorm
 from hpc3d.model.qkv.query_norm import HeadNorm, ProjectionNorm
 from hpc3d.model.residual import BranchNorm, PostNorm, PreNorm
 from hpc3d.model.spec import Experts, Family, ModelSizes, WeightProduct
 from hpc3d.ops.rotary import Rotation
+from hpc3d.ops.swiglu import geglu, swiglu
 
 _EXPERT_KEYS = {  # map from keys of [model] to fields of `Experts`
     "experts": "count",
@@ -89,7 +90,7 @@ GPT2 = Family(
     norm=LayerNorm,
     connection=PreNorm,
     epsilon=LayerNorm.EPSILON,
-    gated=False,
+    gate=None,
     causal=True,
     rotary=False,
     biased=frozenset({"qkv", "proj", "up", "down"}),
@@ -106,7 +107,7 @@ LLAMA = Family(
     norm=RMSNorm,
     connection=PreNorm,
     epsilon=LayerNorm.EPSILON,
-    gated=True,
+    gate=swiglu,
     causal=True,
     rotary=True,
     biased=frozenset(),
@@ -137,6 +138,16 @@ OLMO2 = replace(
     query_norm=ProjectionNorm,
 )
 
+GEMMA = replace(
+    LLAMA,
+    kind="gemma",
+    keys=_ROPE_KEYS | {"attention_bias"},
+    norm=OffsetRMSNorm,
+    epsilon=1e-6,
+    gate=geglu,
+    scales_embedding=True,
+)
+
 BERT = replace(
     GPT2,
     kind="bert",
@@ -150,7 +161,9 @@ BERT = replace(
     vectors=_bert_vectors,
 )
 
-FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2, QWEN3, PHI3, OLMO2, BERT)}
+FAMILIES = {
+    family.kind: family for family in (GPT2, LLAMA, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, BERT)
+}
 
 
 def family_of(model: Any) -> Family:

@@ -8,6 +8,7 @@ hpc3d.model.block; hpc3d.model.stage combines embeddings, blocks and head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -53,7 +54,8 @@ class Embeddings:
     ) -> None:
         shape, split = spec.sizes, spec.splits["dense"]
         self.mesh, self.shape = mesh, shape
-        self.lookup = Embedding(mesh, table, split.without_panels().next(), spec.reduced)
+        scale = sqrt(shape.hidden) if spec.family.scales_embedding else 1.0
+        self.lookup = Embedding(mesh, table, split.without_panels().next(), spec.reduced, scale)
         self.positions = None if spec.family.rotary else Positions(mesh, parameters, spec)
         self.drop = Dropout(mesh, "embedding.drop", split.x, spec)
 

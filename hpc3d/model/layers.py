@@ -30,7 +30,7 @@ from hpc3d.ops.norm import (
 )
 from hpc3d.ops.product import accumulate
 from hpc3d.ops.random import Mask
-from hpc3d.ops.rows import add_bias, dropped, sum_rows
+from hpc3d.ops.rows import add_bias, dropped, scale_and_shift, sum_rows
 from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import sharded_matmul
 
@@ -206,6 +206,7 @@ class LayerNorm:
     """LayerNorm y = (x - mean) / sqrt(var + epsilon) gamma + beta over the columns of X[m, k]."""
 
     EPSILON = 1e-5
+    INITIAL = 1.0  # value of gamma
     centred = True
 
     def __init__(
@@ -220,7 +221,7 @@ class LayerNorm:
         self.mesh, self.width, self.epsilon = mesh, width, epsilon
         self.axes = [axis for axis in layout[1] if mesh.size(axis) > 1]
         how: dict[str, Any] = {"layout": layout.columns, "partial": row_axes(layout)}
-        self.gamma = parameters.add(f"{name}.gamma", (width,), mean=1.0, **how)
+        self.gamma = parameters.add(f"{name}.gamma", (width,), mean=self.INITIAL, **how)
         self.beta = parameters.add(f"{name}.beta", (width,), **how) if self.centred else None
 
     def forward(self, x: Array) -> tuple[Array, NormSaved]:
@@ -228,18 +229,23 @@ class LayerNorm:
         with self.mesh.trace.scope(part="norm"):
             return self._normalized(x)
 
+    def _factors(self, gamma: Array) -> Array:
+        """Return the factors of the normalized features."""
+        return gamma
+
     def _normalized(self, x: Array) -> tuple[Array, NormSaved]:
-        gamma, beta = self.gamma.value, self.beta and self.beta.value
+        weights, beta = self.gamma.value, self.beta and self.beta.value
+        gamma = self._factors(weights)
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
-                y, saved = norm(x, gamma, beta, self.epsilon, self.mesh.empty)
-            return y, NormSaved(*saved)
+                y, (rows, scales, _) = norm(x, gamma, beta, self.epsilon, self.mesh.empty)
+            return y, NormSaved(rows, scales, weights)
         mean, squares = self._moments(x)
         rstd = 1 / np.sqrt(squares / self.width + self.epsilon)
         n, y = self.mesh.empty(x.shape, x.dtype), self.mesh.empty(x.shape, x.dtype)
         with self.mesh.trace.span("norm", "norm"):
             normalise(x, mean, rstd, gamma, beta, n, y)
-        return y, NormSaved(n, rstd, gamma)
+        return y, NormSaved(n, rstd, weights)
 
     def _moments(self, x: Array) -> tuple[Array | None, Array]:
         """Return the mean and the sum of squared deviations of each row over all its features."""
@@ -259,10 +265,11 @@ class LayerNorm:
 
     def _input_grad(self, dy: Array, saved: NormSaved, residual: Array | None) -> Array:
         dbeta = self.beta and self.beta.grad
+        n, rstd, gamma = saved._replace(gamma=self._factors(saved.gamma))
         if not self.axes:
+            saved = NormSaved(n, rstd, gamma)
             with self.mesh.trace.span("norm", "norm"):
                 return norm_grad(dy, saved, residual, self.gamma.grad, dbeta, self.mesh.empty)
-        n, rstd, gamma = saved
         with self.mesh.trace.span("norm", "norm"):
             sums, *vectors = normalise_sums(n, dy, gamma, self.centred)
         for total, vector in zip((self.gamma.grad, dbeta), vectors, strict=True):
@@ -291,6 +298,19 @@ class RMSNorm(LayerNorm):
         for axis in self.axes:
             squares = self.mesh.comm(axis).all_reduce(squares).wait()
         return None, squares
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm with the factors 1 + gamma, whose initial values are 1, as in Gemma.
+
+    In 16-bit types, the sums 1 + gamma are rounded.
+    """
+
+    INITIAL = 0.0
+
+    def _factors(self, gamma: Array) -> Array:
+        with self.mesh.trace.span("norm", "norm"):
+            return scale_and_shift(gamma, 1.0, 1.0, self.mesh.empty(gamma.shape, gamma.dtype))
 
 
 class Dropout:
@@ -344,14 +364,19 @@ class Embedding:
     """Embedding lookup, expressed as the product of a one-hot X[m, v] and W[v, h].
 
     The vocabulary v is sharded over the axes of k in the product's `split`. The result Y[m, h] has
-    the layout of the first block's input. `reduced` is the type in which the data axes reduce dW
-    in the backward pass (`sharded_matmul`).
+    the layout of the first block's input, and is multiplied by `scale`. `reduced` is the type in
+    which the data axes reduce dW in the backward pass (`sharded_matmul`).
     """
 
     def __init__(
-        self, mesh: Mesh, table: Parameter, split: Split, reduced: str | None = None
+        self,
+        mesh: Mesh,
+        table: Parameter,
+        split: Split,
+        reduced: str | None = None,
+        scale: float = 1.0,
     ) -> None:
-        self.mesh, self.table, self.split = mesh, table, split
+        self.mesh, self.table, self.split, self.scale = mesh, table, split, scale
         self.matmul = sharded_matmul(mesh, split, reduced=reduced)
 
     def index(self, micro: Microbatch) -> np.ndarray:
@@ -374,14 +399,17 @@ class Embedding:
         table = self.matmul.gather(self.table.value, self.split.w, m).wait()
         index = micro.cached("embedding.index", self.index)
         with self.mesh.trace.span("embedding", "lookup"):
-            partial = gather_rows(table, index)
+            partial = self._scaled(gather_rows(table, index))
         saved = EmbeddingSaved(index, table.shape)
         return self.matmul.reduce(partial, self.split.y, k).wait(), saved
+
+    def _scaled(self, rows: Array) -> Array:
+        return rows if self.scale == 1 else scale_and_shift(rows, self.scale, 0.0, rows)
 
     def backward(self, dy: Array, saved: EmbeddingSaved, micro: Microbatch) -> None:
         order = micro.cached("embedding.order", self.order)
         dy = self.matmul.gather(dy, self.split.y, self.matmul.axes["k"]).wait()
         with self.mesh.trace.span("embedding", "lookup"):
-            partial = scatter_rows(dy, saved.index, order, saved.shape)
+            partial = self._scaled(scatter_rows(dy, saved.index, order, saved.shape))
         dtable = self.matmul.reduce_w(partial)
         self.table.grad += dtable.wait()

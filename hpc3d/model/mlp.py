@@ -1,4 +1,4 @@
-"""MLP of a Transformer block: down(f(up(x))), where f is GELU or SwiGLU."""
+"""MLP of a Transformer block: down(f(up(x))), where f is GELU, SwiGLU or GeGLU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.model.layers import Linear
 from hpc3d.model.spec import ModelSpec, recompute_of
 from hpc3d.ops.gelu import GELU, gelu_grad
-from hpc3d.ops.swiglu import swiglu, swiglu_grad
+from hpc3d.ops.swiglu import swiglu_grad
 from hpc3d.tensor.chunked import chunked_matmul
 from hpc3d.tensor.matmul import Saved
 
@@ -22,18 +22,20 @@ if TYPE_CHECKING:
 
 
 class Activation:
-    """Activation function of an MLP (GELU or SwiGLU), for a matrix or a stack of matrices."""
+    """Activation function of an MLP (GELU, SwiGLU or GeGLU), for a matrix or a stack of them."""
 
     def __init__(self, mesh: Mesh, spec: ModelSpec) -> None:
-        self.mesh, self.gated, self.gelu = mesh, spec.family.gated, GELU[spec.sizes.gelu]
+        self.mesh, self.gated = mesh, spec.family.gated
+        self.function: Any = spec.family.gate or GELU[spec.sizes.gelu]
+        self.name = "swiglu" if self.gated else "gelu"  # of trace events
 
     def forward(self, h: Array, overwrite: bool = True) -> Array:
         """Return f(h); overwrite h with the derivatives of f, unless `overwrite` is False."""
         width = h.shape[-1] // (1 + self.gated)
         out = self.mesh.empty((*h.shape[:-1], width), h.dtype)
-        with self.mesh.trace.span("swiglu" if self.gated else "gelu"):
+        with self.mesh.trace.span(self.name):
             slopes = h if overwrite else self._copied(h)
-            (swiglu if self.gated else self.gelu)(_matrix(slopes), _matrix(out))
+            self.function(_matrix(slopes), _matrix(out))
         return out
 
     def _copied(self, h: Array) -> Array:
@@ -43,7 +45,7 @@ class Activation:
 
     def backward(self, slopes: Array, dg: Array) -> Array:
         """Return the gradient of h, given the gradient of f(h). `slopes` is overwritten."""
-        with self.mesh.trace.span("swiglu" if self.gated else "gelu"):
+        with self.mesh.trace.span(self.name):
             (swiglu_grad if self.gated else gelu_grad)(_matrix(slopes), _matrix(dg))
         return slopes
 

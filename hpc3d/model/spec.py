@@ -210,11 +210,12 @@ class Family:
     norm      type of the norms: (mesh, parameters, name, width, layout, epsilon)
     connection type of the residual connections around attention and MLP, with their norms
     epsilon   default epsilon of the norms, if [model] has none
-    gated     True for SwiGLU, False for GELU
+    gate      activation of a gated MLP (SwiGLU or GeGLU), or None for GELU
     causal    True if a token attends only to earlier tokens and its target is the next token;
               False if the targets are masked tokens
     rotary    True for rotary positions, False for a table of positions in the embedding
     biased    the linear layers of a block that have a bias
+    scales_embedding True if token embeddings are multiplied by the square root of `hidden`
     query_norm type of the normalization of q and k: (mesh, parameters, spec, name), or None
     first     the embedding, with the token table: (mesh, parameters, spec, table)
     last      the head, with the loss: (mesh, parameters, spec, table)
@@ -229,7 +230,7 @@ class Family:
     norm: type[Any]
     connection: type[Any]
     epsilon: float
-    gated: bool
+    gate: Callable | None
     causal: bool
     rotary: bool
     biased: frozenset[str]
@@ -238,6 +239,12 @@ class Family:
     head: Callable
     vectors: Callable
     query_norm: type[Any] | None = None
+    scales_embedding: bool = False
+
+    @property
+    def gated(self) -> bool:
+        """True if the MLP has a gate, and thus two up projections."""
+        return self.gate is not None
 
     def products(self, sizes: ModelSizes, mixes: bool) -> list[WeightProduct]:
         """Return the products of a block, or of one with a mixture of experts if `mixes` is True.

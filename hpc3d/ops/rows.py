@@ -71,6 +71,25 @@ def _(gpu, y, bias, out):
     return out
 
 
+@primitive
+def scale_and_shift(x: Array, factor: float, offset: float, out: Array) -> Array:
+    """Compute out = factor x + offset; `out` may be x."""
+    np.multiply(x, factor, out=out)
+    out += offset
+    return out
+
+
+scale_and_shift.narrow(scale_and_shift.numpy)
+scale_and_shift.abstract(lambda x, factor, offset, out: out)
+
+
+@scale_and_shift.cuda
+def _(gpu, x, factor, offset, out):
+    given = {"factor": factor, "offset": offset, "size": x.size}
+    gpu.launch("scale_and_shift", 1, x.size, x=x, out=out, **given)
+    return out
+
+
 @composite
 def sum_rows(y: Array) -> Array:
     """Sum the rows of y, as for a bias gradient, by multiplying a vector of ones by y."""

@@ -1,7 +1,7 @@
-"""SwiGLU (Shazeer 2020, arXiv:2002.05202), with derivatives saved for the backward pass.
+"""SwiGLU and GeGLU (Shazeer 2020, arXiv:2002.05202), with derivatives saved for backward.
 
 The columns of H [rows, 2 width] are pairs (gate, up), one per feature, so that a shard of the
-columns contains both factors of each product silu(gate) up.
+columns contains both factors of each product silu(gate) up or gelu(gate) up.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 
 from hpc3d.arrays.primitive import primitive
 from hpc3d.arrays.worker_threads import parallel_for
+from hpc3d.ops.gelu import gelu_tanh
 from hpc3d.ops.rows import in_float32, row_blocks
 
 if TYPE_CHECKING:
@@ -53,6 +54,41 @@ swiglu.abstract(lambda h, out: out)
 @swiglu.cuda
 def _(gpu, h, out):
     gpu.launch("swiglu", *out.shape, h=h, out=out, width=out.shape[1])
+    return out
+
+
+@primitive
+def geglu(h: Array, out: Array) -> Array:
+    """Compute out = gelu(a) b for the pairs (a, b) in `h`, with the tanh approximation of GELU.
+
+    `h` is overwritten with d out / da = b gelu'(a) and d out / db = gelu(a).
+    """
+    pairs = h.reshape(*out.shape, 2)
+
+    def block(rows):
+        a, b, y = pairs[rows, :, 0], pairs[rows, :, 1], out[rows]
+        slope, gate = np.ascontiguousarray(a), np.empty_like(y)
+        gelu_tanh(slope, gate)
+        np.multiply(gate, b, out=y)
+        np.multiply(slope, b, out=a)
+        b[...] = gate
+
+    parallel_for(block, row_blocks(out))
+    return out
+
+
+@geglu.narrow
+def _(h, out):
+    in_float32(lambda rows, *blocks: geglu(*blocks), h, out)
+    return out
+
+
+geglu.abstract(lambda h, out: out)
+
+
+@geglu.cuda
+def _(gpu, h, out):
+    gpu.launch("geglu", *out.shape, h=h, out=out, width=out.shape[1])
     return out
 
 

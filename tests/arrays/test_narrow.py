@@ -32,8 +32,15 @@ from hpc3d.ops.quantize import decode_rows, encode_rows
 from hpc3d.ops.random import Mask, philox_key
 from hpc3d.ops.rotary import Rotation, rotary_table, rotate
 from hpc3d.ops.routing import combine, combine_grad, dispatch, dispatch_grad, route
-from hpc3d.ops.rows import add_bias, add_repeated, dropped, sum_repeated, sum_rows
-from hpc3d.ops.swiglu import swiglu, swiglu_grad
+from hpc3d.ops.rows import (
+    add_bias,
+    add_repeated,
+    dropped,
+    scale_and_shift,
+    sum_repeated,
+    sum_rows,
+)
+from hpc3d.ops.swiglu import geglu, swiglu, swiglu_grad
 
 TYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 MANY = 1000  # ones, whose sum in bfloat16 stays at 256
@@ -223,6 +230,8 @@ OPS = {
     "gelu_exact": lambda b, empty: [gelu_exact(b["x"], b["out"]), b["x"]],
     "gelu_grad": lambda b, empty: [gelu_grad(b["x"], b["y"])],
     "swiglu": lambda b, empty: [swiglu(b["h"], b["out"]), b["h"]],
+    "geglu": lambda b, empty: [geglu(b["h"], b["out"]), b["h"]],
+    "scale_and_shift": lambda b, empty: [scale_and_shift(b["x"], 2.5, 1.0, b["out"])],
     "swiglu_grad": lambda b, empty: [swiglu_grad(b["h"], b["y"])],
     "normalise": lambda b, empty: normalise(
         b["x"], REAL["mean"][0], REAL["rstd"], b["gamma"], b["beta"], b["y"], b["out"]

@@ -6,7 +6,7 @@ import pytest
 from hpc3d.cuda import launch_table
 from hpc3d.ops.gelu import GELU
 from hpc3d.ops.rows import sum_rows
-from hpc3d.ops.swiglu import swiglu, swiglu_grad
+from hpc3d.ops.swiglu import geglu, swiglu, swiglu_grad
 from tests.cuda.conftest import FLOAT
 from tests.reference import fused_ops as fused
 
@@ -34,6 +34,8 @@ def test_elementwise_add_and_multiply_kernels(size, offset, real, draw, emulate)
     grad, before = draw(FLOAT, size, offset=offset)
     emulate("accumulate", 1, size, grad=grad, dw=x, size=size)
     np.testing.assert_array_equal(grad, before + wide_x)
+    emulate("scale_and_shift", 1, size, x=y, out=out, factor=2.5, offset=1.0, size=size)
+    real.same(out, 2.5 * wide_y + 1)
     emulate("gelu_grad", 1, size, slope=x, dg=y, size=size)
     real.same(x, wide_x * wide_y)
 
@@ -94,14 +96,15 @@ PAIRED = [(0, 5), (1, 1), (3, 7), (4, 12), (2, 64), (3, 1100)]
 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("size", PAIRED)
-def test_swiglu_kernel_and_its_gradient(size, offset, real, draw, emulate):
+@pytest.mark.parametrize("gated", [swiglu, geglu], ids=["swiglu", "geglu"])
+def test_gated_kernels_and_their_gradient(gated, size, offset, real, draw, emulate):
     rows, width = size
     h, wide = draw(real, rows, 2 * width)
     for gate, a in ((0, -200), (2, 40)):  # where exp(-a) is too large, and where s is 1
         h[:1, gate : gate + 1], wide[:1, gate : gate + 1] = real.cast(np.float32([a])), a
     out, expected = real.empty(*size, offset=offset), np.empty(size, np.float32)
-    emulate("swiglu", *size, h=h, out=out, width=width)
-    swiglu(wide, expected)
+    emulate(gated.__name__, *size, h=h, out=out, width=width)
+    gated(wide, expected)
     real.same(out, expected)
     real.same(h, wide)
     dg, wide_dg = draw(real, *size, offset=offset)

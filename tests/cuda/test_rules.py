@@ -40,6 +40,7 @@ LINES = [
     f"{ONE} {LLAMA} head_dim=6 attention_bias=true mlp_bias=true tied=false",
     f"{ONE} kind=qwen3 kv_heads=4 head_dim=6 ffn=20 recompute=selective",
     f"{ONE} kind=olmo2 kv_heads=4 head_dim=6 ffn=20 dropout=0.25",
+    f"{ONE} kind=gemma kv_heads=4 head_dim=6 ffn=20 recompute=full",
     f"{ONE} {BERT} recompute=selective dropout=0.25",
     f"{ONE} {SWITCH} {MODULES}",
     f"{ONE} {MIXTRAL} recompute=selective dropout=0.25",
@@ -55,6 +56,7 @@ SEVERAL = [
     "d=2 y=2 schedule=none microbatches=2 batch=8 layers=1 steps=2 zero=1 kind=llama kv_heads=1",
     f"x=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 {BERT}",
     "x=2 y=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 kind=qwen3 kv_heads=1 ffn=24",
+    "x=2 y=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 kind=gemma scheme=2d ffn=24",
     "x=2 y=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 kind=olmo2 kv_heads=1 ffn=24",
     "x=2 y=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 kind=olmo2 scheme=2d",
 ]

@@ -27,6 +27,7 @@ KINDS = [
     "kind=qwen2 kv_heads=4 ffn=24 tied=false",
     "kind=qwen3 kv_heads=1 head_dim=4 ffn=48",
     "kind=olmo2 kv_heads=2 ffn=48",
+    "kind=gemma kv_heads=4 head_dim=4 ffn=48",
     "kind=llama kv_heads=6 head_dim=4 ffn=48 attention_bias=true mlp_bias=true",
 ]
 MIXTURES = [

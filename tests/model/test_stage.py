@@ -1,6 +1,7 @@
 """The manual forward and backward passes, compared with torch autograd in float64."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch.nn import functional
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import TrainConfig
-from hpc3d.model.families import BERT, GPT2, LLAMA, OLMO2, QWEN2, QWEN3
+from hpc3d.model.families import BERT, GEMMA, GPT2, LLAMA, OLMO2, QWEN2, QWEN3
 from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import keep_mask, philox_key
@@ -76,6 +77,13 @@ def test_qwen2_matches_torch():
 def test_models_with_norms_of_queries_and_keys_match_torch(family, kv_heads):
     how = {"kv_heads": kv_heads, "head_dim": 8, "ffn": 40}
     same_as(torch_reference.loss, ModelSizes(**SHAPE | how, tied=False, std=0.3), family)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gemma_matches_torch(tied):
+    how = {"kv_heads": 2, "head_dim": 8, "ffn": 40}
+    loss_of = partial(torch_reference.loss, family=GEMMA)
+    same_as(loss_of, ModelSizes(**SHAPE | how, tied=tied, std=0.3), GEMMA)
 
 
 @pytest.mark.parametrize("tied", [True, False])

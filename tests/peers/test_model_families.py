@@ -83,6 +83,11 @@ CASES = {  # row of the table -> type of transformers and settings
         "olmo2",
         {"num_key_value_heads": 4, "attention_bias": True, "head_dim": 4},
     ),
+    "Gemma": ("gemma", {"hidden_size": 64, "head_dim": 12}),  # the square root of 64 is exact
+    "Gemma, untied, biases": (
+        "gemma",
+        {"hidden_size": 16, "head_dim": 4, "attention_bias": True, "tie_word_embeddings": False},
+    ),
     "Phi-3": ("phi3", {}),
     "Phi-3, partial rotary embedding": (
         "phi3",

@@ -13,6 +13,7 @@ from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import MeshConfig, ParallelConfig
 from hpc3d.config.resolve import resolve
+from hpc3d.model.families import family_of
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.training.optimizers.optimizer import learning_rate
 from tests.model import mixture_reference
@@ -27,6 +28,7 @@ class Model:
         alone = resolve(replace(config, mesh=MeshConfig(), parallel=ParallelConfig()), 1)
         (trainer,) = run({}, lambda mesh: trainer_of(mesh, alone))
         self.train, self.shape, self.batches = config.train, trainer.shape, Tokens(config)
+        self.family = family_of(config.model)
         self.newest = torch_reference.weights_of(trainer.parameters)
         self.by_sign = {each.name: each.sign_rate for each in trainer.parameters if each.sign_rate}
         self.optimizer = optimizer_of(trainer.parameters, self.newest, config.train)
@@ -41,8 +43,11 @@ class Model:
         valid = int((targets != IGNORE).sum())
         if not valid and not self.shape.experts:
             return 0.0, {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        reference = mixture_reference if self.shape.experts else torch_reference
-        loss = reference.loss(weights, self.shape, torch.tensor(tokens), torch.tensor(targets))
+        given = weights, self.shape, torch.tensor(tokens), torch.tensor(targets)
+        if self.shape.experts:
+            loss = mixture_reference.loss(*given)
+        else:
+            loss = torch_reference.loss(*given, self.family)
         return loss.item() * max(1, valid), dict(
             zip(weights, torch.autograd.grad(loss, weights.values()))
         )

@@ -1,20 +1,7 @@
 // GELU of h + bias [rows, columns] and its derivative. The forward pass computes the derivative,
 // so that the backward pass is a single multiplication. Each block processes one row. `bias` may
 // be null.
-#include "common.cuh"
-
-// out = x s with s = (1 + tanh u) / 2, u = c (x + a x^3), c = sqrt(2 / pi), a = 0.044715, and d
-// out / dx = s (1 + (1 - s) 2 x u'), x u' = 3 u - 2 c x (Hendrycks and Gimpel 2016, as in GPT-2).
-struct Tanh {
-    static __device__ float of(float x, float& slope)
-    {
-        const float c = 0.7978845608028654f, a = 0.044715f;
-        const float u = c * x * (1 + a * x * x);
-        const float s = 0.5f * (1 + tanhf(u));
-        slope = s * (1 + (1 - s) * 2 * (3 * u - 2 * c * x));
-        return x * s;
-    }
-};
+#include "gelu.cuh"
 
 // out = x Phi(x) and d out / dx = Phi(x) + x phi(x), with the CDF Phi and the density phi of the
 // standard normal distribution.

@@ -35,6 +35,22 @@ __global__ void __launch_bounds__(256) add(const T* x, const T* y, T* out, long 
     });
 }
 
+// out = factor x + offset for `size` elements; out may be x. A grid-stride loop over packs.
+// Launch: strided
+template <typename T>
+__global__ void __launch_bounds__(256)
+scale_and_shift(const T* x, T* out, float factor, float offset, long long size)
+{
+    constexpr int N = WIDTH<T>;
+    packs_of_grid<N>(size, aligned(x, out), [&](long long c, auto pack) {
+        auto a = pack.load(x + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            a[i] = factor * a[i] + offset;
+        pack.store(out + c, a);
+    });
+}
+
 // grad += dw; gradients are accumulated over microbatches in float. A grid-stride loop over packs.
 // Launch: strided; reads and writes grad
 template <typename T>
