@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from math import exp, hypot
+from math import exp, hypot, pi
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,10 @@ _LOAD = ("batch", *_MODEL, "setting")
 _PEERS = ("ranks", "p", "d", *_LOAD)
 _ALL = "all"  # placeholder in the columns `axis` and `op` of the totals row
 _Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
+_FEWEST = 3  # minimum number of steps for an interval
 # The true median lies between the extremes of n samples with probability 1 - 2^(1 - n), which is
-# 97 % for n = 6.
-FEWEST = 6
+# 97 % for n = 6. Fewer samples require an assumption about their distribution.
+_ORDERED = 6
 CONSTANT = 0.1  # maximum relative difference in work per rank for weak scaling
 
 
@@ -188,12 +189,17 @@ def relative_error(values: Sequence[float] | np.ndarray) -> float | None:
 
     The error is computed from two order statistics (McKean and Schrader 1984; Price and Bonett
     2002): of n values, the c-th lowest and the c-th highest are z = (n + 1 - 2 c) / sqrt(n)
-    standard errors away from the median. The result is `None` if there are fewer than FEWEST
-    values, or if any value is not positive and finite.
+    standard errors away from the median. Three to five values are assumed to be log-normal: the
+    error is that of their median, sqrt(pi / 2) times that of the mean, and is increased to give
+    Student's interval. The result is `None` if there are fewer values, or if any value is not
+    positive and finite.
     """
     count, ordered = len(values), np.sort(values)
-    if count < FEWEST or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
+    if count < _FEWEST or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
         return None
+    if count < _ORDERED:
+        mean_error = np.log(ordered).std(ddof=1) / count**0.5
+        return float((pi / 2) ** 0.5 * mean_error * T95[count - 2] / _Z95)
     order = max(1, round((count + 1) / 2 - _Z95 * (count / 4) ** 0.5))
     errors = 2 * (count + 1 - 2 * order) / count**0.5
     return float(np.log(ordered[count - order] / ordered[order - 1]) / errors)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _KEYS = ("category", "phase", "axis", "op")
-_ROUNDING = 1e-5  # tolerance for relative loss differences due to float32 reduction order
 
 
 def time_rows(trace: Trace) -> list[dict[str, Any]]:
@@ -200,20 +199,6 @@ def _peaks(rows):
         name: max((row.get(key) or 0 for row in ranks), default=0) or None
         for name, key in peaks.items()
     }
-
-
-def equal_curves(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line of text for each run whose losses equal the first run's, up to rounding.
-
-    `rows` is the result of `comparison_rows`.
-    """
-    found = []
-    for row in rows[1:]:
-        difference, loss = row["loss_difference"], row["loss"]
-        if None not in (difference, loss) and difference <= _ROUNDING * abs(loss):
-            precision = "to the last bit" if difference == 0 else f"to {difference:.0e} nat"
-            found.append(f"the losses of {row['run']} equal those of {rows[0]['run']} {precision}")
-    return found
 
 
 def _evaluated(rows):

@@ -57,10 +57,22 @@ _RUNS = TableSpec(
         ColumnSpec("validation_best", "best validation loss [nat]", "{:.6f}".format),
     ),
 )
+_SEEDS = TableSpec(
+    "seeds",
+    "Runs that differ only in the seed",
+    (
+        RUN,
+        ColumnSpec("runs", "seeds", integer),
+        ColumnSpec("loss", "mean loss [nat]", "{:.4f}".format),
+        ColumnSpec("loss_half", "+/- [nat]", "{:.1e}".format),
+        ColumnSpec("validation_loss", "mean validation loss [nat]", "{:.4f}".format),
+        ColumnSpec("validation_loss_half", "+/- [nat]", "{:.1e}".format),
+    ),
+)
 _RECEIVED = TableSpec("received", "Bytes received by axis and operation", (AXIS, OP))
 _SCALING = TableSpec(
     "scaling",
-    "Scaling",
+    "Speed and scaling",
     (
         RUN,
         *columns(integer, ranks="ranks", batch="batch", hidden="hidden", heads="heads"),
@@ -103,7 +115,7 @@ _DIFFERENCES = TableSpec(
 
 def over_runs(labels: Sequence[str]) -> tuple[TableSpec, ...]:
     """Return the specifications of the tables that compare the runs labeled `labels`."""
-    return _RUNS, _received(labels), _SCALING, _GAINS, _DIFFERENCES
+    return _RUNS, _SEEDS, _received(labels), _SCALING, _GAINS, _DIFFERENCES
 
 
 def _received(labels):

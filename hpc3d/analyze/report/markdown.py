@@ -32,11 +32,11 @@ _NOTES = {
 
 def page(report: Report) -> str:
     """Return the report as Markdown text."""
-    sections = ["# Report", _MEANS, *_listed("Limits of this comparison:", report.notes)]
+    sections = ["# Report", *_listed("Verdict:", report.verdict), _MEANS]
+    sections += _listed("Limits of this comparison:", report.notes)
     for group, keys in report.differing.items():
         title = f"Differences in {GROUPS[group]}:"
         sections += _listed(title, [f"{key}: {text}" for key, text in keys.items()])
-    sections += _listed("Losses:", report.curves)
     for spec in over_runs([run.label for run in report.runs]):
         sections += _section("##", spec, report.tables[spec.name])
     for run in report.runs:

@@ -17,7 +17,6 @@ from hpc3d.analyze.metrics.compare import (
     gain_rows,
     received_rows,
     run_row,
-    scaling_rows,
 )
 from hpc3d.analyze.metrics.critical_path import critical_path, path_rows
 from hpc3d.analyze.metrics.crossing import host_pair_rows, host_traffic_rows
@@ -31,9 +30,9 @@ from hpc3d.analyze.metrics.steady import Steady
 from hpc3d.analyze.metrics.step import (
     between_rows,
     comparison_rows,
-    equal_curves,
     median_step,
     peak_rows,
+    slowest_seconds,
     step_row,
     time_rows,
 )
@@ -41,6 +40,13 @@ from hpc3d.analyze.metrics.stragglers import straggler_rows
 from hpc3d.analyze.metrics.wait_states import calls_of, incomplete, wait_rows
 from hpc3d.analyze.picture.rank_blocks import RankBlocks
 from hpc3d.analyze.report.step_timeline import Timeline, other_steps, timeline
+from hpc3d.analyze.run_comparison import (
+    comparison_verdict,
+    scaling_table,
+    seed_groups,
+    seed_rows,
+    speed_rows,
+)
 from hpc3d.config.resolve import violated
 from hpc3d.console.sanitize import sanitized_lines, sanitized_tree
 from hpc3d.trace.checks_per_rank import violations
@@ -109,15 +115,16 @@ class Report(NamedTuple):
         Warnings about the comparability of the runs, one line per warning.
     differing
         Differences between the runs: differing[group][key] lists the values and their runs.
-    curves
-        One line of text per run whose loss curve equals the first run's loss curve.
+    verdict
+        One line of text per run, or per group of runs that differ only in the seed: its step time
+        and losses, compared with the first run.
     """
 
     runs: list
     tables: dict
     notes: list
     differing: dict
-    curves: list
+    verdict: list
 
 
 def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
@@ -128,13 +135,16 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     runs = _distinct(runs)
     timed = all(map(one_time, traces))
     tables = {"runs": comparison_rows(runs)}
-    tables |= {name: [] for name in ("received", "scaling", "gains", "differences")}
+    tables |= {name: [] for name in ("received", "scaling", "gains", "differences", "seeds")}
+    groups, speeds = seed_groups(traces), []
     if len(runs) > 1:
         tables["received"] = received_rows([run.tables["time"] for run in runs], timed)
+        tables["seeds"] = seed_rows(tables["runs"], groups)
     if len(runs) > 1 and timed:
         steady = [*map(Steady, traces)]
         rows = [run_row(trace) | {"run": run.label} for trace, run in zip(steady, runs)]
-        tables["scaling"], tables["gains"] = scaling_rows(rows), gain_rows(rows)
+        speeds = speed_rows(rows, [*map(slowest_seconds, steady)], groups)
+        tables["scaling"], tables["gains"] = scaling_table(rows), gain_rows(rows)
         tables["differences"] = [
             {"run": run.label} | row
             for trace, run in zip(steady[1:], runs[1:])
@@ -142,7 +152,8 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
         ]
     labels = [run.label for run in runs]
     differ = differing(traces, labels, [run.about for run in runs])
-    texts = tables, notes(traces, labels), differ, equal_curves(tables["runs"])
+    verdict = [*comparison_verdict(speeds, tables["runs"], groups)]
+    texts = tables, notes(traces, labels), differ, verdict
     return Report(runs, *sanitized_tree(texts))
 
 

@@ -35,6 +35,11 @@ algorithm. It is computed from the sizes of the arrays.
 `loss [nat]` is the loss after the last step that all runs have in common, `loss after step`. The
 `max loss difference [nat]` from the first run, over all common steps, shows whether two layouts
 train the same model.""",
+    "seeds": """\
+Runs with the same configuration except for the seed. `mean loss [nat]` is the mean over the
+`seeds` of the loss after the last step that all runs have in common, and `mean validation loss
+[nat]` that of the last evaluation. Each is followed by the half-width `+/- [nat]` of its 95 %
+confidence interval (Student's t).""",
     "received": """\
 Bytes that a rank receives per step along each mesh axis if every collective uses a
 bandwidth-optimal algorithm. `difference` is relative to the first run. `time [ms]` is the time per
@@ -52,8 +57,9 @@ much work as a rank of the first run (parameters of the blocks times tokens, wit
 other in all other cases, such as different models, data types or optimizers. In strong scaling,
 `speedup` is the step time of the first run divided by that of this run. In weak scaling, it is the
 ratio of the FLOP/s. It is undefined for other runs. Its 95 % confidence interval is `from` to `to`
-(ratio of the medians of at least 6 steps, which are assumed to be independent). `efficiency` is
-the speedup divided by the ratio of the rank counts.""",
+(ratio of the medians of at least 3 steps, which are assumed to be independent; fewer than 6 steps
+are also assumed to be log-normal). `efficiency` is the speedup divided by the ratio of the rank
+counts. If all runs have the same number of ranks, the scaling and the efficiency are omitted.""",
     "gains": """\
 `tensor parallelism` is the number of dimensions in which the matrix products are sharded. `over
 1-D` is the `average step time per sequence [ms]` of the best 1-D run divided by that of this run.

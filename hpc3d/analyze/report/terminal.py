@@ -38,13 +38,13 @@ def _one(run: RunAnalysis) -> Iterator[str]:
 
 
 def _several(report: Report) -> Iterator[str]:
+    yield from report.verdict[:4]
     for line in report.notes[:2]:
         yield f"compare with care: {line}"
     for group, keys in report.differing.items():
         if keys:
             more = f" and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else ""
             yield f"{group} differs: {', '.join([*keys][:_MAX_KEYS])}{more}"
-    yield from report.curves[:2]
     for run in report.runs:
         values = {title: value for title, value, _ in cards(run)}
         numbers = ", ".join(f"{key} {values[key]}" for key in _COMPARED if key in values)

@@ -1,8 +1,8 @@
-"""Time between steps, and equal loss curves."""
+"""Time between steps."""
 
 import pytest
 
-from hpc3d.analyze.metrics.step import between_rows, equal_curves, time_rows
+from hpc3d.analyze.metrics.step import between_rows, time_rows
 from tests.analyze.traces import by_hand, event, opened
 
 IO = 5
@@ -29,18 +29,3 @@ def test_time_between_steps_is_counted_by_event_name(tmp_path):
 def test_between_rows_are_empty_without_events_outside_steps(tmp_path):
     with opened(by_hand(tmp_path, {0: [event("F0", 0, 10)]})) as trace:
         assert between_rows(trace) == []
-
-
-@pytest.mark.parametrize(
-    ("far", "said"),
-    [
-        (0.0, ["the losses of b equal those of a to the last bit"]),
-        (5e-8, ["the losses of b equal those of a to 5e-08 nat"]),
-        (2.9e-5, ["the losses of b equal those of a to 3e-05 nat"]),
-        (3.1e-5, []),
-        (None, []),
-    ],
-)
-def test_equal_loss_curves_are_reported(far, said):
-    rows = [{"run": name, "loss": 3.0, "loss_difference": far} for name in "ab"]
-    assert equal_curves(rows) == said

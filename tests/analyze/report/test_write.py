@@ -15,7 +15,7 @@ def test_tables_are_printed_and_written(run, capsys):
     printed = capsys.readouterr().out
     text = (run / "report" / "report.md").read_text()
     for line in (
-        f"| {LABEL} |     4 |     2 |      1.55 |      1.80 |      2.05 |   1.00 M |",
+        f"| {LABEL} |     4 |     2 |      1.55 |        1.80 |      2.05 |   1.00 M |",
         "| compute    | backward |      | gemm           |     0.400 | 24.2% |   2.0 |",
     ):
         assert line in printed and line in text

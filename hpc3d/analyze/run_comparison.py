@@ -1,0 +1,170 @@
+"""Verdict of a comparison of runs: which run is faster, and whether the losses agree.
+
+Runs that differ only in their seed form a group. A group is compared with the group of the first
+run by the median over the steps of all its runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpc3d.analyze.metrics.compare import half_width, interval, relative_error, scaling_rows
+from hpc3d.analyze.metrics.pipeline_step import configuration
+from hpc3d.analyze.metrics.step import ratio
+from hpc3d.config.load import flat
+from hpc3d.console.sanitize import counted
+from hpc3d.trace.reader import Trace
+
+_Row = Mapping[str, Any]
+_UNCOMPARED = ("seed", "name", "run.out")  # keys in which the runs of a group may differ
+_ROUNDING = 1e-5  # losses agree if they differ by at most this fraction
+_TWICE = 2.0  # from this ratio on, the verdict states a ratio instead of a percentage
+
+
+def seed_groups(traces: Sequence[Trace]) -> list[list[int]]:
+    """Return the groups of runs that differ only in their seed, as lists of run indices.
+
+    A run with an unknown configuration is a group of its own.
+    """
+    found: dict[Any, list[int]] = {}
+    for index, trace in enumerate(traces):
+        config = configuration(trace)
+        key: Any = index
+        if config is not None:
+            known = {name: each for name, each in flat(config).items() if name not in _UNCOMPARED}
+            key = str(known), trace.attrs["world_size"], trace.attrs.get("kind")
+        found.setdefault(key, []).append(index)
+    return list(found.values())
+
+
+def speed_rows(
+    runs: Sequence[_Row], seconds: Sequence[np.ndarray], groups: Sequence[Sequence[int]]
+) -> list[dict[str, Any]]:
+    """Compare the step time of each group with the first group.
+
+    Each row has the label `run`, the number of `ranks`, the kind of `scaling`, and the `speedup`
+    over the first group with its 95 % confidence interval. The speedup is the ratio of median step
+    times for equal work, the ratio of FLOP/s for equal work per rank on another number of ranks,
+    and None otherwise.
+
+    Parameters
+    ----------
+    runs
+        Results of `run_row`, one per run.
+    seconds
+        Step times of the slowest rank in seconds, one array per run.
+    """
+    pooled = [np.concatenate([seconds[index] for index in group]) for group in groups]
+    medians = [float(np.median(each)) for each in pooled]
+    errors = [relative_error(each) for each in pooled]
+    first = runs[groups[0][0]]
+    rows = []
+    for group, median, error in zip(groups, medians, errors):
+        run = runs[group[0]]
+        row = scaling_rows([first, run])[1]
+        kind, speedup = row["scaling"], None
+        if kind == "strong":
+            speedup = ratio(medians[0], median)
+        elif kind == "weak" and run["ranks"] != first["ranks"]:
+            speedup = row["speedup"]
+        label = _label(run["run"], len(group))
+        found = {"run": label, "ranks": run["ranks"], "scaling": kind, "speedup": speedup}
+        rows.append(found | interval("speedup", speedup, error, errors[0]))
+    return rows
+
+
+def _label(name: str, runs: int) -> str:
+    return name if runs == 1 else f"{name} and {counted(runs - 1, 'other seed')}"
+
+
+def scaling_table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the result of `scaling_rows`, without scaling if all runs have as many ranks."""
+    rows = scaling_rows(runs)
+    if len({run["ranks"] for run in runs}) > 1:
+        return rows
+    return [row | {"scaling": None, "efficiency": None} for row in rows]
+
+
+def seed_rows(runs: Sequence[_Row], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Return one row per group of several runs: mean loss and its 95 % confidence interval.
+
+    `runs` is the result of `comparison_rows`. The loss is that after the last common step; the
+    interval is Student's t interval of the mean over the seeds.
+    """
+    rows = []
+    for group in groups:
+        if len(group) == 1:
+            continue
+        row = {"run": _label(runs[group[0]]["run"], len(group)), "runs": len(group)}
+        for key in ("loss", "validation_loss"):
+            values = [value for index in group if (value := runs[index][key]) is not None]
+            known = len(values) == len(group)
+            row[key] = float(np.mean(values)) if known else None
+            row[f"{key}_half"] = half_width(np.array(values)) if known else None
+        rows.append(row)
+    return rows
+
+
+def comparison_verdict(
+    speeds: Sequence[_Row], runs: Sequence[_Row], groups: Sequence[Sequence[int]]
+) -> Iterator[str]:
+    """Yield one line per group after the first: step time and losses compared with the first.
+
+    Parameters
+    ----------
+    speeds
+        Result of `speed_rows`, or an empty list if times are not compared.
+    runs
+        Result of `comparison_rows`.
+    """
+    for number, group in enumerate(groups[1:], 1):
+        parts = [_speed(speeds[number], speeds[0])] if speeds else []
+        if len(group) == len(groups[0]) == 1:
+            parts += _losses(runs[group[0]])
+        if parts:
+            named = parts[0] if speeds else f"{runs[group[0]]['run']}: {parts[0]}"
+            yield "; ".join([named, *parts[1:]])
+
+
+def _speed(row: _Row, first: _Row) -> str:
+    one, other, speedup = row["run"], first["run"], row["speedup"]
+    if speedup is None:
+        reason = "because their work differs or is unknown"
+        return f"the step times of {one} and {other} are not compared, {reason}"
+    low, high = row["speedup_low"], row["speedup_high"]
+    if row["scaling"] == "weak":
+        return f"{one} reaches {speedup:.2f} times the FLOP/s of {other}{_between(low, high)}"
+    if row["ranks"] != first["ranks"] or max(speedup, 1 / speedup) >= _TWICE:
+        ranks = f" on {row['ranks']} instead of {first['ranks']} ranks"
+        ranks = ranks if row["ranks"] != first["ranks"] else ""
+        return f"{one} is {speedup:.2f} times as fast as {other}{ranks}{_between(low, high)}"
+    word = "faster" if speedup >= 1 else "slower"
+    sign = 1 if speedup >= 1 else -1
+    more = speedup**sign - 1
+    if low is None:
+        return f"{one} is {more:.1%} {word} than {other} (too few steps for an interval)"
+    least, most = sorted(limit**sign - 1 for limit in (low, high))
+    within = f"(95 % interval {least:.1%} to {most:.1%})"
+    if least <= 0:
+        return f"{one} is as fast as {other} within the noise: {more:.1%} {word} {within}"
+    return f"{one} is {more:.1%} {word} than {other} {within}"
+
+
+def _between(low: float | None, high: float | None) -> str:
+    return "" if low is None else f" (95 % interval {low:.2f} to {high:.2f})"
+
+
+def _losses(row: _Row) -> Iterator[str]:
+    """Yield a clause on the losses at the steps that both runs have in common, if any."""
+    difference, loss = row["loss_difference"], row["loss"]
+    if difference is None:
+        return
+    if difference == 0:
+        yield "losses agree to the last bit"
+    elif loss is not None and difference <= _ROUNDING * abs(loss):
+        yield f"losses agree to {difference:.0e} nat"
+    else:
+        yield f"losses differ by up to {difference:.2g} nat"

@@ -1,0 +1,140 @@
+"""The verdict of a comparison: step times with intervals, losses, and groups of seeds."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hpc3d.analyze.metrics.compare import interval, relative_error
+from hpc3d.analyze.run_comparison import (
+    comparison_verdict,
+    scaling_table,
+    seed_groups,
+    seed_rows,
+    speed_rows,
+)
+from tests.analyze.report.by_hand import reported, write_run
+
+SIZES = {"batch": 8, "layers": 2, "hidden": 8, "heads": 2, "sequence": 4, "block_weights": 100}
+OTHER_WORK = "the step times of b and a are not compared, because their work differs"
+STEADY = np.array([1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0])
+
+
+def run(name, ranks=4, **values):
+    found = SIZES | {"run": name, "ranks": ranks, "setting": "same", "recompute": "none"}
+    return found | {"step_s": 1.0, "step_error": None, "flop_per_s": 1.0} | values
+
+
+def losses(name, difference, loss=3.0):
+    validation = {"validation_loss": None}
+    return {"run": name, "loss": loss, "loss_difference": difference} | validation
+
+
+def verdict(runs, seconds, differences, groups=None):
+    groups = groups or [[index] for index in range(len(runs))]
+    rows = [losses(each["run"], far) for each, far in zip(runs, differences)]
+    return [*comparison_verdict(speed_rows(runs, seconds, groups), rows, groups)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (STEADY / 1.08, "3d is 8.0% faster than 1d (95 % interval "),
+        (STEADY * 1.25, "3d is 25.0% slower than 1d (95 % interval "),
+        (STEADY / 3, "3d is 3.00 times as fast as 1d (95 % interval "),
+        (STEADY * 1.001, "3d is as fast as 1d within the noise: 0.1% slower (95 % interval -"),
+        (STEADY[:2], "3d is 0.5% slower than 1d (too few steps for an interval)"),
+    ],
+)
+def test_verdict_compares_step_times(seconds, said):
+    (line,) = verdict([run("1d"), run("3d")], [STEADY, seconds], [0, None])
+    assert line.startswith(said) and "losses" not in line
+
+
+def test_verdict_states_the_interval_of_the_ratio():
+    other = STEADY / 1.08
+    limits = interval("r", 1.08, relative_error(STEADY), relative_error(other))
+    (line,) = verdict([run("1d"), run("3d")], [STEADY, other], [0, 0])
+    within = f"(95 % interval {limits['r_low'] - 1:.1%} to {limits['r_high'] - 1:.1%})"
+    assert line == f"3d is 8.0% faster than 1d {within}; losses agree to the last bit"
+
+
+@pytest.mark.parametrize(
+    ("far", "said"),
+    [
+        (0.0, "losses agree to the last bit"),
+        (2.9e-5, "losses agree to 3e-05 nat"),
+        (3.1e-5, "losses differ by up to 3.1e-05 nat"),
+    ],
+)
+def test_verdict_compares_losses(far, said):
+    (line,) = verdict([run("1d"), run("3d")], [STEADY, STEADY], [0, far])
+    assert line.endswith(f"; {said}")
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"ranks": 8}, "b is 2.00 times as fast as a on 8 instead of 4 ranks (95 % interval "),
+        (
+            {"ranks": 8, "batch": 16, "flop_per_s": 1.8},
+            "b reaches 1.80 times the FLOP/s of a (95",
+        ),
+        ({"layers": 3}, OTHER_WORK),
+        ({"setting": "float64"}, OTHER_WORK),
+    ],
+)
+def test_verdict_depends_on_ranks_and_work(other, said):
+    runs = [run("a"), run("b", **other)]
+    runs = [each | {"step_error": 0.01} for each in runs]
+    (line,) = verdict(runs, [STEADY, STEADY / 2], [0, None])
+    assert line.startswith(said)
+
+
+def test_scaling_is_only_reported_if_ranks_differ():
+    same, more = scaling_table([run("a"), run("b")]), scaling_table([run("a"), run("b", 8)])
+    assert [(row["scaling"], row["efficiency"]) for row in same] == [(None, None)] * 2
+    assert [row["speedup"] for row in same] == [1, 1]
+    assert [(row["scaling"], row["efficiency"]) for row in more] == [
+        ("strong", 1),
+        ("strong", 0.5),
+    ]
+
+
+def trace_of(text):
+    return SimpleNamespace(attrs={"config": text, "world_size": 1, "kind": "measured"})
+
+
+def test_runs_that_differ_only_in_the_seed_form_a_group():
+    texts = ["seed = 1", "seed = 2\n[mesh]\nx = 2", 'seed = 3\nname = "other"', "[mesh]\nx = 2"]
+    groups = seed_groups([*map(trace_of, [*texts, "", ""])])
+    assert groups == [[0, 2], [1, 3], [4], [5]]
+
+
+def test_group_of_seeds_is_compared_by_its_pooled_steps():
+    runs = [run("a"), run("a, 2"), run("b"), run("b, 2")]
+    seconds = [STEADY, STEADY * 1.2, STEADY / 2, STEADY * 1.2 / 2]
+    groups = [[0, 1], [2, 3]]
+    (line,) = verdict(runs, seconds, [0, 0.5, 0.5, 0.5], groups)
+    assert line.startswith("b and 1 other seed is 2.00 times as fast as a and 1 other seed (95 %")
+    assert "losses" not in line
+    rows = [losses("a", 0, 3.0), losses("a, 2", 1, 4.0), losses("c", 1, 2.0)]
+    (row,) = seed_rows(rows, [[0, 1], [2]])
+    assert (row["run"], row["runs"], row["loss"]) == ("a and 1 other seed", 2, 3.5)
+    assert row["loss_half"] == pytest.approx(12.706 * 0.5) and row["validation_loss"] is None
+
+
+def test_report_begins_with_the_verdict(tmp_path, capsys):
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "two", scheme="1d")
+    reported(capsys, one, other, "--out", tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8").splitlines()
+    assert text[:4] == [
+        "# Report",
+        "",
+        "Verdict:",
+        "",
+    ]
+    assert text[4] == (
+        "* 1d, x=2 y=2 is 0.0% faster than 3d (shards only m and n), x=2 y=2 (too few steps for an"
+        " interval); losses agree to the last bit"
+    )
