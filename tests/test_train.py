@@ -261,6 +261,7 @@ def test_environment_file_has_versions_and_ranks_but_no_secrets(run):
     environment = json.loads((path / "environment.json").read_text())
     assert environment["packages"]["numpy"] == np.__version__
     assert environment["hpc3d"] == hpc3d.__version__
+    assert 0 <= environment.get("other_cpu_share", 0) <= 1
     assert [place["local_rank"] for place in environment["ranks"]] == list(range(RANKS))
     assert len({place["pid"] for place in environment["ranks"]}) == RANKS
     files = [entry for entry in path.rglob("*") if entry.is_file()]

@@ -41,7 +41,10 @@ def seed_groups(traces: Sequence[Trace]) -> list[list[int]]:
 
 
 def speed_rows(
-    runs: Sequence[_Row], seconds: Sequence[np.ndarray], groups: Sequence[Sequence[int]]
+    runs: Sequence[_Row],
+    seconds: Sequence[np.ndarray],
+    groups: Sequence[Sequence[int]],
+    busy: Sequence[float | None],
 ) -> list[dict[str, Any]]:
     """Compare the step time of each group with the first group.
 
@@ -56,6 +59,9 @@ def speed_rows(
         Results of `run_row`, one per run.
     seconds
         Step times of the slowest rank in seconds, one array per run.
+    busy
+        Share of the CPU time that other processes used during each run, if known. `noise` is the
+        largest share of the runs of a group and of the first group.
     """
     pooled = [np.concatenate([seconds[index] for index in group]) for group in groups]
     medians = [float(np.median(each)) for each in pooled]
@@ -72,6 +78,7 @@ def speed_rows(
             speedup = row["speedup"]
         label = _label(run["run"], len(group))
         found = {"run": label, "ranks": run["ranks"], "scaling": kind, "speedup": speedup}
+        found["noise"] = max(busy[index] or 0.0 for index in (*group, *groups[0]))
         rows.append(found | interval("speedup", speedup, error, errors[0]))
     return rows
 
@@ -121,7 +128,9 @@ def comparison_verdict(
         Result of `comparison_rows`.
     """
     for number, group in enumerate(groups[1:], 1):
-        parts = [_speed(speeds[number], speeds[0])] if speeds else []
+        parts = []
+        if speeds:
+            parts = [_speed(speeds[number], speeds[0]), *_noise(speeds[number])]
         if len(group) == len(groups[0]) == 1:
             parts += _losses(runs[group[0]])
         if parts:
@@ -151,6 +160,13 @@ def _speed(row: _Row, first: _Row) -> str:
     if least <= 0:
         return f"{one} is as fast as {other} within the noise: {more:.1%} {word} {within}"
     return f"{one} is {more:.1%} {word} than {other} {within}"
+
+
+def _noise(row: _Row) -> Iterator[str]:
+    """Yield a warning if the difference is smaller than the share of other processes."""
+    speedup, noise = row["speedup"], row["noise"]
+    if speedup is not None and max(speedup, 1 / speedup) - 1 < noise:
+        yield f"this is less than the {noise:.0%} of the CPU time that other processes used"
 
 
 def _between(low: float | None, high: float | None) -> str:

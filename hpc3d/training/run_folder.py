@@ -182,6 +182,14 @@ def describe(folder: Path, locations: Sequence[Mapping[str, Any]], mpi: str) -> 
     write_text(folder / "environment.json", json.dumps(environment, indent=1) + "\n")
 
 
+def note_environment(folder: Path, **values: float) -> None:
+    """Add values to environment.json, which is left unchanged if it cannot be read or written."""
+    path = folder / "environment.json"
+    with suppress(OSError, ValueError):
+        known = json.loads(path.read_text(encoding="utf-8"))
+        write_text(path, json.dumps(known | values, indent=1) + "\n")
+
+
 def git_revision() -> str:
     """Return the git commit of the source code, with a "+" if files have been modified.
 

@@ -15,10 +15,11 @@ from hpc3d.arrays.host_store import store_of
 from hpc3d.console.exit_codes import FAILED, STOPPED, JobExit
 from hpc3d.model.families import family_of
 from hpc3d.runtime import launch
+from hpc3d.runtime.other_processes import OtherProcesses
 from hpc3d.runtime.stop_request import Stop, reason
 from hpc3d.training.guard import GuardError, LossSpikes, ReplicaCheck, guarded, lines
 from hpc3d.training.log import KEPT, Log
-from hpc3d.training.run_folder import FOLDER_FILE, write_text
+from hpc3d.training.run_folder import FOLDER_FILE, note_environment, write_text
 
 if TYPE_CHECKING:
     from hpc3d.comm.device_setup import Hardware
@@ -114,10 +115,14 @@ def equipped(
 def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:
     """Run the training steps. Raises JobExit if a guard or a stop request ends the run early."""
     with closing(run.log):
+        others = OtherProcesses(job)
         try:
             done = _steps(job, plan, run, stop)
         except GuardError as wrong:
             _give_up(job, plan, run, wrong)
+        share = others.share()
+        if job.rank == 0 and share is not None:
+            note_environment(plan.folder, other_cpu_share=share)
         _end(job, plan, run, done)
     if done < plan.config.train.steps:
         raise JobExit(STOPPED if run.saver.saved == done else FAILED)

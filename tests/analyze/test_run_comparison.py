@@ -1,5 +1,6 @@
 """The verdict of a comparison: step times with intervals, losses, and groups of seeds."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,10 +31,11 @@ def losses(name, difference, loss=3.0):
     return {"run": name, "loss": loss, "loss_difference": difference} | validation
 
 
-def verdict(runs, seconds, differences, groups=None):
+def verdict(runs, seconds, differences, groups=None, busy=None):
     groups = groups or [[index] for index in range(len(runs))]
     rows = [losses(each["run"], far) for each, far in zip(runs, differences)]
-    return [*comparison_verdict(speed_rows(runs, seconds, groups), rows, groups)]
+    speeds = speed_rows(runs, seconds, groups, busy or [None] * len(runs))
+    return [*comparison_verdict(speeds, rows, groups)]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,15 @@ def test_verdict_states_the_interval_of_the_ratio():
 def test_verdict_compares_losses(far, said):
     (line,) = verdict([run("1d"), run("3d")], [STEADY, STEADY], [0, far])
     assert line.endswith(f"; {said}")
+
+
+@pytest.mark.parametrize(
+    ("busy", "told"), [([None, 0.12], True), ([0.12, 0.0], True), ([0.07, 0.01], False)]
+)
+def test_difference_below_the_share_of_other_processes_is_called_so(busy, told):
+    (line,) = verdict([run("1d"), run("3d")], [STEADY, STEADY / 1.08], [0, 0], busy=busy)
+    clause = "; this is less than the 12% of the CPU time that other processes used;"
+    assert (clause in line) == told
 
 
 @pytest.mark.parametrize(
@@ -138,3 +149,17 @@ def test_report_begins_with_the_verdict(tmp_path, capsys):
         "* 1d, x=2 y=2 is 0.0% faster than 3d (shards only m and n), x=2 y=2 (too few steps for an"
         " interval); losses agree to the last bit"
     )
+
+
+def test_comparison_warns_of_busy_hosts(tmp_path, capsys):
+    runs = write_run(tmp_path / "one"), write_run(tmp_path / "two", scheme="1d")
+    for path, share in zip(runs, (0.09, 0.25), strict=True):
+        (path / "environment.json").write_text(json.dumps({"other_cpu_share": share}))
+    found = reported(capsys, *runs)
+    assert found["notes"] == [
+        "1d, x=2 y=2: other processes used 25% of the CPU time of the busiest host, so times may"
+        " be longer"
+    ]
+    assert found["runs"][0]["about"]["other processes"] == "9% of the CPU time of the busiest host"
+    (runs[0] / "environment.json").write_text("[")
+    assert "other processes" not in reported(capsys, *runs)["runs"][0]["about"]

@@ -61,6 +61,7 @@ def run(tmp_path, monkeypatch, evaluator=None, kind="gpt2", **how):
     config = Config(model=ModelConfig(kind=kind), train=TrainConfig(steps=STEPS))
     one = Recorded(**how)
     one.mesh, one.rank, one.size = SimpleNamespace(trace=NullRecorder(), sizes={}), 1, 1
+    one.kernels = ["host"] * 2
     one.request, one.trainer = int, one
     running = RunningJob(one, one, one, one, None, 0, evaluator and evaluator(one))
     try:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpc3d.analyze.metrics.pipeline_step import configuration
-from hpc3d.analyze.metrics.run_summary import outnumbered
+from hpc3d.analyze.metrics.run_summary import busy_hosts, outnumbered
 from hpc3d.config.load import flat, literal
 from hpc3d.model.families import with_epsilon
 from hpc3d.trace.reader import Trace
@@ -76,7 +76,7 @@ def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
 def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
     """Return warnings about the comparability of runs, one line per warning.
 
-    The warnings concern unknown configurations and runs with more ranks than cores.
+    The warnings concern unknown configurations, runs with more ranks than cores, and busy hosts.
     """
     if len(traces) < 2:
         return []
@@ -84,6 +84,7 @@ def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
     unknown = [label for trace, label in named if configuration(trace) is None]
     missing = f"the configuration of {' and '.join(unknown)} is unknown: no settings are compared"
     crowded = [f"{label}: {line}" for trace, label in named if (line := outnumbered(trace))]
+    crowded += [f"{label}: {line}" for trace, label in named if (line := busy_hosts(trace))]
     return [missing, *crowded] if unknown else crowded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import numpy as np
@@ -11,9 +12,11 @@ from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.steady import Steady, averaged
 from hpc3d.config.input_file import ParallelConfig
 from hpc3d.console.sanitize import counted
+from hpc3d.trace.locate import NEWEST
 from hpc3d.trace.reader import Trace
 from hpc3d.training.graphed_step import graph_in_words
 
+_BUSY = 0.1  # share of the CPU time of other processes above which a host is busy
 _SHOWN = 8  # maximum number of listed hosts
 CORES_SHARED = "ranks share cores, so times are longer than with one core per rank"
 
@@ -27,6 +30,7 @@ def about(trace: Steady) -> dict[str, str]:
         "ranks": _ranks(attrs),
         "hosts": _hosts(trace),
         "cores": _cores(trace),
+        "other processes": _others(trace.trace),
         **(_configured(config, attrs) if config else {}),
         "program": _program(attrs),
         "MPI": attrs.get("mpi"),
@@ -58,6 +62,33 @@ def _cores(trace: Trace) -> str | None:
     ranks = int((host == host[0]).sum())
     share = f": {CORES_SHARED}" if ranks > count else ""
     return f"{count} for {counted(ranks, 'rank')} per host{share}"
+
+
+def other_cpu_share(trace: Trace) -> float | None:
+    """Return the share of the CPU time that other processes used, or None if it is unknown.
+
+    The share is that of the newest attempt, on the host with the largest share.
+    """
+    if trace.path.name != NEWEST:
+        return None
+    try:
+        found = json.loads((trace.path.parent / "environment.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    share = found.get("other_cpu_share") if isinstance(found, dict) else None
+    return share if isinstance(share, float) and 0 <= share <= 1 else None
+
+
+def _others(trace: Trace) -> str | None:
+    share = other_cpu_share(trace)
+    return None if share is None else f"{share:.0%} of the CPU time of the busiest host"
+
+
+def busy_hosts(trace: Trace) -> str | None:
+    """Return a warning if other processes used a large share of the CPU time, else None."""
+    text = _others(trace)
+    busy = (other_cpu_share(trace) or 0) > _BUSY
+    return f"other processes used {text}, so times may be longer" if busy else None
 
 
 def outnumbered(trace: Trace) -> str | None:

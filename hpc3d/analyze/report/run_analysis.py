@@ -25,7 +25,7 @@ from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import configuration, pipeline_of_step
 from hpc3d.analyze.metrics.prediction import prediction_rows
-from hpc3d.analyze.metrics.run_summary import about
+from hpc3d.analyze.metrics.run_summary import about, other_cpu_share
 from hpc3d.analyze.metrics.steady import Steady
 from hpc3d.analyze.metrics.step import (
     between_rows,
@@ -143,7 +143,8 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     if len(runs) > 1 and timed:
         steady = [*map(Steady, traces)]
         rows = [run_row(trace) | {"run": run.label} for trace, run in zip(steady, runs)]
-        speeds = speed_rows(rows, [*map(slowest_seconds, steady)], groups)
+        seconds = [*map(slowest_seconds, steady)]
+        speeds = speed_rows(rows, seconds, groups, [*map(other_cpu_share, traces)])
         tables["scaling"], tables["gains"] = scaling_table(rows), gain_rows(rows)
         tables["differences"] = [
             {"run": run.label} | row

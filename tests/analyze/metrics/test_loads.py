@@ -1,5 +1,6 @@
 """Configuration differences that are reported before runs are compared."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import h5py
@@ -80,8 +81,8 @@ def test_most_common_value_is_reported_as_all_others():
 
 
 def _trace(text):
-    attrs = {"config": text}
-    return SimpleNamespace(attrs=attrs, steps={"tokens": np.array([9])}, ranks={"host_id": None})
+    tables = {"steps": {"tokens": np.array([9])}, "ranks": {"host_id": None}}
+    return SimpleNamespace(attrs={"config": text}, path=Path("nowhere"), **tables)
 
 
 def test_every_configuration_key_has_a_group():
