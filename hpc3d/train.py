@@ -213,7 +213,7 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]
     validation = None if held is None else validation_of(config, held)
     other = held.tokens if named else None
     plan.texts = run_text.described(tokens, other)
-    plan.notes = [*run_text.trained_on(tokens, other, config)]
+    plan.notes = [*run_text.tokenized_by(tokens), *run_text.trained_on(tokens, other, config)]
     if config.data.validation and not config.train.eval_every:
         plan.notes.append("data.validation is not evaluated, because train.eval_every = 0")
     return tokens, batches, validation

@@ -165,6 +165,7 @@ def test_tokenizer_with_a_mask_token_adds_no_vocabulary(tmp_path):
     plan = verb.read_command_line(1, options)
     verb.take_text(plan)
     assert plan.config.model.vocabulary == made.vocabulary == 277
+    assert plan.notes == ["tokenizer: bpe, 277 tokens"]
     plan = verb.read_command_line(1, [*options, "--model.padding", "275"])
     with pytest.raises(ValueError, match=r"model.padding = 275 is the ID of the .* mask token; "):
         verb.take_text(plan)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.console.sanitize import counted
+from hpc3d.data.tokenizer import ByteTokenizer, kind_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -89,6 +90,13 @@ def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
                     f"data.validation: {config.data.validation} was the training text until now, "
                     "so its loss does not measure generalization; use another text"
                 )
+
+
+def tokenized_by(tokens: Tokens) -> Iterator[str]:
+    """Yield a log line with the type of a tokenizer that is read from a file."""
+    if tokens.tokenizer != ByteTokenizer.name:
+        kind = kind_of(tokens.tokenizer, tokens.json)
+        yield f"tokenizer: {kind}, {counted(tokens.vocabulary, 'token')}"
 
 
 def trained_on(tokens: Tokens, held: Tokens | None, config: Config) -> Iterator[str]:

@@ -1,13 +1,22 @@
 """A resumed run reads its original texts, from any current folder."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from hpc3d.checkpoints.run_text import described, differences, located, recorded, trained_on
+from hpc3d.checkpoints.run_text import (
+    described,
+    differences,
+    located,
+    recorded,
+    tokenized_by,
+    trained_on,
+)
 from hpc3d.config.input_file import Config, DataConfig
 from hpc3d.data.token_file import open_tokens, write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
+from hpc3d.data.tokenizer_files import characters
 from hpc3d.data.validation import divided
 from tests.runs import plan_of
 
@@ -167,3 +176,12 @@ def test_rank_0_records_the_opened_texts_and_their_notes(here):
     assert plan.texts == of_run(plan.config, plan.folder)
     (note,) = plan.notes
     assert "is the training text" in note
+
+
+def test_character_tokenizer_is_called_by_its_name():
+    """In the configuration, it is a bpe tokenizer, as is every tokenizer other than bytes."""
+    made = characters({"a": 0, "b": 1})
+    tokens = SimpleNamespace(tokenizer=made.name, json=made.json, vocabulary=made.vocabulary)
+    assert [*tokenized_by(tokens)] == ["tokenizer: characters, 2 tokens"]
+    tokens.tokenizer, tokens.json = ByteTokenizer.name, ByteTokenizer.json
+    assert not [*tokenized_by(tokens)]
