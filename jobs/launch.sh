@@ -13,8 +13,9 @@ cd "$SLURM_SUBMIT_DIR" || exit
 # shellcheck source=/dev/null
 [ ! -f .venv/bin/activate ] || source .venv/bin/activate  # otherwise, use python on PATH
 
-# SITE: launcher of MPI programs, e.g. LAUNCH=mpirun sbatch jobs/train.sbatch
-read -ra launch <<< "${LAUNCH:-srun --mpi=pmix}"
+# SITE: launcher of MPI programs, e.g. LAUNCH=mpirun sbatch jobs/train.sbatch. Each rank has cores of
+# its own, and adjacent ranks have adjacent cores and nodes.
+read -ra launch <<< "${LAUNCH:-srun --mpi=pmix --cpu-bind=cores --distribution=block:block}"
 
 # Number of NumPy threads. Since Slurm 22.05, srun does not inherit --cpus-per-task from the job.
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"

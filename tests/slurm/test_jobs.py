@@ -17,7 +17,7 @@ if missing():
     pytest.skip(f"no {', '.join(missing())} here: {PACKAGES}", allow_module_level=True)
 
 SCRIPTS = sorted(path.name for path in (ROOT / "jobs").glob("*.sbatch"))
-LAUNCHERS = ("srun --mpi=pmix", "mpirun")
+LAUNCHERS = ("srun --mpi=pmix --cpu-bind=cores --distribution=block:block", "mpirun")
 LINE = re.compile(r"^ *(\d+) +(\d+\.\d+) ", re.MULTILINE)
 TOKENS = SMALL["train.batch"] * SMALL["model.sequence"]
 SECONDS = 4  # that a run has to be told to stop

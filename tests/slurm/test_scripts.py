@@ -97,6 +97,30 @@ def test_train_script_accepts_an_input_and_options(site):
     assert started(site, "train.sbatch")[4] == "inputs/gpt-3d-64.toml"
 
 
+def test_evaluate_script_uses_the_newest_run_of_a_job_that_has_a_checkpoint(site):
+    for name in ("a/checkpoints/step-00000004", "b/checkpoints/step-00000002", "c"):
+        (site / "results/job-6" / name).mkdir(parents=True)
+    own = ["--data", "a.txt", "b.txt", "--batches", "2"]
+    words = started(site, "evaluate.sbatch", "results/job-6", *own)
+    assert words == ["launch", "python", "-m", "hpc3d.evaluate", "results/job-6/b", *own]
+    assert started(site, "evaluate.sbatch", "results/job-6/a", *own)[4] == "results/job-6/a"
+    assert started(site, "evaluate.sbatch", "models/gpt2", *own)[4] == "models/gpt2"
+
+
+def test_srun_binds_each_rank_to_cores_of_its_own(site):
+    program(site / "bin/srun", 'echo "srun $*"; echo "run kept in results"')
+    words = started(site, "train.sbatch", launch="")
+    assert words[:4] == ["srun", "--mpi=pmix", "--cpu-bind=cores", "--distribution=block:block"]
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.sbatch")), ids=lambda path: path.name)
+def test_every_script_has_disabled_lines_for_account_memory_and_gpus(path):
+    text = path.read_text()
+    disabled = re.findall(r"^##SBATCH --([\w-]+)", text, re.M)
+    assert {"account", "mem-per-cpu"} <= {*disabled}
+    assert ("gpu-bind" in disabled) == ("gpus-per-node" in text)
+
+
 def test_array_tasks_train_separate_runs(site):
     """Otherwise, the second task would continue the run of the first."""
     (site / "results/job-7_1/a/checkpoints/step-00000004").mkdir(parents=True)
