@@ -6,6 +6,7 @@ import pytest
 import hpc3d
 from hpc3d.config.load import load
 from hpc3d.library import commands
+from hpc3d.runtime.mpi_library import MpiInstall
 from tests.library.tiny import TINY
 
 SMALL = {"model.hidden": 64, "model.heads": 8, "model.layers": 1, "train.batch": 8}
@@ -76,6 +77,8 @@ def test_rejected_input_raises_value_error(call):
 def test_missing_mpirun_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    library = MpiInstall("Open MPI", "5.0.8", None)
+    monkeypatch.setattr("hpc3d.runtime.mpi_launcher._library", lambda: library)
     with pytest.raises(ValueError, match=r"hpc3d\[mpi\]"):
         hpc3d.run_training(ranks=2)
 
