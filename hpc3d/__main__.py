@@ -9,7 +9,7 @@ from importlib import import_module
 
 COMMANDS = (
     *("init", "train", "generate", "evaluate", "plan", "simulate", "layout", "sweep", "partition"),
-    *("watch", "report", "checkpoint", "prepare", "bench", "doctor"),
+    *("watch", "report", "reproduce", "checkpoint", "prepare", "bench", "doctor"),
 )
 USAGE = """
     hpc3d COMMAND ...  =  python -m hpc3d COMMAND ...  =  python -m hpc3d.COMMAND ...

@@ -17,8 +17,9 @@ import hpc3d.trace
 from hpc3d import train as verb
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import load
+from hpc3d.config.package_data import text_path
 from hpc3d.config.resolve import resolve
-from hpc3d.data.token_file import write_tokens
+from hpc3d.data.token_file import open_tokens, write_tokens
 from hpc3d.data.tokenizer import BpeTokenizer, library, train_bpe
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.training import run_folder
@@ -263,6 +264,11 @@ def test_environment_file_has_versions_and_ranks_but_no_secrets(run):
     assert environment["packages"]["numpy"] == np.__version__
     assert environment["hpc3d"] == hpc3d.__version__
     assert 0 <= environment.get("other_cpu_share", 0) <= 1
+    assert environment["processor"] and environment["memory_bytes"] > 1 << 28
+    assert re.fullmatch(r"\S+ \S+, \S+ kernels", environment["blas"])
+    assert len(environment["load"]) == 3
+    with open_tokens(text_path(Config().data.path)) as tokens:
+        assert environment["data"] == {"data.path": tokens.sha256}
     assert [place["local_rank"] for place in environment["ranks"]] == list(range(RANKS))
     assert len({place["pid"] for place in environment["ranks"]}) == RANKS
     files = [entry for entry in path.rglob("*") if entry.is_file()]

@@ -41,6 +41,7 @@ _PARSERS = {
     "partition profile": ("partition.profiles.__main__", "parser"),
     "watch": ("watch", "parser"),
     "report": ("report", "parser"),
+    "reproduce": ("reproduce", "parser"),
     "checkpoint": ("checkpoint", "parser"),
     "prepare": ("prepare", "parser"),
     "bench": ("bench", "parser"),

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -26,9 +27,13 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
+
 import hpc3d
+from hpc3d.arrays.worker_threads import blas_kernels
 from hpc3d.console.sanitize import file_and_reason, reason_of
 from hpc3d.console.small_files import naming, replacing, sync
+from hpc3d.runtime import host_memory
 from hpc3d.runtime.probe import installed
 
 if TYPE_CHECKING:
@@ -165,18 +170,32 @@ def fresh(parent: Path, name: str) -> Path:
     raise FileExistsError(f"100 runs named {name} already exist")
 
 
-def describe(folder: Path, locations: Sequence[Mapping[str, Any]], mpi: str) -> None:
-    """Write versions, platform, nodes and the Git commit, but no secrets, to environment.json."""
+def describe(
+    folder: Path,
+    locations: Sequence[Mapping[str, Any]],
+    mpi: str,
+    texts: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Write what determines the results and the speed of a run to environment.json.
+
+    The file contains versions, hardware, nodes, the Git commit and the hashes of the data, but no
+    secrets. The load is the number of processes that were running or waiting for a core.
+    """
     environment = {
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "hpc3d": hpc3d.__version__,
         "git": git_revision(),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "processor": processor(),
         "cores": os.cpu_count(),
+        "memory_bytes": host_memory.total(),
+        "load": os.getloadavg(),
+        "blas": blas(),
         "threads_per_rank": os.environ.get("OMP_NUM_THREADS"),
         "mpi": mpi,
         "packages": {name: installed(name) for name in _PACKAGES},
+        "data": {key: text["sha256"] for key, text in texts.items() if "sha256" in text},
         "ranks": locations,
     }
     write_text(folder / "environment.json", json.dumps(environment, indent=1) + "\n")
@@ -188,6 +207,22 @@ def note_environment(folder: Path, **values: float) -> None:
     with suppress(OSError, ValueError):
         known = json.loads(path.read_text(encoding="utf-8"))
         write_text(path, json.dumps(known | values, indent=1) + "\n")
+
+
+def processor() -> str:
+    """Return the name of the CPU model, or of the architecture if the kernel does not know it."""
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        if found := re.search(r"^model name\s*: *(.+)$", text, re.MULTILINE):
+            return found[1].strip()
+    return platform.machine()
+
+
+def blas() -> str:
+    """Return the name and version of NumPy's BLAS library, and the processor of its kernels."""
+    found = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    kernels = blas_kernels()
+    return f"{found['name']} {found['version']}" + f", {kernels} kernels" * bool(kernels)
 
 
 def git_revision() -> str:

@@ -102,7 +102,7 @@ def equipped(
     config = plan.config
     mesh = guarded(mesh, config.guard)
     watchdog = Watchdog(job, mesh, plan.folder, config.run.watchdog_s, hardware.homes)
-    mesh = recorded(job, mesh, config, plan.folder, plan.git, hardware.transport)
+    mesh = recorded(job, mesh, config, plan.folder, hardware.transport, plan.git, plan.texts)
     if job.rank == 0 and (file := os.environ.get(FOLDER_FILE)):
         Path(file).write_bytes(os.fsencode(plan.folder))
     log = Log(plan.folder / "train.log", job.rank == 0, "a" if plan.resumed else "w")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.trace.recorder import Recorder
 
+_Texts = Mapping[str, Mapping[str, Any]]  # descriptions of the data files, by key
+
 # Two clock functions for each value of `trace.clock`: one in ns for the trace, and one in s for
 # the training loop.
 CLOCKS = {
@@ -26,7 +29,9 @@ CLOCKS = {
 }
 
 
-def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, transport: str) -> Mesh:
+def recorded(
+    job: Job, mesh: Mesh, config: Config, folder: Path, transport: str, git: str, texts: _Texts
+) -> Mesh:
     """Add a trace recorder to the mesh if the run is traced; rank 0 writes environment.json."""
     location = {**job.location(), "device": str(mesh.pool.device)}
     locations = job.gather(location)
@@ -34,7 +39,7 @@ def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, trans
     if job.rank == 0:
         from hpc3d.training.run_folder import describe
 
-        describe(folder, locations, job.library())
+        describe(folder, locations, job.library(), texts)
     if not config.trace.enabled:
         return mesh
     from hpc3d.trace.clock import Clocks
