@@ -69,9 +69,9 @@ def parser() -> Parser:
     verb("verify", verify, "verify checksums, and check tensors for gaps and overlaps")
     files = "FOLDER|FILE.safetensors"
     text = (
-        "export the parameters as a Hugging Face Transformers model (GPT-2, BERT, Llama, Qwen2 or "
-        "Mixtral): a folder with config.json, model.safetensors and the tokenizer of the run, or "
-        "a single safetensors file"
+        "export the parameters as a Hugging Face Transformers model (GPT-2, BERT, Llama, Qwen2, "
+        "Mistral or Mixtral): a folder with config.json, model.safetensors and the tokenizer of "
+        "the run, or a single safetensors file"
     )
     out = verb("export", export, text, output=files)
     out.add_argument("--force", action="store_true", help="replace an existing export")

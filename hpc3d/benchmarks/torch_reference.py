@@ -61,8 +61,8 @@ def _attention(
 ) -> torch.Tensor:
     """Return the self-attention output for x, shape [B, T, hidden].
 
-    Without the mask `seen`, shape [B, T], attention is causal. Otherwise, each token attends to
-    the tokens for which `seen` is true. Groups of adjacent query heads share a KV head.
+    Without the mask `seen`, [..., query, key], attention is causal. Otherwise, each query attends
+    to the keys for which `seen` is true. Groups of adjacent query heads share a KV head.
     """
     q, k, v = _projected(weights, name, x, shape)
     if f"{name}.q_norm.gamma" in weights:
@@ -72,8 +72,7 @@ def _attention(
         q, k = (_turned(each, shape.rotation) for each in (q, k))
     g = shape.heads // shape.kv_heads
     k, v = (each.repeat_interleave(g, 1) for each in (k, v))
-    mask = None if seen is None else seen[:, None, None, :]
-    out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=seen is None)
+    out = functional.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
     return out.transpose(1, 2).flatten(2)
 
 
@@ -86,6 +85,15 @@ def _normed(
         weights, name, features.unflatten(-1, (-1, len(weights[f"{name}.gamma"]))), epsilon
     )
     return normed.flatten(2).unflatten(-1, (-1, x.shape[-1])).transpose(1, 2)
+
+
+def window_mask(shape: Any, layer: int) -> torch.Tensor | None:
+    """Return the attention mask of block `layer`, or `None` if it has no window."""
+    if not (window := shape.window_of(layer)):
+        return None
+    positions = torch.arange(shape.sequence)
+    back = positions[:, None] - positions
+    return (back >= 0) & (back < window)
 
 
 def _turned(x: torch.Tensor, rotation: Any) -> torch.Tensor:
@@ -105,10 +113,14 @@ def _turned(x: torch.Tensor, rotation: Any) -> torch.Tensor:
 
 
 def _block(
-    weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
+    weights: dict[str, torch.Tensor],
+    name: str,
+    x: torch.Tensor,
+    shape: Any,
+    seen: torch.Tensor | None,
 ) -> torch.Tensor:
     n = _norm_if_any(weights, f"{name}.norm1", x, shape)
-    a = linear(weights, f"{name}.proj", _attention(weights, name, n, shape))
+    a = linear(weights, f"{name}.proj", _attention(weights, name, n, shape, seen))
     x = x + _norm_if_any(weights, f"{name}.post_norm1", a, shape)
     n = _norm_if_any(weights, f"{name}.norm2", x, shape)
     y = linear(weights, f"{name}.down", _hidden(weights, name, n, shape))
@@ -191,7 +203,7 @@ def _logits(weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor) 
     if (positions := weights.get("embedding.position")) is not None:
         x = x + positions
     for number in range(shape.layers):
-        x = _block(weights, f"layers.{number}", x, shape)
+        x = _block(weights, f"layers.{number}", x, shape, window_mask(shape, number))
     head = table if shape.tied else weights["head.table"]
     return norm(weights, "head.norm", x, shape.epsilon) @ head[: shape.vocabulary].T
 
@@ -206,6 +218,7 @@ def _masked_logits(
     seen = torch.ones_like(tokens, dtype=torch.bool)
     if shape.padding is not None:
         seen = tokens != shape.padding
+    seen = seen[:, None, None, :]
     for number in range(shape.layers):
         x = _last_norm_block(weights, f"layers.{number}", x, shape, seen)
     h = _gelu(linear(weights, "head.dense", x), shape)

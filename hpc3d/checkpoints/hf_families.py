@@ -15,7 +15,8 @@
 
 Gemma uses Llama's names. Qwen2 adds biases to q_proj, k_proj and v_proj. Phi-3 uses Llama's names,
 but stores self_attn.q_proj, k_proj and v_proj in one array, self_attn.qkv_proj, and mlp.gate_proj
-and up_proj in mlp.gate_up_proj.
+and up_proj in mlp.gate_up_proj. Mistral uses Llama's names; it is a Llama model with a sliding
+window.
 
 Qwen3 adds a norm for q and a norm for k to Llama:
 
@@ -234,7 +235,7 @@ _TRANSFORMERS_GPT2 = PublishedFamily(
 
 _TRANSFORMERS_LLAMA = PublishedFamily(
     family=LLAMA,
-    types=("llama", "mistral"),
+    types=("llama",),
     architecture="LlamaForCausalLM",
     prefix="model.",
     bare="lm_head.",
@@ -283,6 +284,12 @@ _TRANSFORMERS_QWEN2 = _TRANSFORMERS_LLAMA._replace(
     types=("qwen2",),
     architecture="Qwen2ForCausalLM",
     settings=hf_settings.QWEN2,
+)
+
+_TRANSFORMERS_MISTRAL = _TRANSFORMERS_LLAMA._replace(
+    types=("mistral",),
+    architecture="MistralForCausalLM",
+    settings=hf_settings.MISTRAL,
 )
 
 _QUERY_NORMS = {"q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)}
@@ -409,6 +416,7 @@ PUBLISHED = {
         _TRANSFORMERS_QWEN3,
         _TRANSFORMERS_OLMO2,
         _TRANSFORMERS_GEMMA,
+        _TRANSFORMERS_MISTRAL,
         _TRANSFORMERS_MIXTRAL,
         _TRANSFORMERS_QWEN3_MOE,
         _TRANSFORMERS_BERT,
@@ -423,10 +431,17 @@ _MIXTURES = {  # kind of model -> name and family of its mixtures of experts
 def published(model: ModelConfig) -> PublishedFamily:
     """Return the `transformers` family for a `[model]` section.
 
-    Raises ValueError for a mixture of experts that `transformers` does not support.
+    Raises ValueError for a window or a mixture of experts that `transformers` does not support.
     """
+    biased = model.attention_bias or model.mlp_bias
+    if model.global_every or (model.window and (model.kind != LLAMA.kind or biased)):
+        key = f"model.window = {model.window}, model.global_every = {model.global_every}"
+        raise ValueError(
+            f"{key}: only models with model.kind = {LLAMA.kind}, without biases, and with a "
+            "window in every block can be exported to transformers (as Mistral or Mixtral)"
+        )
     if not model.experts:
-        return PUBLISHED[model.kind]
+        return _TRANSFORMERS_MISTRAL if model.window else PUBLISHED[model.kind]
     if model.kind not in _MIXTURES:
         raise ValueError(
             f"model.kind = {model.kind} with experts has no counterpart in transformers; use "

@@ -218,14 +218,26 @@ def no_mixture(model: ModelConfig, settings: Settings, name: str = "Mixtral") ->
     return None
 
 
+def _mistral_written(model: ModelConfig) -> dict[str, Any]:
+    return {**_llama_written(model), "sliding_window": model.window or None}
+
+
+def _mistral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    window = settings.get("sliding_window")
+    if window is not None and (type(window) is not int or window < 1):
+        only = "must be a positive integer, or null for no window"
+        raise ValueError(f"{CONFIG}: sliding_window = {window!r}: {only}")
+    return {**_llama_told(settings, model), "window": window or 0}
+
+
 def _mixtral_written(model: ModelConfig) -> dict[str, Any]:
     coefficient = model.balance_loss * model.layers / model.top_k
-    return {**_llama_written(model), _BALANCE: float(f"{coefficient:.15g}")}
+    return {**_mistral_written(model), _BALANCE: float(f"{coefficient:.15g}")}
 
 
 def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     usual = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}  # the defaults of transformers
-    return {**_llama_told({**usual, **settings}, model), **_mixture_told(settings, model)}
+    return {**_mistral_told({**usual, **settings}, model), **_mixture_told(settings, model)}
 
 
 def _qwen3_moe_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -393,10 +405,18 @@ QWEN2 = LLAMA._replace(
     told=_qwen2_told,
 )
 
+MISTRAL = LLAMA._replace(
+    sizes=_PLAIN,
+    fixed={"hidden_act": "silu"},
+    others=LLAMA.others | {"sliding_window"},
+    written=_mistral_written,
+    told=_mistral_told,
+)
+
 MIXTRAL = LLAMA._replace(
     sizes={**_PLAIN, "num_local_experts": "experts", "num_experts_per_tok": "top_k"},
     fixed={"hidden_act": "silu", "router_jitter_noise": 0.0},
-    others=LLAMA.others | {_BALANCE, "output_router_logits"},
+    others=MISTRAL.others | {_BALANCE, "output_router_logits"},
     written=_mixtral_written,
     told=_mixtral_told,
 )

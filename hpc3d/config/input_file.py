@@ -37,6 +37,7 @@ CONSTANTS: dict[str, dict[str, float]] = {  # optimizer -> default hyperparamete
     "muon": {"beta1": 0.95, "beta2": 0.95, "epsilon": 1e-8},
     "sgd": {},
 }
+_CAUSAL = tuple(kind for kind, family in FAMILIES.items() if family.causal)
 
 
 def _of_kinds(key: str) -> ValidFor:
@@ -286,6 +287,13 @@ class ModelConfig:
     padding: Annotated[int | None, AtLeast(0), AtMost(2**27), _of_kinds("padding")] = None
     """bert: ID of the padding token. No token attends to padding tokens, and they are never
     prediction targets. Default: no padding."""
+    window: Annotated[int, AtLeast(0), AtMost(2**27), ValidFor("model.kind", *_CAUSAL)] = 0
+    """Sliding-window attention: number of tokens that a token attends to, itself included. 0
+    disables the window: a token attends to all earlier tokens."""
+    global_every: Annotated[int, AtLeast(0), AtMost(MOST_LAYERS), ValidFor("model.window")] = 0
+    """Interval, in blocks, between blocks without a window: 2 in Gemma 2, 6 in Gemma 3. In every
+    group of global_every blocks, the last block attends to all earlier tokens. 0 gives every block
+    the window, as in Mistral."""
     dropout: Annotated[float, AtLeast(0), LessThan(1)] = 0.0
     """Dropout probability."""
     experts: Annotated[int, AtLeast(0), AtMost(2**20), _of_kinds("experts")] = 0

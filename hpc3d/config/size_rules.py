@@ -57,7 +57,8 @@ def wrong_parts(config: Config) -> Iterator[str]:
     """Report model and batch sizes that are invalid for every mesh."""
     model = config.model
     heads = _wrong_heads(model), _wrong_kv_heads(model), wrong_tokens(model), _wrong_head(config)
-    yield from reported(too_large(config), *heads, _wrong_microbatches(config))
+    others = _wrong_window(model), _wrong_microbatches(config)
+    yield from reported(too_large(config), *heads, *others)
 
 
 def too_large(config: Config) -> Iterator[str]:
@@ -97,6 +98,12 @@ def _wrong_kv_heads(model: ModelConfig) -> Iterator[str]:
     if model.kv_heads and model.heads % model.kv_heads:
         key = f"model.heads = {model.heads} must be divisible by model.kv_heads = {model.kv_heads}"
         yield f"{key}; use {nearest_values(divisors(model.heads), model.kv_heads)} key-value heads"
+
+
+def _wrong_window(model: ModelConfig) -> Iterator[str]:
+    if model.global_every == 1:
+        why = f"gives no block the window model.window = {model.window}"
+        yield f"model.global_every = 1 {why}; use at least 2, or 0 for a window in every block"
 
 
 def _wrong_microbatches(config: Config) -> Iterator[str]:

@@ -33,7 +33,8 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a tens
 class Case(NamedTuple):
     """Cache key of an attention graph: shapes, dtype and mask.
 
-    `heads` is the number of KV heads, and `queries` the number of query heads per KV head.
+    `heads` is the number of KV heads, and `queries` the number of query heads per KV head. With
+    `window`, a query attends only to the last `window` keys up to its own position.
     """
 
     batch: int
@@ -43,9 +44,12 @@ class Case(NamedTuple):
     width: int
     dtype: str
     causal: bool
+    window: int = 0
 
     @classmethod
-    def of(cls, qkv: Any, sequence: int, form: tuple[int, int], causal: bool) -> Case:
+    def of(
+        cls, qkv: Any, sequence: int, form: tuple[int, int], causal: bool = True, window: int = 0
+    ) -> Case:
         """Create a cache key for an array qkv of shape [B*T, heads*(g+2)*D].
 
         `sequence` is the sequence length T. `form` is (D, g): the head dimension, and the number
@@ -53,7 +57,7 @@ class Case(NamedTuple):
         """
         (rows, columns), (width, queries) = qkv.shape, form
         heads, name = columns // ((queries + 2) * width), np.dtype(qkv.dtype).name
-        return cls(rows // sequence, heads, queries, sequence, width, name, causal)
+        return cls(rows // sequence, heads, queries, sequence, width, name, causal, window)
 
     def layout(self, tensor: int) -> tuple[list[int], list[int]]:
         """Return the shape [B, heads, T, D] of a tensor, and its strides in elements."""
@@ -88,16 +92,19 @@ class _HopCase(NamedTuple):
     width: int
     dtype: str
     causal: bool
+    window: int
 
     @classmethod
-    def of(cls, tensors: Mapping[int, Any], causal: bool) -> _HopCase:
+    def of(cls, tensors: Mapping[int, Any], causal: bool, window: int) -> _HopCase:
         """Create a cache key for views of arrays on the device, by tensor identifier."""
         layouts = tuple((tensor, _layout(view)) for tensor, view in tensors.items())
         q = tensors[_Q]
-        return cls(layouts, q.shape[-1], np.dtype(q.dtype).name, causal)
+        return cls(layouts, q.shape[-1], np.dtype(q.dtype).name, causal, window)
 
     def __str__(self) -> str:
         layouts, mask = dict(self.layouts), "a causal mask" if self.causal else "no mask"
+        if self.window:
+            mask = f"a window of {self.window} keys"
         return f"{self.dtype} q {layouts[_Q][0]} and k {layouts[_K][0]} with {mask}"
 
     def layout(self, tensor: int) -> tuple[list[int], list[int]]:
@@ -174,7 +181,12 @@ class Flash:
         return sequence % 128 == 0
 
     def forward(
-        self, qkv: Any, sequence: int, form: tuple[int, int], causal: bool = True
+        self,
+        qkv: Any,
+        sequence: int,
+        form: tuple[int, int],
+        causal: bool = True,
+        window: int = 0,
     ) -> tuple[Any, Any]:
         """Compute softmax(q k^T / sqrt(D) + mask) v, and the statistics for the backward pass.
 
@@ -183,7 +195,7 @@ class Flash:
         stats [B, heads*g, T, 1], the log-sum-exp of every row of scores. Raises RuntimeError if
         cuDNN does not support these sizes, for example T = 1.
         """
-        case = Case.of(qkv, sequence, form, causal)
+        case = Case.of(qkv, sequence, form, causal, window)
         plan = self.plan(self.attention, case)
         out = self.empty((qkv.shape[0], case.heads * case.queries * case.width), qkv.dtype)
         stats = self.empty(tuple(case.layout(_STATS)[0]), np.dtype(np.float32))
@@ -199,11 +211,14 @@ class Flash:
         stats: Any,
         sequence: int,
         form: tuple[int, int],
-        causal: bool = True,
+        *mask: Any,
     ) -> Any:
-        """Compute the gradient of qkv from the gradient of out and the results of `forward`."""
+        """Compute the gradient of qkv from the gradient of out and the results of `forward`.
+
+        `mask` is (causal, window), as in `forward`; by default, the mask is causal.
+        """
         assert dout.shape == out.shape and dout.dtype == out.dtype == qkv.dtype
-        case = Case.of(qkv, sequence, form, causal)
+        case = Case.of(qkv, sequence, form, *mask)
         plan = self.plan(self.attention_grad, case)
         dqkv = self.empty(qkv.shape, qkv.dtype)
         (q, k, v), (dq, dk, dv) = case.addresses(qkv), case.addresses(dqkv)
@@ -211,21 +226,27 @@ class Flash:
         self.run(plan, {_Q: q, _K: k, _V: v, **given, _DQ: dq, _DK: dk, _DV: dv})
         return dqkv
 
-    def hop(self, q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
+    def hop(self, q: Any, k: Any, v: Any, causal: bool, window: int = 0) -> tuple[Any, Any]:
         """Compute attention to one block of keys, and the statistics for merging the blocks.
 
         For views q [B, heads, g, t, D] and k, v [B, heads, s, D], returns workspaces: the output
         [B, t, heads, g, D] and the log-sum-exps [B, heads, g, t] in float32. Under the causal
-        mask, query i attends to keys 0 to i.
+        mask, query i attends to keys 0 to i, or only to the last `window` of them (0: to all).
         """
         out = self.scratch(result_shape(q), q.dtype)
         sums = self.scratch(q.shape[:-1], np.dtype(np.float32))
         tensors = {_Q: q, _K: k, _V: v, _OUT: _by_head(out), _STATS: _column(sums)}
-        self.run_hop(self.attention, tensors, causal)
+        self.run_hop(self.attention, tensors, causal, window)
         return out, sums
 
     def hop_grad(
-        self, dout: Any, qkv: tuple[Any, Any, Any], out: Any, sums: Any, causal: bool
+        self,
+        dout: Any,
+        qkv: tuple[Any, Any, Any],
+        out: Any,
+        sums: Any,
+        causal: bool,
+        window: int = 0,
     ) -> tuple[Any, Any]:
         """Compute the contributions of one block of keys to the gradients of q, k and v.
 
@@ -239,13 +260,13 @@ class Flash:
         dkv = self.scratch((2, *k.shape), k.dtype)
         tensors = {_Q: q, _K: k, _V: v, _OUT: out, _STATS: _column(sums), _DOUT: dout}
         tensors |= {_DQ: _by_head(dq), _DK: dkv[0], _DV: dkv[1]}
-        self.run_hop(self.attention_grad, tensors, causal)
+        self.run_hop(self.attention_grad, tensors, causal, window)
         return dq, dkv
 
     def run_hop(
-        self, describe: Callable[[Any, Any], None], tensors: Mapping[int, Any], causal: bool
+        self, describe: Callable[[Any, Any], None], tensors: Mapping[int, Any], *mask: Any
     ) -> None:
-        plan = self.plan(describe, _HopCase.of(tensors, causal))
+        plan = self.plan(describe, _HopCase.of(tensors, *mask))
         self.run(plan, {tensor: view.data.ptr for tensor, view in tensors.items()})
 
     def attention(self, graph: Any, case: Case | _HopCase) -> None:
@@ -389,10 +410,12 @@ def _widest(capability: int) -> int:
 def _operation(case: Case | _HopCase) -> dict[str, float]:
     """Return the keyword arguments common to the forward and backward operations.
 
-    Under the causal mask, query i attends to keys 0 to i.
+    Under the causal mask, query i attends to keys 0 to i. cuDNN's left bound is the number of
+    keys to which a query attends, including the key at its own position.
     """
     bound = {"diagonal_band_right_bound": 0} if case.causal else {}
-    return {"attn_scale": 1 / sqrt(case.width), **bound}
+    left = {"diagonal_band_left_bound": case.window} if case.window else {}
+    return {"attn_scale": 1 / sqrt(case.width), **bound, **left}
 
 
 def _layout(view: Any) -> _Layout:

@@ -51,6 +51,16 @@ class Context(NamedTuple):
         """Return the sequence positions at which the two chunks of a ring position start."""
         return ring_rank * self.chunk, (2 * self.rings - 1 - ring_rank) * self.chunk
 
+    def hops(self, window: int = 0) -> tuple[int, ...]:
+        """Return the distances around the ring from which a rank needs keys and values.
+
+        A query attends to the last `window` tokens up to its position (0: to all of them). The
+        window of the first query in a chunk reaches n chunks back. Two such chunks are at most n
+        ranks apart, in either direction.
+        """
+        reach = -(-(window - 1) // self.chunk) if window else self.rings
+        return tuple(hop for hop in range(1, self.rings) if min(hop, self.rings - hop) <= reach)
+
     def positions(self, part: int) -> np.ndarray:
         """Return the sequence positions of one rank's tokens, int64[T/c]."""
         return _order(self)[part]

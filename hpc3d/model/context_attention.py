@@ -5,7 +5,10 @@ Chunked attention on a single rank is implemented as ring attention with a ring 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.arrays.array import Array, SavedActivation
@@ -35,9 +38,9 @@ if TYPE_CHECKING:
 _CHUNK, _CHUNKS = 256, 64
 
 
-def attention_of(mesh: Mesh, name: str, spec: ModelSpec) -> Any:
+def attention_of(mesh: Mesh, name: str, spec: ModelSpec, window: int = 0) -> Any:
     """Return the core attention layer: plain or chunked, with or without all-to-alls."""
-    core = (RingAttention if spec.chunked else CoreAttention)(mesh, name, spec)
+    core = (RingAttention if spec.chunked else CoreAttention)(mesh, name, spec, window)
     return HeadExchange(mesh, spec.context, core) if spec.context.heads > 1 else core
 
 
@@ -63,12 +66,24 @@ class RingAttention(HeadBlock):
     are accumulated around the ring until they reach their owner. The rank saves the output and one
     log-sum-exp per row, and needs memory for the scores of one tile. On a GPU, cuDNN computes each
     hop of the ring without storing scores (hpc3d.ops.chunk_tiles.Hop).
+
+    With a window, chunks outside it are not computed, and blocks that contain only such chunks are
+    not sent: c - 1 becomes the number of hops `Context.hops(window)`.
     """
 
-    def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
-        super().__init__(mesh, name, spec)
-        self.ring = Ring(mesh.comm(CONTEXT), self.context)
-        self.pairs = [self._pairs(ring_rank) for ring_rank in range(self.context.rings)]
+    def __init__(self, mesh: Mesh, name: str, spec: ModelSpec, window: int = 0) -> None:
+        super().__init__(mesh, name, spec, window)
+        self.ring = Ring(mesh.comm(CONTEXT), self.context, window)
+        self.stand_for(self.ring_rank)
+
+    def stand_for(self, ring_rank: int) -> None:
+        """Compute the scores of ring position `ring_rank`: another one only in a simulation."""
+        rings, ahead = self.context.rings, ring_rank - self.ring_rank
+        seen = self.causal, self.window
+        self.pairs = [
+            _pairs(self.context, ring_rank, (other + ahead) % rings, *seen)
+            for other in range(rings)
+        ]
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, RingSaved]:
         """Return the attention output [B*t, heads*D] and the data saved for `backward`."""
@@ -92,42 +107,17 @@ class RingAttention(HeadBlock):
             kv = keys_and_values(qkv, self.tokens, self.form, empty)
             dq = empty(dout.shape, wide(dout.dtype))
             dq.fill(0)
-        coming = None
+        coming, steps = None, iter(self.ring.steps[1:])
         for ring_rank, block in self.ring.around(kv, home_last=True):
             with self._span(kv, ring_rank, 10):
                 dkv = chunks_grad(qkv, block, grad, dq, chunks(ring_rank), empty)
             if coming:
                 dkv += coming.wait()
-            coming = None if ring_rank == self.ring_rank else self.ring.pass_on(dkv)
+            home = ring_rank == self.ring_rank
+            coming = None if home else self.ring.pass_on(dkv, next(steps))
         with self.mesh.trace.span("keys and values"):
             dqkv = join_grads(qkv, dq, dkv, self.form, empty)
         return self.turned(dqkv, micro, sign=-1)
-
-    def _pairs(self, ring_rank: int) -> tuple[ChunkPair, ...]:
-        """Pair each local query chunk with the key chunks of `ring_rank` that it attends to."""
-        mine, theirs = (list(self._chunks(which)) for which in (self.ring_rank, ring_rank))
-        return tuple(
-            ChunkPair(queries, keys, self.causal and position == other, position, other)
-            for queries, position in mine
-            for keys, other in theirs
-            if other <= position or not self.causal
-        )
-
-    def _chunks(self, ring_rank: int) -> Iterator[tuple[slice, int]]:
-        """Yield (rows, first sequence position) for each chunk at ring position `ring_rank`.
-
-        The rows are a slice of a virtual sequence.
-        """
-        starts: Sequence[int]
-        if self.context.rings > 1:
-            starts, size = self.context.chunks(ring_rank), self.context.chunk
-        else:
-            count = min(max(1, self.tokens // _CHUNK), _CHUNKS)
-            count = next(n for n in range(count, 0, -1) if self.tokens % n == 0)
-            size = self.tokens // count
-            starts = range(0, self.tokens, size)
-        for number, start in enumerate(starts):
-            yield slice(number * size, (number + 1) * size), start
 
     def _span(self, kv: Array, ring_rank: int, products: int) -> Any:
         """Return a trace span for attention to the keys at ring position `ring_rank`.
@@ -149,7 +139,9 @@ class RingAttention(HeadBlock):
         drop = self._drop(micro)
 
         def at(ring_rank):
-            return Chunks(self.pairs[ring_rank], self.form, drop, self.padding(micro, ring_rank))
+            pairs, padding = self.pairs[ring_rank], self.padding(micro, ring_rank)
+            ring = self.context.rings > 1
+            return Chunks(pairs, self.form, drop, padding, self.window, ring)
 
         return at
 
@@ -172,42 +164,83 @@ class RingAttention(HeadBlock):
         return Mask(key, self.sizes.dropout, rows, range(length), length)
 
 
-class Ring:
-    """Ring of ranks along the context axis, with a stride of `context.heads` ranks."""
+@lru_cache(4096)
+def _pairs(
+    context: Context, ring_rank: int, other: int, causal: bool, window: int
+) -> tuple[ChunkPair, ...]:
+    """Pair each query chunk of `ring_rank` with the key chunks of `other` that it attends to."""
+    (mine, size), (theirs, _) = (_chunks(context, rank, window) for rank in (ring_rank, other))
+    rows, pairs = [slice(start, start + size) for start in range(0, size * len(mine), size)], []
+    for queries, position in zip(rows, mine, strict=True):
+        # the first and the last chunk with a key that some query in the chunk attends to
+        first = bisect_left(theirs, position - window - size + 2) if window else 0
+        last = bisect_right(theirs, position) if causal else len(theirs)
+        for keys, start in zip(rows[first:last], theirs[first:last], strict=True):
+            masked = (causal and position == start) or 0 < window < position + size - start
+            pairs.append(ChunkPair(queries, keys, masked, position, start))
+    return tuple(pairs)
 
-    def __init__(self, comm: Communicator, context: Context) -> None:
-        self.comm, self.size = comm, context.rings
-        ring_rank, member = divmod(comm.rank, context.heads)
-        self.ring_rank = ring_rank
-        self.after, self.before = (
-            (ring_rank + step) % self.size * context.heads + member for step in (1, -1)
-        )
+
+def _chunks(context: Context, ring_rank: int, window: int) -> tuple[Sequence[int], int]:
+    """Return the first sequence positions of the chunks of a ring position, and the chunk size.
+
+    In a ring, a rank has two chunks. With a window, they are divided into smaller chunks, so that
+    fewer scores outside the window are computed.
+    """
+    starts: Sequence[int] = (0,)
+    size = context.length
+    if context.rings > 1:
+        starts, size = context.chunks(ring_rank), context.chunk
+        if not window:
+            return starts, size
+    count = min(max(1, size // _CHUNK), size if window else _CHUNKS)
+    part = size // next(n for n in range(count, 0, -1) if size % n == 0)
+    return [first for start in starts for first in range(start, start + size, part)], part
+
+
+class Ring:
+    """Ring of ranks along the context axis, with a stride of `context.heads` ranks.
+
+    With a window, ranks need blocks only from the distances `hops`. A block moves from a rank
+    directly to the next rank that needs it. `steps` are the distances of these moves; the last one
+    is the distance to the owner of the block.
+    """
+
+    def __init__(self, comm: Communicator, context: Context, window: int = 0) -> None:
+        self.comm, self.size, self.stride = comm, context.rings, context.heads
+        self.ring_rank, self.member = divmod(comm.rank, context.heads)
+        self.hops = context.hops(window)
+        self.steps = [stop - start for start, stop in pairwise((0, *self.hops, self.size))]
+
+    def peer(self, step: int) -> int:
+        """Return the rank that is `step` positions further along the ring."""
+        return (self.ring_rank + step) % self.size * self.stride + self.member
 
     def around(self, block: Array, home_last: bool = False) -> Iterator[tuple[int, Array]]:
-        """Pass blocks around the ring; yield (ring position, block) for every position.
+        """Pass blocks around the ring; yield (ring position, block) for every block needed.
 
         This rank's own block comes first, or last if `home_last` is True. The other blocks arrive
         in order of distance, starting with the direct predecessor. The next block is in transfer
         while the caller uses the current block.
         """
-        coming = self._next(block, 1)
+        coming = self._next(block, 0)
         if not home_last:
             yield self.ring_rank, block
-        for hop in range(1, self.size):
+        for number, hop in enumerate(self.hops, 1):
             other = coming.wait()
-            coming = self._next(other, hop + 1)
+            coming = self._next(other, number)
             yield (self.ring_rank - hop) % self.size, other
         if home_last:
             yield self.ring_rank, block
 
-    def _next(self, block: Array, hop: int) -> Any:
-        return self.pass_on(block) if hop < self.size else None
+    def _next(self, block: Array, number: int) -> Any:
+        return self.pass_on(block, self.steps[number]) if number < len(self.hops) else None
 
-    def pass_on(self, block: Array) -> Pending:
-        """Send a block to the next rank; return a handle to the block from the previous rank."""
+    def pass_on(self, block: Array, step: int = 1) -> Pending:
+        """Send a block `step` ranks further; return a handle to the block that arrives."""
         with self.comm.grouped():
-            sent = self.comm.send(block, self.after)
-            received = self.comm.recv(block.shape, block.dtype, self.before)
+            sent = self.comm.send(block, self.peer(step))
+            received = self.comm.recv(block.shape, block.dtype, self.peer(-step))
 
         def finish():
             theirs = received.wait()

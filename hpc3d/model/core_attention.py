@@ -35,16 +35,18 @@ class HeadBlock:
     With context parallelism, a rank processes complete heads for `tokens` tokens of each of its
     sequences, namely the tokens assigned to its ring position. The rotary embedding uses token
     positions in the full sequence. Dropout masks are generated from sample, head and position
-    indices, so that the same probabilities are dropped on every mesh.
+    indices, so that the same probabilities are dropped on every mesh. A query attends to the last
+    `window` tokens up to its own position (0: to all of them).
     """
 
-    def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
+    def __init__(self, mesh: Mesh, name: str, spec: ModelSpec, window: int = 0) -> None:
         self.mesh, self.name, self.seed = mesh, name, spec.seed
         self.context, self.sizes, self.layout = spec.context, spec.sizes, spec.splits["dense"].y
         self.form = spec.sizes.form_over(mesh.count(self.layout[1]))
         self.tokens = self.context.length // self.context.rings
         self.ring_rank, self.member = divmod(mesh.coord(CONTEXT), self.context.heads)
         self.rotary, self.causal = spec.family.rotary, spec.family.causal
+        self.window = window
 
     def turned(self, qkv: Array, micro: Microbatch, sign: int = 1) -> Array:
         """Apply the rotary embedding to q and k of `qkv` in place; return `qkv`."""
@@ -114,16 +116,17 @@ class CoreAttention(HeadBlock):
     probabilities from q and k (arXiv:2205.05198, section 5).
     """
 
-    def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
-        super().__init__(mesh, name, spec)
+    def __init__(self, mesh: Mesh, name: str, spec: ModelSpec, window: int = 0) -> None:
+        super().__init__(mesh, name, spec, window)
         self.recomputed = "core_attn" in recompute_of(spec.recompute)
+        self.seen = window or self.tokens  # keys per query in the FLOP counts
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, AttentionSaved]:
         """Return the attention output [B*T, heads*D] and the data saved for `backward`."""
         qkv = self.turned(qkv, micro)
-        empty, seen = self.mesh.empty, self._seen(micro)
-        with self.mesh.trace.span("attention", "attention", self.flops(qkv, self.tokens)):
-            out, p = attend(qkv, self.tokens, self.form, empty, **seen)
+        empty, masks = self.mesh.empty, self._masks(micro)
+        with self.mesh.trace.span("attention", "attention", self.flops(qkv, self.seen)):
+            out, p = attend(qkv, self.tokens, self.form, empty, **masks)
         return out, AttentionSaved(qkv, None if self.recomputed else p)
 
     def backward(self, dout: Array, saved: AttentionSaved, micro: Microbatch) -> Array:
@@ -131,20 +134,20 @@ class CoreAttention(HeadBlock):
         qkv, p = saved
         if self.recomputed:
             p = self.recompute(qkv, micro)
-        empty, seen = self.mesh.empty, self._seen(micro)
-        with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv, self.tokens)):
-            dqkv = attend_grad(dout, qkv, p, self.tokens, self.form, empty, **seen)
+        empty, masks = self.mesh.empty, self._masks(micro)
+        with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv, self.seen)):
+            dqkv = attend_grad(dout, qkv, p, self.tokens, self.form, empty, **masks)
         return self.turned(dqkv, micro, sign=-1)
 
     def recompute(self, qkv: Array, micro: Microbatch) -> Any:
         """Recompute the attention probabilities; this takes half the FLOPs of the forward pass."""
-        trace, half = self.mesh.trace, self.flops(qkv, self.tokens) // 2
-        empty, seen = self.mesh.empty, self._seen(micro)
+        trace, half = self.mesh.trace, self.flops(qkv, self.seen) // 2
+        empty, masks = self.mesh.empty, self._masks(micro)
         with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
-            return attend_again(qkv, self.tokens, self.form, empty, **seen)
+            return attend_again(qkv, self.tokens, self.form, empty, **masks)
 
-    def _seen(self, micro: Microbatch) -> dict[str, Any]:
-        mask = AttentionMask(self.causal, self.padding(micro, 0))
+    def _masks(self, micro: Microbatch) -> dict[str, Any]:
+        mask = AttentionMask(self.causal, self.padding(micro, 0), self.window)
         return {"drop": self._drop(micro), "mask": mask}
 
     def _drop(self, micro: Microbatch) -> Mask | None:

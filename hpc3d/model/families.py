@@ -44,7 +44,7 @@ def _sizes(model, vocabulary):
     family = family_of(model)
     own = family.keys & {"gelu", "padding", "ffn", "kv_heads", "head_dim"}
     keys = "layers", "hidden", "heads", "sequence", "tied", "dropout", *own
-    how: Any = {key: getattr(model, key) for key in keys}
+    how: Any = {key: getattr(model, key) for key in (*keys, "window", "global_every")}
     if family.rotary:
         scaling = {"sequence": model.sequence, "share": model.rope_fraction}
         scaling |= model.rope_scaling or {}

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.model.core_attention import HeadBlock
-from hpc3d.ops.attention import heads_of
-from hpc3d.ops.cached_attention import attend_cached
+from hpc3d.ops.attention import heads_of, length
+from hpc3d.ops.cached_attention import Cache, attend_cached
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -40,8 +40,8 @@ class CachedAttention(HeadBlock):
     before k is cached.
     """
 
-    def __init__(self, mesh: Mesh, spec: ModelSpec, kept: KeptPositions) -> None:
-        super().__init__(mesh, "cached attention", spec)
+    def __init__(self, mesh: Mesh, spec: ModelSpec, kept: KeptPositions, window: int = 0) -> None:
+        super().__init__(mesh, "cached attention", spec, window)
         self.kept = kept
         self.cache: Any = None  # [2, B, heads, T, D], keys and values
 
@@ -52,8 +52,10 @@ class CachedAttention(HeadBlock):
         if self.cache is None:
             batch, heads, _, width = heads_of(qkv, sequence, self.form)[1].shape
             self.cache = self.mesh.empty((2, batch, heads, self.kept.capacity, width), qkv.dtype)
-        with self.mesh.trace.span("attention", "attention", self.flops(qkv, first + sequence)):
-            out = attend_cached(qkv, sequence, self.form, self.cache, first, self.mesh.empty)
+        cache, empty = Cache(self.cache, first, self.window), self.mesh.empty
+        seen = length(cache.seen(sequence))
+        with self.mesh.trace.span("attention", "attention", self.flops(qkv, seen)):
+            out = attend_cached(qkv, sequence, self.form, cache, empty)
         return out, None
 
     def table(self, micro: Microbatch, dtype: DTypeLike) -> np.ndarray:

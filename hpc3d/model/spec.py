@@ -81,6 +81,9 @@ class ModelSizes:
     `kv_heads` is the number of key/value heads (0: `heads`), `head_dim` the number of features of
     a head (0: hidden / heads), and `ffn` the number of hidden features of the MLP or of an expert
     (0: 4 hidden).
+
+    With `window`, a token attends only to the last `window` tokens up to its own position (0: to
+    all of them), except in every `global_every`-th block (0: no exceptions).
     """
 
     layers: int
@@ -100,6 +103,8 @@ class ModelSizes:
     rotation: Rotation = field(default_factory=Rotation)
     padding: int | None = None
     experts: Experts | None = None
+    window: int = 0
+    global_every: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -109,6 +114,16 @@ class ModelSizes:
     def mixes(self, layer: int) -> bool:
         """Return True if block `layer` has a mixture of experts (one block in `experts.every`)."""
         return self.experts is not None and (layer + 1) % self.experts.every == 0
+
+    def window_of(self, layer: int) -> int:
+        """Return the attention window of block `layer`, or 0 if it covers all earlier tokens."""
+        every = self.global_every
+        covers = self.window >= self.sequence or (every > 0 and (layer + 1) % every == 0)
+        return 0 if covers else self.window
+
+    def windows(self) -> Counter[int]:
+        """Return the number of blocks with each attention window (0: all earlier tokens)."""
+        return Counter(map(self.window_of, range(self.layers)))
 
     def blocks(self) -> dict[bool, int]:
         """Return the number of blocks with (key True) and without (False) a mixture of experts."""
@@ -273,11 +288,13 @@ class Family:
         ]
 
     def attention(self, sizes: ModelSizes) -> float:
-        """Return the forward FLOPs of core attention per token and block.
+        """Return the forward FLOPs of core attention per token, on average over the blocks.
 
-        Each head needs 2 T D for q k^T, and as many for p v, including masked scores.
+        Each head needs 2 T D for q k^T, and as many for p v, including masked scores. With a
+        window, it needs 2 D per token in the window instead.
         """
-        return 4 * sizes.sequence * sizes.attended
+        seen = sum(count * (window or sizes.sequence) for window, count in sizes.windows().items())
+        return 4 * seen * sizes.attended / sizes.layers
 
     def kept(self, sizes: ModelSizes, recompute: _Recompute, chunked: bool, mixes: bool) -> float:
         """Return the number of elements that a block saves per token, excluding dropout masks.

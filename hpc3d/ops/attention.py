@@ -8,6 +8,7 @@ then all of q, all of k and all of v, and query heads 0 to g - 1 use KV head 0.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -68,13 +69,19 @@ class HeadForm(NamedTuple):
 class AttentionMask(NamedTuple):
     """Attention mask: causal, padding, or both.
 
-    With `causal`, a query attends only to keys up to its own position. `padding`, bool [B, T] for
-    the samples of this rank, marks masked keys. If all keys of a query are masked, its output is
-    0.
+    With `causal`, a query attends only to keys up to its own position. With `window`, it attends
+    only to the last `window` of these keys (0: all of them). `padding`, bool [B, T] for the
+    samples of this rank, marks masked keys. If all keys of a query are masked, its output is 0.
     """
 
     causal: bool = True
     padding: Array | None = None
+    window: int = 0
+
+    def keys(self, queries: slice, sequence: int) -> slice:
+        """Return the range of keys that some query in `queries` attends to."""
+        first = max(0, queries.start - self.window + 1) if self.window else 0
+        return slice(first, queries.stop if self.causal else sequence)
 
 
 CAUSAL = AttentionMask()
@@ -136,21 +143,33 @@ def _chunks(k: Array, probabilities: Array) -> list[tuple[tuple[int, slice], Arr
     return [*zip(indices, probabilities, strict=True)]
 
 
-def _blocks(p: Array, mask: AttentionMask) -> list[tuple[slice, Array]]:
+def _ranges(sequence: int, mask: AttentionMask) -> list[tuple[slice, slice]]:
+    """Return the queries and the keys of each block of scores."""
+    width = _block_width(sequence, mask.causal)
+    starts = range(0, sequence, width)
+    blocks = (slice(first, min(first + width, sequence)) for first in starts)
+    return [(queries, mask.keys(queries, sequence)) for queries in blocks]
+
+
+def _blocks(p: Array, mask: AttentionMask) -> list[tuple[slice, slice, Array]]:
     """Split the probabilities [T, heads, g*T] of a chunk into blocks of queries.
 
-    Returns the queries of each block and its probabilities [key, heads, g*query], which are
-    contiguous. With a causal mask, the keys of a block end at its last query. The blocks are
-    adjacent in memory, and the remaining elements of `p` are 0.
+    Returns the queries and the keys of each block, and its probabilities [key, heads, g*query],
+    which are contiguous. The blocks are adjacent in memory, and the remaining elements of `p` are
+    0.
     """
-    sequence, heads, queries = p.shape
-    flat, width, start, blocks = p.reshape(-1), _block_width(sequence, mask.causal), 0, []
-    for first in range(0, sequence, width):
-        last = min(first + width, sequence)
-        shape = last, heads, queries // sequence * (last - first)
-        blocks.append((slice(first, last), flat[start : start + prod(shape)].reshape(shape)))
+    sequence, heads, columns = p.shape
+    flat, start, blocks = p.reshape(-1), 0, []
+    for queries, keys in _ranges(sequence, mask):
+        shape = length(keys), heads, columns // sequence * length(queries)
+        blocks.append((queries, keys, flat[start : start + prod(shape)].reshape(shape)))
         start += prod(shape)
     return blocks
+
+
+def length(rows: slice) -> int:
+    """Return the number of rows in a slice."""
+    return rows.stop - rows.start
 
 
 def _apart(p: Array, g: int) -> Array:
@@ -161,38 +180,47 @@ def _apart(p: Array, g: int) -> Array:
 
 def _softmaxes(
     q: Array, k: Array, p: Array, mask: AttentionMask, sample: int
-) -> Iterator[tuple[slice, Array]]:
+) -> Iterator[tuple[slice, slice, Array]]:
     """Compute the probabilities softmax(q k^T / sqrt(D) + mask) of a chunk of heads.
 
-    Yields the queries of each block and its probabilities P[head, key, g*query]. The memory layout
-    is [key, head, g*query]: the softmax reduces over the first dimension, so that every operation
-    processes long contiguous rows.
+    Yields the queries and the keys of each block, and its probabilities P[head, key, g*query]. The
+    memory layout is [key, head, g*query]: the softmax reduces over the first dimension, so that
+    every operation processes long contiguous rows.
     """
     scale = p.dtype.type(1 / sqrt(q.shape[-1]))
     blocks = _blocks(p, mask)
-    p.reshape(-1)[sum(block.size for _, block in blocks) :] = 0
-    for queries, block in blocks:
-        keys = len(block)
-        by_head, columns = block.swapaxes(0, 1), block.reshape(keys, -1)
+    p.reshape(-1)[sum(block.size for *_, block in blocks) :] = 0
+    for queries, keys, block in blocks:
+        by_head, columns = block.swapaxes(0, 1), block.reshape(len(block), -1)
         stacked = stack_queries(q[:, :, queries])
-        np.matmul(k[:, :keys], stacked.swapaxes(-1, -2), out=by_head)
+        np.matmul(k[:, keys], stacked.swapaxes(-1, -2), out=by_head)
         columns *= scale
         if mask.causal:
-            last = block[queries].reshape(keys - queries.start, -1, keys - queries.start)
-            last += _future(len(last), p.dtype)[:, None]
+            # Without a window, the mask changes only the keys at the positions of the queries.
+            some = slice(keys.start if mask.window else queries.start, keys.stop)
+            sizes = length(some), length(queries)
+            masked = block[some.start - keys.start :].reshape(sizes[0], -1, sizes[1])
+            masked += band(sizes, some.start - queries.start, mask.window, p.dtype)[:, None]
         if mask.padding is not None:
-            columns[mask.padding[sample, :keys]] = -np.inf
+            columns[mask.padding[sample, keys]] = -np.inf
         columns -= finite(columns.max(0))
         np.exp(columns, out=columns)
-        sums = np.ones(keys, p.dtype) @ columns
+        sums = np.ones(len(block), p.dtype) @ columns
         columns *= 1 / np.where(sums == 0, 1, sums)  # 0: all keys of the query are masked
-        yield queries, by_head
+        yield queries, keys, by_head
 
 
-@lru_cache(8)
-def _future(count: int, dtype: np.dtype) -> np.ndarray:
-    """Return the causal mask [key, query]: -inf if a key is later than the query, else 0."""
-    return np.tril(np.full((count, count), -np.inf, dtype), -1)
+@lru_cache(64)
+def band(sizes: tuple[int, int], ahead: int, window: int, dtype: np.dtype) -> np.ndarray:
+    """Return the causal mask [key, query] with these sizes: -inf for masked keys, else 0.
+
+    The first key is `ahead` positions after the first query. A query attends to the last `window`
+    keys up to its own position, or to all of them if `window` is 0.
+    """
+    keys, queries = sizes
+    back = np.arange(queries) - np.arange(keys)[:, None] - ahead
+    masked = (back < 0) | (back >= window) if window else back < 0
+    return np.where(masked, -np.inf, 0).astype(dtype)
 
 
 def finite(scores: Array) -> Array:
@@ -215,9 +243,9 @@ def _factors_of(drop: Mask, index: tuple[int, slice], p: Array) -> np.ndarray:
     return factors.reshape(-1, queries // sequence, sequence, sequence).swapaxes(1, 2)
 
 
-def _times(p: Array, factors: np.ndarray, queries: slice) -> Array:
+def _times(p: Array, factors: np.ndarray, queries: slice, keys: slice) -> Array:
     """Return the product of a block P[head, key, g*query] and its dropout factors."""
-    part = factors[:, : p.shape[1], :, queries]
+    part = factors[:, keys, :, queries]
     return (p.reshape(part.shape) * part).reshape(p.shape)
 
 
@@ -246,10 +274,9 @@ def attend(
     def chunk(each):
         at, p = each
         factors = None if drop is None else _factors_of(drop, at, p)
-        for queries, block in _softmaxes(q[at], k[at], p, mask, at[0]):
-            weights = block if factors is None else _times(block, factors, queries)
-            values = v[at][:, None, : block.shape[1]]
-            np.matmul(_apart(weights, g), values, out=by_query[at][:, :, queries])
+        for queries, keys, block in _softmaxes(q[at], k[at], p, mask, at[0]):
+            weights = block if factors is None else _times(block, factors, queries, keys)
+            np.matmul(_apart(weights, g), v[at][:, None, keys], out=by_query[at][:, :, queries])
 
     parallel_for(chunk, _chunks(k, probabilities))
     return out, probabilities
@@ -270,14 +297,15 @@ def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
     heads, probabilities = _scored(qkv, sequence, form, empty, mask)
     out = empty((qkv.shape[0], _out_columns(qkv, form)), qkv.dtype)
     _meter_dropout(drop, probabilities)
-    qkv.meter.product(sequence, form.width, sequence, qkv.dtype, heads)
+    for (queries, keys), blocks in _sizes(sequence, mask).items():
+        qkv.meter.product(queries, form.width, keys, qkv.dtype, blocks * heads)
     return out, probabilities
 
 
 @attend.cuda
 def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
     if by_cudnn(gpu, qkv, form, drop, mask.padding):
-        out, stats = gpu.flash.forward(qkv, sequence, form, mask.causal)
+        out, stats = gpu.flash.forward(qkv, sequence, form, mask.causal, mask.window)
         return out, (out, stats)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
     p, weights = _softmax(gpu, q, k, empty, drop, mask)
@@ -328,7 +356,7 @@ def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
 @attend_again.cuda
 def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
     if by_cudnn(gpu, qkv, form, drop, mask.padding):
-        return gpu.flash.forward(qkv, sequence, form, mask.causal)
+        return gpu.flash.forward(qkv, sequence, form, mask.causal, mask.window)
     q, k, _ = _contiguous(gpu, qkv, sequence, form)
     return _softmax(gpu, q, k, empty, None, mask)[0]
 
@@ -388,40 +416,41 @@ def _chunk_grad(
     qkv: Sequence[Array],
     dqkv: Sequence[Array],
     dout: Sequence[Array],
-    blocks: Sequence[tuple[slice, Array]],
+    blocks: Sequence[tuple[slice, slice, Array]],
     factors: np.ndarray | None,
     spare: _Spare,
 ) -> None:
     """Compute the gradients of q, k and v of a chunk of heads.
 
-    The last block of queries attends to all keys. It is processed first, so that its gradients of
-    k and v initialize the sums to which the other blocks add.
+    Without a window, the last block of queries attends to all keys. It is processed first, so that
+    its gradients of k and v initialize the sums to which the other blocks add.
     """
     (q, k, v), (dq, dk, dv), [dout] = qkv, dqkv, dout
     g, scale = q.shape[1], q.dtype.type(1 / sqrt(q.shape[-1]))
-    sums = (dk, dv) if len(blocks) == 1 else spare.sums
-    for queries, p in reversed(blocks):
-        keys = len(p)
+    sums, every = (dk, dv) if len(blocks) == 1 else spare.sums, slice(0, k.shape[1])
+    if blocks[-1][1] != every:
+        spare.sums[...] = 0
+    for queries, keys, p in reversed(blocks):
         ds, temporary = spare.blocks[:, : p.size].reshape(2, *p.shape)
-        by_head, of_p, of_ds = ds.swapaxes(0, 1), p.reshape(keys, -1), ds.reshape(keys, -1)
+        by_head, of_p, of_ds = ds.swapaxes(0, 1), p.reshape(len(p), -1), ds.reshape(len(p), -1)
         d = stack_queries(dout[:, :, queries])
         weights = p.swapaxes(0, 1)
-        np.matmul(v[:, :keys], d.swapaxes(-1, -2), out=by_head)
+        np.matmul(v[:, keys], d.swapaxes(-1, -2), out=by_head)
         if factors is not None:
-            weights = _times(weights, factors, queries)
-            by_head[...] = _times(by_head, factors, queries)
+            weights = _times(weights, factors, queries, keys)
+            by_head[...] = _times(by_head, factors, queries, keys)
         of_ds *= of_p
-        dots = np.ones(keys, p.dtype) @ of_ds
+        dots = np.ones(len(p), p.dtype) @ of_ds
         of_ds -= np.multiply(of_p, dots, out=temporary.reshape(of_p.shape))
         of_ds *= scale
-        np.matmul(_apart(by_head, g), k[:, None, :keys], out=dq[:, :, queries])
+        np.matmul(_apart(by_head, g), k[:, None, keys], out=dq[:, :, queries])
         factors_of_sums = (by_head, stack_queries(q[:, :, queries])), (weights, d)
         for total, (a, b) in zip(sums, factors_of_sums, strict=True):
-            if keys == k.shape[1]:
+            if keys == every:
                 np.matmul(a, b, out=total)
             else:
-                added = spare.blocks[1, : total[:, :keys].size].reshape(total[:, :keys].shape)
-                total[:, :keys] += np.matmul(a, b, out=added)
+                added = spare.blocks[1, : total[:, keys].size].reshape(total[:, keys].shape)
+                total[:, keys] += np.matmul(a, b, out=added)
     if len(blocks) > 1:
         dk[...], dv[...] = sums
 
@@ -439,15 +468,17 @@ def _(dout, qkv, probabilities, sequence, form, empty, drop=None, mask=CAUSAL):
 def _(dout, qkv, probabilities, sequence, form, empty, drop=None, mask=CAUSAL):
     heads = dout.size // (form.width * sequence)
     _meter_dropout(drop, probabilities)
-    for m, n, k in 2 * [(sequence, form.width, sequence), (sequence, sequence, form.width)]:
-        qkv.meter.product(m, n, k, qkv.dtype, heads)
+    width = form.width
+    for (queries, keys), blocks in _sizes(sequence, mask).items():
+        for m, n, k in 2 * [(queries, width, keys), (queries, keys, width)]:
+            qkv.meter.product(m, n, k, qkv.dtype, blocks * heads)
     return empty(qkv.shape, qkv.dtype)
 
 
 @attend_grad.cuda
 def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
     if by_cudnn(gpu, qkv, form, drop, mask.padding):
-        return gpu.flash.backward(dout, qkv, *kept, sequence, form, mask.causal)
+        return gpu.flash.backward(dout, qkv, *kept, sequence, form, mask.causal, mask.window)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
     d = gpu.contiguous(queries_of(dout, sequence, form)).reshape(q.shape)
     weights = kept if drop is None else _dropped_again(gpu, kept, drop)
@@ -490,8 +521,19 @@ def _scored(
 ) -> tuple[int, AbstractArray]:
     """Record the cost of q k^T; return the number of score matrices and their array."""
     count = qkv.shape[0] // sequence * (qkv.shape[1] // form.columns) * form.queries
-    qkv.meter.product(sequence, sequence, form.width, qkv.dtype, count)
+    for (queries, keys), blocks in _sizes(sequence, mask).items():
+        qkv.meter.product(queries, keys, form.width, qkv.dtype, blocks * count)
     return count, _empty_probabilities(qkv, sequence, form, empty, mask)
+
+
+def _sizes(sequence: int, mask: AttentionMask) -> Counter[tuple[int, int]]:
+    """Return the numbers of queries and keys whose products are counted, with their frequency.
+
+    Without a window, all scores are counted, including masked ones.
+    """
+    if not mask.window:
+        return Counter([(sequence, sequence)])
+    return Counter((length(queries), length(keys)) for queries, keys in _ranges(sequence, mask))
 
 
 def _out_columns(qkv: Array, form: HeadForm) -> int:
@@ -566,7 +608,7 @@ def _softmax(
 
 def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dict[str, Any]:
     given = {"heads": p.shape[0], "sequence": p.shape[1], "scale": 1 / sqrt(width)}
-    given |= {"causal": mask.causal, "padding": mask.padding}
+    given |= {"causal": mask.causal, "window": mask.window, "padding": mask.padding}
     if mask.padding is not None:
         given["heads"] //= max(1, len(mask.padding))
     if drop is not None:

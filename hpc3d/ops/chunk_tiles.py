@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.ops.attention import HeadForm, by_cudnn, stack_queries
+from hpc3d.ops.attention import HeadForm, by_cudnn, length, stack_queries
 from hpc3d.ops.random import Mask, cuda_mask
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ class ChunkPair(NamedTuple):
     """Query chunk and key chunk, given as slices of the rows of their blocks.
 
     `query_position` and `key_position` are the sequence positions of the first tokens in the
-    chunks. If `masked` is True, queries do not attend to later keys.
+    chunks. If `masked` is True, some scores are masked: keys that are later than the query, or
+    outside its window.
     """
 
     queries: slice
@@ -52,11 +53,11 @@ class Hop(NamedTuple):
         attends to both key chunks of a later ring position.
         """
         queries, keys = (_hull(each) for each in zip(*(pair[:2] for pair in pairs), strict=True))
-        areas = [(_count(pair.queries) * _count(pair.keys), pair.masked) for pair in pairs]
+        areas = [(length(pair.queries) * length(pair.keys), pair.masked) for pair in pairs]
         causal = any(masked for _, masked in areas)
         # In a triangle of n x n chunk pairs, only the n pairs on the diagonal are masked.
         area = sum((1 + causal - masked) * area for area, masked in areas)
-        assert area == _count(queries) * _count(keys)
+        assert area == length(queries) * length(keys)
         return cls(queries, keys, causal)
 
 
@@ -65,13 +66,24 @@ class Chunks(NamedTuple):
 
     `padding`, bool [B, t], marks masked keys. Before the product with v, the probabilities are
     multiplied by the dropout mask `drop`, which is generated as a matrix of shape
-    [samples*heads*keys, T]. `drop.rows` lists the first matrix row of each sample of this rank.
+    [samples*heads*keys, T]. `drop.rows` lists the first matrix row of each sample of this rank. A
+    query attends only to the last `window` keys up to its position (0: to all of them). `ring` is
+    True if the tokens are sharded over a ring of ranks.
     """
 
     pairs: Sequence[ChunkPair]
     form: HeadForm
     drop: Mask | None = None
     padding: Array | None = None
+    window: int = 0
+    ring: bool = False
+
+    def hop(self) -> Hop:
+        """Return the rectangle of scores that a fused kernel computes."""
+        if not self.window:
+            return Hop.of(self.pairs)
+        queries, keys = (_hull(each) for each in zip(*(pair[:2] for pair in self.pairs)))
+        return Hop(queries, keys, causal=True)
 
     def tiles(
         self, kv: Array, tokens: int, nbytes: int
@@ -84,7 +96,7 @@ class Chunks(NamedTuple):
         _, batch, heads, _, _ = kv.shape
         g = self.form.queries
         for tile in (tile for pair in self.pairs for tile in _cut(pair, g, tokens)):
-            rows, keys = _count(tile.queries) * g, _count(tile.keys)
+            rows, keys = length(tile.queries) * g, length(tile.keys)
             count = max(1, nbytes // (rows * keys * kv.itemsize))
             for sample in range(batch):
                 for first in range(0, heads, count):
@@ -98,7 +110,7 @@ class Chunks(NamedTuple):
         attention kernels `kernels`, which take the same time per score.
         """
         _, batch, heads, _, width = kv.shape
-        sizes = Counter((_count(pair.queries), _count(pair.keys)) for pair in self.pairs)
+        sizes = Counter((length(pair.queries), length(pair.keys)) for pair in self.pairs)
         for (m, n), pairs in sizes.items():
             count = pairs * batch * heads * self.form.queries
             for shape in inward * [(m, n, width)] + outward * [(m, width, n)]:
@@ -107,12 +119,13 @@ class Chunks(NamedTuple):
                 kv.meter.kernel(name, count * m * n * kv.itemsize)
 
     def by_cudnn(self, gpu: Gpu, x: Array) -> bool:
-        """Return True if cuDNN can compute this attention for operands like `x`."""
-        return by_cudnn(gpu, x, self.form, self.drop, self.padding)
+        """Return True if cuDNN can compute this attention for operands like `x`.
 
-
-def _count(rows: slice) -> int:
-    return rows.stop - rows.start
+        With a window, the scores of a hop in a ring are not a band along the diagonal of a
+        rectangle.
+        """
+        banded = not (self.ring and self.window)
+        return banded and by_cudnn(gpu, x, self.form, self.drop, self.padding)
 
 
 def _hull(slices: Sequence[slice]) -> slice:
@@ -144,7 +157,7 @@ class GpuTile(NamedTuple):
     @property
     def work(self) -> tuple[int, int]:
         """Number of query heads in the tile, and number of queries per head."""
-        return _count(self.at[1]) * self.chunks.form.queries, _count(self.tile.queries)
+        return length(self.at[1]) * self.chunks.form.queries, length(self.tile.queries)
 
     def queries(self, q: Array) -> Array:
         """Return the tile's queries, a slice of `q` (all queries, or their gradients).
@@ -166,13 +179,14 @@ class GpuTile(NamedTuple):
     def given(self, sequence: int) -> dict[str, Any]:
         """Return all arguments of the softmax kernels except the scores and the sums."""
         tile, (width, g), padding = self.tile, self.chunks.form, self.chunks.padding
-        keys = _count(tile.keys)
+        keys = length(tile.keys)
         return {
             "padding": None if padding is None else padding[self.at[0], tile.keys],
             "keys": keys,
-            "queries": _count(tile.queries),
+            "queries": length(tile.queries),
             "group": g,
             "ahead": tile.query_position - tile.key_position if tile.masked else keys,
+            "window": self.chunks.window if tile.masked else 0,
             "first": tile.queries.start,
             "sequence": sequence,
             "scale": 1 / sqrt(width),
@@ -187,7 +201,7 @@ class GpuTile(NamedTuple):
         row = drop.rows[sample] + heads.start * self.chunks.form.queries * drop.width
         row += tile.key_position
         columns = range(tile.query_position, drop.width)
-        return drop._replace(rows=range(row, row + _count(tile.keys)), columns=columns)
+        return drop._replace(rows=range(row, row + length(tile.keys)), columns=columns)
 
     def add(self, added: Array, out: Array, sequence: int, kept: Array | None = None) -> None:
         """Update this tile of `out` in place: out = kept * out + added.
@@ -212,4 +226,4 @@ def gpu_tiles(gpu: Gpu, chunks: Chunks, kv: Array) -> Iterator[GpuTile]:
 def _kind(piece: tuple[tuple[int, slice], ChunkPair]) -> tuple[int, ...]:
     """Return a grouping key. Tiles with equal keys launch identical kernels."""
     (_, heads), tile = piece
-    return _count(heads), _count(tile.queries), _count(tile.keys), tile.masked
+    return length(heads), length(tile.queries), length(tile.keys), tile.masked

@@ -17,7 +17,6 @@ returns p v and l, and the backward pass of the block takes the merged output an
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import groupby
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,6 +31,7 @@ from hpc3d.ops.attention import (
     attend,
     attend_again,
     attend_grad,
+    band,
     finite,
     heads_of,
     queries_of,
@@ -117,7 +117,7 @@ def merge_chunks(qkv: Array, kv: Array, merged: Merged, chunks: Chunks) -> None:
 
     def block(each):
         at, tile = each
-        s, _ = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks.padding)
+        s, _ = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks)
         old = merged.sums[at][:, :, tile.queries]
         top = finite(s.max(0))
         s -= top
@@ -159,9 +159,9 @@ def _(gpu, qkv, kv, merged, chunks):
     sequence = kv.shape[3]
     q, _, _ = heads_of(qkv, sequence, chunks.form)
     if chunks.by_cudnn(gpu, kv):
-        hop = Hop.of(chunks.pairs)
+        hop = chunks.hop()
         k, v = kv[:, :, :, hop.keys]
-        added, sums = gpu.flash.hop(q[:, :, :, hop.queries], k, v, hop.causal)
+        added, sums = gpu.flash.hop(q[:, :, :, hop.queries], k, v, hop.causal, chunks.window)
         _add_hop(gpu, merged.out, added, hop, (merged.sums, sums))
         return
     for tile in gpu_tiles(gpu, chunks, kv):
@@ -231,7 +231,7 @@ def chunks_grad(
         at, tile = each
         k, v = (each[at][:, tile.keys] for each in kv)
         dk, dv = (each[at][:, tile.keys] for each in dkv)
-        p, scaled = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks.padding)
+        p, scaled = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks)
         p -= finite(grad.sums[at][:, :, tile.queries]).reshape(p.shape[1:])
         np.exp(p, out=p)
         d = stack_queries(dout[at][:, :, tile.queries])
@@ -286,7 +286,7 @@ def _hop_grad(
     gpu: Gpu, qkv: Array, kv: Array, grad: ChunkGrad, dq: Array, chunks: Chunks, empty: Empty
 ) -> Array:
     """Compute the result of `chunks_grad` with cuDNN."""
-    sequence, form, hop = kv.shape[3], chunks.form, Hop.of(chunks.pairs)
+    sequence, form, hop = kv.shape[3], chunks.form, chunks.hop()
     q, _, _ = heads_of(qkv, sequence, form)
     dout, out = (queries_of(each, sequence, form) for each in (grad.dout, grad.dots))
     q, dout, out = (each[:, :, :, hop.queries] for each in (q, dout, out))
@@ -296,7 +296,8 @@ def _hop_grad(
         sums = gpu.empty(q.shape[:-1], np.float32)
         sums[...] = grad.sums[:, :, :, hop.queries]
     assert gpu.flash
-    added, added_kv = gpu.flash.hop_grad(dout, (q, k, v), out, sums, hop.causal)
+    mask = hop.causal, chunks.window
+    added, added_kv = gpu.flash.hop_grad(dout, (q, k, v), out, sums, *mask)
     _add_hop(gpu, dq, added, hop)
     dkv = empty(kv.shape, np.float32)
     if hop.keys != every:
@@ -359,7 +360,7 @@ def _by_columns(k: Array, q: Array) -> Array:
 
 
 def _scores(
-    q: Array, k: Array, at: tuple[int, slice], tile: ChunkPair, padding: Array | None
+    q: Array, k: Array, at: tuple[int, slice], tile: ChunkPair, chunks: Chunks
 ) -> tuple[Array, Array]:
     """Return the scores S[key, heads, g*query] = k q^T / sqrt(D) of a tile, and the scaled q.
 
@@ -369,20 +370,13 @@ def _scores(
     scores = _by_columns(k[at][:, tile.keys], scaled)
     if tile.masked:
         ahead = tile.key_position - tile.query_position
-        scores += _later(ahead, len(scores), *q.shape[1:3], scores.dtype)[:, None]
-    if padding is not None:
-        scores[padding[at[0], tile.keys]] = -np.inf
+        queries = q.shape[2]
+        mask = band((len(scores), queries), ahead, chunks.window, scores.dtype)
+        by_query = scores.reshape(len(scores), -1, queries)  # [key, heads*g, query]
+        by_query += mask[:, None]
+    if chunks.padding is not None:
+        scores[chunks.padding[at[0], tile.keys]] = -np.inf
     return scores, scaled
-
-
-@lru_cache(64)
-def _later(ahead: int, keys: int, g: int, queries: int, dtype: np.dtype) -> np.ndarray:
-    """Return the causal mask [key, g*query]: -inf if a key is later than the query, else 0.
-
-    The first key is `ahead` positions after the first query.
-    """
-    later = ahead + np.arange(keys)[:, None] > np.arange(queries)
-    return np.tile(np.where(later, -np.inf, 0).astype(dtype), g)
 
 
 def _factors(

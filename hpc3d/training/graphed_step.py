@@ -143,13 +143,14 @@ def _obstacles(config: Config, transport: str) -> Iterator[str]:
 def _uncaptured_attention(config: Config) -> Iterator[str]:
     """Report a sequence length at which cuDNN's attention cannot be captured.
 
-    Attention with dropout or padding does not use cuDNN. In a ring, the numbers of queries and
-    keys of a call are multiples of the chunk length.
+    Attention with dropout or padding does not use cuDNN, and neither does a window in a ring. In a
+    ring, the numbers of queries and keys of a call are multiples of the chunk length.
     """
     model, context = config.model, config.context()
     fused = config.train.dtype in ("float16", "bfloat16")
     fused = fused and not model.dropout and model.padding is None
     ring = context.rings > 1
+    fused = fused and not (ring and model.window and not model.global_every)
     if fused and not Flash.replays(context.chunk if ring else model.sequence):
         size = f"{128 * 2 * context.rings} (chunks of 128 tokens)" if ring else "128"
         key = f"model.sequence = {model.sequence}"

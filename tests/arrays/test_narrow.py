@@ -11,7 +11,7 @@ from hpc3d.comm.communicator import fold
 from hpc3d.ops import product as product_module
 from hpc3d.ops import rows as rows_module
 from hpc3d.ops.attention import AttentionMask, HeadForm, attend, attend_again, attend_grad
-from hpc3d.ops.cached_attention import attend_cached
+from hpc3d.ops.cached_attention import Cache, attend_cached
 from hpc3d.ops.chunk_tiles import ChunkPair, Chunks
 from hpc3d.ops.chunked_attention import (
     ChunkGrad,
@@ -218,7 +218,7 @@ def loss(b):
 def cached(b, empty):
     cache = empty((2, 4, 9, 9, 4), b["x"].dtype)
     cache[:, :, :, :3] = b["big"][:, :36].reshape(1, 4, 9, 6, 4)[:, :, :, :3]
-    return attend_cached(b["big"], SEQUENCE, FORM, cache, 3, empty), cache
+    return attend_cached(b["big"], SEQUENCE, FORM, Cache(cache, 3), empty), cache
 
 
 TABLE = rotary_table(Rotation(), SEQUENCE, 4, np.dtype("f4"))

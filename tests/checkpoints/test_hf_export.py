@@ -78,13 +78,15 @@ def test_every_expert_layout_exports_the_same_bytes(tmp_path, line):
             "kind=gpt2 experts=4 top_k=2",
             "kind = gpt2 with experts has no counterpart in transformers",
         ),
+        ("window=2", "window = 2, model.global_every = 0: only models with"),
+        ("kind=llama window=2 global_every=2", "window = 2, model.global_every = 2: only models"),
         (f"{MIXTRAL} shared_experts=1", "shared_experts = 1: Mixtral has no shared experts"),
         (f"{MIXTRAL} moe_every=2", "moe_every = 2: Mixtral has experts in every block"),
         (f"{MIXTRAL} balance_bias=0.01", "balance_bias = 0.01: Mixtral has no router bias"),
         (f"{MIXTRAL} top_k=1", "top_k = 1: Mixtral gives a single expert the gate weight 1"),
     ],
 )
-def test_mixtures_without_a_transformers_equivalent_are_rejected(tmp_path, line, said):
+def test_models_without_a_transformers_equivalent_are_rejected(tmp_path, line, said):
     with pytest.raises(ValueError, match=rf"^model\.{said}"):
         exported(tmp_path, f"{SERIAL} {line}")
     assert not (tmp_path / "exported").exists()

@@ -144,7 +144,9 @@ def their_llama(weights, told, tokens):
             for part, count in (("q", heads), ("k", shared), ("v", shared))
         )
         k, v = (each.repeat_interleave(heads // shared, 1) for each in (turned(k, told), v))
-        a = functional.scaled_dot_product_attention(turned(q, told), k, v, is_causal=True)
+        back = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+        seen = (back >= 0) & (back < (told.get("sliding_window") or q.shape[2]))
+        a = functional.scaled_dot_product_attention(turned(q, told), k, v, seen)
         x = x + linear(f"{at}.o_proj", a.transpose(1, 2).flatten(2))
         y, at = norm(f"layers.{n}.post_attention_layernorm", x), f"layers.{n}.mlp"
         if "num_local_experts" in told:
@@ -163,6 +165,7 @@ SCALED = "rope_theta=300.0 rope_scaling='{factor = 8, low = 1, high = 4, origina
         "kind=llama kv_heads=4 ffn=60",
         "kind=qwen2 kv_heads=4",
         f"{MIXTRAL} kv_heads=4 sequence=23",
+        "kind=llama kv_heads=4 sequence=23 window=4",
         f"{MIXTRAL} experts=5 top_k=3 tied=false {SCALED}",
         f"kind=llama heads=3 hidden=36 sequence=23 tied=false norm_epsilon=0.01 {SCALED}",
     ],

@@ -172,30 +172,30 @@ class Flash:
     def suits(self, dtype, width, drop):
         return drop is None and dtype.itemsize == 2
 
-    def forward(self, qkv, sequence, form, causal):
-        mask = AttentionMask(causal)
+    def forward(self, qkv, sequence, form, causal, window):
+        mask = AttentionMask(causal, window=window)
         out, p = attend(wide(qkv), sequence, form, np.empty, mask=mask)
         return kept(out, qkv.dtype), kept(p, np.float32)
 
-    def backward(self, dout, qkv, out, stats, sequence, form, causal):
+    def backward(self, dout, qkv, out, stats, sequence, form, causal, window):
         assert out.shape == dout.shape
         given = wide(dout), wide(qkv), wide(stats)
-        mask = AttentionMask(causal)
+        mask = AttentionMask(causal, window=window)
         dqkv = attend_grad(*given, sequence, form, np.empty, mask=mask)
         return kept(dqkv, qkv.dtype)
 
-    def hop(self, q, k, v, causal):
+    def hop(self, q, k, v, causal, window):
         out, sums = empty(result_shape(q), q.dtype), empty((*q.shape[:-1], 1), np.float32)
         *given, into, stats = map(by_head, (q, k, v, out.transpose(0, 2, 3, 1, 4), sums))
-        fake_cudnn.forward(given, (into, stats), *scaled(q, causal))
+        fake_cudnn.forward(given, (into, stats), *scaled(q, causal, window))
         return out, sums.reshape(q.shape[:-1])
 
-    def hop_grad(self, dout, qkv, out, sums, causal):
+    def hop_grad(self, dout, qkv, out, sums, causal, window):
         q, k, _ = qkv
         dq, dkv = empty(result_shape(q), q.dtype), empty((2, *k.shape), k.dtype)
         given = map(by_head, (*qkv, out, dout, sums.reshape(*sums.shape, 1)))
         made = map(by_head, (dq.transpose(0, 2, 3, 1, 4), *dkv))
-        fake_cudnn.backward([*given], [*made], *scaled(q, causal))
+        fake_cudnn.backward([*given], [*made], *scaled(q, causal, window))
         return dq, dkv
 
 
@@ -205,9 +205,9 @@ def by_head(view):
     return view if view.ndim == 4 else view.reshape(len(view), -1, *view.shape[3:])
 
 
-def scaled(q, causal):
-    """Return the scale of the scores, and how far right of the diagonal keys are seen."""
-    return q.shape[-1] ** -0.5, 0 if causal else None
+def scaled(q, causal, window):
+    """Return the scale of the scores, and cuDNN's right and left bound of the band of keys."""
+    return q.shape[-1] ** -0.5, (0 if causal else None, window or None)
 
 
 def wide(array):

@@ -56,6 +56,9 @@ LINES = [
     f"c=2 x=2 sequence=8 {ONE[4:]} layers=1 dtype=bfloat16 recompute=full hidden=32 heads=4",
     f"c=4 sequence=16 {ONE[4:]} kind=llama kv_heads=2 ffn=40 dtype=bfloat16 hidden=32 heads=4",
     f"{ONE} attention=chunked sequence=8 dropout=0.25",
+    f"c=2 sequence=16 {ONE[4:]} dtype=bfloat16 hidden=32 heads=4 window=3 global_every=2",
+    f"{ONE} attention=chunked dtype=bfloat16 hidden=32 heads=4 sequence=16 window=3",
+    f"{ONE} dtype=bfloat16 hidden=32 heads=4 sequence=16 window=3 recompute=selective",
     f"d=2 e=2 x=2 zero=1 {ONE[4:]} layers=1 batch=16 optimizer=adafactor experts=4",
     f"d=2 x=2 zero=1 {ONE[4:]} batch=8 optimizer=lion",
     f"d=2 x=2 zero=1 {ONE[4:]} batch=8 optimizer=muon kind=llama kv_heads=4 ffn=24",
@@ -174,15 +177,20 @@ class AttentionCalls(CostMeter):
         assert (case.width, case.sequence, case.dtype) == (16, 128, "bfloat16")
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_fused_attention_is_recorded_with_its_pass_and_flops(causal):
-    """There are 2 products forward and 5 backward; a causal mask halves the FLOPs."""
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 3)])
+def test_fused_attention_is_recorded_with_its_pass_and_flops(causal, window):
+    """There are 2 products forward and 5 backward; a causal mask halves the FLOPs.
+
+    With a window of 3 tokens, two queries have fewer than 3 keys.
+    """
     pool = abstract_gpu.DeviceShapes(AttentionCalls())
     qkv = pool.empty((2 * 128, 4 * 3 * 16), "bfloat16")
     flash, form = pool.gpu.flash, HeadForm(16)
-    out, stats = flash.forward(qkv, 128, form, causal)
-    flash.backward(out, qkv, out, stats, 128, form, causal)
+    out, stats = flash.forward(qkv, 128, form, causal, window)
+    flash.backward(out, qkv, out, stats, 128, form, causal, window)
     product = 2 * (2 * 4) * 128**2 * 16 // (2 if causal else 1)
+    if window:
+        product = 2 * (2 * 4) * (3 * 128 - 3) * 16
     assert pool.meter.calls == [(2 * product, False), (5 * product, True)]
 
 

@@ -57,6 +57,8 @@ MASKS = {
     "all keys": lambda sequence: AttentionMask(causal=False),
     "padded": lambda sequence: AttentionMask(False, padded(sequence)),
     "causal, padded": lambda sequence: AttentionMask(True, padded(sequence)),
+    "window": lambda sequence: AttentionMask(window=-(-sequence // 3)),
+    "window, padded": lambda sequence: AttentionMask(True, padded(sequence), 2),
 }
 
 
@@ -71,7 +73,7 @@ def test_softmax_and_its_gradient_match_numpy(sequence, rate, sees, real, draw, 
     scores, wide = draw(real, *shape)
     weights = real.empty(*shape) if rate else None
     sizes = {"heads": HEADS, "sequence": sequence, "scale": SCALE, **dropout_of(mask)}
-    sizes["causal"] = seen.causal
+    sizes |= {"causal": seen.causal, "window": seen.window}
     work = BATCH * HEADS, sequence
     softmax = {"scores": scores, "weights": weights, "padding": seen.padding}
     emulate("causal_softmax", *work, **softmax, **sizes)

@@ -5,40 +5,45 @@ import pytest
 
 from hpc3d.arrays.pool import Pool, to_host
 from hpc3d.ops.attention import HeadForm
-from hpc3d.ops.cached_attention import attend_cached
+from hpc3d.ops.cached_attention import Cache, attend_cached
 from tests.cuda import rules
 from tests.cuda.rules import on_devices
 from tests.fakes.fake_device import plain
 from tests.model.test_decoder import COMMON, decoder_of, step_by_step
 
 
+@pytest.mark.parametrize("window", [0, 1, 40])
 @pytest.mark.parametrize(("queries", "first"), [(1, 0), (1, 70), (5, 0), (7, 300)])
-def test_cached_softmax_is_causal(queries, first, real, draw, emulate):
+def test_cached_softmax_is_causal(queries, first, window, real, draw, emulate):
     rows, columns = 6 * queries, first + queries
     scores, wide = draw(real, rows, columns)
     sizes = {"queries": queries, "first": first, "columns": columns, "scale": 0.3}
+    sizes["window"] = window
     emulate("cached_softmax", rows, columns, scores=scores, **sizes)
-    hidden = np.arange(columns) > first + np.arange(rows)[:, None] % queries
+    back = first + np.arange(rows)[:, None] % queries - np.arange(columns)
+    hidden = (back < 0) | (back >= (window or columns))
     p = np.where(hidden, 0, np.exp(0.3 * wide))
     real.same(scores, p / p.sum(1, keepdims=True))
 
 
+@pytest.mark.parametrize("window", [0, 2, 5])
 @pytest.mark.parametrize("form", [HeadForm(4), HeadForm(4, 2)])
-def test_cached_attention_in_chunks_matches_numpy(form, launcher):
+def test_cached_attention_in_chunks_matches_numpy(form, window, launcher):
     random, empty = np.random.default_rng(5), Pool().empty
     caches = [np.zeros((2, 2, 3, 9, 4)), rules.empty((2, 2, 3, 9, 4), np.float32)]
     first = 0
     for count in (5, 1, 3):
         qkv = random.normal(size=(2 * count, 3 * form.columns))
-        expected = attend_cached(qkv, count, form, caches[0], first, empty)
+        ours, theirs = (Cache(each, first, window) for each in caches)
+        expected = attend_cached(qkv, count, form, ours, empty)
         device = qkv.astype(np.float32).view(rules.CudaArray)
-        found = attend_cached(device, count, form, caches[1], first, rules.empty)
+        found = attend_cached(device, count, form, theirs, rules.empty)
         np.testing.assert_allclose(plain(found), expected, atol=1e-5)
         first += count
     assert launcher.count["cached_softmax"]
 
 
-@pytest.mark.parametrize("kind", ["kind=gpt2", "kind=llama kv_heads=4 ffn=48"])
+@pytest.mark.parametrize("kind", ["kind=gpt2", "kind=llama kv_heads=4 ffn=48 window=2"])
 @pytest.mark.parametrize("mesh", ["", pytest.param("x=2 y=2 z=2", marks=pytest.mark.slow)])
 def test_decoding_on_devices_matches_numpy(kind, mesh, launcher):
     line, parts = f"{COMMON} {kind} {mesh}", [3, 1, 1]

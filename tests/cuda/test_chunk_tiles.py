@@ -62,15 +62,22 @@ def attention(qkv, dout, others, form, chunks, empty):
 
 @pytest.mark.parametrize("dtype", strided([np.float32, np.float16], 2, days=1))
 @pytest.mark.parametrize(
-    ("queries", "causal", "rate", "padded"),
+    ("queries", "causal", "rate", "padded", "window"),
     strided(
-        [(1, True, 0, False), (3, False, 0.25, True), (2, True, 0.25, False), (1, True, 0, True)],
-        4,
+        [
+            (1, True, 0, False, 0),
+            (2, True, 0, False, 4),
+            (3, False, 0.25, True, 0),
+            (2, True, 0.25, False, 0),
+            (1, True, 0.25, True, 9),
+            (1, True, 0, True, 0),
+        ],
+        6,
         2,
     ),
 )
 def test_tiled_attention_matches_float64(
-    queries, causal, rate, padded, dtype, launcher, monkeypatch
+    queries, causal, rate, padded, window, dtype, launcher, monkeypatch
 ):
     """Chunks of six tokens are split into tiles of two to six, with one or two key heads each."""
     monkeypatch.setattr(chunk_tiles, "_TILE", max(4, 2 * queries))
@@ -88,7 +95,9 @@ def test_tiled_attention_matches_float64(
     def chunks(kind):
         hidden = [each if each is None else each.view(kind) for each in padding]
         keys = pairs_of(causal, (0, 3)), pairs_of(causal, (1, 2))
-        return [Chunks(pairs, form, drop, each) for pairs, each in zip(keys, hidden)]
+        if window:
+            keys = [[pair._replace(masked=True) for pair in pairs] for pairs in keys]
+        return [Chunks(pairs, form, drop, each, window) for pairs, each in zip(keys, hidden)]
 
     wide = [each.astype(np.float64) for each in (qkv, dout, others)]
     expected = attention(*wide, form, chunks(np.ndarray), Pool().empty)

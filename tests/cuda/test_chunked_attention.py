@@ -7,8 +7,10 @@ from hpc3d.ops.random import Mask, cuda_mask, keep_mask, philox_key
 from tests.cuda.conftest import FLOAT
 
 HEADS, SEQUENCE, FIRST, SCALE = 2, 90, 7, 0.3
-# keys, queries, group, how far ahead of the first query its last key is (None: no key is later)
-TILES = [(1, 1, 1, None), (5, 9, 2, None), (40, 72, 1, 3), (33, 16, 3, -2), (70, 70, 1, 0)]
+# keys, queries, group, how far ahead of the first query its last key is (None: no key is later),
+# and the window (0: no window)
+TILES = [(1, 1, 1, None, 0), (5, 9, 2, None, 0), (40, 72, 1, 3, 0), (33, 16, 3, -2, 0)]
+TILES += [(70, 70, 1, 0, 0), (70, 70, 1, 0, 9), (33, 40, 2, 33, 40), (20, 40, 1, 33, 30)]
 
 
 def dropped(rate, shape):
@@ -28,7 +30,7 @@ class Tile:
     """Tile with random scores and previous sums, and with masks."""
 
     def __init__(self, draw, real, size, rate, padded):
-        keys, queries, group, ahead = size
+        keys, queries, group, ahead, window = size
         self.shape = HEADS, keys, group, queries
         self.scores, wide = draw(real, *self.shape)
         self.sums, _ = draw(FLOAT, HEADS, group, SEQUENCE)
@@ -40,13 +42,15 @@ class Tile:
         hidden = np.zeros((keys, queries), bool)
         if ahead is not None:
             hidden |= np.arange(keys)[:, None] > np.arange(queries) + ahead
+        if window:
+            hidden |= np.arange(keys)[:, None] <= np.arange(queries) + ahead - window
         if padded:
             hidden[self.padding] = True
         self.s = np.where(hidden[:, None], -np.inf, SCALE * wide.astype(np.float64))
         self.work = HEADS * group, queries
         self.given = {"keys": keys, "queries": queries, "group": group, "first": FIRST}
         self.given |= {"ahead": keys if ahead is None else ahead, "sequence": SEQUENCE}
-        self.given |= {"scale": SCALE, "padding": self.padding}
+        self.given |= {"scale": SCALE, "padding": self.padding, "window": window}
         self.given |= cuda_mask(self.mask, "dropout_key")
 
     def total(self):

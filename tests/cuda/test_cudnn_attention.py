@@ -112,14 +112,14 @@ def close(array, expected, dtype):
 
 @pytest.mark.parametrize("dtype", cudnn_attention.TYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("causal", [True, False])
-def test_cudnn_attention_matches_the_unfused_path(attention, memory, shape, dtype, causal):
+@pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 2)])
+def test_cudnn_attention_matches_the_unfused_path(attention, memory, shape, dtype, causal, window):
     _, sequence, _, form = shape
     qkv, dout = given(memory, shape, dtype)
-    out, stats = attention.forward(qkv, sequence, form, causal)
-    dqkv = attention.backward(dout, qkv, out, stats, sequence, form, causal)
+    out, stats = attention.forward(qkv, sequence, form, causal, window)
+    dqkv = attention.backward(dout, qkv, out, stats, sequence, form, causal, window)
     sizes = sequence, form, np.empty
-    mask = AttentionMask(causal)
+    mask = AttentionMask(causal, window=window)
     expected, probabilities = attend(wide(qkv), *sizes, mask=mask)
     assert out.dtype == dqkv.dtype == dtype and stats.dtype == np.float32
     close(out, expected, dtype)
@@ -263,9 +263,11 @@ def test_error_of_a_hop_states_its_sizes(attention, cudnn, memory):
     q = memory.bring(normal(1, 2, 1, 4, 8), "float16")
     k, v = memory.bring(normal(2, 1, 2, 3, 8), "float16")
     cudnn.failure = RuntimeError("no engine")
-    sizes = r"float16 q \(1, 2, 4, 8\) and k \(1, 2, 3, 8\) with no mask"
-    with pytest.raises(RuntimeError, match=f"build attention of {sizes}: no engine$"):
+    sizes = r"float16 q \(1, 2, 4, 8\) and k \(1, 2, 3, 8\) with"
+    with pytest.raises(RuntimeError, match=f"build attention of {sizes} no mask: no engine$"):
         attention.hop(q, k, v, causal=False)
+    with pytest.raises(RuntimeError, match=f"{sizes} a window of 2 keys: no engine$"):
+        attention.hop(q, k, v, causal=True, window=2)
 
 
 def test_gradient_of_a_single_token_is_not_supported_by_cudnn(attention, memory):

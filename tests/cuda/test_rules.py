@@ -68,6 +68,8 @@ CONTEXT = [
     "c=4 sequence=8 context=both ulysses=2 dropout=0.25 recompute=full",
     "c=2 p=2 schedule=1f1b microbatches=2 layers=2 sequence=8 kind=bert padding=4 dropout=0.25",
     "attention=chunked recompute=selective kind=llama kv_heads=4 ffn=24",
+    "c=2 sequence=8 window=3 global_every=2 layers=2 dropout=0.25",
+    "sequence=8 window=3 recompute=selective",
 ]
 EXPERTS = [
     f"e=2 x=2 {SWITCH} batch=8 microbatches=2",

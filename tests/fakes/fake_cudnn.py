@@ -106,9 +106,19 @@ class Graph:
         self.tensors.append(Tensor(dim, stride, data_type, uid))
         return self.tensors[-1]
 
-    def sdpa(self, q, k, v, attn_scale, generate_stats, diagonal_band_right_bound=None):
+    def sdpa(
+        self,
+        q,
+        k,
+        v,
+        attn_scale,
+        generate_stats,
+        diagonal_band_right_bound=None,
+        diagonal_band_left_bound=None,
+    ):
         assert generate_stats is True
-        self.describe((q, k, v), forward, 2, attn_scale, diagonal_band_right_bound)
+        bounds = diagonal_band_right_bound, diagonal_band_left_bound
+        self.describe((q, k, v), forward, 2, attn_scale, bounds)
         return self.tensors[-2:]
 
     def sdpa_backward(
@@ -122,20 +132,23 @@ class Graph:
         attn_scale,
         use_deterministic_algorithm,
         diagonal_band_right_bound=None,
+        diagonal_band_left_bound=None,
     ):
         assert use_deterministic_algorithm is False
-        inputs = q, k, v, o, dO, stats
-        self.describe(inputs, backward, 3, attn_scale, diagonal_band_right_bound)
+        bounds = diagonal_band_right_bound, diagonal_band_left_bound
+        self.describe((q, k, v, o, dO, stats), backward, 3, attn_scale, bounds)
         return self.tensors[-3:]
 
-    def describe(self, inputs, compute, results, scale, bound):
+    def describe(self, inputs, compute, results, scale, bounds):
         """Store the operation with its inputs; return its output tensors."""
         assert not self.compute and list(inputs) and type(scale) is float
-        assert bound is None or type(bound) is int
+        right, left = bounds
+        assert right is None or type(right) is int
+        assert left is None or (type(left) is int and left > 0 and right == 0)
         outputs = [Tensor(made=True) for _ in range(results)]
         self.tensors += outputs
         self.compute = lambda at: compute(
-            [at[t] for t in inputs], [at[t] for t in outputs], scale, bound
+            [at[t] for t in inputs], [at[t] for t in outputs], scale, bounds
         )
 
     def step(self, name):
@@ -207,29 +220,32 @@ def summed(dx, heads):
     return dx.reshape(batch, heads, -1, *rest).sum(2)
 
 
-def scores(q, k, scale, bound):
-    """Return scores of queries and keys up to `bound` right of the diagonal; None: all keys."""
-    s = np.einsum("bhid,bhjd->bhij", q, k) * np.float32(scale)
-    if bound is None:
-        return s
-    past = np.subtract.outer(np.arange(s.shape[-2]), np.arange(s.shape[-1])) >= -bound
-    return np.where(past, s, -np.inf)
+def scores(q, k, scale, bounds):
+    """Return the scores of queries and the keys in a band along the diagonal.
+
+    The band ends `right` keys after the diagonal (None: with the last key), and begins left - 1
+    keys before it (None: with the first key)."""
+    s, (right, left) = np.einsum("bhid,bhjd->bhij", q, k) * np.float32(scale), bounds
+    back = np.subtract.outer(np.arange(s.shape[-2]), np.arange(s.shape[-1]))
+    if right is not None:
+        s = np.where(back >= -right, s, -np.inf)
+    return s if left is None else np.where(back < left, s, -np.inf)
 
 
-def forward(inputs, outputs, scale, bound):
+def forward(inputs, outputs, scale, bounds):
     q, *others = (array.astype(np.float32) for array in inputs)
     k, v = (of_every_query(each, q.shape[1]) for each in others)
     out, stats = outputs
-    s = scores(q, k, scale, bound)
+    s = scores(q, k, scale, bounds)
     stats[...] = np.logaddexp.reduce(s, -1, keepdims=True)
     out[...] = np.einsum("bhij,bhjd->bhid", np.exp(s - stats), v)
 
 
-def backward(inputs, outputs, scale, bound):
+def backward(inputs, outputs, scale, bounds):
     q, *others, out, dout, stats = (array.astype(np.float32) for array in inputs)
     k, v = (of_every_query(each, q.shape[1]) for each in others)
     dq, dk, dv = outputs
-    p = np.exp(scores(q, k, scale, bound) - stats)
+    p = np.exp(scores(q, k, scale, bounds) - stats)
     dp = np.einsum("bhid,bhjd->bhij", dout, v)
     ds = p * (dp - np.sum(dout * out, -1, keepdims=True)) * np.float32(scale)
     dq[...] = np.einsum("bhij,bhjd->bhid", ds, k)

@@ -43,6 +43,7 @@ def cases(device, quick):
             if real != "float32":
                 yield f"cuDNN [{real}, {name}]", partial(fused, *place, True)
                 yield f"cuDNN [{real}, {name}, no mask]", partial(fused, *place, False)
+                yield f"cuDNN [{real}, {name}, window]", partial(fused, *place, True, window=5)
             yield f"the program [{real}, {name}]", partial(ours, *place, 0.0)
             yield f"the program [{real}, {name}, dropout]", partial(ours, *place, RATE)
             yield f"chunk by chunk [{real}, {name}]", partial(by_chunks, *place, 0.0)
@@ -52,11 +53,11 @@ def cases(device, quick):
 class Problem:
     """qkv, the gradient of the output, and the expected results."""
 
-    def __init__(self, device, real, shape, rate=0.0, causal=True):
+    def __init__(self, device, real, shape, rate=0.0, causal=True, window=0):
         self.shape, random = shape, np.random.default_rng(17)
         batch, keys, self.sequence, self.form = shape
         self.sizes, heads = (self.sequence, self.form), keys * self.form.queries
-        rows, self.causal = batch * self.sequence, causal
+        rows, self.causal, self.window = batch * self.sequence, causal, window
 
         def draw(columns):
             return random.standard_normal((rows, columns), np.float32).astype(np.dtype(real))
@@ -66,7 +67,8 @@ class Problem:
         self.wide = qkv.astype(np.float64), dout.astype(np.float64)
         self.rate, self.row = rate, heads * self.sequence**2
         self.key = philox_key((7, "drop_p", 3))
-        how = *self.sizes, Pool().empty, self.mask(self.key), AttentionMask(causal)
+        mask = AttentionMask(causal, window=window)
+        how = *self.sizes, Pool().empty, self.mask(self.key), mask
         self.out, p = attend(self.wide[0], *how)
         self.dqkv = attend_grad(self.wide[1], self.wide[0], p, *how)
 
@@ -82,14 +84,16 @@ class Problem:
         scores = q @ k[:, :, None].swapaxes(-1, -2) / self.form.width**0.5
         if self.causal:
             scores += np.triu(np.full(scores.shape[-2:], -np.inf), 1)
+        if self.window:
+            scores += np.tril(np.full(scores.shape[-2:], -np.inf), -self.window)
         top = scores.max(-1, keepdims=True)
         sums = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
         return sums.reshape(self.shape[0], -1, self.sequence, 1)
 
 
-def fused(device, real, shape, causal, notes):
-    flash, problem = device.flash(), Problem(device, real, shape, causal=causal)
-    width, sizes = problem.form.width, (*problem.sizes, causal)
+def fused(device, real, shape, causal, notes, window=0):
+    problem = Problem(device, real, shape, causal=causal, window=window)
+    flash, width, sizes = device.flash(), problem.form.width, (*problem.sizes, causal, window)
     notes.fact("suits", bool(flash.suits(real, width)))
     if not flash.suits(real, width):
         raise Skip(f"cuDNN does not take {real} with heads of {width}")

@@ -85,7 +85,8 @@ def loss(weights, shape, tokens, targets):
     for number in range(shape.layers):
         name = f"layers.{number}"
         n = torch_reference.norm(weights, f"{name}.norm1", x, shape.epsilon)
-        a = torch_reference._attention(weights, name, n, shape)
+        seen = torch_reference.window_mask(shape, number)
+        a = torch_reference._attention(weights, name, n, shape, seen)
         x = x + torch_reference.linear(weights, f"{name}.proj", a)
         n = torch_reference.norm(weights, f"{name}.norm2", x, shape.epsilon)
         if shape.mixes(number):

@@ -4,11 +4,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.comm.threads import run
 from hpc3d.model.context import Context
-from hpc3d.model.context_attention import attention_of
+from hpc3d.model.context_attention import _pairs, attention_of
 from hpc3d.model.families import BERT, GPT2, LLAMA
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.model.spec import ModelSizes, ModelSpec
@@ -16,6 +17,7 @@ from hpc3d.ops.chunk_tiles import Hop
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.tensor.split import Split
 from hpc3d.trace.schema import OP, PHASE
+from tests.strided import strided
 
 B, T, WIDTH, HEADS = 2, 24, 4, 12
 PADDING = 3
@@ -68,9 +70,9 @@ def micro_of(context):
     return Microbatch(4, 7, tokens, tokens, 1.0)
 
 
-def attended(mesh, kind, context, chunked=True):
+def attended(mesh, kind, context, chunked=True, window=0):
     """Return output and gradient for this rank's rows of [q|k|v], and the row indices."""
-    layer = attention_of(mesh, "layers.0.drop_p", spec_of(kind, context, chunked))
+    layer = attention_of(mesh, "layers.0.drop_p", spec_of(kind, context, chunked), window)
     part = slice(mesh.coord("c") * B * context.tokens, (mesh.coord("c") + 1) * B * context.tokens)
     rows = np.array(context.rows(part, B * context.parts, 0))
     qkv, dout = (block[rows] for block in blocks(kind))
@@ -88,6 +90,67 @@ def test_context_attention_matches_a_single_rank(kind, context):
     ):
         np.testing.assert_allclose(found, out[rows], rtol=0, atol=1e-12)
         np.testing.assert_allclose(gradient, dqkv[rows], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+@pytest.mark.parametrize("window", strided([1, 2, 3, 4, 7, 9, 13, 23], 4, 2))
+@pytest.mark.parametrize("kind", ["causal", "both"])
+def test_windowed_context_attention_matches_a_single_rank(kind, context, window):
+    out, dqkv, _ = run({}, lambda mesh: attended(mesh, kind, Context(T), False, window))[0]
+    for found, gradient, rows in run(
+        {"c": context.parts}, lambda mesh: attended(mesh, kind, context, True, window)
+    ):
+        np.testing.assert_allclose(found, out[rows], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(gradient, dqkv[rows], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("window", [1, 5, 64, 65, 100])
+def test_window_of_a_long_sequence_matches_torch(window, chunked, monkeypatch):
+    """Chunks have 16 tokens, and blocks of full attention 64 queries."""
+    monkeypatch.setattr("hpc3d.model.context_attention._CHUNK", 16)
+    tokens, heads, width = 160, 2, 4
+    sizes = ModelSizes(1, heads * width, heads, tokens, 5)
+    split = {"dense": Split(m="c", replicate="c")}
+    spec = ModelSpec(GPT2, sizes, split, context=Context(tokens), chunked=chunked)
+    draw = np.random.default_rng(8)
+    qkv, dout = draw.normal(size=(tokens, sizes.qkv)), draw.normal(size=(tokens, sizes.hidden))
+    zeros = np.zeros((1, tokens), int)
+    micro = Microbatch(0, 0, zeros, zeros, 1.0)
+
+    def rank(mesh):
+        layer = attention_of(mesh, "p", spec, window)
+        out, saved = layer.forward(qkv.copy(), micro)
+        return out, layer.backward(dout, saved, micro)
+
+    leaf = torch.tensor(qkv, requires_grad=True)
+    q, k, v = leaf.reshape(tokens, heads, 3, width).permute(2, 1, 0, 3)
+    back = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    seen = (back >= 0) & (back < window)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    expected = expected.transpose(0, 1).reshape(tokens, -1)
+    expected.backward(torch.tensor(dout))
+    _pairs.cache_clear()
+    found, gradient = run({}, rank)[0]
+    _pairs.cache_clear()
+    np.testing.assert_allclose(found, expected.detach(), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(gradient, leaf.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rings", [2, 3, 4, 5, 8])
+def test_hops_reach_all_tokens_in_a_window_and_no_others(rings):
+    """A hop is made if a query of some rank attends to a key at this distance."""
+    length, kinds = 4 * rings, set()
+    context = Context(length, rings)
+    owner = np.empty(length, int)
+    for ring_rank in range(rings):
+        owner[context.positions(ring_rank)] = ring_rank
+    for window in range(1, length + 1):
+        pairs = [(i, j) for i in range(length) for j in range(max(0, i - window + 1), i + 1)]
+        needed = {(owner[i] - owner[j]) % rings for i, j in pairs} - {0}
+        assert {*context.hops(window)} == needed
+        kinds.add(len(needed))
+    assert kinds >= {0, rings - 1} and context.hops() == tuple(range(1, rings))
 
 
 @pytest.mark.parametrize("kind", ["causal", "bidirectional"])
@@ -113,12 +176,12 @@ def test_unchunked_attention_exchanges_full_sequences():
         np.testing.assert_allclose(gradient, dqkv[rows], rtol=0, atol=1e-12)
 
 
-def counted(kind, context, dtype="float64"):
+def counted(kind, context, dtype="float64", window=0, rank=0):
     """Return {(op, phase): bytes received by a rank along c}, and the attention FLOPs."""
     recorder = MemoryRecorder(0, lambda: 0)
-    bare = abstract_mesh({"c": context.parts}, {"c": 0})
+    bare = abstract_mesh({"c": context.parts}, {"c": rank})
     mesh = bare.traced(recorder)
-    layer = attention_of(mesh, "layers.0.drop_p", spec_of(kind, context, True))
+    layer = attention_of(mesh, "layers.0.drop_p", spec_of(kind, context, True), window)
     sizes, rows = KINDS[kind][1], B * context.tokens
     micro = micro_of(context)
     with mesh.trace.scope(phase="forward"):
@@ -144,6 +207,23 @@ def test_received_bytes_of_ring_attention(c, kind, dtype, item, wide):
     received, _ = counted(kind, Context(T, c), dtype)
     assert received["recv", "forward"] == 2 * (c - 1) * keys * item
     assert received["recv", "backward"] == 2 * (c - 1) * keys * (item + wide)
+
+
+@pytest.mark.parametrize("kind", ["causal", "both"])
+def test_window_leaves_out_hops_and_chunks(kind):
+    """A ring of 4 has 8 chunks of 3 tokens. A window of 4 tokens reaches 1 chunk back, 5 tokens 2.
+
+    Rank i has the chunks i and 7 - i, and receives blocks from 1 or 2 ranks away in both
+    directions. Each chunk attends to itself and to the chunks within reach.
+    """
+    keys, chunk = B * T // 4 * KINDS[kind][1].kv_heads * WIDTH, B * HEADS * WIDTH * (T // 8) ** 2
+    for window, reach, hops in ((1, 0, 0), (4, 1, 2), (5, 2, 3)):
+        for rank in range(4):
+            received, flops = counted(kind, Context(T, 4), window=window, rank=rank)
+            assert received["recv", "forward"] == 2 * hops * keys * 8
+            assert received["recv", "backward"] == 2 * hops * keys * 16
+            pairs = sum(1 + min(reach, number) for number in (rank, 7 - rank))
+            assert (flops["forward"], flops["backward"]) == (4 * chunk * pairs, 10 * chunk * pairs)
 
 
 @pytest.mark.parametrize("kind", ["causal", "both"])

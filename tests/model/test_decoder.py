@@ -29,6 +29,7 @@ KINDS = [
     "kind=olmo2 kv_heads=2 ffn=48",
     "kind=gemma kv_heads=4 head_dim=4 ffn=48",
     "kind=llama kv_heads=6 head_dim=4 ffn=48 attention_bias=true mlp_bias=true",
+    "window=3 global_every=2",
 ]
 MIXTURES = [
     "experts=4 top_k=2 capacity=0 moe_every=2 shared_experts=1 balance_bias=0.1",

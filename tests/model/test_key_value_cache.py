@@ -16,7 +16,9 @@ def micro_of(sequences, count):
     return Microbatch(0, 0, tokens, tokens, 1.0)
 
 
-@pytest.mark.parametrize("kind", ["kind=gpt2", "kind=llama kv_heads=4 rope_theta=20.0"])
+@pytest.mark.parametrize(
+    "kind", ["kind=gpt2", "kind=llama kv_heads=4 rope_theta=20.0", "window=1", "window=3"]
+)
 def test_cached_attention_in_chunks_matches_full_attention(kind):
     config = config_of(f"schedule=none microbatches=1 batch=2 sequence=6 {kind}")
     spec = spec_of(config, 29)
@@ -24,9 +26,9 @@ def test_cached_attention_in_chunks_matches_full_attention(kind):
 
     def rank(mesh):
         rows = qkv.reshape(12, -1).copy()
-        whole, _ = CoreAttention(mesh, "core", spec).forward(rows, micro_of(2, 6))
-        kept = KeptPositions(6)
-        cached, found = CachedAttention(mesh, spec, kept), []
+        window, kept = spec.sizes.window_of(0), KeptPositions(6)
+        whole, _ = CoreAttention(mesh, "core", spec, window).forward(rows, micro_of(2, 6))
+        cached, found = CachedAttention(mesh, spec, kept, window), []
         for part in (slice(0, 3), slice(3, 4), slice(4, 6)):
             count = part.stop - part.start
             given = qkv[:, part].reshape(2 * count, -1)

@@ -64,6 +64,14 @@ def test_llama_with_biases_and_a_head_dimension_matches_torch(kv_heads, head_dim
     same_as(torch_reference.loss, ModelSizes(**SHAPE | how, tied=False, std=0.3), family)
 
 
+@pytest.mark.parametrize(("family", "window"), [(GPT2, 1), (GPT2, 3), (LLAMA, 3)])
+def test_every_second_block_with_a_window_matches_torch(family, window):
+    how = {"ffn": 40} if family is LLAMA else {}
+    shape = ModelSizes(**SHAPE | how, std=0.3, window=window, global_every=2)
+    assert [shape.window_of(layer) for layer in range(3)] == [window, 0, window]
+    same_as(torch_reference.loss, shape, family)
+
+
 def test_qwen2_matches_torch():
     how = {"kv_heads": 2, "ffn": 40, "epsilon": 1e-6}
     shape = ModelSizes(**SHAPE | how, tied=False, std=0.3)

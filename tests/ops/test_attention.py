@@ -49,20 +49,26 @@ SIZES = {"a sample a chunk": (1 << 20, 64), "a head a chunk": (1, 64), "2 querie
 @pytest.mark.parametrize(("scores", "queries"), SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 @pytest.mark.parametrize("g", strided([1, 2], 2, 1, days=1))
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, 0), (False, 0), (True, 1), (True, 3)], ids=str
+)
 @pytest.mark.parametrize("padding", strided(PADDED, 3, 2))
-def test_attention_and_its_gradient(scores, queries, rate, g, causal, padding, monkeypatch):
+def test_attention_and_its_gradient(
+    scores, queries, rate, g, causal, window, padding, monkeypatch
+):
     """Tests key heads with g queries each."""
     monkeypatch.setattr("hpc3d.ops.attention.SCORES", scores)
     monkeypatch.setattr("hpc3d.ops.attention._QUERIES", queries)
     empty = Pool().empty
     batch, heads, sequence, width = 2, 3, 5, 2
-    form, mask = HeadForm(width, g), AttentionMask(causal, PADDED[padding])
+    form, mask = HeadForm(width, g), AttentionMask(causal, PADDED[padding], window)
     qkv = RNG.normal(size=(batch * sequence, heads * (g + 2) * width))
     drop, factors = masked(rate, batch, heads * g, sequence, sequence)
     out, p = attend(qkv, sequence, form, empty, drop, mask)
     parts = by_head(qkv, heads, form).reshape(batch, sequence, heads, g + 2, width)
     ordered = np.triu(np.ones((sequence, sequence), bool)) if causal else True
+    if window:
+        ordered = ordered & ~np.triu(np.ones((sequence, sequence), bool), window)
     hidden = np.zeros((batch, sequence), bool) if mask.padding is None else mask.padding
     seen = np.broadcast_to(~hidden[:, :, None] & ordered, (batch, sequence, sequence))
     expected = [

@@ -101,6 +101,9 @@ def models(draw):
         fitting = [n for n in (2, 3, 6, 12) if hidden // width % n == 0]
         words["kv_heads"] = draw(st.sampled_from([hidden // width, *fitting]))
     words |= draw(family_keys(kind))
+    if kind != "bert" and draw(SELDOM):
+        words["window"] = draw(st.integers(1, sequence))
+        words["global_every"] = draw(st.sampled_from([0, 2, 3]))
     if kind in kinds_with("experts") and draw(st.booleans()):
         words |= draw(st.sampled_from(EXPERTS))
     words |= draw(optimizers(rotary))

@@ -167,6 +167,10 @@ d=4 shard=2 e=2 schedule=none microbatches=2 zero=1 experts=4 top_k=2 balance_bi
 d=4 shard=2 e=2 schedule=none microbatches=1 zero=3 experts=4
 d=4 shard=2 x=2 y=2 schedule=none microbatches=1 zero=1 scheme=2d-summa kind=llama ffn=60
 p=2 d=4 shard=2 x=2 schedule=1f1b microbatches=3 zero=1 kind=bert order="x d p y z c e"
+p=2 x=2 schedule=1f1b microbatches=4 sequence=6 window=3 recompute=selective dropout=0.25
+d=2 c=4 schedule=none microbatches=2 zero=1 sequence=16 window=3 global_every=2 kind=llama ffn=48
+p=2 c=4 schedule=zb-h1 microbatches=3 sequence=16 context=both ulysses=2 window=5 dropout=0.25
+c=2 x=2 schedule=none microbatches=2 sequence=8 window=4 context=all-to-all experts=4 capacity=4
 """.strip().splitlines()
 
 # Four axes at once, for real ranks only.

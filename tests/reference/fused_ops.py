@@ -64,6 +64,8 @@ def causal_softmax(scores, scale, factors=None, mask=CAUSAL):
     scores *= scale
     if mask.causal:
         scores += np.tril(np.full(scores.shape[-2:], -np.inf, scores.dtype), -1)
+    if mask.window:
+        scores += np.triu(np.full(scores.shape[-2:], -np.inf, scores.dtype), mask.window)
     if mask.padding is not None:
         scores[...] = np.where(mask.padding[:, None, :, None], -np.inf, scores)
     top = scores.max(-2, keepdims=True)

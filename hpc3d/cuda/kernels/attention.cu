@@ -1,5 +1,6 @@
 // Softmax of attention and its gradient, used between two GEMMs if no fused attention is
-// available. With `causal`, a query attends only to keys up to its own position.
+// available. With `causal`, a query attends only to keys up to its own position, or only to the
+// last `window` of them (0: no window).
 //
 // All matrices have the layout [B, heads, key, query]. The softmax reduces over a column, so
 // adjacent threads process adjacent queries. Dropout numbers the elements as
@@ -29,13 +30,14 @@ __device__ Pack<N> dropout_of(Draws& draws, int heads, int sequence, int key, in
 template <typename T>
 __global__ void __launch_bounds__(256)
 causal_softmax(T* scores, T* weights, const bool* padding, const Word* dropout_key, int causal,
-               int heads, int sequence, float scale, long long first_row, long long first_column, long long width,
-               unsigned limit, float factor)
+               int window, int heads, int sequence, float scale, long long first_row,
+               long long first_column, long long width, unsigned limit, float factor)
 {
     constexpr int N = WIDTH<T>;
     const int query = (blockIdx.y * 8 + threadIdx.x) * N;
-    // Keys from this index on are masked for all N queries.
-    const int last = causal ? min(query + N, sequence) : sequence;
+    const Band band = {causal, window};
+    // The keys before `from` and from `last` on are masked for all N queries.
+    const int from = band.first(query), last = causal ? min(query + N, sequence) : sequence;
     const bool* hidden = padding ? padding + blockIdx.x / heads * sequence : nullptr;
     const int keys = query < sequence ? sequence : 0;
     const long long start = static_cast<long long>(blockIdx.x) * sequence * sequence + query;
@@ -44,13 +46,13 @@ causal_softmax(T* scores, T* weights, const bool* padding, const Word* dropout_k
 #pragma unroll
     for (int i = 0; i < N; i++)
         top[i] = minus_infinity();
-    for (int key = threadIdx.y; key < min(last, keys); key += 32) {
+    for (int key = from + threadIdx.y; key < min(last, keys); key += 32) {
         if (hidden && hidden[key])
             continue;
         const Pack<N> a = pack.load(scores + start + static_cast<long long>(key) * sequence);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            if (causal && key > query + i)
+            if (!band.sees(query + i, key))
                 continue;
             const float score = scale * a[i], most = Max::of(top[i], score);
             sum[i] *= top[i] < most ? expf(top[i] - most) : 1;
@@ -66,13 +68,13 @@ causal_softmax(T* scores, T* weights, const bool* padding, const Word* dropout_k
     Draws draws(dropout_key);
     for (int key = threadIdx.y; key < keys; key += 32) {
         const long long place = start + static_cast<long long>(key) * sequence;
-        const bool some = key < last && !(hidden && hidden[key]);
+        const bool some = key >= from && key < last && !(hidden && hidden[key]);
         Pack<N> p = {};
         if (some)
             p = pack.load(scores + place);
 #pragma unroll
         for (int i = 0; i < N; i++)
-            p[i] = some && !(causal && key > query + i)
+            p[i] = some && band.sees(query + i, key)
                        ? expf(scale * p[i] - most[i]) / total[i] : 0;
         pack.store(scores + place, p);
         if (!dropout_key)
@@ -91,12 +93,13 @@ causal_softmax(T* scores, T* weights, const bool* padding, const Word* dropout_k
 // Launch: tiles_of_queries; reads and writes dweights
 template <typename T>
 __global__ void __launch_bounds__(256)
-causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int causal, int heads,
-                    int sequence, float scale, long long first_row, long long first_column, long long width,
-                    unsigned limit, float factor)
+causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int causal, int window,
+                    int heads, int sequence, float scale, long long first_row,
+                    long long first_column, long long width, unsigned limit, float factor)
 {
     constexpr int N = WIDTH<T>;
     const int query = (blockIdx.y * 8 + threadIdx.x) * N;
+    const Band band = {causal, window};
     const int last = causal ? min(query + N, sequence) : sequence;
     const int keys = query < sequence ? sequence : 0;
     const long long start = static_cast<long long>(blockIdx.x) * sequence * sequence + query;
@@ -121,7 +124,7 @@ causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int causal
             }
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                const bool seen = !causal || key <= query + i;
+                const bool seen = band.sees(query + i, key);
                 if (pass == 1)
                     sum[i] += seen ? a[i] * d[i] : 0;
                 d[i] = seen ? scale * a[i] * (d[i] - sum[i]) : 0;
@@ -136,22 +139,24 @@ causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int causal
 
 // p = softmax(scale scores) for attention to cached keys, which overwrites the scores. The rows
 // are [B heads, queries], and the columns are keys. Query i of `queries` attends to the first
-// first + i + 1 keys; the probabilities of all other keys are 0. Each block processes one row.
+// first + i + 1 keys, or only to the last `window` of them (0: no window). The probabilities of all
+// other keys are 0. Each block processes one row.
 // Launch: block_per_row; reads and writes scores
 template <typename T>
 __global__ void __launch_bounds__(256)
-cached_softmax(T* scores, int queries, int first, int columns, float scale)
+cached_softmax(T* scores, int queries, int first, int columns, int window, float scale)
 {
     const long long row = blockIdx.x;
-    const int seen = first + static_cast<int>(row % queries) + 1;
+    const int query = first + static_cast<int>(row % queries), seen = query + 1;
+    const int from = Band{1, window}.first(query);
     T* mine = scores + row * columns;
     float most = minus_infinity(), sum = 0;
-    for (int c = threadIdx.x; c < seen; c += blockDim.x)
+    for (int c = from + threadIdx.x; c < seen; c += blockDim.x)
         most = Max::of(most, scale * to_float(mine[c]));
     most = block_all<Max>(most);
-    for (int c = threadIdx.x; c < seen; c += blockDim.x)
+    for (int c = from + threadIdx.x; c < seen; c += blockDim.x)
         sum += expf(scale * to_float(mine[c]) - most);
     sum = block_sum(sum);
     for (int c = threadIdx.x; c < columns; c += blockDim.x)
-        put(mine[c], c < seen ? expf(scale * to_float(mine[c]) - most) / sum : 0);
+        put(mine[c], c >= from && c < seen ? expf(scale * to_float(mine[c]) - most) / sum : 0);
 }

@@ -7,6 +7,18 @@
 #include "common.cuh"
 #include "random.cuh"
 
+// Keys that a query attends to: with `causal`, those up to its own position, or only the last
+// `window` of them (0: no window). Queries and keys are given by their positions.
+struct Band {
+    int causal, window;
+
+    __device__ bool sees(int query, int key) const
+    {
+        return !causal || (key <= query && (!window || key > query - window));
+    }
+    __device__ int first(int query) const { return window ? max(0, query - window + 1) : 0; }
+};
+
 // Reduce over the 32 threads with the same x; all of them get the result.
 template <typename Of, int N>
 __device__ Pack<N> column_all(const Pack<N>& mine)

@@ -5,7 +5,8 @@
 // Scores have the layout [heads, key, group, query]. The query heads of a group share the keys of
 // one head, and each score matrix of the grid belongs to one query head. L and dots have the
 // layout [heads, group, sequence]; the first query of the tile has index `first` in the sequence.
-// Query q attends to the keys up to q + ahead that are not masked by `padding` (null: no padding).
+// Query q attends to the keys up to q + ahead, or only to the last `window` of them (0: no window),
+// that are not masked by `padding` (null: no padding).
 // The dropout mask is a matrix with rows of `width` elements and one row per key and query head.
 // The tile starts at element (first_row, first_column) of this matrix. `dropout_key` is null
 // without dropout.
@@ -16,14 +17,16 @@ template <typename T>
 struct Column {
     static constexpr int N = WIDTH<T>;
     int query, keys, ahead;
+    Band band;
     long long start, step, sums;
     const bool* padding;
 
-    __device__ Column(const bool* padding, int keys, int queries, int group, int ahead, int first,
-                      int sequence)
+    __device__ Column(const bool* padding, int keys, int queries, int group, int ahead, int window,
+                      int first, int sequence)
         : query((blockIdx.y * 8 + threadIdx.x) * N),
           keys(query < queries ? keys : 0),
           ahead(ahead),
+          band{1, window},
           start((static_cast<long long>(blockIdx.x / group) * keys * group + blockIdx.x % group)
                 * queries + query),
           step(static_cast<long long>(group) * queries),
@@ -32,10 +35,14 @@ struct Column {
     {
     }
 
-    // Keys from this index on are masked for all N queries.
+    // The keys before from() and from last() on are masked for all N queries.
+    __device__ int from() const { return band.first(query + ahead); }
     __device__ int last() const { return min(query + ahead + N, keys); }
-    __device__ bool sees(int i, int key) const { return key <= query + ahead + i; }
-    __device__ bool some(int key) const { return key < last() && !(padding && padding[key]); }
+    __device__ bool sees(int i, int key) const { return band.sees(query + ahead + i, key); }
+    __device__ bool some(int key) const
+    {
+        return key >= from() && key < last() && !(padding && padding[key]);
+    }
 };
 
 // Overwrite the scores s with p = exp(scale s - L') * dropout factors. L' = log(exp L + exp l),
@@ -46,12 +53,12 @@ struct Column {
 template <typename T>
 __global__ void __launch_bounds__(256)
 chunk_softmax(T* scores, float* sums, float* kept, const bool* padding, const Word* dropout_key,
-              int keys, int queries, int group, int ahead, int first, int sequence, float scale,
-              long long first_row, long long first_column, long long width, unsigned limit,
-              float factor)
+              int keys, int queries, int group, int ahead, int window, int first, int sequence,
+              float scale, long long first_row, long long first_column, long long width,
+              unsigned limit, float factor)
 {
     constexpr int N = WIDTH<T>;
-    const Column<T> column(padding, keys, queries, group, ahead, first, sequence);
+    const Column<T> column(padding, keys, queries, group, ahead, window, first, sequence);
     const Part<N> pack = {queries - column.query, queries % N == 0 && aligned(scores)};
     Pack<N> before, top, sum = {};
 #pragma unroll
@@ -59,7 +66,7 @@ chunk_softmax(T* scores, float* sums, float* kept, const bool* padding, const Wo
         before[i] = i < pack.left ? sums[column.sums + i] : 0;
         top[i] = minus_infinity();
     }
-    for (int key = threadIdx.y; key < column.last(); key += 32) {
+    for (int key = column.from() + threadIdx.y; key < column.last(); key += 32) {
         if (!column.some(key))
             continue;
         const Pack<N> a = pack.load(scores + column.start + key * column.step);
@@ -119,11 +126,12 @@ template <typename T>
 __global__ void __launch_bounds__(256)
 chunk_softmax_grad(T* scores, T* dweights, const float* sums, const float* dots,
                    const bool* padding, const Word* dropout_key, int keys, int queries, int group,
-                   int ahead, int first, int sequence, float scale, long long first_row,
-                   long long first_column, long long width, unsigned limit, float factor)
+                   int ahead, int window, int first, int sequence, float scale,
+                   long long first_row, long long first_column, long long width, unsigned limit,
+                   float factor)
 {
     constexpr int N = WIDTH<T>;
-    const Column<T> column(padding, keys, queries, group, ahead, first, sequence);
+    const Column<T> column(padding, keys, queries, group, ahead, window, first, sequence);
     const bool wide = queries % N == 0 && aligned(scores, dweights);
     const Part<N> pack = {queries - column.query, wide};
     Pack<N> total, dot;

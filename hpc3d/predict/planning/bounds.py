@@ -17,7 +17,12 @@ from hpc3d.config.input_file import Config, MeshConfig
 from hpc3d.model.families import block_products, family_of
 from hpc3d.ops.float8 import E4M3
 from hpc3d.predict.machine.between_hosts import legs
-from hpc3d.predict.planning.contexts import attention_flops, exchange_words, ring_words
+from hpc3d.predict.planning.contexts import (
+    attention_flops,
+    exchange_words,
+    mean_hops,
+    ring_words,
+)
 from hpc3d.predict.planning.pass_costs import LayerSample
 from hpc3d.predict.simulation.simulator import ranks_per_core
 from hpc3d.tensor.split import SCHEMES
@@ -221,7 +226,8 @@ def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
         rings, heads = config.context()[1:]
         if rings == 1:
             return "all_to_all", 4 * layers, members
-        return "send", layers * (3 * (rings - 1) + 4 * (heads > 1)), (members[0], members[heads])
+        calls = layers * (3 * mean_hops(config) + 4 * (heads > 1))
+        return "send", calls, (members[0], members[heads])
     if axis == EXPERTS:
         return "all_to_all", 4 * layers / config.model.moe_every, members
     if axis not in "xyz":

@@ -78,8 +78,15 @@ def ring_words(config: Config) -> float:
     """
     itemsize = np.dtype(config.train.dtype).itemsize
     wide = max(4, itemsize) / itemsize
-    hops = config.context().rings - 1
-    return 2 * hops * (2 + wide) * _elements(config, keys=True)
+    return 2 * mean_hops(config) * (2 + wide) * _elements(config, keys=True)
+
+
+def mean_hops(config: Config) -> float:
+    """Return the number of hops around the ring, on average over the layers."""
+    model, context = config.model, config.context()
+    windows = family_of(model).sizes(model, model.vocabulary).windows()
+    hops = sum(count * len(context.hops(window)) for window, count in windows.items())
+    return hops / model.layers
 
 
 def exchange_words(config: Config) -> float:

@@ -25,7 +25,12 @@ from hpc3d.model.stage import FIRST, LAST, LAYER, build
 from hpc3d.pipeline.engine import DeferredWeightGrads
 from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.predict.simulation.abstract_gpu import pool_of
-from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
+from hpc3d.predict.simulation.simulated_clock import (
+    Clock,
+    HostDrivenClock,
+    representative,
+    with_most_scores,
+)
 from hpc3d.training.gradient_compression import GradientCompression, compression_of
 from hpc3d.training.graphed_step import captured
 from hpc3d.training.optimizers.catalog import optimizer_of
@@ -239,9 +244,11 @@ class LayerSample:
     """One layer, the embedding and the head of a model, on the first rank of an abstract mesh.
 
     If only every n-th block has a mixture of experts, `layers` contains n layers, and `kinds`
-    contains a dense layer and a mixture-of-experts layer. Each section of the model has its own
-    parameters, as on different pipeline stages. `ends` is ((FIRST,), (LAST,)) if the embedding and
-    the head are on different stages, and ((FIRST, LAST),) if they are on the same stage.
+    contains a dense layer and a mixture-of-experts layer. If only every n-th block of a dense
+    model attends to all earlier tokens, `unwindowed` is such a layer, otherwise `None`. Each
+    section of the model has its own parameters, as on different pipeline stages. `ends` is
+    ((FIRST,), (LAST,)) if the embedding and the head are on different stages, and ((FIRST, LAST),)
+    if they are on the same stage.
     """
 
     def __init__(
@@ -267,6 +274,11 @@ class LayerSample:
             self.kinds = LAYER, LAYER._replace(layers=range(every - 1, every))
             for part in self.kinds:
                 self.add(part)
+        self.unwindowed = None
+        if len(self.spec.sizes.windows()) > 1 and every == 1:
+            n = config.model.global_every
+            self.unwindowed = LAYER._replace(layers=range(n - 1, n))
+            self.add(self.unwindowed)
         for parts in ends:
             self.add(*parts)
 
@@ -305,6 +317,7 @@ class LayerSample:
         config = self.config
         kind, parameters = optimizer_of(config), parameters_of(self.mesh, config)
         stages = build(self.mesh, parameters, self.spec, parts)
+        with_most_scores(stages)
         parameters.allocate(config.seed)
         return parameters, kind(parameters, 0.0, **config.train.constants()), stages
 
@@ -340,6 +353,9 @@ class LayerSample:
     def layer_passes(self, sequences: int, halves: bool) -> PassSeconds:
         """Return the costs of a layer's passes, averaged over the layers of the sample."""
         passes, count = self.passes(self.layers, sequences, halves), len(self.layers.layers)
+        if self.unwindowed:
+            share, other = 1 / self.config.model.global_every, self.unwindowed
+            return passes * (1 - share) + self.passes(other, sequences, halves) * share
         return passes if count == 1 else passes * (1 / count)
 
     @property

@@ -124,7 +124,8 @@ class AbstractGpu(Gpu):
 class _AbstractAttention:
     """Cost model of cuDNN's fused attention (cudnn_attention.Flash).
 
-    The score matrix is not stored in memory. With a causal mask, half of every GEMM is computed.
+    The score matrix is not stored in memory. With a causal mask, half of every GEMM is computed,
+    and with a window, only the scores in the window.
     The backward pass has five GEMMs, one of which recomputes the scores. All layers share a
     workspace of the size that cuDNN 9.19 requests on an H100: the gradient of q in float32, and
     for each row the dot product of out and its gradient in float32. A ring hop is recorded as a
@@ -138,9 +139,9 @@ class _AbstractAttention:
         return takes(dtype, width, drop, self.pool.meter.widest)
 
     def forward(
-        self, qkv: AbstractArray, sequence: int, form: tuple[int, int], causal: bool
+        self, qkv: AbstractArray, sequence: int, form: tuple[int, int], *mask: Any
     ) -> tuple[AbstractArray, AbstractArray]:
-        case = Case.of(qkv, sequence, form, causal)
+        case = Case.of(qkv, sequence, form, *mask)
         heads = case.heads * case.queries
         self.have(4 * qkv.shape[0] * heads * (case.width + 1))
         out = self.pool.empty((qkv.shape[0], heads * case.width), qkv.dtype)
@@ -156,20 +157,21 @@ class _AbstractAttention:
         stats: AbstractArray,
         sequence: int,
         form: tuple[int, int],
-        causal: bool,
+        *mask: Any,
     ) -> AbstractArray:
         dqkv = self.pool.empty(qkv.shape, qkv.dtype)
-        case = Case.of(qkv, sequence, form, causal)
+        case = Case.of(qkv, sequence, form, *mask)
         self.tell(case, sequence**2, (dout, qkv, out, stats, dqkv), backward=True)
         return dqkv
 
     def hop(
-        self, q: AbstractArray, k: AbstractArray, v: AbstractArray, causal: bool
+        self, q: AbstractArray, k: AbstractArray, v: AbstractArray, causal: bool, window: int = 0
     ) -> tuple[AbstractArray, AbstractArray]:
         empty = partial(self.pool.empty, kind="workspace")
         self.have(4 * q.size // q.shape[-1] * (q.shape[-1] + 1))
         out, sums = empty(result_shape(q), q.dtype), empty(q.shape[:-1], np.float32)
-        self.tell(_square(q, k, causal), q.shape[3] * k.shape[2], (q, k, v, out, sums))
+        case = _square(q, k, causal, window)
+        self.tell(case, q.shape[3] * k.shape[2], (q, k, v, out, sums))
         return out, sums
 
     def hop_grad(
@@ -179,11 +181,13 @@ class _AbstractAttention:
         out: AbstractArray,
         sums: AbstractArray,
         causal: bool,
+        window: int = 0,
     ) -> tuple[AbstractArray, AbstractArray]:
         empty, (q, k, _) = partial(self.pool.empty, kind="workspace"), qkv
         dq, dkv = empty(result_shape(q), q.dtype), empty((2, *k.shape), k.dtype)
         moved = dout, *qkv, out, sums, dq, dkv
-        self.tell(_square(q, k, causal), q.shape[3] * k.shape[2], moved, backward=True)
+        case = _square(q, k, causal, window)
+        self.tell(case, q.shape[3] * k.shape[2], moved, backward=True)
         return dq, dkv
 
     def have(self, size: int) -> None:
@@ -198,18 +202,24 @@ class _AbstractAttention:
     def tell(
         self, case: Case, scores: int, arrays: Sequence[AbstractArray], backward: bool = False
     ) -> None:
-        """Report a kernel that computes `scores` scores per query head, half of them if causal."""
+        """Report a kernel that computes `scores` scores per query head.
+
+        With a causal mask, it computes half of them, and with a window, only those in the window.
+        """
         products = 5 if backward else 2
         heads = case.batch * case.heads * case.queries
-        flop = products * (1 if case.causal else 2) * heads * scores * case.width
+        twice = scores if case.causal else 2 * scores
+        if w := case.window:  # the first w - 1 queries have fewer keys
+            twice = w * (2 * case.sequence - w + 1)
+        flop = products * heads * twice * case.width
         self.pool.meter.attention(flop, sum(array.nbytes for array in arrays), case, backward)
 
 
-def _square(q: AbstractArray, k: AbstractArray, causal: bool) -> Case:
+def _square(q: AbstractArray, k: AbstractArray, causal: bool, window: int = 0) -> Case:
     """Return the Case with as many queries as keys that has as many scores as q k^T."""
     batch, heads, queries, rows, width = q.shape
     sequence = round(sqrt(rows * k.shape[2]))
-    return Case(batch, heads, queries, sequence, width, q.dtype.name, causal)
+    return Case(batch, heads, queries, sequence, width, q.dtype.name, causal, window)
 
 
 def _on_pool(primitive: Primitive) -> Callable[..., Any]:

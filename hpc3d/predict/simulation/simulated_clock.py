@@ -10,8 +10,9 @@ own message. Pipeline stages send each other the completion times of their messa
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from hpc3d.arrays.abstract import CostMeter
 from hpc3d.comm.abstract_communicator import AbstractCommunicator
 from hpc3d.comm.communicator import Pending, ready, received_bytes
 from hpc3d.comm.mesh import CONTEXT, WORLD, Mesh, groups_of, queue_of
+from hpc3d.model.context_attention import HeadExchange, RingAttention
 from hpc3d.ops.float8 import E4M3
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.machine.machine import AttentionPass
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
     from hpc3d.comm.grid import Grid
     from hpc3d.model.context import Context
+    from hpc3d.model.stage import PipelineStage
     from hpc3d.predict.machine.between_hosts import Legs
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.owner_classes import OwnerPeers
@@ -462,3 +465,16 @@ def representative(
     stages = {member: stage for stage, member in enumerate(column)}
     world = PipelineTimed(rank, range(grid.size), pool, peers, stages, owners)
     return Mesh(grid.sizes, coords, comms, world)
+
+
+def with_most_scores(stages: Iterable[PipelineStage]) -> None:
+    """Give a representative rank the attention work of the busiest rank along the context axis.
+
+    The windows of the first tokens of a sequence are cut off, so that the last ring position has
+    the most work.
+    """
+    for block in chain.from_iterable(stage.blocks for stage in stages):
+        attention = block.attention
+        core = attention.core if isinstance(attention, HeadExchange) else attention
+        if isinstance(core, RingAttention) and core.window:
+            core.stand_for(core.context.rings - 1)

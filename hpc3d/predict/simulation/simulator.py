@@ -39,7 +39,11 @@ from hpc3d.predict.simulation.replay import (
     microbatches_to_run,
     replayed_blocks,
 )
-from hpc3d.predict.simulation.simulated_clock import clock_of, representative
+from hpc3d.predict.simulation.simulated_clock import (
+    clock_of,
+    representative,
+    with_most_scores,
+)
 from hpc3d.predict.simulation.stage_turns import StageTurns
 from hpc3d.training.trainer import Trainer
 
@@ -244,6 +248,7 @@ def simulated_trainer(
         return clock.now / 1e9
 
     trainer = Trainer(mesh, config, vocabulary, None, program, seconds, ZeroBatches)
+    with_most_scores(trainer.engine.stages)
     if _begins_idle(config, program, clock):
         sizes = _microbatch_sizes(config)
         few = program.with_few(trainer.engine.stage, {*map(sizes.index, {*sizes})})

@@ -80,6 +80,8 @@ c=4 x=2
 c=4 p=2 context=all-to-all microbatches=2
 c=4 d=2 context=both ulysses=2
 c=4 y=2 scheme=3d context=both ulysses=2 microbatches=2 train.dtype=float16
+c=8 model.window=3 model.global_every=2
+c=8 context=both ulysses=2 model.window=2
 """.strip().splitlines()
 
 

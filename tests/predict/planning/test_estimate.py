@@ -62,6 +62,8 @@ p=2 c=4 schedule=1f1b microbatches=4 zero=2 context=both ulysses=2
 d=2 c=2 p=2 schedule=zb-h1 microbatches=4 zero=1
 c=4 x=2 microbatches=2 zero=3 model.sequence=1024 recompute=full
 c=8 model.sequence=2048 train.batch=4 train.backend=cupy train.dtype=bfloat16
+c=8 model.sequence=2048 train.batch=4 model.window=100 model.global_every=2
+p=2 d=4 model.sequence=2048 schedule=1f1b microbatches=4 model.window=300 train.backend=cupy
 """.strip().splitlines()
 
 

@@ -19,7 +19,7 @@ from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, rep
 from hpc3d.predict.simulation.simulator import simulate, step_length
 from hpc3d.predict.simulation.summary import summary, waits_of
 from hpc3d.predict.simulation.write_trace import write_trace
-from hpc3d.trace.schema import MESSAGE_CODES
+from hpc3d.trace.schema import MESSAGE_CODES, OP
 from tests.pipeline.mixes import config_of
 from tests.predict.fixed import ALPHA, FLOPS, LAUNCH, LINE, MACHINE
 from tests.predict.machine.test_between_hosts import ALPHA as FAR
@@ -75,9 +75,9 @@ def test_slowest_message_of_a_ring_and_of_ulysses():
     ring crosses only as often as necessary."""
     machine = replace(MACHINE, ranks_per_node=4, links=(Link(4, 1e-6, 1e11), Link(0, 1e-5, 1e9)))
     ring, _ = ring_of(Clock(machine), 8)
-    assert ring.comm.slowest(ring.after) == (3, 4)
+    assert ring.comm.slowest(ring.peer(1)) == (3, 4)
     ring, _ = ring_of(Clock(machine), 8, heads=4)
-    assert ring.after == 4 and machine.nodes(ring.comm.slowest(4))[0] == 2
+    assert ring.peer(1) == 4 and machine.nodes(ring.comm.slowest(4))[0] == 2
     for peer in (1, 2, 3):
         low, high = ring.comm.slowest(peer)
         assert low // 4 == high // 4
@@ -94,8 +94,9 @@ def test_ring_neighbors_of_all_ranks_are_equally_distant(size, heads):
     first = Ring(Rank(0), context)
     for number in range(size):
         here = Ring(Rank(number), context)
-        assert context.peer(number, first.after) == here.after
-        assert context.peer(number, first.before) == here.before
+        for step in range(1, first.size):
+            assert context.peer(number, first.peer(step)) == here.peer(step)
+            assert context.peer(number, first.peer(-step)) == here.peer(-step)
         others = {context.peer(number, member) for member in range(1, heads)}
         start = number // heads * heads
         assert others == {*range(start, start + heads)} - {number}
@@ -139,7 +140,26 @@ def test_mfu_counts_full_attention_and_hfu_the_executed_work():
     assert found["hfu"] * peak == pytest.approx(done, abs=padded)
 
 
-@pytest.mark.parametrize("line", [RING, "c=6 x=2 sequence=12 context=both ulysses=3"])
+@pytest.mark.parametrize("window", [1, 9, 16])
+def test_simulated_rank_has_the_attention_of_the_busiest_rank(window):
+    """The first chunks of the sequence have fewer keys in their windows."""
+    config = config_of(f"{RING} window={window} global_every=2")
+    (run,) = simulate(config, 29, MACHINE)
+    found = [predict(config, 29, config.grid().coords(rank)).flops() for rank in range(4)]
+    rows = run.rows[run.rows["op"] == OP.index("attention")]
+    counts = [flops["attention"] for flops in found]
+    assert rows["flops"].sum() == max(counts) and len({*counts}) > (window > 1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        RING,
+        f"{RING} window=5",
+        "c=6 x=2 sequence=12 context=both ulysses=3",
+        "c=8 sequence=64 context=both ulysses=2 window=3",
+    ],
+)
 def test_simulated_trace_has_the_real_ring_peers(line, tmp_path):
     config = config_of(line)
     path = write_trace(tmp_path, simulate(config, 29, MACHINE), config, MACHINE)
