@@ -194,7 +194,8 @@ def _in_plain_form(
     plain.setdefault("head.table", table)
     tanh = partial(functional.gelu, approximate="tanh")
     gate = tanh if family.gate is geglu else functional.silu
-    return plain, SimpleNamespace(**{**vars(shape), "tied": False, "gate": gate})
+    changed = {"tied": False, "gate": gate, "window_of": shape.window_of}
+    return plain, SimpleNamespace(**{**vars(shape), **changed})
 
 
 def _logits(weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor) -> torch.Tensor:
