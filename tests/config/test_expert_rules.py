@@ -11,7 +11,7 @@ from tests.config.test_context_rules import ranks_of
 from tests.elided import elided
 
 FOUR = "--model.experts 4"
-FAMILIES = "model.experts = 4: ... model.kind = gpt2 or llama; ..."
+FAMILIES = "model.experts = 4: ... model.kind = gpt2 or llama or qwen3; ..."
 # Options, and the line.
 WRONG = {
     "--mesh.e 2": "mesh.e = 2: ... model.experts > 0; ...",
@@ -36,7 +36,7 @@ WRONG = {
     f"{FOUR} --model.kind bert": FAMILIES,
     f"{FOUR} --model.kind qwen2 --model.kv_heads 4": FAMILIES,
     "--model.kind bert --model.top_k 2": (
-        "model.top_k = 2: ... model.kind = gpt2 or llama and model.experts > 0; ..."
+        "model.top_k = 2: ... model.kind = gpt2 or llama or qwen3 and model.experts > 0; ..."
     ),
     "--model.kind bert --mesh.e 2": "mesh.e = 2: ... model.experts > 0; ...",
     f"{FOUR} --model.capacity -1": "model.capacity = -1.0: must be at least 0 ...",
