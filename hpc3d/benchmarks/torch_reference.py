@@ -121,8 +121,9 @@ def _block(
 ) -> torch.Tensor:
     n = _norm_if_any(weights, f"{name}.norm1", x, shape)
     a = linear(weights, f"{name}.proj", _attention(weights, name, n, shape, seen))
-    x = x + _norm_if_any(weights, f"{name}.post_norm1", a, shape)
-    n = _norm_if_any(weights, f"{name}.norm2", x, shape)
+    before, x = x, x + _norm_if_any(weights, f"{name}.post_norm1", a, shape)
+    parallel = getattr(shape, "parallel", False)
+    n = _norm_if_any(weights, f"{name}.norm2", before if parallel else x, shape)
     y = linear(weights, f"{name}.down", _hidden(weights, name, n, shape))
     return x + _norm_if_any(weights, f"{name}.post_norm2", y, shape)
 
@@ -168,7 +169,7 @@ def loss(
     """Return the mean cross-entropy loss for tokens and targets of shape [B, T].
 
     `weights` is a dict from hpc3d's parameter names to tensors. The argument `family` is required
-    for a model with a scaled embedding, norms with an offset, or GeGLU.
+    for a model with a scaled embedding, norms with an offset, GeGLU or parallel branches.
     """
     if family:
         weights, shape = _in_plain_form(weights, shape, family)
@@ -194,8 +195,9 @@ def _in_plain_form(
     plain.setdefault("head.table", table)
     tanh = partial(functional.gelu, approximate="tanh")
     gate = tanh if family.gate is geglu else functional.silu
-    changed = {"tied": False, "gate": gate, "window_of": shape.window_of}
-    return plain, SimpleNamespace(**{**vars(shape), **changed})
+    how = {"tied": False, "gate": gate, "parallel": family.parallel}
+    how |= {"window_of": shape.window_of}
+    return plain, SimpleNamespace(**{**vars(shape), **how})
 
 
 def _logits(weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,13 @@ Qwen3 adds a norm for q and a norm for k to Llama:
 
     layers.N.q_norm, k_norm    layers.N.self_attn.q_norm, k_norm
 
+    hpc3d                      GPTNeoXForCausalLM, gpt_neox.*
+    embedding.token            embed_in.weight
+    layers.N.norm1, norm2      layers.N.input_layernorm, post_attention_layernorm
+    layers.N.qkv, proj         layers.N.attention.query_key_value, dense
+    layers.N.up, down          layers.N.mlp.dense_h_to_4h, dense_4h_to_h
+    head.norm, table           final_layer_norm, embed_out.weight
+
 OLMo 2 has the names of Qwen3, except for its norms at the end of branches:
 
     layers.N.post_norm1        layers.N.post_attention_layernorm
@@ -63,7 +70,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.checkpoints import hf_settings
-from hpc3d.model.families import BERT, GEMMA, GPT2, LLAMA, OLMO2, PHI3, QWEN2, QWEN3
+from hpc3d.model.families import BERT, GEMMA, GPT2, GPT_NEOX, LLAMA, OLMO2, PHI3, QWEN2, QWEN3
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
@@ -85,6 +92,7 @@ class PublishedFamily(NamedTuple):
     transposed    True if layer weights have the shape [out, in]
     measured      dict from key of [model] to the (array name, dimension) that sets its value
     fused         dict from a layer whose array joins the rows of several layers to their names
+    by_head       True if an array contains q, k and v of each head side by side, as qkv does
     copies        dict from duplicate array to its original, if head and embedding are untied
     tied          True if head and embedding are tied by default (config.json may override it)
     settings      conversion of the family's config.json
@@ -104,6 +112,7 @@ class PublishedFamily(NamedTuple):
     tied: bool
     settings: hf_settings.Settings
     fused: Mapping[str, tuple[str, ...]] = {}
+    by_head: bool = False
 
     def names_of(self, ours: str, expert: int) -> tuple[str, ...]:
         """Return the names, without prefix, of the arrays that store an hpc3d parameter.
@@ -192,7 +201,7 @@ class PublishedFamily(NamedTuple):
         single gate and up columns alternate. Any other matrix has one component with all columns.
         """
         layer = ours.split(".")[-2]
-        if layer == "qkv":
+        if layer == "qkv" and not self.by_head:
             return (model.head_width,) * 3
         return (1, 1) if layer == "up" and self.family.gated else (columns,)
 
@@ -347,6 +356,39 @@ _TRANSFORMERS_GEMMA = _TRANSFORMERS_LLAMA._replace(
     settings=hf_settings.GEMMA,
 )
 
+_TRANSFORMERS_GPT_NEOX = PublishedFamily(
+    family=GPT_NEOX,
+    types=("gpt_neox",),
+    architecture="GPTNeoXForCausalLM",
+    prefix="gpt_neox.",
+    bare="embed_out.",
+    block="layers",
+    ends={
+        "embedding.token": "embed_in.weight",
+        "head.norm.gamma": "final_layer_norm.weight",
+        "head.norm.beta": "final_layer_norm.bias",
+        "head.table": "embed_out.weight",
+    },
+    layers={
+        "norm1": ("input_layernorm",),
+        "qkv": ("attention.query_key_value",),
+        "proj": ("attention.dense",),
+        "norm2": ("post_attention_layernorm",),
+        "up": ("mlp.dense_h_to_4h",),
+        "down": ("mlp.dense_4h_to_h",),
+    },
+    transposed=True,
+    measured={
+        "vocabulary": ("embed_in.weight", 0),
+        "hidden": ("embed_in.weight", 1),
+        "ffn": ("layers.0.mlp.dense_h_to_4h.weight", 0),
+    },
+    copies={},
+    tied=False,
+    settings=hf_settings.GPT_NEOX,
+    by_head=True,
+)
+
 _TRANSFORMERS_QWEN3_MOE = _TRANSFORMERS_MIXTRAL._replace(
     family=QWEN3,
     types=("qwen3_moe",),
@@ -410,6 +452,7 @@ PUBLISHED = {
     each.types[0]: each
     for each in (
         _TRANSFORMERS_GPT2,
+        _TRANSFORMERS_GPT_NEOX,
         _TRANSFORMERS_LLAMA,
         _TRANSFORMERS_QWEN2,
         _TRANSFORMERS_PHI3,

@@ -34,6 +34,7 @@ _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
 # tasks that hpc3d does not support.
 _IGNORED = re.compile(
     r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+    r"|layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)"
     r"|embeddings\.position_ids|pooler\.dense\.\w+|cls\.seq_relationship\.\w+"
 )
 _FUSED = ".experts.gate_up_proj"

@@ -62,6 +62,10 @@ _OF_BERT = """
     chunk_size_feed_forward classifier_dropout directionality hidden_act pooler_fc_size
     pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
 """
+# Other keys of GPT-NeoX.
+_OF_NEOX = """
+    classifier_dropout hidden_act rope_parameters rope_scaling rotary_emb_base rotary_pct
+"""
 
 
 class Settings(NamedTuple):
@@ -276,6 +280,26 @@ def _qwen3_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
     return _qwen2_told({"head_dim": 128, **settings}, model)  # the default of transformers
 
 
+def _neox_written(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "intermediate_size": model.ffn or 4 * model.hidden,
+        "hidden_act": GELU[model.gelu],
+        "rotary_emb_base": model.rope_theta,
+        "rotary_pct": model.rope_fraction,
+        **_rope_written(model),
+    }
+
+
+def _neox_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    rope = {
+        "rope_theta": settings.get("rotary_emb_base", 10000.0),
+        "partial_rotary_factor": settings.get("rotary_pct", 0.25),  # the default of transformers
+        **settings,
+    }
+    gelu = _gelu_of(settings, "hidden_act", GELU["exact"])
+    return {"gelu": gelu, "norm_epsilon": settings.get("layer_norm_eps", 1e-5), **_rope(rope)}
+
+
 def _gemma_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     return _llama_told({"head_dim": 256, **settings}, model)  # the default of transformers
 
@@ -432,6 +456,15 @@ GEMMA = LLAMA._replace(
     sizes=QWEN3.sizes,
     fixed={"hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": None},
     told=_gemma_told,
+)
+
+GPT_NEOX = Settings(
+    sizes=BERT.sizes,
+    fixed={"use_parallel_residual": True, "attention_bias": True, "is_decoder": False},
+    dropouts=("attention_dropout", "hidden_dropout"),
+    others=frozenset(_OF_NEOX.split()),
+    written=_neox_written,
+    told=_neox_told,
 )
 
 QWEN3_MOE = MIXTRAL._replace(

@@ -2,6 +2,7 @@
 
     pre-norm       y = x + proj(attention(qkv(norm(x))))     z = y + mlp(norm(y))
     post-norm      y = norm(x + proj(attention(qkv(x))))     z = norm(y + mlp(y))
+    parallel       y = x + proj(attention(qkv(norm(x))))     z = y + mlp(norm(x))
     branch norm    y = x + norm(proj(attention(qkv(x))))     z = y + norm(mlp(y))
 
 In some families, q and k are normalized before attention (hpc3d.model.qkv.query_norm).
@@ -87,6 +88,7 @@ class Block:
         self.mesh, self.number, self.parameters = mesh, number, parameters
         self.recompute = recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"
+        self.parallel = family.parallel
         # GPT-2 scales the initial weights of residual projections by 1 / sqrt(2 * layers)
         # (Radford et al. 2019).
         last = std / sqrt(2 * model.layers) if family.connection.SCALED else std
@@ -175,10 +177,10 @@ class Block:
             qkv, saved_qkv = self.qkv.forward(n1)
             saved_query_norm = self.query_norm and self.query_norm.forward(qkv)
             a, saved_attention = self.attention.forward(qkv, micro)
-            x, saved_proj, saved_norm1 = residual1.add(x, micro, saved_norm1, self.proj, a)
+            y, saved_proj, saved_norm1 = residual1.add(x, micro, saved_norm1, self.proj, a)
         with self.mesh.trace.scope(part="MLP"):
-            n2, saved_norm2 = residual2.branch_input(x)
-            y, saved_mlp, saved_norm2 = residual2.add(x, micro, saved_norm2, self.mlp, n2, micro)
+            n2, saved_norm2 = residual2.branch_input(x if self.parallel else y)
+            y, saved_mlp, saved_norm2 = residual2.add(y, micro, saved_norm2, self.mlp, n2, micro)
         saved = BlockSaved(
             saved_norm1,
             saved_qkv,
@@ -206,10 +208,11 @@ class Block:
             dy = self.residual2.total_grad(dy, saved.norm2)
             dx = self.residual2.branch_grad(dy, saved.norm2, micro)
             dx = self.mlp.backward(dx, saved.mlp, micro, defer)
-            dy = self.residual2.input_grad(dx, saved.norm2, dy)
+            dtotal = self.residual2.input_grad(dx, saved.norm2, dy)
         with self.mesh.trace.scope(part="attention"):
-            dy = self.residual1.total_grad(dy, saved.norm1)
-            da = self.residual1.branch_grad(dy, saved.norm1, micro)
+            dtotal = self.residual1.total_grad(dtotal, saved.norm1)
+            da = dy if self.parallel else dtotal
+            da = self.residual1.branch_grad(da, saved.norm1, micro)
             da = self.proj.backward(da, saved.proj_linear, defer)
             dqkv = self.attention.backward(da, saved.attention, micro)
             if self.query_norm:
@@ -217,4 +220,4 @@ class Block:
             dx = self.qkv.backward(dqkv, saved.qkv_linear, defer)
             if self.prefetch:
                 defer(self.prefetch.later, None)
-            return self.residual1.input_grad(dx, saved.norm1, dy)
+            return self.residual1.input_grad(dx, saved.norm1, dtotal)

@@ -148,6 +148,14 @@ GEMMA = replace(
     scales_embedding=True,
 )
 
+GPT_NEOX = replace(
+    GPT2,
+    kind="gpt_neox",
+    keys=(_ROPE_KEYS | {"gelu", "rope_fraction"}) - {"kv_heads", "head_dim"},
+    rotary=True,
+    parallel=True,
+)
+
 BERT = replace(
     GPT2,
     kind="bert",
@@ -162,7 +170,8 @@ BERT = replace(
 )
 
 FAMILIES = {
-    family.kind: family for family in (GPT2, LLAMA, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, BERT)
+    family.kind: family
+    for family in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, BERT)
 }
 
 

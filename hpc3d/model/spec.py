@@ -230,6 +230,7 @@ class Family:
               False if the targets are masked tokens
     rotary    True for rotary positions, False for a table of positions in the embedding
     biased    the linear layers of a block that have a bias
+    parallel  True if attention and MLP of a block have the same input
     scales_embedding True if token embeddings are multiplied by the square root of `hidden`
     query_norm type of the normalization of q and k: (mesh, parameters, spec, name), or None
     first     the embedding, with the token table: (mesh, parameters, spec, table)
@@ -255,6 +256,7 @@ class Family:
     vectors: Callable
     query_norm: type[Any] | None = None
     scales_embedding: bool = False
+    parallel: bool = False
 
     @property
     def gated(self) -> bool:
@@ -319,7 +321,8 @@ class Family:
         if mixes and (form := sizes.experts):
             slots = form.slots_of_token(sizes.sequence)
             mlp = form.shared * mlp + slots * (2 * sizes.hidden + mlp)
-        norms = 4 - self.connection.RECOMPUTED * ("layernorm" in modules)
+        # The norms of parallel branches have the same input, which is saved once.
+        norms = 4 - (self.connection.RECOMPUTED + self.parallel) * ("layernorm" in modules)
         saved = norms * sizes.hidden + sizes.attended + sizes.qkv + mlp
         if self.query_norm:  # the normalized q and k
             saved += (sizes.heads + sizes.kv_heads) * sizes.head_dim

@@ -145,7 +145,7 @@ def test_unknown_rope_scaling_is_rejected(scaling):
         ),
         (
             ["--model.rope_theta", "5e5"],
-            "model.rope_theta = 500000.0: only valid for model.kind = llama",
+            "model.rope_theta = 500000.0: only valid for model.kind = gpt_neox or llama or ",
         ),
         (
             ["--model.kind", "llama", "--model.gelu", "exact"],
@@ -162,7 +162,7 @@ def test_unknown_rope_scaling_is_rejected(scaling):
         ),
         (
             ["--model.kind", "llama", "--model.rope_fraction", "0.5"],
-            "model.rope_fraction = 0.5: only valid for model.kind = phi3; ",
+            "model.rope_fraction = 0.5: only valid for model.kind = gpt_neox or phi3; ",
         ),
         (
             [*LLAMA, "--model.rope_theta", "1", "--model.rope_scaling", YARN],

@@ -41,6 +41,7 @@ LINES = [
     f"{ONE} kind=qwen3 kv_heads=4 head_dim=6 ffn=20 recompute=selective",
     f"{ONE} kind=olmo2 kv_heads=4 head_dim=6 ffn=20 dropout=0.25",
     f"{ONE} kind=gemma kv_heads=4 head_dim=6 ffn=20 recompute=full",
+    f"{ONE} kind=gpt_neox heads=6 rope_fraction=0.5 {MODULES}",
     f"{ONE} {BERT} recompute=selective dropout=0.25",
     f"{ONE} {SWITCH} {MODULES}",
     f"{ONE} {MIXTRAL} recompute=selective dropout=0.25",

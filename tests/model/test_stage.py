@@ -11,7 +11,7 @@ from torch.nn import functional
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import TrainConfig
-from hpc3d.model.families import BERT, GEMMA, GPT2, LLAMA, OLMO2, QWEN2, QWEN3
+from hpc3d.model.families import BERT, GEMMA, GPT2, GPT_NEOX, LLAMA, OLMO2, QWEN2, QWEN3
 from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import keep_mask, philox_key
@@ -92,6 +92,12 @@ def test_gemma_matches_torch(tied):
     how = {"kv_heads": 2, "head_dim": 8, "ffn": 40}
     loss_of = partial(torch_reference.loss, family=GEMMA)
     same_as(loss_of, ModelSizes(**SHAPE | how, tied=tied, std=0.3), GEMMA)
+
+
+@pytest.mark.parametrize("gelu", ["tanh", "exact"])
+def test_gpt_neox_matches_torch(gelu):
+    shape = ModelSizes(**SHAPE, tied=False, std=0.3, gelu=gelu, rotation=YARN)
+    same_as(partial(torch_reference.loss, family=GPT_NEOX), shape, GPT_NEOX)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -106,7 +106,8 @@ def models(draw):
         words["global_every"] = draw(st.sampled_from([0, 2, 3]))
     if kind in kinds_with("experts") and draw(st.booleans()):
         words |= draw(st.sampled_from(EXPERTS))
-    words |= draw(optimizers(rotary))
+    noisy = "qkv" in FAMILIES[kind].biased and "rope_fraction" in words
+    words |= draw(optimizers(rotary and not noisy))
     if draw(SELDOM):
         for more in draw(st.lists(st.sampled_from(INEXACT), min_size=1, max_size=2)):
             words |= more
@@ -132,8 +133,9 @@ def family_keys(draw, kind):
 def optimizers(draw, rotary):
     """Draw the words of an optimizer.
 
-    Adafactor divides by the norm of each bias. In the families without rotary positions, the
-    gradient of the key bias is rounding noise, so they do not train with Adafactor.
+    Adafactor divides by the norm of each bias. Without rotary positions, the gradient of the key
+    bias is rounding noise, so such models do not train with Adafactor. `rotary` is False if there
+    are no rotary positions for all features.
     """
     name = draw(st.sampled_from([each for each in RATES if rotary or each != "adafactor"]))
     words = {"optimizer": name, "learning_rate": RATES[name], "warmup": 0, "decay": "constant"}
