@@ -216,7 +216,7 @@ def _masked_logits(
 ) -> torch.Tensor:
     """Return the logits of BERT. All tokens are in segment 0, and padding tokens are masked."""
     table, positions = weights["embedding.token"], weights["embedding.position"]
-    x = table[tokens] + positions + weights["embedding.segment"][0]
+    x = table[tokens] + positions[-tokens.shape[1] :] + weights["embedding.segment"][0]
     x = norm(weights, "embedding.norm", x, shape.epsilon)
     seen = torch.ones_like(tokens, dtype=torch.bool)
     if shape.padding is not None:

@@ -55,6 +55,11 @@ OLMo 2 has the names of Qwen3, except for its norms at the end of branches:
     head.dense, norm, bias     cls.predictions.transform.dense, LayerNorm, cls.predictions.bias
     head.table                 cls.predictions.decoder.weight; none if it is tied
 
+RoBERTa has BERT's names, with roberta.* instead of bert.*, except for its head:
+
+    head.dense, norm, bias     lm_head.dense, layer_norm, bias
+    head.table                 lm_head.decoder.weight; none if it is tied
+
 In hpc3d, the columns of qkv are [q | k | v] for each head; with grouped-query attention q, k and v
 are separate arrays. The columns of a gated `up` matrix are [gate | up] for each MLP unit. GPT-2
 stores all of q, all of k and all of v side by side, with weights [in, out] as in hpc3d. Llama has
@@ -70,7 +75,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.checkpoints import hf_settings
-from hpc3d.model.families import BERT, GEMMA, GPT2, GPT_NEOX, LLAMA, OLMO2, PHI3, QWEN2, QWEN3
+from hpc3d.model.families import (
+    BERT,
+    GEMMA,
+    GPT2,
+    GPT_NEOX,
+    LLAMA,
+    OLMO2,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    ROBERTA,
+)
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
@@ -448,6 +464,25 @@ _TRANSFORMERS_BERT = PublishedFamily(
     settings=hf_settings.BERT,
 )
 
+_TRANSFORMERS_ROBERTA = _TRANSFORMERS_BERT._replace(
+    family=ROBERTA,
+    types=("roberta",),
+    architecture="RobertaForMaskedLM",
+    prefix="roberta.",
+    bare="lm_head.",
+    ends={
+        **_TRANSFORMERS_BERT.ends,
+        "head.dense.weight": "lm_head.dense.weight",
+        "head.dense.bias": "lm_head.dense.bias",
+        "head.norm.gamma": "lm_head.layer_norm.weight",
+        "head.norm.beta": "lm_head.layer_norm.bias",
+        "head.bias": "lm_head.bias",
+        "head.table": "lm_head.decoder.weight",
+    },
+    copies={"lm_head.decoder.bias": "lm_head.bias"},
+    settings=hf_settings.ROBERTA,
+)
+
 PUBLISHED = {
     each.types[0]: each
     for each in (
@@ -463,6 +498,7 @@ PUBLISHED = {
         _TRANSFORMERS_MIXTRAL,
         _TRANSFORMERS_QWEN3_MOE,
         _TRANSFORMERS_BERT,
+        _TRANSFORMERS_ROBERTA,
     )
 }
 _MIXTURES = {  # kind of model -> name and family of its mixtures of experts

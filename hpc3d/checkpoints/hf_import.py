@@ -123,7 +123,8 @@ class Pretrained:
             return value
 
         value = self.family.taken(ours, read, config.model)
-        return value[: config.model.sequence] if ours == "embedding.position" else value
+        rows = self.family.family.unused_positions + config.model.sequence
+        return value[:rows] if ours == "embedding.position" else value
 
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError if the names or shapes of the stored arrays do not match `model`.
@@ -245,6 +246,8 @@ def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str
             )
     block = f"{family.block}."
     sizes = {ours: entries[name].shape[dim] for ours, (name, dim) in family.measured.items()}
+    if "sequence" in sizes:
+        sizes["sequence"] -= family.family.unused_positions
     return sizes | {
         "layers": len(
             {name.removeprefix(block).split(".")[0] for name in entries if name.startswith(block)}

@@ -147,6 +147,23 @@ def _bert_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[st
     return {"gelu": gelu, "norm_epsilon": settings.get("layer_norm_eps", 1e-12)}
 
 
+def _roberta_written(model: ModelConfig) -> dict[str, Any]:
+    if model.gelu != "exact":
+        raise ValueError(
+            f"model.gelu = {model.gelu}: the head of RoBERTa has the exact GELU, so this model "
+            "cannot be exported to transformers; train with model.gelu = exact"
+        )
+    size, rows = model.ffn or 4 * model.hidden, model.sequence + 2
+    return {"intermediate_size": size, "max_position_embeddings": rows}
+
+
+def _roberta_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    key, rows = "max_position_embeddings", model["sequence"] + 2
+    if settings.get(key, rows) != rows:
+        raise ValueError(f"{CONFIG}: {key} = {settings[key]!r}, but the weights have {rows}")
+    return _bert_told(settings, model)
+
+
 def _gelu_of(settings: Mapping[str, Any], key: str, usual: str) -> str:
     """Return hpc3d's name of the activation function `settings[key]`, by default `usual`."""
     name = str(settings.get(key, usual))
@@ -465,6 +482,14 @@ GPT_NEOX = Settings(
     others=frozenset(_OF_NEOX.split()),
     written=_neox_written,
     told=_neox_told,
+)
+
+ROBERTA = BERT._replace(
+    sizes={key: ours for key, ours in BERT.sizes.items() if ours != "sequence"},
+    fixed={**BERT.fixed, "type_vocab_size": 1, "hidden_act": "gelu", "pad_token_id": 1},
+    others=BERT.others | {"max_position_embeddings"},
+    written=_roberta_written,
+    told=_roberta_told,
 )
 
 QWEN3_MOE = MIXTRAL._replace(

@@ -264,8 +264,8 @@ class ModelConfig:
     norm_epsilon: Annotated[float | None, AtLeast(0), LessThan(1), _of_kinds("norm_epsilon")] = (
         None
     )
-    """Epsilon of the normalization layers. Default: 1e-12 for bert, 1e-6 for gemma, otherwise
-    1e-5."""
+    """Epsilon of the normalization layers. Default: 1e-12 for bert and roberta, 1e-6 for gemma,
+    otherwise 1e-5."""
     attention_bias: Annotated[bool, _of_kinds("attention_bias")] = False
     """Add biases to the q, k, v and output projections of attention."""
     mlp_bias: Annotated[bool, _of_kinds("mlp_bias")] = False
@@ -285,8 +285,8 @@ class ModelConfig:
     """GELU with the tanh approximation, or the exact GELU with the error function. On CPUs, exact
     requires the optional dependency hpc3d[exact]."""
     padding: Annotated[int | None, AtLeast(0), AtMost(2**27), _of_kinds("padding")] = None
-    """bert: ID of the padding token. No token attends to padding tokens, and they are never
-    prediction targets. Default: no padding."""
+    """ID of the padding token. No token attends to padding tokens, and they are never prediction
+    targets. Default: no padding."""
     window: Annotated[int, AtLeast(0), AtMost(2**27), ValidFor("model.kind", *_CAUSAL)] = 0
     """Sliding-window attention: number of tokens that a token attends to, itself included. 0
     disables the window: a token attends to all earlier tokens."""
@@ -460,7 +460,7 @@ class TrainConfig:
     fused_gelu: Annotated[
         bool,
         ValidFor("train.backend", "cupy"),
-        ValidFor("model.kind", "gpt2", "bert"),
+        _of_kinds("gelu"),
         ValidFor("model.gelu", "tanh"),
         ValidFor("train.product_dtype", None),
     ] = False

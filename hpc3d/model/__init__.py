@@ -1,1 +1,1 @@
-"""GPT-2, Llama and BERT with hand-written backward passes and sharded matrix products."""
+"""Transformer models with hand-written backward passes and sharded matrix products."""

@@ -3,7 +3,8 @@
 The embeddings include segment embeddings and a norm. The head predicts masked tokens.
 
 Next-sentence prediction is omitted, so all tokens are in segment 0. The segment table still has
-both rows, so that published weights can be imported and exported completely.
+all rows, so that published weights can be imported and exported completely. RoBERTa (Liu et al.
+2019, arXiv:1907.11692) has one segment, and does not use the first rows of the position table.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from hpc3d.model.parameters import Parameter, Parameters
     from hpc3d.model.spec import ModelSpec
 
-SEGMENTS = 2
-
 
 class SegmentedSaved(NamedTuple):
     """Data saved for the backward pass of the embeddings (lookup and norm)."""
@@ -43,7 +42,7 @@ class SegmentedEmbeddings(Embeddings):
     ) -> None:
         super().__init__(mesh, parameters, spec, table)
         sizes, layout = spec.sizes, spec.splits["dense"].x
-        shape, columns = (SEGMENTS, sizes.hidden), Layout("", " ".join(layout[1]))
+        shape, columns = (spec.family.segments, sizes.hidden), Layout("", " ".join(layout[1]))
         how: dict[str, Any] = {"std": sizes.std, "decay": True}
         self.segments = parameters.add(
             "embedding.segment", shape, columns, partial=row_axes(layout), **how

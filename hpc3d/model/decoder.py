@@ -90,7 +90,7 @@ class Decoder:
         x, _ = embeddings.lookup.forward(micro)
         if not embeddings.positions:
             return x
-        rows = embeddings.positions.table.value[first : first + count]
+        rows = embeddings.positions.rows[first : first + count]
         return add_repeated(x, rows, 0, self.mesh.empty(x.shape, x.dtype))
 
     def _logits(self, x: Array) -> Array:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from hpc3d.model.bert import SEGMENTS, MaskedHead, SegmentedEmbeddings
+from hpc3d.model.bert import MaskedHead, SegmentedEmbeddings
 from hpc3d.model.gpt2 import Embeddings, Head
 from hpc3d.model.layers import LayerNorm, OffsetRMSNorm, RMSNorm
 from hpc3d.model.qkv.query_norm import HeadNorm, ProjectionNorm
@@ -67,13 +67,13 @@ def _final_norm(sizes, centred):
     return (1 + centred) * sizes.hidden
 
 
-def _bert_vectors(sizes):
+def _bert_vectors(sizes, segments):
     """Count BERT's segment embeddings, and the norm and bias parameters outside its blocks.
 
     The embeddings and the head each have a norm. The head's dense layer and its output projection
     each have a bias.
     """
-    return (SEGMENTS + 2 * 2 + 1) * sizes.hidden + sizes.vocabulary
+    return (segments + 2 * 2 + 1) * sizes.hidden + sizes.vocabulary
 
 
 _BIASES = {  # maps keys of [model] to the linear layers of a block that have a bias
@@ -166,12 +166,21 @@ BERT = replace(
     first=SegmentedEmbeddings,
     last=MaskedHead,
     head=_dense_and_table_product,
-    vectors=_bert_vectors,
+    vectors=partial(_bert_vectors, segments=2),
+    segments=2,
+)
+
+ROBERTA = replace(
+    BERT,
+    kind="roberta",
+    vectors=partial(_bert_vectors, segments=1),
+    segments=1,
+    unused_positions=2,
 )
 
 FAMILIES = {
     family.kind: family
-    for family in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, BERT)
+    for family in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, BERT, ROBERTA)
 }
 
 
@@ -228,7 +237,7 @@ def parameters(model: Any) -> Total:
     family = family_of(model)
     sizes = family.sizes(model, model.vocabulary)
     tables = 0 if sizes.tied else sizes.vocabulary
-    tables += 0 if family.rotary else sizes.sequence
+    tables += 0 if family.rotary else family.unused_positions + sizes.sequence
     ends = sum(each.weights for each in family.head(sizes)) + family.vectors(sizes)
     norms = 2 * (1 + family.norm.centred) * sizes.hidden
     norms += family.query_norm.weights(sizes) if family.query_norm else 0

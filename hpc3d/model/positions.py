@@ -22,23 +22,29 @@ if TYPE_CHECKING:
 class Positions:
     """Learned position embedding, which adds W[position, h] to each row of X[m, h].
 
-    The position of a row is the index of its token in the sequence. X has the same layout as the
-    input of the blocks.
+    The position of a row is the index of its token in the sequence. The table begins with `unused`
+    rows, which belong to no position. X has the same layout as the input of the blocks.
     """
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec) -> None:
         sizes, self.layout = spec.sizes, spec.splits["dense"].x
         self.mesh, self.context = mesh, spec.context
-        shape = sizes.sequence, sizes.hidden
+        self.unused = spec.family.unused_positions
+        shape = self.unused + sizes.sequence, sizes.hidden
         how: dict[str, Any] = {"std": sizes.std, "decay": True}
         columns = Layout("", " ".join(self.layout[1]))
         self.table = parameters.add(
             "embedding.position", shape, columns, partial=row_axes(self.layout), **how
         )
 
+    @property
+    def rows(self) -> Array:
+        """Embeddings of the positions, [T, h]."""
+        return self.table.value[self.unused :]
+
     def add(self, x: Array, micro: Microbatch) -> Array:
         """Return X plus the position embeddings as a new array."""
-        table = self.table.value
+        table = self.rows
         if self.context.parts > 1:
             table = gather_rows(table, micro.cached("embedding.positions", self._here))
         out = self.mesh.empty(x.shape, x.dtype)
@@ -49,8 +55,9 @@ class Positions:
         if self.context.parts > 1:
             here = micro.cached("embedding.positions", self._here)
             order = micro.cached("embedding.positions.order", self._order)
-            grad = scatter_rows(grad, here, order, self.table.value.shape)
-        self.table.grad += grad
+            grad = scatter_rows(grad, here, order, self.rows.shape)
+        total = self.table.grad[self.unused :]
+        total += grad
 
     def _here(self, micro: Microbatch) -> np.ndarray:
         """Return the sequence positions of the tokens in this rank's virtual sequences."""

@@ -230,6 +230,8 @@ class Family:
               False if the targets are masked tokens
     rotary    True for rotary positions, False for a table of positions in the embedding
     biased    the linear layers of a block that have a bias
+    segments  number of rows of the table of segment embeddings; all tokens are in segment 0
+    unused_positions number of rows of the position table before that of the first token
     parallel  True if attention and MLP of a block have the same input
     scales_embedding True if token embeddings are multiplied by the square root of `hidden`
     query_norm type of the normalization of q and k: (mesh, parameters, spec, name), or None
@@ -255,6 +257,8 @@ class Family:
     head: Callable
     vectors: Callable
     query_norm: type[Any] | None = None
+    segments: int = 0
+    unused_positions: int = 0
     scales_embedding: bool = False
     parallel: bool = False
 

@@ -5,12 +5,23 @@ from dataclasses import replace
 
 import pytest
 
-from hpc3d.checkpoints.hf_settings import BERT, GPT2, LLAMA, MIXTRAL, PHI3, QWEN2, no_mixture
+from hpc3d.checkpoints.hf_settings import (
+    BERT,
+    GPT2,
+    GPT_NEOX,
+    LLAMA,
+    MIXTRAL,
+    PHI3,
+    QWEN2,
+    ROBERTA,
+    no_mixture,
+)
 from hpc3d.config.input_file import ModelConfig
 from hpc3d.model.families import with_epsilon
 
 SIZES = {"layers": 4, "hidden": 24, "heads": 12, "kv_heads": 4, "sequence": 3, "vocabulary": 29}
 MODEL = ModelConfig("llama", **SIZES)
+BERT_MODEL = ModelConfig("bert", layers=4, hidden=24, heads=12, sequence=3, vocabulary=29)
 PARAMETERS = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 2.0, "low_freq_factor": 3.0}
 
 
@@ -91,6 +102,43 @@ def test_phi3_settings_that_are_not_supported_are_rejected(told, message):
         PHI3.model(settings | told, measured)
 
 
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({}, {"sequence": 3, "gelu": "exact"}),
+        ({"max_position_embeddings": 7}, "max_position_embeddings = 7, but the weights have 5"),
+        ({"type_vocab_size": 2}, "type_vocab_size = 2: only 1 is supported"),
+        ({"pad_token_id": 0}, "pad_token_id = 0: only 1 is supported"),
+        ({"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new': only 'gelu' is supported"),
+    ],
+)
+def test_roberta_config_json_maps_to_model_settings(told, found):
+    model = with_epsilon(replace(BERT_MODEL, kind="roberta", gelu="exact"))
+    settings = ROBERTA.of(model) | told
+    measured = {"layers": 4, "hidden": 24, "ffn": 96, "vocabulary": 29, "sequence": 3}
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            ROBERTA.model(settings, measured)
+        return
+    read = ROBERTA.model(settings, measured)
+    assert {key: read.get(key) for key in found} == found
+
+
+def test_roberta_with_another_gelu_than_that_of_its_head_is_not_exported():
+    with pytest.raises(ValueError, match=r"model.gelu = tanh: .* train with model.gelu = exact$"):
+        ROBERTA.of(with_epsilon(replace(BERT_MODEL, kind="roberta")))
+
+
+def test_gpt_neox_settings_map_to_model_settings():
+    model = ModelConfig("gpt_neox", layers=4, hidden=24, heads=12, rope_fraction=0.5)
+    settings, measured = GPT_NEOX.of(with_epsilon(model)), {"hidden": 24, "ffn": 96}
+    assert GPT_NEOX.model(settings, measured)["rope_fraction"] == 0.5
+    del settings["rotary_pct"]
+    assert GPT_NEOX.model(settings, measured)["rope_fraction"] == 0.25
+    with pytest.raises(ValueError, match="use_parallel_residual = False: only True is supported"):
+        GPT_NEOX.model(settings | {"use_parallel_residual": False}, measured)
+
+
 MIXTURE = ModelConfig("llama", **SIZES, experts=6, top_k=3, capacity=0.0, balance_loss=0.015)
 
 
@@ -160,9 +208,6 @@ def test_mixture_settings_that_mixtral_lacks_are_reported(key, value, said):
 def test_gpt2_config_json_maps_to_model_settings(told, found):
     """The dropout rate requires that all given rates agree; the default GELU is gelu_new."""
     assert GPT2.model(told, {"hidden": 24}) == {"hidden": 24, **found}
-
-
-BERT_MODEL = ModelConfig("bert", layers=4, hidden=24, heads=12, sequence=3, vocabulary=29)
 
 
 @pytest.mark.parametrize(

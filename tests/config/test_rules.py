@@ -31,7 +31,7 @@ RULES = {
     "model.sequence": ("0", "model.sequence = 0: ... 1"),
     "model.vocabulary": ("0", "model.vocabulary = 0: ... 1"),
     "model.dropout": ("1", "model.dropout = 1.0: ... 0 ... 1"),
-    "model.kind": ("t5", "model.kind: ... ... or 'bert', not 't5'"),
+    "model.kind": ("t5", "model.kind: ... 'bert' or 'roberta', not 't5'"),
     "train.steps": ("0", "train.steps = 0: ... 1"),
     "train.batch": ("0", "train.batch = 0: ... 1"),
     "train.warmup": ("-1", "train.warmup = -1: ... 0"),
@@ -182,7 +182,7 @@ def test_unknown_rope_scaling_is_rejected(scaling):
             ["--model.window", "3", "--model.global_every", "1"],
             "model.global_every = 1 gives no block the window model.window = 3; use at least 2",
         ),
-        (["--model.padding", "3"], "model.padding = 3: only valid for model.kind = bert; "),
+        (["--model.padding", "3"], "model.padding = 3: only valid for model.kind = bert or roberta; "),
         (
             ["--model.kind", "bert", "--model.vocabulary", "30", "--model.padding", "29"],
             "model.padding = 29 must be below 29",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
-from hpc3d.model.families import BERT, GEMMA, GPT2, GPT_NEOX, LLAMA, OLMO2, QWEN2, QWEN3
+from hpc3d.model.families import BERT, GEMMA, GPT2, GPT_NEOX, LLAMA, OLMO2, QWEN2, QWEN3, ROBERTA
 from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.tensor.split import Split
@@ -28,6 +28,7 @@ KINDS = {
     "olmo2, a key for all": (OLMO2, ModelSizes(**SHAPE | WIDER | {"kv_heads": 1}, dropout=0.25)),
     "gemma": (GEMMA, ModelSizes(**SHAPE | WIDER | {"head_dim": 4})),
     "gpt_neox": (GPT_NEOX, ModelSizes(**SHAPE, dropout=0.25)),
+    "roberta": (ROBERTA, ModelSizes(**SHAPE, dropout=0.25, padding=7)),
     "qwen2, a key for all": (QWEN2, ModelSizes(**SHAPE | WIDER | {"kv_heads": 1})),
 }
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import TrainConfig
-from hpc3d.model.families import BERT, GEMMA, GPT2, GPT_NEOX, LLAMA, OLMO2, QWEN2, QWEN3
+from hpc3d.model.families import BERT, GEMMA, GPT2, GPT_NEOX, LLAMA, OLMO2, QWEN2, QWEN3, ROBERTA
 from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import keep_mask, philox_key
@@ -106,6 +106,13 @@ def test_bert_matches_torch(tied, padding):
     how = {"epsilon": 1e-12, "ffn": 40, "gelu": "exact", "padding": padding}
     shape = ModelSizes(**SHAPE | how, tied=tied, std=0.3)
     same_as(torch_reference.loss, shape, BERT)
+
+
+def test_roberta_matches_torch():
+    shape = ModelSizes(**SHAPE, epsilon=1e-12, gelu="exact", padding=3, std=0.3)
+    same_as(torch_reference.loss, shape, ROBERTA)
+    (positions,) = (each for each in serial(shape, ROBERTA).parameters if "position" in each.name)
+    assert positions.shape == (2 + shape.sequence, shape.hidden)
 
 
 def names_of(shape, family):

@@ -128,6 +128,8 @@ d=2 x=2 y=2 schedule=none microbatches=2 zero=3 kind=gemma recompute='["layernor
 p=2 c=2 x=2 y=2 schedule=zb-h1 microbatches=3 sequence=4 kind=gpt_neox ffn=48 rope_theta=50
 d=2 x=2 y=2 schedule=none microbatches=2 zero=3 kind=gpt_neox recompute='["layernorm"]' gelu=exact
 x=2 y=2 schedule=none microbatches=2 kind=gpt_neox scheme=2d-summa prefetch=true dropout=0.25
+p=2 c=2 x=2 y=2 schedule=zb-h1 microbatches=3 sequence=4 kind=roberta padding=4 gelu=exact
+d=2 x=2 z=2 schedule=none microbatches=2 zero=3 kind=roberta ffn=48
 p=2 c=2 x=2 schedule=1f1b microbatches=3 sequence=4 kind=phi3 heads=3 kv_heads=1 rope_fraction=0.5
 c=2 y=2 schedule=none microbatches=2 sequence=8 kind=llama kv_heads=1 head_dim=6 mlp_bias=true
 c=2 d=2 x=2 schedule=none microbatches=2 zero=2 sequence=4 hidden=30 heads=6
