@@ -2,6 +2,7 @@
 
 python -m hpc3d.report results/RUN
 python -m hpc3d.report results/RUN-1D results/RUN-3D --out results/comparison
+python -m hpc3d.report results/RUN --figures pdf --width 84mm
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from hpc3d import trace
@@ -29,6 +30,8 @@ from hpc3d.console.small_files import naming
 from hpc3d.runtime.optional_packages import need
 from hpc3d.trace.locate import trace_of
 
+_FIGURES = ("svg", "pdf", "png")  # formats of figure files
+_NARROWEST, _WIDEST = 1, 40  # inches
 log = logging.getLogger("hpc3d.report")  # here, __name__ is "__main__"
 
 _DESCRIPTION = """\
@@ -38,8 +41,8 @@ the loss, and the activity of each pipeline stage. If several runs are given, th
 
 The command prints about a dozen lines and writes the full report to the output folder, where it
 replaces an earlier report: report.html, a page that needs neither other files nor a network;
-report.md; figures/ as PNG and SVG; tables/ as CSV in SI units, Markdown and LaTeX; and, on
-request, exports/ for other programs.
+report.md; tables/ as CSV in SI units, Markdown and LaTeX; and, on request, figures/ as PNG, SVG
+and PDF, and exports/ for other programs.
 
 If the ranks have written new trace segments, they are merged into the trace first."""
 
@@ -59,6 +62,10 @@ def parser() -> Parser:
     add("--out", type=Path, metavar="DIR", help=text)
     text = "write only tables (requires no packages except NumPy and h5py)"
     add("--tables", action="store_true", help=text)
+    text = "also write the figures as files in these formats: svg, pdf, png"
+    add("--figures", type=_figure_formats, default=[], metavar="FORMAT,...", help=text)
+    text = "width of the figure files, such as 84mm or 3.3in (default: 7.2in)"
+    add("--width", type=_width, metavar="WIDTH", help=text)
     add("--step", type=int, help="training step to draw (default: the step of median duration)")
     flops = real(lambda rate: 0 < rate < math.inf, "must be a positive rate, such as 1e12")
     add("--peak", type=flops, metavar="FLOPS", help="peak FLOP/s of one rank (for MFU and HFU)")
@@ -84,6 +91,24 @@ def _formats(text):
     return formats
 
 
+def _figure_formats(text):
+    formats = text.split(",")
+    if wrong := set(formats).difference(_FIGURES):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))}: use {', '.join(_FIGURES)}")
+    return formats
+
+
+def _width(text):
+    """Return a width in inches."""
+    for unit, inches in (("mm", 1 / 25.4), ("cm", 1 / 2.54), ("in", 1.0)):
+        if text.endswith(unit):
+            with suppress(ValueError):
+                if _NARROWEST <= (width := float(text.removesuffix(unit)) * inches) <= _WIDEST:
+                    return width
+    limits = f"{_NARROWEST:g}in to {_WIDEST:g}in"
+    raise argparse.ArgumentTypeError(f"{text}: must be a width of {limits}, such as 84mm")
+
+
 def _steps(text):
     first, several, last = text.partition(":")
     try:
@@ -93,6 +118,10 @@ def _steps(text):
 
 
 def _report(options):
+    if options.tables and options.figures:
+        raise ValueError("--figures cannot be combined with --tables; omit one of them")
+    if options.width and not options.figures:
+        raise ValueError("--width is the width of figure files; add --figures pdf")
     if not options.tables:
         need("a report without --tables", "matplotlib", "jinja2", "bokeh")
     if "otf2" in options.export:
@@ -112,7 +141,7 @@ def _report(options):
             name = str(number) if len(traces) > 1 else ""
             export(options.export, events, out / "exports" / name)
     with naming(out):
-        write(report, out, options.tables)
+        write(report, out, options.tables, options.figures, options.width)
     if options.print:
         print(markdown.page(report))
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,10 +42,9 @@ class Drawing(NamedTuple):
             self.figure.savefig(path)
 
     def _repr_png_(self) -> bytes:
-        data = BytesIO()
-        with default_style():
-            self.figure.savefig(data, format="png", dpi=110)
-        return data.getvalue()
+        from hpc3d.analyze.report.plot_matplotlib import as_png
+
+        return as_png(self.figure)
 
 
 class OpenedRun:

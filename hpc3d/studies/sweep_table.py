@@ -123,7 +123,7 @@ def write(rows: Sequence[dict[str, Any]], axes: Sequence[str], folder: Path) -> 
     (folder / "summary.tex").write_text(latex(fields, shown), encoding="utf-8")
     with default_style():
         if figure := _figure(summary, axes):
-            save(figure, folder / "summary", "pdf")
+            save(figure, folder / "summary", ("png", "svg", "pdf"))
     return text
 
 

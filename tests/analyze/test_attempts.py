@@ -95,7 +95,7 @@ def test_timeline_shows_the_newest_attempt_that_has_the_step(folder):
 
 @pytest.mark.slow
 def test_report_marks_resumes_and_links_the_log(folder, capsys):
-    assert report.main([str(folder)]) == 0
+    assert report.main([str(folder), "--figures", "svg"]) == 0
     assert without_progress(capsys.readouterr().err) == ""
     page = (folder / "report" / "report.html").read_text(encoding="utf-8")
     assert 'href="../train.log"' in page

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from hpc3d import __version__
 from hpc3d.analyze.picture import layout_svg
-from hpc3d.analyze.report import plot_bokeh
+from hpc3d.analyze.report import plot_bokeh, plot_matplotlib
 from hpc3d.analyze.report.cards import any_loss, cards
 from hpc3d.analyze.report.comparison_tables import GROUPS, over_runs
 from hpc3d.analyze.report.expert_words import in_words
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import Report, RunAnalysis
 
 _OPEN = 12  # tables with more rows are initially collapsed
+IMAGES = {"png": "png", "svg": "svg+xml"}  # dict from file extension to MIME subtype
 _SCRIPTS = ("state.js", "steps.js", "timeline.js", "tables.js")
 
 
@@ -43,7 +44,7 @@ class Shown(NamedTuple):
     """Figure on the HTML page.
 
     `placeholder` is the HTML element of the interactive plot, or "" if there is none. `image` is
-    the data URL of the image for printing.
+    the data URL of the image for printing, or "" if there is none.
     """
 
     picture: Picture
@@ -56,16 +57,13 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
     """Return the report as HTML.
 
     `pictures` contains dicts from file name to figure: one dict for the comparison, followed by
-    one dict per run. `folder` is the folder of the image files.
+    one dict per run. `folder` is the folder of the image files, which may not exist.
     """
     named = {name: each for found in pictures for name, each in found.items()}
     models = {name: model for name, each in named.items() if (model := _model(name, each))}
     library, script, divs = plot_bokeh.embed(models)
     shown = [
-        {
-            each.name: Shown(each, divs.get(name, ""), _image(folder / name), name)
-            for name, each in found.items()
-        }
+        {each.name: _shown(name, each, divs, folder) for name, each in found.items()}
         for found in pictures
     ]
     specs = (*over_runs([run.label for run in report.runs]), *OF_A_RUN)
@@ -81,10 +79,16 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
         open_rows=_OPEN,
         library=library,
         code="".join(map(_text, _SCRIPTS)),
+        static=any(each.image and each.placeholder for each in shown[-1].values()),
         link=partial(_link, folder.parent),
         script=script,
         style=_text("report.css"),
     )
+
+
+def _shown(name, picture, divs, folder):
+    placeholder = divs.get(name, "")
+    return Shown(picture, placeholder, _image(folder / name, picture, placeholder), name)
 
 
 def _model(name, picture):
@@ -96,12 +100,19 @@ def _model(name, picture):
     return model
 
 
-def _image(path):
-    """Return the smaller of a figure's two image files (SVG and PNG) as a data URL."""
-    kinds = {path.with_suffix(".svg"): "svg+xml", path.with_suffix(".png"): "png"}
-    smaller = min(kinds, key=lambda file: file.stat().st_size)
-    data = base64.b64encode(smaller.read_bytes()).decode()
-    return f"data:image/{kinds[smaller]};base64,{data}"
+def _image(path, picture, placeholder):
+    """Return the smallest image file of a figure as a data URL, or "" if there is none.
+
+    A figure without an interactive plot is drawn if it has no image file.
+    """
+    kinds = {path.with_suffix(f".{end}"): kind for end, kind in IMAGES.items()}
+    files = [(file.read_bytes(), kind) for file, kind in kinds.items() if file.is_file()]
+    if not files and not placeholder:
+        files = [(plot_matplotlib.as_png(plot_matplotlib.draw(picture.chart)), "png")]
+    if not files:
+        return ""
+    data, kind = min(files, key=lambda file: len(file[0]))
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def _link(folder, path):

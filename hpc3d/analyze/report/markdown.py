@@ -57,9 +57,9 @@ def _listed(title, lines):
     return [title, "\n".join(shown + more)] if lines else []
 
 
-def image(name: str, picture: Picture) -> str:
-    """Return the Markdown line that embeds a figure."""
-    return f"![{in_markdown(picture.title)}](figures/{name}.png)\n"
+def image(file: str, picture: Picture) -> str:
+    """Return the Markdown line that embeds a figure, which is a file in figures/."""
+    return f"![{in_markdown(picture.title)}](figures/{file})\n"
 
 
 def _section(level, spec, rows, step=None):

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpc3d.analyze.report.charts import Bars, Heat, Lines
 from hpc3d.analyze.report.gantt import Panels, color_of, is_thin, name_of, order_of
-from hpc3d.analyze.report.palette import MARK, PATH, RUNS, UNRECORDED
+from hpc3d.analyze.report.palette import DASHES, MARK, PATH, RUNS, UNRECORDED
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, lanes, rest
 
 if TYPE_CHECKING:
@@ -98,11 +98,12 @@ def _panel(xlabel, ylabel, lines, colors, height):
 
     plot = _plot(height, x_axis_label=xlabel, y_axis_label=ylabel)
     plot.xaxis.ticker = BasicTicker(min_interval=1)
-    # Later lines are thinner, so that earlier lines under them remain visible.
+    # Later lines are thinner and dashed, so that earlier lines under them remain visible.
     widths = np.linspace(6, 1.5, len(lines)) if len(lines) > 1 else [2]
     for width, (label, (numbers, values)) in zip(widths, lines.items()):
         line = {"color": colors[label], "legend_label": label, "name": label}
-        plot.line(numbers, values, line_width=width, **line)
+        dash = [round(length * width) for length in DASHES[[*colors].index(label) % len(DASHES)]]
+        plot.line(numbers, values, line_width=width, line_dash=dash, **line)
         plot.scatter(numbers, values, size=3 + width, **line)
     tooltips = [("", "$name"), (xlabel, "@x{0}"), (ylabel, "@y{0.0000[00]}")]
     plot.add_tools(HoverTool(tooltips=tooltips))

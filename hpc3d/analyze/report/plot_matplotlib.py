@@ -8,6 +8,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import singledispatch
+from io import BytesIO
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ import numpy as np
 
 from hpc3d.analyze.report.charts import Bars, Heat, Lines, LoadMaps
 from hpc3d.analyze.report.gantt import Panels, gantt
-from hpc3d.analyze.report.palette import MARK, PATH, RUNS, UNRECORDED, default_style
+from hpc3d.analyze.report.palette import DASHES, MARK, PATH, RUNS, UNRECORDED, default_style
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, boxes, lanes, path, rest
 from hpc3d.runtime.optional_packages import need
 
@@ -24,25 +26,34 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 7.2  # figure width in inches
+_DATES = {"svg": "Date", "pdf": "CreationDate"}  # metadata that would differ between two files
 _NARROW = 48  # maximum number of vertical bars that are drawn with gaps between them
 
 
-def save(figure: Figure, path: Path, *formats: str) -> None:
-    """Write a figure as PATH.png, PATH.svg and in the vector `formats`, such as "pdf".
+def save(figure: Figure, path: Path, formats: Sequence[str] = ("png", "svg")) -> None:
+    """Write a figure as PATH.png and so on, in all `formats`. PDF files contain their fonts.
 
     The output is reproducible byte for byte.
     """
     from matplotlib import rc_context
 
-    salt = {"svg.hashsalt": path.name}
-    with default_style(), rc_context(salt), warnings.catch_warnings():
+    style = {"svg.hashsalt": path.name, "pdf.fonttype": 42}  # TrueType fonts
+    with default_style(), rc_context(style), warnings.catch_warnings():
         # Ignore the warning about names that are too wide for the automatic layout.
         warnings.filterwarnings("ignore", "constrained_layout not applied")
-        figure.savefig(path.with_suffix(".png"), dpi=200)
-        figure.set_layout_engine("none")  # keep the layout of the PNG file for the SVG file
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None}, dpi=200)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # keep the layout for all formats
         for each in formats:
-            figure.savefig(path.with_suffix(f".{each}"), metadata={"CreationDate": None}, dpi=200)
+            metadata = {_DATES[each]: None} if each in _DATES else None
+            figure.savefig(path.with_suffix(f".{each}"), metadata=metadata, dpi=200)
+
+
+def as_png(figure: Figure) -> bytes:
+    """Return a figure as the contents of a PNG file."""
+    data = BytesIO()
+    with default_style():
+        figure.savefig(data, format="png", dpi=110)
+    return data.getvalue()
 
 
 def empty(
@@ -60,10 +71,21 @@ def empty(
     return figure, axes
 
 
-def draw(chart: object) -> Figure:
-    """Return the figure of a chart, drawn with matplotlib's default style."""
-    with default_style():
-        return _drawn(chart)
+def draw(chart: object, width: float | None = None) -> Figure:
+    """Return the figure of a chart, drawn with matplotlib's default style.
+
+    If `width` is given, the figure has this width in inches. In narrow figures, the text is
+    smaller.
+    """
+    from matplotlib import rc_context
+
+    size = 10 if width is None or width >= WIDTH else max(6, 10 * (width / WIDTH) ** 0.5)
+    with default_style(), rc_context({"font.size": size}):
+        figure = _drawn(chart)
+    if width:
+        before, height = figure.get_size_inches()
+        figure.set_size_inches(width, height * (width / before) ** 0.5)
+    return figure
 
 
 @singledispatch
@@ -73,15 +95,17 @@ def _drawn(chart: object) -> Figure:
 
 @_drawn.register
 def _lines(chart: Lines):
-    """Draw a line plot. Later lines are thinner, so that earlier lines under them stay visible."""
+    """Draw a line plot. Later lines are thinner and dashed, so that earlier ones are visible."""
     rows = 2 if chart.lower else 1
     figure, axes = empty(WIDTH, 2.4 + 1.2 * rows, rows, height_ratios=(2, 1)[:rows])
     widths = np.linspace(6.0, 1.2, len(chart.lines)) if len(chart.lines) > 1 else [1.8]
     colors = {label: RUNS[index % len(RUNS)] for index, label in enumerate(chart.lines)}
+    dashes = dict(zip(chart.lines, cycle(DASHES)))
     for (label, line), width in zip(chart.lines.items(), widths):
-        axes[0].plot(*line, label=_escaped(label), **_style(colors[label], width))
+        style = _style(colors[label], width, dashes[label])
+        axes[0].plot(*line, label=_escaped(label), **style)
     for label, line in (chart.lower or {}).items():
-        axes[1].plot(*line, **_style(colors[label], 1.4))
+        axes[1].plot(*line, **_style(colors[label], 1.4, dashes[label]))
     axes[0].legend(frameon=False)
     for panel, text in zip(axes, (chart.ylabel, chart.lower_ylabel)):
         panel.set_ylabel(text)
@@ -99,9 +123,13 @@ def _lines(chart: Lines):
     return figure
 
 
-def _style(color, width):
-    """Return a line style with markers that make isolated points as visible as the line."""
-    return {"color": color, "linewidth": width, "marker": "o", "ms": width, "mew": 0}
+def _style(color, width, dash):
+    """Return a line style with markers that make isolated points as visible as the line.
+
+    `dash` contains the lengths of dashes and gaps in line widths.
+    """
+    line = {"linestyle": (0, dash)} if dash else {}
+    return {"color": color, "linewidth": width, "marker": "o", "ms": width, "mew": 0} | line
 
 
 def _escaped(label):

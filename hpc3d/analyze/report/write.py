@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,22 +31,48 @@ def clear(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-def write(report: Report, out: Path, tables_only: bool = False) -> None:
-    """Write all files of a report, or only report.md and the tables if `tables_only`."""
-    _write_tables(report, out / "tables")
+def write(
+    report: Report,
+    out: Path,
+    tables_only: bool = False,
+    formats: Sequence[str] = (),
+    width: float | None = None,
+) -> None:
+    """Write the page of a report first, and then its other files.
+
+    Parameters
+    ----------
+    tables_only
+        If true, only report.md and the tables are written.
+    formats
+        Formats of the figure files, such as svg and pdf. The page is written again with the images
+        for printing if the formats include png or svg.
+    width
+        Width of the figure files in inches.
+    """
     found = [] if tables_only else _pictures(report)
-    images = [markdown.image(name, each) for named in found for name, each in named.items()]
-    text = "\n".join([markdown.page(report), *images])
-    (out / "report.md").write_text(text, encoding="utf-8")
+    pictures = [each for named in found for each in named.items()] if formats else []
+    images = [each for each in html.IMAGES if each in formats]
+    out.mkdir(parents=True, exist_ok=True)
     if found:
+        _write_page(report, found, out)
+    _write_tables(report, out / "tables")
+    shown = [markdown.image(f"{name}.{images[0]}", each) for name, each in pictures if images]
+    text = "\n".join([markdown.page(report), *shown])
+    (out / "report.md").write_text(text, encoding="utf-8")
+    for number, (name, picture) in enumerate(pictures, 1):
+        log.info("drawing figure %d of %d", number, len(pictures))
         (out / "figures").mkdir(exist_ok=True)
-        pictures = [each for named in found for each in named.items()]
-        for number, (name, picture) in enumerate(pictures, 1):
-            log.info("drawing figure %d of %d", number, len(pictures))
-            plot_matplotlib.save(plot_matplotlib.draw(picture.chart), out / "figures" / name)
-        log.info("writing the page")
-        page = html.page(report, found, out / "figures")
-        (out / "report.html").write_text(page, encoding="utf-8")
+        figure = plot_matplotlib.draw(picture.chart, width)
+        plot_matplotlib.save(figure, out / "figures" / name, formats)
+    if pictures and images:
+        _write_page(report, found, out)
+
+
+def _write_page(report, found, out):
+    log.info("writing the page")
+    page = html.page(report, found, out / "figures")
+    (out / "report.html").write_text(page, encoding="utf-8")
 
 
 def _write_tables(report, folder):

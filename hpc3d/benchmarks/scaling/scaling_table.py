@@ -62,7 +62,7 @@ def write(rows: Sequence[dict[str, Any]], name: str, folder: Path, figure: bool 
     if not figure:
         return
     with default_style():
-        save(_figure(rows), folder / name, "pdf")
+        save(_figure(rows), folder / name, ("png", "svg", "pdf"))
 
 
 def _figure(rows: Sequence[dict[str, Any]]) -> Figure:

@@ -15,6 +15,7 @@ from tests.analyze.report.browser import missing, opened, started
 from tests.analyze.small import small
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "")]
+STATIC = ("png", "svg")  # formats of figure files, which the page contains for printing
 PIPELINE = {"mesh__p": 2, "mesh__x": 2, "parallel__microbatches": 4, "parallel__schedule": "1f1b"}
 MODEL = "Bokeh.documents[0].get_model_by_name('timeline')"
 EVENTS = f"{MODEL}.tags[1]"
@@ -30,7 +31,7 @@ def address(tmp_path_factory):
     """Address of the report of a real pipeline with 2 stages on 4 ranks."""
     out = tmp_path_factory.mktemp("report")
     with trained(out / "run", 4, **PIPELINE) as trace:
-        write(compare([trace], [analyze_run(trace, others=10_000)]), out)
+        write(compare([trace], [analyze_run(trace, others=10_000)]), out, formats=STATIC)
     return out / "report.html"
 
 
@@ -39,7 +40,7 @@ def comparison(tmp_path_factory):
     """Address of the report of two runs with known values."""
     out = tmp_path_factory.mktemp("comparison")
     with small(out / "one.h5") as one, small(out / "two.h5", run_id="two") as two:
-        write(compare([one, two], [analyze_run(each) for each in (one, two)]), out)
+        write(compare([one, two], [analyze_run(each) for each in (one, two)]), out, formats=STATIC)
     return out / "report.html"
 
 
@@ -234,6 +235,20 @@ def test_print_view_shows_the_static_figures(page):
         "[...document.images].every(each => each.complete && each.naturalWidth > 100)"
     )
     assert page.tab.pdf().startswith(b"%PDF")
+
+
+def test_plots_are_printed_if_there_are_no_static_figures(browser, tmp_path):
+    with small(tmp_path / "trace.h5") as trace:
+        write(compare([trace], [analyze_run(trace)]), tmp_path)
+    with opened(browser, color_scheme="dark") as page:
+        page.open(tmp_path / "report.html")
+        page.until(DRAWN)
+        page.tab.emulate_media(media="print")
+        assert all(page.value(SEEN.format(".screen")))
+        page.value("dispatchEvent(new Event('beforeprint'))")
+        assert page.value("document.documentElement.dataset.theme") == "light"
+        page.value("dispatchEvent(new Event('afterprint'))")
+        assert page.value("document.documentElement.dataset.theme") == "dark"
 
 
 def test_static_figures_are_shown_without_javascript(browser, address):

@@ -23,6 +23,7 @@ from hpc3d.trace.annotations import write_prediction
 from tests.analyze.delayed_runs import trained
 from tests.analyze.small import ROWS, small
 
+STATIC = ("png", "svg")  # formats of figure files, which the page contains for printing
 PIPELINE = {"mesh__p": 2, "mesh__x": 2, "parallel__microbatches": 2, "parallel__schedule": "1f1b"}
 PIPELINE |= {"model__layers": 2}
 VOID = {"meta", "img", "input", "br"}
@@ -81,7 +82,7 @@ def folder(tmp_path_factory):
             file[f"evaluation/{name}"].resize(1, axis=0)
             file[f"evaluation/{name}"][0] = value
     with trace.open(out / "run") as opened:
-        write(compare([opened], [analyze_run(opened, peak=1e9)]), out)
+        write(compare([opened], [analyze_run(opened, peak=1e9)]), out, formats=STATIC)
     return out
 
 
@@ -188,6 +189,15 @@ def test_simulated_run_has_no_straggler_card(tmp_path):
     assert "straggler" not in titles and "imbalance" in titles
 
 
+def test_page_without_figure_files_has_only_interactive_plots(tmp_path):
+    with small(tmp_path / "trace.h5") as opened:
+        found = Reader(reported(opened, tmp_path))
+    assert "img" not in found.tags and found.tags["figure"] > 5
+    assert "add --figures svg" in found.text
+    assert not (tmp_path / "figures").exists()
+    assert "](figures/" not in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
 def test_memory_chart_omits_the_total():
     rows = [
         {"rank": 0, "parameter": 30, "activation": 50, "all": 60},
@@ -239,7 +249,7 @@ def test_page_of_several_runs_has_a_section_per_run(tmp_path):
     with small(tmp_path / "one.h5") as one, small(tmp_path / "two.h5", run_id="two") as two:
         report = compare([one, two], [analyze_run(each) for each in (one, two)])
         report.differing["layout"]["mesh.<d>"] = "1 in one; 2 in two"
-        write(report, tmp_path)
+        write(report, tmp_path, formats=STATIC)
     found = Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert {"comparison", "run-1", "run-2"} <= {
         value for _, key, value in found.values if key == "id"

@@ -224,7 +224,7 @@ def test_median_step_excludes_the_first_step(tmp_path, durations, median):
 
 
 def reported(capsys, *arguments):
-    assert report.main([*map(str, arguments), "--json"]) == 0
+    assert report.main([*map(str, arguments), "--json", "--figures", "png"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -276,7 +276,7 @@ def test_run_without_stages_has_no_pipeline_table_or_figure(tmp_path, capsys):
 
 def test_missing_stage_is_omitted(hand, capsys):
     segment_path(hand, 1, 0).unlink()
-    (result,) = reported(capsys, hand, "--merge", "--tables")["runs"]
+    (result,) = reported(capsys, hand, "--merge")["runs"]
     assert [(row["stage"], row["passes"]) for row in result["pipeline"]] == [(0, 4)]
 
 

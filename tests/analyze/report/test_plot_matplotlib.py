@@ -1,5 +1,7 @@
 """Charts drawn by Matplotlib."""
 
+import re
+
 import numpy as np
 import pytest
 from matplotlib import rc_context
@@ -140,6 +142,24 @@ def test_timeline_has_a_box_per_segment_of_an_event(tmp_path):
     assert found["optimizer"] == [(6, 0.58, 8, 1.42)]
     assert sum(map(len, found.values())) == 9
     assert axes.get_xlim() == (0, 10) and axes.yaxis_inverted()
+
+
+def test_pdf_figure_has_the_width_and_its_fonts(tmp_path):
+    figure = draw(charts.loss([Run("3d", (3.5, 3.25))]), 84 / 25.4)
+    save(figure, tmp_path / "loss", ["pdf"])
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.pdf"]
+    data = (tmp_path / "loss.pdf").read_bytes()
+    width = float(re.search(rb"/MediaBox \[ 0 0 ([\d.]+) ", data)[1])
+    assert width == pytest.approx(84 / 25.4 * 72, rel=1e-3)
+    assert (b"/FontFile2" in data and b"/Subtype /TrueType" in data) or b"/CIDFontType2" in data
+    assert b"/Subtype /Image" not in data, "vectors"
+
+
+def test_coinciding_curves_differ_in_width_and_dashes():
+    (axes, _) = draw(charts.loss([Run(name, (3.5, 3.25)) for name in "abc"])).axes
+    assert [line.get_linestyle() == "--" for line in axes.lines] == [False, True, True]
+    widths = [line.get_linewidth() for line in axes.lines]
+    assert widths == sorted(widths, reverse=True) and len({*widths}) == 3
 
 
 def test_figure_is_saved_as_png_and_svg_reproducibly(tmp_path):

@@ -50,6 +50,13 @@ def test_run_labels_are_distinct(run, tmp_path, capsys):
         (["whole", "--out", "text"], r"text: cannot write there \(File exists\); .*--out"),
         (["whole", "--steps", "a"], "--steps: a: must be a step or range"),
         (["whole", "--export", "x"], "--export: x: use perfetto"),
+        (["whole", "--figures", "svg,jpg"], "--figures: jpg: use svg, pdf, png"),
+        (["whole", "--figures", "svg", "--tables"], "--figures cannot be combined with --tables"),
+        (["whole", "--width", "84mm"], "--width is the width of figure files; add --figures"),
+        *(
+            (["whole", "--figures", "svg", "--width", width], f"--width: {width}: must be a width")
+            for width in ("84", "1mm", "9999mm", "nanmm", "wide")
+        ),
         *(
             (["whole", f"--peak={peak}"], f"--peak: {peak}: must be a positive rate")
             for peak in PEAKS

@@ -30,9 +30,13 @@ def test_tables_are_printed_and_written(run, capsys):
 @pytest.mark.slow
 def test_new_report_replaces_an_older_one(run, tmp_path, capsys):
     out = tmp_path / "out"
-    assert report.main([str(run), "--out", str(out), "--export", "pipit"]) == 0
+    words = [str(run), "--out", str(out), "--export", "pipit", "--figures", "svg,pdf"]
+    assert report.main([*words, "--width", "84mm"]) == 0
     (out / "mine.txt").write_text("mine")
     assert {path.name for path in out.iterdir()} > {"figures", "report.html", "exports"}
+    assert {path.suffix for path in (out / "figures").iterdir()} == {".svg", ".pdf"}
+    assert 'width="238.11' in (out / "figures" / "ranks.svg").read_text(encoding="utf-8")  # 84 mm
+    assert "](figures/ranks.svg)" in (out / "report.md").read_text(encoding="utf-8")
     reported(capsys, run, "--out", out)
     assert {path.name for path in out.iterdir()} == {"mine.txt", "report.md", "tables"}
 
@@ -41,3 +45,12 @@ def test_report_keeps_unrelated_files_in_its_folder(run, tmp_path, capsys):
     (tmp_path / "out" / "figures").mkdir(parents=True)
     reported(capsys, run, "--out", tmp_path / "out")
     assert (tmp_path / "out" / "figures").is_dir()
+
+
+def test_page_is_written_before_the_figure_files(run, monkeypatch):
+    def fail(*given):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("hpc3d.analyze.report.plot_matplotlib.save", fail)
+    assert report.main([str(run), "--figures", "pdf"]) == 2
+    assert (run / "report" / "report.html").stat().st_size > 1e5

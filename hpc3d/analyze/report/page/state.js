@@ -56,7 +56,8 @@ hpc3d.state = (() => {
 // Light or dark theme: from the URL, else the system setting.
 hpc3d.theme = (() => {
   const system = matchMedia("(prefers-color-scheme: dark)");
-  const dark = () => (hpc3d.state.get("theme") ?? (system.matches ? "dark" : "light")) === "dark";
+  let printing = false;
+  const dark = () => !printing && (hpc3d.state.get("theme") ?? (system.matches ? "dark" : "light")) === "dark";
   const heights = new Map(); // {plot with a horizontal legend: its height with a legend of one line}
 
   // Properties of Bokeh models that use the text color or line color of the page.
@@ -124,6 +125,8 @@ hpc3d.theme = (() => {
   }
 
   system.addEventListener("change", apply);
+  for (const [name, value] of [["beforeprint", true], ["afterprint", false]])
+    addEventListener(name, () => { printing = value; apply(); });
   addEventListener("resize", () => window.Bokeh && wrap());
   hpc3d.state.onchange(apply);
   return { apply, toggle };
