@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from hpc3d import __version__
+from hpc3d.analyze.citations import bibliography
 from hpc3d.analyze.picture import layout_svg
 from hpc3d.analyze.report import plot_bokeh, plot_matplotlib
 from hpc3d.analyze.report.cards import any_loss, cards
@@ -72,6 +73,7 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
         shown=shown[0],
         runs=list(zip(report.runs, shown[1:])),
         specs={spec.name: spec for spec in specs},
+        bibliography=bibliography(run.config for run in report.runs),
         general=prose(GENERAL),
         definitions=[(spec, prose(MEANING[spec.name])) for spec in specs],
         groups=GROUPS,

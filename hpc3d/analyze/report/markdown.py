@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hpc3d.analyze.citations import bibliography
 from hpc3d.analyze.report.comparison_tables import GROUPS, over_runs
 from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.run_tables import OF_A_RUN
@@ -30,8 +32,8 @@ _NOTES = {
 }
 
 
-def page(report: Report) -> str:
-    """Return the report as Markdown text."""
+def page(report: Report, images: Sequence[str] = ()) -> str:
+    """Return the report as Markdown text, with the texts of `images` before the bibliography."""
     sections = ["# Report", *_listed("Verdict:", report.verdict), _MEANS]
     sections += _listed("Limits of this comparison:", report.notes)
     for group, keys in report.differing.items():
@@ -47,6 +49,9 @@ def page(report: Report) -> str:
         sections += _listed("The trace is inconsistent:", run.violations)
         for spec in OF_A_RUN:
             sections += _section("###", spec, run.tables[spec.name], run.step)
+    sections += [each.strip() for each in images]
+    if entries := bibliography(run.config for run in report.runs):
+        sections += ["## Papers to cite", f"```bibtex\n{entries}\n```"]
     return "\n\n".join(sections) + "\n"
 
 

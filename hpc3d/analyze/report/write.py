@@ -58,8 +58,7 @@ def write(
         _write_page(report, found, out)
     _write_tables(report, out / "tables")
     shown = [markdown.image(f"{name}.{images[0]}", each) for name, each in pictures if images]
-    text = "\n".join([markdown.page(report), *shown])
-    (out / "report.md").write_text(text, encoding="utf-8")
+    (out / "report.md").write_text(markdown.page(report, shown), encoding="utf-8")
     for number, (name, picture) in enumerate(pictures, 1):
         log.info("drawing figure %d of %d", number, len(pictures))
         (out / "figures").mkdir(exist_ok=True)

@@ -92,6 +92,14 @@ def page(folder):
 
 
 @pytest.mark.slow
+def test_page_and_text_end_with_the_papers_to_cite(page, folder):
+    end = page[page.index('id="cite"') :]
+    assert "@misc{harlap2018," in end and "Harlap, Aaron" in end and "<section" not in end
+    text = (folder / "report.md").read_text()
+    assert text.rstrip().endswith("```") and "![" not in text[text.index("## Papers to cite") :]
+
+
+@pytest.mark.slow
 def test_evaluation_has_a_card_and_a_table_row(page):
     text = Reader(page).text
     assert "validation 2.5000 nats per token after step 1" in text
